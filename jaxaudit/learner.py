@@ -1,0 +1,41 @@
+"""The object an audit trains: a learning algorithm as two pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxaudit.taps import Taps
+
+State = Any
+Telemetry = dict[str, jax.Array]
+
+PERFORMANCE = "performance"
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A training algorithm: `init` makes a state, `step` advances it by one iteration.
+
+    Attributes:
+      init: `init(key) -> state`; the state is any pytree of arrays.
+      step: `step(state, key, taps) -> (state, telemetry)`. Telemetry is a dict of scalars and fixed-size vectors
+        and holds "performance": higher is better, and never read through a disturbed value. A value passed
+        through `taps(site, value)` can be disturbed by the perturbations of that site.
+      name: what reports call it.
+      step_unit: what one step is, in words, e.g. "2048 env steps".
+      performance_name: what `performance` measures, in words.
+      samples_per_step: environment steps or tokens in one step, for rates; 0 where it means nothing.
+      vectors: for telemetry that is a vector, its dimension's name and labels: {"layer_norm": ("layer", ("a", "b"))}.
+    """
+
+    init: Callable[[jax.Array], State]
+    step: Callable[[State, jax.Array, Taps], tuple[State, Telemetry]]
+    name: str = "learner"
+    step_unit: str = "step"
+    performance_name: str = "performance"
+    samples_per_step: int = 0
+    vectors: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)

@@ -1,0 +1,101 @@
+"""The optimizer-side sites, served once for every learner: gradient, clip_norm, learning_rate, optimizer_state, params."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxaudit.taps import Taps
+
+Params = Any
+
+
+@struct.dataclass
+class Update:
+    """What one update did: scalars, float32.
+
+    Attributes:
+      learning_rate: as used, disturbed or not.
+      gradient_norm: global L2 norm of the gradient as used, before clipping.
+      update_norm: global L2 norm of the change of the parameters.
+      clipped: 1 where the gradient's norm was above the threshold.
+      memory: cosine between the update and the first moment it was taken with; NaN without one.
+    """
+
+    learning_rate: jax.Array
+    gradient_norm: jax.Array
+    update_norm: jax.Array
+    clipped: jax.Array
+    memory: jax.Array
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optax transformation with its learning rate and clipping outside, where the audit can reach them.
+
+    Attributes:
+      transform: the direction of the update, without a learning rate: `optax.scale_by_adam(eps=1e-5)`.
+      learning_rate: a number, or a schedule of the run's progress in [0, 1].
+      max_norm: threshold on the gradient's global norm, or None for no clipping.
+      label: begins the paths of this optimizer's values, so that `target` can tell optimizers apart.
+    """
+
+    transform: optax.GradientTransformation
+    learning_rate: float | Callable[[jax.Array], jax.Array] = 3e-4
+    max_norm: float | None = None
+    label: str = ""
+
+    def init(self, params: Params) -> Any:
+        """The transformation's state."""
+        return self.transform.init(params)
+
+    def disturb(
+        self, params: Params, state: Any, taps: Taps, reinitialise: Callable[[jax.Array], Params]
+    ) -> tuple[Params, Any]:
+        """Taps parameters and optimizer state; call it once, at the beginning of a step.
+
+        `reinitialise(key)` draws fresh parameters, which is what resetting a layer needs.
+        """
+        params = taps("params", params, label=self.label, reinitialise=reinitialise)
+        return params, taps("optimizer_state", state, label=self.label)
+
+    def update(self, params: Params, state: Any, gradient: Params, taps: Taps) -> tuple[Params, Any, Update]:
+        """One update with `gradient`, tapping gradient, clip_norm and learning_rate: (params, state, what it did)."""
+        gradient = taps("gradient", gradient, label=self.label)
+        norm = optax.global_norm(gradient)
+        clipped = jnp.zeros(())
+        if self.max_norm is not None:
+            threshold = taps("clip_norm", jnp.float32(self.max_norm), label=self.label)
+            clipped = (norm > threshold).astype(jnp.float32)
+            gradient = jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / jnp.maximum(norm, 1e-12)), gradient)
+        direction, state = self.transform.update(gradient, state, params)
+        rate = self._rate(taps)
+        change = jax.tree.map(lambda d: -rate * d, direction)
+        done = Update(rate, norm, optax.global_norm(change), clipped, first_moment_cosine(direction, state))
+        return optax.apply_updates(params, change), state, done
+
+    def _rate(self, taps: Taps) -> jax.Array:
+        schedule = self.learning_rate if callable(self.learning_rate) else optax.constant_schedule(self.learning_rate)
+        progress = jnp.asarray(taps.step, jnp.float32) / (taps.steps or 1)
+        rate = jnp.asarray(schedule(progress), jnp.float32)
+        return taps("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
+
+
+def linear_to_zero(rate: float) -> Callable[[jax.Array], jax.Array]:
+    """The schedule that anneals `rate` linearly to zero over the run."""
+    return lambda progress: rate * (1.0 - progress)
+
+
+def first_moment_cosine(direction: Params, state: Any) -> jax.Array:
+    """Cosine between an update direction and the optimizer's first moment: x_mem; NaN if it keeps none."""
+    moment = next((m for _, m in optax.tree.get_all_with_path(state, "mu")), None)
+    if moment is None:
+        return jnp.float32(jnp.nan)
+    inner = sum(jnp.vdot(d, m) for d, m in zip(jax.tree.leaves(direction), jax.tree.leaves(moment), strict=True))
+    return inner / (optax.global_norm(direction) * optax.global_norm(moment))

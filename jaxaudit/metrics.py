@@ -1,0 +1,474 @@
+"""Per-lane stability metrics (Table S5; section 5.4 adds SIP, Table 1 adds RT).
+
+Every function takes one lane's performance `J` as `[T]` (higher is better; one entry per step) and the
+`onset`, the step a perturbation's window opens; both may be traced, so each is ready for `jit` and `vmap`.
+Windows are static ints.
+
+What holds for all of them:
+
+- J_pre and sigma_pre are the mean and population standard deviation over the `window` steps before the onset,
+  or over the `onset` steps there are, if at least 2; else they are NaN. A non-finite value among them makes
+  them NaN.
+- The *band* is one-sided: J is out of it where `J < J_pre - 2 sigma_pre`, strictly. Rising above it is
+  improvement.
+- Non-finite J at or after the onset is collapse, from its first non-finite step to the end of the run.
+- What cannot be computed is NaN; `explain` says why. An onset outside `[0, T)` makes every metric NaN.
+
+The arithmetic is float32 (float64 if given) on deviations from the value just before the onset, so a J of 1e4
+that fluctuates by 1e-2 is handled as well as one around zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+BAND = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricSettings:
+    """Windows of the metrics, in steps (Table S5): `window` W, `hold` Delta, `horizon` T of the MSD.
+
+    Raises:
+        ValueError: a setting is not an int, `window < 2`, `hold < 1` or `horizon < 1`.
+    """
+
+    window: int = 50
+    hold: int = 100
+    horizon: int = 500
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 2), ("hold", 1), ("horizon", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"[metrics] {name} = {value!r}: must be an integer of at least {least}")
+
+    def validate(self, steps: int, onset: int) -> list[str]:
+        """One sentence for each way in which `steps` with this `onset` are too few for the windows."""
+        if not 0 <= onset < steps:
+            return [f"the onset {onset} lies outside the run's {steps} steps (allowed: 0 to {steps - 1})"]
+        left = steps - onset
+        found = []
+        if onset < 2:
+            found.append(
+                f"only {onset} steps precede the onset: J_pre needs at least 2, so every metric is NaN"
+            )
+        elif onset < self.window:
+            found.append(
+                f"only {onset} of window = {self.window} steps precede the onset: "
+                f"J_pre is taken over {onset} steps and spike_intensity is NaN"
+            )
+        if left < self.window:
+            found.append(
+                f"only {left} of window = {self.window} steps follow the onset: spike_intensity is cut short"
+            )
+        if left < self.hold:
+            found.append(
+                f"only {left} of hold = {self.hold} steps follow the onset: every collapse is censored"
+            )
+        if left <= self.horizon:
+            found.append(
+                f"only {left - 1} of horizon = {self.horizon} steps follow the onset: "
+                "meta_state_deviation is cut short"
+            )
+        return found
+
+
+class _Level(NamedTuple):
+    """J before the onset, as `reference + mean` and `std`; `known` is False where it is undefined."""
+
+    reference: jax.Array
+    mean: jax.Array
+    std: jax.Array
+    known: jax.Array
+
+
+def _as_series(series: ArrayLike) -> jax.Array:
+    values = jnp.asarray(series)
+    if values.ndim != 1:
+        raise ValueError(
+            f"a metric takes one lane's series of shape [T], got {values.shape}; use jax.vmap for lanes"
+        )
+    return values.astype(jnp.promote_types(values.dtype, jnp.float32))
+
+
+def _power_of_two(value: jax.Array) -> jax.Array:
+    """A power of two near `value`, by which scaling is exact; 1 for zero."""
+    _, exponent = jnp.frexp(value)
+    return jnp.where(value > 0, jnp.ldexp(jnp.ones_like(value), jnp.maximum(exponent - 1, -100)), 1)
+
+
+def _level(x: jax.Array, onset: ArrayLike, window: int) -> _Level:
+    steps = jnp.arange(x.shape[0])
+    onset = jnp.asarray(onset)
+    inside = (steps >= onset - window) & (steps < onset)
+    count = inside.sum()
+    reference = x[jnp.clip(onset - 1, 0, x.shape[0] - 1)]
+    deviation = jnp.where(inside, x - reference, 0)
+    scale = _power_of_two(jnp.abs(deviation).max())
+    scaled = deviation / scale
+    mean = scaled.sum() / jnp.maximum(count, 1)
+    variance = jnp.where(inside, (scaled - mean) ** 2, 0).sum() / jnp.maximum(count, 1)
+    known = (count >= 2) & (onset <= x.shape[0]) & jnp.isfinite(jnp.where(inside, x, 0)).all()
+    mean, std = (jnp.where(known, scale * part, jnp.nan) for part in (mean, jnp.sqrt(variance)))
+    return _Level(reference, mean, std, known)
+
+
+def _non_finite_from(x: jax.Array, onset: ArrayLike) -> jax.Array:
+    """First non-finite step at or after the onset; T if there is none."""
+    steps = jnp.arange(x.shape[0])
+    return jnp.where((steps >= onset) & ~jnp.isfinite(x), steps, x.shape[0]).min()
+
+
+def _below_band(x: jax.Array, onset: ArrayLike, level: _Level) -> jax.Array:
+    """`[T]` bool: at or after the onset and out of the band, or past the first non-finite step."""
+    steps = jnp.arange(x.shape[0])
+    out = x - level.reference < level.mean - BAND * level.std
+    return (steps >= onset) & (out | (steps >= _non_finite_from(x, onset)))
+
+
+def _inside(x: jax.Array, onset: ArrayLike) -> jax.Array:
+    return (jnp.asarray(onset) >= 0) & (jnp.asarray(onset) < x.shape[0])
+
+
+def pre_onset_level(series: ArrayLike, onset: ArrayLike, window: int = 50) -> tuple[jax.Array, jax.Array]:
+    """J_pre and sigma_pre: mean and population std of J over the `window` steps before the onset.
+
+    [open] in Table S5: how long; here the steps available are used where `2 <= onset < window`, and both are
+    NaN for `onset < 2` or a non-finite value among them.
+
+    Args:
+        series: J, `[T]`.
+        onset: step, scalar int.
+        window: steps.
+
+    Returns:
+        two scalars, in units of J.
+    """
+    level = _level(_as_series(series), onset, window)
+    return level.reference + level.mean, level.std
+
+
+def _collapse(x: jax.Array, onset: ArrayLike, window: int, hold: int) -> tuple[jax.Array, jax.Array]:
+    """Collapse time (scalar float) and whether it is censored (scalar bool)."""
+    total = x.shape[0]
+    steps = jnp.arange(total)
+    level = _level(x, onset, window)
+    non_finite = _non_finite_from(x, onset)
+    below = _below_band(x, onset, level)
+    next_above = jax.lax.cummin(jnp.where(below, total, steps), reverse=True)
+    counted = below & ((next_above - steps >= hold) | (next_above == total))
+    first = jnp.where(level.known, jnp.where(counted, steps, total).min(), non_finite)
+    defined = _inside(x, onset) & (level.known | (non_finite < total))
+    time = jnp.where(first < total, first.astype(jnp.float32), jnp.inf)
+    censored = defined & (first < total) & (total - first < hold) & (non_finite == total)
+    return jnp.where(defined, time, jnp.nan), censored
+
+
+def collapse_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100) -> jax.Array:
+    """T_c (Table S5): first step `t >= onset` where J falls below the band and stays there for `hold` steps.
+
+    Below is `J(t) < J_pre - 2 sigma_pre`; the `hold` steps include t. [open]: a crossing with fewer than
+    `hold` steps left counts only if it lasts to the end (`collapse_censored`). A run that turns non-finite has
+    collapsed by that step: at the start of the stretch below the band that leads into it, or, where J_pre is
+    undefined, at the first non-finite step itself.
+
+    Args:
+        series: J, `[T]`.
+        onset: step, scalar int.
+        window: steps J_pre is taken over.
+        hold: Delta, steps.
+
+    Returns:
+        scalar float32, the step index counted from the start of the run; inf for never; NaN where J_pre is
+        undefined and J stays finite.
+    """
+    return _collapse(_as_series(series), onset, window, hold)[0]
+
+
+def collapse_censored(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100) -> jax.Array:
+    """Whether the run ended before the counted collapse had lasted `hold` steps: scalar bool.
+
+    [open] in Table S5. A run that turned non-finite is never censored, as more steps could not have undone it.
+    Arguments as in `collapse_time`; False where that is inf or NaN.
+    """
+    return _collapse(_as_series(series), onset, window, hold)[1]
+
+
+def instability_index(series: ArrayLike, *, window: int = 50) -> jax.Array:
+    """I_inst(t) (Table S5): population variance of J over the last `window` steps, t among them.
+
+    Two passes per window, on deviations from J(t).
+
+    Args:
+        series: J, `[T]`.
+        window: W, steps.
+
+    Returns:
+        `[T]`, in units of J squared; NaN for the first `window - 1` steps and where the window holds a
+        non-finite J.
+    """
+    x = _as_series(series)
+    total = x.shape[0]
+    padded = jnp.concatenate([jnp.zeros(window - 1, x.dtype), x])
+
+    def deviation(lag: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(padded, (lag,), (total,)) - x
+
+    zeros = jnp.zeros_like(x)
+    mean = jax.lax.fori_loop(0, window, lambda lag, s: s + deviation(lag), zeros) / window
+    variance = jax.lax.fori_loop(0, window, lambda lag, s: s + (deviation(lag) - mean) ** 2, zeros) / window
+    return jnp.where(jnp.arange(total) >= window - 1, variance, jnp.nan)
+
+
+def divergence_probability(collapse_times: ArrayLike, total_steps: ArrayLike) -> jax.Array:
+    """P_div (Table S5): the fraction of seeds with `T_c < total_steps / 2`.
+
+    [open]: T_max is the run's total number of steps. An onset in the second half of a run therefore gives 0.
+    `jaxaudit.statistics.divergence` gives it with its interval.
+
+    Args:
+        collapse_times: T_c of each seed, `[seeds]`.
+        total_steps: T_max, steps.
+
+    Returns:
+        scalar in [0, 1]; NaN where any T_c is NaN or there are no seeds.
+    """
+    return _diverged(jnp.asarray(collapse_times), total_steps).mean()
+
+
+def _diverged(time: jax.Array, total_steps: ArrayLike) -> jax.Array:
+    early = (time < jnp.asarray(total_steps) / 2).astype(jnp.float32)
+    return jnp.where(jnp.isnan(time), jnp.nan, early)
+
+
+def recovery_rate(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100) -> jax.Array:
+    """R_rec (Table S5): `(J(t_end) - J(t_min)) / (J_pre - J(t_min))`, t_min the minimum from the onset on.
+
+    [open]: a run has *fully collapsed* where J turned non-finite, or where it has a collapse time and ends
+    within 2 sigma_pre of its minimum, so that nothing measurable was regained. A run that collapsed and came
+    part of the way back keeps its rate: partial failure is what the rate is for.
+
+    Args:
+        series: J, `[T]`.
+        onset: step, scalar int.
+        window: steps J_pre is taken over.
+        hold: Delta of the collapse time, steps.
+
+    Returns:
+        scalar, 1 for J_pre regained (more if exceeded); NaN where the run fully collapsed, where J never fell
+        below J_pre, and where J_pre is undefined.
+    """
+    x = _as_series(series)
+    level = _level(x, onset, window)
+    time, _ = _collapse(x, onset, window, hold)
+    lowest = jnp.where(jnp.arange(x.shape[0]) >= onset, x, jnp.inf).min()
+    regained = x[-1] - lowest
+    lost = level.mean - (lowest - level.reference)
+    non_finite = _non_finite_from(x, onset) < x.shape[0]
+    collapsed = non_finite | (jnp.isfinite(time) & (regained <= BAND * level.std))
+    defined = _inside(x, onset) & level.known & ~collapsed & (lost > 0)
+    return jnp.where(defined, regained / jnp.where(lost > 0, lost, 1), jnp.nan)
+
+
+def recovery_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50) -> jax.Array:
+    """RT (Table 1): steps from the onset until J, having left the pre-onset band, is back in it.
+
+    [open]: the band is `J >= J_pre - 2 sigma_pre` (rising above J_pre + 2 sigma_pre is improvement, not a
+    departure); the first step back after the first step out counts, however long it lasts (`collapse_time` is
+    the metric of lasting departures).
+
+    Args:
+        series: J, `[T]`.
+        onset: step, scalar int.
+        window: steps J_pre is taken over.
+
+    Returns:
+        scalar float32, steps; -1 where J never left the band (Table 1's "no recovery delay"); inf where it
+        left and never came back, or turned non-finite at any step from the onset; NaN where J_pre is
+        undefined.
+    """
+    x = _as_series(series)
+    total = x.shape[0]
+    steps = jnp.arange(total)
+    level = _level(x, onset, window)
+    below = _below_band(x, onset, level)
+    left = jnp.where(below, steps, total).min()
+    back = jnp.where((steps > left) & ~below, steps, total).min()
+    lost = (back == total) | (_non_finite_from(x, onset) < total)
+    elapsed = jnp.where(lost, jnp.inf, (back - onset).astype(jnp.float32))
+    time = jnp.where(left == total, -1.0, elapsed)
+    return jnp.where(_inside(x, onset) & level.known, time, jnp.nan)
+
+
+def spike_intensity(series: ArrayLike, onset: ArrayLike, *, window: int = 50) -> jax.Array:
+    """SIP (section 5.4, Table 1): peak of I_inst in the `window` steps from the onset, over its prior level.
+
+    [open]: the peak is over steps `[onset, onset + window)` (to the end of the run if that comes first); the
+    level is I_inst at `onset - 1`, which covers exactly the `window` steps before the onset and equals
+    sigma_pre squared.
+
+    Args:
+        series: J, `[T]`.
+        onset: step, scalar int.
+        window: W, steps.
+
+    Returns:
+        scalar, a ratio; NaN where fewer than `window` steps precede the onset, where J was constant over them
+        (zero level), and where J is non-finite in either window.
+    """
+    x = _as_series(series)
+    steps = jnp.arange(x.shape[0])
+    index = instability_index(x, window=window)
+    after = (steps >= onset) & (steps < onset + window)
+    peak = jnp.where(after, index, -jnp.inf).max()
+    level = index[jnp.clip(jnp.asarray(onset) - 1, 0, x.shape[0] - 1)]
+    defined = _inside(x, onset) & (jnp.asarray(onset) >= window) & (level > 0)
+    return jnp.where(defined, peak / jnp.where(level > 0, level, 1), jnp.nan)
+
+
+def meta_state_deviation(
+    latents: ArrayLike,
+    onset: ArrayLike,
+    *,
+    horizon: int = 500,
+    control: ArrayLike | None = None,
+    whitening: ArrayLike | None = None,
+) -> jax.Array:
+    """MSD (Table S5): the maximum over `[onset, onset + horizon]` of `||h_t - h_onset||_2`.
+
+    The maximum is over the steps there are where the run ends before `onset + horizon`.
+
+    Args:
+        latents: h, `[T, d]`.
+        onset: step, scalar int.
+        horizon: steps.
+        control: the undisturbed lane's latents, `[T, d]`; its drift `c_t - c_onset` is subtracted.
+        whitening: `[d, d]`, applied as `deviation @ whitening` (`jaxaudit.statistics.whitening`).
+
+    Returns:
+        scalar, in units of h, or of the clean runs' standard deviations when whitened; NaN where a latent of
+        the horizon is NaN, infinite at the onset, or the onset lies outside the run.
+    """
+    moved = _drift(latents, onset)
+    if control is not None:
+        moved = moved - _drift(control, onset)
+    if whitening is not None:
+        moved = jnp.matmul(moved, whitening, precision=jax.lax.Precision.HIGHEST)
+    steps = jnp.arange(moved.shape[0])
+    after = (steps >= onset) & (steps <= onset + horizon)
+    distance = jnp.where(after, jnp.linalg.norm(moved, axis=-1), -jnp.inf).max()
+    return jnp.where(_inside(moved, onset), distance, jnp.nan)
+
+
+def _drift(latents: ArrayLike, onset: ArrayLike) -> jax.Array:
+    h = jnp.asarray(latents)
+    if h.ndim != 2:
+        raise ValueError(f"latents must be one lane's [T, d], got {h.shape}; use jax.vmap for lanes")
+    h = h.astype(jnp.promote_types(h.dtype, jnp.float32))
+    return h - h[jnp.clip(jnp.asarray(onset), 0, h.shape[0] - 1)]
+
+
+def evaluate(
+    series: ArrayLike,
+    onset: ArrayLike,
+    total_steps: ArrayLike | None = None,
+    *,
+    settings: MetricSettings | None = None,
+    latents: ArrayLike | None = None,
+) -> dict[str, jax.Array]:
+    """Every scalar metric of one lane.
+
+    Args:
+        series: J, `[T]`.
+        onset: step, scalar int.
+        total_steps: T_max of `diverged`, steps; the series' length by default.
+        settings: the windows; Table S5's by default.
+        latents: `[T, d]`; adds `meta_state_deviation`.
+
+    Returns:
+        scalars named `pre_mean`, `pre_std`, `collapse_time`, `collapse_censored` (bool), `diverged` (1 where
+        `collapse_time < total_steps / 2`, else 0, NaN where that is NaN), `recovery_rate`, `recovery_time`,
+        `spike_intensity` and, given latents, `meta_state_deviation`.
+    """
+    x = _as_series(series)
+    chosen = settings or MetricSettings()
+    window, hold = chosen.window, chosen.hold
+    mean, std = pre_onset_level(x, onset, window)
+    time, censored = _collapse(x, onset, window, hold)
+    values = {
+        "pre_mean": mean,
+        "pre_std": std,
+        "collapse_time": time,
+        "collapse_censored": censored,
+        "diverged": _diverged(time, x.shape[0] if total_steps is None else total_steps),
+        "recovery_rate": recovery_rate(x, onset, window=window, hold=hold),
+        "recovery_time": recovery_time(x, onset, window=window),
+        "spike_intensity": spike_intensity(x, onset, window=window),
+    }
+    if latents is not None:
+        values["meta_state_deviation"] = meta_state_deviation(latents, onset, horizon=chosen.horizon)
+    return values
+
+
+def explain(
+    series: Any,
+    onset: int,
+    *,
+    settings: MetricSettings | None = None,
+    latents: Any = None,
+    values: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """Why each metric of one lane that is NaN is so, one sentence each; host-side, not for `jit`.
+
+    Args:
+        series: J, `[T]`.
+        onset: step.
+        settings: the windows; Table S5's by default.
+        latents: `[T, d]`, if they were evaluated.
+        values: what `evaluate` returned for this lane; computed here when None.
+
+    Returns:
+        the name of each NaN metric and its reason; empty where all are defined.
+    """
+    chosen = settings or MetricSettings()
+    x = np.asarray(series, np.float64)
+    if values is None:
+        values = evaluate(series, onset, settings=chosen, latents=latents)
+    missing = [name for name, value in values.items() if np.isnan(float(value))]
+    return {name: _reason(name, x, int(onset), chosen) for name in missing}
+
+
+def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings) -> str:
+    total, window = x.shape[0], settings.window
+    if not 0 <= onset < total:
+        return f"the onset {onset} lies outside the run's {total} steps"
+    if name == "meta_state_deviation":
+        return f"a latent is non-finite in the {settings.horizon} steps from the onset"
+    if onset < 2:
+        return f"J_pre needs at least 2 steps before the onset, which is step {onset}"
+    bad = np.flatnonzero(~np.isfinite(x[max(onset - window, 0) : onset])) + max(onset - window, 0)
+    if bad.size:
+        return f"J is non-finite before the onset, at step {bad[0]}, so J_pre is undefined"
+    if name == "spike_intensity" and onset < window:
+        return f"only {onset} of window = {window} steps precede the onset"
+    after = np.flatnonzero(~np.isfinite(x[onset:])) + onset
+    if after.size:
+        return f"J turned non-finite at step {after[0]}"
+    if name == "spike_intensity":
+        return (
+            f"J did not vary over the {window} steps before the onset, so there is no level to compare with"
+        )
+    before = x[max(onset - window, 0) : onset]
+    if name == "recovery_rate" and x[onset:].min() - before[-1] >= (before - before[-1]).mean():
+        return "J never fell below J_pre after the onset, so there was nothing to recover"
+    if name == "recovery_rate":
+        return "the run fully collapsed: it ended within 2 sigma_pre of its minimum"
+    return "the arithmetic overflowed"

@@ -1,0 +1,46 @@
+"""Multi-layer perceptrons for continuous control."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class MLP(nn.Module):
+    """Dense layers with tanh between: `[..., d] -> [..., features]`.
+
+    Attributes:
+      hidden: widths of the hidden layers.
+      features: width of the output.
+      output_scale: gain of the output layer's orthogonal initialisation.
+      orthogonal: orthogonal initialisation with gain sqrt(2) in the hidden layers (Andrychowicz et al., 2021);
+        otherwise LeCun normal.
+    """
+
+    hidden: tuple[int, ...]
+    features: int
+    output_scale: float = 1.0
+    orthogonal: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The network's output."""
+        for width in self.hidden:
+            x = jnp.tanh(nn.Dense(width, kernel_init=self._initializer(np.sqrt(2.0)))(x))
+        return nn.Dense(self.features, kernel_init=self._initializer(self.output_scale))(x)
+
+    def _initializer(self, gain: float) -> nn.initializers.Initializer:
+        return nn.initializers.orthogonal(gain) if self.orthogonal else nn.initializers.lecun_normal()
+
+
+def gaussian_log_probability(action: jax.Array, mean: jax.Array, log_std: jax.Array) -> jax.Array:
+    """Log density of a diagonal Gaussian: `[..., d] -> [...]`."""
+    z = (action - mean) * jnp.exp(-log_std)
+    return -0.5 * jnp.sum(z**2 + 2.0 * log_std + jnp.log(2.0 * jnp.pi), axis=-1)
+
+
+def gaussian_entropy(log_std: jax.Array) -> jax.Array:
+    """Entropy of a diagonal Gaussian in nats: `[d] -> scalar`."""
+    return jnp.sum(log_std + 0.5 * jnp.log(2.0 * jnp.pi * jnp.e), axis=-1)

@@ -1,0 +1,219 @@
+"""What a perturbation is, and how perturbations are varied (`sweep`), timed (`window`), aimed (`target`) and chained."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxaudit.taps import Kind
+
+DIMENSIONS = ("optimization", "data", "parametric", "signal")
+"""The four stability dimensions (Table S1)."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Several magnitudes, each a condition of its own."""
+
+    values: tuple[float, ...]
+
+
+def sweep(*values: float) -> Sweep:
+    """Several magnitudes of one perturbation: `lr_spike(sweep(3., 10., 30.))` is three conditions."""
+    if not values:
+        raise ValueError("sweep() needs at least one magnitude")
+    return Sweep(tuple(_number("a magnitude", value) for value in values))
+
+
+@dataclass(frozen=True)
+class Window:
+    """When a perturbation is open.
+
+    Attributes:
+      onset: the first step: a float in [0, 1) is a fraction of the run, an int is a step.
+      duration: steps it stays open; "once" (one step); or "end" (until the run's last step).
+      period: None, or steps between one opening and the next, until the run's end.
+    """
+
+    onset: float | int = 0.3
+    duration: int | str = 10
+    period: int | None = None
+
+    def __post_init__(self):
+        onset, duration, period = self.onset, self.duration, self.period
+        if isinstance(onset, bool) or not isinstance(onset, int | float):
+            raise ValueError(f"onset must be a fraction of the run (0.3) or a step (120), not {onset!r}")
+        if isinstance(onset, float) and not 0 <= onset < 1:
+            raise ValueError(f"onset {onset!r} as a fraction must lie in [0, 1); a step is written without a point")
+        if isinstance(onset, int) and onset < 0:
+            raise ValueError(f"onset {onset} is negative; the first step is 0")
+        if isinstance(duration, str):
+            if duration not in ("once", "end"):
+                raise ValueError(f"duration must be a number of steps, 'once' or 'end', not {duration!r}")
+        elif isinstance(duration, bool) or not isinstance(duration, int) or duration < 1:
+            raise ValueError(f"duration must be at least 1 step, 'once' or 'end', not {duration!r}")
+        if period is not None:
+            if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+                raise ValueError(f"period must be at least 1 step, not {period!r}")
+            if duration == "end" or period < self.length:
+                raise ValueError(f"period {period} is shorter than the duration {duration!r} it should repeat")
+
+    @property
+    def length(self) -> int:
+        """Steps one opening lasts, for a duration other than "end"."""
+        return 1 if self.duration == "once" else int(self.duration)
+
+    def resolve(self, steps: int) -> tuple[int, int, int, int]:
+        """(start, stop, period, length) in steps of a run of `steps`; raises ValueError where it leaves the run."""
+        start = round(self.onset * steps) if isinstance(self.onset, float) else self.onset
+        if start >= steps:
+            raise ValueError(f"onset {self.onset} is outside the run of {steps} steps (0 to {steps - 1})")
+        if self.duration == "end":
+            return start, steps, steps, steps
+        if start + self.length > steps:
+            raise ValueError(
+                f"the window from step {start} for {self.length} steps ends past the run's {steps} steps"
+            )
+        if self.period is None:
+            return start, start + self.length, steps, self.length
+        return start, steps, self.period, self.length
+
+
+def window(onset: float | int = 0.3, duration: int | str = 10, period: int | None = None) -> Window:
+    """When a perturbation is open; see `Window`."""
+    return Window(onset, duration, period)
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """A pure transform at one site, with a magnitude, a window and a target.
+
+    Attributes:
+      name: of the kind, e.g. "lr_spike".
+      dimension: one of the four stability dimensions.
+      site: the site it acts at.
+      apply: `apply(key, value, magnitude, **context) -> value`; pure, structure and shapes kept. Give a module-level
+        function: programs are cached by it.
+      magnitude: a number, or a `Sweep` of them.
+      neutral: the magnitude at which nothing is disturbed.
+      when: its `Window`.
+      target: None, or a path pattern that limits it to part of the value's tree, e.g. "critic".
+      needs: context names `apply` takes from the tap: the learner's, or "selected" (bool `[leaves]`: the target).
+      limits: (lowest, highest) magnitude that means something.
+    """
+
+    name: str
+    dimension: str
+    site: str
+    apply: Callable[..., Any]
+    magnitude: float | Sweep = 1.0
+    neutral: float = 0.0
+    when: Window = Window()
+    target: str | None = None
+    needs: tuple[str, ...] = ()
+    limits: tuple[float, float] = (float("-inf"), float("inf"))
+
+    def __post_init__(self):
+        if self.dimension not in DIMENSIONS:
+            raise ValueError(f"dimension {self.dimension!r} of '{self.name}' is none of {', '.join(DIMENSIONS)}")
+        low, high = self.limits
+        for value in self.magnitudes:
+            number = _number(f"magnitude of '{self.name}'", value)
+            if not low <= number <= high:
+                raise ValueError(f"magnitude {value!r} of '{self.name}' is outside its range {low:g} to {high:g}")
+
+    @property
+    def magnitudes(self) -> tuple[float, ...]:
+        """The magnitudes swept, one or more."""
+        return self.magnitude.values if isinstance(self.magnitude, Sweep) else (self.magnitude,)
+
+    @property
+    def parts(self) -> tuple[Perturbation, ...]:
+        """Itself: a perturbation is a chain of one."""
+        return (self,)
+
+    def kind(self, occurrence: int = 0) -> Kind:
+        """Its structure, without magnitude, window and target."""
+        return Kind(self.name, self.site, self.apply, float(self.neutral), self.needs, occurrence)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Perturbations that act together, in order."""
+
+    parts: tuple[Perturbation, ...]
+
+    @property
+    def name(self) -> str:
+        """The parts' names, joined."""
+        return "+".join(part.name for part in self.parts)
+
+    @property
+    def dimension(self) -> str:
+        """The parts' dimension, or "mixed"."""
+        found = {part.dimension for part in self.parts}
+        return found.pop() if len(found) == 1 else "mixed"
+
+
+def chain(*perturbations: Perturbation | Chain) -> Chain:
+    """A perturbation made of several: `chain(lr_spike(10.), weight_noise(0.01))`."""
+    if not perturbations:
+        raise ValueError("chain() needs at least one perturbation")
+    return Chain(tuple(part for p in perturbations for part in p.parts))
+
+
+def retime(perturbation: Perturbation | Chain, when: Window) -> Perturbation | Chain:
+    """The same perturbation in another window."""
+    if isinstance(perturbation, Chain):
+        return Chain(tuple(replace(part, when=when) for part in perturbation.parts))
+    return replace(perturbation, when=when)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One column of the grid: perturbations at single magnitudes; the control has none."""
+
+    parts: tuple[Perturbation, ...]
+    onset: int
+    name: str
+    dimension: str
+
+    @property
+    def magnitude(self) -> float:
+        """The magnitude of the first part that was swept, or of the first part; NaN for the control."""
+        return float(self.parts[0].magnitude) if self.parts else float("nan")  # type: ignore[arg-type]
+
+
+def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> list[Condition]:
+    """Unrolls sweeps: one condition for every combination of magnitudes of a perturbation or chain.
+
+    A chain's onset is its parts' earliest. Raises ValueError where a window leaves the run of `steps` steps.
+    """
+    unrolled = []
+    for perturbation in perturbations:
+        onset = min(part.when.resolve(steps)[0] for part in perturbation.parts)
+        for values in itertools.product(*(part.magnitudes for part in perturbation.parts)):
+            parts = tuple(
+                replace(part, magnitude=float(value))
+                for part, value in zip(perturbation.parts, values, strict=True)
+            )
+            unrolled.append(Condition(parts, onset, perturbation.name, perturbation.dimension))
+    return unrolled
+
+
+def control(onset: int) -> Condition:
+    """The undisturbed condition of the lanes forked at `onset`."""
+    return Condition((), onset, "control", "control")
+
+
+def _number(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        try:
+            value = value.item()  # a NumPy or JAX scalar
+        except AttributeError:
+            raise ValueError(f"{what} must be a number, not {value!r}") from None
+    if value != value:
+        raise ValueError(f"{what} must be a number, not NaN")
+    return float(value)

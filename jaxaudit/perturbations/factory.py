@@ -1,0 +1,84 @@
+"""The decorator that turns a transform into a named, registered perturbation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxaudit import registry
+from jaxaudit.perturbations.core import Perturbation, Sweep, Window
+
+
+@dataclass(eq=False)
+class Factory:
+    """Makes perturbations of one kind: `lr_spike(10.0, onset=0.3, duration=10, target="actor")`.
+
+    `default` holds the kind's standard magnitude and window (Table S4's where the table gives one).
+    """
+
+    default: Perturbation
+
+    def __call__(
+        self,
+        magnitude: float | Sweep | None = None,
+        *,
+        onset: float | int | None = None,
+        duration: int | str | None = None,
+        period: int | None = None,
+        target: str | None = None,
+    ) -> Perturbation:
+        """A perturbation of this kind; what is not given is the standard's. Raises ValueError on a bad value."""
+        standard = self.default
+        return Perturbation(
+            name=standard.name,
+            dimension=standard.dimension,
+            site=standard.site,
+            apply=standard.apply,
+            magnitude=standard.magnitude if magnitude is None else magnitude,
+            neutral=standard.neutral,
+            when=Window(
+                standard.when.onset if onset is None else onset,
+                standard.when.duration if duration is None else duration,
+                period,
+            ),
+            target=target,
+            needs=standard.needs,
+            limits=standard.limits,
+        )
+
+
+def perturbation(
+    dimension: str,
+    site: str,
+    *,
+    magnitude: float,
+    neutral: float,
+    duration: int | str,
+    onset: float | int = 0.3,
+    limits: tuple[float, float] = (float("-inf"), float("inf")),
+    needs: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Any]], Factory]:
+    """Decorator: makes `f(key, value, magnitude, **context) -> value` a perturbation kind named like `f`.
+
+    The keywords are the kind's standard magnitude, window, neutral magnitude, range and needed context.
+    """
+
+    def decorate(apply: Callable[..., Any]) -> Factory:
+        standard = Perturbation(
+            name=apply.__name__,
+            dimension=dimension,
+            site=site,
+            apply=apply,
+            magnitude=magnitude,
+            neutral=neutral,
+            when=Window(onset, duration),
+            needs=needs,
+            limits=limits,
+        )
+        factory = Factory(standard)
+        functools.update_wrapper(factory, apply, updated=())
+        return registry.perturbations.register(apply.__name__, factory)
+
+    return decorate

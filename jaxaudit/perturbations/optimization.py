@@ -1,0 +1,65 @@
+"""Optimization stability: disturbances of the update mechanism (Tables S1 and S4)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from jaxaudit.perturbations import transforms
+from jaxaudit.perturbations.factory import perturbation
+
+FIRST_MOMENT = ("mu", "trace", "momentum")
+SECOND_MOMENT = ("nu",)
+
+
+@perturbation("optimization", "learning_rate", magnitude=10.0, neutral=1.0, duration=10, limits=(0.0, math.inf))
+def lr_spike(key, value, magnitude):
+    """Multiplies the learning rate by `magnitude` (Table S4: 10x for 10 steps at 30% of training)."""
+    return transforms.scale(value, magnitude)
+
+
+@perturbation(
+    "optimization",
+    "learning_rate",
+    magnitude=-0.3,
+    neutral=0.0,
+    duration="end",
+    limits=(-1.0, 1.0),
+    needs=("schedule", "progress"),
+)
+def lr_schedule_error(key, value, magnitude, *, schedule, progress):
+    """Reads the learning-rate schedule at a wrong time: `magnitude` of the run late (negative) or early (positive).
+
+    +0.1 on a schedule with a warmup of 10% skips the warmup.
+    """
+    shifted = jax.numpy.clip(progress + magnitude, 0.0, 1.0)
+    return value + (schedule(shifted) - schedule(progress))
+
+
+@perturbation("optimization", "optimizer_state", magnitude=0.1, neutral=0.0, duration=10, limits=(0.0, math.inf))
+def momentum_noise(key, value, magnitude):
+    """Adds Gaussian noise of standard deviation `magnitude` to the first moment (Table S4: N(0, 0.1))."""
+    return transforms.on_leaves_named(
+        FIRST_MOMENT, lambda moments: transforms.add_noise(key, moments, magnitude), value
+    )
+
+
+@perturbation("optimization", "optimizer_state", magnitude=0.01, neutral=1.0, duration="once", limits=(0.0, math.inf))
+def second_moment_drift(key, value, magnitude):
+    """Multiplies Adam's second moment by `magnitude`; below one, updates are too large (Table S1: moment drift)."""
+    return transforms.on_leaves_named(
+        SECOND_MOMENT, lambda moments: transforms.scale(moments, magnitude), value
+    )
+
+
+@perturbation("optimization", "gradient", magnitude=0.2, neutral=0.0, duration=10, limits=(0.0, math.inf))
+def gradient_scale(key, value, magnitude):
+    """Multiplies each gradient by 1 + U(-magnitude, magnitude), one draw a gradient (Table S4: +-20%)."""
+    return transforms.scale(value, 1.0 + magnitude * jax.random.uniform(key, minval=-1.0, maxval=1.0))
+
+
+@perturbation("optimization", "clip_norm", magnitude=100.0, neutral=1.0, duration=10, limits=(0.0, math.inf))
+def clip_failure(key, value, magnitude):
+    """Multiplies the gradient-clipping threshold by `magnitude`; a large factor switches clipping off (Table S1)."""
+    return transforms.scale(value, magnitude)

@@ -1,0 +1,59 @@
+"""Parametric stability: disturbances of the parameters themselves (Tables S1 and S4)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxaudit.perturbations import transforms
+from jaxaudit.perturbations.factory import perturbation
+from jaxaudit.taps import paths_of
+
+
+@perturbation("parametric", "params", magnitude=0.01, neutral=0.0, duration="once", limits=(0.0, math.inf))
+def weight_noise(key, value, magnitude):
+    """Adds Gaussian noise of standard deviation `magnitude` to every parameter (Table S4: N(0, 0.01))."""
+    return transforms.add_noise(key, value, magnitude)
+
+
+@perturbation(
+    "parametric",
+    "params",
+    magnitude=1.0,
+    neutral=0.0,
+    duration="once",
+    limits=(0.0, math.inf),
+    needs=("reinitialise", "selected"),
+)
+def layer_reset(key, value, magnitude, *, reinitialise, selected):
+    """Re-initialises `magnitude` layers, drawn at random from those in the target (Table S4: one layer).
+
+    A layer is the parameters that share a parent in the tree (a kernel and its bias).
+    """
+    parents = [path.rpartition("/")[0] for path in paths_of(value)]
+    layers = sorted(set(parents))
+    layer_of = jnp.array([layers.index(parent) for parent in parents])
+    in_target = jnp.zeros(len(layers), bool).at[layer_of].max(selected)
+    draw_key, init_key = jax.random.split(key)
+    draw = jnp.where(in_target, jax.random.uniform(draw_key, (len(layers),)), jnp.inf)
+    chosen = (jnp.argsort(jnp.argsort(draw)) < magnitude) & in_target
+    leaves, structure = jax.tree.flatten(value)
+    fresh = structure.flatten_up_to(reinitialise(init_key))
+    return structure.unflatten(
+        [jnp.where(chosen[layer_of[i]], new, old) for i, (new, old) in enumerate(zip(fresh, leaves, strict=True))]
+    )
+
+
+@perturbation("parametric", "params", magnitude=8.0, neutral=32.0, duration="once", limits=(2.0, 32.0))
+def quantize(key, value, magnitude):
+    """Rounds every parameter to `magnitude` bits, symmetric and uniform over each tensor's range."""
+    levels = 2.0 ** (magnitude - 1.0) - 1.0
+
+    def rounded(x: jax.Array) -> jax.Array:
+        largest = jnp.max(jnp.abs(x))
+        unit = jnp.where(largest > 0, largest, 1.0) / levels
+        return jnp.round(x / unit) * unit
+
+    return jax.tree.map(rounded, value)

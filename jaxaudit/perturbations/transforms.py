@@ -1,0 +1,50 @@
+"""Transforms of pytrees that several perturbations share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaudit.taps import paths_of
+
+
+def scale(value: Any, factor: Any) -> Any:
+    """Every leaf times `factor`."""
+    return jax.tree.map(lambda x: x * factor, value)
+
+
+def map_with_key(change: Callable[[jax.Array, jax.Array], jax.Array], key: jax.Array, value: Any) -> Any:
+    """`change(key, leaf)` for every leaf, each with randomness of its own."""
+    leaves, structure = jax.tree.flatten(value)
+    return structure.unflatten([change(jax.random.fold_in(key, i), x) for i, x in enumerate(leaves)])
+
+
+def add_noise(key: jax.Array, value: Any, std: Any) -> Any:
+    """Independent Gaussian noise of standard deviation `std` on every entry."""
+    return map_with_key(lambda k, x: x + std * jax.random.normal(k, jnp.shape(x)), key, value)
+
+
+def flip_signs(key: jax.Array, value: Any, probability: Any) -> Any:
+    """Each entry's sign is inverted with `probability`, independently."""
+
+    def flip(k: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.where(jax.random.bernoulli(k, probability, jnp.shape(x)), -x, x)
+
+    return map_with_key(flip, key, value)
+
+
+def on_leaves_named(names: tuple[str, ...], change: Callable[[Any], Any], value: Any) -> Any:
+    """`change(list of leaves)` on the leaves with one of `names` in their path, the others as they are.
+
+    Raises ValueError if there are none.
+    """
+    leaves, structure = jax.tree.flatten(value)
+    picked = [i for i, path in enumerate(paths_of(value)) if set(names) & set(path.split("/"))]
+    if not picked:
+        raise ValueError(f"the optimizer state has no {' or '.join(names)}; its leaves: {', '.join(paths_of(value))}")
+    for i, new in zip(picked, change([leaves[i] for i in picked]), strict=True):
+        leaves[i] = new
+    return structure.unflatten(leaves)

@@ -1,0 +1,71 @@
+"""Names under which tasks, learners, perturbations and metrics are found, in this package and in others."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+
+class UnknownName(ValueError):
+    """A name that is not registered; the message says what was given and what is allowed."""
+
+
+class Registry:
+    """Objects by name. Other packages add theirs through the entry-point group `jaxaudit.<what>s`."""
+
+    def __init__(self, what: str):
+        self.what = what
+        self._entries: dict[str, Any] = {}
+        self._plugins_loaded = False
+
+    def register(self, name: str, entry: Any = None) -> Any:
+        """Adds `entry` under `name`; without `entry`, a decorator. Raises ValueError if the name is taken."""
+        if entry is None:
+            return lambda decorated: self.register(name, decorated)
+        if self._entries.get(name, entry) is not entry:
+            raise ValueError(f"{self.what} '{name}' is already registered")
+        self._entries[name] = entry
+        return entry
+
+    def __getitem__(self, name: str) -> Any:
+        self._load_plugins()
+        if name not in self._entries:
+            raise UnknownName(unknown(self.what, name, list(self)))
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._load_plugins()
+        return iter(sorted(self._entries))
+
+    def __contains__(self, name: object) -> bool:
+        self._load_plugins()
+        return name in self._entries
+
+    def _load_plugins(self) -> None:
+        if not self._plugins_loaded:
+            self._plugins_loaded = True
+            for point in entry_points(group=f"jaxaudit.{self.what}s"):
+                self.register(point.name, point.load())
+
+
+def unknown(what: str, given: object, allowed: list[str]) -> str:
+    """One sentence for a name that is not known, with the nearest known one."""
+    near = difflib.get_close_matches(str(given), allowed, n=1)
+    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    return f"unknown {what} {given!r}{hint}; allowed: {', '.join(sorted(allowed)) or 'none'}"
+
+
+tasks = Registry("task")
+learners = Registry("learner")
+perturbations = Registry("perturbation")
+metrics = Registry("metric")
+
+
+def register(kind: str, name: str) -> Callable[[Any], Any]:
+    """Decorator that registers a task, learner, perturbation or metric: `@register("learner", "my_learner")`."""
+    registries = {r.what: r for r in (tasks, learners, perturbations, metrics)}
+    if kind not in registries:
+        raise UnknownName(unknown("kind of entry", kind, list(registries)))
+    return registries[kind].register(name)

@@ -1,0 +1,5 @@
+"""The report of a run: figures and one self-contained page, made from stored results alone."""
+
+from jaxaudit.report.page import build
+
+__all__ = ["build"]

@@ -1,0 +1,151 @@
+"""What a run's folder holds, read once; parts that are missing stay missing."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+CONTROL = "control"
+_TEXT = {"condition": "", "perturbation": CONTROL, "dimension": ""}
+_NUMBERS = {"magnitude": np.nan, "onset": 0, "duration": 1}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished or partly finished run, as stored.
+
+    Attributes:
+      folder: where it lies.
+      spec: the resolved spec, and `spec_text` its TOML.
+      environment: versions, device, times; may be empty.
+      telemetry: dims (seed, condition, step).
+      metrics: one row per lane, or None.
+      summary: one row per condition, or None.
+    """
+
+    folder: Path
+    spec: dict[str, Any]
+    spec_text: str
+    environment: dict[str, Any]
+    telemetry: xr.Dataset
+    metrics: pd.DataFrame | None
+    summary: pd.DataFrame | None
+
+    @property
+    def name(self) -> str:
+        """The audit's name, else the folder's."""
+        return str(self.spec.get("audit", {}).get("name") or self.folder.resolve().name)
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds."""
+        return int(self.telemetry.sizes.get("seed", 1))
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run, computed or not."""
+        planned = self.spec.get("audit", {}).get("steps")
+        return int(planned) if isinstance(planned, int) else int(self.telemetry.sizes["step"])
+
+    def setting(self, name: str, default: int) -> int:
+        """A window of `[metrics]`, steps."""
+        return int(self.spec.get("metrics", {}).get(name, default))
+
+    @cached_property
+    def step(self) -> np.ndarray:
+        """The step of every column, int `[step]`."""
+        if "step" in self.telemetry.coords:
+            return self.telemetry["step"].values.astype(int)
+        return np.arange(self.telemetry.sizes["step"])
+
+    @cached_property
+    def conditions(self) -> pd.DataFrame:
+        """One row per condition: condition, perturbation, dimension, magnitude, onset, duration."""
+        size = self.telemetry.sizes["condition"]
+        table: dict[str, Any] = {}
+        for name, default in _TEXT.items():
+            known = name in self.telemetry.coords
+            table[name] = [str(v) for v in self.telemetry[name].values] if known else [default] * size
+        for name, number in _NUMBERS.items():
+            known = name in self.telemetry.coords
+            table[name] = self.telemetry[name].values.astype(float) if known else np.full(size, float(number))
+        frame = pd.DataFrame(table)
+        for name in ("onset", "duration"):
+            frame[name] = frame[name].fillna(_NUMBERS[name]).astype(int)
+        return frame
+
+    def channel(self, name: str) -> np.ndarray | None:
+        """A scalar channel, float64 `[seed, condition, step]`; None where it was not recorded."""
+        if name not in self.telemetry or set(self.telemetry[name].dims) != {"seed", "condition", "step"}:
+            return None
+        return self.telemetry[name].transpose("seed", "condition", "step").values.astype(np.float64)
+
+    @cached_property
+    def performance(self) -> np.ndarray:
+        """J, float64 `[seed, condition, step]`."""
+        values = self.channel("performance")
+        if values is None:
+            raise ValueError(f"{self.folder}/telemetry.zarr has no channel 'performance' to report on")
+        return values
+
+    @cached_property
+    def computed(self) -> np.ndarray:
+        """`[condition]`: one past the last step at which any seed of the condition's onset has a value."""
+        known = ~np.isnan(self.performance).all(axis=0)
+        ends = np.where(known.any(-1), known.shape[-1] - known[:, ::-1].argmax(-1), 0)
+        onsets = self.conditions["onset"]
+        return pd.Series(ends).groupby(onsets).transform("max").to_numpy()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every condition reached the last step."""
+        status = self.environment.get("status", "finished")
+        full = self.telemetry.sizes["step"] >= self.steps and bool((self.computed >= len(self.step)).all())
+        return status == "finished" and full
+
+
+def load(folder: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+      FileNotFoundError: there is no telemetry yet.
+    """
+    store = folder / "telemetry.zarr"
+    if not store.exists():
+        raise FileNotFoundError(f"{folder} holds no telemetry.zarr, so there is nothing to report yet")
+    text = _text(folder / "spec.toml")
+    environment = _text(folder / "environment.json")
+    return Run(
+        folder=folder,
+        spec=tomllib.loads(text),
+        spec_text=text,
+        environment=json.loads(environment) if environment else {},
+        telemetry=xr.open_zarr(store, chunks=None),
+        metrics=_table(folder / "metrics.csv"),
+        summary=_table(folder / "summary.csv"),
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _table(path: Path) -> pd.DataFrame | None:
+    if not path.exists() or not path.stat().st_size:
+        return None
+    table = pd.read_csv(path, keep_default_na=False, na_values={"reason": []})
+    words = {*_TEXT, "reason"} & set(table.columns)
+    for column in table.columns.difference(list(words)):
+        if not pd.api.types.is_bool_dtype(table[column]):
+            table[column] = pd.to_numeric(table[column], errors="coerce")
+    for column in words:
+        table[column] = table[column].astype(str)
+    return table if len(table) else None

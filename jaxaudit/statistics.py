@@ -1,0 +1,408 @@
+"""Population statistics over seeds, each figure with its interval; host-side NumPy in float64.
+
+NaN among the seeds is a *missing* value, never dropped in silence: every `Estimate` says how many were used
+(`n`) and how many were missing, and by default (`missing="propagate"`) a missing value makes the figure NaN.
+`missing="count"` takes the figure over the values present; use it where NaN is part of a metric's definition
+(the recovery rate of a run that fully collapsed) and report `n_missing` beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from scipy.special import ndtr, ndtri, stdtrit
+
+Missing = Literal["propagate", "count"]
+Method = Literal["expanded", "percentile", "bca"]
+Statistic = Callable[..., Any]
+
+
+class Estimate(NamedTuple):
+    """A figure, its interval, and the values it stands on.
+
+    Fields:
+        value: the figure; NaN where it cannot be computed.
+        low, high: ends of the interval; NaN where fewer than two values leave the spread unknown.
+        n: values used.
+        n_missing: values that were NaN.
+        reason: why `value` is NaN, else empty.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+    n_missing: int = 0
+    reason: str = ""
+
+
+def _present(values: Any, missing: Missing) -> tuple[np.ndarray, int, str]:
+    """The values that are not NaN, how many were, and why no figure can be given ("" if one can)."""
+    _check_missing(missing)
+    x = np.asarray(values, np.float64)
+    if x.ndim != 1:
+        raise ValueError(f"values must have shape [seeds], got {x.shape}")
+    present = x[~np.isnan(x)]
+    absent = x.size - present.size
+    if present.size == 0:
+        return present, absent, f"none of the {x.size} seeds has a value"
+    if absent and missing == "propagate":
+        return present, absent, f"{absent} of the {x.size} seeds have no value"
+    return present, absent, ""
+
+
+def _check_missing(missing: str) -> None:
+    if missing not in ("propagate", "count"):
+        raise ValueError(f"missing = {missing!r}: must be 'propagate' or 'count'")
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level = {level!r}: must lie between 0 and 1")
+
+
+def wilson(successes: int, n: int, *, level: float = 0.95) -> Estimate:
+    """A proportion with its Wilson score interval (Wilson, 1927).
+
+    Args:
+        successes: events counted, 0 to `n`.
+        n: trials; 0 gives a NaN figure with the interval [0, 1].
+        level: coverage.
+
+    Raises:
+        ValueError: counts or level out of range.
+    """
+    _check_level(level)
+    if not 0 <= successes <= n:
+        raise ValueError(f"successes = {successes} of n = {n}: must be between 0 and n")
+    if n == 0:
+        return Estimate(np.nan, 0.0, 1.0, 0, 0, "there are no trials")
+    z = float(ndtri(0.5 + level / 2))
+    p = successes / n
+    centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * np.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    low = 0.0 if successes == 0 else float(centre - half)
+    high = 1.0 if successes == n else float(centre + half)
+    return Estimate(p, low, high, n)
+
+
+def proportion(events: Any, *, level: float = 0.95, missing: Missing = "propagate") -> Estimate:
+    """The share of seeds with an event, with its Wilson interval.
+
+    Args:
+        events: `[seeds]`, bool or 0/1 with NaN for unknown.
+        level: coverage.
+        missing: see the module.
+
+    Raises:
+        ValueError: a value is neither 0, 1 nor NaN.
+    """
+    x, absent, reason = _present(events, missing)
+    if not np.isin(x, (0, 1)).all():
+        raise ValueError("events must be 0, 1 or NaN")
+    if reason:
+        return Estimate(np.nan, np.nan, np.nan, x.size, absent, reason)
+    return wilson(int(x.sum()), x.size, level=level)._replace(n_missing=absent)
+
+
+def divergence(
+    collapse_times: Any, total_steps: int, *, level: float = 0.95, missing: Missing = "propagate"
+) -> Estimate:
+    """P_div (Table S5): the share of seeds with `T_c < total_steps / 2`, with its Wilson interval.
+
+    Args:
+        collapse_times: `[seeds]`, steps; inf for never.
+        total_steps: T_max, steps.
+        level: coverage.
+        missing: see the module.
+    """
+    times = np.asarray(collapse_times, np.float64)
+    early = np.where(np.isnan(times), np.nan, times < total_steps / 2)
+    return proportion(early, level=level, missing=missing)
+
+
+def interquartile_mean(values: Any, axis: int = -1) -> Any:
+    """Mean of the values left when the lowest and highest quarter, `floor(n / 4)` each, are taken away.
+
+    Args:
+        values: floats; inf is allowed.
+        axis: the axis of the seeds.
+
+    Returns:
+        the values' shape without `axis`; NaN where any value is NaN.
+    """
+    x = np.sort(np.moveaxis(np.asarray(values, np.float64), axis, -1), axis=-1)
+    cut = x.shape[-1] // 4
+    middle = x[..., cut : x.shape[-1] - cut].mean(-1)
+    return np.where(np.isnan(x).any(-1), np.nan, middle)[()]
+
+
+def _tails(level: float, n: int, method: Method) -> tuple[float, float]:
+    """Probabilities at which the bootstrap distribution is read.
+
+    "expanded" (Hesterberg, 2015) widens the percentile interval by what it lacks in small samples: the factor
+    n / (n - 1) of the variance, and Student's t for the normal.
+    """
+    tail = (1 - level) / 2
+    if method == "expanded":
+        tail = float(ndtr(np.sqrt(n / (n - 1)) * stdtrit(n - 1, tail)))
+    return tail, 1 - tail
+
+
+def _read(lows: np.ndarray, highs: np.ndarray, low: float, high: float) -> tuple[float, float]:
+    """Outer order statistics at two probabilities; nothing is interpolated, so infinities are kept."""
+    return float(np.quantile(lows, low, method="lower")), float(np.quantile(highs, high, method="higher"))
+
+
+def _bca_tails(x: np.ndarray, draws: np.ndarray, statistic: Statistic, level: float) -> tuple[float, float]:
+    """Bias-corrected and accelerated tails (Efron, 1987)."""
+    value = statistic(x, axis=-1)
+    share = ((draws < value).mean() + (draws <= value).mean()) / 2
+    bias = ndtri(np.clip(share, 0.5 / draws.size, 1 - 0.5 / draws.size))
+    left_out = statistic(np.array([np.delete(x, i) for i in range(x.size)]), axis=-1)
+    spread = left_out.mean() - left_out
+    scale = 6 * (spread**2).sum() ** 1.5
+    acceleration = (spread**3).sum() / scale if scale > 0 else 0.0
+    z = bias + ndtri(np.array([(1 - level) / 2, (1 + level) / 2]))
+    low, high = ndtr(bias + z / (1 - acceleration * z))
+    return float(low), float(high)
+
+
+def bootstrap(
+    values: Any,
+    *,
+    statistic: Statistic = interquartile_mean,
+    level: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+    method: Method = "expanded",
+    missing: Missing = "propagate",
+) -> Estimate:
+    """A statistic over seeds with its bootstrap interval, the same for the same `seed`.
+
+    The default, "expanded", is the percentile interval corrected for the number of seeds: with 8 of them
+    plain percentile and BCa intervals of 95% cover about 90%. Interval ends are order statistics of the
+    resampled values.
+
+    Args:
+        values: `[seeds]`; inf is allowed (not with "bca").
+        statistic: called as `statistic(x, axis=-1)` on `[seeds]` and `[resamples, seeds]`.
+        level: coverage.
+        resamples: bootstrap resamples.
+        seed: of the resampling.
+        method: "expanded" (Hesterberg, 2015), "percentile" or "bca" (Efron, 1987).
+        missing: see the module.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    _check_level(level)
+    if method not in ("expanded", "percentile", "bca"):
+        raise ValueError(f"method = {method!r}: must be 'expanded', 'percentile' or 'bca'")
+    x, absent, reason = _present(values, missing)
+    if reason:
+        return Estimate(np.nan, np.nan, np.nan, x.size, absent, reason)
+    if method == "bca" and not np.isfinite(x).all():
+        raise ValueError("method = 'bca' needs finite values; use 'expanded' or 'percentile'")
+    value = float(statistic(x, axis=-1))
+    if x.size == 1:
+        return Estimate(value, np.nan, np.nan, 1, absent)
+    draws = statistic(x[np.random.default_rng(seed).integers(x.size, size=(resamples, x.size))], axis=-1)
+    tails = _bca_tails(x, draws, statistic, level) if method == "bca" else _tails(level, x.size, method)
+    low, high = _read(draws, draws, *tails)
+    return Estimate(value, low, high, x.size, absent)
+
+
+def paired_difference(lanes: Any, control: Any, **options: Any) -> Estimate:
+    """A statistic of `lanes - control`, differences taken seed by seed, with its bootstrap interval.
+
+    It is the statistic of the differences, not the difference of two statistics: the randomness that lanes of
+    one seed share cancels. A seed with NaN on either side, or inf on both, is missing.
+
+    Args:
+        lanes: `[seeds]`.
+        control: `[seeds]`, in the same order.
+        options: as for `bootstrap`.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    a, b = np.asarray(lanes, np.float64), np.asarray(control, np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"lanes {a.shape} and control {b.shape} must have the same shape [seeds]")
+    with np.errstate(invalid="ignore"):
+        difference = a - b
+    return bootstrap(difference, **options)
+
+
+def isotonic(means: Any, weights: Any) -> np.ndarray:
+    """The non-decreasing sequence nearest to `means` in weighted least squares.
+
+    By the min-max formula: fit_k is the maximum over i <= k of the minimum over j >= k of the mean of i..j.
+
+    Args:
+        means: `[..., M]`; ignored where the weight is zero.
+        weights: `[..., M]`, not negative, at least one positive.
+
+    Returns:
+        `[..., M]`.
+    """
+    w = np.asarray(weights, np.float64)
+    total = np.where(w > 0, np.asarray(means, np.float64) * w, 0)
+    zero = np.zeros((*w.shape[:-1], 1))
+    sums, counts = (np.concatenate([zero, part.cumsum(-1)], -1) for part in (total, w))
+    count = counts[..., None, 1:] - counts[..., :-1, None]
+    block = np.divide(
+        sums[..., None, 1:] - sums[..., :-1, None], count, where=count > 0, out=np.full(count.shape, np.nan)
+    )
+    size = w.shape[-1]
+    fit = np.empty(w.shape)
+    for k in range(size):
+        lowest = np.fmin.reduce(block[..., : k + 1, k:], axis=-1)
+        fit[..., k] = np.fmax.reduce(lowest, axis=-1)
+    return fit
+
+
+class _Crossings(NamedTuple):
+    """Where fits pass one half on the magnitude axis, `[R]`: the point and the bounds the data put on it."""
+
+    point: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def _crossings(axis: np.ndarray, fit: np.ndarray) -> _Crossings:
+    """Crossings of one half by non-decreasing fits `[R, M]` over the increasing `axis` `[M]`.
+
+    A jump from 0 to 1 between two neighbours says only that the threshold lies between them; a fit that does
+    not reach one half, or starts above it, bounds the threshold from one side and has no point.
+    """
+    size = axis.size
+    rows = np.arange(fit.shape[0])
+
+    def where_it_passes(right: np.ndarray) -> np.ndarray:
+        hi = np.clip(right, 1, size - 1)
+        before, after = fit[rows, hi - 1], fit[rows, hi]
+        share = np.divide(0.5 - before, after - before, where=after > before, out=np.zeros(before.shape))
+        return axis[hi - 1] + np.clip(share, 0, 1) * (axis[hi] - axis[hi - 1])
+
+    reached, passed = (fit < 0.5).sum(-1), (fit <= 0.5).sum(-1)
+    first = np.where(reached == 0, axis[0], where_it_passes(reached))
+    last = np.where(passed == size, axis[-1], where_it_passes(passed))
+    never, already = reached == size, passed == 0
+    hi = np.clip(reached, 1, size - 1)
+    jump = ~never & (reached > 0) & (fit[rows, hi - 1] == 0) & (fit[rows, hi] == 1)
+    low = np.where(
+        never, axis[-1], np.where(already, -np.inf, np.where(jump, axis[hi - 1], (first + last) / 2))
+    )
+    high = np.where(never, np.inf, np.where(already, axis[0], np.where(jump, axis[hi], (first + last) / 2)))
+    return _Crossings(np.where(never | already, np.nan, (first + last) / 2), low, high)
+
+
+def critical_magnitude(
+    magnitudes: Any,
+    collapsed: Any,
+    *,
+    increasing: bool = True,
+    level: float = 0.95,
+    resamples: int = 4_000,
+    seed: int = 0,
+    missing: Missing = "propagate",
+) -> Estimate:
+    """The magnitude at which the probability of collapse crosses one half.
+
+    Isotonic regression of the collapsed share on the logarithm of the magnitude, interpolated linearly at one
+    half (the middle of the stretch where the fit equals one half); the interval resamples seeds, whole rows,
+    with tails expanded as in `bootstrap`. A resample that jumps from 0 to 1 contributes the two magnitudes
+    around the jump, so a deterministic threshold gives their geometric mean with the two of them as the
+    interval. Seeds too few to tell a unanimous outcome from one half (under 4 at 95%) give the interval [0, inf].
+
+    Args:
+        magnitudes: `[M]`, positive, distinct, in any order, at least two.
+        collapsed: `[seeds, M]`, bool or 0/1 with NaN for unknown.
+        increasing: whether harm grows with the magnitude; False for bits of precision and the like.
+        level: coverage.
+        resamples: bootstrap resamples.
+        seed: of the resampling.
+        missing: see the module; `n` and `n_missing` count seeds, a seed being missing where any of its
+            entries is NaN. With "count" its known entries still take part.
+
+    Returns:
+        estimate in units of the magnitude. Where one half is not crossed on the tested magnitudes the value
+        is NaN, the reason says which side it lies on, and the interval is one-sided (its other end 0 or inf).
+
+    Raises:
+        ValueError: shapes, magnitudes or level out of range.
+    """
+    _check_level(level)
+    _check_missing(missing)
+    m, table = _checked_grid(magnitudes, collapsed)
+    axis = np.log(m) if increasing else -np.log(m)
+    order = np.argsort(axis)
+    axis, table = axis[order], table[:, order]
+    absent, seeds = int(np.isnan(table).any(1).sum()), table.shape[0]
+    reason = ""
+    if absent and missing == "propagate":
+        reason = f"{absent} of the {seeds} seeds have no value at some magnitude"
+    if np.isnan(table).all(0).any():
+        reason = "no seed has a value at some magnitude"
+    if reason:
+        return Estimate(np.nan, np.nan, np.nan, seeds - absent, absent, reason)
+    point = _crossings(axis, _fit(table[None]))
+    rows = table[~np.isnan(table).all(1)]
+    picks = np.random.default_rng(seed).integers(len(rows), size=(resamples, len(rows)))
+    drawn = _crossings(axis, _fit(rows[picks]))
+    ends = (-np.inf, np.inf)
+    if wilson(0, len(rows), level=level).high < 0.5:
+        ends = _read(drawn.low, drawn.high, *_tails(level, len(rows), "expanded"))
+    value, low, high = (float(np.exp(v if increasing else -v)) for v in (point.point[0], *ends))
+    if not increasing:
+        low, high = high, low
+    side = "" if not np.isnan(value) else _side(point, m, increasing)
+    return Estimate(value, low, high, seeds - absent, absent, side)
+
+
+def _checked_grid(magnitudes: Any, collapsed: Any) -> tuple[np.ndarray, np.ndarray]:
+    m, table = np.asarray(magnitudes, np.float64), np.asarray(collapsed, np.float64)
+    if m.ndim != 1 or m.size < 2 or not (np.isfinite(m) & (m > 0)).all() or np.unique(m).size != m.size:
+        raise ValueError(f"magnitudes must be at least two distinct positive numbers, got {m.tolist()}")
+    if table.ndim != 2 or table.shape[1] != m.size or table.shape[0] == 0:
+        raise ValueError(f"collapsed must have shape [seeds, {m.size}], got {table.shape}")
+    if not np.isin(table[~np.isnan(table)], (0, 1)).all():
+        raise ValueError("collapsed must be 0, 1 or NaN")
+    return m, table
+
+
+def _fit(tables: np.ndarray) -> np.ndarray:
+    """Isotonic collapse shares `[R, M]` of tables `[R, seeds, M]`."""
+    known = (~np.isnan(tables)).sum(1)
+    share = np.nansum(tables, axis=1) / np.maximum(known, 1)
+    return isotonic(share, known)
+
+
+def _side(point: _Crossings, m: np.ndarray, increasing: bool) -> str:
+    never = np.isposinf(point.high[0])
+    if never:
+        bound = f"above {m.max():g}" if increasing else f"below {m.min():g}"
+        return f"fewer than half of the seeds collapse at every magnitude: the critical one lies {bound}"
+    bound = f"below {m.min():g}" if increasing else f"above {m.max():g}"
+    return f"more than half of the seeds collapse at every magnitude: the critical one lies {bound}"
+
+
+def whitening(latents: Any) -> np.ndarray:
+    """Matrix `[d, d]` by which clean latents become uncorrelated with unit variance (`h @ matrix`).
+
+    Args:
+        latents: `[..., d]`, latents of clean runs; more than d of them.
+
+    Raises:
+        ValueError: their covariance is not finite or is singular, so that no such matrix exists.
+    """
+    h = np.asarray(latents, np.float64)
+    covariance = np.atleast_2d(np.cov(h.reshape(-1, h.shape[-1]), rowvar=False))
+    if not np.isfinite(covariance).all() or np.linalg.matrix_rank(covariance, hermitian=True) < h.shape[-1]:
+        raise ValueError("the clean latents' covariance is singular or not finite: they cannot be whitened")
+    values, vectors = np.linalg.eigh(covariance)
+    return vectors / np.sqrt(values)

@@ -1,0 +1,10 @@
+"""Environments: task definitions, the physics engines behind them, and vectorised episodes."""
+
+from jaxaudit.tasks.definitions import TASKS as TASKS
+from jaxaudit.tasks.definitions import MujocoTask as MujocoTask
+from jaxaudit.tasks.episodes import Episodes as Episodes
+from jaxaudit.tasks.episodes import EpisodeState as EpisodeState
+from jaxaudit.tasks.episodes import Transition as Transition
+from jaxaudit.tasks.episodes import evaluate as evaluate
+from jaxaudit.tasks.episodes import performance as performance
+from jaxaudit.tasks.registry import make as make

@@ -1,0 +1,13 @@
+"""brax's environment interface and MJX, imported in silence.
+
+MJX prints to standard output that its optional Warp backend is missing, which would spoil the output of a
+command that prints a spec.
+"""
+
+import contextlib
+import io
+
+with contextlib.redirect_stdout(io.StringIO()):
+    from brax.envs.base import Env as Env
+    from brax.envs.base import State as State
+    from mujoco import mjx as mjx

@@ -1,0 +1,219 @@
+"""Many environments stepped side by side: episodes, time limits, returns, and the environment-side sites.
+
+Every array has the environments as its leading axis, `[N]`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxaudit.tasks._brax import Env, State
+
+
+@struct.dataclass
+class EpisodeState:
+    """Where N environments stand.
+
+    Attributes:
+        env: brax state, before any disturbance.
+        observation: `[N, O]`, what the learner sees and acts on next.
+        length: `[N]` int32, steps taken in the running episode.
+        head_start: `[N]` int32, steps by which the running episode's time limit comes early. Zero from the
+            second episode on: the first ones are staggered so that they do not all end together.
+        running_return: `[N]`, undisturbed reward of the running episode so far.
+        last_return, last_length: `[N]`, of the latest full episode.
+        has_finished: `[N]` bool, whether there was one.
+        pool: reset states to draw from, or None where the environment resets cheaply.
+    """
+
+    env: State
+    observation: jax.Array
+    length: jax.Array
+    head_start: jax.Array
+    running_return: jax.Array
+    last_return: jax.Array
+    last_length: jax.Array
+    has_finished: jax.Array
+    pool: State | None
+
+
+@struct.dataclass
+class Transition:
+    """One step of N environments, as the learner saw it.
+
+    Attributes:
+        observation: `[N, O]`, what the action was chosen on.
+        action: `[N, A]`, what the policy chose. What was sent to the environment may have been disturbed.
+        reward: `[N]`.
+        terminated: `[N]` bool: the task ended the episode, and there is no value after it.
+        truncated: `[N]` bool: the time limit did, and the value of `final_observation` still counts.
+        final_observation: `[N, O]`, the observation this step led to, before any reset.
+    """
+
+    observation: jax.Array
+    action: jax.Array
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    final_observation: jax.Array
+
+
+class Episodes:
+    """N copies of an environment with a time limit and automatic reset; pure functions of an `EpisodeState`.
+
+    Args:
+        env: a brax `Env` (MuJoCo Playground's will do), unbatched, with flat observations. Where its
+            attribute `cheap_reset` is true every reset is new, elsewhere one from the pool `refresh` fills.
+        num_envs: N.
+        max_episode_steps: the time limit.
+
+    Raises:
+        ValueError: N or the time limit is not positive.
+    """
+
+    def __init__(self, env: Env, num_envs: int, max_episode_steps: int):
+        for name, value in (("num_envs", num_envs), ("max_episode_steps", max_episode_steps)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self.env = env
+        self.num_envs = num_envs
+        self.max_episode_steps = max_episode_steps
+        self._cheap_reset = getattr(env, "cheap_reset", False)
+
+    def init(self, key: jax.Array) -> EpisodeState:
+        """Reset all environments; environment i starts i/N of the way to its time limit."""
+        env_key, pool_key = jax.random.split(key)
+        env = self._reset(env_key)
+        head_start = np.arange(self.num_envs) * self.max_episode_steps // self.num_envs
+        zero = jnp.zeros(self.num_envs)
+        count = jnp.zeros(self.num_envs, jnp.int32)
+        return EpisodeState(
+            env=env,
+            observation=env.obs,
+            length=count,
+            head_start=jnp.array(head_start, jnp.int32),
+            running_return=zero,
+            last_return=zero,
+            last_length=count,
+            has_finished=jnp.zeros(self.num_envs, bool),
+            pool=None if self._cheap_reset else self._reset(pool_key),
+        )
+
+    def refresh(self, state: EpisodeState, key: jax.Array) -> EpisodeState:
+        """Refill the pool of reset states. Call it once per learner iteration."""
+        return state if self._cheap_reset else dataclasses.replace(state, pool=self._reset(key))
+
+    def step(
+        self,
+        state: EpisodeState,
+        key: jax.Array,
+        action: jax.Array,
+        taps: Callable[[str, Any], Any],
+    ) -> tuple[EpisodeState, Transition]:
+        """Take one step in every environment, resetting those whose episode ends.
+
+        Args:
+            state: where the environments stand.
+            key: decides the reset states.
+            action: `[N, A]`, the policy's.
+            taps: called at the sites `action`, `reward` and `observation`; at the last one twice, for the
+                observation to act on next and for the one this step led to, which differ where an episode
+        ended.
+        """
+        env = jax.vmap(self.env.step)(state.env, taps("action", action))
+        length = state.length + 1
+        terminated = env.done > 0.5
+        truncated = (length + state.head_start >= self.max_episode_steps) & ~terminated
+        done = terminated | truncated
+
+        next_env = _where(done, self._fresh(state, key), env)
+        observation = taps("observation", next_env.obs)
+        final_observation = _where(done, taps("observation", env.obs), observation)
+
+        running_return = state.running_return + env.reward
+        finished = terminated | (truncated & (state.head_start == 0))
+        next_state = EpisodeState(
+            env=next_env,
+            observation=observation,
+            length=jnp.where(done, 0, length),
+            head_start=jnp.where(done, 0, state.head_start),
+            running_return=jnp.where(done, 0.0, running_return),
+            last_return=jnp.where(finished, running_return, state.last_return),
+            last_length=jnp.where(finished, length, state.last_length),
+            has_finished=state.has_finished | finished,
+            pool=state.pool,
+        )
+        return next_state, Transition(
+            observation=state.observation,
+            action=action,
+            reward=taps("reward", env.reward),
+            terminated=terminated,
+            truncated=truncated,
+            final_observation=final_observation,
+        )
+
+    def _reset(self, key: jax.Array) -> State:
+        return jax.vmap(self.env.reset)(jax.random.split(key, self.num_envs))
+
+    def _fresh(self, state: EpisodeState, key: jax.Array) -> State:
+        if self._cheap_reset:
+            return self._reset(key)
+        drawn = jax.random.randint(key, (self.num_envs,), 0, self.num_envs)
+        return jax.tree.map(lambda leaf: leaf[drawn], state.pool)
+
+
+def performance(state: EpisodeState) -> jax.Array:
+    """Return the mean, over environments, of the undisturbed return of their latest full episode.
+
+    NaN until an environment has finished one, and while any running or latest return is not finite:
+    divergence shows at once, even where the episode never ends.
+    """
+    finished = state.has_finished.sum()
+    mean = jnp.where(state.has_finished, state.last_return, 0.0).sum() / finished
+    return jnp.where(jnp.isfinite(state.running_return).all() & jnp.isfinite(mean), mean, jnp.nan)
+
+
+def evaluate(
+    env: Env,
+    policy: Callable[[jax.Array], jax.Array],
+    key: jax.Array,
+    episodes: int,
+    max_episode_steps: int,
+) -> jax.Array:
+    """Run fresh, undisturbed episodes to their end and give their returns, `[episodes]`.
+
+    Args:
+        env: a brax `Env`, unbatched.
+        policy: observations `[episodes, O]` to actions `[episodes, A]`.
+        key: decides the initial states.
+        episodes: how many to run side by side.
+        max_episode_steps: the time limit.
+    """
+
+    def unfinished(carry: tuple[jax.Array, State, jax.Array, jax.Array]) -> jax.Array:
+        t, _, running, _ = carry
+        return (t < max_episode_steps) & running.any()
+
+    def advance(carry: tuple[jax.Array, State, jax.Array, jax.Array]):
+        t, state, running, returns = carry
+        state = jax.vmap(env.step)(state, policy(state.obs))
+        returns = returns + jnp.where(running, state.reward, 0.0)
+        return t + 1, state, running & ~(state.done > 0.5), returns
+
+    state = jax.vmap(env.reset)(jax.random.split(key, episodes))
+    start = (jnp.int32(0), state, jnp.ones(episodes, bool), jnp.zeros(episodes))
+    return jax.lax.while_loop(unfinished, advance, start)[-1]
+
+
+def _where(chosen: jax.Array, new: Any, old: Any) -> Any:
+    """Select per environment, in every leaf `[N, ...]` of two like trees."""
+
+    def select(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), new, old).astype(old.dtype)
+
+    return jax.tree.map(select, new, old)

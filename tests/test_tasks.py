@@ -1,0 +1,434 @@
+"""Tasks against Gymnasium, the two engines against misuse, and the episode wrapper against a counting environment."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import mujoco
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxaudit.tasks import TASKS, Episodes, evaluate, make, performance
+from jaxaudit.tasks._brax import Env, State
+from jaxaudit.tasks.engine import PhysicsState
+
+NAMES = sorted(TASKS)
+ENGINES = ("c", "mjx")
+STEPS = 1000
+
+
+@functools.cache
+def env_of(name, physics):
+    return make(name, physics)
+
+
+@functools.cache
+def gymnasium_steps(name):
+    """1,000 steps of Gymnasium under random actions, a tenth of them out of bounds, and its state before each."""
+    rng = np.random.default_rng(0)
+    reference = gymnasium.make(name)
+    model, data = reference.unwrapped.model, reference.unwrapped.data
+    space = reference.action_space
+    rows = []
+    episode = 0
+    reference.reset(seed=episode)
+    for t in range(STEPS):
+        before = np.concatenate([data.qpos, data.qvel, data.act, data.qacc_warmstart])
+        scale = 1.5 if t % 10 == 0 else 1.0
+        action = scale * rng.uniform(space.low, space.high)
+        action = action.astype(np.float32).astype(np.float64)
+        observation, reward, terminated, truncated, _ = reference.step(action)
+        rows.append((before, action, observation, reward, terminated))
+        if terminated or truncated:
+            episode += 1
+            reference.reset(seed=episode)
+    assert model.nu == len(action)
+    return tuple(np.array(column) for column in zip(*rows, strict=True))
+
+
+@functools.cache
+def stepped(name, physics):
+    """Our one step from each of those states, as one batch."""
+    env = env_of(name, physics)
+    before, action, *_ = gymnasium_steps(name)
+    state = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), STEPS))
+    high = before.astype(np.float32)
+    low = (before - high).astype(np.float32) if physics == "c" else np.zeros_like(high)
+    state = state.replace(pipeline_state=PhysicsState(jnp.array(high), jnp.array(low)))
+    return jax.jit(jax.vmap(env.step))(state, jnp.array(action, jnp.float32))
+
+
+@pytest.mark.parametrize("physics", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+class TestAgainstGymnasium:
+    def test_observation_and_reward(self, name, physics):
+        _, _, observation, reward, _ = gymnasium_steps(name)
+        ours = stepped(name, physics)
+        tolerance = {"c": 1e-6, "mjx": 1e-4}[physics]
+        # Relative to the vector's size: a component that passes through zero has no relative precision in float32.
+        size = np.maximum(1.0, np.abs(observation).max(axis=1))
+        error = np.abs(np.asarray(ours.obs, np.float64) - observation).max(axis=1) / size
+        assert np.quantile(error, 0.99) < tolerance
+        error = np.abs(np.asarray(ours.reward, np.float64) - reward) / np.maximum(1.0, np.abs(reward))
+        assert np.quantile(error, 0.99) < tolerance
+
+    def test_termination(self, name, physics):
+        *_, terminated = gymnasium_steps(name)
+        np.testing.assert_array_equal(np.asarray(stepped(name, physics).done) > 0.5, terminated)
+
+    def test_spaces(self, name, physics):
+        env, reference = env_of(name, physics), gymnasium.make(name)
+        assert env.observation_size == reference.observation_space.shape[0]
+        assert env.action_size == reference.action_space.shape[0]
+        assert env.backend == physics
+        np.testing.assert_array_equal(env.action_low, reference.action_space.low)
+        np.testing.assert_array_equal(env.action_high, reference.action_space.high)
+        assert env.max_episode_steps == reference.spec.max_episode_steps
+        assert env.dt == reference.unwrapped.dt
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_c_follows_gymnasium_for_a_whole_episode(name):
+    """No re-synchronisation: the state survives hundreds of steps of 32-bit JAX, chaos included."""
+    env, reference = env_of(name, "c"), gymnasium.make(name)
+    state = env.reset(jax.random.key(1))
+    reference.reset(seed=0)
+    start = env.physics(np.asarray(state.pipeline_state.high, np.float64))
+    reference.unwrapped.set_state(start.qpos, start.qvel)
+    low, high = env.action_low, env.action_high
+    actions = np.random.default_rng(2).uniform(low, high, (100, env.action_size)).astype(np.float32) * 0.1
+
+    final, (observations, rewards) = jax.jit(
+        lambda state: jax.lax.scan(lambda s, a: ((s := env.step(s, a)), (s.obs, s.reward)), state, actions)
+    )(state)
+    expected = [reference.unwrapped.step(action.astype(np.float64))[:2] for action in actions]
+    np.testing.assert_allclose(observations, [o for o, _ in expected], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rewards, [r for _, r in expected], rtol=1e-5, atol=1e-6)
+    assert np.abs(np.asarray(final.pipeline_state.low)).max() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reset_distribution(name):
+    env, reference = env_of(name, "c"), gymnasium.make(name)
+    state = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(3), 2000))
+    theirs = np.array([reference.reset(seed=i)[0] for i in range(2000)])
+    ours = np.asarray(state.obs, np.float64)
+    pvalues = [stats.ks_2samp(ours[:, i], theirs[:, i]).pvalue for i in range(ours.shape[1])]
+    assert min(pvalues) > 1e-4
+    correlation = np.corrcoef(ours.T) - np.eye(ours.shape[1])
+    assert np.abs(correlation).max() < 0.12
+    np.testing.assert_array_equal(state.pipeline_state.low, 0)
+
+
+def test_engines_share_the_reset():
+    key = jax.random.key(4)
+    for name in NAMES:
+        np.testing.assert_array_equal(env_of(name, "c").reset(key).obs, env_of(name, "mjx").reset(key).obs)
+
+
+@pytest.mark.parametrize("physics", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_divergence_stays_in_its_environment(name, physics):
+    """Same width throughout, so the healthy environments must not change by a bit."""
+    env = env_of(name, physics)
+    step = jax.jit(jax.vmap(env.step))
+    clean = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), STEPS))
+    action = np.full((STEPS, env.action_size), 0.01, np.float32)
+
+    bad_action = action.copy()
+    bad_action[0] = np.nan
+    bad_action[1, -1] = np.inf
+    high = np.array(clean.pipeline_state.high)
+    high[2, 1] = 1e9  # finite: the simulation itself diverges
+    high[2, env.model.nq :] = 1e9
+    high[3] = np.nan
+    broken = clean.replace(pipeline_state=PhysicsState(jnp.array(high), clean.pipeline_state.low))
+
+    expected, ours = step(clean, action), step(broken, bad_action)
+    for now, steps in ((ours, 1), (step(ours, action), 2)):
+        assert np.isnan(now.obs[2:4]).all()
+        assert np.isnan(now.reward[2:4]).all()
+        assert not np.asarray(now.done[:4]).any()
+        assert np.isfinite(now.obs[4:]).all(), steps
+    assert np.isnan(ours.obs[:2]).all()
+    assert np.isnan(ours.reward[:2]).all()
+    np.testing.assert_array_equal(ours.pipeline_state.high[:2], clean.pipeline_state.high[:2])
+    np.testing.assert_array_equal(ours.obs[4:], expected.obs[4:])
+    np.testing.assert_array_equal(ours.reward[4:], expected.reward[4:])
+
+
+def test_nothing_is_printed_or_logged(tmp_path):
+    """In a process of its own: MuJoCo would write to the working directory and to the console."""
+    code = """
+import jax, jax.numpy as jnp
+from jaxaudit.tasks import make
+from jaxaudit.tasks.engine import PhysicsState
+env = make("HalfCheetah-v5", "c")
+state = env.reset(jax.random.key(0))
+wild = PhysicsState(state.pipeline_state.high.at[9:].set(1e9), state.pipeline_state.low)
+out = env.step(state.replace(pipeline_state=wild), jnp.full(6, 1e9))
+assert jnp.isnan(out.reward)
+out = env.step(state, jnp.full(6, jnp.nan))
+assert jnp.isnan(out.reward)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nested_vmap_is_the_flat_batch(name):
+    env = env_of(name, "c")
+    state = jax.vmap(env.reset)(jax.random.split(jax.random.key(5), 12))
+    action = jax.random.uniform(jax.random.key(6), (12, env.action_size), minval=-1.0)
+    nest = functools.partial(jax.tree.map, lambda x: x.reshape(3, 4, *x.shape[1:]))
+    flat = jax.jit(jax.vmap(env.step))(state, action)
+    nested = jax.jit(jax.vmap(jax.vmap(env.step)))(nest(state), nest(action))
+    jax.tree.map(np.testing.assert_array_equal, nest(flat), nested)
+    alone = env.step(jax.tree.map(lambda x: x[7], state), action[7])
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[7], flat), alone)
+    # One action for all lanes: an axis only some arguments have.
+    shared = jax.jit(jax.vmap(env.step, in_axes=(0, None)))(state, action[0])
+    np.testing.assert_array_equal(shared.obs[0], flat.obs[0])
+
+
+def test_c_engine_is_deterministic_and_scans():
+    env = env_of("HalfCheetah-v5", "c")
+
+    @jax.jit
+    def roll(key):
+        state = jax.vmap(env.reset)(jax.random.split(key, 64))
+        actions = jax.random.uniform(key, (20, 64, env.action_size), minval=-1.0)
+        return jax.lax.scan(lambda s, a: (jax.vmap(env.step)(s, a), None), state, actions)[0]
+
+    jax.tree.map(np.testing.assert_array_equal, roll(jax.random.key(7)), roll(jax.random.key(7)))
+
+
+def test_large_batches_do_not_deadlock():
+    """A host callback that touches JAX arrays hangs here; limited to two XLA threads to make it likely."""
+    code = """
+import jax
+from jaxaudit.tasks import make
+env = make("InvertedPendulum-v5", "c")
+state = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 20000))
+roll = jax.jit(lambda s: jax.lax.scan(lambda s, _: (jax.vmap(env.step)(s, s.obs[:, :1]), None), s, length=5)[0])
+print(roll(state).obs.shape)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "2"},
+    )
+    assert done.stdout.strip() == "(20000, 4)"
+
+
+def test_make_names_what_is_allowed():
+    with pytest.raises(ValueError, match=r"'HalfCheeta-v5'.*HalfCheetah-v5.*InvertedPendulum-v5"):
+        make("HalfCheeta-v5")
+    with pytest.raises(ValueError, match=r"'mjc'.*auto.*c.*mjx"):
+        make("HalfCheetah-v5", "mjc")
+    assert make("HalfCheetah-v5").backend == "c" if jax.default_backend() == "cpu" else "mjx"
+
+
+def test_c_model_is_gymnasiums():
+    for name in NAMES:
+        theirs, ours = gymnasium.make(name).unwrapped.model, env_of(name, "c").model
+        assert (theirs.opt.iterations, theirs.opt.integrator) == (ours.opt.iterations, ours.opt.integrator)
+        np.testing.assert_array_equal(theirs.body_mass, ours.body_mass)
+        assert mujoco.mj_stateSize(ours, mujoco.mjtState.mjSTATE_HISTORY) == 0
+
+
+class Counter(Env):
+    """Observes (episode's random tag, steps taken); pays the action; ends after `lifetime` steps."""
+
+    def __init__(self, lifetime=1000, cheap_reset=True):
+        self.lifetime = lifetime
+        self.cheap_reset = cheap_reset
+
+    def reset(self, rng):
+        tag = jax.random.uniform(rng)
+        zero = jnp.zeros(())
+        return State(pipeline_state=None, obs=jnp.stack([tag, zero]), reward=zero, done=zero)
+
+    def step(self, state, action):
+        observation = state.obs + jnp.array([0.0, 1.0])
+        return state.replace(
+            obs=observation, reward=action[0], done=(observation[1] >= self.lifetime).astype(jnp.float32)
+        )
+
+    observation_size, action_size, backend = 2, 1, "none"
+
+
+def run(episodes, steps, taps=lambda site, value: value, action=1.0, key=0):
+    """Scan `steps` steps of a constant action and return (first state, all states, all transitions)."""
+    init_key, key = jax.random.split(jax.random.key(key))
+    first = episodes.init(init_key)
+    actions = jnp.broadcast_to(jnp.asarray(action, jnp.float32), (episodes.num_envs,))[:, None]
+
+    def step(state, key):
+        state, transition = episodes.step(state, key, actions, taps)
+        return state, (state, transition)
+
+    _, (states, transitions) = jax.lax.scan(step, first, jax.random.split(key, steps))
+    return first, states, transitions
+
+
+class TestEpisodes:
+    def test_truncation_keeps_its_observation_and_is_not_termination(self):
+        first, states, steps = run(Episodes(Counter(), 2, max_episode_steps=4), 8)
+        np.testing.assert_array_equal(first.head_start, [0, 2])
+        np.testing.assert_array_equal(steps.truncated[:, 0], [0, 0, 0, 1, 0, 0, 0, 1])
+        np.testing.assert_array_equal(steps.truncated[:, 1], [0, 1, 0, 0, 0, 1, 0, 0])
+        assert not steps.terminated.any()
+        np.testing.assert_array_equal(steps.observation[:, 0, 1], [0, 1, 2, 3, 0, 1, 2, 3])
+        np.testing.assert_array_equal(steps.final_observation[:, 0, 1], [1, 2, 3, 4, 1, 2, 3, 4])
+        # What was acted on is what the state held, and where no episode ended it is what came of the step before.
+        np.testing.assert_array_equal(steps.observation[1:], states.observation[:-1])
+        going = ~steps.truncated[:-1]
+        np.testing.assert_array_equal(steps.observation[1:][going], steps.final_observation[:-1][going])
+
+    def test_termination_wins_over_the_time_limit(self):
+        _, _, steps = run(Episodes(Counter(lifetime=4), 1, max_episode_steps=4), 4)
+        np.testing.assert_array_equal(steps.terminated[:, 0], [0, 0, 0, 1])
+        assert not steps.truncated.any()
+
+    @pytest.mark.parametrize("cheap_reset", [True, False])
+    def test_every_reset_is_a_new_draw(self, cheap_reset):
+        _, states, steps = run(Episodes(Counter(2, cheap_reset), 64, max_episode_steps=100), 6)
+        tags = np.asarray(steps.observation[::2, :, 0])  # one per episode
+        np.testing.assert_array_equal(states.env.obs[1::2, :, 1], 0)
+        assert (states.pool is None) == cheap_reset
+        if cheap_reset:
+            assert len(np.unique(tags)) == tags.size
+        else:  # the first, and then draws from a pool of 64
+            pool = np.asarray(states.pool.obs[0, :, 0])
+            assert np.isin(tags[1:], pool).all()
+            assert len(np.unique(tags[1])) > 30
+            assert (tags[1] != tags[2]).mean() > 0.9
+
+    def test_refresh_redraws_the_pool(self):
+        for cheap_reset in (True, False):
+            episodes = Episodes(Counter(2, cheap_reset), 8, max_episode_steps=10)
+            state = episodes.init(jax.random.key(0))
+            fresh = episodes.refresh(state, jax.random.key(1))
+            assert jax.tree.structure(fresh) == jax.tree.structure(state)
+            if not cheap_reset:
+                assert not np.isin(fresh.pool.obs[:, 0], state.pool.obs[:, 0]).any()
+
+    def test_accounting_counts_full_episodes(self):
+        episodes = Episodes(Counter(), 4, max_episode_steps=8)
+        _, states, _ = run(episodes, 16, action=[1.0, 2.0, 3.0, 4.0])
+        at = lambda t: jax.tree.map(lambda x: x[t], states)  # noqa: E731
+        # Env 3 starts at 6 of 8: it is truncated after two steps, and that is not an episode.
+        np.testing.assert_array_equal(at(1).has_finished, [0, 0, 0, 0])
+        np.testing.assert_array_equal(at(1).running_return, [2, 4, 6, 0])
+        assert np.isnan(performance(at(6)))
+        np.testing.assert_array_equal(at(7).has_finished, [1, 0, 0, 0])
+        assert performance(at(7)) == 8.0
+        np.testing.assert_array_equal(at(15).last_return, [8, 16, 24, 32])
+        np.testing.assert_array_equal(at(15).last_length, [8, 8, 8, 8])
+        assert performance(at(15)) == 20.0
+
+    def test_a_staggered_episode_that_terminates_counts(self):
+        _, states, _ = run(Episodes(Counter(lifetime=3), 2, max_episode_steps=8), 3)
+        np.testing.assert_array_equal(states.has_finished[-1], [1, 1])
+        np.testing.assert_array_equal(states.last_length[-1], [3, 3])
+
+    def test_stagger_spreads_the_time_limits(self):
+        _, _, steps = run(Episodes(Counter(), 8, max_episode_steps=40), 80)
+        ended = np.asarray(steps.truncated).sum(1)
+        assert ended.max() == 1
+        assert ended.sum() == 16
+
+    def test_taps_disturb_what_is_learned_from_and_not_what_is_measured(self):
+        seen = []
+
+        def taps(site, value):
+            seen.append(site)
+            return {"observation": value + 100, "action": value * 3, "reward": -value}[site]
+
+        first, states, steps = run(Episodes(Counter(), 2, max_episode_steps=4), 6, taps)
+        assert sorted(set(seen)) == ["action", "observation", "reward"]
+        np.testing.assert_array_equal(steps.action, 1)  # the policy's own
+        np.testing.assert_array_equal(steps.reward, -3)  # of the action sent, disturbed
+        assert states.last_return[-1, 0] == 12  # undisturbed
+        np.testing.assert_array_equal(steps.observation[0], first.observation)
+        np.testing.assert_array_equal(steps.observation[:, 0, 1], [0, 101, 102, 103, 100, 101])
+        np.testing.assert_array_equal(steps.final_observation[:, 0, 1], [101, 102, 103, 104, 101, 102])
+        np.testing.assert_array_equal(states.env.obs[:, 0, 1], [1, 2, 3, 0, 1, 2])
+
+    def test_divergence_shows_at_once(self):
+        episodes = Episodes(Counter(), 4, max_episode_steps=4)
+        _, states, _ = run(episodes, 8)
+        state = jax.tree.map(lambda x: x[-1], states)
+        assert np.isfinite(performance(state))
+        action = jnp.ones((4, 1)).at[2].set(jnp.nan)
+        state, step = episodes.step(state, jax.random.key(0), action, lambda site, value: value)
+        assert not step.terminated.any()
+        assert np.isnan(performance(state))
+        for _ in range(4):  # past the reset: the latest return is still NaN
+            state, _ = episodes.step(state, jax.random.key(0), jnp.ones((4, 1)), lambda site, value: value)
+        assert np.isnan(performance(state))
+        for _ in range(4):
+            state, _ = episodes.step(state, jax.random.key(0), jnp.ones((4, 1)), lambda site, value: value)
+        assert performance(state) == 4.0
+
+    def test_lanes_are_independent_and_jit(self):
+        episodes = Episodes(Counter(lifetime=3), 4, max_episode_steps=5)
+
+        def lane(key):
+            state = episodes.init(key)
+            step = lambda s, k: (episodes.step(s, k, jnp.ones((4, 1)), lambda site, v: v)[0], None)  # noqa: E731
+            return performance(jax.lax.scan(step, state, jax.random.split(key, 9))[0])
+
+        np.testing.assert_array_equal(jax.jit(jax.vmap(lane))(jax.random.split(jax.random.key(0), 3)), 3.0)
+
+    def test_bad_sizes_are_refused(self):
+        with pytest.raises(ValueError, match="num_envs must be at least 1, not 0"):
+            Episodes(Counter(), 0, 10)
+        with pytest.raises(ValueError, match="max_episode_steps must be at least 1, not -1"):
+            Episodes(Counter(), 1, -1)
+
+    def test_truncation_at_gymnasiums_limit(self):
+        env = env_of("HalfCheetah-v5", "c")
+        _, states, steps = run(Episodes(env, 1, env.max_episode_steps), 1001, action=0.0)
+        reference = gymnasium.make("HalfCheetah-v5")
+        reference.reset(seed=0)
+        theirs = [reference.step(np.zeros(6))[2:4] for _ in range(1000)]
+        np.testing.assert_array_equal(steps.terminated[:1000, 0], [t for t, _ in theirs])
+        np.testing.assert_array_equal(steps.truncated[:1000, 0], [t for _, t in theirs])
+        assert states.last_length[-1] == 1000
+        np.testing.assert_allclose(states.last_return[-1], steps.reward[:1000].sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_evaluate_stops_each_episode_at_its_end():
+    policy = lambda observation: jnp.arange(1.0, 4.0)[:, None]  # noqa: E731
+    for lifetime, limit, length in ((3, 10, 3), (10, 4, 4)):
+        returns = jax.jit(lambda k, e=Counter(lifetime), m=limit: evaluate(e, policy, k, 3, m))(
+            jax.random.key(0)
+        )
+        np.testing.assert_array_equal(returns, length * np.arange(1.0, 4.0))
+
+
+def test_evaluate_runs_the_pendulum():
+    env = env_of("InvertedPendulum-v5", "c")
+    balance = lambda observation: observation @ jnp.array([[1.0], [30.0], [1.5], [3.0]])  # noqa: E731
+    returns = jax.jit(lambda key: evaluate(env, balance, key, 4, 200))(jax.random.key(0))
+    np.testing.assert_array_equal(returns, 200.0)
+    idle = evaluate(env, jnp.zeros_like if False else lambda o: jnp.zeros((4, 1)), jax.random.key(0), 4, 1000)
+    assert (np.asarray(idle) < 200).all()
