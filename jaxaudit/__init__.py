@@ -1,0 +1,33 @@
+"""jaxaudit: how stable is this training run? See the README for the tour."""
+
+from jaxaudit import learners, metrics, statistics, tasks
+from jaxaudit.audit import audit
+from jaxaudit.grid import compiled, inputs, plan, run
+from jaxaudit.learner import Learner
+from jaxaudit.learners.optimizer import Optimizer
+from jaxaudit.perturbations import *  # noqa: F403
+from jaxaudit.perturbations import __all__ as _perturbations
+from jaxaudit.registry import register
+from jaxaudit.results import Result
+from jaxaudit.taps import SITES, Taps
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SITES",
+    "Learner",
+    "Optimizer",
+    "Result",
+    "Taps",
+    "audit",
+    "compiled",
+    "inputs",
+    "learners",
+    "metrics",
+    "plan",
+    "register",
+    "run",
+    "statistics",
+    "tasks",
+    *_perturbations,
+]

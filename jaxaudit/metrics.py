@@ -138,6 +138,12 @@ def _inside(x: jax.Array, onset: ArrayLike) -> jax.Array:
     return (jnp.asarray(onset) >= 0) & (jnp.asarray(onset) < x.shape[0])
 
 
+def _peak(values: jax.Array, where: jax.Array) -> jax.Array:
+    """Maximum of `values` where `where`; NaN if any of them is NaN, which XLA's maximum can lose on CPU."""
+    unknown = (where & jnp.isnan(values)).any()
+    return jnp.where(unknown, jnp.nan, jnp.where(where, values, -jnp.inf).max())
+
+
 def pre_onset_level(series: ArrayLike, onset: ArrayLike, window: int = 50) -> tuple[jax.Array, jax.Array]:
     """J_pre and sigma_pre: mean and population std of J over the `window` steps before the onset.
 
@@ -176,9 +182,9 @@ def collapse_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold
     """T_c (Table S5): first step `t >= onset` where J falls below the band and stays there for `hold` steps.
 
     Below is `J(t) < J_pre - 2 sigma_pre`; the `hold` steps include t. [open]: a crossing with fewer than
-    `hold` steps left counts only if it lasts to the end (`collapse_censored`). A run that turns non-finite has
-    collapsed by that step: at the start of the stretch below the band that leads into it, or, where J_pre is
-    undefined, at the first non-finite step itself.
+    `hold` steps left counts only if it lasts to the end (`collapse_censored`). A run that turns non-finite
+    has collapsed by that step: at the start of the stretch below the band that leads into it, or, where J_pre
+    is undefined, at the first non-finite step itself.
 
     Args:
         series: J, `[T]`.
@@ -196,8 +202,8 @@ def collapse_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold
 def collapse_censored(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100) -> jax.Array:
     """Whether the run ended before the counted collapse had lasted `hold` steps: scalar bool.
 
-    [open] in Table S5. A run that turned non-finite is never censored, as more steps could not have undone it.
-    Arguments as in `collapse_time`; False where that is inf or NaN.
+    [open] in Table S5. A run that turned non-finite is never censored, as no further step undoes
+    that. Arguments as in `collapse_time`; False where that is inf or NaN.
     """
     return _collapse(_as_series(series), onset, window, hold)[1]
 
@@ -328,7 +334,7 @@ def spike_intensity(series: ArrayLike, onset: ArrayLike, *, window: int = 50) ->
     steps = jnp.arange(x.shape[0])
     index = instability_index(x, window=window)
     after = (steps >= onset) & (steps < onset + window)
-    peak = jnp.where(after, index, -jnp.inf).max()
+    peak = _peak(index, after)
     level = index[jnp.clip(jnp.asarray(onset) - 1, 0, x.shape[0] - 1)]
     defined = _inside(x, onset) & (jnp.asarray(onset) >= window) & (level > 0)
     return jnp.where(defined, peak / jnp.where(level > 0, level, 1), jnp.nan)
@@ -364,7 +370,7 @@ def meta_state_deviation(
         moved = jnp.matmul(moved, whitening, precision=jax.lax.Precision.HIGHEST)
     steps = jnp.arange(moved.shape[0])
     after = (steps >= onset) & (steps <= onset + horizon)
-    distance = jnp.where(after, jnp.linalg.norm(moved, axis=-1), -jnp.inf).max()
+    distance = _peak(jnp.linalg.norm(moved, axis=-1), after)
     return jnp.where(_inside(moved, onset), distance, jnp.nan)
 
 

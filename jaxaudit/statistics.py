@@ -183,8 +183,8 @@ def bootstrap(
     """A statistic over seeds with its bootstrap interval, the same for the same `seed`.
 
     The default, "expanded", is the percentile interval corrected for the number of seeds: with 8 of them
-    plain percentile and BCa intervals of 95% cover about 90%. Interval ends are order statistics of the
-    resampled values.
+    plain percentile and BCa intervals for a mean cover about 90% where 95% is asked for. Interval ends are
+    order statistics of the resampled values; equal values give an interval of no width.
 
     Args:
         values: `[seeds]`; inf is allowed (not with "bca").
@@ -317,7 +317,7 @@ def critical_magnitude(
     half (the middle of the stretch where the fit equals one half); the interval resamples seeds, whole rows,
     with tails expanded as in `bootstrap`. A resample that jumps from 0 to 1 contributes the two magnitudes
     around the jump, so a deterministic threshold gives their geometric mean with the two of them as the
-    interval. Seeds too few to tell a unanimous outcome from one half (under 4 at 95%) give the interval [0, inf].
+    interval. Seeds too few to tell a unanimous outcome from one half (under 4 at 95%) give [0, inf].
 
     Args:
         magnitudes: `[M]`, positive, distinct, in any order, at least two.

@@ -45,7 +45,8 @@ def _squared_norm(tree: PyTree) -> jax.Array:
 def _largest(tree: PyTree) -> jax.Array:
     """Largest absolute entry of a pytree; NaN if any entry is NaN or infinite."""
     largest = jax.tree.reduce(jnp.maximum, jax.tree.map(lambda leaf: jnp.abs(leaf).max(initial=0), tree))
-    return jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+    finite = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))
+    return jnp.where(finite, largest, jnp.nan)
 
 
 def unit_gradient(gradient: PyTree) -> tuple[PyTree, jax.Array]:
@@ -117,10 +118,37 @@ def dominant_share(gradients: PyTree) -> jax.Array:
         scalar in [1/K, 1]; NaN when every gradient is zero.
     """
     units, count = _units(gradients)
-    products = gram(units)
-    finite = jnp.isfinite(products).all()
-    largest = jnp.linalg.eigvalsh(jnp.where(finite, products, jnp.eye(products.shape[0])))[-1]
-    return jnp.where(finite & (count > 0), largest / jnp.maximum(count, 1), jnp.nan)
+    return largest_eigenvalue(gram(units)) / jnp.where(count > 0, count, jnp.nan)
+
+
+def largest_eigenvalue(matrix: jax.Array) -> jax.Array:
+    """Largest eigenvalue of a positive semi-definite matrix, by repeated squaring and a Rayleigh quotient.
+
+    Matrix products alone: batched LAPACK calls can block one another for ever where XLA's CPU threads are few.
+    With p = 2^16 squarings' power the quotient is at worst a fraction ln(K) / 2p below the eigenvalue.
+
+    Args:
+        matrix: `[K, K]`.
+
+    Returns:
+        scalar; NaN where an entry is not finite.
+    """
+    finite = jnp.isfinite(matrix).all()
+    safe = jnp.where(finite, matrix, 0.0)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+    def square(_: int, power: jax.Array) -> jax.Array:
+        trace = jnp.trace(power)
+        power = power / jnp.where(trace > 0, trace, 1.0)
+        return product(power, power)
+
+    power = jax.lax.fori_loop(0, 16, square, safe)
+    vector = power[jnp.argmax(jnp.diagonal(power))]
+    length = jnp.vdot(vector, vector)
+    quotient = jnp.vdot(vector, product(safe, vector)) / jnp.where(length > 0, length, 1.0)
+    return jnp.where(finite, quotient, jnp.nan)
 
 
 def m_coherence(gradients: PyTree) -> jax.Array:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxaudit.kernels.orthogonal import orthogonal
+
 
 class MLP(nn.Module):
     """Dense layers with tanh between: `[..., d] -> [..., features]`.
@@ -32,7 +34,9 @@ class MLP(nn.Module):
         return nn.Dense(self.features, kernel_init=self._initializer(self.output_scale))(x)
 
     def _initializer(self, gain: float) -> nn.initializers.Initializer:
-        return nn.initializers.orthogonal(gain) if self.orthogonal else nn.initializers.lecun_normal()
+        if not self.orthogonal:
+            return nn.initializers.lecun_normal()
+        return lambda key, shape, dtype=jnp.float32, **_: orthogonal(key, shape, gain).astype(dtype)
 
 
 def gaussian_log_probability(action: jax.Array, mean: jax.Array, log_std: jax.Array) -> jax.Array:

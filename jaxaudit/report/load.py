@@ -92,8 +92,7 @@ class Run:
     def performance(self) -> np.ndarray:
         """J, float64 `[seed, condition, step]`."""
         values = self.channel("performance")
-        if values is None:
-            raise ValueError(f"{self.folder}/telemetry.zarr has no channel 'performance' to report on")
+        assert values is not None, "load() checks it"
         return values
 
     @cached_property
@@ -123,15 +122,27 @@ def load(folder: Path) -> Run:
         raise FileNotFoundError(f"{folder} holds no telemetry.zarr, so there is nothing to report yet")
     text = _text(folder / "spec.toml")
     environment = _text(folder / "environment.json")
+    telemetry = xr.open_zarr(store, chunks=None)
+    if "performance" not in telemetry or not {"seed", "condition", "step"} <= set(
+        telemetry["performance"].dims
+    ):
+        raise ValueError(f"{store} has no channel 'performance' with dims seed, condition, step")
     return Run(
         folder=folder,
         spec=tomllib.loads(text),
         spec_text=text,
         environment=json.loads(environment) if environment else {},
-        telemetry=xr.open_zarr(store, chunks=None),
+        telemetry=telemetry,
         metrics=_table(folder / "metrics.csv"),
-        summary=_table(folder / "summary.csv"),
+        summary=_intervals(_table(folder / "summary.csv"), telemetry.sizes["seed"]),
     )
+
+
+def _intervals(summary: pd.DataFrame | None, seeds: int) -> pd.DataFrame | None:
+    """The summary without its interval columns where one seed gives none that means anything."""
+    if summary is None or seeds > 1:
+        return summary
+    return summary.drop(columns=[c for c in summary.columns if c.endswith(("_low", "_high"))])
 
 
 def _text(path: Path) -> str:
@@ -141,7 +152,7 @@ def _text(path: Path) -> str:
 def _table(path: Path) -> pd.DataFrame | None:
     if not path.exists() or not path.stat().st_size:
         return None
-    table = pd.read_csv(path, keep_default_na=False, na_values={"reason": []})
+    table = pd.read_csv(path, keep_default_na=False)
     words = {*_TEXT, "reason"} & set(table.columns)
     for column in table.columns.difference(list(words)):
         if not pd.api.types.is_bool_dtype(table[column]):

@@ -27,7 +27,7 @@ class Panel:
     """One perturbation at one onset: its conditions by rising magnitude, and their control.
 
     Attributes:
-      title: the perturbation, with the onset where there are several.
+      title: the perturbation, with the onset where it has several.
       lines: control first (where there is one).
       durations: window lengths in steps, distinct and rising.
     """
@@ -49,11 +49,11 @@ def panels(run: Run) -> list[Panel]:
     """One panel per perturbation and onset, in the order of the run's conditions."""
     table = run.conditions
     disturbed = table[table["perturbation"] != CONTROL]
-    several = table["onset"].nunique() > 1
     if disturbed.empty:
         return [_panel(table, table.iloc[:0], CONTROL, int(table["onset"].iloc[0]), False)]
+    onsets = disturbed.groupby("perturbation")["onset"].nunique()
     groups = disturbed.groupby(["perturbation", "onset"], sort=False)
-    return [_panel(table, rows, str(name), int(onset), several) for (name, onset), rows in groups]
+    return [_panel(table, rows, str(name), int(at), onsets[name] > 1) for (name, at), rows in groups]
 
 
 def _panel(table: pd.DataFrame, rows: pd.DataFrame, name: str, onset: int, several: bool) -> Panel:
@@ -88,8 +88,8 @@ def spread(values: np.ndarray, *, lost_is_worst: bool = False) -> tuple[np.ndarr
 
     Args:
       values: `[seed, T]`; NaN and infinities are lost seeds.
-      lost_is_worst: count a lost seed as -inf (for performance, where being lost is the worst that can happen)
-        instead of leaving it out.
+      lost_is_worst: count a lost seed as -inf instead of leaving it out: for performance, where nothing
+        worse can happen.
 
     Returns:
       median, low, high, each `[T]`; -inf where the figure falls on a lost seed, NaN where there is no seed.
@@ -115,11 +115,12 @@ def _at(x: np.ndarray, count: np.ndarray, q: float) -> np.ndarray:
 
 
 def thin(steps: np.ndarray, centre: int, radius: int, limit: int = 400) -> np.ndarray:
-    """Indices of at most about `limit` steps: half of them within `radius` of `centre`, the rest elsewhere."""
+    """Indices of about `limit` steps at most, half of them within `radius` of `centre`."""
     if len(steps) <= limit:
         return np.arange(len(steps))
     near = np.abs(steps - centre) <= radius
-    picked = [_even(np.flatnonzero(part), limit // 2) for part in (near, ~near)]
+    picked = [_even(np.flatnonzero(part), limit // 2 - 2) for part in (near, ~near)]
+    picked.append(np.flatnonzero(np.abs(steps - centre) <= 1))
     return np.unique(np.concatenate(picked))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,19 +72,22 @@ def table(frame: pd.DataFrame) -> alt.InlineData:
     return alt.InlineData(values=text, format=alt.CsvDataFormat(type="csv", parse=numbers | words))
 
 
-def domain(values: Iterable[np.ndarray]) -> tuple[tuple[float, float], bool]:
-    """An axis' ends for all values, and whether extremes were cut so that the rest stays legible."""
-    flat = np.concatenate([np.ravel(v) for v in values] or [np.empty(0)])
-    flat = flat[np.isfinite(flat)]
+def domain(values: Iterable[np.ndarray], control: Iterable[np.ndarray]) -> tuple[tuple[float, float], bool]:
+    """An axis' ends for all values, and whether extremes were cut so that the control stays legible.
+
+    An end is cut, to 3 times the control's range from the control, where values lie more than 40 times away.
+    """
+    flat, calm = (np.concatenate([np.empty(0), *map(np.ravel, part)]) for part in (values, control))
+    flat, calm = flat[np.isfinite(flat)], calm[np.isfinite(calm)]
     if not flat.size:
         return (0.0, 1.0), False
-    low, high = float(flat.min()), float(flat.max())
-    inner_low, inner_high = (float(q) for q in np.quantile(flat, (0.03, 0.97)))
-    reach = 2 * (inner_high - inner_low)
-    cut_low, cut_high = max(low, inner_low - reach), min(high, inner_high + reach)
-    cut = reach > 0 and (cut_low > low or cut_high < high)
-    if cut:
-        low, high = cut_low, cut_high
+    low, high, cut = float(flat.min()), float(flat.max()), False
+    if calm.size:
+        reach = max(float(np.ptp(calm)), 1e-3 * float(np.abs(calm).max()))
+        if low < calm.min() - 40 * reach:
+            low, cut = float(calm.min()) - 3 * reach, True
+        if high > calm.max() + 40 * reach:
+            high, cut = float(calm.max()) + 3 * reach, True
     pad = 0.04 * (high - low) or 0.04 * abs(high) or 1.0
     return (low - pad, high + pad), cut
 
@@ -93,7 +97,9 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._-")[:80] or "unnamed"
 
 
-def finish(charts: list[Any], columns: int, *, shared: bool, width: int, limit: int) -> alt.ConcatChart:
+def finish(
+    charts: list[Any], columns: int, *, shared: bool, width: int, limit: int, gutter: int
+) -> alt.ConcatChart:
     """Panels side by side; `usermeta` tells the page how wide a panel may become.
 
     Args:
@@ -102,9 +108,37 @@ def finish(charts: list[Any], columns: int, *, shared: bool, width: int, limit: 
       shared: one colour legend for all panels, else one each.
       width: least width of a panel, pixels.
       limit: most.
+      gutter: what a panel needs beside that for its axis and the space to the next.
     """
-    chart = alt.concat(*charts, columns=columns, spacing=22)
-    chart = chart.resolve_scale(color="shared" if shared else "independent", x="independent", y="independent")
-    chart = chart.resolve_legend(color="shared" if shared else "independent")
-    chart.usermeta = {"panel": {"least": width, "most": limit, "columns": columns}}
+    columns = -(-len(charts) // -(-len(charts) // columns))
+    resolve: Any = "shared" if shared else "independent"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Automatically deduplicated selection parameter")
+        chart = alt.concat(*charts, columns=columns, spacing=22)
+    chart = chart.resolve_scale(color=resolve, x="independent", y="independent").resolve_legend(color=resolve)
+    chart.usermeta = {"panel": {"least": width, "most": limit, "gutter": gutter, "columns": columns}}
     return chart.configure(**CONFIG)
+
+
+def specification(chart: alt.ConcatChart) -> dict[str, Any]:
+    """A chart as Vega-Lite JSON, every selection declared in one layer of a panel alone.
+
+    Altair lists all named layers of a panel for each of its selections; Vega-Lite refuses the duplicates.
+    Selections called `hover_*` belong to layers called `rules_*`, all others to `lines_*`.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Automatically deduplicated selection parameter")
+        spec = chart.to_dict(validate=False)
+    for parameter in spec.get("params", []):
+        owner = "rules_" if parameter["name"].startswith("hover_") else "lines_"
+        parameter["views"] = [view for view in parameter["views"] if view.startswith(owner)]
+    return spec
+
+
+def static(spec: dict[str, Any], title: str) -> dict[str, Any]:
+    """The same figure for files: titled, without the invisible layers that carry tooltips."""
+    panels = [dict(panel, layer=[x for x in panel["layer"] if not x.get("name", "").startswith("rules_")])
+              for panel in spec["concat"]]  # fmt: skip
+    kept = [p for p in spec.get("params", []) if not p["name"].startswith("hover_")]
+    heading = {"title": {"text": title, "offset": 12}} if title else {}
+    return {**spec, **heading, "concat": panels, "params": kept}

@@ -80,6 +80,7 @@ class CMujocoEnv(MujocoEnv):
             columns = batch.state[:, 1 : 1 + high.shape[1]]
             np.add(high, low, out=columns, dtype=np.float64)
             batch.ctrl = action
+            batch.time = 0.0  # nothing is left of the batch's last use
             before = columns.copy()
             alive = np.isfinite(high).all(1) & np.isfinite(action).all(1)
             diverged = _step(batch, alive, self.task.frame_skip)

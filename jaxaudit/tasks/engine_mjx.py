@@ -15,6 +15,9 @@ class MjxEnv(MujocoEnv):
     """A task on MJX in float32, with the definition's Newton iterations.
 
     Divergence and non-finite actions give what they give on C MuJoCo: NaN, in that simulation only.
+
+    It runs on a CPU too, for tests: there it is slow, and batches of many hundreds can hang, because jaxlib's
+    batched Cholesky factorisation deadlocks when two of them wait for the same few threads.
     """
 
     def __init__(self, task: MujocoTask):

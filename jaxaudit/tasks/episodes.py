@@ -122,8 +122,8 @@ class Episodes:
             key: decides the reset states.
             action: `[N, A]`, the policy's.
             taps: called at the sites `action`, `reward` and `observation`; at the last one twice, for the
-                observation to act on next and for the one this step led to, which differ where an episode
-        ended.
+                observation to act on next and for the one this step led to (they differ where an episode
+                ended).
         """
         env = jax.vmap(self.env.step)(state.env, taps("action", action))
         length = state.length + 1

@@ -1,0 +1,222 @@
+"""The command line. Exit codes: 0 done; 2 the user's input is wrong; 1 anything else; 130 Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import importlib.resources
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxaudit.errors import UserError
+
+# Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
+
+TRACEBACK = "JAXAUDIT_TRACEBACK"
+"""Environment variable: set, an error that is not the user's shows its traceback."""
+
+LISTS = ("tasks", "learners", "perturbations", "metrics")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; a failure is one sentence on stderr."""
+    try:
+        arguments = _parser().parse_args(argv)
+        return arguments.command(arguments)
+    except SystemExit as done:  # --help and --version
+        return int(done.code or 0)
+    except (Exception, KeyboardInterrupt) as error:
+        code, sentence = _explain(error)
+        if code == 1 and os.environ.get(TRACEBACK):
+            traceback.print_exc()
+        with contextlib.suppress(OSError):
+            print(f"jaxaudit: {' '.join(sentence.split())}", file=sys.stderr)
+        return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError in place of printing the usage."""
+        raise UserError(f"{message}; see: {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxaudit", description="How stable is this training run?", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"jaxaudit {version('jaxaudit')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="name")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+        added.set_defaults(command=command)
+        return added
+
+    quickstart = add("quickstart", _quickstart, "a small audit, from its spec to its report, in minutes")
+    quickstart.add_argument("--print-spec", action="store_true", help="show the spec and run nothing")
+    run = add("run", _run, "run a spec in a new folder")
+    run.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file")
+    resume = add("resume", _resume, "go on with a run that stopped")
+    fork = add("fork", _fork, "run new conditions from the onsets a finished run stored")
+    replay = add("replay", _replay, "run a finished run again and compare, bit for bit")
+    report = add("report", _report, "write a run's report again")
+    for command in (resume, fork, replay, report):
+        command.add_argument("folder", metavar="DIR", type=Path, help="a run's folder")
+    fork.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file with the new perturbations")
+    for command in (quickstart, run, fork):
+        command.add_argument("-o", dest="out", metavar="DIR", type=Path, help="the new folder (runs/NAME)")
+    replay.add_argument("--seed", type=int, metavar="N", help="compare this seed alone")
+    replay.add_argument("--condition", metavar="LABEL", help="compare this condition (or its number) alone")
+    names = add("list", _list, "what a spec can name")
+    names.add_argument("what", nargs="?", choices=LISTS, help="all of them if none is named")
+    return parser
+
+
+def _quickstart(arguments: argparse.Namespace) -> int:
+    text = importlib.resources.files("jaxaudit").joinpath("quickstart.toml").read_text(encoding="utf-8")
+    if arguments.print_spec:
+        print(text, end="")
+        return 0
+    from jaxaudit.spec import parse
+
+    return _start(lambda: parse(text, "quickstart.toml"), arguments.out)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from jaxaudit.spec import load
+
+    return _start(lambda: load(arguments.spec), arguments.out)
+
+
+def _start(read: Callable[[], Any], out: Path | None) -> int:
+    spec = read()
+    prepare_jax()
+    from jaxaudit import runner
+
+    folder = out or Path("runs", spec.audit.slug)
+    runner.run(spec, folder)
+    return _write_report(folder)
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    _check_run(arguments.folder)
+    prepare_jax()
+    from jaxaudit import runner
+
+    runner.resume(arguments.folder)
+    return _write_report(arguments.folder)
+
+
+def _fork(arguments: argparse.Namespace) -> int:
+    _check_run(arguments.folder)
+    from jaxaudit.spec import load
+
+    spec = load(arguments.spec)
+    prepare_jax()
+    from jaxaudit import runner
+
+    out = arguments.out or Path("runs", spec.audit.slug)
+    runner.fork(arguments.folder, spec, out)
+    return _write_report(out)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    _check_run(arguments.folder)
+    prepare_jax()
+    from jaxaudit.replay import replay
+
+    replayed = replay(arguments.folder, arguments.seed, arguments.condition)
+    print(replayed)
+    return 0 if replayed.equal else 1
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    _check_run(arguments.folder)
+    if not (arguments.folder / "telemetry.zarr").exists():
+        raise UserError(f"the run in {arguments.folder} has no telemetry yet, so there is nothing to report")
+    return _write_report(arguments.folder)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from jaxaudit import listing
+
+    for name in [arguments.what] if arguments.what else LISTS:
+        if not arguments.what:
+            print(f"{name}:")
+        for line in getattr(listing, name)():
+            print(line if arguments.what else f"  {line}".rstrip())
+    return 0
+
+
+def _check_run(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} is not a folder" if folder.exists() else f"{folder}: there is no such folder"
+        )
+    if not (folder / "spec.toml").is_file():
+        raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
+
+
+def _write_report(folder: Path) -> int:
+    from jaxaudit.report import build
+
+    print(f"report: {build(folder)}")
+    return 0
+
+
+def prepare_jax() -> None:
+    """One CPU device for each core and a lasting compilation cache, unless the environment says otherwise."""
+    import jax
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not chosen and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        with contextlib.suppress(RuntimeError):  # a backend is running already
+            jax.config.update("jax_num_cpu_devices", cores)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(caches / "jaxaudit"))
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and sentence for a failure."""
+    if isinstance(error, UserError):
+        return 2, str(error)
+    runner = sys.modules.get("jaxaudit.runner")
+    if runner and isinstance(error, runner.Interrupted):
+        return 130, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "stopped; a run that has begun goes on with: jaxaudit resume DIR"
+    messages = [str(cause) for cause in _causes(error)]
+    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in _causes(error)) or any(
+        "No space left on device" in message for message in messages
+    ):
+        return 1, "the disk is full; with more space, go on with: jaxaudit resume DIR"
+    if any(isinstance(cause, MemoryError) for cause in _causes(error)) or any(
+        "RESOURCE_EXHAUSTED" in message for message in messages
+    ):
+        return (
+            1,
+            'out of memory; take fewer seeds or conditions, or in [audit] execution = "map" or a batch size',
+        )
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        return 1, f"{place}{error.strerror or error}"
+    first = next(iter(str(error).splitlines()), "")
+    return 1, f"unexpected {type(error).__name__}: {first} (set {TRACEBACK}=1 for the traceback)"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,391 @@
+"""The audit grid as one pure program: baseline, forks at the onsets, lanes over seeds and conditions.
+
+`Grid` is what is asked for, on the host. `Program` is its structure, `Lanes` its data; `advance` moves lanes from one
+step to another, and serves both `run` (the whole grid, here) and the runner (in chunks, with checkpoints between).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry
+from jaxaudit.perturbations.core import Chain, Condition, Perturbation, conditions, control
+from jaxaudit.taps import Disturbance, Kind, Sites, Taps, Windows, find_sites, matches
+
+Execution = str | int
+"""How the lanes of one device run: "vmap", "map" (one after the other), or a batch size."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything a compiled audit depends on but array shapes: two grids with equal programs share a compilation."""
+
+    learner: Learner
+    steps: int
+    kinds: tuple[Kind, ...]
+    paths: tuple[tuple[str, tuple[str, ...]], ...]
+    execution: Execution = "vmap"
+    devices: tuple[jax.Device, ...] = ()
+
+
+@struct.dataclass
+class Lanes:
+    """L lanes side by side.
+
+    Attributes:
+      seed: uint32 `[L]`.
+      disturbance: what each lane does; leading axis L.
+    """
+
+    seed: Any
+    disturbance: Disturbance
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The conditions that begin at one onset; the first is the control.
+
+    Attributes:
+      onset: step.
+      conditions: their positions in `Grid.conditions`.
+    """
+
+    onset: int
+    conditions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Seeds x conditions of one learner.
+
+    Attributes:
+      program: the structure.
+      seeds: one run of the baseline each.
+      conditions: the columns, grouped by onset, each group begun by its control.
+      forks: the groups, by onset.
+      tail: steps the baseline goes on after the last onset, to compare it with that group's control.
+      sites: where the learner can be disturbed.
+    """
+
+    program: Program
+    seeds: tuple[int, ...]
+    conditions: tuple[Condition, ...]
+    forks: tuple[Fork, ...]
+    tail: int
+    sites: Sites
+
+    @property
+    def steps(self) -> int:
+        """Steps of a run."""
+        return self.program.steps
+
+    @property
+    def baseline_steps(self) -> int:
+        """Steps the baseline is trained for."""
+        return min(self.forks[-1].onset + self.tail, self.steps)
+
+    @property
+    def lane_steps(self) -> int:
+        """Learner steps the whole grid computes, padding not counted."""
+        suffixes = sum(len(fork.conditions) * (self.steps - fork.onset) for fork in self.forks)
+        return len(self.seeds) * (self.baseline_steps + suffixes)
+
+    def width(self, fork: Fork | None) -> int:
+        """Lanes that run side by side in a fork group (None: the baseline), filled up to a multiple of the devices."""
+        devices = max(1, len(self.program.devices))
+        count = len(self.seeds) * (len(fork.conditions) if fork else 1)
+        return -(-count // devices) * devices
+
+    def lanes(self, fork: Fork | None) -> tuple[Lanes, np.ndarray]:
+        """The lanes of a fork group (None: the baseline), condition after condition, and each one's seed position."""
+        members = [self.conditions[i] for i in fork.conditions] if fork else [control(0)]
+        pairs = [(c, s) for c in members for s in range(len(self.seeds))]
+        pairs += [pairs[0]] * (self.width(fork) - len(pairs))
+        rows = [disturbance(c, self.program, self.steps) for c, _ in pairs]
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+        positions = np.array([s for _, s in pairs], np.int32)
+        return Lanes(np.array(self.seeds, np.uint32)[positions], stacked), positions
+
+
+def plan(
+    learner: Learner,
+    perturbations: Sequence[Perturbation | Chain],
+    *,
+    seeds: int | Sequence[int],
+    steps: int,
+    execution: Execution = "vmap",
+    devices: Sequence[jax.Device] | None = None,
+    tail: int = 50,
+) -> Grid:
+    """Lays out a grid. Raises ValueError, in one sentence, where learner and perturbations do not fit together."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a positive whole number, not {steps!r}")
+    chosen = _seeds(seeds)
+    unrolled = conditions(perturbations, steps)
+    if not unrolled:
+        raise ValueError("an audit needs at least one perturbation")
+    sites = find_sites(learner.init, learner.step, steps)
+    ordered: list[Condition] = []
+    forks: list[Fork] = []
+    for onset in sorted({c.onset for c in unrolled}):
+        members = [control(onset), *(c for c in unrolled if c.onset == onset)]
+        forks.append(Fork(onset, tuple(range(len(ordered), len(ordered) + len(members)))))
+        ordered += members
+    _check_sites(unrolled, sites)
+    program = Program(
+        learner,
+        steps,
+        _kinds(unrolled),
+        tuple(sorted((site, tuple(paths)) for site, paths in sites.paths.items())),
+        _execution(execution),
+        tuple(devices if devices is not None else jax.devices()),
+    )
+    return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites)
+
+
+def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(seeds, int) and not isinstance(seeds, bool):
+        seeds = range(seeds)
+    if isinstance(seeds, bool | str) or any(isinstance(s, bool) or not isinstance(s, int | np.integer) for s in seeds):
+        raise ValueError(f"seeds must be a positive whole number or a list of them, not {seeds!r}")
+    chosen = tuple(int(s) for s in seeds)
+    if not chosen or min(chosen) < 0 or max(chosen) >= 2**32 or len(set(chosen)) < len(chosen):
+        raise ValueError(f"seeds must be at least one, all different and from 0 to 2^32 - 1, not {list(chosen)}")
+    return chosen
+
+
+def _execution(execution: Execution) -> Execution:
+    known = execution in ("vmap", "map") if isinstance(execution, str) else execution >= 1
+    if isinstance(execution, bool) or not known:
+        raise ValueError(f"execution must be 'vmap', 'map' or a batch size of at least 1, not {execution!r}")
+    return execution
+
+
+def _check_sites(unrolled: Sequence[Condition], sites: Sites) -> None:
+    for part in (part for condition in unrolled for part in condition.parts):
+        if part.site not in sites:
+            raise ValueError(
+                f"perturbation '{part.name}' acts at site '{part.site}', which the learner does not tap; "
+                f"its sites: {', '.join(sorted(sites)) or 'none'}"
+            )
+        missing = sorted(set(part.needs) - {"selected"} - sites.context[part.site])
+        if missing:
+            raise ValueError(
+                f"perturbation '{part.name}' needs {', '.join(missing)} at site '{part.site}', "
+                "which the learner's tap there does not give"
+            )
+        if not any(matches(part.target, path) for path in sites.paths[part.site]):
+            raise ValueError(
+                f"target '{part.target}' of '{part.name}' is in none of the paths at site '{part.site}': "
+                f"{', '.join(sites.paths[part.site])}"
+            )
+
+
+def _kinds(unrolled: Sequence[Condition]) -> tuple[Kind, ...]:
+    found: dict[Kind, None] = {}
+    for condition in unrolled:
+        for kind in _kinds_of(condition):
+            found[kind] = None
+    return tuple(sorted(found, key=lambda kind: (kind.occurrence, kind.name, kind.site)))
+
+
+def _kinds_of(condition: Condition) -> list[Kind]:
+    seen: Counter[str] = Counter()
+    kinds = []
+    for part in condition.parts:
+        kinds.append(part.kind(seen[part.name]))
+        seen[part.name] += 1
+    return kinds
+
+
+def disturbance(condition: Condition, program: Program, steps: int) -> Disturbance:
+    """A condition's data for every kind of the program; kinds it lacks are neutral and never open."""
+    parts = dict(zip(_kinds_of(condition), condition.parts, strict=True))
+    paths = dict(program.paths)
+    magnitudes, windows, targets = [], [], []
+    for kind in program.kinds:
+        part = parts.get(kind)
+        magnitudes.append(part.magnitude if part else kind.neutral)
+        windows.append(part.when.resolve(steps) if part else (0, 0, 1, 0))
+        target = part.target if part else None
+        targets.append(np.array([matches(target, path) for path in paths[kind.site]], bool))
+    columns = np.array(windows, np.int32).reshape(-1, 4).T
+    return Disturbance(np.array(magnitudes, np.float32), Windows(*columns), tuple(targets))
+
+
+def initial(program: Program, seeds: jax.Array) -> State:
+    """The learners' first states for `seeds` `[L]`; randomness from the seed alone."""
+    return jax.vmap(lambda seed: program.learner.init(jax.random.fold_in(jax.random.key(seed), 0)))(seeds)
+
+
+def lane_step(program: Program, state: State, lane: Lanes, step: jax.Array, any_open: jax.Array) -> tuple:
+    """One step of one lane. The learner's key depends on (seed, step), a perturbation's on its kind besides."""
+    seed = jax.random.key(lane.seed)
+    learner_key = jax.random.fold_in(jax.random.fold_in(seed, 1), step)
+    taps = Taps(
+        step,
+        program.steps,
+        kinds=program.kinds,
+        paths=dict(program.paths),
+        key=jax.random.fold_in(jax.random.fold_in(seed, 2), step),
+        lane=lane.disturbance,
+        any_open=any_open,
+    )
+    state, telemetry = program.learner.step(state, learner_key, taps)
+    return state, {name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()}
+
+
+def telemetry_rows(program: Program, states: State, lanes: Lanes, rows: int) -> Telemetry:
+    """Empty telemetry, NaN, float32 `[rows, L, ...]`, of the shapes the learner's step gives."""
+
+    def one(state, lane):
+        return lane_step(program, state, lane, jnp.int32(0), jnp.zeros(len(program.kinds), bool))[1]
+
+    shapes = jax.eval_shape(jax.vmap(one), states, lanes)
+    if PERFORMANCE not in shapes:
+        raise ValueError(f"the learner's telemetry has no '{PERFORMANCE}'; it has: {', '.join(sorted(shapes))}")
+    return {name: jnp.full((rows, *s.shape), jnp.nan, jnp.float32) for name, s in shapes.items()}
+
+
+def advance(
+    program: Program, states: State, lanes: Lanes, start: Any, stop: Any, rows: Telemetry, first: Any
+) -> tuple[State, Telemetry]:
+    """Trains lanes from step `start` to `stop` (traced: any span runs the same program).
+
+    `states` and `lanes` have a leading axis L; the telemetry of step t goes to row t - `first` of `rows`.
+    """
+
+    def shard(states, lanes, start, stop, rows, first):
+        def body(step, carry):
+            states, rows = carry
+            any_open = jnp.any(lanes.disturbance.windows.open(step), axis=0)
+            states, row = _each_lane(
+                lambda state, lane: lane_step(program, state, lane, step, any_open), program.execution
+            )(states, lanes)
+            return states, {name: rows[name].at[step - first].set(row[name]) for name in rows}
+
+        return jax.lax.fori_loop(start, stop, body, (states, rows))
+
+    bounds = (jnp.int32(start), jnp.int32(stop), jnp.int32(first))
+    if len(program.devices) > 1:
+        lane, row, none = PartitionSpec("lanes"), PartitionSpec(None, "lanes"), PartitionSpec()
+        shard = jax.shard_map(
+            shard,
+            mesh=Mesh(np.array(program.devices), ("lanes",)),
+            in_specs=(lane, lane, none, none, row, none),
+            out_specs=(lane, row),
+            check_vma=False,
+        )
+    return shard(states, lanes, bounds[0], bounds[1], rows, bounds[2])
+
+
+def _each_lane(function: Callable, execution: Execution) -> Callable:
+    if execution == "vmap":
+        return jax.vmap(function)
+    batch = None if execution == "map" else int(execution)
+    return lambda states, lanes: jax.lax.map(lambda pair: function(*pair), (states, lanes), batch_size=batch)
+
+
+@struct.dataclass
+class ForkInputs:
+    """The data of all fork groups of one width, leading axis the group.
+
+    Attributes:
+      onset: int32 `[G]`.
+      position: index of the group's onset among all onsets, int32 `[G]`.
+      lanes: `[G, L]`.
+      seeds: each lane's position among the seeds, int32 `[G, L]`.
+    """
+
+    onset: Any
+    position: Any
+    lanes: Lanes
+    seeds: Any
+
+
+@struct.dataclass
+class Inputs:
+    """The data of a whole grid: change it as you like, nothing recompiles.
+
+    Attributes:
+      baseline: the undisturbed lanes, `[S]`.
+      segments: the baseline's spans between onsets, int32 `[O + 1, 2]`.
+      forks: one entry for every width of fork group.
+    """
+
+    baseline: Lanes
+    segments: Any
+    forks: tuple[ForkInputs, ...]
+
+
+def inputs(grid: Grid) -> Inputs:
+    """The grid's data, as NumPy arrays."""
+    edges = [0, *(fork.onset for fork in grid.forks), grid.baseline_steps]
+    by_width: dict[int, list[ForkInputs]] = {}
+    for position, fork in enumerate(grid.forks):
+        lanes, seeds = grid.lanes(fork)
+        entry = ForkInputs(np.int32(fork.onset), np.int32(position), lanes, seeds)
+        by_width.setdefault(grid.width(fork), []).append(entry)
+    forks = tuple(jax.tree.map(lambda *leaves: np.stack(leaves), *group) for group in by_width.values())
+    segments = np.array(list(zip(edges[:-1], edges[1:], strict=True)), np.int32)
+    return Inputs(grid.lanes(None)[0], segments, forks)
+
+
+def run(program: Program, data: Inputs) -> tuple[Telemetry, tuple[Telemetry, ...]]:
+    """The whole grid, pure and jittable: the baseline's telemetry `[T, S, ...]`, and `[G, T, L, ...]` for every width.
+
+    Rows that were not computed (the baseline's after its end, a fork's before its onset) are NaN.
+    """
+    states = initial(program, jnp.asarray(data.baseline.seed))
+    rows = telemetry_rows(program, states, data.baseline, program.steps)
+
+    def segment(carry, span):
+        states, rows = advance(program, carry[0], data.baseline, span[0], span[1], carry[1], 0)
+        return (states, rows), states
+
+    (_, baseline), at_onset = jax.lax.scan(segment, (states, rows), jnp.asarray(data.segments))
+
+    def fork(group: ForkInputs) -> Telemetry:
+        states = jax.tree.map(lambda x: x[group.position][group.seeds], at_onset)
+        rows = telemetry_rows(program, states, group.lanes, program.steps)
+        return advance(program, states, group.lanes, group.onset, program.steps, rows, 0)[1]
+
+    return baseline, tuple(jax.lax.map(fork, group) for group in data.forks)
+
+
+@functools.lru_cache(maxsize=64)
+def compiled(program: Program) -> Callable[[Inputs], tuple]:
+    """`run` for a program, jitted once for all data of the same shapes."""
+    return jax.jit(functools.partial(run, program))
+
+
+def arrange(grid: Grid, baseline: Telemetry, forks: tuple[Telemetry, ...]) -> dict[str, np.ndarray]:
+    """Telemetry by channel, float32 `[seed, condition, step, ...]`; before a condition's onset it is the baseline's."""
+    seeds, widths = len(grid.seeds), list(dict.fromkeys(grid.width(fork) for fork in grid.forks))
+    taken = Counter()
+    arranged = {}
+    order = []
+    for fork in grid.forks:
+        width = grid.width(fork)
+        order.append((fork, widths.index(width), taken[width]))
+        taken[width] += 1
+    for name, base in baseline.items():
+        base = np.asarray(base)[:, :seeds]
+        columns = []
+        for fork, group, row in order:
+            lanes = np.asarray(forks[group][name][row])[:, : seeds * len(fork.conditions)]
+            lanes = lanes.reshape(lanes.shape[0], len(fork.conditions), seeds, *lanes.shape[2:]).copy()
+            lanes[: fork.onset] = base[: fork.onset, None]
+            columns.append(lanes)
+        arranged[name] = np.moveaxis(np.concatenate(columns, axis=1), (0, 1, 2), (2, 1, 0))
+    return arranged

@@ -1,0 +1,77 @@
+"""What `jaxaudit list` prints: the names a spec can use, as aligned tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+
+from jaxaudit import metrics as metric_functions
+from jaxaudit import registry
+from jaxaudit.perturbations import Factory
+from jaxaudit.sections import learner_settings, task_names
+from jaxaudit.tables import to_value
+
+TABLE_S5 = (
+    "collapse_time",
+    "instability_index",
+    "divergence_probability",
+    "recovery_rate",
+    "recovery_time",
+    "spike_intensity",
+    "meta_state_deviation",
+)
+
+
+def tasks() -> list[str]:
+    """The tasks, one a line."""
+    return task_names()
+
+
+def learners() -> list[str]:
+    """The learners, each followed by its settings and their defaults."""
+    from jaxaudit import learners as _  # noqa: F401  registers this package's learners
+
+    lines = []
+    for name in registry.learners:
+        lines.append(f"{name}  {_summary(registry.learners[name])}")
+        fields = [f for f in dataclasses.fields(learner_settings(name)) if f.name != "telemetry"]
+        lines += aligned([(f"  {f.name}", _default(f)) for f in fields])
+    return lines
+
+
+def perturbations() -> list[str]:
+    """The perturbations, with their standard magnitudes and durations."""
+    rows = [("name", "dimension", "site", "magnitude", "duration", "what it does")]
+    for name in registry.perturbations:
+        factory = registry.perturbations[name]
+        if isinstance(factory, Factory):
+            d = factory.default
+            magnitudes = ", ".join(f"{m:g}" for m in d.magnitudes)
+            rows.append((name, d.dimension, d.site, magnitudes, str(d.when.duration), _summary(factory)))
+    return aligned(rows)
+
+
+def metrics() -> list[str]:
+    """The metrics, one a line."""
+    known = {name: getattr(metric_functions, name) for name in TABLE_S5}
+    known |= {name: registry.metrics[name] for name in registry.metrics}
+    return aligned([(name, _summary(known[name])) for name in known])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with their columns set under each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _summary(entry: object) -> str:
+    return (inspect.getdoc(entry) or "").partition("\n")[0]
+
+
+def _default(setting: dataclasses.Field) -> str:
+    if setting.default is not dataclasses.MISSING:
+        return to_value(setting.default)
+    if setting.default_factory is not dataclasses.MISSING:
+        return to_value(setting.default_factory())
+    return "(must be given)"

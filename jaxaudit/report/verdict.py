@@ -1,0 +1,186 @@
+"""The run in plain words: what collapses the learner, at which magnitude, and what leaves it unharmed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+
+from jaxaudit.report.critical import control_share, critical_of, rows
+from jaxaudit.report.load import Run
+from jaxaudit.report.series import Panel
+
+EFFECT = "paired_difference_final_performance"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A lead sentence and the sentences behind it, as escaped markup."""
+
+    lead: Markup
+    sentences: list[Markup]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one perturbation did over its magnitudes."""
+
+    panel: Panel
+    kind: str
+    sentence: Markup
+
+
+def verdict(run: Run, groups: list[Panel]) -> Verdict:
+    """The verdict in words, from `summary.csv`."""
+    groups = [panel for panel in groups if panel.disturbed]
+    if run.summary is None or "collapse_probability" not in run.summary:
+        return Verdict(Markup("The metrics are not computed yet, so there is no verdict."), [])
+    if not groups:
+        return Verdict(Markup("Only the undisturbed control was run; nothing was put to the test."), [])
+    outcomes = [_outcome(run, panel) for panel in groups]
+    sentences = [
+        o.sentence for kind in ("collapses", "sometimes", "harmed") for o in outcomes if o.kind == kind
+    ]
+    sentences += _unharmed(run, [o for o in outcomes if o.kind == "unharmed"])
+    sentences += [o.sentence for o in outcomes if o.kind == "unknown"]
+    return Verdict(_lead(run, outcomes), [*sentences, *_caveats(run, groups)])
+
+
+def _lead(run: Run, outcomes: list[_Outcome]) -> Markup:
+    names = {kind: [o.panel.title for o in outcomes if o.kind == kind] for kind in ("collapses", "unharmed")}
+    total = len(outcomes)
+    if not names["collapses"]:
+        text = Markup("Nothing that was tried collapses this learner in half of its seeds or more.")
+        if run.seeds == 1:
+            text = Markup("Nothing that was tried collapses this learner, for the one seed there is.")
+    else:
+        verb = "collapses" if len(names["collapses"]) == 1 else "collapse"
+        many = Markup("{} of {} perturbations").format(len(names["collapses"]), total)
+        text = (many if len(names["collapses"]) > 4 else _names(names["collapses"])) + Markup(
+            " {} this learner in at least half of its seeds."
+        ).format(verb)
+    if names["unharmed"] and run.seeds > 1:
+        count = len(names["unharmed"])
+        text += Markup(" {} of {} perturbations {} no measurable harm.").format(
+            count, total, "does" if count == 1 else "do"
+        )
+    return text
+
+
+def _names(names: list[str]) -> Markup:
+    marked = [Markup("<b>{}</b>").format(name) for name in names]
+    if len(marked) < 2:
+        return Markup("").join(marked)
+    return Markup(", ").join(marked[:-1]) + Markup(" and ") + marked[-1]
+
+
+def _outcome(run: Run, panel: Panel) -> _Outcome:
+    data = rows(run, panel)
+    share = data["collapse_probability"] if "collapse_probability" in data else pd.Series(dtype=float)
+    name = Markup("<b>{}</b>").format(panel.title)
+    if share.isna().all():
+        why = Markup("{}: the collapse probability could not be computed.").format(name)
+        return _Outcome(panel, "unknown", why)
+    if (share >= 0.5).any():
+        return _Outcome(panel, "collapses", name + _collapses(run, panel, data))
+    if (share > 0).any():
+        worst = data.loc[share.idxmax()]
+        text = Markup(" collapses some seeds but fewer than half: most at magnitude {} ({}).")
+        return _Outcome(panel, "sometimes", name + text.format(worst["label"], _share(run, worst)))
+    if len(worse := _worse(data)):
+        row = worse.loc[worse[EFFECT].idxmin()]
+        text = Markup(" collapses no seed but costs final performance: {} at magnitude {}{}.")
+        text = text.format(_signed(row[EFFECT]), row["label"], _interval(row, EFFECT))
+        return _Outcome(panel, "harmed", name + text)
+    return _Outcome(panel, "unharmed", name)
+
+
+def _collapses(run: Run, panel: Panel, data: pd.DataFrame) -> Markup:
+    hit = data[data["collapse_probability"] >= 0.5]
+    labels = ", ".join(hit["label"])
+    worst = hit.loc[hit["collapse_probability"].idxmax()]
+    noun = "magnitude" if len(hit) == 1 else "magnitudes"
+    text = Markup(" collapses the learner at {} {} ({}{}).")
+    text = text.format(noun, labels, "at worst " if len(hit) > 1 else "", _share(run, worst))
+    critical = critical_of(run, panel, "collapse_probability")
+    if np.isfinite(critical.value):
+        text += Markup(" The critical magnitude, where half of the seeds are lost: {}.").format(critical.text)
+    elif len(data) > 1 and len(hit) == len(data):
+        text += Markup(" Every magnitude tried does, so the critical one lies outside {} to {}.").format(
+            data["label"].iloc[0], data["label"].iloc[-1]
+        )
+    late = data.get("divergence_probability", pd.Series(np.nan, data.index))[hit.index]
+    if (late < 0.5).all():
+        text += Markup(" These collapses come after T_max / 2 in most seeds, so P_div stays below one half.")
+    return text
+
+
+def _share(run: Run, row: pd.Series) -> str:
+    seeds = int(row["seeds"]) if np.isfinite(row.get("seeds", np.nan)) else run.seeds
+    p = row["collapse_probability"]
+    noun = "seed" if seeds == 1 else "seeds"
+    return f"{round(p * seeds)} of {seeds} {noun}{_interval(row, 'collapse_probability', '.2f')}"
+
+
+def _interval(row: pd.Series, name: str, digits: str = ".3g") -> str:
+    low, high = row.get(f"{name}_low", np.nan), row.get(f"{name}_high", np.nan)
+    return (
+        f", 95% interval {low:{digits}} to {high:{digits}}" if not np.isnan(low + high) and low < high else ""
+    )
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}".replace("-", "\N{MINUS SIGN}")
+
+
+def _worse(data: pd.DataFrame) -> pd.DataFrame:
+    """Conditions whose final performance lies below the control's by more than the interval."""
+    high = f"{EFFECT}_high"
+    return data[data[high] < 0] if {EFFECT, high} <= set(data) else data.iloc[:0]
+
+
+def _unharmed(run: Run, outcomes: list[_Outcome]) -> list[Markup]:
+    if not outcomes:
+        return []
+    tops = [
+        rows(run, o.panel).get("collapse_probability_high", pd.Series(dtype=float)).max() for o in outcomes
+    ]
+    known = EFFECT in (run.summary.columns if run.summary is not None else ())
+    if run.seeds == 1:
+        names = _names([o.panel.title for o in outcomes])
+        return [names + Markup(" did not collapse the one seed at any magnitude tried.")]
+    verb = "leaves" if len(outcomes) == 1 else "leave"
+    text = _names([o.panel.title for o in outcomes]) + Markup(
+        " {} it unharmed at every magnitude tried: "
+    ).format(verb)
+    text += "no seed collapsed"
+    if np.isfinite(top := np.nanmax([*tops, -np.inf])):
+        text += Markup(" (which bounds the probability only to at most {})").format(f"{top:.2g}")
+    if known:
+        text += ", and no final performance lies below the control's by more than its interval"
+    return [text + Markup(".")]
+
+
+def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
+    found = []
+    if run.seeds == 1:
+        found.append(Markup("One seed: nothing here has an interval, and another seed may well differ."))
+    elif run.seeds < 5:
+        found.append(Markup("With {} seeds the intervals are wide.").format(run.seeds))
+    hold = run.setting("hold", 100)
+    short = [p for p in groups if run.steps - p.onset < hold]
+    if short:
+        text = "Fewer than {} steps follow the onset of {}, so the run's end censors every collapse there."
+        found.append(Markup(text).format(hold, _names([p.title for p in short])))
+    if (share := control_share(run)) > 0:
+        text = (
+            "The undisturbed control itself collapses in up to {} of its seeds; read the rest against that."
+        )
+        found.append(Markup(text).format(f"{share:.0%}"))
+    floor = run.telemetry.attrs.get("noise_floor")
+    if isinstance(floor, int | float | np.number) and np.isfinite(float(floor)) and floor > 0:
+        text = "Numerical noise floor: control and baseline differ by at most {} in performance."
+        found.append(Markup(text).format(f"{float(floor):.3g}"))
+    return found

@@ -1,0 +1,225 @@
+"""From telemetry arrays to what a user reads: labelled xarray datasets and tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from jaxaudit import metrics, statistics
+from jaxaudit.grid import Grid
+from jaxaudit.learner import PERFORMANCE
+
+DIMS = ("seed", "condition", "step")
+
+
+def labels(grid: Grid) -> list[str]:
+    """A short name for each condition, unique in the grid: "lr_spike 10", and "lr_spike 10 @120" with several onsets."""
+    several = len(grid.forks) > 1
+    names = []
+    for condition in grid.conditions:
+        swept = " ".join(f"{part.magnitude:g}" for part in condition.parts)
+        at = f" @{condition.onset}" if several else ""
+        names.append(f"{condition.name} {swept}".strip() + at)
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+    return unique
+
+
+def coordinates(grid: Grid) -> dict[str, Any]:
+    """The coordinates of every dataset of a grid: along seed, condition and step."""
+    conditions = grid.conditions
+    windows = [c.parts[0].when.resolve(grid.steps) if c.parts else (c.onset, c.onset, 1, 0) for c in conditions]
+    return {
+        "seed": ("seed", np.array(grid.seeds, np.int64)),
+        "condition": ("condition", np.array(labels(grid), dtype=object)),
+        "step": ("step", np.arange(grid.steps)),
+        "perturbation": ("condition", np.array([c.name for c in conditions], dtype=object)),
+        "magnitude": ("condition", np.array([c.magnitude for c in conditions])),
+        "onset": ("condition", np.array([c.onset for c in conditions], np.int64)),
+        "duration": ("condition", np.array([w[1] - w[0] for w in windows], np.int64)),
+        "dimension": ("condition", np.array([c.dimension for c in conditions], dtype=object)),
+        "target": ("condition", np.array([c.parts[0].target or "" if c.parts else "" for c in conditions], dtype=object)),
+    }
+
+
+def attributes(grid: Grid) -> dict[str, Any]:
+    """What the datasets of a grid say of themselves."""
+    learner = grid.program.learner
+    return {
+        "learner": learner.name,
+        "performance_name": learner.performance_name,
+        "step_unit": learner.step_unit,
+        "samples_per_step": learner.samples_per_step,
+    }
+
+
+def derived(performance: np.ndarray, settings: metrics.MetricSettings) -> dict[str, np.ndarray]:
+    """Channels that follow from the performance `[..., T]`: x_inst (its variance over a window), x_gen (smoothed).
+
+    x_gen is the exponential moving average with the window's span, begun at the first finite value.
+    """
+    flat = performance.reshape(-1, performance.shape[-1])
+    x_inst = np.asarray(jax.jit(jax.vmap(partial(metrics.instability_index, window=settings.window)))(flat))
+    rate = 2.0 / (settings.window + 1.0)
+    x_gen = np.full_like(flat, np.nan)
+    current = flat[:, 0]
+    for t in range(flat.shape[1]):
+        current = np.where(np.isnan(current), flat[:, t], current + rate * (flat[:, t] - current))
+        x_gen[:, t] = current
+    return {"x_inst": x_inst.reshape(performance.shape), "x_gen": x_gen.reshape(performance.shape)}
+
+
+def telemetry(grid: Grid, arrays: dict[str, np.ndarray]) -> xr.Dataset:
+    """Telemetry `[seed, condition, step, ...]` by channel as a labelled dataset."""
+    coords = coordinates(grid)
+    data = {}
+    for name, values in arrays.items():
+        dims = DIMS + vector_dims(grid, name, values.shape[3:])
+        data[name] = (dims, values)
+    for name, names in grid.program.learner.vectors.values():
+        coords[name] = (name, np.array(names, dtype=object))
+    return xr.Dataset(data, coords, attributes(grid))
+
+
+def vector_dims(grid: Grid, channel: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Names of a channel's own dimensions: the learner's, or made from the channel's name."""
+    if channel in grid.program.learner.vectors:
+        return (grid.program.learner.vectors[channel][0],)
+    return tuple(f"{channel}_{i}" for i in range(len(shape)))
+
+
+def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Dataset:
+    """Every metric of Table S5 and its kin for each lane: dims (seed, condition)."""
+    series = data[PERFORMANCE].transpose(*DIMS).values
+    onsets = data["onset"].values
+    evaluate = jax.jit(jax.vmap(jax.vmap(partial(metrics.evaluate, settings=settings)), in_axes=(0, None)))
+    values = {name: np.asarray(x) for name, x in evaluate(series, onsets).items()}
+    after = np.arange(series.shape[2]) >= onsets[:, None]
+    values["final_performance"] = series[:, :, -1]
+    values["performance_minimum"] = np.where(after, series, np.inf).min(axis=2)
+    values["reason"] = np.array(
+        [
+            [_reasons(series[s, c], int(onsets[c]), settings, {k: v[s, c] for k, v in values.items()}) for c in columns]
+            for s, columns in enumerate([range(series.shape[1])] * series.shape[0])
+        ],
+        dtype=object,
+    ).astype(str)
+    renamed = {"pre_mean": "performance_before", "pre_std": "performance_std_before"}
+    coords = {k: v for k, v in data.coords.items() if set(v.dims) <= {"seed", "condition"}}
+    return xr.Dataset({renamed.get(k, k): (DIMS[:2], v) for k, v in values.items()}, coords, data.attrs)
+
+
+def _reasons(series: np.ndarray, onset: int, settings: metrics.MetricSettings, values: dict[str, Any]) -> str:
+    if not any(isinstance(v, np.floating) and np.isnan(v) for v in values.values()):
+        return ""
+    return "; ".join(f"{k}: {v}" for k, v in metrics.explain(series, onset, settings=settings, values=values).items())
+
+
+def lane_table(lanes: xr.Dataset) -> pd.DataFrame:
+    """One row for every lane."""
+    columns = ["seed", "condition", "perturbation", "dimension", "magnitude", "onset", "duration", "target"]
+    table = lanes.to_dataframe().reset_index()
+    return table[columns + [c for c in table.columns if c not in (*columns, "reason")] + ["reason"]]
+
+
+def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:
+    """One row for every condition: estimates over seeds with 95% intervals (columns *_low, *_high).
+
+    Divergence is T_c < steps / 2 (Table S5), collapse any finite T_c; differences are paired by seed with the
+    control of the same onset.
+    """
+    rows = []
+    for position in range(lanes.sizes["condition"]):
+        one = lanes.isel(condition=position)
+        onset, control = lanes["onset"].values, lanes["perturbation"].values == "control"
+        paired = lanes.isel(condition=int(np.flatnonzero(control & (onset == onset[position]))[0]))
+        final = one["final_performance"].values
+        collapse = one["collapse_time"].values
+        collapsed = _collapsed(collapse)
+        estimates = {
+            "divergence_probability": statistics.divergence(collapse, steps),
+            "collapse_probability": statistics.proportion(collapsed),
+            "iqm_final_performance": statistics.bootstrap(final),
+            "paired_difference_final_performance": statistics.paired_difference(
+                final, paired["final_performance"].values
+            ),
+        }
+        row: dict[str, Any] = {
+            name: one[name].item() for name in ("condition", "perturbation", "dimension", "magnitude", "onset")
+        }
+        row["seeds"] = final.size
+        for name, estimate in estimates.items():
+            row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        for name in ("recovery_rate", "recovery_time", "spike_intensity"):
+            values = one[name].values
+            row[f"{name}_median"] = float(np.median(values))
+            row[f"{name}_undefined"] = int(np.isnan(values).sum())
+        row["reason"] = "; ".join(f"{k}: {e.reason}" for k, e in estimates.items() if e.reason)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _collapsed(collapse_times: np.ndarray) -> np.ndarray:
+    """1 where T_c is finite, 0 where it never came, NaN where it is not known."""
+    return np.where(np.isnan(collapse_times), np.nan, np.isfinite(collapse_times))
+
+
+def noise_floor(data: xr.Dataset, baseline: np.ndarray, last_onset: int) -> float:
+    """Largest |control - baseline| in performance after the last onset: what rounding alone does to a lane.
+
+    `baseline` is `[seed, step]`, NaN where it was not trained; NaN if it never ran beside a control.
+    """
+    control = (data["perturbation"].values == "control") & (data["onset"].values == last_onset)
+    apart = np.abs(data[PERFORMANCE].values[:, control][:, 0] - baseline)[:, last_onset:]
+    return float(np.nanmax(apart)) if np.isfinite(apart).any() else float("nan")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an audit found.
+
+    Attributes:
+      telemetry: dims (seed, condition, step), coordinates perturbation, magnitude, onset, dimension, ...
+      settings: the metrics' windows.
+    """
+
+    telemetry: xr.Dataset
+    settings: metrics.MetricSettings
+
+    @cached_property
+    def metrics(self) -> xr.Dataset:
+        """Per lane, dims (seed, condition), and per condition: the variables of `summary`, dim condition."""
+        summary = self.summary.set_index("condition").drop(
+            columns=["perturbation", "dimension", "magnitude", "onset", "reason"]
+        )
+        return self.lanes.merge(xr.Dataset.from_dataframe(summary).reindex(condition=self.lanes["condition"]))
+
+    @cached_property
+    def lanes(self) -> xr.Dataset:
+        """Per lane, dims (seed, condition)."""
+        return lane_metrics(self.telemetry, self.settings)
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """One row for every condition, with intervals."""
+        return summary_table(self.lanes, self.telemetry.sizes["step"])
+
+    def critical_magnitude(self, perturbation: str, onset: int | None = None) -> statistics.Estimate:
+        """The magnitude at which half of the lanes collapse, with its interval."""
+        chosen = self.lanes["perturbation"].values == perturbation
+        if onset is not None:
+            chosen &= self.lanes["onset"].values == onset
+        if not chosen.any():
+            raise ValueError(f"no condition of '{perturbation}' in this audit")
+        lanes = self.lanes.isel(condition=np.flatnonzero(chosen)).sortby("magnitude")
+        return statistics.critical_magnitude(lanes["magnitude"].values, _collapsed(lanes["collapse_time"].values))

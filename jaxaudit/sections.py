@@ -1,0 +1,197 @@
+"""A spec's tables [audit], [task], [learner], [metrics] and [run], each with its reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+import unicodedata
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxaudit import registry
+from jaxaudit.errors import UserError, placed
+from jaxaudit.metrics import MetricSettings
+from jaxaudit.tables import Table, given
+
+MOST_STEPS = 2**31 - 1
+MOST_SEEDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class AuditSpec:
+    """[audit]: what is measured.
+
+    Attributes:
+      name: what the report calls it.
+      seeds: how many (0, 1, 2, ...), or which.
+      steps: of a run.
+      telemetry: which channels the learner gives.
+      execution: how the lanes of a device run: "vmap", "map" (one after the other) or a batch size.
+    """
+
+    name: str
+    seeds: int | tuple[int, ...]
+    steps: int
+    telemetry: Literal["basic", "full"] = "full"
+    execution: int | Literal["vmap", "map"] = "vmap"
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder's name."""
+        plain = unicodedata.normalize("NFKD", self.name).encode("ascii", "ignore").decode()
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.").lower() or "audit"
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """[task]: what is trained on.
+
+    Attributes:
+      kind: "mujoco".
+      name: one of the registered tasks.
+      physics: the engine: "c", "mjx", or "auto", the faster one on this device.
+    """
+
+    kind: Literal["mujoco"]
+    name: str
+    physics: Literal["auto", "c", "mjx"] = "auto"
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """[learner]: a registered learner and its settings, an instance of the dataclass its factory names."""
+
+    kind: str
+    settings: Any
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """[run]: durable execution.
+
+    Attributes:
+      chunk: steps between one look at the run and the next; 0: chosen by the runner.
+      checkpoint_every: chunks between one checkpoint and the next.
+    """
+
+    chunk: int = 0
+    checkpoint_every: int = 1
+
+
+def read_audit(sections: Table) -> AuditSpec:
+    """Reads [audit]. Raises UserError."""
+    table = _section(sections, "audit", _names(AuditSpec))
+    spec = AuditSpec(
+        name=table.get("name", str, "audit"),
+        seeds=table.get("seeds", int | tuple[int, ...]),
+        steps=table.get("steps", int),
+        telemetry=table.get("telemetry", Literal["basic", "full"], AuditSpec.telemetry),
+        execution=table.get("execution", int | Literal["vmap", "map"], AuditSpec.execution),
+    )
+    _check_audit(table, spec)
+    return spec
+
+
+def _check_audit(table: Table, spec: AuditSpec) -> None:
+    if not (0 < len(spec.name) <= 100 and spec.name.isprintable() and spec.name.strip()):
+        raise UserError(f"{table.place}: name must be 1 to 100 printable characters, not {given(spec.name)}")
+    if isinstance(spec.seeds, int) and not 1 <= spec.seeds <= MOST_SEEDS:
+        raise UserError(f"{table.place}: seeds must be from 1 to {MOST_SEEDS}, or a list, not {spec.seeds}")
+    if isinstance(spec.seeds, tuple) and (
+        not spec.seeds or min(spec.seeds) < 0 or len(set(spec.seeds)) < len(spec.seeds)
+    ):
+        raise UserError(
+            f"{table.place}: seeds must list at least one seed, all different and none negative, "
+            f"not {given(list(spec.seeds))}"
+        )
+    _at_least(table, "steps", spec.steps, 1)
+    if isinstance(spec.execution, int):
+        _at_least(table, "execution", spec.execution, 1)
+
+
+def task_names() -> list[str]:
+    """The tasks a spec may name."""
+    from jaxaudit.tasks import TASKS  # slow to import, and not needed to find an error in [audit]
+
+    return sorted({*TASKS, *registry.tasks})
+
+
+def read_task(sections: Table) -> TaskSpec:
+    """Reads [task]. Raises UserError."""
+    table = _section(sections, "task", _names(TaskSpec))
+    kind, name = table.get("kind", str), table.get("name", str)
+    if kind != "mujoco":
+        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, ['mujoco'])}")
+    if name not in (known := task_names()):
+        raise UserError(f"{table.place}: {registry.unknown('task', name, known)}")
+    return TaskSpec("mujoco", name, table.get("physics", Literal["auto", "c", "mjx"], TaskSpec.physics))
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of a learner whose factory names none."""
+
+
+def learner_settings(kind: str) -> type:
+    """The settings' dataclass of a registered learner. Raises ValueError for an unknown name."""
+    from jaxaudit import learners  # noqa: F401  registers this package's learners
+
+    return getattr(registry.learners[kind], "settings", NoSettings)
+
+
+def read_learner(sections: Table, audit: AuditSpec) -> LearnerSpec:
+    """Reads [learner], with the telemetry that [audit] wants. Raises UserError."""
+    table = _section(sections, "learner", None)
+    kind = table.get("kind", str)
+    with placed(table.place):
+        settings = learner_settings(kind)
+    fields = [f for f in dataclasses.fields(settings) if f.init]
+    types = typing.get_type_hints(settings)
+    table = _section(sections, "learner", ["kind", *(f.name for f in fields if f.name != "telemetry")])
+    chosen = {f.name: table.get(f.name, types[f.name]) for f in fields if f.name in table or _required(f)}
+    if "telemetry" in types:
+        chosen["telemetry"] = audit.telemetry
+    with placed(table.place):
+        return LearnerSpec(kind, settings(**chosen))
+
+
+def _required(setting: dataclasses.Field) -> bool:
+    missing = dataclasses.MISSING
+    return setting.name != "telemetry" and setting.default is missing and setting.default_factory is missing
+
+
+def read_metrics(sections: Table) -> MetricSettings:
+    """Reads [metrics]. Raises UserError."""
+    names = _names(MetricSettings)
+    table = _section(sections, "metrics", names, {})
+    chosen = {name: table.get(name, int) for name in names if name in table}
+    for name, value in chosen.items():
+        _at_least(table, name, value, 1)
+    with placed(sections.place):
+        return MetricSettings(**chosen)
+
+
+def read_run(sections: Table) -> RunSpec:
+    """Reads [run]. Raises UserError."""
+    table = _section(sections, "run", _names(RunSpec), {})
+    spec = RunSpec(table.get("chunk", int, 0), table.get("checkpoint_every", int, 1))
+    _at_least(table, "chunk", spec.chunk, 0)
+    _at_least(table, "checkpoint_every", spec.checkpoint_every, 1)
+    return spec
+
+
+def _at_least(table: Table, key: str, value: int, least: int) -> None:
+    if not least <= value <= MOST_STEPS:
+        raise UserError(f"{table.place}: {key} must be from {least} to {MOST_STEPS}, not {value}")
+
+
+def _section(sections: Table, name: str, keys: list[str] | None, default: Any = None) -> Table:
+    values = sections.raw(name) if name in sections else default
+    if values is None:
+        raise UserError(f"{sections.place}: the table [{name}] is missing")
+    return Table(values, f"{sections.place}: [{name}]", keys)
+
+
+def _names(fields: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(fields)]

@@ -1,0 +1,163 @@
+"""A spec: TOML text to validated dataclasses, back to TOML with every default written out, and on to a grid.
+
+Nothing in a spec runs code: names are looked up in the registries, and values have the types written here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxaudit import registry
+from jaxaudit.grid import Grid, plan
+from jaxaudit.entries import DimensionSpec, Entry, Explicit, read_entry
+from jaxaudit.errors import UserError, placed
+from jaxaudit.learner import Learner
+from jaxaudit.metrics import MetricSettings
+from jaxaudit.sections import (
+    AuditSpec,
+    LearnerSpec,
+    RunSpec,
+    TaskSpec,
+    read_audit,
+    read_learner,
+    read_metrics,
+    read_run,
+    read_task,
+)
+from jaxaudit.tables import Table, given, to_text
+from jaxaudit.trial import misfits
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A whole audit. `source` is where it was read, for messages; it does not count in comparisons."""
+
+    audit: AuditSpec
+    task: TaskSpec
+    learner: LearnerSpec
+    perturbations: tuple[Entry, ...]
+    metrics: MetricSettings = field(default_factory=MetricSettings)
+    run: RunSpec = field(default_factory=RunSpec)
+    source: str = field(default="spec", compare=False)
+
+    def to_toml(self) -> str:
+        """TOML text with every default written out; `parse` gives the same spec again."""
+        settings = dataclasses.asdict(self.learner.settings)
+        settings.pop("telemetry", None)
+        return to_text(
+            [
+                ("[audit]", dataclasses.asdict(self.audit)),
+                ("[task]", dataclasses.asdict(self.task)),
+                ("[learner]", {"kind": self.learner.kind, **settings}),
+                ("[metrics]", dataclasses.asdict(self.metrics)),
+                ("[run]", dataclasses.asdict(self.run)),
+                *(("[[perturbation]]", entry.values()) for entry in self.perturbations),
+            ]
+        )
+
+    def expanded(self) -> Spec:
+        """The spec with every `dimension` entry replaced by the kinds it stands for.
+
+        Raises UserError if the learner cannot be made, or allows none of a dimension's kinds.
+        """
+        if not any(isinstance(entry, DimensionSpec) for entry in self.perturbations):
+            return self
+        return dataclasses.replace(self, perturbations=tuple(self._fitting(self._learner())))
+
+    def build(self) -> Grid:
+        """Makes the learner and lays out the grid. Raises UserError, with the place in the spec."""
+        learner, audit = self._learner(), self.audit
+        perturbations = [p for entry in self._fitting(learner) for p in entry.perturbations()]
+        with placed(self.source):
+            return plan(
+                learner,
+                perturbations,
+                seeds=audit.seeds,
+                steps=audit.steps,
+                execution=audit.execution,
+                tail=self.metrics.window,
+            )
+
+    def _learner(self) -> Learner:
+        settings = self.learner.settings
+        chosen = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.init}
+        with placed(f"{self.source}: [task] and [learner]"):
+            return registry.learners[self.learner.kind](self.task, **chosen)
+
+    def _fitting(self, learner: Learner) -> list[Explicit]:
+        """The entries, dimensions replaced by what the learner's sites allow. Raises UserError."""
+        entries = [(_place(self.source, i), entry) for i, entry in enumerate(self.perturbations, 1)]
+        options = [(place, entry, one) for place, entry in entries for one in _options(entry)]
+        with placed(self.source):
+            reasons = misfits(learner, [one.perturbations()[0] for *_, one in options], self.audit.steps)
+        fitting: dict[str, list[Explicit]] = {place: [] for place, _ in entries}
+        for (place, entry, one), reason in zip(options, reasons, strict=True):
+            if reason is None:
+                fitting[place].append(one)
+            elif not isinstance(entry, DimensionSpec):
+                raise UserError(f"{place}: {reason}")
+        for place, entry in entries:
+            if isinstance(entry, DimensionSpec) and not fitting[place]:
+                raise UserError(f"{place}: no perturbation of '{entry.dimension}' fits the learner's sites")
+        return [one for found in fitting.values() for one in found]
+
+
+def _options(entry: Entry) -> Sequence[Explicit]:
+    return entry.candidates() if isinstance(entry, DimensionSpec) else [entry]
+
+
+def load(path: str | Path) -> Spec:
+    """Reads a spec file. Raises UserError if it cannot be read, is not TOML, or is not a spec."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, not a spec file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start} cannot be read") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, source: str = "spec") -> Spec:
+    """Reads a spec from TOML text; `source` begins the sentence of every UserError."""
+    try:
+        document = tomllib.loads(text)
+    except RecursionError:
+        raise UserError(f"{source} is nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{source} is not TOML: {error}") from None
+    sections = Table(document, source, ("audit", "task", "learner", "metrics", "run", "perturbation"))
+    audit = read_audit(sections)
+    return Spec(
+        audit=audit,
+        task=read_task(sections),
+        learner=read_learner(sections, audit),
+        perturbations=_read_entries(sections, audit.steps),
+        metrics=read_metrics(sections),
+        run=read_run(sections),
+        source=source,
+    )
+
+
+def _read_entries(sections: Table, steps: int) -> tuple[Entry, ...]:
+    entries = sections.raw("perturbation")
+    if isinstance(entries, dict):
+        raise UserError(f"{sections.place}: [perturbation] must be written [[perturbation]], in two brackets")
+    if entries is not None and not isinstance(entries, list):
+        raise UserError(
+            f"{sections.place}: perturbation must be tables [[perturbation]], not {given(entries)}"
+        )
+    if not entries:
+        raise UserError(f"{sections.place}: an audit needs at least one [[perturbation]]")
+    return tuple(read_entry(e, _place(sections.place, i), steps) for i, e in enumerate(entries, 1))
+
+
+def _place(source: str, number: int) -> str:
+    return f"{source}: [[perturbation]] {number}"

@@ -1,0 +1,77 @@
+"""Which perturbations fit a learner: each is tried in one step that is traced, not computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaudit.learner import Learner
+from jaxaudit.perturbations import Chain, Perturbation
+from jaxaudit.taps import Recorder, Sites, matches, paths_of
+
+
+@dataclass
+class _Trial(Recorder):
+    """Taps that try perturbations on the values that pass, and pass the values on as they are."""
+
+    perturbations: Sequence[Perturbation] = ()
+    refused: dict[int, str] = field(default_factory=dict)
+
+    def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
+        """Tries every perturbation of the site that the tap's context suffices for."""
+        for index, perturbation in enumerate(self.perturbations):
+            needs = set(perturbation.needs) - {"selected"}
+            if perturbation.site == site and needs <= set(context) and index not in self.refused:
+                self._try(index, perturbation, value, label, context)
+        return super().__call__(site, value, label=label, **context)
+
+    def _try(self, index: int, perturbation: Perturbation, value: Any, label: str, context: dict) -> None:
+        selected = jnp.ones(len(paths_of(value, label)), bool)
+        offered = {name: selected if name == "selected" else context[name] for name in perturbation.needs}
+        magnitude = jnp.float32(perturbation.magnitudes[0])
+        try:
+            perturbation.apply(jax.random.key(0), value, magnitude, **offered)
+        except ValueError as error:
+            self.refused[index] = str(error)
+
+
+def misfits(learner: Learner, perturbations: Sequence[Perturbation | Chain], steps: int) -> list[str | None]:
+    """For each perturbation None, or a sentence on why the learner cannot be disturbed by it."""
+    parts = [part for perturbation in perturbations for part in perturbation.parts]
+    trial = _Trial(steps=steps, perturbations=parts)
+
+    def traced(state: Any, key: jax.Array, step: jax.Array) -> Any:
+        trial.step = step
+        return learner.step(state, key, trial)  # type: ignore[arg-type]
+
+    key = jax.random.key(0)
+    jax.eval_shape(traced, jax.eval_shape(learner.init, key), key, jnp.int32(0))
+    sites = Sites(trial.paths, {site: frozenset(names) for site, names in trial.context.items()})
+    reasons = iter([trial.refused.get(i) or _site_misfit(part, sites) for i, part in enumerate(parts)])
+    by_perturbation = [[next(reasons) for _ in perturbation.parts] for perturbation in perturbations]
+    return [next(filter(None, found), None) for found in by_perturbation]
+
+
+def _site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
+    name, site = perturbation.name, perturbation.site
+    if site not in sites:
+        known = ", ".join(sorted(sites)) or "none"
+        return (
+            f"perturbation '{name}' acts at site '{site}', which the learner does not tap; its sites: {known}"
+        )
+    missing = sorted(set(perturbation.needs) - {"selected"} - sites.context[site])
+    if missing:
+        return (
+            f"perturbation '{name}' needs {', '.join(missing)} at site '{site}', "
+            "which the learner's tap there does not give"
+        )
+    if not sites.paths[site]:
+        return f"perturbation '{name}' acts at site '{site}', where the learner has nothing to disturb"
+    if not any(matches(perturbation.target, path) for path in sites.paths[site]):
+        paths = ", ".join(sites.paths[site])
+        return f"target {perturbation.target!r} of '{name}' is in none of the paths at site '{site}': {paths}"
+    return None

@@ -1,0 +1,439 @@
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import quadratic  # noqa: F401  registers the learner
+
+from jaxaudit import cli, runner
+from jaxaudit.spec import parse
+from jaxaudit.store import Folder
+
+GOOD = """
+[audit]
+name = "small"
+seeds = 2
+steps = 20
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "quadratic"
+[metrics]
+window = 4
+hold = 4
+horizon = 4
+[[perturbation]]
+kind = "lr_spike"
+magnitude = [3, 30]
+onset = 10
+duration = 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def _workplace(tmp_path, monkeypatch):
+    """An empty current folder, and a JAX left as the other tests want it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every path below a folder, with what it holds."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def refusal(capsys, *argv: str) -> str:
+    """The sentence of a command that fails by the user's fault and leaves everything as it was."""
+    before = contents(Path.cwd())
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    assert code == 2, err
+    assert out == ""
+    assert err.startswith("jaxaudit: ")
+    assert err.endswith("\n")
+    assert len(err.splitlines()) == 1
+    assert "Traceback" not in err
+    assert contents(Path.cwd()) == before
+    return err
+
+
+SPECS = {
+    "unknown table": (("[metrics]", "[metric]"), "unknown key 'metric' (did you mean 'metrics'?)"),
+    "unknown key": (("steps", "stepps"), "[audit]: unknown key 'stepps' (did you mean 'steps'?)"),
+    "unknown setting": (
+        ('"quadratic"', '"ppo"\nlerning_rate = 1e-3'),
+        "[learner]: unknown key 'lerning_rate' (did you mean 'learning_rate'?)",
+    ),
+    "telemetry in the learner": (('"quadratic"', '"ppo"\ntelemetry = "full"'), "unknown key 'telemetry'"),
+    "unknown metric setting": (("hold", "holt"), "[metrics]: unknown key 'holt' (did you mean 'hold'?)"),
+    "unknown perturbation key": (("onset", "onsett"), "[[perturbation]] 1: unknown key 'onsett'"),
+    "unknown kind key": (
+        ('kind = "lr', 'knid = "lr'),
+        "[[perturbation]] 1: unknown key 'knid' (did you mean 'kind'?)",
+    ),
+    "unknown task": (
+        ("Pendulum-v5", "Pendulum-v4"),
+        "[task]: unknown task 'InvertedPendulum-v4' (did you mean",
+    ),
+    "unknown task kind": (('"mujoco"', '"mojuco"'), "unknown kind of task 'mojuco' (did you mean 'mujoco'?)"),
+    "unknown physics": (('-v5"', '-v5"\nphysics = "bullet"'), 'physics must be "auto" or "c" or "mjx"'),
+    "unknown learner": (('"quadratic"', '"pppo"'), "[learner]: unknown learner 'pppo' (did you mean 'ppo'?)"),
+    "unknown perturbation": (
+        ("lr_spike", "lr_spikes"),
+        "1: unknown perturbation 'lr_spikes' (did you mean 'lr_spike'?)",
+    ),
+    "unknown dimension": (
+        ("[[perturbation]]", '[[perturbation]]\ndimension = "data set"\n[[perturbation]]'),
+        "unknown dimension 'data set' (did you mean 'data'?); allowed: data, optimization",
+    ),
+    "missing table": (('[learner]\nkind = "quadratic"', ""), "the table [learner] is missing"),
+    "missing steps": (("steps = 20", ""), "[audit]: 'steps' is missing"),
+    "no perturbation at all": (
+        (GOOD[GOOD.index("[[") :], ""),
+        "an audit needs at least one [[perturbation]]",
+    ),
+    "single brackets": (("[[perturbation]]", "[perturbation]"), "must be written [[perturbation]]"),
+    "a perturbation that is a number": (
+        (GOOD, GOOD[: GOOD.index("[[")].replace("[audit]", "perturbation = [3]\n[audit]")),
+        "[[perturbation]] 1 must be a table, not the number 3",
+    ),
+    "a table that is a list": (
+        ("[metrics]\nwindow = 4\nhold = 4\nhorizon = 4", "[[metrics]]"),
+        "[metrics] must be a table",
+    ),
+    "seeds = 0": (("seeds = 2", "seeds = 0"), "seeds must be from 1 to"),
+    "no seeds": (("seeds = 2", "seeds = []"), "seeds must list at least one seed"),
+    "the same seed twice": (("seeds = 2", "seeds = [1, 1]"), "all different"),
+    "a negative seed": (("seeds = 2", "seeds = [-1]"), "none negative"),
+    "seeds of text": (
+        ("seeds = 2", 'seeds = "2"'),
+        "seeds must be a whole number or a list of whole numbers, not the string",
+    ),
+    "seeds beyond reason": (("seeds = 2", "seeds = 1000000000"), "seeds must be from 1 to 1000000"),
+    "seeds beyond numbers": (("seeds = 2", f"seeds = {10**30}"), "whole number of at most 4294967295"),
+    "steps = 0": (("steps = 20", "steps = 0"), "steps must be from 1 to"),
+    "negative steps": (("steps = 20", "steps = -5"), "steps must be from 1 to"),
+    "broken steps": (("steps = 20", "steps = 20.5"), "steps must be a whole number, not the number 20.5"),
+    "steps of truth": (("steps = 20", "steps = true"), "steps must be a whole number, not true"),
+    "a date": (("steps = 20", "steps = 2020-01-01"), "not the date or time 2020-01-01"),
+    "an empty name": (('"small"', '""'), "name must be 1 to 100 printable characters"),
+    "a long name": (('"small"', f'"{"x" * 101}"'), "name must be 1 to 100 printable characters"),
+    "a name in two lines": (('"small"', r'"a\nb"'), "name must be 1 to 100 printable characters"),
+    "telemetry": (
+        ("steps", 'telemetry = "all"\nsteps'),
+        'telemetry must be "basic" or "full", not the string',
+    ),
+    "execution": (
+        ("steps", 'execution = "pmap"\nsteps'),
+        'execution must be a whole number or "vmap" or "map"',
+    ),
+    "execution = 0": (("steps", "execution = 0\nsteps"), "execution must be from 1 to"),
+    "a negative size": (
+        ('"quadratic"', '"quadratic"\nsize = -3'),
+        "[learner]: size must be from 1 to 100, not -3",
+    ),
+    "a negative learning rate": (
+        ('"quadratic"', '"ppo"\nlearning_rate = -1'),
+        "learning_rate must be positive",
+    ),
+    "a batch that does not divide": (
+        ('"quadratic"', '"ppo"\nminibatch_size = 100'),
+        "minibatch_size 100 does not divide",
+    ),
+    "widths of text": (('"quadratic"', '"ppo"\nhidden = ["64"]'), "hidden must be a list of whole numbers"),
+    "a setting that is nan": (('"quadratic"', '"ppo"\ngamma = nan'), "gamma must be a number, not nan"),
+    "a window of one step": (("window = 4", "window = 1"), "[metrics] window = 1"),
+    "a negative hold": (("hold = 4", "hold = -4"), "[metrics]: hold must be from 1"),
+    "a negative chunk": (("[metrics]", "[run]\nchunk = -1\n[metrics]"), "[run]: chunk must be from 0"),
+    "checkpoints never": (
+        ("[metrics]", "[run]\ncheckpoint_every = 0\n[metrics]"),
+        "checkpoint_every must be from 1",
+    ),
+    "an onset past the end": (("onset = 10", "onset = 20"), "onset 20 is outside the run of 20 steps"),
+    "a negative onset": (("onset = 10", "onset = -1"), "onset -1 is negative"),
+    "a fraction above one": (("onset = 10", "onset = 1.5"), "onset 1.5 as a fraction must lie in [0, 1)"),
+    "the same onset twice": (("onset = 10", "onset = [10, 0.5]"), "onsets [10, 0.5] are steps [10, 10]"),
+    "no onset": (("onset = 10", "onset = []"), "onset must list at least one number"),
+    "a window past the end": (
+        ("duration = 2", "duration = 11"),
+        "the window from step 10 for 11 steps ends past the run's 20",
+    ),
+    "duration = 0": (("duration = 2", "duration = 0"), "duration must be at least 1 step"),
+    "a duration in words": (
+        ("duration = 2", 'duration = "always"'),
+        'duration must be a whole number or "once" or "end"',
+    ),
+    "a period too short": (
+        ("duration = 2", "duration = 2\nperiod = 1"),
+        "period 1 is shorter than the duration 2",
+    ),
+    "a period too long": (("duration = 2", "duration = 2\nperiod = 21"), "period 21 is longer than the run"),
+    "magnitudes of text": (
+        ("[3, 30]", '["3", "30"]'),
+        "magnitude must be a number or a list of numbers, not the list",
+    ),
+    "no magnitude": (("[3, 30]", "[]"), "magnitude must list at least one number"),
+    "the same magnitude twice": (
+        ("[3, 30]", "[3, 3.0]"),
+        "magnitude must list at least one number, and each once",
+    ),
+    "a magnitude out of range": (
+        ("[3, 30]", "-3"),
+        "1: magnitude -3.0 of 'lr_spike' is outside its range 0 to inf",
+    ),
+    "a magnitude that is nan": (("[3, 30]", "nan"), "magnitude must be a number, not nan"),
+    "a site the learner lacks": (
+        ("lr_spike", "reward_scale"),
+        "acts at site 'reward', which the learner does not tap",
+    ),
+    "a dimension the learner lacks": (
+        ("[[perturbation]]", '[[perturbation]]\ndimension = "data"\n[[perturbation]]'),
+        "[[perturbation]] 1: no perturbation of 'data' fits the learner's sites",
+    ),
+    "a target that is nowhere": (
+        ("onset = 10", 'onset = 10\ntarget = "actor"'),
+        "target 'actor' of 'lr_spike' is in none",
+    ),
+    "moments the learner lacks": (
+        ('"quadratic"', '"quadratic"\nadam = false\n[[perturbation]]\nkind = "momentum_noise"'),
+        "[[perturbation]] 1: the optimizer state has no mu",
+    ),
+    "two forms": (('kind = "lr', 'dimension = "data"\nkind = "lr'), "has both 'kind' and 'dimension'"),
+    "an empty chain": (
+        ("[[perturbation]]", "[[perturbation]]\nchain = []\n[[perturbation]]"),
+        "chain must be a list of tables",
+    ),
+    "a chain of text": (
+        ("[[perturbation]]", '[[perturbation]]\nchain = ["lr_spike"]\n[[perturbation]]'),
+        "chain part 1 must be a table, not the string",
+    ),
+    "a chain in a chain": (
+        ("[[perturbation]]", "[[perturbation]]\nchain = [{chain = []}]\n[[perturbation]]"),
+        "chain part 1: unknown key 'chain'",
+    ),
+    "an unknown part": (
+        ("[[perturbation]]", '[[perturbation]]\nchain = [{kind = "weight_noize"}]\n[[perturbation]]'),
+        "chain part 1: unknown perturbation 'weight_noize' (did you mean 'weight_noise'?)",
+    ),
+    "an onset nobody uses": (
+        (
+            "[[perturbation]]",
+            '[[perturbation]]\nonset = 1\nchain = [{kind = "lr_spike", onset = 2}]\n[[perturbation]]',
+        ),
+        "onset says nothing",
+    ),
+    "not TOML": (("[audit]", "[audit"), "spec.toml is not TOML: "),
+    "a key given twice": (
+        ("steps = 20", "steps = 20\nsteps = 30"),
+        "is not TOML: Cannot overwrite a value (at line 6",
+    ),
+    "nested without end": (("seeds = 2", f"seeds = {'[' * 5000}"), "nested too deeply"),
+    "a number without end": (("seeds = 2", f"seeds = {'9' * 5000}"), "is not TOML"),
+}
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_a_wrong_spec(case, capsys):
+    (old, new), words = SPECS[case]
+    assert old in GOOD
+    Path("spec.toml").write_text(GOOD.replace(old, new, 1), encoding="utf-8")
+    sentence = refusal(capsys, "run", "spec.toml", "-o", "out")
+    assert sentence.startswith("jaxaudit: spec.toml")
+    assert words in sentence
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["rnu"], "invalid choice: 'rnu'"),
+        (["run"], "the following arguments are required: SPEC"),
+        (["run", "nowhere.toml"], "nowhere.toml: there is no such file"),
+        (["run", "folder"], "folder is a folder, not a spec file"),
+        (["run", "a\0b"], "cannot be read"),
+        (["run", "x" * 5000], "cannot be read"),
+        (["run", "binary"], "binary is not UTF-8 text"),
+        (["run", "good.toml", "--force"], "unrecognized arguments: --force"),
+        (["run", "good.toml", "-o"], "argument -o: expected one argument"),
+        (["run", "good.toml", "-o", "folder"], "the folder folder exists and is not empty"),
+        (["run", "good.toml", "-o", "good.toml"], "good.toml exists and is not a folder"),
+        (["quickstart", "-o", "folder"], "the folder folder exists and is not empty"),
+        (["quickstart", "--print"], "unrecognized arguments: --print"),
+        (["resume"], "the following arguments are required: DIR"),
+        (["resume", "nowhere"], "nowhere: there is no such folder"),
+        (["resume", "good.toml"], "good.toml is not a folder"),
+        (["resume", "folder"], "folder is not a run's folder: it has no spec.toml"),
+        (["resume", "finished"], "the run in finished is already finished"),
+        (["fork", "finished"], "the following arguments are required: SPEC"),
+        (["fork", "folder", "good.toml"], "folder is not a run's folder"),
+        (["fork", "unfinished", "good.toml"], "the run in unfinished is not finished"),
+        (["fork", "finished", "nowhere.toml"], "nowhere.toml: there is no such file"),
+        (["fork", "finished", "other.toml"], "no stored onset at step 7"),
+        (["fork", "finished", "seeds.toml"], "must keep the run's seeds"),
+        (["fork", "finished", "good.toml", "-o", "folder"], "the folder folder exists and is not empty"),
+        (["replay", "folder"], "folder is not a run's folder"),
+        (["replay", "unfinished"], "the run in unfinished is not finished"),
+        (["replay", "finished", "--seed", "one"], "argument --seed: invalid int value: 'one'"),
+        (["report", "nowhere"], "nowhere: there is no such folder"),
+        (["report", "folder"], "folder is not a run's folder"),
+        (["report", "unfinished"], "has no telemetry yet"),
+        (["list", "tusks"], "invalid choice: 'tusks'"),
+    ],
+)
+def test_wrong_arguments(argv, words, capsys):
+    Path("good.toml").write_text(GOOD)
+    Path("other.toml").write_text(GOOD.replace("onset = 10", "onset = 7"))
+    Path("seeds.toml").write_text(GOOD.replace("seeds = 2", "seeds = 3"))
+    Path("binary").write_bytes(b"[audit]\nname = '\xff'")
+    for name, status in (("folder", None), ("finished", "finished"), ("unfinished", "started")):
+        Path(name).mkdir()
+        Path(name, "notes.txt").write_text("mine")
+        if status:
+            store = Folder(Path(name))
+            store.write(store.spec, parse(GOOD).to_toml())
+            store.update_environment(status=status)
+    assert words in refusal(capsys, *argv)
+
+
+def test_a_run_from_end_to_end(capsys):
+    Path("spec.toml").write_text(GOOD)
+    assert cli.main(["run", "spec.toml"]) == 0
+    assert "report: runs/small/report.html" in capsys.readouterr().out
+    assert Path("runs/small/report.html").is_file()
+    assert parse(Path("runs/small/spec.toml").read_text()) == parse(GOOD)
+    assert "already finished" in refusal(capsys, "resume", "runs/small")
+    assert "not empty" in refusal(capsys, "run", "spec.toml")
+    assert "unknown condition 'nothing'" in refusal(capsys, "replay", "runs/small", "--condition", "nothing")
+    assert "unknown seed 9" in refusal(capsys, "replay", "runs/small", "--seed", "9")
+    assert cli.main(["replay", "runs/small", "--seed", "1", "--condition", "lr_spike 30"]) == 0
+    assert "bitwise equal" in capsys.readouterr().out
+    Path("more.toml").write_text(GOOD.replace("[3, 30]", "100").replace("small", "more"))
+    assert cli.main(["fork", "runs/small", "more.toml"]) == 0
+    assert Path("runs/more/report.html").is_file()
+    assert cli.main(["report", "runs/more"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (
+            runner.Interrupted("stopped; go on with: jaxaudit resume out"),
+            130,
+            "go on with: jaxaudit resume out",
+        ),
+        (KeyboardInterrupt(), 130, "stopped"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "the disk is full"),
+        (ValueError("zarr: No space left on device"), 1, "the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied", "out/x"), 1, "out/x: Permission denied"),
+        (MemoryError(), 1, "out of memory"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating\n9 bytes"), 1, "out of memory"),
+        (RuntimeError("one\ntwo"), 1, "unexpected RuntimeError: one (set JAXAUDIT_TRACEBACK=1"),
+    ],
+)
+def test_what_goes_wrong_otherwise(error, code, words, capsys, monkeypatch):
+    def fail(spec, folder):
+        raise error
+
+    monkeypatch.setattr(runner, "run", fail)
+    Path("spec.toml").write_text(GOOD)
+    assert cli.main(["run", "spec.toml", "-o", "out"]) == code
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_traceback_can_be_had(capsys, monkeypatch):
+    monkeypatch.setenv(cli.TRACEBACK, "1")
+    monkeypatch.setattr(runner, "run", lambda spec, folder: 1 / 0)
+    Path("spec.toml").write_text(GOOD)
+    assert cli.main(["run", "spec.toml", "-o", "out"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_print_spec(capsys):
+    assert cli.main(["quickstart", "--print-spec"]) == 0
+    assert parse(capsys.readouterr().out).audit.name == "quickstart"
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help(option, capsys):
+    assert cli.main([option]) == 0
+    assert "jaxaudit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (["tasks"], "InvertedPendulum-v5"),
+        (["learners"], "clip_value              true"),
+        (["perturbations"], "weight_noise         parametric    params           0.01       once"),
+        (["metrics"], "collapse_time           T_c"),
+        ([], "perturbations:\n  name "),
+    ],
+)
+def test_list(what, words, capsys):
+    assert cli.main(["list", *what]) == 0
+    out = capsys.readouterr().out
+    assert words in out
+    assert not any(line != line.rstrip() for line in out.splitlines())
+
+
+def shell(*argv: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "jaxaudit.cli", *argv],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("argv", [["run", "nowhere.toml"], ["rnu"], ["resume", "."]])
+def test_in_a_shell(argv):
+    done = shell(*argv)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("jaxaudit: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert contents(Path.cwd()) == {}
+
+
+def test_a_wrong_spec_in_a_shell():
+    Path("spec.toml").write_text(
+        GOOD.replace('"quadratic"', '"ppo"\nnum_envs = 2').replace('spike"', 'spike"\ntarget = "x"')
+    )
+    done = shell("run", "spec.toml", XDG_CACHE_HOME=str(Path.cwd() / "cache"))
+    assert done.returncode == 2
+    assert "[[perturbation]] 1: target 'x' of 'lr_spike' is in none of the paths" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert [path for path in contents(Path.cwd()) if not path.startswith("cache")] == ["spec.toml"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({}, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        ({"JAX_NUM_CPU_DEVICES": "3"}, 3),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, 4),
+    ],
+)
+def test_one_device_for_each_core(environment, devices):
+    code = (
+        "import jax; from jaxaudit.cli import prepare_jax; prepare_jax(); "
+        "print(len(jax.devices('cpu')), jax.config.jax_compilation_cache_dir)"
+    )
+    own = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=own | {"XDG_CACHE_HOME": "/somewhere", "JAX_PLATFORMS": "cpu"} | environment,
+        check=True,
+    )
+    assert done.stdout.split() == [str(devices), "/somewhere/jaxaudit"]

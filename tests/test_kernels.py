@@ -1,0 +1,241 @@
+"""Numerical kernels against float64 NumPy references written from their definitions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaudit.kernels import coherence
+from jaxaudit.kernels.gae import gae
+
+
+def reference_gae(rewards, values, next_values, terminated, done, gamma, lam):
+    """Each advantage as its own explicit sum of discounted TD errors up to the episode's end."""
+    steps, envs = rewards.shape
+    out = np.zeros((steps, envs))
+    for n in range(envs):
+        for t in range(steps):
+            weight = 1.0
+            for k in range(t, steps):
+                bootstrap = 0.0 if terminated[k, n] else gamma * float(next_values[k, n])
+                out[t, n] += weight * (float(rewards[k, n]) + bootstrap - float(values[k, n]))
+                if done[k, n] or terminated[k, n]:
+                    break
+                weight *= gamma * lam
+    return out
+
+
+def rollout(seed, steps=60, envs=5):
+    rng = np.random.default_rng(seed)
+    rewards, values, next_values = rng.normal(size=(3, steps, envs)).astype(np.float32)
+    terminated = rng.random((steps, envs)) < 0.06
+    truncated = rng.random((steps, envs)) < 0.06
+    return rewards, values, next_values, terminated, terminated | truncated
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
+def test_gae_equals_the_explicit_sum(gamma, lam):
+    batch = [rollout(seed) for seed in range(3)]
+    stacked = [np.stack(parts) for parts in zip(*batch, strict=True)]
+    found = jax.jit(jax.vmap(lambda *a: gae(*a, gamma, lam)))(*stacked)
+    for lane, parts in enumerate(batch):
+        np.testing.assert_allclose(found[lane], reference_gae(*parts, gamma, lam), rtol=1e-4, atol=1e-5)
+
+
+def test_gae_with_lambda_one_is_return_minus_value():
+    rewards, values, _, _, _ = rollout(1, envs=1)
+    terminated = np.zeros((60, 1), bool)
+    terminated[-1] = True
+    next_values = np.concatenate([values[1:], np.full((1, 1), 99.0, np.float32)])
+    returns = sum(0.9**k * np.pad(rewards, ((0, k), (0, 0)))[k:] for k in range(60))
+    found = gae(rewards, values, next_values, terminated, terminated, 0.9, 1.0)
+    np.testing.assert_allclose(found, returns - values, rtol=1e-4, atol=1e-5)
+
+
+def test_gae_bootstraps_at_truncation_and_not_at_termination():
+    one = jnp.ones((1, 1))
+    yes, no = one > 0, one < 0
+    assert gae(one, 0 * one, 10 * one, no, yes, 0.5, 0.9)[0, 0] == 6
+    assert gae(one, 0 * one, 10 * one, yes, yes, 0.5, 0.9)[0, 0] == 1
+    assert gae(one, 0 * one, jnp.nan * one, yes, yes, 0.5, 0.9)[0, 0] == 1
+
+
+def test_gae_keeps_a_nan_inside_its_episode():
+    rewards, values, next_values, terminated, done = rollout(2)
+    terminated[:, :], done[:, :] = False, False
+    done[30, 0] = True
+    rewards[40, 0] = np.nan
+    found = np.asarray(gae(rewards, values, next_values, terminated, done, 0.99, 0.95))
+    assert np.isfinite(found[:31, 0]).all()
+    assert np.isnan(found[31:41, 0]).all()
+    assert np.isfinite(found[41:, 0]).all()
+    assert np.isfinite(found[:, 1:]).all()
+
+
+def reference_cosine(g):
+    g = np.asarray(g, np.float64)
+    k = len(g)
+    pairs = [g[i] @ g[j] / np.linalg.norm(g[i]) / np.linalg.norm(g[j]) for i in range(k) for j in range(i)]
+    return np.mean(pairs)
+
+
+def reference_share(g):
+    g = np.asarray(g, np.float64)
+    units = g / np.linalg.norm(g, axis=1, keepdims=True)
+    return np.linalg.svd(units, compute_uv=False)[0] ** 2 / len(g)
+
+
+def reference_m(g):
+    g = np.asarray(g, np.float64)
+    return (g.sum(0) ** 2).sum() / (g**2).sum()
+
+
+def gradients(seed, k=6, shared=1.0):
+    rng = np.random.default_rng(seed)
+    scale = np.exp(rng.normal(size=(k, 1)))
+    return (scale * (shared * rng.normal(size=37) + rng.normal(size=(k, 37)))).astype(np.float32)
+
+
+def as_tree(g):
+    return {"w": g[..., :30].reshape(*g.shape[:-1], 5, 6), "b": (g[..., 30:36], g[..., 36])}
+
+
+MEASURES = {
+    "cosine": (coherence.mean_pairwise_cosine, reference_cosine),
+    "share": (coherence.dominant_share, reference_share),
+    "m": (coherence.m_coherence, reference_m),
+}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("shared", [0.0, 0.3, 10.0])
+def test_coherence_equals_the_reference(measure, shared):
+    found, expected = MEASURES[measure]
+    lanes = np.stack([gradients(seed, shared=shared) for seed in range(4)])
+    for shape in (lambda g: g, as_tree):
+        values = jax.jit(jax.vmap(found))(shape(lanes))
+        np.testing.assert_allclose(values, [expected(g) for g in lanes], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_coherence_does_not_depend_on_the_scale(measure, scale):
+    found, expected = MEASURES[measure]
+    g = gradients(0)
+    assert float(found(as_tree(g * np.float32(scale)))) == pytest.approx(expected(g), rel=1e-4)
+
+
+def test_sign_flips_change_the_cosine_and_not_the_dominant_share():
+    g = gradients(3, shared=3.0)
+    flipped = g * np.where(np.arange(6) % 2, 1, -1)[:, None].astype(np.float32)
+    assert coherence.mean_pairwise_cosine(flipped) < 0 < coherence.mean_pairwise_cosine(g)
+    assert float(coherence.dominant_share(flipped)) == pytest.approx(
+        float(coherence.dominant_share(g)), rel=1e-5
+    )
+
+
+def test_closed_forms():
+    same, orthogonal = jnp.ones((4, 9)), jnp.eye(4)
+    for measure, of_same, of_orthogonal in (("cosine", 1, 0), ("share", 1, 0.25), ("m", 4, 1)):
+        assert float(MEASURES[measure][0](same)) == pytest.approx(of_same, rel=1e-6)
+        assert float(MEASURES[measure][0](orthogonal)) == pytest.approx(of_orthogonal, rel=1e-6)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_zero_gradients_are_left_out_and_nan_is_shown(measure):
+    found, expected = MEASURES[measure]
+    g = gradients(1)
+    with_zeros = np.concatenate([g, np.zeros_like(g[:2])])
+    assert float(found(as_tree(with_zeros))) == pytest.approx(expected(g), rel=1e-5)
+    assert np.isnan(found(np.zeros_like(g)))
+    for bad in (np.nan, np.inf):
+        broken = np.stack([g, g])
+        broken[0, 2, 5] = bad
+        values = jax.vmap(found)(as_tree(broken))
+        assert np.isnan(values[0])
+        assert float(values[1]) == pytest.approx(expected(g), rel=1e-5)
+
+
+def test_gram_equals_the_product():
+    g = gradients(5)
+    np.testing.assert_allclose(coherence.gram(as_tree(g)), g.astype(np.float64) @ g.T, rtol=1e-4, atol=1e-4)
+
+
+def summed(tree, raw=True):
+    first = jax.tree.map(lambda leaf: leaf[0], tree)
+    empty = coherence.CoherenceSum.zeros(first, raw=raw)
+    return jax.lax.scan(lambda carry, g: (carry.add(g), None), empty, tree)[0]
+
+
+@pytest.mark.parametrize("zeros", [0, 3])
+def test_the_running_sum_equals_the_stack(zeros):
+    g = gradients(2)
+    stack = np.concatenate([g, np.zeros((zeros, 37), np.float32)])
+    carry = jax.jit(summed)(as_tree(stack))
+    assert float(carry.mean_pairwise_cosine()) == pytest.approx(reference_cosine(g), rel=1e-4)
+    assert float(carry.m_coherence()) == pytest.approx(reference_m(g), rel=1e-5)
+    assert (int(carry.count), int(carry.nonzero)) == (6 + zeros, 6)
+    noise = carry.noise_scale(32)
+    small = (stack.astype(np.float64) ** 2).sum(1).mean()
+    big = (stack.astype(np.float64).mean(0) ** 2).sum()
+    expected = reference_noise(small, big, 32, 32 * len(stack))
+    np.testing.assert_allclose(noise[:2], expected, rtol=1e-4)
+
+
+def test_the_running_sum_shows_nan_and_can_leave_the_raw_sum_out():
+    g = gradients(2)
+    lean = summed(as_tree(g), raw=False)
+    assert lean.gradient_sum is None
+    assert float(lean.mean_pairwise_cosine()) == pytest.approx(reference_cosine(g), rel=1e-4)
+    with pytest.raises(ValueError, match="raw=False"):
+        lean.m_coherence()
+    g[1, 0] = np.nan
+    broken = summed(as_tree(g))
+    assert np.isnan(broken.mean_pairwise_cosine())
+    assert np.isnan(broken.m_coherence())
+    assert np.isnan(summed(as_tree(g[:1])).mean_pairwise_cosine())
+    assert np.isnan(summed(as_tree(g[:1] * 0)).mean_pairwise_cosine())
+
+
+def test_half_precision_gradients_are_summed_in_float32():
+    carry = summed(as_tree(jnp.asarray(gradients(4), jnp.bfloat16)))
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(carry.unit_sum))
+    assert float(carry.mean_pairwise_cosine()) == pytest.approx(reference_cosine(gradients(4)), rel=0.02)
+
+
+def reference_noise(small, big, b_small, b_big):
+    signal = (b_big * big - b_small * small) / (b_big - b_small)
+    return signal, (small - big) / (1 / b_small - 1 / b_big)
+
+
+def test_gradient_noise_scale_recovers_what_was_planted():
+    rng = np.random.default_rng(0)
+    mean = rng.normal(size=50)
+    per_sample = mean + 2.0 * rng.normal(size=(400, 64, 50))
+    small = (per_sample[:, :8].mean(1) ** 2).sum(-1).mean()
+    big = (per_sample.mean(1) ** 2).sum(-1).mean()
+    found = coherence.gradient_noise_scale(small, big, 8, 64)
+    np.testing.assert_allclose(found[:2], reference_noise(small, big, 8, 64), rtol=1e-5)
+    np.testing.assert_allclose(found, ((mean**2).sum(), 200, 200 / (mean**2).sum()), rtol=0.05)
+
+
+def test_gradient_noise_scale_without_a_signal_is_nan():
+    found = coherence.gradient_noise_scale(8.0, 1.0, 1, 8)
+    assert found.squared_gradient == 0
+    assert np.isnan(found.noise_scale)
+    assert np.isnan(coherence.gradient_noise_scale(jnp.nan, 1.0, 1, 8).noise_scale)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (17, 64), (64, 3), (1, 5), (64, 1)])
+def test_orthogonal_matrices_are_orthonormal(shape):
+    matrices = np.asarray(jax.vmap(lambda key: orthogonal(key, shape, 2.0))(jax.random.split(jax.random.key(0), 16)))
+    small = matrices if shape[0] <= shape[1] else matrices.transpose(0, 2, 1)
+    products = small @ small.transpose(0, 2, 1)
+    np.testing.assert_allclose(products, np.broadcast_to(4.0 * np.eye(min(shape)), products.shape), atol=2e-5)
+
+
+def test_orthogonal_matrices_are_uniform():
+    """Entries of a Haar matrix have mean zero, variance 1/n, and no preferred sign on the diagonal."""
+    matrices = np.asarray(jax.vmap(lambda key: orthogonal(key, (8, 8)))(jax.random.split(jax.random.key(1), 4000)))
+    assert np.abs(matrices.mean(0)).max() < 5 * np.sqrt(1 / 8 / 4000)
+    np.testing.assert_allclose((matrices**2).mean(0), 1 / 8, atol=0.02)

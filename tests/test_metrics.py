@@ -1,0 +1,383 @@
+"""Metrics against an independent float64 implementation, written with loops straight from the definitions."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaudit import metrics
+
+STEPS, WINDOW, HOLD = 240, 20, 30
+SETTINGS = metrics.MetricSettings(window=WINDOW, hold=HOLD, horizon=60)
+NAMES = (
+    "pre_mean",
+    "pre_std",
+    "collapse_time",
+    "collapse_censored",
+    "diverged",
+    "recovery_rate",
+    "recovery_time",
+    "spike_intensity",
+)
+
+
+def naive_level(J, onset, W):
+    before = [J[t] for t in range(max(onset - W, 0), onset)]
+    if len(before) < 2 or not all(math.isfinite(v) for v in before):
+        return math.nan, math.nan
+    mean = math.fsum(before) / len(before)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in before) / len(before))
+
+
+def naive_index(J, t, W):
+    if t < W - 1:
+        return math.nan
+    last = [J[i] for i in range(t - W + 1, t + 1)]
+    if not all(math.isfinite(v) for v in last):
+        return math.nan
+    mean = math.fsum(last) / W
+    return math.fsum((v - mean) ** 2 for v in last) / W
+
+
+def naive_metrics(J, onset, W, hold):
+    J = [float(v) for v in J]
+    T = len(J)
+    mean, std = naive_level(J, onset, W)
+    edge = mean - 2 * std
+    broken = next((t for t in range(onset, T) if not math.isfinite(J[t])), None)
+
+    def out(t):
+        return (broken is not None and t >= broken) or J[t] < edge
+
+    time, censored = math.inf, False
+    if math.isnan(mean):
+        time = math.nan if broken is None else float(broken)
+    else:
+        for t in range(onset, T):
+            if all(out(s) for s in range(t, min(t + hold, T))):
+                time, censored = float(t), T - t < hold and broken is None
+                break
+
+    rate = math.nan
+    if not math.isnan(mean) and broken is None:
+        lowest = min(J[onset:])
+        fully = math.isfinite(time) and J[-1] - lowest <= 2 * std
+        if lowest < mean and not fully:
+            rate = (J[-1] - lowest) / (mean - lowest)
+
+    if math.isnan(mean):
+        back = math.nan
+    elif broken is not None:
+        back = math.inf
+    else:
+        left = next((t for t in range(onset, T) if out(t)), None)
+        if left is None:
+            back = -1.0
+        else:
+            back = next((float(t - onset) for t in range(left, T) if not out(t)), math.inf)
+
+    spike = math.nan
+    if onset >= W and naive_index(J, onset - 1, W) > 0:
+        after = [naive_index(J, t, W) for t in range(onset, min(onset + W, T))]
+        if not any(math.isnan(v) for v in after):
+            spike = max(after) / naive_index(J, onset - 1, W)
+    early = math.nan if math.isnan(time) else float(time < T / 2)
+    return dict(zip(NAMES, (mean, std, time, censored, early, rate, back, spike), strict=True))
+
+
+def random_curves():
+    """Curves of several kinds at random onsets: (kind, J, onset)."""
+    rng = np.random.default_rng(7)
+    t = np.arange(STEPS)
+    for i in range(220):
+        onset = int(rng.integers(2, STEPS - 2)) if i % 4 == 0 else int(rng.integers(WINDOW, STEPS // 2))
+        noise = rng.normal(size=STEPS) * rng.choice([1e-3, 1.0, 30.0])
+        scale = noise.std()
+        after = np.maximum(t - onset, 0)
+        drop = rng.choice([0, 3, 10, 100]) * scale
+        curve = {
+            0: noise,
+            1: noise.cumsum(),
+            2: noise - drop * (after > 0) * np.exp(-after / rng.integers(3, 80)),
+            3: noise - drop * (t > onset + rng.integers(0, 40)),
+            4: noise + 0.05 * scale * t - drop * (after > 0) * (after < rng.integers(5, 90)),
+        }[i % 5]
+        curve = curve + rng.choice([0.0, -50.0, 1e4, 1e6]) * max(scale, 1e-2)
+        if i % 7 == 6:
+            curve[rng.integers(0, STEPS)] = rng.choice([np.nan, np.inf, -np.inf])
+        yield f"random-{i % 5}", curve, onset
+
+
+def flat(onset=60, level=0.0):
+    """Mean `level`, sigma exactly 1: alternating +-1 around it."""
+    return level + np.where(np.arange(STEPS) % 2 == 0, 1.0, -1.0), onset
+
+
+def dip(length, depth=-10.0, start=70):
+    curve, onset = flat()
+    curve[start : start + length] = depth
+    return curve, onset
+
+
+def with_value(value, *where):
+    curve, onset = flat()
+    curve[list(where)] = value
+    return curve, onset
+
+
+HAND_MADE = {
+    "never": flat(),
+    "constant": (np.full(STEPS, 0.1), 60),
+    "constant-then-lower": (np.where(np.arange(STEPS) < 60, 0.1, 0.0999), 60),
+    "constant-then-higher": (np.where(np.arange(STEPS) < 60, 0.1, 0.2), 60),
+    "last-step": dip(1, start=STEPS - 1),
+    "last-steps": dip(HOLD - 1, start=STEPS - HOLD + 1),
+    "last-hold-steps": dip(HOLD, start=STEPS - HOLD),
+    "hold-less-one": dip(HOLD - 1),
+    "hold": dip(HOLD),
+    "hold-and-one": dip(HOLD + 1),
+    "at-onset": dip(HOLD, start=60),
+    "from-before-onset": dip(HOLD + 10, start=50),
+    "exactly-on-the-edge": dip(HOLD, depth=-2.0),
+    "below-the-edge": dip(HOLD, depth=-2.001),
+    "to-the-end": dip(STEPS),
+    "twice": (np.where((np.arange(STEPS) > 150) & (np.arange(STEPS) < 190), -9.0, dip(5)[0]), 60),
+    "huge-offset": (1e4 + 0.0078125 * (flat()[0] - 40 * (np.arange(STEPS) >= 100)), 60),
+    "rises": (flat()[0] + 50 * (np.arange(STEPS) > 80), 60),
+    "nan-long-before": with_value(np.nan, 10),
+    "nan-just-before": with_value(np.nan, 59),
+    "nan-first-of-window": with_value(np.nan, 40),
+    "nan-before-window": with_value(np.nan, 39),
+    "nan-at-onset": with_value(np.nan, 60),
+    "nan-after": with_value(np.nan, 90),
+    "inf-after": with_value(np.inf, 90),
+    "minus-inf-after": with_value(-np.inf, 90, 91),
+    "nan-last": with_value(np.nan, STEPS - 1),
+    "nan-before-and-after": with_value(np.nan, 55, 120),
+    "nan-while-down": (np.where(np.arange(STEPS) == 90, np.nan, dip(25)[0]), 60),
+    "all-nan": (np.full(STEPS, np.nan), 60),
+    "onset-0": (flat()[0], 0),
+    "onset-1": (flat()[0], 1),
+    "onset-2": (flat()[0], 2),
+    "onset-short-window": (flat()[0], WINDOW - 1),
+    "onset-full-window": (flat()[0], WINDOW),
+    "onset-last": (flat()[0], STEPS - 1),
+    "onset-0-nan": (with_value(np.nan, 30)[0], 0),
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated():
+    cases = [(name, *pair) for name, pair in HAND_MADE.items()] + list(random_curves())
+    names, curves, onsets = zip(*cases, strict=True)
+    series = np.stack(curves).astype(np.float32)
+    lanes = jax.jit(jax.vmap(lambda x, o: metrics.evaluate(x, o, settings=SETTINGS)))
+    found = jax.tree.map(np.asarray, lanes(series, jnp.array(onsets)))
+    return names, series, onsets, found
+
+
+@pytest.mark.parametrize("metric", NAMES)
+def test_metrics_equal_the_naive_reference(evaluated, metric):
+    names, series, onsets, found = evaluated
+    assert len(names) >= 250
+    for i, name in enumerate(names):
+        expected = naive_metrics(series[i], onsets[i], WINDOW, HOLD)[metric]
+        # The mean of a large J is itself rounded to float32; everything else is relative to its fluctuation.
+        np.testing.assert_allclose(
+            float(found[metric][i]), expected, rtol=2e-4, atol=1e-6, err_msg=f"{metric} of {name} (case {i})"
+        )
+
+
+def test_random_curves_reach_every_outcome(evaluated):
+    _, _, _, found = evaluated
+    time, rate, back = found["collapse_time"], found["recovery_rate"], found["recovery_time"]
+    for some in (np.isnan(time), np.isinf(time), np.isfinite(time), np.isnan(rate), np.isfinite(rate)):
+        assert some.sum() > 5
+    for some in (back == -1, np.isinf(back), back > 0, found["collapse_censored"], found["diverged"] == 1):
+        assert some.sum() > 5
+
+
+def test_hand_made_outcomes(evaluated):
+    names, _, _, found = evaluated
+
+    def of(name, metric):
+        return float(found[metric][names.index(name)])
+
+    assert of("hold-less-one", "collapse_time") == np.inf
+    assert of("hold", "collapse_time") == 70
+    assert of("last-step", "collapse_time") == STEPS - 1
+    assert of("last-step", "collapse_censored") == 1
+    assert of("last-hold-steps", "collapse_censored") == 0
+    assert of("exactly-on-the-edge", "collapse_time") == np.inf
+    assert of("nan-after", "collapse_time") == 90
+    assert of("nan-last", "collapse_censored") == 0
+    assert of("nan-while-down", "collapse_time") == 70
+    assert of("nan-before-and-after", "collapse_time") == 120
+    assert of("constant", "collapse_time") == np.inf
+    assert of("constant", "recovery_time") == -1
+    assert of("constant-then-lower", "collapse_time") == 60
+    assert of("rises", "recovery_time") == -1
+    assert of("hold", "recovery_time") == 70 + HOLD - 60
+    assert of("to-the-end", "recovery_time") == np.inf
+
+
+def test_every_nan_has_a_reason(evaluated):
+    names, series, onsets, found = evaluated
+    for i, name in enumerate(names):
+        values = {metric: found[metric][i] for metric in found}
+        reasons = metrics.explain(series[i], onsets[i], settings=SETTINGS, values=values)
+        assert set(reasons) == {k for k, v in values.items() if np.isnan(v)}, name
+        assert not any("overflow" in text for text in reasons.values()), (name, reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "words"),
+    [
+        ("nan-just-before", "collapse_time", "at step 59"),
+        ("onset-1", "pre_mean", "at least 2 steps"),
+        ("onset-short-window", "spike_intensity", "only 19 of window = 20"),
+        ("nan-after", "recovery_rate", "turned non-finite at step 90"),
+        ("constant", "recovery_rate", "never fell below"),
+        ("constant", "spike_intensity", "did not vary"),
+        ("to-the-end", "recovery_rate", "fully collapsed"),
+    ],
+)
+def test_reasons_name_the_cause(name, metric, words):
+    curve, onset = HAND_MADE[name]
+    assert words in metrics.explain(curve.astype(np.float32), onset, settings=SETTINGS)[metric]
+
+
+@pytest.mark.parametrize("onset", [-1, STEPS, STEPS + 5])
+def test_onset_outside_the_run_is_nan(onset):
+    values = metrics.evaluate(flat()[0], onset, settings=SETTINGS, latents=np.zeros((STEPS, 2)))
+    for name in set(values) - {"collapse_censored", "pre_mean", "pre_std"}:
+        assert np.isnan(values[name]), name
+        assert "outside" in metrics.explain(flat()[0], onset, settings=SETTINGS, values=values)[name]
+
+
+@pytest.mark.parametrize("bad", [None, 100])
+def test_instability_index_equals_the_naive_reference(bad):
+    rng = np.random.default_rng(3)
+    curves = np.stack([offset + 0.02 * rng.normal(size=STEPS) for offset in (0, 1e4, -3e4)]).astype(
+        np.float32
+    )
+    curves = np.concatenate([curves, curves.cumsum(1)])
+    if bad is not None:
+        curves[:, bad] = [np.nan, np.inf, -np.inf] * 2
+    found = jax.jit(jax.vmap(lambda x: metrics.instability_index(x, window=WINDOW)))(curves)
+    expected = [[naive_index([float(v) for v in row], t, WINDOW) for t in range(STEPS)] for row in curves]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_huge_offset_keeps_its_small_standard_deviation():
+    x = (1e4 + 1e-2 * np.random.default_rng(0).normal(size=STEPS)).astype(np.float32)
+    _, std = metrics.pre_onset_level(x, 100)
+    assert float(std) == pytest.approx(x[50:100].astype(np.float64).std(), rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_level_survives_extreme_scales(scale):
+    x = (scale * np.random.default_rng(0).normal(size=STEPS)).astype(np.float32)
+    mean, std = metrics.pre_onset_level(x, 100)
+    assert float(mean) == pytest.approx(x[50:100].astype(np.float64).mean(), rel=1e-4)
+    assert float(std) == pytest.approx(x[50:100].astype(np.float64).std(), rel=1e-5)
+
+
+def test_windows_longer_than_the_run_give_nan_not_an_error():
+    values = metrics.evaluate(np.arange(10.0), 5)
+    assert np.isnan(values["spike_intensity"])
+    assert np.isinf(values["collapse_time"])
+    assert np.isnan(metrics.instability_index(np.arange(10.0))).all()
+
+
+def test_defaults_are_those_of_table_s5():
+    curve = np.concatenate([np.sin(np.arange(300.0)), -9 + np.zeros(99), np.sin(np.arange(200.0))])
+    assert np.isinf(metrics.collapse_time(curve, 250))
+    curve[399] = -9
+    assert metrics.collapse_time(curve, 250) == 300
+    assert metrics.MetricSettings() == metrics.MetricSettings(window=50, hold=100, horizon=500)
+    for name, value in metrics.evaluate(curve, 250).items():
+        expected = naive_metrics(curve.astype(np.float32), 250, 50, 100)[name]
+        np.testing.assert_allclose(float(value), expected, rtol=1e-4, err_msg=name)
+
+
+def test_divergence_probability():
+    times = jnp.array([10.0, 49.0, 50.0, jnp.inf])
+    assert metrics.divergence_probability(times, 100) == 0.5
+    assert np.isnan(metrics.divergence_probability(times.at[0].set(jnp.nan), 100))
+    assert np.isnan(metrics.divergence_probability(jnp.zeros(0), 100))
+
+
+def naive_deviation(h, onset, horizon, control=None, matrix=None):
+    best = 0.0
+    for t in range(onset, min(onset + horizon, len(h) - 1) + 1):
+        moved = h[t] - h[onset]
+        if control is not None:
+            moved = moved - (control[t] - control[onset])
+        if matrix is not None:
+            moved = moved @ matrix
+        best = max(best, math.sqrt(sum(float(v) ** 2 for v in moved)))
+    return best
+
+
+@pytest.mark.parametrize("onset", [0, 17, STEPS - 30, STEPS - 1])
+@pytest.mark.parametrize("options", [(), ("control",), ("matrix",), ("control", "matrix")])
+def test_meta_state_deviation(onset, options):
+    rng = np.random.default_rng(onset)
+    h, control = rng.normal(size=(2, STEPS, 4)).cumsum(1)
+    given = {"control": control, "matrix": rng.normal(size=(4, 4))}
+    expected = naive_deviation(h, onset, 60, **{k: given[k] for k in options})
+    names = {"control": "control", "matrix": "whitening"}
+    found = metrics.meta_state_deviation(h, onset, horizon=60, **{names[k]: given[k] for k in options})
+    assert float(found) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_meta_state_deviation_shows_a_nan_in_its_horizon_only():
+    h = np.zeros((STEPS, 3))
+    h[100] = np.nan
+    for onset, hidden in ((20, True), (100, False), (101, True), (40, False)):
+        assert np.isnan(metrics.meta_state_deviation(h, onset, horizon=60)) != hidden
+    values = metrics.evaluate(flat()[0], 60, settings=SETTINGS, latents=h)
+    reasons = metrics.explain(flat()[0], 60, settings=SETTINGS, values=values)
+    assert "latent" in reasons["meta_state_deviation"]
+
+
+def test_one_lane_s_nan_reaches_no_other():
+    clean = np.random.default_rng(0).normal(size=(4, STEPS)).astype(np.float32)
+    broken = clean.copy()
+    broken[1, 90:] = np.nan
+    lanes = jax.jit(jax.vmap(lambda x: metrics.evaluate(x, 60, settings=SETTINGS)))
+    a, b = lanes(clean), lanes(broken)
+    for name in a:
+        np.testing.assert_array_equal(np.delete(a[name], 1), np.delete(b[name], 1), err_msg=name)
+
+
+def test_settings_say_what_a_run_is_too_short_for():
+    settings = metrics.MetricSettings()
+    assert settings.validate(1000, 300) == []
+    for steps, onset, words in [
+        (100, 100, "outside"),
+        (1000, 1, "at least 2"),
+        (1000, 30, "spike_intensity is NaN"),
+        (1000, 960, "spike_intensity is cut short"),
+        (1000, 901, "every collapse is censored"),
+        (1000, 500, "meta_state_deviation is cut short"),
+    ]:
+        assert any(words in text for text in settings.validate(steps, onset)), words
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"window": 1}, {"hold": 0}, {"horizon": 0}, {"window": 2.5}, {"hold": True}]
+)
+def test_settings_refuse_what_makes_no_sense(wrong):
+    with pytest.raises(ValueError, match="must be an integer of at least"):
+        metrics.MetricSettings(**wrong)
+
+
+def test_a_batch_of_lanes_without_vmap_is_refused():
+    with pytest.raises(ValueError, match=r"use jax\.vmap"):
+        metrics.collapse_time(np.zeros((2, STEPS)), 60)
+    with pytest.raises(ValueError, match=r"use jax\.vmap"):
+        metrics.meta_state_deviation(np.zeros(STEPS), 60)

@@ -1,0 +1,394 @@
+import datetime
+import importlib.resources
+import itertools
+
+import pytest
+import quadratic  # noqa: F401  registers the learner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxaudit import registry
+from jaxaudit.grid import Grid
+from jaxaudit.entries import ChainSpec, DimensionSpec, SingleSpec
+from jaxaudit.errors import UserError
+from jaxaudit.spec import load, parse
+from jaxaudit.tables import to_text, to_value
+
+HEAD = """
+[audit]
+seeds = 2
+steps = 100
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "{learner}"
+"""
+
+
+def spec_of(entries: str, learner: str = "quadratic"):
+    return parse(HEAD.format(learner=learner) + entries, "spec.toml")
+
+
+def conditions_of(spec):
+    return [(c.name, c.magnitude, c.onset) for c in spec.build().conditions if c.parts]
+
+
+def test_defaults_are_written_out():
+    text = spec_of('[[perturbation]]\nkind = "lr_spike"', "ppo").to_toml()
+    expected = """
+        name = "audit"; telemetry = "full"; execution = "vmap"; physics = "auto"; num_envs = 8; clip = 0.2
+        hidden = [64, 64]; anneal = true; window = 50; hold = 100
+        horizon = 500; chunk = 0; checkpoint_every = 1
+        magnitude = 10.0; onset = 0.3; duration = 10"""
+    lines = text.splitlines()
+    assert all(line.strip() in lines for part in expected.splitlines() for line in part.split(";"))
+    assert text.count("telemetry") == 1
+
+
+def test_every_perturbations_standard_is_written_out():
+    for kind in registry.perturbations:
+        (entry,) = spec_of(f'[[perturbation]]\nkind = "{kind}"').perturbations
+        standard = registry.perturbations[kind].default
+        assert (entry.magnitude, entry.onset, entry.duration) == (
+            standard.magnitude,
+            standard.when.onset,
+            standard.when.duration,
+        )
+        assert entry.perturbations() == [standard]
+
+
+def test_audit_telemetry_goes_to_the_learner():
+    spec = parse(HEAD.format(learner="ppo").replace("steps", 'telemetry = "basic"\nsteps') + ENTRY)
+    assert spec.learner.settings.telemetry == "basic"
+    assert parse(spec.to_toml()) == spec
+
+
+ENTRY = '[[perturbation]]\nkind = "lr_spike"\n'
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ENTRY,
+        ENTRY + "magnitude = [3, 1e9, 0.1]\nonset = [0, 0.5]\nduration = 3\nperiod = 7",
+        ENTRY + "magnitude = inf\nonset = 17",
+        '[[perturbation]]\nkind = "weight_noise"\nmagnitude = [0.5]\ntarget = "critic"\nduration = "end"',
+        '[[perturbation]]\ndimension = "signal"\nonset = [0.2, 50]\nduration = "once"\n' + ENTRY,
+        """[[perturbation]]
+        onset = [0.2, 0.4]
+        chain = [
+          {kind = "lr_spike", magnitude = [2, 3]}, {kind = "weight_noise", onset = 60, target = "a/*"}
+        ]""",
+        '[[perturbation]]\nduration = 4\nchain = [{kind = "lr_spike", onset = 1}, {kind = "gradient_mask"}]',
+        "[metrics]\nwindow = 5\n[run]\nchunk = 10\ncheckpoint_every = 3\n" + ENTRY,
+    ],
+)
+def test_round_trip(entries):
+    spec = spec_of(entries)
+    assert parse(spec.to_toml()) == spec
+    assert parse(spec.to_toml()).to_toml() == spec.to_toml()
+
+
+@given(st.text(min_size=1, max_size=30), st.text(max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_strings_survive(target, label):
+    head = HEAD.format(learner="quadratic") + f"label = {to_value(label)}\n"
+    spec = parse(f"{head}{ENTRY}target = {to_value(target)}\nmagnitude = 2", "spec.toml")
+    assert (spec.perturbations[0].target, spec.learner.settings.label) == (target, label)
+    assert parse(spec.to_toml()) == spec
+
+
+@pytest.mark.parametrize(
+    "text", ['"', "\\", "'''", "a\nb\r\n\tc", "\x00\x1f\x7f\x85\u2028", "ü 漢 🎉", '"""\\"', "#"]
+)
+def test_awkward_strings_survive(text):
+    spec = spec_of(f"{ENTRY}target = {to_value(text)}")
+    assert spec.perturbations[0].target == text
+    assert parse(spec.to_toml()) == spec
+
+
+def test_a_window_saved_with_a_byte_order_mark_and_crlf(tmp_path):
+    path = tmp_path / "spec.toml"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + (HEAD.format(learner="quadratic") + ENTRY).replace("\n", "\r\n").encode()
+    )
+    assert load(path) == spec_of(ENTRY)
+
+
+def test_magnitudes_and_onsets_are_conditions():
+    spec = spec_of(ENTRY + "magnitude = [3, 10]\nonset = [0.3, 50]")
+    assert conditions_of(spec) == [("lr_spike", m, o) for o, m in itertools.product((30, 50), (3.0, 10.0))]
+
+
+def test_a_fraction_and_a_step_are_told_apart():
+    assert [o for *_, o in conditions_of(spec_of(ENTRY + "onset = 0"))] == [0]
+    assert [o for *_, o in conditions_of(spec_of(ENTRY + "onset = 0.0"))] == [0]
+    assert [o for *_, o in conditions_of(spec_of(ENTRY + "onset = 1"))] == [1]
+    with pytest.raises(UserError, match="fraction"):
+        spec_of(ENTRY + "onset = 1.0")
+
+
+def test_chain():
+    spec = spec_of(
+        """[[perturbation]]
+        onset = [0.2, 40]
+        duration = 3
+        chain = [
+          {kind = "lr_spike", magnitude = [2, 3]}, {kind = "weight_noise", onset = 60, duration = "once"}
+        ]"""
+    )
+    (entry,) = spec.perturbations
+    assert isinstance(entry, ChainSpec)
+    grid = spec.build()
+    chains = [c for c in grid.conditions if c.parts]
+    assert [(c.name, c.magnitude, c.onset) for c in chains] == [
+        ("lr_spike+weight_noise", m, o) for o in (20, 40) for m in (2.0, 3.0)
+    ]
+    assert [p.when.resolve(100)[:2] for p in chains[0].parts] == [(20, 23), (60, 61)]
+
+
+def test_a_dimension_is_what_the_learner_allows():
+    adam = spec_of('[[perturbation]]\ndimension = "optimization"\nonset = 0.5\nduration = 2').expanded()
+    kinds = [entry.kind for entry in adam.perturbations]
+    assert {"lr_spike", "momentum_noise", "second_moment_drift", "gradient_scale", "clip_failure"} <= set(
+        kinds
+    )
+    assert all((entry.onset, entry.duration) == (0.5, 2) for entry in adam.perturbations)
+    assert parse(adam.to_toml()) == adam
+    plain = HEAD.format(learner="quadratic") + 'adam = false\n[[perturbation]]\ndimension = "optimization"'
+    without = {entry.kind for entry in parse(plain).expanded().perturbations}
+    assert set(kinds) - without == {"momentum_noise", "second_moment_drift"}
+
+
+def test_a_dimension_and_its_expansion_are_one_grid():
+    spec = spec_of('[[perturbation]]\ndimension = "parametric"\n' + ENTRY)
+    assert isinstance(spec.perturbations[0], DimensionSpec)
+    expanded = spec.expanded()
+    assert all(isinstance(entry, SingleSpec) for entry in expanded.perturbations)
+    assert conditions_of(spec) == conditions_of(expanded)
+    assert expanded.expanded() == expanded
+
+
+def test_an_errors_place_is_the_users_number():
+    with pytest.raises(UserError, match=r"spec.toml: \[\[perturbation\]\] 3: target 'actor'"):
+        spec_of('[[perturbation]]\ndimension = "parametric"\n' + ENTRY + ENTRY + 'target = "actor"').build()
+
+
+def test_a_missing_first_moment_is_told_before_the_run():
+    text = HEAD.format(learner="quadratic") + 'adam = false\n[[perturbation]]\nkind = "momentum_noise"'
+    with pytest.raises(UserError, match=r"\[\[perturbation\]\] 1: the optimizer state has no mu"):
+        parse(text).build()
+
+
+def test_a_whole_number_is_a_number_and_a_truth_value_is_none():
+    head = HEAD.format(learner="quadratic")
+    assert isinstance(parse(head + "learning_rate = 1\n" + ENTRY).learner.settings.learning_rate, float)
+    for wrong in (
+        "learning_rate = true",
+        "size = 3.0",
+        "size = true",
+        "adam = 1",
+        "widths = 3",
+        "widths = [1.5]",
+    ):
+        with pytest.raises(UserError, match="must be"):
+            parse(f"{head}{wrong}\n{ENTRY}")
+
+
+def test_seeds_may_be_listed():
+    spec = parse((HEAD.format(learner="quadratic") + ENTRY).replace("seeds = 2", "seeds = [7, 4294967295]"))
+    assert spec.build().seeds == (7, 4294967295)
+    assert parse(spec.to_toml()) == spec
+
+
+def test_slug():
+    names = ["PPO on Hopper!", "../../etc", "ü漢", "漢字", ".hidden", "a" * 100]
+    slugs = [
+        parse(
+            f"[audit]\nname = {to_value(n)}\n"
+            + HEAD.format(learner="quadratic").replace("[audit]", "")
+            + ENTRY
+        ).audit.slug
+        for n in names
+    ]
+    assert slugs == ["ppo-on-hopper", "etc", "u", "audit", "hidden", "a" * 100]
+
+
+def test_quickstart_is_a_spec():
+    text = importlib.resources.files("jaxaudit").joinpath("quickstart.toml").read_text(encoding="utf-8")
+    spec = parse(text)
+    grid = spec.build()
+    dimensions = {c.dimension for c in grid.conditions} - {"control"}
+    assert len(grid.conditions) >= 7
+    assert dimensions == {"optimization", "data", "parametric", "signal"}
+    assert parse(spec.to_toml()) == spec
+
+
+scalars = st.one_of(
+    st.booleans(),
+    st.integers(-3, 120),
+    st.integers(-(10**25), 10**25),
+    st.floats(allow_nan=True),
+    st.floats(-1, 2),
+    st.text(max_size=5),
+    st.sampled_from([datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1, 12), datetime.time(1)]),
+)
+garbage = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+def mostly(good: st.SearchStrategy) -> st.SearchStrategy:
+    return st.integers(0, 79).flatmap(lambda n: garbage if n == 79 else good)
+
+
+def table(required: dict, optional: dict | None = None) -> st.SearchStrategy:
+    """A table that mostly has its keys and good values, at times an unknown key, a missing one or garbage."""
+    wanted = st.fixed_dictionaries(
+        {k: mostly(v) for k, v in required.items()},
+        optional={k: mostly(v) for k, v in (optional or {}).items()},
+    )
+    keys = st.sampled_from([*required, *(optional or {})])
+    return st.tuples(wanted, st.integers(0, 79), st.text(max_size=5), keys, garbage).map(_spoiled)
+
+
+def _spoiled(drawn: tuple) -> dict:
+    values, how, name, key, value = drawn
+    if how == 79:
+        return values | {name: value}
+    return {k: v for k, v in values.items() if not (how == 78 and k == key)}
+
+
+onset = st.sampled_from([0.3, 0.0, 0.99, 0, 5, 30]) | st.floats(0, 1, exclude_max=True) | st.integers(0, 100)
+duration = st.sampled_from([1, 5, 10, "once", "end"])
+magnitude = st.sampled_from([0.1, 1, 2.0, 8]) | st.lists(
+    st.sampled_from([0.1, 0.5, 2, 4.0]), min_size=1, max_size=3
+)
+part = {
+    "kind": st.sampled_from(
+        ["lr_spike", "weight_noise", "momentum_noise", "gradient_mask", "layer_reset", "reward_noise"]
+    )
+}
+options = {
+    "magnitude": magnitude,
+    "duration": duration,
+    "period": st.sampled_from([10, 20, 60]),
+    "target": st.sampled_from(["critic", "*", "mu", "nowhere"]),
+}
+onsets = onset | st.lists(onset, min_size=1, max_size=2)
+entry = st.one_of(
+    table(part, options | {"onset": onsets}),
+    table(part, {"onset": onsets}),
+    table(
+        {"dimension": st.sampled_from(["optimization", "parametric", "data"])},
+        {"onset": onsets, "duration": duration},
+    ),
+    table(
+        {"chain": st.lists(table(part, options | {"onset": onset}), min_size=1, max_size=3)},
+        {"onset": onsets},
+    ),
+)
+learner = st.one_of(
+    table(
+        {"kind": st.just("quadratic")},
+        {
+            "learning_rate": st.floats(1e-4, 1),
+            "size": st.integers(1, 5),
+            "adam": st.booleans(),
+            "label": st.text(max_size=4),
+        },
+    ),
+    table({"kind": st.just("quadratic")}),
+)
+document = table(
+    {
+        "audit": table(
+            {
+                "seeds": st.integers(1, 4) | st.lists(st.integers(0, 9), min_size=1, unique=True),
+                "steps": st.sampled_from([20, 40, 60, 100]),
+            },
+            {
+                "name": st.text("ab\"\\'é漢#", min_size=1, max_size=5),
+                "telemetry": st.sampled_from(["basic", "full"]),
+                "execution": st.sampled_from(["vmap", "map", 2]),
+            },
+        ),
+        "task": table(
+            {"kind": st.just("mujoco"), "name": st.just("InvertedPendulum-v5")}, {"physics": st.just("c")}
+        ),
+        "learner": learner,
+        "perturbation": st.lists(entry, min_size=1, max_size=3),
+    },
+    {
+        "metrics": table({"window": st.integers(2, 50)}, {"hold": st.integers(1, 9)}),
+        "run": table({"chunk": st.integers(0, 10)}, {"checkpoint_every": st.integers(1, 3)}),
+    },
+)
+outcomes: list[str] = []
+
+
+@given(document)
+@settings(
+    max_examples=1000,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_any_spec_is_a_plan_or_a_sentence(document):
+    sentence, grid = attempt(to_text([("", document)]))
+    outcomes.append(sentence)
+    if grid is None:
+        assert sentence.startswith("spec.toml")
+        assert "\n" not in sentence
+        return
+    assert all(0 <= fork.onset < grid.steps for fork in grid.forks)
+    assert all(grid.conditions[fork.conditions[0]].name == "control" for fork in grid.forks)
+    assert len(grid.conditions) > len(grid.forks)
+
+
+def attempt(text: str) -> tuple[str, Grid | None]:
+    try:
+        spec = parse(text, "spec.toml")
+        assert parse(spec.to_toml()) == spec
+        return "", spec.build()
+    except UserError as error:
+        return str(error), None
+
+
+def test_both_outcomes_were_seen():
+    if outcomes:
+        assert 100 < outcomes.count("") < len(outcomes) - 100
+
+
+ppo = table(
+    {"kind": st.just("ppo")},
+    {
+        "num_envs": st.sampled_from([1, 4, 0]),
+        "rollout_length": st.sampled_from([64, 100]),
+        "learning_rate": st.floats(0, 1) | st.integers(0, 1),
+        "anneal": st.booleans(),
+        "hidden": st.lists(st.integers(0, 64), max_size=3),
+        "clip": st.floats(-1, 1),
+    },
+)
+
+
+@given(ppo)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_any_ppo_is_settings_or_a_sentence(learner):
+    document = {
+        "audit": {"seeds": 1, "steps": 10},
+        "task": {"kind": "mujoco", "name": "InvertedPendulum-v5"},
+        "learner": learner,
+        "perturbation": [{"kind": "weight_noise"}],
+    }
+    text = to_text([("", document)])
+    try:
+        spec = parse(text, "spec.toml")
+    except UserError as error:
+        assert str(error).startswith("spec.toml: [learner]"), error  # noqa: PT017
+        return
+    assert parse(spec.to_toml()) == spec

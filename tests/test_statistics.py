@@ -1,0 +1,273 @@
+"""Population statistics against SciPy, closed forms and simulated coverage."""
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.stats
+
+from jaxaudit import statistics
+
+
+@pytest.mark.parametrize("n", [1, 4, 8, 30])
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_wilson_equals_scipy(n, level):
+    for k in range(n + 1):
+        found = statistics.wilson(k, n, level=level)
+        expected = scipy.stats.binomtest(k, n).proportion_ci(level, method="wilson")
+        assert (found.value, found.n) == (k / n, n)
+        np.testing.assert_allclose((found.low, found.high), (expected.low, expected.high), atol=1e-12)
+
+
+def test_wilson_covers_on_average():
+    n, share = 20, np.linspace(0.05, 0.95, 19)
+    ends = [statistics.wilson(k, n) for k in range(n + 1)]
+    inside = np.array([[e.low <= p <= e.high for e in ends] for p in share])
+    weight = scipy.stats.binom.pmf(np.arange(n + 1), n, share[:, None])
+    coverage = (inside * weight).sum(1)
+    assert 0.94 < coverage.mean() < 0.97
+    assert coverage.min() > 0.9
+
+
+def test_wilson_without_trials_knows_nothing():
+    found = statistics.wilson(0, 0)
+    assert np.isnan(found.value)
+    assert (found.low, found.high) == (0, 1)
+    assert found.reason
+
+
+def test_divergence_counts_seeds_below_half_the_run():
+    found = statistics.divergence([10, 49, 50, np.inf], 100)
+    assert found == statistics.wilson(2, 4)
+
+
+def test_missing_values_are_never_dropped_in_silence():
+    times = [10, np.nan, 60, np.inf]
+    for estimate in (statistics.divergence(times, 100), statistics.bootstrap([1.0, np.nan, 2.0])):
+        assert np.isnan(estimate[:3]).all()
+        assert estimate.n_missing == 1
+        assert "no value" in estimate.reason
+    counted = statistics.divergence(times, 100, missing="count")
+    assert counted == statistics.wilson(1, 3)._replace(n_missing=1)
+    assert statistics.bootstrap([1.0, np.nan, 2.0], missing="count")[3:5] == (2, 1)
+    assert "none of the 2 seeds" in statistics.bootstrap([np.nan] * 2, missing="count").reason
+    assert "none of the 0 seeds" in statistics.proportion([]).reason
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8, 11, 40])
+def test_interquartile_mean_equals_scipy(n):
+    x = np.random.default_rng(n).normal(size=(6, n))
+    np.testing.assert_allclose(
+        statistics.interquartile_mean(x), scipy.stats.trim_mean(x, 0.25, axis=1), rtol=1e-12
+    )
+    np.testing.assert_allclose(statistics.interquartile_mean(x.T, axis=0), statistics.interquartile_mean(x))
+
+
+def test_interquartile_mean_shows_nan_and_survives_outer_infinities():
+    assert np.isnan(statistics.interquartile_mean([1.0, 2.0, np.nan, 4.0]))
+    assert statistics.interquartile_mean([1.0, 2.0, 4.0, np.inf]) == 3
+    assert statistics.interquartile_mean([1.0, np.inf, np.inf, np.inf]) == np.inf
+
+
+@pytest.mark.parametrize("method", ["percentile", "bca"])
+@pytest.mark.parametrize("statistic", [np.mean, statistics.interquartile_mean])
+def test_bootstrap_equals_scipy(method, statistic):
+    x = np.random.default_rng(5).exponential(size=12)
+    found = statistics.bootstrap(x, statistic=statistic, method=method, resamples=40_000)
+    reference = scipy.stats.bootstrap(
+        (x,), statistic, n_resamples=40_000, method=method, vectorized=True, rng=np.random.default_rng(1)
+    ).confidence_interval
+    width = reference.high - reference.low
+    np.testing.assert_allclose((found.low, found.high), reference, atol=0.03 * width)
+    assert found.value == pytest.approx(statistic(x))
+
+
+def test_expanded_interval_is_the_t_interval_for_a_normal_mean():
+    rng = np.random.default_rng(2)
+    ratio = []
+    for _ in range(40):
+        x = rng.normal(size=20)
+        found = statistics.bootstrap(x, statistic=np.mean, resamples=4000)
+        low, high = scipy.stats.t.interval(0.95, 19, x.mean(), x.std(ddof=1) / np.sqrt(20))
+        ratio.append((found.high - found.low) / (high - low))
+    assert np.mean(ratio) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.parametrize("n", [8, 16])
+@pytest.mark.parametrize("draw", ["normal", "exponential"])
+def test_bootstrap_covers_the_interquartile_mean(n, draw):
+    rng = np.random.default_rng(n)
+    sample = getattr(rng, draw)
+    truth = statistics.interquartile_mean(sample(size=(200_000, n))).mean()
+    found = [statistics.bootstrap(sample(size=n), resamples=800, seed=i) for i in range(500)]
+    assert 0.92 < np.mean([e.low <= truth <= e.high for e in found]) <= 0.995
+
+
+def test_bootstrap_is_reproducible_and_ordered():
+    x = np.random.default_rng(0).normal(size=8)
+    for method in ("expanded", "percentile", "bca"):
+        first, again = (statistics.bootstrap(x, method=method, resamples=2000, seed=3) for _ in range(2))
+        assert first == again
+        assert first.low <= first.value <= first.high
+    assert statistics.bootstrap(x, seed=4) != statistics.bootstrap(x, seed=3)
+
+
+def test_bootstrap_edges():
+    assert statistics.bootstrap([2.0] * 5)[:3] == (2, 2, 2)
+    assert statistics.bootstrap([2.0] * 5, method="bca")[:3] == (2, 2, 2)
+    alone = statistics.bootstrap([2.0])
+    assert alone.value == 2
+    assert np.isnan([alone.low, alone.high]).all()
+    never = statistics.bootstrap([5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, np.inf])
+    assert never.value == 8.5
+    assert never.high == np.inf
+    with pytest.raises(ValueError, match="finite"):
+        statistics.bootstrap([1.0, np.inf], method="bca")
+
+
+def test_paired_difference_removes_what_the_lanes_share():
+    rng = np.random.default_rng(0)
+    shared = 100 * rng.normal(size=8)
+    control, lane = shared + rng.normal(size=8), shared - 5 + rng.normal(size=8)
+    found = statistics.paired_difference(lane, control)
+    assert -7 < found.low < found.value < found.high < -3
+    assert found == statistics.bootstrap(lane - control)
+    assert statistics.paired_difference([np.inf, 1.0], [np.inf, 0.0]).n_missing == 1
+    with pytest.raises(ValueError, match="same shape"):
+        statistics.paired_difference([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_isotonic_equals_scipy(seed):
+    rng = np.random.default_rng(seed)
+    y, w = rng.normal(size=(2, 3, 9))
+    w = np.abs(w) + 0.1
+    expected = [scipy.optimize.isotonic_regression(a, weights=b).x for a, b in zip(y, w, strict=True)]
+    np.testing.assert_allclose(statistics.isotonic(y, w), expected, atol=1e-12)
+
+
+def test_isotonic_ignores_what_has_no_weight():
+    np.testing.assert_allclose(statistics.isotonic([3.0, np.nan, 1.0, 4.0], [1, 0, 1, 2]), [2, 2, 2, 4])
+
+
+GRID = np.array([1.0, 3.0, 10.0, 30.0, 100.0])
+
+
+def thresholds(values):
+    return np.asarray(values)[:, None] <= GRID
+
+
+def test_deterministic_threshold_is_bracketed():
+    found = statistics.critical_magnitude(GRID, thresholds([5.0] * 8))
+    np.testing.assert_allclose(found[:3], (np.sqrt(30), 3, 10))
+    assert found.n == 8
+    shuffled = [3, 0, 4, 1, 2]
+    assert statistics.critical_magnitude(GRID[shuffled], thresholds([5.0] * 8)[:, shuffled]) == found
+
+
+def test_interpolates_the_half_in_log_magnitude():
+    table = thresholds([2.0, 2.0, 5.0, 5.0, 5.0, 5.0, 5.0, 20.0])
+    found = statistics.critical_magnitude(GRID, table)
+    share = (0.5 - 2 / 8) / (7 / 8 - 2 / 8)
+    assert found.value == pytest.approx(3 * (10 / 3) ** share)
+    assert found.low <= found.value <= found.high
+
+
+def test_a_stretch_at_one_half_gives_its_middle():
+    found = statistics.critical_magnitude(GRID, thresholds([2.0] * 4 + [50.0] * 4))
+    assert found.value == pytest.approx(np.sqrt(3 * 30))
+    assert found.low < 3
+    assert found.high > 30
+
+
+def test_a_reversal_is_pooled():
+    table = thresholds([5.0] * 8).astype(float)
+    table[:3, 3] = 0
+    found = statistics.critical_magnitude(GRID, table)
+    pooled = (8 + 5) / 16
+    assert found.value == pytest.approx(3 * (10 / 3) ** (0.5 / pooled))
+
+
+@pytest.mark.parametrize("increasing", [True, False])
+def test_no_crossing_is_one_sided_with_its_reason(increasing):
+    never = statistics.critical_magnitude(GRID, np.zeros((8, 5)), increasing=increasing)
+    always = statistics.critical_magnitude(GRID, np.ones((8, 5)), increasing=increasing)
+    assert np.isnan([never.value, always.value]).all()
+    above, below = (100.0, np.inf), (0.0, 1.0)
+    np.testing.assert_allclose(never[1:3], above if increasing else below)
+    np.testing.assert_allclose(always[1:3], below if increasing else above)
+    assert ("above 100" if increasing else "below 1") in never.reason
+    assert ("below 1" if increasing else "above 100") in always.reason
+
+
+def test_harm_that_grows_downwards_mirrors():
+    table = thresholds([5.0] * 5 + [20.0] * 3)
+    up = statistics.critical_magnitude(GRID, table)
+    down = statistics.critical_magnitude(1 / GRID, table, increasing=False)
+    np.testing.assert_allclose(down[:3], (1 / up.value, 1 / up.high, 1 / up.low))
+
+
+def test_few_seeds_bound_nothing():
+    assert statistics.critical_magnitude(GRID, thresholds([5.0] * 3))[1:3] == (0, np.inf)
+    assert statistics.critical_magnitude(GRID, thresholds([5.0] * 4)).high < np.inf
+
+
+def test_missing_cells_propagate_or_are_counted():
+    table = thresholds([5.0] * 8).astype(float)
+    table[0, 1] = np.nan
+    assert np.isnan(statistics.critical_magnitude(GRID, table).value)
+    found = statistics.critical_magnitude(GRID, table, missing="count")
+    np.testing.assert_allclose(found[:5], (np.sqrt(30), 3, 10, 7, 1))
+    table[:, 1] = np.nan
+    assert "no seed" in statistics.critical_magnitude(GRID, table, missing="count").reason
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0])
+@pytest.mark.parametrize("seeds", [8, 24])
+def test_planted_logistic_is_covered(spread, seeds):
+    grid, planted, runs = np.geomspace(1, 100, 7), 8.0, 150
+    rng = np.random.default_rng(seeds)
+    found = []
+    for i in range(runs):
+        threshold = rng.logistic(np.log(planted), spread, size=(seeds, 1))
+        table = np.log(grid) >= threshold
+        found.append(statistics.critical_magnitude(grid, table, resamples=600, seed=i))
+    assert np.mean([e.low <= planted <= e.high for e in found]) > 0.9
+    tolerance = 4 * spread * 2 / np.sqrt(seeds * runs)
+    assert np.nanmean(np.log([e.value for e in found])) == pytest.approx(np.log(planted), abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("magnitudes", "table", "words"),
+    [
+        ([0.0, 1.0], np.zeros((4, 2)), "positive"),
+        ([1.0, 1.0], np.zeros((4, 2)), "distinct"),
+        ([1.0], np.zeros((4, 1)), "at least two"),
+        ([1.0, 2.0], np.zeros((4, 3)), "shape"),
+        ([1.0, 2.0], np.full((4, 2), 0.5), "0, 1 or NaN"),
+    ],
+)
+def test_critical_magnitude_refuses_malformed_grids(magnitudes, table, words):
+    with pytest.raises(ValueError, match=words):
+        statistics.critical_magnitude(magnitudes, table)
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ValueError, match="level"):
+        statistics.wilson(1, 2, level=95)
+    with pytest.raises(ValueError, match="between 0 and n"):
+        statistics.wilson(3, 2)
+    with pytest.raises(ValueError, match="method"):
+        statistics.bootstrap([1.0, 2.0], method="student")
+    with pytest.raises(ValueError, match="missing"):
+        statistics.bootstrap([1.0, 2.0], missing="drop")
+    with pytest.raises(ValueError, match="0, 1 or NaN"):
+        statistics.proportion([0.5])
+
+
+def test_whitening_gives_unit_covariance():
+    rng = np.random.default_rng(0)
+    h = rng.normal(size=(3, 200, 4)) @ rng.normal(size=(4, 4)) + 7
+    white = (h @ statistics.whitening(h)).reshape(-1, 4)
+    np.testing.assert_allclose(np.cov(white, rowvar=False), np.eye(4), atol=1e-10)
+    with pytest.raises(ValueError, match="singular"):
+        statistics.whitening(np.concatenate([h, h[..., :1]], -1))
