@@ -1,7 +1,7 @@
 """Checkpoints of learner states: Orbax underneath, checked against a digest, complete or absent.
 
-A checkpoint appears under its name by one rename, after its digest was written; what a killed process left behind is
-not a checkpoint. Reading verifies the digest, so a damaged one is found before it is used.
+A checkpoint appears under its name by one rename, after its digest was written; what a killed process left
+behind is not a checkpoint. Reading verifies the digest, so a damaged one is found before it is used.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import hashlib
 import json
 import logging
 import shutil
+import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 DIGEST = "digest.json"
+UNFINISHED = ".unfinished-"
 
 
 class Damaged(Exception):
@@ -32,24 +37,35 @@ def save(path: Path, state: Any, note: dict[str, Any]) -> None:
     Raises:
       OSError: the disk is full or not writable; what was at `path` is then still there.
     """
-    unfinished = path.with_name(f".unfinished-{path.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}")
+    _clear(unfinished)
     arrays = _to_arrays(state)
     try:
         with _quiet():
             ocp.save(unfinished, arrays, overwrite=True)
+        content = {"note": note, "leaves": _describe(arrays), "files": _digests(unfinished)}
+        (unfinished / DIGEST).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
     except OSError:
+        _clear(unfinished)
         raise
     except Exception as error:  # Orbax reports a full disk through errors of TensorStore's own
+        _clear(unfinished)
         raise OSError(f"could not write checkpoint {path}: {str(error).splitlines()[0]}") from error
-    digest = {"note": note, "leaves": _describe(arrays), "files": _digests(unfinished)}
-    (unfinished / DIGEST).write_text(json.dumps(digest, indent=1))
-    shutil.rmtree(path, ignore_errors=True)
+    remove(path)
     unfinished.rename(path)
 
 
+def remove(path: Path) -> None:
+    """Removes a checkpoint: it is there or it is not, never in part."""
+    if path.exists():
+        aside = path.with_name(f"{UNFINISHED}removed-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def load(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
-    """The state under `path`, in the structure, shapes and dtypes of `like` (arrays or `jax.ShapeDtypeStruct`s).
+    """The state under `path`, in the structure, shapes and dtypes of `like` (arrays or `ShapeDtypeStruct`s).
 
     Raises:
       Damaged: files are missing or changed, or hold another structure.
@@ -67,17 +83,34 @@ def load(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
 def verify(path: Path) -> dict[str, Any]:
     """The note of an undamaged checkpoint; raises `Damaged` otherwise."""
     try:
-        digest = json.loads((path / DIGEST).read_text())
-        if digest["files"] == _digests(path):
-            return digest["note"]
-    except (OSError, ValueError, KeyError, TypeError):
+        content = json.loads((path / DIGEST).read_text(encoding="utf-8"))
+        if content.pop("digest") == _digest(content) and content["files"] == _digests(path):
+            return content["note"]
+    except FileNotFoundError:
+        if not path.exists():
+            raise Damaged(f"checkpoint {path} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     raise Damaged(f"checkpoint {path} is damaged")
 
 
+def _clear(unfinished: Path) -> None:
+    """Removes what a failed or killed save left: the folder, and Orbax's own beside it."""
+    for path in unfinished.parent.glob(f"{unfinished.name}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def _digests(folder: Path) -> dict[str, str]:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != DIGEST)
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    digests = {}
+    for path in files:
+        with path.open("rb") as file:
+            digests[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def _describe(arrays: Any) -> list:
@@ -101,17 +134,23 @@ def _to_template(like: Any) -> Any:
 
 
 def _from_array(array: np.ndarray, like: Any) -> Any:
-    return jax.random.wrap_key_data(array) if _is_key(like) else array
+    return jax.random.wrap_key_data(jnp.asarray(array)) if _is_key(like) else array
 
 
 @contextlib.contextmanager
-def _quiet():
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    """Orbax speaks on stderr of what it raises besides, and from threads of its own."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    hooks = threading.excepthook, sys.unraisablehook
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    threading.excepthook = sys.unraisablehook = lambda problem: None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        threading.excepthook, sys.unraisablehook = hooks
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -21,6 +21,9 @@ from jaxaudit.errors import UserError
 TRACEBACK = "JAXAUDIT_TRACEBACK"
 """Environment variable: set, an error that is not the user's shows its traceback."""
 
+NO_SPACE = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+"""What a file system says when it, a quota or a limit is reached, with its words."""
+
 LISTS = ("tasks", "learners", "perturbations", "metrics")
 
 
@@ -38,6 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             print(f"jaxaudit: {' '.join(sentence.split())}", file=sys.stderr)
         return code
+
+
+def entry() -> NoReturn:
+    """The console's entry: `main`, and out; after Ctrl-C without waiting for a computation still running."""
+    code = main()
+    if code == 130:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -194,8 +208,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped; a run that has begun goes on with: jaxaudit resume DIR"
     messages = [str(cause) for cause in _causes(error)]
-    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in _causes(error)) or any(
-        "No space left on device" in message for message in messages
+    if any(isinstance(cause, OSError) and cause.errno in NO_SPACE for cause in _causes(error)) or any(
+        words in message for message in messages for words in NO_SPACE.values()
     ):
         return 1, "the disk is full; with more space, go on with: jaxaudit resume DIR"
     if any(isinstance(cause, MemoryError) for cause in _causes(error)) or any(
@@ -219,4 +233,4 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -26,6 +26,10 @@ Execution = str | int
 """How the lanes of one device run: "vmap", "map" (one after the other), or a batch size."""
 
 
+VECTOR = 8
+WHOLE_VECTORS_FROM = 16
+
+
 @dataclass(frozen=True)
 class Program:
     """Everything a compiled audit depends on but array shapes: two grids with equal programs share a compilation."""
@@ -44,11 +48,11 @@ class Lanes:
 
     Attributes:
       seed: uint32 `[L]`.
-      disturbance: what each lane does; leading axis L.
+      disturbance: what each lane does, leading axis L; None for the baseline, whose program has no perturbations.
     """
 
     seed: Any
-    disturbance: Disturbance
+    disturbance: Disturbance | None
 
 
 @dataclass(frozen=True)
@@ -101,19 +105,28 @@ class Grid:
         return len(self.seeds) * (self.baseline_steps + suffixes)
 
     def width(self, fork: Fork | None) -> int:
-        """Lanes that run side by side in a fork group (None: the baseline), filled up to a multiple of the devices."""
+        """Lanes that run side by side in a fork group (None: the baseline), filled up so that devices share evenly.
+
+        On CPUs a device's lanes are also filled up to whole vectors: the lanes left over by a vectorised loop are
+        reduced in another order, and would not be bitwise the control's (seen from 17 lanes a device on).
+        """
         devices = max(1, len(self.program.devices))
         count = len(self.seeds) * (len(fork.conditions) if fork else 1)
-        return -(-count // devices) * devices
+        each = -(-count // devices)
+        if each > WHOLE_VECTORS_FROM:
+            each = -(-each // VECTOR) * VECTOR
+        return each * devices
 
     def lanes(self, fork: Fork | None) -> tuple[Lanes, np.ndarray]:
         """The lanes of a fork group (None: the baseline), condition after condition, and each one's seed position."""
         members = [self.conditions[i] for i in fork.conditions] if fork else [control(0)]
         pairs = [(c, s) for c in members for s in range(len(self.seeds))]
         pairs += [pairs[0]] * (self.width(fork) - len(pairs))
-        rows = [disturbance(c, self.program, self.steps) for c, _ in pairs]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
         positions = np.array([s for _, s in pairs], np.int32)
+        stacked = None
+        if fork:
+            rows = [disturbance(c, self.program, self.steps) for c, _ in pairs]
+            stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
         return Lanes(np.array(self.seeds, np.uint32)[positions], stacked), positions
 
 
@@ -228,14 +241,17 @@ def initial(program: Program, seeds: jax.Array) -> State:
     return jax.vmap(lambda seed: program.learner.init(jax.random.fold_in(jax.random.key(seed), 0)))(seeds)
 
 
-def lane_step(program: Program, state: State, lane: Lanes, step: jax.Array, any_open: jax.Array) -> tuple:
-    """One step of one lane. The learner's key depends on (seed, step), a perturbation's on its kind besides."""
+def lane_step(program: Program, state: State, lane: Lanes, step: jax.Array, any_open: jax.Array | None) -> tuple:
+    """One step of one lane. The learner's key depends on (seed, step), a perturbation's on its kind besides.
+
+    `any_open` says for each kind whether any lane's window is open; it must not be batched.
+    """
     seed = jax.random.key(lane.seed)
     learner_key = jax.random.fold_in(jax.random.fold_in(seed, 1), step)
     taps = Taps(
         step,
         program.steps,
-        kinds=program.kinds,
+        kinds=program.kinds if lane.disturbance is not None else (),
         paths=dict(program.paths),
         key=jax.random.fold_in(jax.random.fold_in(seed, 2), step),
         lane=lane.disturbance,
@@ -245,16 +261,24 @@ def lane_step(program: Program, state: State, lane: Lanes, step: jax.Array, any_
     return state, {name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()}
 
 
-def telemetry_rows(program: Program, states: State, lanes: Lanes, rows: int) -> Telemetry:
-    """Empty telemetry, NaN, float32 `[rows, L, ...]`, of the shapes the learner's step gives."""
+@functools.lru_cache(maxsize=64)
+def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
+    """The shape of one lane's value in each channel."""
 
-    def one(state, lane):
-        return lane_step(program, state, lane, jnp.int32(0), jnp.zeros(len(program.kinds), bool))[1]
+    def one(seed: jax.Array) -> Telemetry:
+        state = program.learner.init(jax.random.key(seed))
+        return lane_step(program, state, Lanes(seed, None), jnp.int32(0), None)[1]
 
-    shapes = jax.eval_shape(jax.vmap(one), states, lanes)
+    shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), np.uint32))
     if PERFORMANCE not in shapes:
         raise ValueError(f"the learner's telemetry has no '{PERFORMANCE}'; it has: {', '.join(sorted(shapes))}")
-    return {name: jnp.full((rows, *s.shape), jnp.nan, jnp.float32) for name, s in shapes.items()}
+    return {name: value.shape for name, value in shapes.items()}
+
+
+def telemetry_rows(program: Program, rows: int, lanes: int) -> Telemetry:
+    """Empty telemetry, NaN, float32 `[rows, lanes, ...]`."""
+    shapes = telemetry_shapes(program)
+    return {name: jnp.full((rows, lanes, *shape), jnp.nan, jnp.float32) for name, shape in shapes.items()}
 
 
 def advance(
@@ -268,7 +292,8 @@ def advance(
     def shard(states, lanes, start, stop, rows, first):
         def body(step, carry):
             states, rows = carry
-            any_open = jnp.any(lanes.disturbance.windows.open(step), axis=0)
+            disturbance = lanes.disturbance
+            any_open = None if disturbance is None else jnp.any(disturbance.windows.open(step), axis=0)
             states, row = _each_lane(
                 lambda state, lane: lane_step(program, state, lane, step, any_open), program.execution
             )(states, lanes)
@@ -347,7 +372,7 @@ def run(program: Program, data: Inputs) -> tuple[Telemetry, tuple[Telemetry, ...
     Rows that were not computed (the baseline's after its end, a fork's before its onset) are NaN.
     """
     states = initial(program, jnp.asarray(data.baseline.seed))
-    rows = telemetry_rows(program, states, data.baseline, program.steps)
+    rows = telemetry_rows(program, program.steps, data.baseline.seed.shape[0])
 
     def segment(carry, span):
         states, rows = advance(program, carry[0], data.baseline, span[0], span[1], carry[1], 0)
@@ -357,7 +382,7 @@ def run(program: Program, data: Inputs) -> tuple[Telemetry, tuple[Telemetry, ...
 
     def fork(group: ForkInputs) -> Telemetry:
         states = jax.tree.map(lambda x: x[group.position][group.seeds], at_onset)
-        rows = telemetry_rows(program, states, group.lanes, program.steps)
+        rows = telemetry_rows(program, program.steps, group.lanes.seed.shape[0])
         return advance(program, states, group.lanes, group.onset, program.steps, rows, 0)[1]
 
     return baseline, tuple(jax.lax.map(fork, group) for group in data.forks)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxaudit.grid import Grid, initial, lane_step
 from jaxaudit.errors import UserError
-from jaxaudit.learner import Telemetry
+from jaxaudit.grid import Grid, initial, lane_step
+from jaxaudit.store import DERIVED
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Estimate:
         return self.states + self.work + self.telemetry
 
 
-def estimate(grid: Grid, rows: Telemetry) -> Estimate:
+def estimate(grid: Grid, rows: Mapping[str, jax.ShapeDtypeStruct]) -> Estimate:
     """What a grid needs; `rows` are the shapes of a chunk of the baseline's telemetry, `[T, S, ...]`.
 
     Work is the sum of a step's largest values that live at once, found by following its jaxpr.
@@ -50,7 +52,7 @@ def estimate(grid: Grid, rows: Telemetry) -> Estimate:
     per_step = sum(math.prod(s.shape[2:]) * 4 for s in rows.values())
     count = next(iter(rows.values())).shape[0]
     onsets = len(grid.forks) * grid.width(None) * state
-    telemetry_disk = len(grid.seeds) * len(grid.conditions) * grid.steps * per_step
+    telemetry_disk = len(grid.seeds) * len(grid.conditions) * grid.steps * (per_step + 4 * len(DERIVED))
     return Estimate(
         states=2 * widest * state + onsets,
         work=work * _at_once(grid, widest),
@@ -59,7 +61,7 @@ def estimate(grid: Grid, rows: Telemetry) -> Estimate:
     )
 
 
-def check(grid: Grid, rows: Telemetry, folder: Path) -> None:
+def check(grid: Grid, rows: Mapping[str, jax.ShapeDtypeStruct], folder: Path) -> None:
     """Raises UserError, with the numbers, where memory or disk cannot hold the grid."""
     needed = estimate(grid, rows)
     available = available_memory(grid.program.devices)
@@ -72,7 +74,9 @@ def check(grid: Grid, rows: Telemetry, folder: Path) -> None:
     existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
     free = shutil.disk_usage(existing).free
     if needed.disk > free:
-        raise UserError(f"the run needs about {readable(needed.disk)} on disk and {existing} has {readable(free)} free")
+        raise UserError(
+            f"the run needs about {readable(needed.disk)} on disk and {existing} has {readable(free)} free"
+        )
 
 
 def available_memory(devices: tuple[jax.Device, ...]) -> int | None:
@@ -109,7 +113,7 @@ def _at_once(grid: Grid, widest: int) -> int:
 
 def _per_lane(grid: Grid) -> tuple[int, int]:
     """Bytes of one lane's state, and of the largest values that live at once in its step."""
-    lanes, _ = grid.lanes(None)
+    lanes, _ = grid.lanes(grid.forks[0])
     lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], np.asarray(x).dtype), lanes)
     states = jax.eval_shape(lambda s: initial(grid.program, s), jax.ShapeDtypeStruct((1,), np.uint32))
     state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), states)
@@ -118,7 +122,7 @@ def _per_lane(grid: Grid) -> tuple[int, int]:
     return sum(_bytes(s) for s in jax.tree.leaves(state)), _peak(jaxpr.jaxpr)
 
 
-def _bytes(aval: jax.ShapeDtypeStruct) -> int:
+def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
 
 
@@ -145,4 +149,6 @@ def _peak(jaxpr: Jaxpr) -> int:
 
 def _inner(params: dict) -> list[Jaxpr]:
     values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
-    return [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values if isinstance(v, ClosedJaxpr | Jaxpr)]
+    return [
+        v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values if isinstance(v, ClosedJaxpr | Jaxpr)
+    ]

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 from tqdm import tqdm
 
 from jaxaudit.grid import Grid
+from jaxaudit.schedule import Chunk
 
-
-class Span(Protocol):
-    """A chunk of work: a phase and its steps."""
-
-    fork: int | None
-    start: int
-    stop: int
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 class Progress:
     """Counts samples (env steps, tokens; learner steps where a learner does not say) over all lanes."""
 
-    def __init__(self, grid: Grid, chunks: Sequence[Span], done: int, samples_per_step: int):
+    def __init__(self, grid: Grid, chunks: Sequence[Chunk], done: int, samples_per_step: int):
         self._grid = grid
         self._unit = samples_per_step or 1
         self._collapsed: dict[int, int] = {}
@@ -36,10 +30,10 @@ class Progress:
             smoothing=0.1,
             mininterval=0.1 if terminal else 10.0,
             dynamic_ncols=terminal,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
+            bar_format=BAR,
         )
 
-    def advance(self, chunk: Span, collapsed: int | None) -> None:
+    def advance(self, chunk: Chunk, collapsed: int | None) -> None:
         """A chunk is done; `collapsed` lanes of its fork group stand collapsed now."""
         if chunk.fork is not None:
             self._bar.set_description_str(f"fork at {self._grid.forks[chunk.fork].onset}", refresh=False)
@@ -47,7 +41,7 @@ class Progress:
             self._bar.set_postfix_str(f"{sum(self._collapsed.values())} lanes collapsed", refresh=False)
         self._bar.update(self._samples(chunk))
 
-    def _samples(self, chunk: Span) -> int:
+    def _samples(self, chunk: Chunk) -> int:
         lanes = 1 if chunk.fork is None else len(self._grid.forks[chunk.fork].conditions)
         return lanes * len(self._grid.seeds) * (chunk.stop - chunk.start) * self._unit
 

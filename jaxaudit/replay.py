@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xarray as xr
 
-from jaxaudit import checkpoint, results
-from jaxaudit.grid import Grid
+from jaxaudit import results
+from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
-from jaxaudit.learner import State
+from jaxaudit.grid import Grid
+from jaxaudit.learner import PERFORMANCE, State
 from jaxaudit.registry import unknown
-from jaxaudit.runner import Engine, is_finished, onset_name, open_run
-from jaxaudit.store import Folder, environment
-
-DERIVED = ("x_inst", "x_gen", "baseline_performance")
+from jaxaudit.restore import at_onset
+from jaxaudit.runner import is_finished, open_run
+from jaxaudit.schedule import Chunk, chunk_size, schedule
+from jaxaudit.store import Folder, differences
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Replay:
     Attributes:
       lanes: how many were compared.
       steps: how many steps of each, summed over lanes.
-      deviations: largest |replayed - stored| of every channel that is not bitwise equal; inf where only one is finite.
+      deviations: largest |replayed - stored| of every channel not bitwise equal; inf where only one is finite.
       differences: what is not as it was when the run was made: (what, then, now).
     """
 
@@ -48,15 +48,18 @@ class Replay:
         worst = max(self.deviations, key=lambda name: self.deviations[name])
         lines = [f"not equal: {compared}; largest deviation {self.deviations[worst]:g} in {worst}"]
         lines += [f"  {name}: {value:g}" for name, value in sorted(self.deviations.items())]
-        why = changed or ["  software, device and lane layout are as recorded: the program is not deterministic here"]
+        why = changed or [
+            "  software, device and lane layout are as recorded: the program is not deterministic here"
+        ]
         return "\n".join([*lines, "why:", *why])
 
 
 def replay(folder: Path, seed: int | None = None, condition: str | None = None) -> Replay:
-    """Runs a finished run's lanes again from its stored onsets, at their recorded width, and compares.
+    """Runs a finished run's lanes again from its stored onsets, by the program that made them, and compares.
 
-    The baseline is replayed from its first step when no condition is chosen. A chosen lane is compared alone, but its
-    whole fork group is computed: at another width a lane is not bitwise the same.
+    The baseline, and with it every condition's steps before its onset, is replayed when no condition is chosen.
+    A chosen lane is compared alone, but its whole fork group is computed: at another width it is not bitwise the
+    same.
 
     Args:
       folder: of a finished run.
@@ -66,50 +69,92 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
     Raises:
       UserError: no run, not finished, a seed or condition it does not have, or a damaged checkpoint.
     """
-    store, _, grid = open_run(folder)
+    store, spec, grid = open_run(folder)
+    recorded = store.read_environment()
     if not is_finished(store):
         raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
-    stored = store.read_telemetry()
     seeds = _chosen("seed", seed, [str(s) for s in grid.seeds])
     members = _chosen("condition", condition, results.labels(grid))
-    engine = Engine(grid, grid.steps)
-    deviations: dict[str, float] = {}
-    steps = 0
-    for index, fork in enumerate(grid.forks):
-        mine = [c for c in fork.conditions if c in members]
-        if not mine:
+    engine = Engine(grid, chunk_size(spec, grid))
+    compared = _Comparison(store, grid, seeds, members)
+    states: State = None
+    phase: int | None = None
+    for chunk in schedule(grid, engine.rows, condition is None and "forked_from" not in recorded):
+        if chunk.fork is None:
+            states = engine.initial() if chunk.start == 0 else states
+        elif not set(grid.forks[chunk.fork].conditions) & set(members):
             continue
-        states = engine.forked(_baseline(store, engine, fork.onset), index)
-        _, rows = engine.advance(index, states, fork.onset, grid.steps)
-        count = len(fork.conditions)
+        elif chunk.fork != phase:
+            phase = chunk.fork
+            states = engine.forked(at_onset(store, engine, grid.forks[phase].onset), phase)
+        states, rows = engine.advance(chunk.fork, states, chunk.start, chunk.stop)
+        compared.add(chunk, {name: np.asarray(values) for name, values in rows.items()})
+    changed = differences(recorded, grid)
+    now = {what: value for what, _, value in differences({}, grid)}
+    for what, value in recorded.get("resumed_with", {}).items():
+        if value != now.get(what):
+            changed.append((f"{what}, when it was resumed", value, str(now.get(what))))
+    return Replay(len(seeds) * len(members), compared.steps, compared.deviations, tuple(changed))
+
+
+class _Comparison:
+    """Holds replayed rows against the stored telemetry, chunk after chunk.
+
+    Attributes:
+      deviations: largest deviation of every channel that differs.
+      steps: lane steps compared.
+    """
+
+    def __init__(self, store: Folder, grid: Grid, seeds: list[int], members: list[int]):
+        self.deviations: dict[str, float] = {}
+        self.steps = 0
+        self._store, self._grid, self._seeds, self._members = store, grid, seeds, members
+
+    def add(self, chunk: Chunk, rows: dict[str, np.ndarray]) -> None:
+        """Compares a chunk's rows `[T, L, ...]`: a fork group's own, or the baseline's with every prefix it is."""
+        if chunk.fork is None:
+            self._baseline(chunk, rows)
+            return
+        conditions = self._grid.forks[chunk.fork].conditions
+        mine = [c for c in conditions if c in self._members]
         for name, values in rows.items():
-            lanes = np.asarray(values)[: grid.steps - fork.onset, : count * len(grid.seeds)]
-            lanes = lanes.reshape(lanes.shape[0], count, len(grid.seeds), *lanes.shape[2:])
-            new = np.moveaxis(lanes, (0, 1, 2), (2, 1, 0))[np.ix_(seeds, [c - fork.conditions[0] for c in mine])]
-            _compare(name, new, stored[name].values[np.ix_(seeds, mine)][:, :, fork.onset :], deviations)
-        steps += len(seeds) * len(mine) * (grid.steps - fork.onset)
-    if condition is None and not store.read_environment().get("forked_from"):
-        steps += _replay_baseline(engine, stored, seeds, deviations)
-    return Replay(len(seeds) * len(members), steps, deviations, tuple(_differences(store, grid)))
+            lanes = values[: chunk.stop - chunk.start, : len(conditions) * len(self._grid.seeds)]
+            lanes = lanes.reshape(lanes.shape[0], len(conditions), len(self._grid.seeds), *lanes.shape[2:])
+            lanes = np.moveaxis(lanes, (0, 1, 2), (2, 1, 0))
+            self._compare(
+                name, lanes[np.ix_(self._seeds, [c - conditions[0] for c in mine])], mine, chunk.start
+            )
+        self.steps += len(self._seeds) * len(mine) * (chunk.stop - chunk.start)
+
+    def _baseline(self, chunk: Chunk, rows: dict[str, np.ndarray]) -> None:
+        for fork in self._grid.forks:
+            count = min(chunk.stop, fork.onset) - chunk.start
+            for name, values in rows.items() if count > 0 else ():
+                prefix = np.moveaxis(values[:count], 0, 1)[self._seeds][:, None]
+                shape = (len(self._seeds), len(fork.conditions), *prefix.shape[2:])
+                self._compare(name, np.broadcast_to(prefix, shape), list(fork.conditions), chunk.start)
+        count = chunk.stop - chunk.start
+        stored = self._store.read_channel("baseline_performance", slice(chunk.start, chunk.stop))[self._seeds]
+        self._note("baseline_performance", rows[PERFORMANCE][:count].T[self._seeds], stored)
+        self.steps += len(self._seeds) * count
+
+    def _compare(self, name: str, new: np.ndarray, conditions: list[int], start: int) -> None:
+        """Compares `[seed, condition, step, ...]`, the seeds chosen already."""
+        stored = self._store.read_channel(name, slice(None), slice(start, start + new.shape[2]))
+        self._note(name, new, stored[np.ix_(self._seeds, conditions)])
+
+    def _note(self, name: str, new: np.ndarray, old: np.ndarray) -> None:
+        """Notes the largest deviation, unless all bits agree (any NaN equals any NaN)."""
+        differ = (_bits(new) != _bits(old)) & ~(np.isnan(new) & np.isnan(old))
+        if differ.any():
+            with np.errstate(invalid="ignore"):
+                apart = np.abs(new[differ].astype(np.float64) - old[differ])
+            largest = float(np.where(np.isnan(apart), np.inf, apart).max())
+            self.deviations[name] = max(largest, self.deviations.get(name, 0.0))
 
 
-def _replay_baseline(engine: Engine, stored: xr.Dataset, seeds: list[int], deviations: dict[str, float]) -> int:
-    grid = engine.grid
-    _, rows = engine.advance(None, engine.initial(), 0, grid.baseline_steps)
-    last = grid.forks[-1]
-    for name, values in rows.items():
-        new = np.moveaxis(np.asarray(values)[: last.onset], 0, 1)[seeds]
-        _compare(name, new, stored[name].values[seeds][:, last.conditions[0], : last.onset], deviations)
-    return len(seeds) * last.onset
-
-
-def _baseline(store: Folder, engine: Engine, onset: int) -> State:
-    if onset == 0:
-        return engine.initial()
-    try:
-        return checkpoint.load(store.checkpoints / onset_name(onset), engine.state_shapes(None))[0]
-    except checkpoint.Damaged as damage:
-        raise UserError(f"{damage}, so its lanes cannot be replayed") from None
+def _bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values, np.float32).view(np.uint32)
 
 
 def _chosen(what: str, given: int | str | None, allowed: list[str]) -> list[int]:
@@ -121,20 +166,3 @@ def _chosen(what: str, given: int | str | None, allowed: list[str]) -> list[int]
     if what == "condition" and str(given).isdigit() and int(given) < len(allowed):
         return [int(given)]
     raise UserError(unknown(what, given, allowed))
-
-
-def _compare(name: str, new: np.ndarray, old: np.ndarray, deviations: dict[str, float]) -> None:
-    """Notes the largest deviation, unless all bits agree (any NaN equals any NaN)."""
-    differ = (new != old) & ~(np.isnan(new) & np.isnan(old))
-    if differ.any():
-        with np.errstate(invalid="ignore"):
-            apart = np.abs(new[differ].astype(np.float64) - old[differ])
-        largest = float(np.where(np.isnan(apart), np.inf, apart).max())
-        deviations[name] = max(largest, deviations.get(name, 0.0))
-
-
-def _differences(store: Folder, grid: Grid) -> list[tuple[str, str, str]]:
-    then, now = store.read_environment(), environment(grid)
-    pairs = {key: (then.get(key), value) for key, value in now.items() if key != "packages"}
-    pairs |= {f"package {k}": (then.get("packages", {}).get(k), v) for k, v in now["packages"].items()}
-    return [(what, str(a), str(b)) for what, (a, b) in pairs.items() if a != b]

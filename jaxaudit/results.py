@@ -73,9 +73,10 @@ def derived(performance: np.ndarray, settings: metrics.MetricSettings) -> dict[s
     rate = 2.0 / (settings.window + 1.0)
     x_gen = np.full_like(flat, np.nan)
     current = flat[:, 0]
-    for t in range(flat.shape[1]):
-        current = np.where(np.isnan(current), flat[:, t], current + rate * (flat[:, t] - current))
-        x_gen[:, t] = current
+    with np.errstate(invalid="ignore"):
+        for t in range(flat.shape[1]):
+            current = np.where(np.isnan(current), flat[:, t], current + rate * (flat[:, t] - current))
+            x_gen[:, t] = current
     return {"x_inst": x_inst.reshape(performance.shape), "x_gen": x_gen.reshape(performance.shape)}
 
 

@@ -8,9 +8,11 @@ import platform
 import shutil
 import sys
 import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,8 +20,21 @@ import xarray as xr
 import zarr
 
 from jaxaudit import results
+from jaxaudit.checkpoint import UNFINISHED
+from jaxaudit.errors import UserError
 from jaxaudit.grid import Fork, Grid
 from jaxaudit.learner import PERFORMANCE, Telemetry
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+DERIVED = ("x_inst", "x_gen")
+"""Channels computed from the telemetry when a run ends."""
+
+STARTING = "starting"
+"""The status of a run until its spec is written, which is what makes the folder a run."""
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "brax", "mujoco", "mujoco-mjx", "orbax-checkpoint", "numpy")
 
@@ -27,8 +42,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "brax", "mujoco", "mujoco-mjx", "o
 class Folder:
     """Paths of a run, and how its files are read and written.
 
-    Every file appears complete or not at all (written beside its place, then renamed); telemetry is written in
-    place, row by row, and only rows before the latest checkpoint count.
+    Every file appears complete or not at all (written beside its place, then renamed); telemetry is written
+    chunk after chunk, and only rows before the latest checkpoint count.
     """
 
     def __init__(self, path: Path):
@@ -41,33 +56,67 @@ class Folder:
         self.metrics = path / "metrics.csv"
         self.summary = path / "summary.csv"
 
+    def make(self, **facts: Any) -> None:
+        """Makes the folder of a run about to start: environment.json first, which tells it from others."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.update_environment(**facts, status=STARTING)
+        self.checkpoints.mkdir()
+
     def write(self, path: Path, text: str) -> None:
         """Writes a text file, whole or not at all."""
-        unfinished = path.with_name(f".unfinished-{path.name}")
+        unfinished = path.with_name(f"{UNFINISHED}{path.name}")
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
 
     def read_environment(self) -> dict[str, Any]:
-        """What the run was made on; empty if that was never written."""
+        """What the run was made on; empty if that was never written. Raises UserError if it is damaged."""
         try:
-            return json.loads(self.environment.read_text())
-        except (OSError, ValueError):
+            found = json.loads(self.environment.read_text(encoding="utf-8"))
+        except FileNotFoundError:
             return {}
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise UserError(f"{self.environment} is damaged: it is no longer a JSON object")
+        return found
 
     def update_environment(self, **facts: Any) -> None:
         """Adds or replaces entries of environment.json."""
         self.write(self.environment, json.dumps(self.read_environment() | facts, indent=2) + "\n")
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While inside, no other process works on this run; raises UserError if one does."""
+        if fcntl is None:
+            yield
+            return
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is at work on the run in {self.path}") from None
+            except OSError:  # a file system without locks
+                pass
+            yield
+        finally:
+            os.close(descriptor)
+
+    def sweep(self) -> None:
+        """Removes what a killed process left half written."""
+        for path in [*self.path.glob(f"{UNFINISHED}*"), *self.checkpoints.glob(f"{UNFINISHED}*")]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in self.telemetry.rglob("*.partial"):  # zarr's
+            path.unlink()
+
     def create_telemetry(self, grid: Grid, shapes: dict[str, tuple[int, ...]], chunk: int) -> None:
-        """Lays out telemetry.zarr, all NaN: channel -> shape of one value; chunks hold all lanes of `chunk` steps."""
-        unfinished = self.path / ".unfinished-telemetry.zarr"
-        shutil.rmtree(unfinished, ignore_errors=True)
+        """Lays out telemetry.zarr, all NaN: channel -> shape of one value; a file holds `chunk` steps."""
         empty = results.telemetry(grid, {})
-        channels = dict.fromkeys([*sorted(shapes), "x_inst", "x_gen"])
+        channels = dict.fromkeys([*sorted(shapes), *DERIVED])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            empty.to_zarr(unfinished, mode="w", consolidated=False)
-            group = zarr.open_group(unfinished, mode="r+")
+            empty.to_zarr(self.telemetry, mode="w", consolidated=False)
+            group = zarr.open_group(self.telemetry, mode="r+")
             lanes = (len(grid.seeds), len(grid.conditions))
             for name in channels:
                 own = tuple(shapes.get(name, ()))
@@ -75,18 +124,18 @@ class Folder:
                 _nan_array(group, name, (*lanes, grid.steps, *own), (*lanes, chunk, *own), dims)
             shape = (lanes[0], grid.steps)
             _nan_array(group, "baseline_performance", shape, (lanes[0], chunk), ("seed", "step"))
-            zarr.consolidate_metadata(unfinished)
-        os.replace(unfinished, self.telemetry)
+            zarr.consolidate_metadata(self.telemetry)
 
     def write_baseline(self, grid: Grid, rows: Telemetry, start: int, stop: int) -> None:
-        """Writes the baseline's steps `start` to `stop` (rows `[T, S, ...]`) as the prefix of all later conditions."""
-        group = zarr.open_group(self.telemetry, mode="r+")
+        """Writes the baseline's steps `start` to `stop`, rows `[T, S, ...]`, as later conditions' prefix."""
         performance = np.asarray(rows[PERFORMANCE])[: stop - start, : len(grid.seeds)]
-        group["baseline_performance"][:, start:stop] = performance.T
+        self._channel("baseline_performance", "r+")[:, start:stop] = performance.T
         for fork in grid.forks:
             end = min(stop, fork.onset)
             if end > start:
-                self._write(grid, fork, {k: np.asarray(x)[: end - start, None] for k, x in rows.items()}, start, end)
+                self._write(
+                    grid, fork, {k: np.asarray(x)[: end - start, None] for k, x in rows.items()}, start, end
+                )
 
     def write_fork(self, grid: Grid, fork: Fork, rows: Telemetry, start: int, stop: int) -> None:
         """Writes a fork group's steps `start` to `stop`: rows `[T, L, ...]`, condition after condition."""
@@ -95,33 +144,43 @@ class Folder:
         split = {k: x.reshape(stop - start, count, seeds, *x.shape[2:]) for k, x in lanes.items()}
         self._write(grid, fork, split, start, stop)
 
-    def write_prefix(self, grid: Grid, fork: Fork, rows: dict[str, np.ndarray]) -> None:
-        """Writes the steps before a fork's onset: rows `[onset, 1, S, ...]`."""
-        self._write(grid, fork, rows, 0, fork.onset)
+    def copy_prefix(self, source: Folder, theirs: Fork, ours: Fork) -> None:
+        """Copies the steps before an onset from another run of the same seeds and channels."""
+        first, count, onset = ours.conditions[0], len(ours.conditions), ours.onset
+        for name in zarr.open_group(self.telemetry, mode="r").array_keys():
+            array = self._channel(name, "r+")
+            if array.ndim >= len(results.DIMS) and name not in DERIVED:
+                prefix = source.read_channel(
+                    name, slice(theirs.conditions[0], theirs.conditions[0] + 1), slice(onset)
+                )
+                shape = (prefix.shape[0], count, *prefix.shape[2:])
+                array[:, first : first + count, :onset] = np.broadcast_to(prefix, shape)
 
     def _write(self, grid: Grid, fork: Fork, rows: dict[str, np.ndarray], start: int, stop: int) -> None:
         """Rows `[T, C or 1, S (or more), ...]` into the fork's conditions."""
-        group = zarr.open_group(self.telemetry, mode="r+")
         first, count, seeds = fork.conditions[0], len(fork.conditions), len(grid.seeds)
         for name, values in rows.items():
             values = np.moveaxis(values[:, :, :seeds], (0, 1, 2), (2, 1, 0))
             shape = (seeds, count, *values.shape[2:])
-            group[name][:, first : first + count, start:stop] = np.broadcast_to(values, shape)
+            self._channel(name, "r+")[:, first : first + count, start:stop] = np.broadcast_to(values, shape)
 
-    def read_telemetry(self) -> xr.Dataset:
-        """The telemetry in memory, with dims (seed, condition, step)."""
+    def read_telemetry(self, channels: Collection[str] | None = None) -> xr.Dataset:
+        """The telemetry in memory, all or some channels, with dims (seed, condition, step)."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with xr.open_zarr(self.telemetry, chunks=None) as data:
-                return data.load()
+                return (data if channels is None else data[list(channels)]).load()
 
-    def read_channel(self, name: str) -> np.ndarray:
-        """One channel, as far as it was written."""
-        return np.asarray(zarr.open_group(self.telemetry, mode="r")[name])
+    def read_channel(self, name: str, *columns: slice) -> np.ndarray:
+        """One channel, all seeds, as far as it was written; `columns` slice the later dimensions."""
+        return np.asarray(self._channel(name, "r")[(slice(None), *columns)])
 
     def write_channel(self, name: str, values: np.ndarray) -> None:
         """Replaces a whole channel."""
-        zarr.open_group(self.telemetry, mode="r+")[name][...] = values
+        self._channel(name, "r+")[...] = values
+
+    def _channel(self, name: str, mode: Literal["r", "r+"]) -> zarr.Array:
+        return zarr.open_array(self.telemetry / name, mode=mode)
 
     def write_attributes(self, **attributes: Any) -> None:
         """Adds attributes to the telemetry."""
@@ -150,8 +209,10 @@ def environment(grid: Grid) -> dict[str, Any]:
         "cpu": _cpu(),
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
-        "flags": {k: os.environ[k] for k in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64") if k in os.environ},
-        "precision": str(jax.config.jax_default_matmul_precision),
+        "flags": {
+            k: os.environ[k] for k in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64") if k in os.environ
+        },
+        "precision": str(jax.config.jax_default_matmul_precision),  # type: ignore[attr-defined]
         "lane_layout": {
             "execution": grid.program.execution,
             "baseline_width": grid.width(None),
@@ -159,6 +220,14 @@ def environment(grid: Grid) -> dict[str, Any]:
         },
         "byteorder": sys.byteorder,
     }
+
+
+def differences(then: dict[str, Any], grid: Grid) -> list[tuple[str, str, str]]:
+    """What is not as `then`, an earlier `environment`, says: (what, then, now)."""
+    now = environment(grid)
+    pairs = {key: (then.get(key), value) for key, value in now.items() if key != "packages"}
+    pairs |= {f"package {k}": (then.get("packages", {}).get(k), v) for k, v in now["packages"].items()}
+    return [(what, str(a), str(b)) for what, (a, b) in pairs.items() if a != b]
 
 
 def _version(package: str) -> str:

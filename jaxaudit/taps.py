@@ -154,6 +154,7 @@ class Taps:
                 f"perturbation '{kind.name}' needs {', '.join(missing)} at site '{kind.site}', "
                 "and the learner's tap there does not give it"
             )
+        value = jax.tree.map(jnp.asarray, value)
         lane, key, step = self._lane, self._key, self.step
         assert lane is not None and key is not None
         known = self._paths[kind.site]
@@ -178,8 +179,8 @@ def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
     new_leaves = structure.flatten_up_to(new)
     return structure.unflatten(
         [
-            jnp.where(chosen[i], jnp.asarray(n).astype(jnp.asarray(o).dtype), o)
-            for i, (n, o) in enumerate(zip(new_leaves, old_leaves, strict=True))
+            jnp.where(chosen[i], jnp.asarray(new).astype(old.dtype), old)
+            for i, (new, old) in enumerate(zip(new_leaves, old_leaves, strict=True))
         ]
     )
 

@@ -68,7 +68,7 @@ class Optimizer:
     def update(self, params: Params, state: Any, gradient: Params, taps: Taps) -> tuple[Params, Any, Update]:
         """One update with `gradient`, tapping gradient, clip_norm and learning_rate: (params, state, what it did)."""
         gradient = taps("gradient", gradient, label=self.label)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         clipped = jnp.zeros(())
         if self.max_norm is not None:
             threshold = taps("clip_norm", jnp.float32(self.max_norm), label=self.label)
@@ -77,7 +77,7 @@ class Optimizer:
         direction, state = self.transform.update(gradient, state, params)
         rate = self._rate(taps)
         change = jax.tree.map(lambda d: -rate * d, direction)
-        done = Update(rate, norm, optax.global_norm(change), clipped, first_moment_cosine(direction, state))
+        done = Update(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state))
         return optax.apply_updates(params, change), state, done
 
     def _rate(self, taps: Taps) -> jax.Array:
@@ -98,4 +98,4 @@ def first_moment_cosine(direction: Params, state: Any) -> jax.Array:
     if moment is None:
         return jnp.float32(jnp.nan)
     inner = sum(jnp.vdot(d, m) for d, m in zip(jax.tree.leaves(direction), jax.tree.leaves(moment), strict=True))
-    return inner / (optax.global_norm(direction) * optax.global_norm(moment))
+    return inner / (optax.tree.norm(direction) * optax.tree.norm(moment))

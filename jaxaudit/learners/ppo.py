@@ -199,7 +199,7 @@ class PPO:
             "episode_length": jnp.mean(state.episodes.last_length),
             "explained_variance": 1.0 - jnp.var(samples.target - samples.value) / jnp.var(samples.target),
             "entropy": gaussian_entropy(state.params["log_std"]),
-            "params_norm": optax.global_norm(state.params),
+            "params_norm": optax.tree.norm(state.params),
         }
         return state, telemetry
 
@@ -348,7 +348,7 @@ class PPO:
             "learning_rate": jnp.mean(updates.learning_rate),
             "gradient_norm": jnp.mean(updates.gradient_norm),
             "clipped_fraction": jnp.mean(updates.clipped),
-            "update_norm": optax.global_norm(jax.tree.map(jnp.subtract, progress.params, before)),
+            "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, progress.params, before)),
             "x_mem": jnp.mean(updates.memory),
             "x_grad": progress.coherence.mean_pairwise_cosine(),
         }

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import os
 from collections.abc import Iterator
 
 import jax
@@ -116,6 +117,11 @@ def _step(batch: Batch, alive: np.ndarray, frame_skip: int) -> np.ndarray:
     return diverged
 
 
+def _threads() -> int:
+    """Cores for one batch: all of them shared evenly by JAX's devices, which each step a batch of their own."""
+    return max(1, len(os.sched_getaffinity(0)) // jax.local_device_count())
+
+
 _idle: dict[tuple[MujocoTask, int], collections.deque[Batch]] = collections.defaultdict(collections.deque)
 
 
@@ -126,7 +132,7 @@ def _borrowed(task: MujocoTask, size: int) -> Iterator[Batch]:
     try:
         batch = idle.pop()
     except IndexError:
-        batch = Batch(load_model(task), size)
+        batch = Batch(load_model(task), size, nthread=_threads())
     try:
         yield batch
     finally:

@@ -1,0 +1,150 @@
+"""What the benchmarks share: JAX's devices, compiled lanes, interleaved timing, tables and results files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+TASK = "HalfCheetah-v5"
+
+
+def parser(description: str, repetitions: int = 5) -> argparse.ArgumentParser:
+    """The options every benchmark has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--quick", action="store_true", help="a smoke run of seconds; its numbers mean nothing")
+    made.add_argument("--json", type=Path, metavar="PATH", help="write the numbers here")
+    made.add_argument("--repetitions", type=int, default=repetitions, help="timed rounds (%(default)s)")
+    made.add_argument("--devices", type=int, default=cores(), help="CPU devices (%(default)s, one per core)")
+    return made
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prepare_jax(devices: int) -> None:
+    """One CPU device per core, as on the command line; no compilation cache: compile times are real."""
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of every repetition."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Of the repetitions."""
+        return statistics.median(self.seconds)
+
+    def rate(self, work: float) -> str:
+        """`work` per second: median (lowest - highest)."""
+        low, high = work / max(self.seconds), work / min(self.seconds)
+        return f"{work / self.median:,.0f} ({low:,.0f} - {high:,.0f})"
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} ({min(self.seconds):.4g} - {max(self.seconds):.4g})"
+
+
+def interleave(candidates: Mapping[str, Callable[[], float | None]], repetitions: int) -> dict[str, Timing]:
+    """Runs A B C A B C ..., so that a slow spell of the machine falls on all.
+
+    A candidate may return the seconds it took itself.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(repetitions):
+        for name, candidate in candidates.items():
+            begun = time.perf_counter()
+            own = candidate()
+            seconds[name].append(time.perf_counter() - begun if own is None else own)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def paired_ratio(above: Timing, below: Timing) -> Timing:
+    """above / below, round by round."""
+    return Timing(tuple(a / b for a, b in zip(above.seconds, below.seconds, strict=True)))
+
+
+class Advance:
+    """Lanes of a program, compiled: `advance(start, stop)` trains them from their warm state and waits.
+
+    Args:
+      program: a grid's.
+      lanes: L of them.
+      rows: steps of telemetry the compiled program holds.
+    """
+
+    def __init__(self, program: Any, lanes: Any, rows: int):
+        from jaxaudit.grid import advance, initial, telemetry_rows
+
+        self._lanes = lanes
+        states = jax.jit(lambda seeds: initial(program, seeds))(lanes.seed)
+        self._rows = telemetry_rows(program, rows, lanes.seed.shape[0])
+
+        def run(states, lanes, start, stop, rows):
+            return advance(program, states, lanes, start, stop, rows, start)
+
+        arguments = (states, lanes, 0, 1, self._rows)
+        begun = time.perf_counter()
+        self.compiled = jax.jit(run).lower(*arguments).compile()
+        self.compile_seconds = time.perf_counter() - begun
+        self._states = states
+        self._states = self(0, 1)[0]
+
+    def __call__(self, start: int, stop: int, lanes: Any = None) -> Any:
+        """States and telemetry at `stop`; `lanes` may differ from the first in data."""
+        arguments = (self._states, self._lanes if lanes is None else lanes, start, stop, self._rows)
+        placed = jax.tree.map(jax.device_put, arguments, self.compiled.input_shardings[0])
+        return jax.block_until_ready(self.compiled(*placed))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def machine() -> dict[str, Any]:
+    """What a number depends on."""
+    names = ("jaxaudit", "jax", "jaxlib", "flax", "optax", "mujoco")
+    return {
+        "processor": _processor(),
+        "cores": cores(),
+        "devices": [str(device) for device in jax.devices()],
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in names},
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def finish(arguments: argparse.Namespace, markdown: str, data: Mapping[str, Any]) -> None:
+    """Prints the table and writes the JSON."""
+    print(markdown)
+    if arguments.quick:
+        print("\n(a smoke run: these numbers mean nothing)")
+    if arguments.json:
+        options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
+        record = {"options": options, "machine": machine(), **data}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(record, indent=2, default=lambda t: list(t.seconds)) + "\n")

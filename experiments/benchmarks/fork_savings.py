@@ -1,0 +1,71 @@
+"""What forking saves: a grid whose lanes share their prefix, against the same lanes trained from step 0.
+
+The ratio of times should be the ratio of lane-steps. A lane's cost depends on how many run side by side,
+and the baseline has fewer lanes than a fork group; so both sides run in batches of one size, the
+baseline's lanes per device. "--execution vmap" shows the effect of the width instead.
+"""
+
+from __future__ import annotations
+
+import math
+
+import common
+import jax
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = common.parser(__doc__.splitlines()[0], repetitions=3)
+    options.add_argument("--seeds", type=int, default=8)
+    options.add_argument("--steps", type=int, default=20, help="iterations of a run (%(default)s)")
+    options.add_argument("--onsets", type=float, nargs="+", default=[0.3, 0.6])
+    options.add_argument("--execution", choices=("batch", "vmap"), default="batch")
+    arguments = options.parse_args()
+    if arguments.quick:
+        arguments.repetitions, arguments.seeds, arguments.steps = 1, 2, 5
+    common.prepare_jax(arguments.devices)
+    rows, numbers = [], {}
+    for onset in arguments.onsets:
+        grid, candidates = build(arguments, onset)
+        timings = common.interleave(candidates, arguments.repetitions)
+        ratio = common.paired_ratio(timings["forked"], timings["whole"])
+        lanes = len(grid.seeds) * len(grid.conditions)
+        expected = grid.lane_steps / (lanes * grid.steps)
+        error = ratio.median / expected - 1
+        rows.append((onset, timings["whole"], timings["forked"], ratio, f"{expected:.4f}", f"{error:+.1%}"))
+        numbers[str(onset)] = {"seconds": timings, "ratio": ratio, "expected": expected, "error": error}
+    header = ("onset", "s, from step 0", "s, forked", "time ratio", "lane-step ratio", "difference")
+    common.finish(arguments, common.table(header, rows), {"onsets": numbers})
+
+
+def build(arguments, onset: float):
+    """The grid, and calls that run it forked and whole, by the same compiled programs."""
+    import jaxaudit as ja
+    from jaxaudit import grid
+    from jaxaudit.runner import Engine
+
+    small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
+    learner = ja.learners.ppo(common.TASK, evaluations=0, **small)
+    spike = ja.lr_spike(ja.sweep(3.0, 10.0, 30.0), onset=onset, duration=2)
+    batch = "vmap" if arguments.execution == "vmap" else math.ceil(arguments.seeds / arguments.devices)
+    plan = grid.plan(learner, [spike], seeds=arguments.seeds, steps=arguments.steps, execution=batch, tail=0)
+    engine = Engine(plan, plan.steps)
+    start = jax.block_until_ready(engine.initial())
+    begin = plan.forks[0].onset
+
+    def forked() -> None:
+        at_onset, _ = engine.advance(None, start, 0, begin)
+        engine.advance(0, engine.forked(at_onset, 0), begin, plan.steps)
+
+    def whole() -> None:
+        engine.advance(0, engine.forked(start, 0), 0, plan.steps)
+
+    # Everything that either side calls is compiled here.
+    warm, _ = engine.advance(None, start, 0, 1)
+    for states in (start, warm):
+        engine.advance(0, engine.forked(states, 0), 0, 1)
+    return plan, {"whole": whole, "forked": forked}
+
+
+if __name__ == "__main__":
+    main()

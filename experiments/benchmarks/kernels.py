@@ -1,0 +1,96 @@
+"""Times of the numerical kernels at PPO's sizes, beside the plain way of computing the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = common.parser(__doc__.splitlines()[0], repetitions=15)
+    options.add_argument("--lanes", type=int, default=32, help="vmapped (%(default)s)")
+    arguments = options.parse_args()
+    if arguments.quick:
+        arguments.repetitions, arguments.lanes = 2, 2
+    common.prepare_jax(1)
+    cases = build(arguments.lanes)
+    candidates = {name: call for name, (_, call) in cases.items()}
+    common.interleave(candidates, 1)
+    timings = common.interleave(candidates, arguments.repetitions)
+    rows = [
+        (name, cases[name][0], f"{t.median * 1e3:.3g}", f"{min(t.seconds) * 1e3:.3g}")
+        for name, t in timings.items()
+    ]
+    common.finish(
+        arguments, common.table(("kernel", "size", "ms, median", "ms, lowest"), rows), {"seconds": timings}
+    )
+
+
+def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
+    """By name: the size in words, and one call."""
+    from jaxaudit.kernels.coherence import CoherenceSum, dominant_share, mean_pairwise_cosine
+    from jaxaudit.kernels.gae import gae
+    from jaxaudit.kernels.orthogonal import orthogonal
+
+    def call(function: Callable, *arguments) -> Callable[[], None]:
+        return wait(jax.jit(jax.vmap(function)), *arguments)
+
+    def wait(function: Callable, *arguments) -> Callable[[], None]:
+        def once() -> None:
+            jax.block_until_ready(function(*arguments))
+
+        return once
+
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
+
+    steps, envs = 256, 8
+    rewards, values, next_values = (normal(lanes, steps, envs) for _ in range(3))
+    ends = jnp.asarray(random.random((lanes, steps, envs)) < 0.01)
+    layers = [(17, 64), (64,), (64, 64), (64,), (64, 6), (6,)]
+    stack = {str(i): normal(lanes, 32, *shape) for i, shape in enumerate(layers)}
+    parameters = sum(int(np.prod(shape)) for shape in layers)
+    keys = jax.random.split(jax.random.key(0), lanes)
+
+    def streamed(stack: dict) -> jax.Array:
+        first = jax.tree.map(lambda leaf: leaf[0], stack)
+        start = CoherenceSum.zeros(first, raw=False)
+        return jax.lax.scan(lambda total, g: (total.add(g), None), start, stack)[0].mean_pairwise_cosine()
+
+    def gae_of(*arguments: jax.Array) -> jax.Array:
+        return gae(*arguments, 0.99, 0.95)
+
+    whole = f"{lanes} x [{steps}, {envs}]"
+    gradients = f"{lanes} x 32 gradients of {parameters:,}"
+    # QR is not vmapped: batched LAPACK calls can block one another on a CPU.
+    qr = jax.jit(lambda key: jax.lax.map(lambda k: jax.nn.initializers.orthogonal()(k, (64, 64)), key))
+    return {
+        "gae": (whole, call(gae_of, rewards, values, next_values, ends, ends)),
+        "gae, NumPy loop": (whole, lambda: gae_numpy(*map(np.asarray, (rewards, values, next_values, ends)))),
+        "coherence.mean_pairwise_cosine": (gradients, call(mean_pairwise_cosine, stack)),
+        "coherence.CoherenceSum, streamed": (gradients, call(streamed, stack)),
+        "coherence.dominant_share": (gradients, call(dominant_share, stack)),
+        "orthogonal": (f"{lanes} x [64, 64]", call(lambda key: orthogonal(key, (64, 64)), keys)),
+        "jax.nn orthogonal (QR, one by one)": (f"{lanes} x [64, 64]", wait(qr, keys)),
+    }
+
+
+def gae_numpy(rewards, values, next_values, ends) -> None:
+    """Advantages of arrays `[lanes, T, N]`, in a Python loop."""
+    advantages = np.zeros_like(rewards)
+    last = np.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        live = 1 - ends[:, t]
+        delta = rewards[:, t] + 0.99 * next_values[:, t] * live - values[:, t]
+        last = advantages[:, t] = delta + 0.99 * 0.95 * live * last
+
+
+if __name__ == "__main__":
+    main()

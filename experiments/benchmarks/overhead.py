@@ -1,0 +1,90 @@
+"""What taps and telemetry cost: the same PPO learner with more and more of the audit in its program.
+
+Target: closed taps and basic telemetry take at most 1.10 times the bare learner's time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import common
+import jax
+import numpy as np
+
+BARE = "bare: only performance, no kinds"
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = common.parser(__doc__.splitlines()[0])
+    options.add_argument("--lanes", type=int, default=16, help="side by side, on all devices (%(default)s)")
+    options.add_argument("--steps", type=int, default=4, help="iterations a timing takes (%(default)s)")
+    arguments = options.parse_args()
+    if arguments.quick:
+        arguments.repetitions, arguments.lanes, arguments.steps = 2, 2, 1
+    common.prepare_jax(arguments.devices)
+    candidates = build(arguments)
+    timings = common.interleave(candidates, arguments.repetitions)
+    ratios = {name: common.paired_ratio(t, timings[BARE]) for name, t in timings.items()}
+    rows = [(name, t, f"{ratios[name].median:.3f}") for name, t in timings.items()]
+    work = f"seconds for {arguments.steps} iterations of {arguments.lanes} lanes"
+    header = ("program", work, "ratio to bare")
+    common.finish(arguments, common.table(header, rows), {"seconds": timings, "ratios": ratios})
+
+
+def build(arguments) -> dict:
+    """The candidates by name, compiled and warm."""
+    import jaxaudit as ja
+    from jaxaudit import grid, registry
+    from jaxaudit.perturbations.core import chain, conditions, control
+
+    run = 1000
+    small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
+    basic = ja.learners.ppo(common.TASK, telemetry="basic", evaluations=0, **small)
+    full = ja.learners.ppo(common.TASK, telemetry="full", evaluations=0, **small)
+
+    def only_performance(state, key, taps):
+        state, telemetry = basic.step(state, key, taps)
+        return state, {"performance": telemetry["performance"]}
+
+    bare = dataclasses.replace(basic, step=only_performance)
+    sites = grid.find_sites(basic.init, basic.step, run)
+    standard = [registry.perturbations[name] for name in registry.perturbations]
+    # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.
+    every = chain(
+        *(f(f.default.neutral, onset=0, duration="end") for f in standard if f.default.site in sites)
+    )
+    plan = grid.plan(basic, [every], seeds=arguments.lanes, steps=run)
+    seeds = plan.lanes(None)[0].seed
+
+    def lanes(condition):
+        column = grid.disturbance(condition, plan.program, run)
+        return grid.Lanes(seeds, jax.tree.map(lambda x: np.stack([x] * len(seeds)), column))
+
+    never, always = lanes(control(0)), lanes(conditions([every], run)[0])
+
+    def candidate(learner, lanes):
+        program = dataclasses.replace(plan.program, learner=learner)
+        advance = common.Advance(program, lanes, arguments.steps)
+        print(f"compiled in {advance.compile_seconds:.0f} s", flush=True)
+        return advance, timed(advance, lanes)
+
+    def timed(advance, lanes):
+        def once() -> None:
+            advance(1, 1 + arguments.steps, lanes)
+
+        return once
+
+    tapped, closed = candidate(basic, never)
+    kinds = len(plan.program.kinds)
+    return {
+        BARE: candidate(bare, grid.Lanes(seeds, None))[1],
+        "(a) basic telemetry, no kinds": candidate(basic, grid.Lanes(seeds, None))[1],
+        f"(b) basic telemetry, {kinds} kinds, windows closed": closed,
+        f"(c) basic telemetry, {kinds} kinds, all windows open": timed(tapped, always),
+        f"(d) full telemetry, {kinds} kinds, windows closed": candidate(full, never)[1],
+    }
+
+
+if __name__ == "__main__":
+    main()

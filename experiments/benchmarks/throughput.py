@@ -1,0 +1,121 @@
+"""Env steps per second of an audit of PPO on HalfCheetah-v5, and of Stable-Baselines3's PPO beside it.
+
+The audit: 8 seeds x (control and lr_spike 3, 10, 30), forked at 30% of the run, as one compiled program
+with full telemetry. Stable-Baselines3 runs with one environment or eight, with one PyTorch thread or one
+per core, and as one process or one per core; every variant collects 2048 env steps an iteration. Neither
+side evaluates its policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import common
+import jax
+
+ENV_STEPS = 2048
+AUDIT = "jaxaudit"
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = common.parser(__doc__.splitlines()[0], repetitions=3)
+    options.add_argument("--python", default=sys.executable, help="Python with stable-baselines3 (this one)")
+    options.add_argument("--seeds", type=int, default=8)
+    options.add_argument("--steps", type=int, default=20, help="iterations of the audit's run (%(default)s)")
+    options.add_argument("--sb3-steps", type=int, default=10, help="iterations timed of SB3 (%(default)s)")
+    arguments = options.parse_args()
+    if arguments.quick:
+        arguments.repetitions, arguments.seeds, arguments.steps, arguments.sb3_steps = 1, 2, 3, 1
+    common.prepare_jax(arguments.devices)
+    grid, audit, compile_seconds = build(arguments)
+    variants = {
+        f"SB3: processes {processes}, threads {threads}, environments {envs}": (processes, threads, envs)
+        for processes, threads in sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
+        for envs in (1, 8)
+    }
+    if arguments.quick:
+        variants = dict(list(variants.items())[:1])
+    candidates = {AUDIT: audit} | {
+        name: functools.partial(sb3, arguments, *variant) for name, variant in variants.items()
+    }
+    timings = common.interleave(candidates, arguments.repetitions)
+
+    computed = grid.lane_steps * ENV_STEPS
+    whole = len(grid.seeds) * len(grid.conditions) * grid.steps * ENV_STEPS
+    work = {name: processes * arguments.sb3_steps * ENV_STEPS for name, (processes, *_) in variants.items()}
+    work[AUDIT] = computed
+    rates = {name: work[name] / timing.median for name, timing in timings.items()}
+    rows = [(name, t.rate(work[name]), f"{rates[AUDIT] / rates[name]:.2f}") for name, t in timings.items()]
+    rows.insert(1, ("jaxaudit, shared prefix counted for every lane", timings[AUDIT].rate(whole), ""))
+    best = max(variants, key=rates.__getitem__)
+    markdown = common.table(
+        ("", "env steps/s: median (lowest - highest)", "jaxaudit is x times as fast"), rows
+    )
+    markdown += (
+        f"\n\naudit: {len(grid.seeds)} seeds x {len(grid.conditions)} conditions, {grid.steps} iterations, "
+        f"{computed:,} env steps computed; compiled in {compile_seconds:.0f} s, not counted above"
+        f"\nbest of Stable-Baselines3: {best}; ratio {rates[AUDIT] / rates[best]:.2f}, "
+        f"prefix counted for every lane {rates[AUDIT] / rates[best] * whole / computed:.2f}"
+    )
+    numbers = {
+        "seconds": timings,
+        "env_steps": work,
+        "env_steps_prefix_per_lane": whole,
+        "env_steps_per_second": rates,
+    }
+    common.finish(arguments, markdown, numbers | {"compile_seconds": compile_seconds, "best_sb3": best})
+
+
+def build(arguments):
+    """The grid, a call that runs all of it, and the seconds its compilation took."""
+    import jaxaudit as ja
+    from jaxaudit import grid
+
+    learner = ja.learners.ppo(common.TASK, evaluations=0)
+    duration = max(1, min(10, arguments.steps // 2))
+    spike = ja.lr_spike(ja.sweep(3.0, 10.0, 30.0), onset=0.3, duration=duration)
+    # The baseline goes on past the onset by the share that 50 steps are of a run of 489, a million env steps.
+    tail = round(arguments.steps * 50 / 489)
+    plan = grid.plan(learner, [spike], seeds=arguments.seeds, steps=arguments.steps, tail=tail)
+    data = grid.inputs(plan)
+    begun = time.perf_counter()
+    program = grid.compiled(plan.program).lower(data).compile()
+    compile_seconds = time.perf_counter() - begun
+    placed = jax.tree.map(jax.device_put, (data,), program.input_shardings[0])
+
+    def audit() -> None:
+        jax.block_until_ready(program(*placed))
+
+    return plan, audit, compile_seconds
+
+
+def sb3(arguments, processes: int, threads: int, envs: int) -> float:
+    """Seconds that `processes` trainings side by side take, warm-up left out."""
+    script = Path(__file__).resolve().with_name("sb3.py")
+    command = [arguments.python, str(script), str(threads), str(envs), str(arguments.sb3_steps)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    # MuJoCo leaves a log of its warnings in the working directory.
+    running = [subprocess.Popen(command, cwd=tempfile.gettempdir(), **pipes) for _ in range(processes)]
+    try:
+        for process in running:
+            if process.stdout.readline().strip() != "ready":
+                sys.exit(f"Stable-Baselines3 does not run under {arguments.python}: pip install -e .[bench]")
+        for process in running:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        return max(json.loads(process.stdout.readline())["seconds"] for process in running)
+    finally:
+        for process in running:
+            process.stdin.close()
+            process.wait(timeout=60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Ctrl-C: once, to stop when the work at hand is saved; twice, to stop at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+ASKED = b"\nstopping after this chunk (Ctrl-C again: at once, from the last checkpoint)\n"
+
+
+class Interrupted(Exception):
+    """A run stopped at the user's wish; the message says how to go on."""
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """While inside, Ctrl-C makes the function it yields return True; a second one raises KeyboardInterrupt."""
+    asked: list[int] = []
+
+    def ask(signum: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(signum)
+        os.write(2, ASKED)  # print may not be entered again from a signal
+
+    try:
+        previous = signal.signal(signal.SIGINT, ask)
+    except ValueError:  # not in the main thread: nobody's Ctrl-C to catch
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def interruptible(work: Callable[[], Result]) -> Result:
+    """What `work` returns or raises, done in another thread: XLA would keep Ctrl-C waiting in this one.
+
+    After a KeyboardInterrupt the thread still runs; only the end of the process ends it.
+    """
+    done: list[Result] = []
+    failed: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]

@@ -1,0 +1,493 @@
+"""Runs that are killed, stopped, starved of disk or damaged, in processes of their own, end as if nothing had been."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import quadratic  # noqa: F401  registers the learner
+import zarr
+from orbax.checkpoint import v1 as ocp
+from server import Server
+
+from jaxaudit import memory, runner
+from jaxaudit.engine import Engine
+from jaxaudit.errors import UserError
+from jaxaudit.spec import parse
+from jaxaudit.store import Folder
+
+SPEC = """
+[audit]
+name = "small"
+seeds = 3
+steps = 20
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "quadratic"
+[metrics]
+window = 4
+hold = 4
+horizon = 4
+[run]
+chunk = 1
+[[perturbation]]
+kind = "lr_spike"
+magnitude = [3, 30]
+onset = [5, 10]
+duration = 2
+[[perturbation]]
+kind = "weight_noise"
+magnitude = 1.0
+onset = 10
+"""
+CHUNKS = 14 + 15 + 10  # the baseline goes on for a window after the last onset
+
+PPO = """
+[audit]
+name = "ppo"
+seeds = 2
+steps = 40
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "ppo"
+num_envs = 2
+rollout_length = 32
+[metrics]
+window = 4
+hold = 4
+horizon = 4
+[run]
+chunk = 1
+[[perturbation]]
+kind = "lr_spike"
+magnitude = [3, 30]
+onset = 10
+duration = 5
+[[perturbation]]
+kind = "observation_noise"
+magnitude = 0.5
+onset = 10
+duration = "end"
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    serving = Server(tmp_path_factory.mktemp("server"))
+    yield serving
+    serving.close()
+
+
+@pytest.fixture(scope="module")
+def reference(server, tmp_path_factory):
+    """A run that nothing happened to."""
+    place = tmp_path_factory.mktemp("reference")
+    (place / "spec.toml").write_text(SPEC)
+    done = server("run", place / "spec.toml", "-o", place / "run")
+    assert done.code == 0, done.err
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def stopped(server, tmp_path_factory):
+    """The same run, killed in its last fork group."""
+    place = tmp_path_factory.mktemp("stopped")
+    (place / "spec.toml").write_text(SPEC)
+    kill = killing(place / "run", signal.SIGKILL, chunk=CHUNKS - 5)
+    assert server("run", place / "spec.toml", "-o", place / "run", watch=kill).code == -signal.SIGKILL
+    return place / "run"
+
+
+def arrays(folder):
+    """Every array of a run's telemetry and checkpoints, as bytes."""
+    group = zarr.open_group(folder / "telemetry.zarr", mode="r")
+    found = {name: np.asarray(array).tobytes() for name, array in group.arrays()}
+    for path in sorted((folder / "checkpoints").iterdir()):
+        assert not path.name.startswith(".")
+        leaves = jax.tree_util.tree_leaves_with_path(ocp.load(path))
+        found |= {f"{path.name} {jax.tree_util.keystr(k)}": np.asarray(x).tobytes() for k, x in leaves}
+    return found
+
+
+def assert_same(folder, reference):
+    """Telemetry, tables and checkpoints of two runs are bitwise equal, and nothing is left over."""
+    left, right = arrays(folder), arrays(reference)
+    assert left.keys() == right.keys()
+    assert [name for name in left if left[name] != right[name]] == []
+    for name in ("metrics.csv", "summary.csv", "spec.toml"):
+        assert (folder / name).read_bytes() == (reference / name).read_bytes()
+    assert {p.name for p in folder.iterdir()} == {p.name for p in reference.iterdir()}
+    then, now = (Folder(f).read_environment() for f in (reference, folder))
+    assert now["status"] == "finished"
+    assert now["env_steps"] == then["env_steps"]
+    assert not list(folder.rglob("*.partial"))
+
+
+def chunks_done(folder):
+    """How many chunks the latest checkpoint of a run has behind it; -1 before the run has begun."""
+    if not (folder / "spec.toml").exists():
+        return -1
+    names = [p.name for p in (folder / "checkpoints").glob("*-*") if not p.name.startswith(".")]
+    return max([int(n[6:]) for n in names if n.startswith(("chunk-", "onset-"))], default=0)
+
+
+def killing(folder, *signals, chunk, wait=0.0):
+    """Sends signals to a process, one every half second, `wait` seconds after it has done a number of chunks."""
+
+    def watch(pid):
+        deadline = time.monotonic() + 120
+        while chunks_done(folder) < chunk and time.monotonic() < deadline and Path(f"/proc/{pid}").exists():
+            if "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1]:
+                return
+            time.sleep(0.002)
+        time.sleep(wait)
+        for number, sent in enumerate(signals):
+            if number:
+                time.sleep(0.5)
+            os.kill(pid, sent)
+
+    return watch
+
+
+def kill_through(server, place, spec, chunks, kills, finishing):
+    """Runs a spec to its end through kills: some at its beginning, some at its end, the others spread between."""
+    folder = place / "run"
+    (place / "spec.toml").write_text(spec)
+    draw = random.Random(0)
+    begin = [(-1, draw.uniform(0, 1.5)) for _ in range(kills // 7)]
+    end = [(chunks, draw.uniform(0, finishing)) for _ in range(kills // 7)]
+    middle = [(draw.randrange(chunks), draw.uniform(0, 0.2)) for _ in range(kills - len(begin) - len(end))]
+    landed = []
+    for chunk, wait in sorted(begin) + sorted(middle) + sorted(end):
+        begun = (folder / "spec.toml").exists()
+        if Folder(folder).read_environment().get("status") == "finished":
+            break
+        command = ("resume", folder) if begun else ("run", place / "spec.toml", "-o", folder)
+        done = server(*command, watch=killing(folder, signal.SIGKILL, chunk=chunk, wait=wait))
+        assert done.code == -signal.SIGKILL, done.err
+        assert "Traceback" not in done.err
+        assert "note:" not in done.err
+        landed.append(chunks_done(folder))
+    print("killed after chunks", landed)
+    finished = Folder(folder).read_environment().get("status") == "finished"
+    done = server("report" if finished else "resume", folder)
+    assert done.code == 0, done.err
+    return folder, landed
+
+
+def test_killed_at_twenty_instants(server, reference, tmp_path):
+    folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills=20, finishing=1.0)
+    assert len(set(landed)) > 10
+    assert_same(folder, reference)
+
+
+@pytest.mark.slow
+def test_ppo_killed(server, tmp_path):
+    (tmp_path / "spec.toml").write_text(PPO)
+    done = server("run", tmp_path / "spec.toml", "-o", tmp_path / "whole")
+    assert done.code == 0, done.err
+    folder, _ = kill_through(server, tmp_path, PPO, 14 + 30, kills=7, finishing=1.0)
+    assert_same(folder, tmp_path / "whole")
+
+
+def flip(path):
+    largest = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    largest.write_bytes(content)
+
+
+def truncate(path):
+    largest = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+
+
+def delete(path):
+    next(p for p in sorted(path.rglob("*")) if p.is_file()).unlink()
+
+
+def undigest(path):
+    digest = path / "digest.json"
+    digest.write_text(digest.read_text().replace('"step": ', '"step": 1'))
+
+
+DAMAGES = {
+    "flipped": ([-1], [flip], ["going back"]),
+    "truncated": ([-1], [truncate], ["going back"]),
+    "a file deleted": ([-1], [delete], ["going back"]),
+    "another digest": ([-1], [undigest], ["going back"]),
+    "empty": ([-1], [lambda path: [shutil.rmtree(path), path.mkdir()]], ["going back"]),
+    "both": ([-1, -2], [flip, delete], ["going back", "going back"]),
+    "the onset": (["onset-00000010"], [flip], ["training it again"]),
+    "an onset gone": (["onset-00000005"], [shutil.rmtree], ["training it again"]),
+    "everything": ([-1, -2, "onset-00000005", "onset-00000010"], [flip] * 4, ["training it again"] * 2),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_checkpoints(case, server, stopped, reference, tmp_path):
+    which, how, words = DAMAGES[case]
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    chunks = sorted(p for p in (folder / "checkpoints").glob("chunk-*"))
+    for one, damage in zip(which, how, strict=True):
+        damage(chunks[one] if isinstance(one, int) else folder / "checkpoints" / one)
+    done = server("resume", folder)
+    assert done.code == 0, done.err
+    notes = [line for line in done.err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == len(words), done.err
+    assert all(word in note for word, note in zip(words, notes, strict=True))
+    assert_same(folder, reference)
+
+
+def test_killed_while_an_onset_is_trained_again(server, stopped, reference, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    flip(folder / "checkpoints" / "onset-00000010")
+    kill = killing(folder, signal.SIGKILL, chunk=0, wait=2.0)
+    server("resume", folder, watch=kill)
+    done = server("resume", folder)
+    assert done.code in (0, 2), done.err
+    assert_same(folder, reference)
+
+
+def one_sentence(done, code, *words):
+    """The sentence a command ended with, and no traceback or noise of a library."""
+    assert done.code == code, done.err
+    last = done.err.rstrip("\n").splitlines()[-1]
+    assert last.startswith("jaxaudit: ")
+    for word in words:
+        assert word in last
+    for noise in ("Traceback", "Error", "WARNING", "absl", "Exception"):
+        assert noise not in done.err, done.err
+    return last
+
+
+def quota(size):
+    return f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
+
+
+def test_a_limit_on_file_size(server, stopped, reference, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    one_sentence(server("resume", folder, first=quota(200)), 1, "full", "jaxaudit resume")
+    assert server("resume", folder).code == 0
+    assert_same(folder, reference)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, full but for what a test leaves free; only where one may be mounted."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("file systems may not be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("free", [0, 8, 100])
+def test_a_full_disk(free, server, reference, small_disk, tmp_path):
+    """With so many KiB free when training begins; the memory check is told that there is room."""
+    folder = small_disk / "run"
+    (tmp_path / "spec.toml").write_text(SPEC)
+    kill = killing(folder, signal.SIGKILL, chunk=8)
+    assert server("run", tmp_path / "spec.toml", "-o", folder, watch=kill).code == -signal.SIGKILL
+    filler = small_disk / "filler"
+    left = shutil.disk_usage(small_disk).free - free * 1024
+    filler.write_bytes(bytes(max(0, left)))
+    one_sentence(
+        server("resume", folder), 1, "the disk is full; with more space, go on with: jaxaudit resume"
+    )
+    filler.unlink()
+    done = server("resume", folder)
+    assert done.code == 0, done.err
+    assert_same(folder, reference)
+
+
+def test_too_full_to_begin(server, small_disk, tmp_path):
+    (tmp_path / "spec.toml").write_text(SPEC)
+    left = shutil.disk_usage(small_disk).free
+    (small_disk / "filler").write_bytes(bytes(left - 20 * 1024))
+    one_sentence(
+        server("run", tmp_path / "spec.toml", "-o", small_disk / "a" / "run"), 2, "cannot make the folder"
+    )
+    assert [p.name for p in small_disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("place", ["file/run", "file", "/proc/run", "x" * 300])
+def test_an_impossible_folder(place, server, tmp_path):
+    (tmp_path / "spec.toml").write_text(SPEC)
+    (tmp_path / "file").write_text("mine")
+    one_sentence(server("run", tmp_path / "spec.toml", "-o", tmp_path / place), 2, Path(place).name)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "spec.toml"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_one_may_not_write(server, tmp_path):
+    (tmp_path / "spec.toml").write_text(SPEC)
+    (tmp_path / "shut").mkdir(mode=0o500)
+    one_sentence(
+        server("run", tmp_path / "spec.toml", "-o", tmp_path / "shut" / "run"), 2, "Permission denied"
+    )
+    assert not any((tmp_path / "shut").iterdir())
+
+
+def test_what_a_killed_start_left_is_no_obstacle(server, tmp_path):
+    (tmp_path / "spec.toml").write_text(SPEC)
+    folder = tmp_path / "run"
+    Folder(folder).make(jaxaudit="0")
+    (folder / ".unfinished-spec.toml").write_text("[aud")
+    (folder / "telemetry.zarr").mkdir()
+    kill = killing(folder, signal.SIGKILL, chunk=0)
+    server("run", tmp_path / "spec.toml", "-o", folder, watch=kill)
+    assert (folder / "spec.toml").exists()
+
+
+@pytest.mark.parametrize("mine", ["notes.txt", "environment.json", "checkpoints", "telemetry.zarr"])
+def test_what_a_user_left_is_an_obstacle(mine, server, tmp_path):
+    (tmp_path / "spec.toml").write_text(SPEC)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / mine).write_text("{}")
+    one_sentence(server("run", tmp_path / "spec.toml", "-o", folder), 2, "exists and is not empty")
+    assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(mine, "{}")]
+
+
+def test_ctrl_c(server, reference, tmp_path):
+    folder = tmp_path / "run"
+    (tmp_path / "spec.toml").write_text(SPEC)
+    kill = killing(folder, signal.SIGINT, chunk=7)
+    done = server("run", tmp_path / "spec.toml", "-o", folder, watch=kill)
+    last = one_sentence(done, 130, f"of {CHUNKS} chunks; go on with: jaxaudit resume {folder}")
+    assert "stopping after this chunk" in done.err
+    environment = Folder(folder).read_environment()
+    assert environment["status"] == "interrupted"
+    assert int(last.split()[3]) >= 7
+    assert server("resume", folder).code == 0
+    assert_same(folder, reference)
+    assert Folder(folder).read_environment()["wall_seconds"] > environment["wall_seconds"]
+
+
+SLEEPY = """
+import jax, time, numpy
+from jaxaudit import grid
+def sleepy(program, state, lane, step, any_open, inner=grid.lane_step):
+    def wait(t):
+        time.sleep(60 if t == 8 else 0)
+        return numpy.float32(0)
+    zero = jax.pure_callback(wait, jax.ShapeDtypeStruct((), "float32"), step, vmap_method="sequential")
+    state, telemetry = inner(program, state, lane, step, any_open)
+    return state, telemetry | {"performance": telemetry["performance"] + zero}
+grid.lane_step = sleepy
+"""
+
+
+def test_ctrl_c_twice_stops_at_once(server, tmp_path):
+    """Even while a step of a minute is in flight, in a host callback."""
+    folder = tmp_path / "run"
+    (tmp_path / "spec.toml").write_text(SPEC)
+    kill = killing(folder, signal.SIGINT, signal.SIGINT, chunk=7, wait=0.5)
+    done = server("run", tmp_path / "spec.toml", "-o", folder, watch=kill, first=SLEEPY)
+    one_sentence(done, 130, f"stopped at once; go on with: jaxaudit resume {folder}")
+    assert done.seconds < 30
+    assert chunks_done(folder) == 8
+    assert server("resume", folder).code == 0
+
+
+def test_ctrl_c_before_anything_is_there(server, tmp_path):
+    (tmp_path / "spec.toml").write_text(SPEC)
+    watch = killing(tmp_path / "run", signal.SIGINT, chunk=-1, wait=0.3)
+    done = server("run", tmp_path / "spec.toml", "-o", tmp_path / "run", watch=watch)
+    one_sentence(done, 130, "stopped")
+
+
+def test_two_processes_on_one_run(server, stopped, reference, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    with Folder(folder).held():
+        one_sentence(server("resume", folder), 2, "another process is at work")
+    assert server("resume", folder).code == 0
+    assert_same(folder, reference)
+
+
+def test_resumed_on_something_else(server, stopped, reference, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    store = Folder(folder)
+    store.update_environment(python="2.7")
+    done = server("resume", folder)
+    assert done.code == 0
+    assert "note: python was 2.7 and is" in done.err
+    assert list(store.read_environment()["resumed_with"]) == ["python"]
+    assert_same(folder, reference)
+
+
+@pytest.mark.parametrize("devices", ["1", "3"])
+def test_resumed_on_other_devices(devices, server, stopped, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    done = server("resume", folder, first=f"import jax; jax.config.update('jax_num_cpu_devices', {devices})")
+    assert done.code == 0, done.err
+    assert ("note: devices was 2 and is 1" in done.err) == (devices == "1")
+    assert "going on after" in done.err
+    replayed = server("replay", folder)
+    assert replayed.out.startswith(("bitwise equal", "not equal"))
+    assert ("devices, when it was resumed: 1" in replayed.out) == (devices == "1")
+
+
+def test_a_run_without_its_telemetry(server, stopped, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    shutil.rmtree(folder / "telemetry.zarr")
+    one_sentence(server("resume", folder), 2, "has lost its telemetry.zarr")
+
+
+def test_a_damaged_environment(server, stopped, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    (folder / "environment.json").write_text("{")
+    one_sentence(server("resume", folder), 2, "environment.json is damaged")
+
+
+def test_refused_before_anything_is_compiled(monkeypatch, tmp_path):
+    spec = parse(SPEC)
+    monkeypatch.setattr(Engine, "program", lambda self, fork: pytest.fail("compiled"))
+    monkeypatch.setattr(memory, "available_memory", lambda devices: 2000)
+    with pytest.raises(
+        UserError, match=r"needs about [\d.]+ KiB of memory for 12 lanes .* and 2.0 KiB are available"
+    ):
+        runner.run(spec, tmp_path / "a" / "run")
+    monkeypatch.undo()
+    monkeypatch.setattr(Engine, "program", lambda self, fork: pytest.fail("compiled"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3000))
+    with pytest.raises(UserError, match=r"needs about [\d.]+ KiB on disk and .* has 2.9 KiB free"):
+        runner.run(spec, tmp_path / "a" / "run")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [8, 64])
+def test_the_estimate_against_the_compiled_program(lanes):
+    text = PPO.replace("num_envs = 2\nrollout_length = 32", "").replace("seeds = 2", f"seeds = {lanes // 4}")
+    grid = parse(text).build()
+    engine = Engine(grid, 1)
+    estimate = memory.estimate(grid, engine.row_shapes(None))
+    measured = engine.program(0).memory_analysis()
+    needed = (
+        measured.argument_size_in_bytes + measured.output_size_in_bytes + measured.temp_size_in_bytes
+    ) * len(grid.program.devices)
+    print(lanes, memory.readable(estimate.total), memory.readable(needed), estimate.total / needed)
+    assert 1 / 3 < estimate.total / needed < 3

@@ -1,0 +1,178 @@
+"""PPO on probe tasks with known values, its parts against independent implementations, and on a real task."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+import jaxaudit as ja
+from jaxaudit.learners.normalizer import Moments
+from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
+from jaxaudit.learners.ppo import PPO, PPOSettings
+from jaxaudit.models.mlp import gaussian_entropy, gaussian_log_probability
+from jaxaudit.taps import Taps
+from jaxaudit.tasks._brax import Env, State
+
+
+class Probe(Env):
+    """One observation, one action: the reward is `reward(action)`, and an episode ends after `length` steps or never."""
+
+    cheap_reset = True
+    action_low = np.array([-2.0], np.float32)
+    action_high = np.array([2.0], np.float32)
+    observation_size, action_size, backend = 1, 1, "none"
+
+    def __init__(self, reward, terminates):
+        self._reward, self._terminates = reward, float(terminates)
+
+    def reset(self, rng):
+        return State(None, jnp.ones(1), jnp.float32(0), jnp.float32(0))
+
+    def step(self, state, action):
+        return state.replace(reward=self._reward(action[0]), done=jnp.float32(self._terminates))
+
+
+def trained(env, limit, iterations=150, **settings):
+    chosen = {"num_envs": 4, "rollout_length": 32, "minibatch_size": 64, "learning_rate": 3e-3, "anneal": False}
+    chosen |= {"normalize_rewards": False, "normalize_observations": False, "entropy_coefficient": 0.0}
+    agent = PPO(env, limit, PPOSettings(**(chosen | settings)))
+
+    def iterate(carry, index):
+        state, telemetry = agent.step(carry, jax.random.fold_in(jax.random.key(1), index), Taps(index, iterations))
+        return state, telemetry
+
+    run = jax.jit(lambda key: jax.lax.scan(iterate, agent.init(key), jnp.arange(iterations)))
+    state, telemetry = run(jax.random.key(0))
+    return agent, state, telemetry
+
+
+def value_of(agent, state):
+    return float(agent.value(state.params, jnp.ones(1)))
+
+
+def test_a_terminated_episode_is_worth_its_reward_alone():
+    agent, state, _ = trained(Probe(lambda a: jnp.float32(1.0), True), 16, gamma=0.9, clip_value=False)
+    assert value_of(agent, state) == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_truncated_episode_is_bootstrapped_through():
+    """A constant reward of one for ever is worth 1 / (1 - gamma), whatever the time limit."""
+    agent, state, _ = trained(Probe(lambda a: jnp.float32(1.0), False), 4, gamma=0.9, clip_value=False)
+    assert value_of(agent, state) == pytest.approx(10.0, rel=0.02)
+
+
+def test_the_policy_finds_the_rewarded_action():
+    agent, state, telemetry = trained(Probe(lambda a: -((a - 0.5) ** 2), True), 16, iterations=200)
+    mean, _ = agent.policy(state.params, jnp.ones(1))
+    assert float(mean[0]) == pytest.approx(0.5, abs=0.1)
+    assert telemetry["performance"][-1] > telemetry["performance"][0] + 0.3
+
+
+def test_an_entropy_bonus_keeps_the_policy_wide():
+    env = Probe(lambda a: -((a - 0.5) ** 2), True)
+    _, narrow, _ = trained(env, 16, iterations=100)
+    _, wide, _ = trained(env, 16, iterations=100, entropy_coefficient=0.5)
+    assert wide.params["log_std"][0] > narrow.params["log_std"][0] + 0.3
+
+
+def test_performance_is_not_contaminated_by_a_disturbed_reward():
+    learner = ja.Learner(*probe_learner(Probe(lambda a: jnp.float32(1.0), False)), name="probe")
+    result = ja.audit(learner, [ja.reward_scale(100.0, onset=5, duration="end")], seeds=2, steps=12)
+    performance = result.telemetry["performance"].values
+    assert (performance[:, :, 5:] == 16.0).all()
+    losses = result.telemetry["value_loss"].values
+    assert (losses[:, 1, 6:] > 100 * losses[:, 0, 6:]).all()
+
+
+def probe_learner(env):
+    settings = PPOSettings(num_envs=2, rollout_length=32, minibatch_size=64, epochs=1, normalize_rewards=False)
+    agent = PPO(env, 16, settings)
+    return agent.init, agent.step
+
+
+def test_gaussian_log_probability_and_entropy_match_scipy():
+    rng = np.random.default_rng(0)
+    action, mean, log_std = rng.normal(size=(3, 5, 4)).astype(np.float32)
+    expected = stats.norm(mean, np.exp(log_std)).logpdf(action).sum(-1)
+    np.testing.assert_allclose(gaussian_log_probability(action, mean, log_std), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        gaussian_entropy(log_std[0]), stats.norm(0, np.exp(log_std[0])).entropy().sum(), rtol=1e-5
+    )
+
+
+def test_the_surrogate_loss_matches_float64_numpy():
+    rng = np.random.default_rng(1)
+    agent = PPO(Probe(lambda a: a, True), 16, PPOSettings())
+    params = agent.init_params(jax.random.key(0))
+    n = 64
+    batch = SimpleNamespace(
+        observation=rng.normal(size=(n, 1)),
+        action=rng.normal(size=(n, 1)),
+        log_probability=rng.normal(-1.4, 0.3, n),
+        value=rng.normal(size=n),
+        advantage=rng.normal(1.0, 2.0, n),
+        target=rng.normal(size=n),
+    )
+    mean, log_std = (np.asarray(x, np.float64) for x in agent.policy(params, batch.observation.astype(np.float32)))
+    value = np.asarray(agent.value(params, batch.observation.astype(np.float32)), np.float64)
+    ratio = np.exp(stats.norm(mean, np.exp(log_std)).logpdf(batch.action).sum(-1) - batch.log_probability)
+    advantage = (batch.advantage - batch.advantage.mean()) / (batch.advantage.std() + 1e-8)
+    policy = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage).mean()
+    near = batch.value + np.clip(value - batch.value, -0.2, 0.2)
+    critic = 0.5 * np.maximum((value - batch.target) ** 2, (near - batch.target) ** 2).mean()
+    entropy = stats.norm(0, np.exp(log_std)).entropy().sum()
+    loss, parts = agent.loss(params, batch)
+    np.testing.assert_allclose(parts["policy_loss"], policy, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(parts["value_loss"], critic, rtol=1e-4)
+    np.testing.assert_allclose(loss, policy + 0.5 * critic - 0.01 * entropy, rtol=1e-4, atol=1e-6)
+
+
+def test_the_optimizer_is_optax_adam_behind_a_clip():
+    optimizer = Optimizer(optax.scale_by_adam(eps=1e-5), linear_to_zero(0.01), max_norm=0.5)
+    rng = np.random.default_rng(2)
+    params = {"w": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)}
+    expected, mine = params, params
+    schedule = optax.linear_schedule(0.01, 0.0, 20)
+    theirs = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule, eps=1e-5))
+    their_state, my_state = theirs.init(params), optimizer.init(params)
+    for index in range(20):
+        gradient = {"w": jnp.asarray(rng.normal(size=(4, 3)) * (0.1 if index % 2 else 10), jnp.float32)}
+        change, their_state = theirs.update(gradient, their_state, expected)
+        expected = optax.apply_updates(expected, change)
+        mine, my_state, done = optimizer.update(mine, my_state, gradient, Taps(index, 20))
+        norm = float(np.linalg.norm(gradient["w"]))
+        assert float(done.gradient_norm) == pytest.approx(norm, rel=1e-5)
+        assert float(done.clipped) == (norm > 0.5)
+    np.testing.assert_allclose(mine["w"], expected["w"], rtol=1e-5, atol=1e-7)
+
+
+def test_running_moments_match_numpy_and_survive_a_nan():
+    rng = np.random.default_rng(3)
+    batches = rng.normal(5.0, 3.0, size=(6, 40, 2)).astype(np.float32)
+    moments = Moments.zeros((2,))
+    for batch in batches:
+        moments = moments.update(jnp.asarray(batch))
+    everything = batches.reshape(-1, 2).astype(np.float64)
+    np.testing.assert_allclose(moments.mean, everything.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(moments.variance, everything.var(0), rtol=1e-4)
+    poisoned = moments.update(jnp.array([[np.nan, 1.0], [np.inf, 2.0]]))
+    assert np.isfinite(poisoned.mean).all()
+    assert np.isfinite(poisoned.variance).all()
+    assert float(poisoned.count[0]) == float(moments.count[0])
+
+
+def test_ppo_learns_inverted_pendulum():
+    """Evaluation return of at least 950 within 150k env steps on at least 7 of 8 seeds."""
+    learner = ja.learners.ppo(
+        "InvertedPendulum-v5", num_envs=4, rollout_length=128, evaluations=6, telemetry="basic"
+    )
+    grid = ja.plan(learner, [ja.lr_spike(1.0, onset=291, duration=1)], seeds=8, steps=292, tail=0)
+    baseline, _ = ja.compiled(grid.program)(ja.inputs(grid))
+    assert 292 * learner.samples_per_step < 150_000
+    evaluations = np.asarray(baseline["evaluation_return"])[:, :8]
+    best = np.nanmax(evaluations, axis=0)
+    assert (best >= 950).sum() >= 7, best
