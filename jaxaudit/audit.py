@@ -43,7 +43,13 @@ def audit(
     """
     chosen = settings or MetricSettings()
     grid = plan(
-        learner, perturbations, seeds=seeds, steps=steps, execution=execution, devices=devices, tail=chosen.window
+        learner,
+        perturbations,
+        seeds=seeds,
+        steps=steps,
+        execution=execution,
+        devices=devices,
+        tail=chosen.window,
     )
     baseline, forks = compiled(grid.program)(inputs(grid))
     arrays = arrange(grid, baseline, forks)

@@ -170,9 +170,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _check_run(folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(
-            f"{folder} is not a folder" if folder.exists() else f"{folder}: there is no such folder"
-        )
+        raise UserError(f"{folder} is not a folder" if folder.exists() else f"{folder}: there is no such folder")
     if not (folder / "spec.toml").is_file():
         raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
 

@@ -51,9 +51,7 @@ class SingleSpec:
         """The perturbation, opening at `onset` if it has none of its own."""
         own = self.onset if isinstance(self.onset, int | float) else onset
         magnitude = sweep(*self.magnitude) if isinstance(self.magnitude, tuple) else self.magnitude
-        return _factory(self.kind)(
-            magnitude, onset=own, duration=self.duration, period=self.period, target=self.target
-        )
+        return _factory(self.kind)(magnitude, onset=own, duration=self.duration, period=self.period, target=self.target)
 
     def perturbations(self) -> list[Perturbation | Chain]:
         """One perturbation for every onset."""
@@ -132,9 +130,7 @@ def _read_single(table: Table) -> SingleSpec:
     return _single(table, Onsets)
 
 
-def _single(
-    table: Table, onsets: Any, standard_onset: bool = True, duration: int | str | None = None
-) -> SingleSpec:
+def _single(table: Table, onsets: Any, standard_onset: bool = True, duration: int | str | None = None) -> SingleSpec:
     kind = table.get("kind", str)
     try:
         standard = _standard(kind)
@@ -161,9 +157,7 @@ def _read_chain(table: Table) -> ChainSpec:
         part = Table(values, f"{table.place}, chain part {number}", _SINGLE)
         parts.append(_single(part, Onset, onset is None, duration))
     if onset is not None and all(part.onset is not None for part in parts):
-        raise UserError(
-            f"{table.place}: onset says nothing, since every part of the chain has an onset of its own"
-        )
+        raise UserError(f"{table.place}: onset says nothing, since every part of the chain has an onset of its own")
     return ChainSpec(tuple(parts), onset)
 
 
@@ -171,17 +165,13 @@ def _read_dimension(table: Table) -> DimensionSpec:
     dimension = table.get("dimension", str)
     if dimension not in DIMENSIONS:
         raise UserError(f"{table.place}: {registry.unknown('dimension', dimension, list(DIMENSIONS))}")
-    return DimensionSpec(
-        dimension, _distinct(table, "onset", Onsets, None), table.get("duration", Duration, None)
-    )
+    return DimensionSpec(dimension, _distinct(table, "onset", Onsets, None), table.get("duration", Duration, None))
 
 
 def _distinct(table: Table, key: str, wanted: Any, default: Any) -> Any:
     value = table.get(key, wanted, default)
     if isinstance(value, tuple) and (not value or len(set(value)) < len(value)):
-        raise UserError(
-            f"{table.place}: {key} must list at least one number, and each once, not {list(value)}"
-        )
+        raise UserError(f"{table.place}: {key} must list at least one number, and each once, not {list(value)}")
     return value
 
 
@@ -193,9 +183,7 @@ def _check(entry: Entry, place: str, steps: int) -> None:
             _check_size(one)
             starts = [min(q.when.resolve(steps)[0] for q in p.parts) for p in one.perturbations()]
             if isinstance(one.onset, tuple) and len(set(starts)) < len(starts):
-                raise ValueError(
-                    f"onsets {list(one.onset)} are steps {starts}, of which each must be another"
-                )
+                raise ValueError(f"onsets {list(one.onset)} are steps {starts}, of which each must be another")
         for part in parts:
             if part.period is not None and part.period > steps:
                 raise ValueError(f"period {part.period} is longer than the run of {steps} steps")

@@ -7,6 +7,7 @@ step to another, and serves both `run` (the whole grid, here) and the runner (in
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -362,7 +363,7 @@ def inputs(grid: Grid) -> Inputs:
         entry = ForkInputs(np.int32(fork.onset), np.int32(position), lanes, seeds)
         by_width.setdefault(grid.width(fork), []).append(entry)
     forks = tuple(jax.tree.map(lambda *leaves: np.stack(leaves), *group) for group in by_width.values())
-    segments = np.array(list(zip(edges[:-1], edges[1:], strict=True)), np.int32)
+    segments = np.array(list(itertools.pairwise(edges)), np.int32)
     return Inputs(grid.lanes(None)[0], segments, forks)
 
 
@@ -397,7 +398,7 @@ def compiled(program: Program) -> Callable[[Inputs], tuple]:
 def arrange(grid: Grid, baseline: Telemetry, forks: tuple[Telemetry, ...]) -> dict[str, np.ndarray]:
     """Telemetry by channel, float32 `[seed, condition, step, ...]`; before a condition's onset it is the baseline's."""
     seeds, widths = len(grid.seeds), list(dict.fromkeys(grid.width(fork) for fork in grid.forks))
-    taken = Counter()
+    taken: Counter[int] = Counter()
     arranged = {}
     order = []
     for fork in grid.forks:
@@ -405,12 +406,12 @@ def arrange(grid: Grid, baseline: Telemetry, forks: tuple[Telemetry, ...]) -> di
         order.append((fork, widths.index(width), taken[width]))
         taken[width] += 1
     for name, base in baseline.items():
-        base = np.asarray(base)[:, :seeds]
+        prefix = np.asarray(base)[:, :seeds]
         columns = []
         for fork, group, row in order:
             lanes = np.asarray(forks[group][name][row])[:, : seeds * len(fork.conditions)]
             lanes = lanes.reshape(lanes.shape[0], len(fork.conditions), seeds, *lanes.shape[2:]).copy()
-            lanes[: fork.onset] = base[: fork.onset, None]
+            lanes[: fork.onset] = prefix[: fork.onset, None]
             columns.append(lanes)
         arranged[name] = np.moveaxis(np.concatenate(columns, axis=1), (0, 1, 2), (2, 1, 0))
     return arranged

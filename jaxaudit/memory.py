@@ -74,9 +74,7 @@ def check(grid: Grid, rows: Mapping[str, jax.ShapeDtypeStruct], folder: Path) ->
     existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
     free = shutil.disk_usage(existing).free
     if needed.disk > free:
-        raise UserError(
-            f"the run needs about {readable(needed.disk)} on disk and {existing} has {readable(free)} free"
-        )
+        raise UserError(f"the run needs about {readable(needed.disk)} on disk and {existing} has {readable(free)} free")
 
 
 def available_memory(devices: tuple[jax.Device, ...]) -> int | None:
@@ -149,6 +147,4 @@ def _peak(jaxpr: Jaxpr) -> int:
 
 def _inner(params: dict) -> list[Jaxpr]:
     values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
-    return [
-        v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values if isinstance(v, ClosedJaxpr | Jaxpr)
-    ]
+    return [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values if isinstance(v, ClosedJaxpr | Jaxpr)]

@@ -57,26 +57,19 @@ class MetricSettings:
         left = steps - onset
         found = []
         if onset < 2:
-            found.append(
-                f"only {onset} steps precede the onset: J_pre needs at least 2, so every metric is NaN"
-            )
+            found.append(f"only {onset} steps precede the onset: J_pre needs at least 2, so every metric is NaN")
         elif onset < self.window:
             found.append(
                 f"only {onset} of window = {self.window} steps precede the onset: "
                 f"J_pre is taken over {onset} steps and spike_intensity is NaN"
             )
         if left < self.window:
-            found.append(
-                f"only {left} of window = {self.window} steps follow the onset: spike_intensity is cut short"
-            )
+            found.append(f"only {left} of window = {self.window} steps follow the onset: spike_intensity is cut short")
         if left < self.hold:
-            found.append(
-                f"only {left} of hold = {self.hold} steps follow the onset: every collapse is censored"
-            )
+            found.append(f"only {left} of hold = {self.hold} steps follow the onset: every collapse is censored")
         if left <= self.horizon:
             found.append(
-                f"only {left - 1} of horizon = {self.horizon} steps follow the onset: "
-                "meta_state_deviation is cut short"
+                f"only {left - 1} of horizon = {self.horizon} steps follow the onset: meta_state_deviation is cut short"
             )
         return found
 
@@ -93,9 +86,7 @@ class _Level(NamedTuple):
 def _as_series(series: ArrayLike) -> jax.Array:
     values = jnp.asarray(series)
     if values.ndim != 1:
-        raise ValueError(
-            f"a metric takes one lane's series of shape [T], got {values.shape}; use jax.vmap for lanes"
-        )
+        raise ValueError(f"a metric takes one lane's series of shape [T], got {values.shape}; use jax.vmap for lanes")
     return values.astype(jnp.promote_types(values.dtype, jnp.float32))
 
 
@@ -469,9 +460,7 @@ def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings) -> s
     if after.size:
         return f"J turned non-finite at step {after[0]}"
     if name == "spike_intensity":
-        return (
-            f"J did not vary over the {window} steps before the onset, so there is no level to compare with"
-        )
+        return f"J did not vary over the {window} steps before the onset, so there is no level to compare with"
     before = x[max(onset - window, 0) : onset]
     if name == "recovery_rate" and x[onset:].min() - before[-1] >= (before - before[-1]).mean():
         return "J never fell below J_pre after the onset, so there was nothing to recover"

@@ -48,9 +48,7 @@ class Replay:
         worst = max(self.deviations, key=lambda name: self.deviations[name])
         lines = [f"not equal: {compared}; largest deviation {self.deviations[worst]:g} in {worst}"]
         lines += [f"  {name}: {value:g}" for name, value in sorted(self.deviations.items())]
-        why = changed or [
-            "  software, device and lane layout are as recorded: the program is not deterministic here"
-        ]
+        why = changed or ["  software, device and lane layout are as recorded: the program is not deterministic here"]
         return "\n".join([*lines, "why:", *why])
 
 
@@ -121,9 +119,7 @@ class _Comparison:
             lanes = values[: chunk.stop - chunk.start, : len(conditions) * len(self._grid.seeds)]
             lanes = lanes.reshape(lanes.shape[0], len(conditions), len(self._grid.seeds), *lanes.shape[2:])
             lanes = np.moveaxis(lanes, (0, 1, 2), (2, 1, 0))
-            self._compare(
-                name, lanes[np.ix_(self._seeds, [c - conditions[0] for c in mine])], mine, chunk.start
-            )
+            self._compare(name, lanes[np.ix_(self._seeds, [c - conditions[0] for c in mine])], mine, chunk.start)
         self.steps += len(self._seeds) * len(mine) * (chunk.stop - chunk.start)
 
     def _baseline(self, chunk: Chunk, rows: dict[str, np.ndarray]) -> None:

@@ -20,7 +20,7 @@ DIMS = ("seed", "condition", "step")
 
 
 def labels(grid: Grid) -> list[str]:
-    """A short name for each condition, unique in the grid: "lr_spike 10", and "lr_spike 10 @120" with several onsets."""
+    """A short name for each condition, unique in the grid: "lr_spike 10", or "lr_spike 10 @120" with several onsets."""
     several = len(grid.forks) > 1
     names = []
     for condition in grid.conditions:
@@ -48,7 +48,10 @@ def coordinates(grid: Grid) -> dict[str, Any]:
         "onset": ("condition", np.array([c.onset for c in conditions], np.int64)),
         "duration": ("condition", np.array([w[1] - w[0] for w in windows], np.int64)),
         "dimension": ("condition", np.array([c.dimension for c in conditions], dtype=object)),
-        "target": ("condition", np.array([c.parts[0].target or "" if c.parts else "" for c in conditions], dtype=object)),
+        "target": (
+            "condition",
+            np.array([c.parts[0].target or "" if c.parts else "" for c in conditions], dtype=object),
+        ),
     }
 
 

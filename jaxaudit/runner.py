@@ -72,9 +72,7 @@ def fork(folder: Path, spec: Spec, out: Path) -> None:
     if not is_finished(source):
         raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
     differing = [t for t in ("task", "learner") if getattr(old, t) != getattr(spec, t)]
-    differing += [
-        k for k in ("seeds", "steps", "telemetry") if getattr(old.audit, k) != getattr(spec.audit, k)
-    ]
+    differing += [k for k in ("seeds", "steps", "telemetry") if getattr(old.audit, k) != getattr(spec.audit, k)]
     if differing:
         raise UserError(f"the spec to fork must keep the run's {' and '.join(differing)}")
     spec = spec.expanded()
@@ -243,9 +241,7 @@ def _level(store: Folder, grid: Grid, fork: Fork, window: int) -> tuple[np.ndarr
     return data.mean(axis=1), data.std(axis=1)
 
 
-def _collapsed(
-    grid: Grid, chunk: Chunk, rows: Telemetry, level: tuple[np.ndarray, np.ndarray] | None
-) -> int | None:
+def _collapsed(grid: Grid, chunk: Chunk, rows: Telemetry, level: tuple[np.ndarray, np.ndarray] | None) -> int | None:
     """Lanes of the current fork group that stand below their band, or at a non-finite value, now."""
     if chunk.fork is None or level is None:
         return None

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxaudit import registry
-from jaxaudit.grid import Grid, plan
 from jaxaudit.entries import DimensionSpec, Entry, Explicit, read_entry
 from jaxaudit.errors import UserError, placed
+from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.sections import (
@@ -151,9 +151,7 @@ def _read_entries(sections: Table, steps: int) -> tuple[Entry, ...]:
     if isinstance(entries, dict):
         raise UserError(f"{sections.place}: [perturbation] must be written [[perturbation]], in two brackets")
     if entries is not None and not isinstance(entries, list):
-        raise UserError(
-            f"{sections.place}: perturbation must be tables [[perturbation]], not {given(entries)}"
-        )
+        raise UserError(f"{sections.place}: perturbation must be tables [[perturbation]], not {given(entries)}")
     if not entries:
         raise UserError(f"{sections.place}: an audit needs at least one [[perturbation]]")
     return tuple(read_entry(e, _place(sections.place, i), steps) for i, e in enumerate(entries, 1))

@@ -294,9 +294,7 @@ def _crossings(axis: np.ndarray, fit: np.ndarray) -> _Crossings:
     never, already = reached == size, passed == 0
     hi = np.clip(reached, 1, size - 1)
     jump = ~never & (reached > 0) & (fit[rows, hi - 1] == 0) & (fit[rows, hi] == 1)
-    low = np.where(
-        never, axis[-1], np.where(already, -np.inf, np.where(jump, axis[hi - 1], (first + last) / 2))
-    )
+    low = np.where(never, axis[-1], np.where(already, -np.inf, np.where(jump, axis[hi - 1], (first + last) / 2)))
     high = np.where(never, np.inf, np.where(already, axis[0], np.where(jump, axis[hi], (first + last) / 2)))
     return _Crossings(np.where(never | already, np.nan, (first + last) / 2), low, high)
 

@@ -133,9 +133,7 @@ class Folder:
         for fork in grid.forks:
             end = min(stop, fork.onset)
             if end > start:
-                self._write(
-                    grid, fork, {k: np.asarray(x)[: end - start, None] for k, x in rows.items()}, start, end
-                )
+                self._write(grid, fork, {k: np.asarray(x)[: end - start, None] for k, x in rows.items()}, start, end)
 
     def write_fork(self, grid: Grid, fork: Fork, rows: Telemetry, start: int, stop: int) -> None:
         """Writes a fork group's steps `start` to `stop`: rows `[T, L, ...]`, condition after condition."""
@@ -150,9 +148,7 @@ class Folder:
         for name in zarr.open_group(self.telemetry, mode="r").array_keys():
             array = self._channel(name, "r+")
             if array.ndim >= len(results.DIMS) and name not in DERIVED:
-                prefix = source.read_channel(
-                    name, slice(theirs.conditions[0], theirs.conditions[0] + 1), slice(onset)
-                )
+                prefix = source.read_channel(name, slice(theirs.conditions[0], theirs.conditions[0] + 1), slice(onset))
                 shape = (prefix.shape[0], count, *prefix.shape[2:])
                 array[:, first : first + count, :onset] = np.broadcast_to(prefix, shape)
 
@@ -193,9 +189,7 @@ class Folder:
 
 def _nan_array(group: zarr.Group, name: str, shape: tuple, chunks: tuple, dims: tuple[str, ...]) -> None:
     chunks = tuple(min(c, s) for c, s in zip(chunks, shape, strict=True))
-    group.create_array(
-        name, shape=shape, chunks=chunks, dtype="float32", fill_value=np.nan, dimension_names=list(dims)
-    )
+    group.create_array(name, shape=shape, chunks=chunks, dtype="float32", fill_value=np.nan, dimension_names=list(dims))
 
 
 def environment(grid: Grid) -> dict[str, Any]:
@@ -209,9 +203,7 @@ def environment(grid: Grid) -> dict[str, Any]:
         "cpu": _cpu(),
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
-        "flags": {
-            k: os.environ[k] for k in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64") if k in os.environ
-        },
+        "flags": {k: os.environ[k] for k in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64") if k in os.environ},
         "precision": str(jax.config.jax_default_matmul_precision),  # type: ignore[attr-defined]
         "lane_layout": {
             "execution": grid.program.execution,

@@ -162,9 +162,7 @@ def _short(text: str) -> str:
 def to_text(tables: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
     """TOML text of (header, values) pairs; None is left out."""
     return "\n".join(
-        "".join(
-            [f"{header}\n", *(f"{_key(k)} = {to_value(v)}\n" for k, v in values.items() if v is not None)]
-        )
+        "".join([f"{header}\n", *(f"{_key(k)} = {to_value(v)}\n" for k, v in values.items() if v is not None)])
         for header, values in tables
     )
 
@@ -180,9 +178,7 @@ def to_value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
-        return (
-            "{ " + ", ".join(f"{_key(k)} = {to_value(v)}" for k, v in value.items() if v is not None) + " }"
-        )
+        return "{ " + ", ".join(f"{_key(k)} = {to_value(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, list | tuple):
         tables = any(isinstance(item, Mapping) for item in value)
         before, between, after = ("\n  ", ",\n  ", ",\n") if tables else ("", ", ", "")

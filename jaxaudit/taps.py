@@ -156,7 +156,8 @@ class Taps:
             )
         value = jax.tree.map(jnp.asarray, value)
         lane, key, step = self._lane, self._key, self.step
-        assert lane is not None and key is not None
+        assert lane is not None, "an audit gives its taps a lane"
+        assert key is not None, "and a key"
         known = self._paths[kind.site]
         leaf_paths = paths_of(value, label)
         rows = np.array([known.index(path) for path in leaf_paths], dtype=np.int32)
@@ -176,12 +177,13 @@ class Taps:
 def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
     """Leaf i of `new` where `chosen[i]`, of `old` elsewhere, in old's dtypes."""
     old_leaves, structure = jax.tree.flatten(old)
-    new_leaves = structure.flatten_up_to(new)
-    return structure.unflatten(
+    new_leaves = jax.tree.leaves(new)
+    return jax.tree.unflatten(
+        structure,
         [
             jnp.where(chosen[i], jnp.asarray(new).astype(old.dtype), old)
             for i, (new, old) in enumerate(zip(new_leaves, old_leaves, strict=True))
-        ]
+        ],
     )
 
 
@@ -207,9 +209,7 @@ def matches(target: str | None, path: str) -> bool:
         return True
     wanted, parts = target.split("/"), path.split("/")
     starts = range(len(parts) - len(wanted) + 1)
-    return any(
-        all(fnmatch.fnmatchcase(p, w) for p, w in zip(parts[s:], wanted, strict=False)) for s in starts
-    )
+    return any(all(fnmatch.fnmatchcase(p, w) for p, w in zip(parts[s:], wanted, strict=False)) for s in starts)
 
 
 @dataclass
@@ -252,6 +252,7 @@ def find_sites(init: Callable, step: Callable, steps: int | None = None) -> Site
     recorder = Recorder(steps=steps)
     key = jax.random.key(0)
     state = jax.eval_shape(init, key)
+
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
     def traced(state, key, index):
         recorder.step = index

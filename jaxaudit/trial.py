@@ -60,9 +60,7 @@ def _site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
     name, site = perturbation.name, perturbation.site
     if site not in sites:
         known = ", ".join(sorted(sites)) or "none"
-        return (
-            f"perturbation '{name}' acts at site '{site}', which the learner does not tap; its sites: {known}"
-        )
+        return f"perturbation '{name}' acts at site '{site}', which the learner does not tap; its sites: {known}"
     missing = sorted(set(perturbation.needs) - {"selected"} - sites.context[site])
     if missing:
         return (

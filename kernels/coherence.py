@@ -29,9 +29,7 @@ class NoiseScale(NamedTuple):
 
 
 def _float32(tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf).astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree
-    )
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
 
 
 def _total(tree: PyTree) -> jax.Array:
@@ -209,9 +207,7 @@ class CoherenceSum:
     @classmethod
     def zeros(cls, gradient: PyTree, *, raw: bool = True) -> CoherenceSum:
         """The empty sum for gradients shaped like `gradient`; `raw=False` leaves out `gradient_sum`."""
-        empty = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), gradient
-        )
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), gradient)
         none = jnp.zeros((), jnp.int32)
         return cls(empty, empty if raw else None, jnp.zeros(()), none, none)
 
@@ -243,7 +239,5 @@ class CoherenceSum:
 
     def _raw(self) -> PyTree:
         if self.gradient_sum is None:
-            raise ValueError(
-                "this CoherenceSum was made with raw=False, which leaves out the sum of the raw gradients"
-            )
+            raise ValueError("this CoherenceSum was made with raw=False, which leaves out the sum of the raw gradients")
         return self.gradient_sum

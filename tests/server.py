@@ -1,4 +1,4 @@
-"""Commands in processes of their own that start fast: a server imports everything once and forks for each command.
+"""Commands in processes of their own that start fast: a server imports everything once and forks for each.
 
 Nothing of JAX runs before the fork, so a command's process is as fresh as one from a shell. It can be killed.
 """

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, starved of disk or damaged, in processes of their own, end as if nothing had been."""
+"""Runs that are killed, stopped, short of disk or damaged, in processes of their own, end as if nothing had been."""
 
 import os
 import random
@@ -307,9 +307,7 @@ def test_a_full_disk(free, server, reference, small_disk, tmp_path):
     filler = small_disk / "filler"
     left = shutil.disk_usage(small_disk).free - free * 1024
     filler.write_bytes(bytes(max(0, left)))
-    one_sentence(
-        server("resume", folder), 1, "the disk is full; with more space, go on with: jaxaudit resume"
-    )
+    one_sentence(server("resume", folder), 1, "the disk is full; with more space, go on with: jaxaudit resume")
     filler.unlink()
     done = server("resume", folder)
     assert done.code == 0, done.err
@@ -320,9 +318,7 @@ def test_too_full_to_begin(server, small_disk, tmp_path):
     (tmp_path / "spec.toml").write_text(SPEC)
     left = shutil.disk_usage(small_disk).free
     (small_disk / "filler").write_bytes(bytes(left - 20 * 1024))
-    one_sentence(
-        server("run", tmp_path / "spec.toml", "-o", small_disk / "a" / "run"), 2, "cannot make the folder"
-    )
+    one_sentence(server("run", tmp_path / "spec.toml", "-o", small_disk / "a" / "run"), 2, "cannot make the folder")
     assert [p.name for p in small_disk.iterdir()] == ["filler"]
 
 
@@ -338,9 +334,7 @@ def test_an_impossible_folder(place, server, tmp_path):
 def test_a_folder_one_may_not_write(server, tmp_path):
     (tmp_path / "spec.toml").write_text(SPEC)
     (tmp_path / "shut").mkdir(mode=0o500)
-    one_sentence(
-        server("run", tmp_path / "spec.toml", "-o", tmp_path / "shut" / "run"), 2, "Permission denied"
-    )
+    one_sentence(server("run", tmp_path / "spec.toml", "-o", tmp_path / "shut" / "run"), 2, "Permission denied")
     assert not any((tmp_path / "shut").iterdir())
 
 
@@ -465,9 +459,7 @@ def test_refused_before_anything_is_compiled(monkeypatch, tmp_path):
     spec = parse(SPEC)
     monkeypatch.setattr(Engine, "program", lambda self, fork: pytest.fail("compiled"))
     monkeypatch.setattr(memory, "available_memory", lambda devices: 2000)
-    with pytest.raises(
-        UserError, match=r"needs about [\d.]+ KiB of memory for 12 lanes .* and 2.0 KiB are available"
-    ):
+    with pytest.raises(UserError, match=r"needs about [\d.]+ KiB of memory for 12 lanes .* and 2.0 KiB are available"):
         runner.run(spec, tmp_path / "a" / "run")
     monkeypatch.undo()
     monkeypatch.setattr(Engine, "program", lambda self, fork: pytest.fail("compiled"))
@@ -486,8 +478,8 @@ def test_the_estimate_against_the_compiled_program(lanes):
     engine = Engine(grid, 1)
     estimate = memory.estimate(grid, engine.row_shapes(None))
     measured = engine.program(0).memory_analysis()
-    needed = (
-        measured.argument_size_in_bytes + measured.output_size_in_bytes + measured.temp_size_in_bytes
-    ) * len(grid.program.devices)
+    needed = (measured.argument_size_in_bytes + measured.output_size_in_bytes + measured.temp_size_in_bytes) * len(
+        grid.program.devices
+    )
     print(lanes, memory.readable(estimate.total), memory.readable(needed), estimate.total / needed)
     assert 1 / 3 < estimate.total / needed < 3

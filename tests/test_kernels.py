@@ -7,6 +7,8 @@ import pytest
 
 from jaxaudit.kernels import coherence
 from jaxaudit.kernels.gae import gae
+from jaxaudit.kernels.orthogonal import orthogonal
+from jaxaudit.kernels.shuffle import shuffled
 
 
 def reference_gae(rewards, values, next_values, terminated, done, gamma, lam):
@@ -129,9 +131,7 @@ def test_sign_flips_change_the_cosine_and_not_the_dominant_share():
     g = gradients(3, shared=3.0)
     flipped = g * np.where(np.arange(6) % 2, 1, -1)[:, None].astype(np.float32)
     assert coherence.mean_pairwise_cosine(flipped) < 0 < coherence.mean_pairwise_cosine(g)
-    assert float(coherence.dominant_share(flipped)) == pytest.approx(
-        float(coherence.dominant_share(g)), rel=1e-5
-    )
+    assert float(coherence.dominant_share(flipped)) == pytest.approx(float(coherence.dominant_share(g)), rel=1e-5)
 
 
 def test_closed_forms():
@@ -239,3 +239,30 @@ def test_orthogonal_matrices_are_uniform():
     matrices = np.asarray(jax.vmap(lambda key: orthogonal(key, (8, 8)))(jax.random.split(jax.random.key(1), 4000)))
     assert np.abs(matrices.mean(0)).max() < 5 * np.sqrt(1 / 8 / 4000)
     np.testing.assert_allclose((matrices**2).mean(0), 1 / 8, atol=0.02)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 2048])
+def test_a_shuffle_is_a_permutation(n):
+    orders = np.asarray(jax.vmap(lambda key: shuffled(key, n))(jax.random.split(jax.random.key(0), 20)))
+    np.testing.assert_array_equal(np.sort(orders, axis=1), np.broadcast_to(np.arange(n), orders.shape))
+
+
+def test_shuffles_are_uniform():
+    """Each of the 24 orders of four elements comes equally often (chi-squared, 23 degrees of freedom, p > 0.001)."""
+    orders = np.asarray(jax.vmap(lambda key: shuffled(key, 4))(jax.random.split(jax.random.key(1), 24_000)))
+    _, counts = np.unique(orders, axis=0, return_counts=True)
+    assert counts.size == 24
+    assert ((counts - 1000) ** 2 / 1000).sum() < 49.7
+
+
+def test_the_largest_eigenvalue_matches_numpy():
+    rng = np.random.default_rng(5)
+    matrices = []
+    for spread in (0.0, 0.1, 1.0, 10.0):
+        vectors = rng.normal(size=(32, 50)) + spread * rng.normal(size=50)
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        matrices.append(vectors @ vectors.T)
+    matrices += [np.eye(32), np.diag(np.r_[1.0, 1.0 - 1e-6, np.zeros(30)])]
+    stack = np.array(matrices, np.float32)
+    mine = jax.jit(jax.vmap(coherence.largest_eigenvalue))(stack)
+    np.testing.assert_allclose(mine, np.linalg.eigvalsh(stack.astype(np.float64))[:, -1], rtol=2e-6)

@@ -260,9 +260,7 @@ def test_onset_outside_the_run_is_nan(onset):
 @pytest.mark.parametrize("bad", [None, 100])
 def test_instability_index_equals_the_naive_reference(bad):
     rng = np.random.default_rng(3)
-    curves = np.stack([offset + 0.02 * rng.normal(size=STEPS) for offset in (0, 1e4, -3e4)]).astype(
-        np.float32
-    )
+    curves = np.stack([offset + 0.02 * rng.normal(size=STEPS) for offset in (0, 1e4, -3e4)]).astype(np.float32)
     curves = np.concatenate([curves, curves.cumsum(1)])
     if bad is not None:
         curves[:, bad] = [np.nan, np.inf, -np.inf] * 2
@@ -368,9 +366,7 @@ def test_settings_say_what_a_run_is_too_short_for():
         assert any(words in text for text in settings.validate(steps, onset)), words
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"window": 1}, {"hold": 0}, {"horizon": 0}, {"window": 2.5}, {"hold": True}]
-)
+@pytest.mark.parametrize("wrong", [{"window": 1}, {"hold": 0}, {"horizon": 0}, {"window": 2.5}, {"hold": True}])
 def test_settings_refuse_what_makes_no_sense(wrong):
     with pytest.raises(ValueError, match="must be an integer of at least"):
         metrics.MetricSettings(**wrong)

@@ -19,7 +19,7 @@ from jaxaudit.tasks._brax import Env, State
 
 
 class Probe(Env):
-    """One observation, one action: the reward is `reward(action)`, and an episode ends after `length` steps or never."""
+    """One observation, one action: the reward is `reward(action)`, and an episode ends at every step or never."""
 
     cheap_reset = True
     action_low = np.array([-2.0], np.float32)
@@ -37,7 +37,13 @@ class Probe(Env):
 
 
 def trained(env, limit, iterations=150, **settings):
-    chosen = {"num_envs": 4, "rollout_length": 32, "minibatch_size": 64, "learning_rate": 3e-3, "anneal": False}
+    chosen = {
+        "num_envs": 4,
+        "rollout_length": 32,
+        "minibatch_size": 64,
+        "learning_rate": 3e-3,
+        "anneal": False,
+    }
     chosen |= {"normalize_rewards": False, "normalize_observations": False, "entropy_coefficient": 0.0}
     agent = PPO(env, limit, PPOSettings(**(chosen | settings)))
 
@@ -167,9 +173,7 @@ def test_running_moments_match_numpy_and_survive_a_nan():
 
 def test_ppo_learns_inverted_pendulum():
     """Evaluation return of at least 950 within 150k env steps on at least 7 of 8 seeds."""
-    learner = ja.learners.ppo(
-        "InvertedPendulum-v5", num_envs=4, rollout_length=128, evaluations=6, telemetry="basic"
-    )
+    learner = ja.learners.ppo("InvertedPendulum-v5", num_envs=4, rollout_length=128, evaluations=6, telemetry="basic")
     grid = ja.plan(learner, [ja.lr_spike(1.0, onset=291, duration=1)], seeds=8, steps=292, tail=0)
     baseline, _ = ja.compiled(grid.program)(ja.inputs(grid))
     assert 292 * learner.samples_per_step < 150_000

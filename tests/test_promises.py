@@ -133,7 +133,9 @@ def test_one_program_new_magnitudes_windows_and_targets_compile_nothing(learner,
     retimed = [ja.chain(*(dataclasses.replace(p, when=ja.window(FORK, 2)) for p in x.parts)) for x in perturbations()]
     train(retimed)
     aimed = [
-        ja.chain(*(dataclasses.replace(p, target="actor" if p.site in ("params", "gradient") else None) for p in x.parts))
+        ja.chain(
+            *(dataclasses.replace(p, target="actor" if p.site in ("params", "gradient") else None) for p in x.parts)
+        )
         for x in perturbations()
     ]
     arrays, _ = train(aimed)

@@ -89,7 +89,7 @@ def test_a_changed_value_is_found(copied):
     assert replay(copied, condition="5").deviations.keys() == {"performance"}
 
 
-@pytest.mark.parametrize("condition", [0, 2, 3, 6])
+@pytest.mark.parametrize("condition", [2, 6])
 def test_a_changed_prefix_is_found(condition, copied):
     change(copied, "performance", (1, condition, 3), 1.0)
     assert replay(copied).deviations == {"performance": pytest.approx(1.0)}
@@ -140,9 +140,7 @@ def test_a_fork_computes_its_suffixes_alone(copied, counted, tmp_path):
 
 def test_new_conditions(copied, counted, tmp_path):
     out = tmp_path / "fork"
-    runner.fork(
-        copied, parse(ONE.replace("[3, 30]", "100").replace("magnitude = 1.0", "magnitude = 0.1")), out
-    )
+    runner.fork(copied, parse(ONE.replace("[3, 30]", "100").replace("magnitude = 1.0", "magnitude = 0.1")), out)
     assert sum(counted) == 9 * 10
     new, old = Folder(out).read_telemetry(), Folder(copied).read_telemetry()
     assert list(new["condition"].values) == ["control", "lr_spike 100", "weight_noise 0.1"]
@@ -162,7 +160,7 @@ def test_a_fork_of_the_first_step(tmp_path):
 
 
 def test_a_fork_stands_alone(copied, tmp_path, monkeypatch):
-    """Stopped as soon as it has begun and moved, with the run it came from gone, it goes on; and can be forked."""
+    """Stopped when it has just begun, moved, and the run it came from gone, it goes on; and can be forked."""
     runner.fork(copied, parse(SPEC), tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(runner, "_execute", lambda *arguments: None)
@@ -181,7 +179,7 @@ def test_a_fork_stands_alone(copied, tmp_path, monkeypatch):
     [
         (('"quadratic"', '"quadratic"\nsize = 4'), "must keep the run's learner"),
         (("seeds = 3", "seeds = 2"), "must keep the run's seeds"),
-        (("InvertedPendulum-v5", "Hopper-v5"), "must keep the run's task"),
+        (("InvertedPendulum-v5", "HalfCheetah-v5"), "must keep the run's task"),
         (("[5, 10]", "[5, 7]"), "no stored onset at step 7; the run in .* has 5, 10"),
     ],
 )
@@ -210,6 +208,4 @@ def test_by_the_command_line(server, copied, tmp_path):  # noqa: F811
     assert done.code == 1
     assert "largest deviation 1 in performance" in done.out
     (tmp_path / "other.toml").write_text(ONE.replace("seeds = 3", "seeds = [0, 1, 3]"))
-    one_sentence(
-        server("fork", copied, tmp_path / "other.toml", "-o", tmp_path / "no"), 2, "must keep the run's seeds"
-    )
+    one_sentence(server("fork", copied, tmp_path / "other.toml", "-o", tmp_path / "no"), 2, "must keep the run's seeds")

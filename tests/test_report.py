@@ -123,10 +123,7 @@ def dataset(conditions, performance, extra=("x_grad", "x_inst", "x_mem", "gradie
     rng = np.random.default_rng(1)
     dims = ("seed", "condition", "step")
     onset = conditions.onset.to_numpy()[:, None]
-    after = (
-        np.clip(np.arange(steps) - onset, 0, None)
-        * (conditions.perturbation != "control").to_numpy()[:, None]
-    )
+    after = np.clip(np.arange(steps) - onset, 0, None) * (conditions.perturbation != "control").to_numpy()[:, None]
     pulse = np.exp(-after / 15) * (after > 0)
     noise = rng.normal(size=performance.shape)
     made = {
@@ -153,9 +150,7 @@ def dataset(conditions, performance, extra=("x_grad", "x_inst", "x_mem", "gradie
     return xr.Dataset(variables, coords, attrs)
 
 
-def write(
-    folder, conditions, *, seeds=8, steps=400, performance=None, status="finished", name="ppo-pendulum"
-):
+def write(folder, conditions, *, seeds=8, steps=400, performance=None, status="finished", name="ppo-pendulum"):
     folder.mkdir(parents=True, exist_ok=True)
     if performance is None:
         performance = simulate(conditions, seeds, steps)
@@ -291,9 +286,7 @@ def test_control_alone(tmp_path):
 
 
 def test_unusual_values(tmp_path):
-    conditions = grid(
-        {"gradient_scale": ("optimization", (-0.2, 0.0, 0.2), 9.0), "a+b": ("signal", (np.nan,), 1.0)}
-    )
+    conditions = grid({"gradient_scale": ("optimization", (-0.2, 0.0, 0.2), 9.0), "a+b": ("signal", (np.nan,), 1.0)})
     performance = simulate(conditions, 3, 400, offset=-2000.0)
     performance[:, 1, 150:] = np.nan
     performance[0, 2, 130:] = np.inf

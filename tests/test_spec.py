@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxaudit import registry
-from jaxaudit.grid import Grid
 from jaxaudit.entries import ChainSpec, DimensionSpec, SingleSpec
 from jaxaudit.errors import UserError
+from jaxaudit.grid import Grid
 from jaxaudit.spec import load, parse
 from jaxaudit.tables import to_text, to_value
 
@@ -99,9 +99,7 @@ def test_strings_survive(target, label):
     assert parse(spec.to_toml()) == spec
 
 
-@pytest.mark.parametrize(
-    "text", ['"', "\\", "'''", "a\nb\r\n\tc", "\x00\x1f\x7f\x85\u2028", "ü 漢 🎉", '"""\\"', "#"]
-)
+@pytest.mark.parametrize("text", ['"', "\\", "'''", "a\nb\r\n\tc", "\x00\x1f\x7f\x85\u2028", "ü 漢 🎉", '"""\\"', "#"])
 def test_awkward_strings_survive(text):
     spec = spec_of(f"{ENTRY}target = {to_value(text)}")
     assert spec.perturbations[0].target == text
@@ -110,9 +108,7 @@ def test_awkward_strings_survive(text):
 
 def test_a_window_saved_with_a_byte_order_mark_and_crlf(tmp_path):
     path = tmp_path / "spec.toml"
-    path.write_bytes(
-        b"\xef\xbb\xbf" + (HEAD.format(learner="quadratic") + ENTRY).replace("\n", "\r\n").encode()
-    )
+    path.write_bytes(b"\xef\xbb\xbf" + (HEAD.format(learner="quadratic") + ENTRY).replace("\n", "\r\n").encode())
     assert load(path) == spec_of(ENTRY)
 
 
@@ -151,9 +147,7 @@ def test_chain():
 def test_a_dimension_is_what_the_learner_allows():
     adam = spec_of('[[perturbation]]\ndimension = "optimization"\nonset = 0.5\nduration = 2').expanded()
     kinds = [entry.kind for entry in adam.perturbations]
-    assert {"lr_spike", "momentum_noise", "second_moment_drift", "gradient_scale", "clip_failure"} <= set(
-        kinds
-    )
+    assert {"lr_spike", "momentum_noise", "second_moment_drift", "gradient_scale", "clip_failure"} <= set(kinds)
     assert all((entry.onset, entry.duration) == (0.5, 2) for entry in adam.perturbations)
     assert parse(adam.to_toml()) == adam
     plain = HEAD.format(learner="quadratic") + 'adam = false\n[[perturbation]]\ndimension = "optimization"'
@@ -206,9 +200,7 @@ def test_slug():
     names = ["PPO on Hopper!", "../../etc", "ü漢", "漢字", ".hidden", "a" * 100]
     slugs = [
         parse(
-            f"[audit]\nname = {to_value(n)}\n"
-            + HEAD.format(learner="quadratic").replace("[audit]", "")
-            + ENTRY
+            f"[audit]\nname = {to_value(n)}\n" + HEAD.format(learner="quadratic").replace("[audit]", "") + ENTRY
         ).audit.slug
         for n in names
     ]
@@ -264,9 +256,7 @@ def _spoiled(drawn: tuple) -> dict:
 
 onset = st.sampled_from([0.3, 0.0, 0.99, 0, 5, 30]) | st.floats(0, 1, exclude_max=True) | st.integers(0, 100)
 duration = st.sampled_from([1, 5, 10, "once", "end"])
-magnitude = st.sampled_from([0.1, 1, 2.0, 8]) | st.lists(
-    st.sampled_from([0.1, 0.5, 2, 4.0]), min_size=1, max_size=3
-)
+magnitude = st.sampled_from([0.1, 1, 2.0, 8]) | st.lists(st.sampled_from([0.1, 0.5, 2, 4.0]), min_size=1, max_size=3)
 part = {
     "kind": st.sampled_from(
         ["lr_spike", "weight_noise", "momentum_noise", "gradient_mask", "layer_reset", "reward_noise"]
@@ -316,9 +306,7 @@ document = table(
                 "execution": st.sampled_from(["vmap", "map", 2]),
             },
         ),
-        "task": table(
-            {"kind": st.just("mujoco"), "name": st.just("InvertedPendulum-v5")}, {"physics": st.just("c")}
-        ),
+        "task": table({"kind": st.just("mujoco"), "name": st.just("InvertedPendulum-v5")}, {"physics": st.just("c")}),
         "learner": learner,
         "perturbation": st.lists(entry, min_size=1, max_size=3),
     },

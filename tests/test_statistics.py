@@ -56,9 +56,7 @@ def test_missing_values_are_never_dropped_in_silence():
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8, 11, 40])
 def test_interquartile_mean_equals_scipy(n):
     x = np.random.default_rng(n).normal(size=(6, n))
-    np.testing.assert_allclose(
-        statistics.interquartile_mean(x), scipy.stats.trim_mean(x, 0.25, axis=1), rtol=1e-12
-    )
+    np.testing.assert_allclose(statistics.interquartile_mean(x), scipy.stats.trim_mean(x, 0.25, axis=1), rtol=1e-12)
     np.testing.assert_allclose(statistics.interquartile_mean(x.T, axis=0), statistics.interquartile_mean(x))
 
 

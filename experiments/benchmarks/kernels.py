@@ -23,12 +23,9 @@ def main() -> None:
     common.interleave(candidates, 1)
     timings = common.interleave(candidates, arguments.repetitions)
     rows = [
-        (name, cases[name][0], f"{t.median * 1e3:.3g}", f"{min(t.seconds) * 1e3:.3g}")
-        for name, t in timings.items()
+        (name, cases[name][0], f"{t.median * 1e3:.3g}", f"{min(t.seconds) * 1e3:.3g}") for name, t in timings.items()
     ]
-    common.finish(
-        arguments, common.table(("kernel", "size", "ms, median", "ms, lowest"), rows), {"seconds": timings}
-    )
+    common.finish(arguments, common.table(("kernel", "size", "ms, median", "ms, lowest"), rows), {"seconds": timings})
 
 
 def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:

@@ -67,9 +67,7 @@ def measure(arguments, lanes: int, execution: str) -> dict:
     ]
     for name in ("repetitions", "steps", "devices"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    done = subprocess.run(
-        command + ["--quick"] * arguments.quick, stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run(command + ["--quick"] * arguments.quick, stdout=subprocess.PIPE, text=True, check=True)
     print(f"{lanes} lanes, {execution}: done", file=sys.stderr, flush=True)
     return json.loads(done.stdout.splitlines()[-1])
 

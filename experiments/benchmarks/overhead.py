@@ -51,9 +51,7 @@ def build(arguments) -> dict:
     sites = grid.find_sites(basic.init, basic.step, run)
     standard = [registry.perturbations[name] for name in registry.perturbations]
     # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.
-    every = chain(
-        *(f(f.default.neutral, onset=0, duration="end") for f in standard if f.default.site in sites)
-    )
+    every = chain(*(f(f.default.neutral, onset=0, duration="end") for f in standard if f.default.site in sites))
     plan = grid.plan(basic, [every], seeds=arguments.lanes, steps=run)
     seeds = plan.lanes(None)[0].seed
 

@@ -55,9 +55,7 @@ def main() -> None:
     rows = [(name, t.rate(work[name]), f"{rates[AUDIT] / rates[name]:.2f}") for name, t in timings.items()]
     rows.insert(1, ("jaxaudit, shared prefix counted for every lane", timings[AUDIT].rate(whole), ""))
     best = max(variants, key=rates.__getitem__)
-    markdown = common.table(
-        ("", "env steps/s: median (lowest - highest)", "jaxaudit is x times as fast"), rows
-    )
+    markdown = common.table(("", "env steps/s: median (lowest - highest)", "jaxaudit is x times as fast"), rows)
     markdown += (
         f"\n\naudit: {len(grid.seeds)} seeds x {len(grid.conditions)} conditions, {grid.steps} iterations, "
         f"{computed:,} env steps computed; compiled in {compile_seconds:.0f} s, not counted above"

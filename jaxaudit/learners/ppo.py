@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from flax import struct
 from jaxaudit import registry
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
 from jaxaudit.kernels.gae import gae
+from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learner import Learner
 from jaxaudit.learners.normalizer import Moments
 from jaxaudit.learners.optimizer import Optimizer, Update, linear_to_zero
@@ -87,6 +89,8 @@ class PPOSettings:
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
+        if self.batch_size > 2**16:
+            raise ValueError(f"num_envs * rollout_length must be at most 65536, not {self.batch_size}")
         if self.batch_size % self.minibatch_size:
             raise ValueError(
                 f"minibatch_size {self.minibatch_size} does not divide the {self.batch_size} samples of an iteration "
@@ -137,7 +141,14 @@ class Samples(NamedTuple):
 
 @struct.dataclass
 class Progress:
-    """What the loop over minibatches carries."""
+    """What the loop over minibatches carries.
+
+    Attributes:
+      params, optimizer: as updated so far.
+      coherence: of the first epoch's gradients, taken at nearly one point; later epochs see the same samples again.
+      gradients: the first epoch's, `[minibatches, ...]`, or None in basic telemetry.
+      index: minibatches done; the same in all lanes.
+    """
 
     params: Any
     optimizer: Any
@@ -158,7 +169,9 @@ class PPO:
         self.critic = MLP(settings.hidden, 1, 1.0, settings.orthogonal)
         rate = settings.learning_rate
         self.optimizer = Optimizer(
-            optax.scale_by_adam(eps=1e-5), linear_to_zero(rate) if settings.anneal else rate, settings.max_grad_norm
+            optax.scale_by_adam(eps=1e-5),
+            linear_to_zero(rate) if settings.anneal else rate,
+            settings.max_grad_norm,
         )
         self.minibatches = settings.batch_size // settings.minibatch_size
 
@@ -189,10 +202,10 @@ class PPO:
         """One iteration of `num_envs * rollout_length` environment steps."""
         collect_key, shuffle_key, evaluation_key = jax.random.split(key, 3)
         params, optimizer = self.optimizer.disturb(state.params, state.optimizer, taps, self.init_params)
-        state = state.replace(params=params, optimizer=optimizer)
+        state = dataclasses.replace(state, params=params, optimizer=optimizer)
         state, samples = self.collect(state, collect_key, taps)
         improved, telemetry = self.improve(params, optimizer, samples, shuffle_key, taps)
-        state = state.replace(params=improved.params, optimizer=improved.optimizer)
+        state = dataclasses.replace(state, params=improved.params, optimizer=improved.optimizer)
         telemetry |= {
             "performance": episodes.performance(state.episodes),
             "evaluation_return": self.evaluate_when_due(state, evaluation_key, taps),
@@ -205,11 +218,13 @@ class PPO:
 
     def policy(self, params: Any, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mean and log standard deviation of the action: `[..., actions]`, `[actions]`."""
-        return self.actor.apply({"params": params["actor"]}, observation), params["log_std"]
+        mean: Any = self.actor.apply({"params": params["actor"]}, observation)
+        return mean, params["log_std"]
 
     def value(self, params: Any, observation: jax.Array) -> jax.Array:
         """The critic's value: `[...]`."""
-        return self.critic.apply({"params": params["critic"]}, observation)[..., 0]
+        value: Any = self.critic.apply({"params": params["critic"]}, observation)
+        return value[..., 0]
 
     def normalized(self, state: PPOState, observation: jax.Array) -> jax.Array:
         """The observation as the networks see it."""
@@ -249,7 +264,8 @@ class PPO:
         )
         log_probability = gaussian_log_probability(actions, means, state.params["log_std"])
         samples = Samples(seen, actions, log_probability, values, advantages, advantages + values)
-        state = state.replace(
+        state = dataclasses.replace(
+            state,
             episodes=env_state,
             observations=state.observations.update(observations),
             returns=returns,
@@ -287,11 +303,13 @@ class PPO:
                 progress.params, progress.optimizer, gradient, taps.fold_in(progress.index)
             )
             kept = self.keep_gradient(progress, gradient)
-            coherence = progress.coherence.add(gradient)
+            coherence = jax.lax.cond(
+                progress.index < self.minibatches, progress.coherence.add, lambda _: progress.coherence, gradient
+            )
             return Progress(params, optimizer, coherence, kept, progress.index + 1), (parts, update)
 
         def epoch(progress: Progress, epoch_key: jax.Array):
-            order = jax.random.permutation(epoch_key, settings.batch_size)
+            order = shuffled(epoch_key, settings.batch_size)
             return jax.lax.scan(minibatch, progress, order.reshape(self.minibatches, settings.minibatch_size))
 
         gradients = None
@@ -341,7 +359,7 @@ class PPO:
     def update_telemetry(
         self, before: Any, progress: Progress, parts: dict[str, jax.Array], updates: Update
     ) -> dict[str, jax.Array]:
-        """Means over the iteration's minibatches; the policy's distance from the old one over the last epoch."""
+        """Means over the minibatches; distances from the old policy over the last epoch, coherence over the first."""
         last_epoch = ("approximate_kl", "clip_fraction")
         telemetry = {name: jnp.mean(x[-1] if name in last_epoch else x) for name, x in parts.items()}
         telemetry |= {

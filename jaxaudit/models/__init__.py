@@ -1,0 +1,1 @@
+"""Networks: Flax Linen modules and the distributions on top of them."""

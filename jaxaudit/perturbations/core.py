@@ -1,4 +1,4 @@
-"""What a perturbation is, and how perturbations are varied (`sweep`), timed (`window`), aimed (`target`) and chained."""
+"""What a perturbation is, and how perturbations are varied (`sweep`), timed (`window`), aimed and chained."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ class Window:
         if self.duration == "end":
             return start, steps, steps, steps
         if start + self.length > steps:
-            raise ValueError(
-                f"the window from step {start} for {self.length} steps ends past the run's {steps} steps"
-            )
+            raise ValueError(f"the window from step {start} for {self.length} steps ends past the run's {steps} steps")
         if self.period is None:
             return start, start + self.length, steps, self.length
         return start, steps, self.period, self.length
@@ -196,8 +194,7 @@ def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> lis
         onset = min(part.when.resolve(steps)[0] for part in perturbation.parts)
         for values in itertools.product(*(part.magnitudes for part in perturbation.parts)):
             parts = tuple(
-                replace(part, magnitude=float(value))
-                for part, value in zip(perturbation.parts, values, strict=True)
+                replace(part, magnitude=float(value)) for part, value in zip(perturbation.parts, values, strict=True)
             )
             unrolled.append(Condition(parts, onset, perturbation.name, perturbation.dimension))
     return unrolled
@@ -209,11 +206,10 @@ def control(onset: int) -> Condition:
 
 
 def _number(what: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        try:
-            value = value.item()  # a NumPy or JAX scalar
-        except AttributeError:
-            raise ValueError(f"{what} must be a number, not {value!r}") from None
-    if value != value:
+    scalar = getattr(value, "item", None)  # of NumPy or JAX
+    number = scalar() if callable(scalar) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ValueError(f"{what} must be a number, not {value!r}")
+    if number != number:
         raise ValueError(f"{what} must be a number, not NaN")
-    return float(value)
+    return float(number)

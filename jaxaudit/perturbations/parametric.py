@@ -40,10 +40,9 @@ def layer_reset(key, value, magnitude, *, reinitialise, selected):
     draw = jnp.where(in_target, jax.random.uniform(draw_key, (len(layers),)), jnp.inf)
     chosen = (jnp.argsort(jnp.argsort(draw)) < magnitude) & in_target
     leaves, structure = jax.tree.flatten(value)
-    fresh = structure.flatten_up_to(reinitialise(init_key))
-    return structure.unflatten(
-        [jnp.where(chosen[layer_of[i]], new, old) for i, (new, old) in enumerate(zip(fresh, leaves, strict=True))]
-    )
+    fresh = jax.tree.leaves(reinitialise(init_key))
+    mixed = [jnp.where(chosen[layer_of[i]], fresh[i], leaf) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, mixed)
 
 
 @perturbation("parametric", "params", magnitude=8.0, neutral=32.0, duration="once", limits=(2.0, 32.0))

@@ -19,7 +19,7 @@ def scale(value: Any, factor: Any) -> Any:
 def map_with_key(change: Callable[[jax.Array, jax.Array], jax.Array], key: jax.Array, value: Any) -> Any:
     """`change(key, leaf)` for every leaf, each with randomness of its own."""
     leaves, structure = jax.tree.flatten(value)
-    return structure.unflatten([change(jax.random.fold_in(key, i), x) for i, x in enumerate(leaves)])
+    return jax.tree.unflatten(structure, [change(jax.random.fold_in(key, i), x) for i, x in enumerate(leaves)])
 
 
 def add_noise(key: jax.Array, value: Any, std: Any) -> Any:
@@ -47,4 +47,4 @@ def on_leaves_named(names: tuple[str, ...], change: Callable[[Any], Any], value:
         raise ValueError(f"the optimizer state has no {' or '.join(names)}; its leaves: {', '.join(paths_of(value))}")
     for i, new in zip(picked, change([leaves[i] for i in picked]), strict=True):
         leaves[i] = new
-    return structure.unflatten(leaves)
+    return jax.tree.unflatten(structure, leaves)

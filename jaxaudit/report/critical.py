@@ -38,12 +38,7 @@ def critical_of(run: Run, panel: Panel, kind: str) -> Critical:
     unknown = float("nan")
     data = rows(run, panel)
     magnitudes = np.unique([line.magnitude for line in panel.disturbed])
-    if (
-        len(magnitudes) < 2
-        or len(magnitudes) < len(panel.disturbed)
-        or run.metrics is None
-        or kind not in data
-    ):
+    if len(magnitudes) < 2 or len(magnitudes) < len(panel.disturbed) or run.metrics is None or kind not in data:
         return Critical(unknown, unknown, unknown, "")
     if not (np.isfinite(magnitudes) & (magnitudes > 0)).all():
         return Critical(unknown, unknown, unknown, "no critical magnitude: magnitudes are not all positive")
@@ -52,9 +47,7 @@ def critical_of(run: Run, panel: Panel, kind: str) -> Critical:
     if share.isna().any():
         return Critical(unknown, unknown, unknown, "not known: a share is missing")
     table = _collapsed(run, data, magnitudes, kind)
-    found = critical_magnitude(
-        magnitudes, table, increasing=bool(share.iloc[-1] >= share.iloc[0]), missing="count"
-    )
+    found = critical_magnitude(magnitudes, table, increasing=bool(share.iloc[-1] >= share.iloc[0]), missing="count")
     if np.isfinite(found.value):
         text = f"{found.value:.3g}"
         if run.seeds > 1:

@@ -58,17 +58,13 @@ def _subtitle(panel: Panel) -> str:
 
 
 def _title(panel: Panel) -> alt.TitleParams:
-    return alt.TitleParams(
-        panel.title if panel.perturbation != CONTROL else CONTROL, subtitle=_subtitle(panel)
-    )
+    return alt.TitleParams(panel.title if panel.perturbation != CONTROL else CONTROL, subtitle=_subtitle(panel))
 
 
 def _spans(frames: list[pd.DataFrame]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """All drawn values, and those of the controls alone."""
     columns = ["median", "low", "high"]
-    return [f[columns].to_numpy() for f in frames], [
-        f.loc[f["key"] == CONTROL_KEY, columns].to_numpy() for f in frames
-    ]
+    return [f[columns].to_numpy() for f in frames], [f.loc[f["key"] == CONTROL_KEY, columns].to_numpy() for f in frames]
 
 
 def performance(run: Run, groups: list[Panel]) -> Figure:
@@ -106,9 +102,7 @@ def _performance_caption(run: Run, cut: bool, limits: bool) -> str:
     band = band_name(run.seeds)
     unit = run.telemetry.attrs.get("step_unit")
     parts = [
-        f"Line: median over {run.seeds} seeds; band: {band}."
-        if band
-        else "One seed: a line is one lane, no band.",
+        f"Line: median over {run.seeds} seeds; band: {band}." if band else "One seed: a line is one lane, no band.",
         "Grey: the undisturbed control. Dark rule: the onset; shaded: the steps the window is open.",
     ]
     if limits:
@@ -134,9 +128,7 @@ def channels(run: Run, groups: list[Panel]) -> list[Figure]:
         if charts:
             chart = style.finish(charts, 4, shared=True, width=190, limit=440, gutter=70)
             subtitle = _subtitle(panel)
-            found.append(
-                Figure(f"channels_{style.slug(panel.title)}", f"{panel.title} ({subtitle})", chart, "")
-            )
+            found.append(Figure(f"channels_{style.slug(panel.title)}", f"{panel.title} ({subtitle})", chart, ""))
     return found
 
 
@@ -170,8 +162,6 @@ def _channel_scale(data: pd.DataFrame) -> tuple[pd.DataFrame, alt.Scale]:
         low, high = np.quantile(positive, (0.02, 0.98))
         if high > 30 * low:
             data[columns] = np.where(x > 0, x, np.nan)
-            return data, alt.Scale(
-                type="log", domain=[0.9 * positive.min(), 1.1 * positive.max()], nice=False
-            )
+            return data, alt.Scale(type="log", domain=[0.9 * positive.min(), 1.1 * positive.max()], nice=False)
     ends, _ = style.domain(*_spans([data]))
     return data, alt.Scale(domain=list(ends), nice=False, zero=False)

@@ -123,9 +123,7 @@ def load(folder: Path) -> Run:
     text = _text(folder / "spec.toml")
     environment = _text(folder / "environment.json")
     telemetry = xr.open_zarr(store, chunks=None)
-    if "performance" not in telemetry or not {"seed", "condition", "step"} <= set(
-        telemetry["performance"].dims
-    ):
+    if "performance" not in telemetry or not {"seed", "condition", "step"} <= set(telemetry["performance"].dims):
         raise ValueError(f"{store} has no channel 'performance' with dims seed, condition, step")
     return Run(
         folder=folder,

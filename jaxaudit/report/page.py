@@ -105,9 +105,7 @@ def _banner(run: Run) -> str:
     status = "not finished" if status == "finished" else status
     behind = sorted({int(v) for v in run.computed})
     reach = f"step {done}" if len(behind) == 1 else f"between step {behind[0]} and step {behind[-1]}"
-    return (
-        f"This run is {status}: its conditions reached {reach} of {run.steps}. All figures are provisional."
-    )
+    return f"This run is {status}: its conditions reached {reach} of {run.steps}. All figures are provisional."
 
 
 def _criticals(run: Run, groups: list[Any]) -> list[tuple[str, str, str]]:

@@ -109,9 +109,7 @@ def _layers(panel: Panel, axes: Axes) -> list[alt.Chart]:
     base = alt.Chart()
     band = base.transform_filter("isValid(datum.low) && isValid(datum.high)").mark_area(clip=True)
     line = base.mark_line(clip=True, strokeWidth=1.8, strokeJoin="round")
-    lost = base.transform_filter("datum.lost").mark_point(
-        clip=True, shape="cross", angle=45, size=70, filled=True
-    )
+    lost = base.transform_filter("datum.lost").mark_point(clip=True, shape="cross", angle=45, size=70, filled=True)
     # The space keeps the order: a JavaScript object puts keys that read as integers first.
     keys = [alt.Tooltip(f"{one.key}:Q", title=f"{one.label} ", format=".4~g") for one in panel.lines]
     hover = base.transform_pivot("key", value="median", groupby=["step"]).mark_rule(strokeWidth=4)
@@ -121,16 +119,12 @@ def _layers(panel: Panel, axes: Axes) -> list[alt.Chart]:
     shown = alt.when(here).then(alt.value(0.25)).otherwise(alt.value(0.0))
     tips = [alt.Tooltip("step:Q", title="step"), *keys]
     return [
-        band.encode(
-            x=x, y=alt.Y("low:Q", **y), y2="high:Q", color=colour, opacity=faint.otherwise(alt.value(0.02))
-        ),
+        band.encode(x=x, y=alt.Y("low:Q", **y), y2="high:Q", color=colour, opacity=faint.otherwise(alt.value(0.02))),
         line.encode(x=x, y=alt.Y("median:Q", **y), color=colour, opacity=strong.otherwise(alt.value(0.08)))
         .properties(name=f"lines_{axes.mark}")
         .add_params(*owned),
         lost.encode(x=x, y=alt.Y("median:Q", **y), color=colour, opacity=strong.otherwise(alt.value(0.08))),
-        hover.encode(
-            x=x, opacity=shown, tooltip=tips if len(tips) < 40 else tips[:40], color=alt.value(style.INK)
-        )
+        hover.encode(x=x, opacity=shown, tooltip=tips if len(tips) < 40 else tips[:40], color=alt.value(style.INK))
         .properties(name=f"rules_{axes.mark}")
         .add_params(here),
     ]

@@ -26,9 +26,7 @@ def _cells(run: Run, groups: list[Panel], kind: str) -> pd.DataFrame:
         found = rows(run, panel)
         if kind not in found or found.empty:
             continue
-        p, low, high = (
-            found.get(f"{kind}{end}", pd.Series(np.nan, found.index)) for end in ("", "_low", "_high")
-        )
+        p, low, high = (found.get(f"{kind}{end}", pd.Series(np.nan, found.index)) for end in ("", "_low", "_high"))
         parts.append(
             pd.DataFrame(
                 {
@@ -38,8 +36,7 @@ def _cells(run: Run, groups: list[Panel], kind: str) -> pd.DataFrame:
                     "label": [str(label)[:22] for label in found["label"]],
                     "share": [f"{v:.3g}" if np.isfinite(v) else "n/a" for v in p],
                     "interval": [
-                        f"{a:.2f} to {b:.2f}" if np.isfinite(a + b) else " "
-                        for a, b in zip(low, high, strict=True)
+                        f"{a:.2f} to {b:.2f}" if np.isfinite(a + b) else " " for a, b in zip(low, high, strict=True)
                     ],
                     "condition": found["condition"],
                 }
@@ -57,9 +54,7 @@ def collapse_map(run: Run, groups: list[Panel]) -> Figure | None:
     gutter = round(min(200, max(60, 6.4 * titles))) + 26
     limit = min(620, 150 * widest)
     chart = style.finish(charts, 2, shared=True, width=min(300, limit), limit=limit, gutter=gutter)
-    caption = (
-        "Each cell: the magnitude, the share of seeds, its 95% Wilson interval. Magnitudes rise to the right."
-    )
+    caption = "Each cell: the magnitude, the share of seeds, its 95% Wilson interval. Magnitudes rise to the right."
     if run.seeds < 2:
         caption = "Each cell: the magnitude and the share of seeds. One seed: the share can only be 0 or 1."
     late = sorted({p.onset for p in groups if p.onset >= run.steps / 2})
@@ -77,9 +72,7 @@ def _map(data: pd.DataFrame, title: str) -> Any:
     x = alt.X("rank:O", title=None, axis=None, scale=alt.Scale(paddingInner=0.03))
     base = alt.Chart().encode(x=x, y=y)
     scale = alt.Scale(domain=[0, 1], range=list(style.SHARE))
-    legend = alt.Legend(
-        title="share of seeds", orient="bottom", gradientLength=160, gradientThickness=8, format=".1f"
-    )
+    legend = alt.Legend(title="share of seeds", orient="bottom", gradientLength=160, gradientThickness=8, format=".1f")
     tips = [alt.Tooltip(f"{f}:N", title=t) for f, t in
             (("condition", "condition"), ("share", "share"), ("interval", "95% interval"))]  # fmt: skip
     cell = base.mark_rect(cornerRadius=3, invalid=None).encode(
@@ -108,13 +101,9 @@ def dose_response(run: Run, groups: list[Panel]) -> Figure | None:
         return None
     caption = "Filled: P_div (collapse before T_max / 2)"
     caption += ", bars: 95% Wilson intervals. " if run.seeds > 1 else " (one seed: 0 or 1, no interval). "
-    caption += (
-        "Rings: collapse at any time. Vertical rule: the critical magnitude of P_div, where the isotonic fit "
-    )
+    caption += "Rings: collapse at any time. Vertical rule: the critical magnitude of P_div, where the isotonic fit "
     caption += "on the logarithm of the magnitude crosses one half; shaded: its 95% interval."
-    return Figure(
-        "dose_response", "", style.finish(charts, 4, shared=False, width=200, limit=520, gutter=72), caption
-    )
+    return Figure("dose_response", "", style.finish(charts, 4, shared=False, width=200, limit=520, gutter=72), caption)
 
 
 def _dose(run: Run, panel: Panel) -> Any:
@@ -124,9 +113,7 @@ def _dose(run: Run, panel: Panel) -> Any:
     kind = "divergence_probability"
     names = {kind: "p", f"{kind}_low": "low", f"{kind}_high": "high", "collapse_probability": "ever"}
     data = data.rename(columns=names)
-    data = data[["condition", "magnitude", *[c for c in names.values() if c in data]]].sort_values(
-        "magnitude"
-    )
+    data = data[["condition", "magnitude", *[c for c in names.values() if c in data]]].sort_values("magnitude")
     m = data["magnitude"].to_numpy()
     log = bool((m > 0).all())
     critical = critical_of(run, panel, kind)
@@ -144,18 +131,14 @@ def _caption(critical: Critical) -> str:
     return f"critical: {critical.text}" if np.isfinite(critical.value) else critical.text
 
 
-def _dose_layers(
-    data: pd.DataFrame, x: alt.X, critical: Critical | None, span: tuple[float, float]
-) -> list[Any]:
+def _dose_layers(data: pd.DataFrame, x: alt.X, critical: Critical | None, span: tuple[float, float]) -> list[Any]:
     base = alt.Chart()
     y: dict[str, Any] = {"title": "share of seeds", "scale": alt.Scale(domain=[0, 1.0], nice=False)}
     tips = [alt.Tooltip("condition:N"), alt.Tooltip("p:Q", title="P_div", format=".3~g")]
     tips += [alt.Tooltip(f"{c}:Q", format=".3~g") for c in ("low", "high", "ever") if c in data]
     layers: list[Any] = []
     if critical is not None and np.isfinite(critical.value):
-        ends = [
-            {"low": max(critical.low, span[0]), "high": min(critical.high, span[1]), "at": critical.value}
-        ]
+        ends = [{"low": max(critical.low, span[0]), "high": min(critical.high, span[1]), "at": critical.value}]
         where = alt.Chart(alt.InlineData(values=ends))
         x_low = x.copy()
         x_low.shorthand, x_at = "low:Q", x.copy()
@@ -165,15 +148,11 @@ def _dose_layers(
     half = base.mark_rule(color=style.GREY, strokeDash=[3, 3]).encode(y=alt.datum(0.5))
     layers.append(half)
     if {"low", "high"} <= set(data):
-        layers.append(
-            base.mark_rule(strokeWidth=1.6, color=style.INK).encode(x=x, y=alt.Y("low:Q", **y), y2="high:Q")
-        )
+        layers.append(base.mark_rule(strokeWidth=1.6, color=style.INK).encode(x=x, y=alt.Y("low:Q", **y), y2="high:Q"))
     if "ever" in data:
         ring = base.mark_point(size=110, color=style.RAMP[0], strokeWidth=2, opacity=1)
         layers.append(ring.encode(x=x, y=alt.Y("ever:Q", **y), tooltip=tips))
-    layers.append(
-        base.mark_line(color=style.INK, strokeWidth=1.2, opacity=0.5).encode(x=x, y=alt.Y("p:Q", **y))
-    )
+    layers.append(base.mark_line(color=style.INK, strokeWidth=1.2, opacity=0.5).encode(x=x, y=alt.Y("p:Q", **y)))
     dot = base.mark_point(filled=True, size=55, color=style.INK, opacity=1)
     layers.append(dot.encode(x=x, y=alt.Y("p:Q", **y), tooltip=tips))
     return layers

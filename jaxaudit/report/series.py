@@ -130,9 +130,7 @@ def _even(indices: np.ndarray, limit: int) -> np.ndarray:
     return indices[np.linspace(0, len(indices) - 1, limit).round().astype(int)]
 
 
-def frame(
-    run: Run, panel: Panel, values: np.ndarray, kept: np.ndarray, *, lost_is_worst: bool = False
-) -> pd.DataFrame:
+def frame(run: Run, panel: Panel, values: np.ndarray, kept: np.ndarray, *, lost_is_worst: bool = False) -> pd.DataFrame:
     """A panel's lines in long form: step, key, label, median, low, high.
 
     Disturbed lines begin one step before the onset: until then they are the control's. Steps at which no line

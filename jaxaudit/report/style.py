@@ -97,9 +97,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._-")[:80] or "unnamed"
 
 
-def finish(
-    charts: list[Any], columns: int, *, shared: bool, width: int, limit: int, gutter: int
-) -> alt.ConcatChart:
+def finish(charts: list[Any], columns: int, *, shared: bool, width: int, limit: int, gutter: int) -> alt.ConcatChart:
     """Panels side by side; `usermeta` tells the page how wide a panel may become.
 
     Args:

@@ -104,9 +104,7 @@ def lanes(run: Run, limit: int = 600) -> Table | None:
     if run.metrics is None or len(run.metrics) > limit:
         return None
     shown = {k: v for k, v in LANE_COLUMNS.items() if k in run.metrics}
-    rows = [
-        [_cell(row, name, str(row.get("reason", ""))) for name in shown] for _, row in run.metrics.iterrows()
-    ]
+    rows = [[_cell(row, name, str(row.get("reason", ""))) for name in shown] for _, row in run.metrics.iterrows()]
     return Table([(v, k not in TEXT) for k, v in shown.items()], rows)
 
 
@@ -117,9 +115,7 @@ def _cell(row: pd.Series, name: str, why: str) -> Cell:
         return Cell(text, value=text)
     value = float(raw)
     low, high = (float(row.get(f"{name}_{end}", np.nan)) for end in ("low", "high"))
-    interval = (
-        "" if math.isnan(low) or math.isnan(high) else f"{number(low, digits=3)} to {number(high, digits=3)}"
-    )
+    interval = "" if math.isnan(low) or math.isnan(high) else f"{number(low, digits=3)} to {number(high, digits=3)}"
     reason = (why or "not defined here") if math.isnan(value) else ""
     return Cell(number(value, name), interval, "" if math.isnan(value) else repr(value), reason)
 

@@ -40,9 +40,7 @@ def verdict(run: Run, groups: list[Panel]) -> Verdict:
     if not groups:
         return Verdict(Markup("Only the undisturbed control was run; nothing was put to the test."), [])
     outcomes = [_outcome(run, panel) for panel in groups]
-    sentences = [
-        o.sentence for kind in ("collapses", "sometimes", "harmed") for o in outcomes if o.kind == kind
-    ]
+    sentences = [o.sentence for kind in ("collapses", "sometimes", "harmed") for o in outcomes if o.kind == kind]
     sentences += _unharmed(run, [o for o in outcomes if o.kind == "unharmed"])
     sentences += [o.sentence for o in outcomes if o.kind == "unknown"]
     return Verdict(_lead(run, outcomes), [*sentences, *_caveats(run, groups)])
@@ -126,9 +124,7 @@ def _share(run: Run, row: pd.Series) -> str:
 
 def _interval(row: pd.Series, name: str, digits: str = ".3g") -> str:
     low, high = row.get(f"{name}_low", np.nan), row.get(f"{name}_high", np.nan)
-    return (
-        f", 95% interval {low:{digits}} to {high:{digits}}" if not np.isnan(low + high) and low < high else ""
-    )
+    return f", 95% interval {low:{digits}} to {high:{digits}}" if not np.isnan(low + high) and low < high else ""
 
 
 def _signed(value: float) -> str:
@@ -144,17 +140,13 @@ def _worse(data: pd.DataFrame) -> pd.DataFrame:
 def _unharmed(run: Run, outcomes: list[_Outcome]) -> list[Markup]:
     if not outcomes:
         return []
-    tops = [
-        rows(run, o.panel).get("collapse_probability_high", pd.Series(dtype=float)).max() for o in outcomes
-    ]
+    tops = [rows(run, o.panel).get("collapse_probability_high", pd.Series(dtype=float)).max() for o in outcomes]
     known = EFFECT in (run.summary.columns if run.summary is not None else ())
     if run.seeds == 1:
         names = _names([o.panel.title for o in outcomes])
         return [names + Markup(" did not collapse the one seed at any magnitude tried.")]
     verb = "leaves" if len(outcomes) == 1 else "leave"
-    text = _names([o.panel.title for o in outcomes]) + Markup(
-        " {} it unharmed at every magnitude tried: "
-    ).format(verb)
+    text = _names([o.panel.title for o in outcomes]) + Markup(" {} it unharmed at every magnitude tried: ").format(verb)
     text += "no seed collapsed"
     if np.isfinite(top := np.nanmax([*tops, -np.inf])):
         text += Markup(" (which bounds the probability only to at most {})").format(f"{top:.2g}")
@@ -175,9 +167,7 @@ def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
         text = "Fewer than {} steps follow the onset of {}, so the run's end censors every collapse there."
         found.append(Markup(text).format(hold, _names([p.title for p in short])))
     if (share := control_share(run)) > 0:
-        text = (
-            "The undisturbed control itself collapses in up to {} of its seeds; read the rest against that."
-        )
+        text = "The undisturbed control itself collapses in up to {} of its seeds; read the rest against that."
         found.append(Markup(text).format(f"{share:.0%}"))
     floor = run.telemetry.attrs.get("noise_floor")
     if isinstance(floor, int | float | np.number) and np.isfinite(float(floor)) and floor > 0:
