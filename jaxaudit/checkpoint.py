@@ -145,7 +145,8 @@ def _quiet() -> Iterator[None]:
     hooks = threading.excepthook, sys.unraisablehook
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
-    threading.excepthook = sys.unraisablehook = lambda problem: None
+    threading.excepthook = lambda problem: None
+    sys.unraisablehook = lambda problem: None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -5,12 +5,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxaudit.grid import Grid
+from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.schedule import Chunk
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+
+def performance_level(before: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each seed's last `window` values of performance before an onset, `[S, T]`."""
+    data = before[:, max(0, before.shape[1] - window) :]
+    if data.shape[1] < 2:
+        return np.full(len(data), np.nan), np.full(len(data), np.nan)
+    return data.mean(axis=1), data.std(axis=1)
+
+
+def collapsed(grid: Grid, chunk: Chunk, rows: Telemetry, level: tuple[np.ndarray, np.ndarray] | None) -> int | None:
+    """Lanes of a fork group that stand two deviations below their level, or at a non-finite value, at its end."""
+    if chunk.fork is None or level is None:
+        return None
+    count, seeds = len(grid.forks[chunk.fork].conditions), len(grid.seeds)
+    now = np.asarray(rows[PERFORMANCE])[chunk.stop - chunk.start - 1, : count * seeds].reshape(count, seeds)
+    mean, std = level
+    return int(((now < mean - 2 * std) | ~np.isfinite(now)).sum())
 
 
 class Progress:

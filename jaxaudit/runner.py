@@ -20,7 +20,7 @@ from jaxaudit.errors import UserError
 from jaxaudit.grid import Fork, Grid
 from jaxaudit.interrupts import Interrupted, interruptible, stoppable
 from jaxaudit.learner import PERFORMANCE, State, Telemetry
-from jaxaudit.progress import Progress
+from jaxaudit.progress import Progress, collapsed, performance_level
 from jaxaudit.restore import at_onset, onset_name, restore, save
 from jaxaudit.schedule import Chunk, chunk_size, is_onset, schedule
 from jaxaudit.spec import Spec, load
@@ -82,11 +82,6 @@ def fork(folder: Path, spec: Spec, out: Path) -> None:
         if onset not in stored:
             has = ", ".join(str(o) for o in stored)
             raise UserError(f"no stored onset at step {onset}; the run in {folder} has {has}")
-        if onset:
-            try:
-                checkpoint.verify(source.checkpoints / onset_name(onset))
-            except checkpoint.Damaged as damage:
-                raise UserError(f"{damage}, so nothing can be forked from step {onset}") from None
     _start(spec, grid, Path(out), source, stored)
 
 
@@ -133,6 +128,10 @@ def _copy_onsets(source: Folder, stored: dict[int, Fork], store: Folder, grid: G
     store.write_channel("baseline_performance", source.read_channel("baseline_performance"))
     for f in (f for f in grid.forks if f.onset):
         name = onset_name(f.onset)
+        try:
+            checkpoint.verify(source.checkpoints / name)
+        except checkpoint.Damaged as damage:
+            raise UserError(f"{damage}, so nothing can be forked from step {f.onset}") from None
         shutil.copytree(source.checkpoints / name, store.checkpoints / name)
         store.copy_prefix(source, stored[f.onset], f)
 
@@ -178,8 +177,9 @@ def _train(
             states, rows = interruptible(partial(engine.advance, chunk.fork, states, chunk.start, chunk.stop))
             _write_rows(store, grid, chunk, rows)
             if chunk.fork is not None and level is None:
-                level = _level(store, grid, grid.forks[chunk.fork], spec.metrics.window)
-            progress.advance(chunk, _collapsed(grid, chunk, rows, level))
+                before = store.read_channel("baseline_performance")[:, : grid.forks[chunk.fork].onset]
+                level = performance_level(before, spec.metrics.window)
+            progress.advance(chunk, collapsed(grid, chunk, rows, level))
             ended = index + 1
             last = ended == len(chunks)
             if stopping() or last or ended % spec.run.checkpoint_every == 0 or is_onset(grid, chunk):
@@ -231,24 +231,6 @@ def _write_rows(store: Folder, grid: Grid, chunk: Chunk, rows: Telemetry) -> Non
         store.write_baseline(grid, rows, chunk.start, chunk.stop)
     else:
         store.write_fork(grid, grid.forks[chunk.fork], rows, chunk.start, chunk.stop)
-
-
-def _level(store: Folder, grid: Grid, fork: Fork, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each seed's performance in the window before an onset."""
-    data = store.read_channel("baseline_performance")[:, max(0, fork.onset - window) : fork.onset]
-    if data.shape[1] < 2:
-        return np.full(len(grid.seeds), np.nan), np.full(len(grid.seeds), np.nan)
-    return data.mean(axis=1), data.std(axis=1)
-
-
-def _collapsed(grid: Grid, chunk: Chunk, rows: Telemetry, level: tuple[np.ndarray, np.ndarray] | None) -> int | None:
-    """Lanes of the current fork group that stand below their band, or at a non-finite value, now."""
-    if chunk.fork is None or level is None:
-        return None
-    count, seeds = len(grid.forks[chunk.fork].conditions), len(grid.seeds)
-    now = np.asarray(rows[PERFORMANCE])[chunk.stop - chunk.start - 1, : count * seeds].reshape(count, seeds)
-    mean, std = level
-    return int(((now < mean - 2 * std) | ~np.isfinite(now)).sum())
 
 
 def _finish(store: Folder, spec: Spec, grid: Grid) -> None:

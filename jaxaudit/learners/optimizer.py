@@ -1,4 +1,4 @@
-"""The optimizer-side sites, served once for all learners: gradient, clip_norm, learning_rate, optimizer_state, params."""
+"""The optimizer-side sites, served once for all: gradient, clip_norm, learning_rate, optimizer_state, params."""
 
 from __future__ import annotations
 
