@@ -1,0 +1,143 @@
+"""The grid as a program: execution modes, devices, several onsets, what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quadratic import quadratic
+
+import jaxaudit as ja
+from jaxaudit import grid as grids
+
+LEARNER = quadratic(None)
+PERTURBATIONS = [
+    ja.lr_spike(ja.sweep(3.0, 10.0), onset=5),
+    ja.weight_noise(0.5, onset=5),
+    ja.gradient_sign_flip(0.3, onset=12, duration=3),
+]
+
+
+def performance(**options):
+    return ja.audit(LEARNER, PERTURBATIONS, seeds=3, steps=30, **options).telemetry["performance"].values
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return performance()
+
+
+@pytest.mark.parametrize("execution", ["map", 1, 2, 5, 100])
+def test_every_execution_gives_the_same_lanes(expected, execution):
+    np.testing.assert_allclose(performance(execution=execution), expected, rtol=1e-5)
+
+
+def test_one_device_gives_the_same_lanes_as_two(expected):
+    assert len(jax.devices()) == 2
+    np.testing.assert_allclose(performance(devices=jax.devices()[:1]), expected, rtol=1e-5)
+
+
+def test_several_onsets_each_have_a_control_and_share_the_baseline():
+    result = ja.audit(LEARNER, PERTURBATIONS, seeds=3, steps=30)
+    data = result.telemetry
+    assert list(data["condition"].values) == [
+        "control @5",
+        "lr_spike 3 @5",
+        "lr_spike 10 @5",
+        "weight_noise 0.5 @5",
+        "control @12",
+        "gradient_sign_flip 0.3 @12",
+    ]
+    values = data["performance"].values
+    assert (values[:, :, :5] == values[:, :1, :5]).all()
+    assert (values[:, 5, :12] == values[:, 4, :12]).all()
+    np.testing.assert_allclose(values[:, 4], values[:, 0], rtol=1e-5)
+    assert data.attrs["noise_floor"] < 1e-4
+
+
+def test_forks_of_unequal_width_are_each_of_their_own_program():
+    plan = ja.plan(LEARNER, PERTURBATIONS, seeds=3, steps=30)
+    assert [plan.width(f) for f in plan.forks] == [12, 6]
+    assert plan.lane_steps == 3 * (30 + 4 * 25 + 2 * 18)
+
+
+def test_wide_groups_fill_whole_vectors():
+    plan = ja.plan(LEARNER, [ja.lr_spike(ja.sweep(*map(float, range(2, 19))), onset=5)], seeds=2, steps=30)
+    assert plan.width(plan.forks[0]) == 48
+    values = ja.audit(LEARNER, [ja.lr_spike(1.0, onset=5)] * 17, seeds=2, steps=30).telemetry["performance"].values
+    assert (values == values[:, :1]).all()
+
+
+def test_seeds_may_be_listed_and_a_seed_means_the_same_lane(expected):
+    listed = ja.audit(LEARNER, PERTURBATIONS, seeds=[2, 40], steps=30).telemetry
+    assert list(listed["seed"].values) == [2, 40]
+    np.testing.assert_allclose(listed["performance"].values[0], expected[2], rtol=1e-5)
+
+
+def test_the_onset_may_be_the_first_step():
+    values = ja.audit(LEARNER, [ja.weight_noise(1.0, onset=0)], seeds=2, steps=10).telemetry["performance"].values
+    assert np.isfinite(values).all()
+    assert (values[:, 0] != values[:, 1]).all()
+
+
+def test_the_result_has_metrics_per_lane_and_per_condition():
+    result = ja.audit(LEARNER, PERTURBATIONS, seeds=4, steps=200)
+    assert result.metrics["collapse_time"].dims == ("seed", "condition")
+    assert result.metrics["divergence_probability"].dims == ("condition",)
+    assert {"x_inst", "x_gen", "baseline_performance"} <= set(result.telemetry)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps must be a positive whole number, not 0"),
+        ({"steps": 2.5}, "steps must be a positive whole number"),
+        ({"seeds": 0}, "seeds must be at least one"),
+        ({"seeds": [1, 1]}, "all different"),
+        ({"seeds": "eight"}, "seeds must be a positive whole number"),
+        ({"execution": "pmap"}, "execution must be 'vmap', 'map' or a batch size"),
+        ({"execution": 0}, "execution must be"),
+        ({"perturbations": []}, "at least one perturbation"),
+        ({"perturbations": [ja.reward_noise()]}, "acts at site 'reward', which the learner does not tap"),
+        ({"perturbations": [ja.weight_noise(target="actor")]}, "target 'actor' of 'weight_noise' is in none"),
+        ({"perturbations": [ja.lr_spike(onset=95, duration=10)]}, "ends past the run's 100 steps"),
+        ({"perturbations": [ja.lr_spike(onset=100)]}, "outside the run of 100 steps"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(change, message):
+    arguments = {"perturbations": PERTURBATIONS, "seeds": 2, "steps": 100} | change
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        ja.audit(LEARNER, arguments.pop("perturbations"), **arguments)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ja.lr_spike("fast"),
+        lambda: ja.lr_spike(float("nan")),
+        lambda: ja.lr_spike(-1.0),
+        lambda: ja.sweep(),
+        lambda: ja.lr_spike(onset=1.5),
+        lambda: ja.lr_spike(onset=-1),
+        lambda: ja.lr_spike(duration=0),
+        lambda: ja.lr_spike(duration="forever"),
+        lambda: ja.lr_spike(duration=5, period=3),
+        lambda: ja.chain(),
+        lambda: ja.quantize(64.0),
+    ],
+)
+def test_what_makes_no_sense_is_refused_where_it_is_written(make):
+    with pytest.raises(ValueError, match=r".+"):
+        make()
+
+
+def test_telemetry_without_performance_is_refused():
+    learner = ja.Learner(lambda key: jnp.zeros(()), lambda x, key, taps: (taps("params", x), {"loss": x}))
+    with pytest.raises(ValueError, match="no 'performance'; it has: loss"):
+        ja.audit(learner, [ja.weight_noise()], seeds=1, steps=10)
+
+
+def test_equal_learners_and_kinds_share_one_compiled_program():
+    first = ja.plan(LEARNER, PERTURBATIONS, seeds=3, steps=30)
+    second = ja.plan(LEARNER, [*PERTURBATIONS[1:], ja.lr_spike(ja.sweep(5.0, 7.0), onset=5)], seeds=3, steps=30)
+    assert first.program == second.program
+    assert grids.compiled(first.program) is grids.compiled(second.program)

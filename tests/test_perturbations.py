@@ -1,0 +1,220 @@
+"""What each standard perturbation does to a value, in numbers; how perturbations are timed, aimed and composed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+import jaxaudit as ja
+from jaxaudit import registry
+from jaxaudit.perturbations import conditions
+from jaxaudit.taps import Taps, find_sites, matches, paths_of
+
+N = 20_000
+VALUE = {"a": jnp.linspace(-2.0, 3.0, N), "b": jnp.full((100, 200), 0.5)}
+KEY = jax.random.key(7)
+
+
+def applied(name, value=VALUE, magnitude=None, key=KEY, **context):
+    default = registry.perturbations[name].default
+    return default.apply(key, value, default.magnitude if magnitude is None else magnitude, **context)
+
+
+@pytest.mark.parametrize("name", ["observation_noise", "action_noise", "reward_noise", "weight_noise"])
+def test_noise_is_gaussian_with_the_stated_standard_deviation(name):
+    std = registry.perturbations[name].default.magnitude
+    noise = jax.tree.map(lambda new, old: np.asarray(new - old, np.float64) / std, applied(name), VALUE)
+    for leaf in (noise["a"], noise["b"].ravel()):
+        assert stats.kstest(leaf, "norm").pvalue > 1e-3
+    assert abs(np.corrcoef(noise["a"], noise["b"].ravel())[0, 1]) < 5 / np.sqrt(N)
+    assert abs(np.corrcoef(noise["a"][1:], noise["a"][:-1])[0, 1]) < 5 / np.sqrt(N)
+
+
+def test_momentum_noise_changes_the_first_moment_alone():
+    params = {"w": jnp.zeros(N)}
+    state = optax.adam(1e-3).init(params)
+    noisy = applied("momentum_noise", state, 0.1)
+    assert stats.kstest(np.asarray(noisy[0].mu["w"]) / 0.1, "norm").pvalue > 1e-3
+    assert (noisy[0].nu["w"] == 0).all()
+    assert noisy[0].count == state[0].count
+
+
+def test_second_moment_drift_scales_the_second_moment_alone():
+    state = optax.adam(1e-3).init({"w": jnp.zeros(3)})
+    state = (state[0]._replace(nu={"w": jnp.array([1.0, 2.0, 3.0])}), *state[1:])
+    drifted = applied("second_moment_drift", state, 0.01)
+    np.testing.assert_allclose(drifted[0].nu["w"], [0.01, 0.02, 0.03], rtol=1e-6)
+    assert (drifted[0].mu["w"] == 0).all()
+
+
+def test_an_optimizer_without_the_moment_is_named():
+    with pytest.raises(ValueError, match="no mu or trace or momentum"):
+        applied("momentum_noise", optax.sgd(0.1).init({"w": jnp.zeros(3)}))
+
+
+def test_gradient_scale_is_one_uniform_factor_for_the_whole_gradient():
+    factors = []
+    for index in range(400):
+        scaled = applied("gradient_scale", {"a": jnp.ones(3), "b": jnp.ones(2)}, key=jax.random.fold_in(KEY, index))
+        values = np.unique(np.concatenate([scaled["a"], scaled["b"]]))
+        assert values.size == 1
+        factors.append(values[0])
+    assert stats.kstest(factors, "uniform", args=(0.8, 0.4)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gradient_sign_flip", "reward_flip"])
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_flips_invert_the_stated_share(name, share):
+    flipped = np.asarray(applied(name, VALUE, share)["b"]).ravel()
+    assert set(np.unique(flipped)) == {-0.5, 0.5}
+    assert stats.binomtest(int((flipped < 0).sum()), flipped.size, share).pvalue > 1e-3
+
+
+def test_gradient_mask_zeroes_the_stated_share():
+    masked = np.asarray(applied("gradient_mask", VALUE, 0.3)["b"]).ravel()
+    assert set(np.unique(masked)) == {0.0, 0.5}
+    assert stats.binomtest(int((masked == 0).sum()), masked.size, 0.3).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("name", ["lr_spike", "clip_failure", "reward_scale"])
+def test_factors_multiply(name):
+    np.testing.assert_allclose(applied(name, jnp.array([0.3, -2.0]), 7.0), [2.1, -14.0], rtol=1e-6)
+
+
+def test_lr_schedule_error_reads_the_schedule_elsewhere():
+    def schedule(progress):
+        return 1.0 - progress
+
+    def at(progress, shift):
+        rate = jnp.float32(schedule(progress))
+        return float(applied("lr_schedule_error", rate, shift, schedule=schedule, progress=progress))
+
+    assert at(0.5, -0.3) == pytest.approx(0.8)
+    assert at(0.5, 0.2) == pytest.approx(0.3)
+    assert at(0.1, -0.3) == pytest.approx(1.0), "a schedule does not begin before its beginning"
+
+
+def test_layer_reset_draws_fresh_layers_in_the_target_alone():
+    params = {
+        name: {"kernel": jnp.zeros((2, 2)), "bias": jnp.zeros(2)} for name in ("actor_0", "actor_1", "critic_0")
+    }
+    fresh = jax.tree.map(jnp.ones_like, params)
+    paths = paths_of(params)
+    counts = dict.fromkeys(params, 0)
+    for index in range(60):
+        selected = jnp.array([path.startswith("actor") for path in paths])
+        reset = applied(
+            "layer_reset", params, 1.0, jax.random.fold_in(KEY, index), reinitialise=lambda key: fresh, selected=selected
+        )
+        changed = [name for name in params if float(reset[name]["kernel"].sum()) > 0]
+        assert len(changed) == 1
+        assert float(reset[changed[0]]["bias"].sum()) == 2, "a layer's bias is reset with its kernel"
+        counts[changed[0]] += 1
+    assert counts["critic_0"] == 0
+    assert min(counts["actor_0"], counts["actor_1"]) > 10
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantize_rounds_to_a_uniform_grid(bits):
+    values = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
+    rounded = np.asarray(applied("quantize", values, float(bits)), np.float64)
+    unit = np.abs(values).max() / (2 ** (bits - 1) - 1)
+    assert len(np.unique(rounded)) <= 2**bits - 1
+    assert np.abs(rounded - np.asarray(values)).max() <= unit / 2 * (1 + 1e-5)
+    np.testing.assert_allclose(rounded / unit, np.round(rounded / unit), atol=1e-4)
+
+
+def test_every_default_is_in_range_and_is_not_neutral():
+    for name in registry.perturbations:
+        default = registry.perturbations[name].default
+        assert default.limits[0] <= default.magnitude <= default.limits[1]
+        assert default.magnitude != default.neutral
+        assert registry.perturbations[name].__doc__
+
+
+@pytest.mark.parametrize(
+    ("window", "opened"),
+    [
+        (ja.window(3, 2), [3, 4]),
+        (ja.window(0.5, "once"), [5]),
+        (ja.window(7, "end"), [7, 8, 9]),
+        (ja.window(1, 1, period=3), [1, 4, 7]),
+        (ja.window(2, 2, period=5), [2, 3, 7, 8]),
+    ],
+)
+def test_windows_open_when_they_say(window, opened):
+    def step(x, key, taps):
+        return x, {"performance": taps("reward", jnp.float32(1.0))}
+
+    learner = ja.Learner(lambda key: jnp.zeros(()), step)
+    factory = registry.perturbations["reward_scale"]
+    scaled = factory(5.0, onset=window.onset, duration=window.duration, period=window.period)
+    performance = ja.audit(learner, [scaled], seeds=1, steps=10).telemetry["performance"].values[0, 1]
+    assert [int(t) for t in np.flatnonzero(performance == 5.0)] == opened
+    assert ((performance == 1.0) | (performance == 5.0)).all()
+
+
+def test_a_sweep_is_a_condition_for_each_value_and_a_chain_is_all_combinations():
+    spike = ja.lr_spike(ja.sweep(3.0, 10.0))
+    assert [c.magnitude for c in conditions([spike], 100)] == [3.0, 10.0]
+    chained = conditions([ja.chain(spike, ja.weight_noise(ja.sweep(0.1, 0.2)))], 100)
+    assert [tuple(p.magnitude for p in c.parts) for c in chained] == [(3, 0.1), (3, 0.2), (10, 0.1), (10, 0.2)]
+    assert chained[0].name == "lr_spike+weight_noise"
+    assert chained[0].dimension == "mixed"
+
+
+def test_targets_match_runs_of_path_components():
+    assert matches("critic", "critic/Dense_0/kernel")
+    assert matches("Dense_*/kernel", "critic/Dense_0/kernel")
+    assert not matches("kernel/critic", "critic/Dense_0/kernel")
+    assert not matches("crit", "critic/Dense_0/kernel")
+
+
+def test_a_target_limits_a_perturbation_to_part_of_the_tree():
+    def init(key):
+        return {"actor": jnp.ones(3), "critic": jnp.ones(3)}
+
+    def step(params, key, taps):
+        params = taps("params", params)
+        return params, {"performance": jnp.sum(params["actor"]), "critic": jnp.sum(params["critic"])}
+
+    noise = [ja.weight_noise(1.0, onset=2, target="critic"), ja.weight_noise(1.0, onset=2)]
+    data = ja.audit(ja.Learner(init, step), noise, seeds=2, steps=5).telemetry
+    aimed, everywhere = data.isel(condition=1), data.isel(condition=2)
+    assert (aimed["performance"] == 3).all()
+    assert (aimed["critic"][:, 2:] != 3).all()
+    assert (everywhere["critic"][:, 2:].values == aimed["critic"][:, 2:].values).all(), "the same draw"
+    assert (everywhere["performance"][:, 2:] != 3).all()
+
+
+def test_the_randomness_of_taps_differs_between_calls_loops_kinds_steps_and_seeds():
+    def step(x, key, taps):
+        first, second = taps("reward", x), taps("reward", x)
+        looped, _ = jax.lax.scan(
+            lambda c, i: (c + 0 * taps.fold_in(i)("reward", x), taps.fold_in(i)("reward", x)), x, jnp.arange(3)
+        ), None
+        draws = jnp.stack([first, second, *looped[1]])
+        return x, {"performance": x, "draws": draws}
+
+    learner = ja.Learner(lambda key: jnp.float32(0.0), step)
+    chained = ja.chain(ja.reward_noise(1.0, onset=0), ja.reward_noise(1.0, onset=0))
+    data = ja.audit(learner, [ja.reward_noise(1.0, onset=0), chained], seeds=3, steps=4).telemetry["draws"].values
+    assert np.unique(data[:, 1]).size == data[:, 1].size
+    assert np.unique(np.concatenate([data[:, 1].ravel(), data[:, 2].ravel()])).size == 2 * data[:, 1].size
+
+
+def test_a_learners_sites_are_found_without_running_it():
+    def step(x, key, taps):
+        taps("params", {"w": x}, label="critic", reinitialise=None)
+        return x, {"performance": taps("my_site", x)}
+
+    sites = find_sites(lambda key: jnp.zeros(3), step)
+    assert sites.paths == {"params": ("critic/w",), "my_site": ("",)}
+    assert sites.context["params"] == {"reinitialise"}
+
+
+def test_taps_outside_an_audit_change_nothing():
+    value = {"w": jnp.arange(3.0)}
+    assert Taps()("gradient", value) is value
