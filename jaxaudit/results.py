@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from jaxaudit import metrics, statistics
+from jaxaudit import metrics, registry, statistics
 from jaxaudit.grid import Grid
 from jaxaudit.learner import PERFORMANCE
 
@@ -103,11 +103,17 @@ def vector_dims(grid: Grid, channel: str, shape: tuple[int, ...]) -> tuple[str, 
 
 
 def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Dataset:
-    """Every metric of Table S5 and its kin for each lane: dims (seed, condition)."""
+    """Every metric of Table S5 and its kin for each lane: dims (seed, condition).
+
+    A registered metric is a pure function `(series [T], onset) -> scalar`, and becomes a variable of its name.
+    """
     series = data[PERFORMANCE].transpose(*DIMS).values
     onsets = data["onset"].values
     evaluate = jax.jit(jax.vmap(jax.vmap(partial(metrics.evaluate, settings=settings)), in_axes=(0, None)))
     values = {name: np.asarray(x) for name, x in evaluate(series, onsets).items()}
+    for name in registry.metrics:
+        each_lane = jax.vmap(jax.vmap(registry.metrics[name]), in_axes=(0, None))
+        values[name] = np.asarray(jax.jit(each_lane)(series, onsets))
     after = np.arange(series.shape[2]) >= onsets[:, None]
     values["final_performance"] = series[:, :, -1]
     values["performance_minimum"] = np.where(after, series, np.inf).min(axis=2)

@@ -8,6 +8,7 @@ from quadratic import quadratic
 
 import jaxaudit as ja
 from jaxaudit import grid as grids
+from jaxaudit import registry
 
 LEARNER = quadratic(None)
 PERTURBATIONS = [
@@ -141,3 +142,21 @@ def test_equal_learners_and_kinds_share_one_compiled_program():
     second = ja.plan(LEARNER, [*PERTURBATIONS[1:], ja.lr_spike(ja.sweep(5.0, 7.0), onset=5)], seeds=3, steps=30)
     assert first.program == second.program
     assert grids.compiled(first.program) is grids.compiled(second.program)
+
+
+def test_a_registered_metric_is_measured_and_a_registered_task_is_made(monkeypatch):
+    monkeypatch.setattr(registry.metrics, "_entries", {})
+    monkeypatch.setattr(registry.tasks, "_entries", dict(registry.tasks._entries))
+
+    @ja.register("metric", "largest_drop")
+    def largest_drop(series, onset):
+        """The largest fall of performance below its value at the onset."""
+        after = jnp.arange(series.shape[0]) >= onset
+        return series[onset] - jnp.min(jnp.where(after, series, series[onset]))
+
+    result = ja.audit(LEARNER, PERTURBATIONS, seeds=2, steps=30)
+    values = result.telemetry["performance"].values
+    expected = values[:, 3, 5] - values[:, 3, 5:].min(axis=1)
+    np.testing.assert_allclose(result.metrics["largest_drop"].values[:, 3], expected)
+    ja.register("task", "mine")(lambda: "an environment")
+    assert ja.tasks.make("mine") == "an environment"

@@ -97,17 +97,14 @@ def test_lr_schedule_error_reads_the_schedule_elsewhere():
 
 
 def test_layer_reset_draws_fresh_layers_in_the_target_alone():
-    params = {
-        name: {"kernel": jnp.zeros((2, 2)), "bias": jnp.zeros(2)} for name in ("actor_0", "actor_1", "critic_0")
-    }
+    params = {name: {"kernel": jnp.zeros((2, 2)), "bias": jnp.zeros(2)} for name in ("actor_0", "actor_1", "critic_0")}
     fresh = jax.tree.map(jnp.ones_like, params)
     paths = paths_of(params)
     counts = dict.fromkeys(params, 0)
     for index in range(60):
         selected = jnp.array([path.startswith("actor") for path in paths])
-        reset = applied(
-            "layer_reset", params, 1.0, jax.random.fold_in(KEY, index), reinitialise=lambda key: fresh, selected=selected
-        )
+        own = jax.random.fold_in(KEY, index)
+        reset = applied("layer_reset", params, 1.0, own, reinitialise=lambda key: fresh, selected=selected)
         changed = [name for name in params if float(reset[name]["kernel"].sum()) > 0]
         assert len(changed) == 1
         assert float(reset[changed[0]]["bias"].sum()) == 2, "a layer's bias is reset with its kernel"
@@ -192,9 +189,12 @@ def test_a_target_limits_a_perturbation_to_part_of_the_tree():
 def test_the_randomness_of_taps_differs_between_calls_loops_kinds_steps_and_seeds():
     def step(x, key, taps):
         first, second = taps("reward", x), taps("reward", x)
-        looped, _ = jax.lax.scan(
-            lambda c, i: (c + 0 * taps.fold_in(i)("reward", x), taps.fold_in(i)("reward", x)), x, jnp.arange(3)
-        ), None
+        looped, _ = (
+            jax.lax.scan(
+                lambda c, i: (c + 0 * taps.fold_in(i)("reward", x), taps.fold_in(i)("reward", x)), x, jnp.arange(3)
+            ),
+            None,
+        )
         draws = jnp.stack([first, second, *looped[1]])
         return x, {"performance": x, "draws": draws}
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxaudit import registry
+
 Array = Any  # numpy.ndarray or jax.Array
 
 
@@ -134,3 +136,6 @@ HALF_CHEETAH = MujocoTask(
 )
 
 TASKS = {task.name: task for task in (INVERTED_PENDULUM, HALF_CHEETAH)}
+
+for _name, _task in TASKS.items():
+    registry.tasks.register(_name, _task)

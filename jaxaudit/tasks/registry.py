@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 import jax
 
-from jaxaudit.registry import UnknownName, unknown
+from jaxaudit.registry import UnknownName, tasks, unknown
 from jaxaudit.tasks._brax import Env
-from jaxaudit.tasks.definitions import TASKS
+from jaxaudit.tasks.definitions import MujocoTask
 
 PHYSICS = ("auto", "c", "mjx")
 
@@ -15,15 +15,19 @@ def make(name: str, physics: str = "auto") -> Env:
     """Build a task's environment, unbatched, in brax's `Env` interface.
 
     Args:
-        name: a Gymnasium v5 MuJoCo task, one of `TASKS`.
+        name: of a registered task: a `MujocoTask`, or a function that makes a brax `Env` of its own, which must
+            have `action_low`, `action_high` and `max_episode_steps`; `physics` does not matter to it.
         physics: "c" is C MuJoCo on the host's cores, "mjx" is MuJoCo in JAX; "auto" is "c" where JAX runs on
             a CPU, and "mjx" elsewhere.
 
     Raises:
         ValueError: an unknown task or engine, or "c" where JAX does not run on a CPU.
     """
-    task = TASKS[_known("task", name, TASKS)]
-    if _known("physics", physics, PHYSICS) == "auto":
+    task = tasks[name]
+    _known("physics", physics, PHYSICS)
+    if not isinstance(task, MujocoTask):
+        return task()
+    if physics == "auto":
         physics = "c" if jax.default_backend() == "cpu" else "mjx"
     # Each engine is imported when it is wanted: they are slow to load.
     if physics == "c":
