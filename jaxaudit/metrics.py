@@ -50,8 +50,11 @@ class MetricSettings:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"[metrics] {name} = {value!r}: must be an integer of at least {least}")
 
-    def validate(self, steps: int, onset: int) -> list[str]:
-        """One sentence for each way in which `steps` with this `onset` are too few for the windows."""
+    def validate(self, steps: int, onset: int, *, latents: bool = False) -> list[str]:
+        """One sentence for each way in which `steps` with this `onset` are too few for the windows.
+
+        `horizon` counts only where there are `latents` to measure a meta-state deviation on.
+        """
         if not 0 <= onset < steps:
             return [f"the onset {onset} lies outside the run's {steps} steps (allowed: 0 to {steps - 1})"]
         left = steps - onset
@@ -67,7 +70,7 @@ class MetricSettings:
             found.append(f"only {left} of window = {self.window} steps follow the onset: spike_intensity is cut short")
         if left < self.hold:
             found.append(f"only {left} of hold = {self.hold} steps follow the onset: every collapse is censored")
-        if left <= self.horizon:
+        if latents and left <= self.horizon:
             found.append(
                 f"only {left - 1} of horizon = {self.horizon} steps follow the onset: meta_state_deviation is cut short"
             )

@@ -354,7 +354,7 @@ def test_one_lane_s_nan_reaches_no_other():
 
 def test_settings_say_what_a_run_is_too_short_for():
     settings = metrics.MetricSettings()
-    assert settings.validate(1000, 300) == []
+    assert settings.validate(1000, 300) == settings.validate(1000, 600) == []
     for steps, onset, words in [
         (100, 100, "outside"),
         (1000, 1, "at least 2"),
@@ -363,7 +363,7 @@ def test_settings_say_what_a_run_is_too_short_for():
         (1000, 901, "every collapse is censored"),
         (1000, 500, "meta_state_deviation is cut short"),
     ]:
-        assert any(words in text for text in settings.validate(steps, onset)), words
+        assert any(words in text for text in settings.validate(steps, onset, latents=True)), words
 
 
 @pytest.mark.parametrize("wrong", [{"window": 1}, {"hold": 0}, {"horizon": 0}, {"window": 2.5}, {"hold": True}])
