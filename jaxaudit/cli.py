@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxaudit.errors import UserError
+from jaxaudit.machine import cores, has_cuda_plugin
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
 
@@ -183,14 +184,19 @@ def _write_report(folder: Path) -> int:
 
 
 def prepare_jax() -> None:
-    """One CPU device for each core and a lasting compilation cache, unless the environment says otherwise."""
+    """One CPU device for each core and a lasting compilation cache, unless the environment says otherwise.
+
+    With CUDA, operations are made deterministic: exact replay needs it.
+    """
     import jax
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if has_cuda_plugin() and "xla_gpu_deterministic_ops" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+    chosen = "xla_force_host_platform_device_count" in flags
     if not chosen and "JAX_NUM_CPU_DEVICES" not in os.environ:
         with contextlib.suppress(RuntimeError):  # a backend is running already
-            jax.config.update("jax_num_cpu_devices", cores)
+            jax.config.update("jax_num_cpu_devices", cores())
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(caches / "jaxaudit"))

@@ -24,6 +24,7 @@ from jaxaudit.checkpoint import UNFINISHED
 from jaxaudit.errors import UserError
 from jaxaudit.grid import Fork, Grid
 from jaxaudit.learner import PERFORMANCE, Telemetry
+from jaxaudit.machine import processor
 
 try:
     import fcntl
@@ -200,7 +201,7 @@ def environment(grid: Grid) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": processor(),
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
         "flags": {k: os.environ[k] for k in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64") if k in os.environ},
@@ -227,13 +228,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import os
 from collections.abc import Iterator
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from mujoco.batch import Batch, SimulationError
 
+from jaxaudit.machine import cores
 from jaxaudit.tasks._brax import State
 from jaxaudit.tasks.definitions import MujocoTask
 from jaxaudit.tasks.engine import MujocoEnv, PhysicsState, load_model
@@ -119,7 +119,7 @@ def _step(batch: Batch, alive: np.ndarray, frame_skip: int) -> np.ndarray:
 
 def _threads() -> int:
     """Cores for one batch: all of them shared evenly by JAX's devices, which each step a batch of their own."""
-    return max(1, len(os.sched_getaffinity(0)) // jax.local_device_count())
+    return max(1, cores() // jax.local_device_count())
 
 
 _idle: dict[tuple[MujocoTask, int], collections.deque[Batch]] = collections.defaultdict(collections.deque)
