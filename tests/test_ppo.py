@@ -78,11 +78,13 @@ def test_the_policy_finds_the_rewarded_action():
     assert telemetry["performance"][-1] > telemetry["performance"][0] + 0.3
 
 
-def test_an_entropy_bonus_keeps_the_policy_wide():
+@pytest.mark.parametrize("coefficient", [0.08, 0.5])
+def test_the_entropy_bonus_holds_the_policy_at_its_known_width(coefficient):
+    """E[-(a - 0.5)^2] + c log(std) is greatest at std = sqrt(c / 2)."""
     env = Probe(lambda a: -((a - 0.5) ** 2), True)
-    _, narrow, _ = trained(env, 16, iterations=100)
-    _, wide, _ = trained(env, 16, iterations=100, entropy_coefficient=0.5)
-    assert wide.params["log_std"][0] > narrow.params["log_std"][0] + 0.3
+    chosen = {"entropy_coefficient": coefficient, "normalize_advantages": False, "anneal": True}
+    _, state, _ = trained(env, 16, iterations=300, **chosen)
+    assert float(jnp.exp(state.params["log_std"][0])) == pytest.approx((coefficient / 2) ** 0.5, rel=0.1)
 
 
 def test_performance_is_not_contaminated_by_a_disturbed_reward():
