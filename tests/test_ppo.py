@@ -182,3 +182,19 @@ def test_ppo_learns_inverted_pendulum():
     evaluations = np.asarray(baseline["evaluation_return"])[:, :8]
     best = np.nanmax(evaluations, axis=0)
     assert (best >= 950).sum() >= 7, best
+
+
+def test_an_environment_with_dear_resets_gets_new_ones_every_iteration():
+    class Dear(Probe):
+        cheap_reset = False
+
+        def reset(self, rng):
+            return State(None, jax.random.normal(rng, (1,)), jnp.float32(0), jnp.float32(0))
+
+    agent = PPO(Dear(lambda a: a, True), 16, PPOSettings(num_envs=2, rollout_length=32, epochs=1))
+    state = agent.init(jax.random.key(0))
+    pools = [np.asarray(state.episodes.pool.obs)]
+    for index in range(2):
+        state, _ = agent.step(state, jax.random.key(index), Taps())
+        pools.append(np.asarray(state.episodes.pool.obs))
+    assert np.unique(np.stack(pools)).size == np.stack(pools).size

@@ -245,9 +245,9 @@ class PPO:
             after, transition = self.episodes.step(env_state, env_key, taken, taps.fold_in(index))
             return after, (env_state.observation, action, mean, transition)
 
-        env_state, (observations, actions, means, transitions) = jax.lax.scan(
-            step, state.episodes, jnp.arange(self.settings.rollout_length)
-        )
+        length = self.settings.rollout_length
+        begin = self.episodes.refresh(state.episodes, jax.random.fold_in(key, length))
+        env_state, (observations, actions, means, transitions) = jax.lax.scan(step, begin, jnp.arange(length))
         seen = self.normalized(state, observations)
         values = self.value(state.params, seen)
         next_values = self.value(state.params, self.normalized(state, transitions.final_observation))
