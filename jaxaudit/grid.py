@@ -155,7 +155,9 @@ def plan(
         members = [control(onset), *(c for c in unrolled if c.onset == onset)]
         forks.append(Fork(onset, tuple(range(len(ordered), len(ordered) + len(members)))))
         ordered += members
-    _check_sites(unrolled, sites)
+    for part in (part for condition in unrolled for part in condition.parts):
+        if reason := site_misfit(part, sites):
+            raise ValueError(reason)
     program = Program(
         learner,
         steps,
@@ -185,24 +187,24 @@ def _execution(execution: Execution) -> Execution:
     return execution
 
 
-def _check_sites(unrolled: Sequence[Condition], sites: Sites) -> None:
-    for part in (part for condition in unrolled for part in condition.parts):
-        if part.site not in sites:
-            raise ValueError(
-                f"perturbation '{part.name}' acts at site '{part.site}', which the learner does not tap; "
-                f"its sites: {', '.join(sorted(sites)) or 'none'}"
-            )
-        missing = sorted(set(part.needs) - {"selected"} - sites.context[part.site])
-        if missing:
-            raise ValueError(
-                f"perturbation '{part.name}' needs {', '.join(missing)} at site '{part.site}', "
-                "which the learner's tap there does not give"
-            )
-        if not any(matches(part.target, path) for path in sites.paths[part.site]):
-            raise ValueError(
-                f"target '{part.target}' of '{part.name}' is in none of the paths at site '{part.site}': "
-                f"{', '.join(sites.paths[part.site])}"
-            )
+def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
+    """None, or a sentence on what a perturbation acts at that the learner does not have."""
+    name, site = perturbation.name, perturbation.site
+    if site not in sites:
+        known = ", ".join(sorted(sites)) or "none"
+        return f"perturbation '{name}' acts at site '{site}', which the learner does not tap; its sites: {known}"
+    missing = sorted(set(perturbation.needs) - {"selected"} - sites.context[site])
+    if missing:
+        return (
+            f"perturbation '{name}' needs {', '.join(missing)} at site '{site}', "
+            "which the learner's tap there does not give"
+        )
+    if not sites.paths[site]:
+        return f"perturbation '{name}' acts at site '{site}', where the learner has nothing to disturb"
+    if not any(matches(perturbation.target, path) for path in sites.paths[site]):
+        paths = ", ".join(sites.paths[site])
+        return f"target {perturbation.target!r} of '{name}' is in none of the paths at site '{site}': {paths}"
+    return None
 
 
 def _kinds(unrolled: Sequence[Condition]) -> tuple[Kind, ...]:

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.grid import site_misfit
 from jaxaudit.learner import Learner
 from jaxaudit.perturbations import Chain, Perturbation
-from jaxaudit.taps import Recorder, Sites, matches, paths_of
+from jaxaudit.taps import Recorder, Sites, paths_of
 
 
 @dataclass
@@ -51,25 +52,6 @@ def misfits(learner: Learner, perturbations: Sequence[Perturbation | Chain], ste
     key = jax.random.key(0)
     jax.eval_shape(traced, jax.eval_shape(learner.init, key), key, jnp.int32(0))
     sites = Sites(trial.paths, {site: frozenset(names) for site, names in trial.context.items()})
-    reasons = iter([trial.refused.get(i) or _site_misfit(part, sites) for i, part in enumerate(parts)])
+    reasons = iter([trial.refused.get(i) or site_misfit(part, sites) for i, part in enumerate(parts)])
     by_perturbation = [[next(reasons) for _ in perturbation.parts] for perturbation in perturbations]
     return [next(filter(None, found), None) for found in by_perturbation]
-
-
-def _site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
-    name, site = perturbation.name, perturbation.site
-    if site not in sites:
-        known = ", ".join(sorted(sites)) or "none"
-        return f"perturbation '{name}' acts at site '{site}', which the learner does not tap; its sites: {known}"
-    missing = sorted(set(perturbation.needs) - {"selected"} - sites.context[site])
-    if missing:
-        return (
-            f"perturbation '{name}' needs {', '.join(missing)} at site '{site}', "
-            "which the learner's tap there does not give"
-        )
-    if not sites.paths[site]:
-        return f"perturbation '{name}' acts at site '{site}', where the learner has nothing to disturb"
-    if not any(matches(perturbation.target, path) for path in sites.paths[site]):
-        paths = ", ".join(sites.paths[site])
-        return f"target {perturbation.target!r} of '{name}' is in none of the paths at site '{site}': {paths}"
-    return None
