@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaudit.grid import Grid, Lanes, advance, initial, telemetry_shapes
-from jaxaudit.learner import State, Telemetry
+from jaxaudit.grid import Grid, Lanes, LaneState, advance, forked, initial, telemetry_shapes
+from jaxaudit.learner import Telemetry
 
 
 class Engine:
@@ -38,25 +38,31 @@ class Engine:
         """Lanes of a phase, without those that fill up the devices."""
         return len(self.grid.seeds) * (1 if fork is None else len(self.grid.forks[fork].conditions))
 
-    def initial(self) -> State:
+    def initial(self) -> LaneState:
         """The baseline's first states."""
         return jax.jit(partial(initial, self.grid.program))(self.lanes(None)[0].seed)
 
-    def forked(self, baseline: State, fork: int) -> State:
+    def forked(self, baseline: LaneState, fork: int) -> LaneState:
         """A fork group's states at its onset, from the baseline's, stored or not."""
-        positions = self.lanes(fork)[1]
-        return jax.tree.map(lambda x: x[positions], baseline)
+        return forked(self.grid.program, baseline, self.lanes(fork)[1])
 
-    def stored(self, fork: int | None, states: State) -> State:
+    def stored(self, fork: int | None, states: LaneState) -> LaneState:
         """The states a checkpoint holds: one for each lane."""
         return jax.tree.map(lambda x: x[: self.count(fork)], states)
 
-    def stored_shapes(self, fork: int | None) -> State:
+    def stored_shapes(self, fork: int | None) -> LaneState:
         """Shapes and dtypes of a phase's stored states."""
-        seeds = jax.ShapeDtypeStruct((self.count(fork),), np.uint32)
-        return jax.eval_shape(partial(initial, self.grid.program), seeds)
+        return self._shapes(fork, self.count(fork))
 
-    def restored(self, fork: int | None, states: State) -> State:
+    def _shapes(self, fork: int | None, lanes: int) -> LaneState:
+        """Shapes and dtypes of the states of a phase's lanes."""
+        program = self.grid.program
+        states = jax.eval_shape(partial(initial, program), jax.ShapeDtypeStruct((lanes,), np.uint32))
+        if fork is None:
+            return states
+        return jax.eval_shape(partial(forked, program), states, jax.ShapeDtypeStruct((lanes,), np.int32))
+
+    def restored(self, fork: int | None, states: LaneState) -> LaneState:
         """A phase's states from stored ones; the lanes that fill up the devices repeat the first."""
         count, width = self.count(fork), self.lanes(fork)[1].shape[0]
         positions = np.r_[:count, np.zeros(width - count, np.int64)]
@@ -68,7 +74,7 @@ class Engine:
         shapes = telemetry_shapes(self.grid.program)
         return {name: jax.ShapeDtypeStruct((*leading, *shape), np.float32) for name, shape in shapes.items()}
 
-    def advance(self, fork: int | None, states: State, start: int, stop: int) -> tuple[State, Telemetry]:
+    def advance(self, fork: int | None, states: LaneState, start: int, stop: int) -> tuple[LaneState, Telemetry]:
         """Trains a phase's lanes from `start` to `stop`, at most `rows` steps.
 
         Row t - start of the telemetry is step t; rows past the last are NaN.
@@ -89,7 +95,7 @@ class Engine:
             def program(states, lanes, start, stop, rows):
                 return advance(self.grid.program, states, lanes, start, stop, rows, start)
 
-            states = jax.eval_shape(partial(initial, self.grid.program), lanes.seed)
+            states = self._shapes(fork, len(lanes.seed))
             step = jax.ShapeDtypeStruct((), np.int32)
             lowered = jax.jit(program).lower(states, lanes, step, step, self.row_shapes(fork))
             self._programs[key] = lowered.compile()

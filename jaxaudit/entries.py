@@ -142,7 +142,7 @@ def _single(table: Table, onsets: Any, standard_onset: bool = True, duration: in
         _distinct(table, "onset", onsets, standard.onset if standard_onset else None),
         table.get("duration", Duration, standard.duration if duration is None else duration),
         table.get("period", int, None),
-        table.get("target", str, None),
+        table.get("target", str, _factory(kind).default.target),
     )
 
 
@@ -219,4 +219,4 @@ def _dimension(kind: str) -> str:
 def _standard(kind: str) -> SingleSpec:
     default = _factory(kind).default
     swept = default.magnitude.values if isinstance(default.magnitude, Sweep) else float(default.magnitude)
-    return SingleSpec(kind, swept, default.when.onset, default.when.duration)
+    return SingleSpec(kind, swept, default.when.onset, default.when.duration, target=default.target)

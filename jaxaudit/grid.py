@@ -21,7 +21,19 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry
 from jaxaudit.perturbations.core import Chain, Condition, Perturbation, conditions, control
-from jaxaudit.taps import Disturbance, Kind, Sites, Taps, Windows, find_sites, matches
+from jaxaudit.taps import (
+    OFFERED,
+    Disturbance,
+    Kind,
+    Memory,
+    Sites,
+    Taps,
+    Windows,
+    find_sites,
+    forget,
+    initial_memory,
+    matches,
+)
 
 Execution = str | int
 """How the lanes of one device run: "vmap", "map" (one after the other), or a batch size."""
@@ -193,7 +205,7 @@ def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
     if site not in sites:
         known = ", ".join(sorted(sites)) or "none"
         return f"perturbation '{name}' acts at site '{site}', which the learner does not tap; its sites: {known}"
-    missing = sorted(set(perturbation.needs) - {"selected"} - sites.context[site])
+    missing = sorted(set(perturbation.needs) - set(OFFERED) - sites.context[site])
     if missing:
         return (
             f"perturbation '{name}' needs {', '.join(missing)} at site '{site}', "
@@ -201,6 +213,11 @@ def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
         )
     if not sites.paths[site]:
         return f"perturbation '{name}' acts at site '{site}', where the learner has nothing to disturb"
+    if perturbation.memory is not None and site in sites.loose:
+        return (
+            f"perturbation '{name}' keeps state, and the learner taps '{site}' in a loop that does not carry it; "
+            "write that loop with taps.scan"
+        )
     if not any(matches(perturbation.target, path) for path in sites.paths[site]):
         paths = ", ".join(sites.paths[site])
         return f"target {perturbation.target!r} of '{name}' is in none of the paths at site '{site}': {paths}"
@@ -239,16 +256,49 @@ def disturbance(condition: Condition, program: Program, steps: int) -> Disturban
     return Disturbance(np.array(magnitudes, np.float32), Windows(*columns), tuple(targets))
 
 
-def initial(program: Program, seeds: jax.Array) -> State:
-    """The learners' first states for `seeds` `[L]`; randomness from the seed alone."""
-    return jax.vmap(lambda seed: program.learner.init(jax.random.fold_in(jax.random.key(seed), 0)))(seeds)
+@struct.dataclass
+class LaneState:
+    """What a lane carries from step to step.
+
+    Attributes:
+      learner: the learner's state.
+      memory: what its perturbations remember; empty in the baseline.
+    """
+
+    learner: State
+    memory: Memory
 
 
-def lane_step(program: Program, state: State, lane: Lanes, step: jax.Array, any_open: jax.Array | None) -> tuple:
+def initial(program: Program, seeds: jax.Array) -> LaneState:
+    """The baseline's first states for `seeds` `[L]`; randomness from the seed alone."""
+    init = program.learner.init
+    return LaneState(jax.vmap(lambda seed: init(jax.random.fold_in(jax.random.key(seed), 0)))(seeds), {})
+
+
+def forked(program: Program, baseline: LaneState, positions: jax.Array | np.ndarray) -> LaneState:
+    """The states of lanes that begin as the baseline's of the seeds at `positions` `[L]`."""
+    learner = jax.tree.map(lambda x: x[positions], baseline.learner)
+    blank = memory(program)
+    return LaneState(learner, jax.tree.map(lambda x: jnp.broadcast_to(x, (len(positions), *jnp.shape(x))), blank))
+
+
+def memory(program: Program) -> Memory:
+    """What the perturbations of a lane remember when their windows open."""
+    if all(kind.memory is None for kind in program.kinds):
+        return {}
+    return initial_memory(program.kinds, find_sites(program.learner.init, program.learner.step, program.steps))
+
+
+def lane_step(
+    program: Program, state: LaneState, lane: Lanes, step: jax.Array, any_open: jax.Array | None
+) -> tuple[LaneState, Telemetry]:
     """One step of one lane. The learner's key depends on (seed, step), a perturbation's on its kind besides.
 
     `any_open` says for each kind whether any lane's window is open; it must not be batched.
     """
+    remembered = state.memory
+    if remembered and lane.disturbance is not None:
+        remembered = forget(remembered, program.kinds, lane.disturbance.windows, step, memory(program))
     seed = jax.random.key(lane.seed)
     learner_key = jax.random.fold_in(jax.random.fold_in(seed, 1), step)
     taps = Taps(
@@ -259,9 +309,12 @@ def lane_step(program: Program, state: State, lane: Lanes, step: jax.Array, any_
         key=jax.random.fold_in(jax.random.fold_in(seed, 2), step),
         lane=lane.disturbance,
         any_open=any_open,
+        memory=remembered,
     )
-    state, telemetry = program.learner.step(state, learner_key, taps)
-    return state, {name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()}
+    learner, telemetry = program.learner.step(state.learner, learner_key, taps)
+    return LaneState(learner, taps.memory or {}), {
+        name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()
+    }
 
 
 @functools.lru_cache(maxsize=64)
@@ -269,7 +322,7 @@ def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
     """The shape of one lane's value in each channel."""
 
     def one(seed: jax.Array) -> Telemetry:
-        state = program.learner.init(jax.random.key(seed))
+        state = LaneState(program.learner.init(jax.random.key(seed)), {})
         return lane_step(program, state, Lanes(seed, None), jnp.int32(0), None)[1]
 
     shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), np.uint32))
@@ -285,8 +338,8 @@ def telemetry_rows(program: Program, rows: int, lanes: int) -> Telemetry:
 
 
 def advance(
-    program: Program, states: State, lanes: Lanes, start: Any, stop: Any, rows: Telemetry, first: Any
-) -> tuple[State, Telemetry]:
+    program: Program, states: LaneState, lanes: Lanes, start: Any, stop: Any, rows: Telemetry, first: Any
+) -> tuple[LaneState, Telemetry]:
     """Trains lanes from step `start` to `stop` (traced: any span runs the same program).
 
     `states` and `lanes` have a leading axis L; the telemetry of step t goes to row t - `first` of `rows`.
@@ -384,7 +437,8 @@ def run(program: Program, data: Inputs) -> tuple[Telemetry, tuple[Telemetry, ...
     (_, baseline), at_onset = jax.lax.scan(segment, (states, rows), jnp.asarray(data.segments))
 
     def fork(group: ForkInputs) -> Telemetry:
-        states = jax.tree.map(lambda x: x[group.position][group.seeds], at_onset)
+        baseline = jax.tree.map(lambda x: x[group.position], at_onset)
+        states = forked(program, baseline, group.seeds)
         rows = telemetry_rows(program, program.steps, group.lanes.seed.shape[0])
         return advance(program, states, group.lanes, group.onset, program.steps, rows, 0)[1]
 

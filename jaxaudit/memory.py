@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxaudit.errors import UserError
-from jaxaudit.grid import Grid, initial, lane_step
+from jaxaudit.grid import Grid, forked, initial, lane_step
 from jaxaudit.store import DERIVED
 
 
@@ -113,7 +113,8 @@ def _per_lane(grid: Grid) -> tuple[int, int]:
     """Bytes of one lane's state, and of the largest values that live at once in its step."""
     lanes, _ = grid.lanes(grid.forks[0])
     lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], np.asarray(x).dtype), lanes)
-    states = jax.eval_shape(lambda s: initial(grid.program, s), jax.ShapeDtypeStruct((1,), np.uint32))
+    positions = jax.ShapeDtypeStruct((1,), np.uint32)
+    states = jax.eval_shape(lambda s: forked(grid.program, initial(grid.program, s), s), positions)
     state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), states)
     never = jnp.zeros(len(grid.program.kinds), bool)
     jaxpr = jax.make_jaxpr(lambda s, d: lane_step(grid.program, s, d, jnp.int32(0), never))(state, lane)

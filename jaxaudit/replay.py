@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from jaxaudit import results
 from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
 from jaxaudit.grid import Grid
-from jaxaudit.learner import PERFORMANCE, State
+from jaxaudit.learner import PERFORMANCE
 from jaxaudit.registry import unknown
 from jaxaudit.restore import at_onset
 from jaxaudit.runner import is_finished, open_run
@@ -75,7 +76,7 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
     members = _chosen("condition", condition, results.labels(grid))
     engine = Engine(grid, chunk_size(spec, grid))
     compared = _Comparison(store, grid, seeds, members)
-    states: State = None
+    states: Any = None
     phase: int | None = None
     for chunk in schedule(grid, engine.rows, condition is None and "forked_from" not in recorded):
         if chunk.fork is None:

@@ -11,7 +11,7 @@ import sys
 from jaxaudit import checkpoint
 from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
-from jaxaudit.learner import State
+from jaxaudit.grid import LaneState
 from jaxaudit.schedule import Chunk, is_onset
 from jaxaudit.store import Folder
 
@@ -23,7 +23,7 @@ def onset_name(onset: int) -> str:
     return f"onset-{onset:08d}"
 
 
-def save(store: Folder, engine: Engine, chunk: Chunk, states: State, done: int) -> None:
+def save(store: Folder, engine: Engine, chunk: Chunk, states: LaneState, done: int) -> None:
     """Writes the checkpoint after `done` chunks, `chunk` the last; keeps two, and those at onsets."""
     name = onset_name(chunk.stop) if is_onset(engine.grid, chunk) else f"chunk-{done:06d}"
     note = {"chunks_done": done, "step": chunk.stop, "fork": chunk.fork}
@@ -35,7 +35,7 @@ def save(store: Folder, engine: Engine, chunk: Chunk, states: State, done: int) 
             checkpoint.remove(store.checkpoints / f"chunk-{number:06d}")
 
 
-def restore(store: Folder, engine: Engine, chunks: list[Chunk]) -> tuple[int, State | None]:
+def restore(store: Folder, engine: Engine, chunks: list[Chunk]) -> tuple[int, LaneState | None]:
     """How many chunks are done, and the states there (None: the next chunk begins its phase).
 
     A damaged checkpoint is passed over for the one before it, with a word on stderr.
@@ -62,7 +62,7 @@ def restore(store: Folder, engine: Engine, chunks: list[Chunk]) -> tuple[int, St
     return 0, None
 
 
-def at_onset(store: Folder, engine: Engine, onset: int) -> State:
+def at_onset(store: Folder, engine: Engine, onset: int) -> LaneState:
     """The baseline's stored states at an onset. Raises UserError if they are damaged."""
     if onset == 0:
         return engine.initial()

@@ -17,9 +17,9 @@ from jaxaudit import checkpoint, memory, results
 from jaxaudit.begin import beginning
 from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
-from jaxaudit.grid import Fork, Grid
+from jaxaudit.grid import Fork, Grid, LaneState
 from jaxaudit.interrupts import Interrupted, interruptible, stoppable
-from jaxaudit.learner import PERFORMANCE, State, Telemetry
+from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.progress import Progress, collapsed, performance_level
 from jaxaudit.restore import at_onset, onset_name, restore, save
 from jaxaudit.schedule import Chunk, chunk_size, is_onset, schedule
@@ -163,7 +163,7 @@ def _train(
     engine: Engine,
     chunks: list[Chunk],
     done: int,
-    states: State | None,
+    states: LaneState | None,
     clock: Callable[[], dict[str, float]],
 ) -> None:
     grid = engine.grid
@@ -219,7 +219,7 @@ def _tell(spec: Spec, grid: Grid, engine: Engine, done: int, chunks: list[Chunk]
         print(f"going on after {done} of {len(chunks)} chunks", file=sys.stderr)
 
 
-def _phase_start(store: Folder, engine: Engine, chunk: Chunk) -> State:
+def _phase_start(store: Folder, engine: Engine, chunk: Chunk) -> LaneState:
     if chunk.fork is None:
         return engine.initial()
     onset = engine.grid.forks[chunk.fork].onset

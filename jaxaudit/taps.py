@@ -7,9 +7,10 @@ Inside a program the kinds of perturbation are structure, and their magnitudes, 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -40,10 +41,13 @@ class Kind:
     Attributes:
       name: identifies its random stream, with `occurrence`.
       site: where it acts.
-      apply: `apply(key, value, magnitude, **context) -> value`, value's structure, shapes and dtypes kept.
+      apply: `apply(key, value, magnitude, **context) -> value`, value's structure, shapes and dtypes kept; with a
+        memory, `apply(key, value, magnitude, memory, **context) -> (value, memory)`.
       neutral: the magnitude that disturbs nothing; a lane at it is left untouched.
       needs: names of the context values `apply` takes from the tap's caller.
       occurrence: 0, or 1, 2, ... where one condition chains the same kind several times.
+      memory: None, or `memory(value) -> pytree`, what the kind remembers when its window opens; only shapes and
+        dtypes of `value` can be read.
     """
 
     name: str
@@ -52,11 +56,17 @@ class Kind:
     neutral: float
     needs: tuple[str, ...] = ()
     occurrence: int = 0
+    memory: Callable[[Any], Any] | None = None
+
+    @property
+    def id(self) -> str:
+        """Tells this kind from every other kind of a program."""
+        return f"{self.name}/{self.occurrence}"
 
     @property
     def stream(self) -> int:
         """A number that tells this kind's random stream from every other kind's, whatever else is in the grid."""
-        return zlib.crc32(f"{self.name}/{self.occurrence}".encode()) & 0x7FFFFFFF
+        return zlib.crc32(self.id.encode()) & 0x7FFFFFFF
 
 
 @struct.dataclass
@@ -76,6 +86,14 @@ class Windows:
         since = step - self.start
         return (since >= 0) & (step < self.stop) & (since % self.period < self.length)
 
+    def opening(self, step: jax.Array) -> jax.Array:
+        """Whether each window is open at `step` and was not before."""
+        return self.open(step) & ~self.open(step - 1)
+
+    def elapsed(self, step: jax.Array) -> jax.Array:
+        """The share of the span from start to stop that has passed when `step` is over: 1 at its last step."""
+        return jnp.clip((step - self.start + 1) / jnp.maximum(self.stop - self.start, 1), 0.0, 1.0)
+
 
 @struct.dataclass
 class Disturbance:
@@ -92,12 +110,23 @@ class Disturbance:
     targets: tuple[Any, ...]
 
 
+OFFERED = ("selected", "elapsed")
+"""Context every tap offers: which leaves the target selects (bool `[leaves]`), and `Windows.elapsed`."""
+
+Memory = dict[str, dict[str, Any]]
+"""What stateful kinds remember in one lane, by the kind's id and the tap's label (ROOT where it has none)."""
+
+ROOT = "value"
+
+
 class Taps:
     """Callable handed to `Learner.step`: `taps(site, value)` returns the value, disturbed where this lane should be.
 
     Attributes:
       step: the current step, int32 scalar, the same for all lanes (so `lax.cond` on it stays a branch).
       steps: the number of steps of the whole run, or None outside an audit.
+      memory: what the perturbations that keep state remember; each call at their site moves it on. None where it
+        cannot be kept: in a loop that does not carry it (see `scan`).
     """
 
     def __init__(
@@ -110,7 +139,9 @@ class Taps:
         key: jax.Array | None = None,
         lane: Disturbance | None = None,
         any_open: Any = None,
+        memory: Memory | None = None,
     ):
+        self.memory = memory
         self.step = step
         self.steps = steps
         self._kinds = kinds
@@ -134,8 +165,36 @@ class Taps:
                 value = self._disturb(index, kind, call, value, label, context)
         return value
 
+    def disturbs(self, site: str) -> bool:
+        """Whether any lane is ever disturbed at `site`: a fact of the program, known while it is traced."""
+        return any(kind.site == site for kind in self._kinds)
+
     def fold_in(self, index: Any) -> Taps:
-        """The same taps with randomness of their own: call it with the loop index inside an inner loop."""
+        """The same taps with randomness of their own, for the body of a loop that knows its index.
+
+        Perturbations that keep state refuse to act there; `scan` carries their state.
+        """
+        return self._within(index, None)
+
+    def scan(
+        self, body: Callable[[Taps, Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None
+    ) -> tuple[Any, Any]:
+        """`jax.lax.scan` for `body(taps, carry, x) -> (carry, y)`, with taps of its own for each turn.
+
+        What a perturbation remembers is carried from turn to turn.
+        """
+
+        def turn(state: tuple[Any, Memory | None], numbered: tuple[jax.Array, Any]):
+            carry, memory = state
+            index, x = numbered
+            here = self._within(index, memory)
+            carry, y = body(here, carry, x)
+            return (carry, here.memory), y
+
+        (carry, self.memory), ys = jax.lax.scan(turn, (init, self.memory), _numbered(xs, length))
+        return carry, ys
+
+    def _within(self, index: Any, memory: Memory | None) -> Taps:
         key = self._key if self._key is None else jax.random.fold_in(self._key, index)
         return Taps(
             self.step,
@@ -145,10 +204,11 @@ class Taps:
             key=key,
             lane=self._lane,
             any_open=self._any_open,
+            memory=memory,
         )
 
     def _disturb(self, index: int, kind: Kind, call: int, value: Any, label: str, context: dict) -> Any:
-        missing = [name for name in kind.needs if name != "selected" and name not in context]
+        missing = [name for name in kind.needs if name not in OFFERED and name not in context]
         if missing:
             raise ValueError(
                 f"perturbation '{kind.name}' needs {', '.join(missing)} at site '{kind.site}', "
@@ -162,16 +222,64 @@ class Taps:
         leaf_paths = paths_of(value, label)
         rows = np.array([known.index(path) for path in leaf_paths], dtype=np.int32)
 
-        def disturbed(value: Any) -> Any:
+        def disturbed(value: Any, memory: Any) -> tuple[Any, Any]:
             magnitude = lane.magnitude[index]
-            opened = jax.tree.map(lambda field: field[index], lane.windows).open(step)
-            active = opened & (magnitude != kind.neutral)
+            windows = jax.tree.map(lambda field: field[index], lane.windows)
+            active = windows.open(step) & (magnitude != kind.neutral)
             selected = lane.targets[index][rows]
-            given = {name: selected if name == "selected" else context[name] for name in kind.needs}
+            offered = {"selected": selected, "elapsed": windows.elapsed(step), **context}
+            given = {name: offered[name] for name in kind.needs}
             own = jax.random.fold_in(jax.random.fold_in(key, kind.stream), call)
-            return _select(active & selected, kind.apply(own, value, magnitude, **given), value)
+            if kind.memory is None:
+                changed, after = kind.apply(own, value, magnitude, **given), memory
+            else:
+                changed, after = kind.apply(own, value, magnitude, memory, **given)
+            return _select(active & selected, changed, value), _where(active, after, memory)
 
-        return jax.lax.cond(self._any_open[index], disturbed, lambda value: value, value)
+        remembered = self._remembered(kind, label)
+        value, remembered = jax.lax.cond(
+            self._any_open[index], disturbed, lambda value, memory: (value, memory), value, remembered
+        )
+        if kind.memory is not None:
+            assert self.memory is not None, "or it could not have been read"
+            self.memory = {**self.memory, kind.id: {**self.memory[kind.id], label or ROOT: remembered}}
+        return value
+
+    def _remembered(self, kind: Kind, label: str) -> Any:
+        if kind.memory is None:
+            return None
+        if self.memory is None:
+            raise ValueError(
+                f"perturbation '{kind.name}' keeps state, and the learner taps '{kind.site}' in a loop that does not "
+                "carry it; write that loop with taps.scan"
+            )
+        return self.memory[kind.id][label or ROOT]
+
+
+def initial_memory(kinds: tuple[Kind, ...], sites: Sites) -> Memory:
+    """What stateful kinds remember when their windows open, for one lane."""
+    return {
+        kind.id: {label or ROOT: kind.memory(value) for label, value in sites.values[kind.site].items()}
+        for kind in kinds
+        if kind.memory is not None
+    }
+
+
+def forget(memory: Memory, kinds: tuple[Kind, ...], windows: Windows, step: jax.Array, initial: Memory) -> Memory:
+    """The memory of one lane at the beginning of `step`: the initial one for kinds whose window opens there."""
+    opening = {kind.id: windows.opening(step)[index] for index, kind in enumerate(kinds)}
+    return {name: _where(opening[name], initial[name], kept) for name, kept in memory.items()}
+
+
+def _where(chosen: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(chosen, n, o).astype(jnp.asarray(o).dtype), new, old)
+
+
+def _numbered(xs: Any, length: int | None) -> tuple[jax.Array, Any]:
+    """The `xs` of a scan with each turn's number before them."""
+    if length is None:
+        length = jax.tree.leaves(xs)[0].shape[0]
+    return jnp.arange(length), xs
 
 
 def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
@@ -214,31 +322,66 @@ def matches(target: str | None, path: str) -> bool:
 
 @dataclass
 class Recorder:
-    """Taps that change nothing and note what passes: a learner's sites, their leaves and their context."""
+    """Taps that change nothing and note what passes: a learner's sites, their leaves and their context.
+
+    Attributes:
+      step, steps: as in `Taps`.
+      paths: for every site, the paths of its leaves.
+      context: for every site, the names of the context given there.
+      values: for every site, the shapes and dtypes seen, by label.
+      loose: sites tapped in a loop that carries no memory.
+      carried: whether this place can keep memory.
+    """
 
     step: Any = 0
     steps: int | None = None
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     context: dict[str, set[str]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loose: set[str] = field(default_factory=set)
+    carried: bool = True
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Notes the site and returns the value."""
         seen = self.paths.get(site, ())
         self.paths[site] = seen + tuple(p for p in paths_of(value, label) if p not in seen)
         self.context[site] = self.context.get(site, set()) | set(context)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
+        self.values.setdefault(site, {})[label] = shapes
+        if not self.carried:
+            self.loose.add(site)
         return value
 
+    def disturbs(self, site: str) -> bool:
+        """True: what could be disturbed is to be noted."""
+        return True
+
     def fold_in(self, index: Any) -> Recorder:
-        """Itself: it has no randomness."""
-        return self
+        """A recorder of the same sites, at a place that keeps no memory."""
+        return replace(self, carried=False)
+
+    def scan(self, body: Callable, init: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
+        """`jax.lax.scan` whose body gets this recorder."""
+        return jax.lax.scan(lambda carry, x: body(self, carry, x), init, xs, length)
+
+    @property
+    def sites(self) -> Sites:
+        """What was noted."""
+        context = {site: frozenset(names) for site, names in self.context.items()}
+        return Sites(dict(self.paths), context, dict(self.values), frozenset(self.loose))
 
 
 @dataclass(frozen=True)
 class Sites:
-    """Where a learner can be disturbed: `paths[site]` are the leaves there, `context[site]` what the tap offers."""
+    """Where a learner can be disturbed: `paths[site]` are the leaves there, `context[site]` what the tap offers.
+
+    `values[site][label]` are the shapes that pass, and `loose` the sites where no memory is kept.
+    """
 
     paths: Mapping[str, tuple[str, ...]]
     context: Mapping[str, frozenset[str]]
+    values: Mapping[str, Mapping[str, Any]]
+    loose: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)
@@ -247,16 +390,21 @@ class Sites:
         return site in self.paths
 
 
+@functools.lru_cache(maxsize=64)
 def find_sites(init: Callable, step: Callable, steps: int | None = None) -> Sites:
     """Traces one step abstractly (no computation) and returns the sites it taps."""
     recorder = Recorder(steps=steps)
-    key = jax.random.key(0)
-    state = jax.eval_shape(init, key)
+    trace(init, step, recorder)
+    return recorder.sites
+
+
+def trace(init: Callable, step: Callable, recorder: Recorder) -> None:
+    """Traces one step of a learner with `recorder` for its taps."""
 
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
     def traced(state, key, index):
         recorder.step = index
         return step(state, key, recorder)
 
-    jax.eval_shape(traced, state, key, jnp.int32(0))
-    return Sites(dict(recorder.paths), {site: frozenset(names) for site, names in recorder.context.items()})
+    key = jax.random.key(0)
+    jax.eval_shape(traced, jax.eval_shape(init, key), key, jnp.int32(0))

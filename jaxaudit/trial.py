@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxaudit.grid import site_misfit
 from jaxaudit.learner import Learner
 from jaxaudit.perturbations import Chain, Perturbation
-from jaxaudit.taps import Recorder, Sites, paths_of
+from jaxaudit.taps import OFFERED, Recorder, paths_of, trace
 
 
 @dataclass
@@ -25,17 +25,19 @@ class _Trial(Recorder):
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Tries every perturbation of the site that the tap's context suffices for."""
         for index, perturbation in enumerate(self.perturbations):
-            needs = set(perturbation.needs) - {"selected"}
+            needs = set(perturbation.needs) - set(OFFERED)
             if perturbation.site == site and needs <= set(context) and index not in self.refused:
                 self._try(index, perturbation, value, label, context)
         return super().__call__(site, value, label=label, **context)
 
     def _try(self, index: int, perturbation: Perturbation, value: Any, label: str, context: dict) -> None:
         selected = jnp.ones(len(paths_of(value, label)), bool)
-        offered = {name: selected if name == "selected" else context[name] for name in perturbation.needs}
+        offered = {"selected": selected, "elapsed": jnp.float32(1.0), **context}
+        given = {name: offered[name] for name in perturbation.needs}
+        memory = () if perturbation.memory is None else (perturbation.memory(value),)
         magnitude = jnp.float32(perturbation.magnitudes[0])
         try:
-            perturbation.apply(jax.random.key(0), value, magnitude, **offered)
+            perturbation.apply(jax.random.key(0), value, magnitude, *memory, **given)
         except ValueError as error:
             self.refused[index] = str(error)
 
@@ -44,14 +46,7 @@ def misfits(learner: Learner, perturbations: Sequence[Perturbation | Chain], ste
     """For each perturbation None, or a sentence on why the learner cannot be disturbed by it."""
     parts = [part for perturbation in perturbations for part in perturbation.parts]
     trial = _Trial(steps=steps, perturbations=parts)
-
-    def traced(state: Any, key: jax.Array, step: jax.Array) -> Any:
-        trial.step = step
-        return learner.step(state, key, trial)  # type: ignore[arg-type]
-
-    key = jax.random.key(0)
-    jax.eval_shape(traced, jax.eval_shape(learner.init, key), key, jnp.int32(0))
-    sites = Sites(trial.paths, {site: frozenset(names) for site, names in trial.context.items()})
-    reasons = iter([trial.refused.get(i) or site_misfit(part, sites) for i, part in enumerate(parts)])
+    trace(learner.init, learner.step, trial)
+    reasons = iter([trial.refused.get(i) or site_misfit(part, trial.sites) for i, part in enumerate(parts)])
     by_perturbation = [[next(reasons) for _ in perturbation.parts] for perturbation in perturbations]
     return [next(filter(None, found), None) for found in by_perturbation]

@@ -237,20 +237,23 @@ class PPO:
     def collect(self, state: PPOState, key: jax.Array, taps: Taps) -> tuple[PPOState, Samples]:
         """Steps the environments, and returns samples with advantages, `[rollout_length, num_envs, ...]`."""
 
-        def step(env_state: EpisodeState, index: jax.Array):
+        def value(observation: jax.Array) -> jax.Array:
+            return self.value(state.params, self.normalized(state, observation))
+
+        def step(taps: Taps, env_state: EpisodeState, index: jax.Array):
             policy_key, env_key = jax.random.split(jax.random.fold_in(key, index))
             mean, log_std = self.policy(state.params, self.normalized(state, env_state.observation))
             action = mean + jnp.exp(log_std) * jax.random.normal(policy_key, mean.shape)
             taken = self.to_action_space(action)
-            after, transition = self.episodes.step(env_state, env_key, taken, taps.fold_in(index))
+            after, transition = self.episodes.step(env_state, env_key, taken, taps, value, self.settings.gamma)
             return after, (env_state.observation, action, mean, transition)
 
         length = self.settings.rollout_length
         begin = self.episodes.refresh(state.episodes, jax.random.fold_in(key, length))
-        env_state, (observations, actions, means, transitions) = jax.lax.scan(step, begin, jnp.arange(length))
+        env_state, (observations, actions, means, transitions) = taps.scan(step, begin, jnp.arange(length))
         seen = self.normalized(state, observations)
         values = self.value(state.params, seen)
-        next_values = self.value(state.params, self.normalized(state, transitions.final_observation))
+        next_values = value(transitions.final_observation)
         done = transitions.terminated | transitions.truncated
         rewards, returns, discounted = self.scaled_rewards(state, transitions.reward, done)
         advantages = gae(
@@ -296,27 +299,25 @@ class PPO:
         settings = self.settings
         data = jax.tree.map(lambda x: x.reshape(settings.batch_size, *x.shape[2:]), samples)
 
-        def minibatch(progress: Progress, rows: jax.Array):
+        def minibatch(taps: Taps, progress: Progress, rows: jax.Array):
             batch = jax.tree.map(lambda x: x[rows], data)
             gradient, parts = jax.grad(self.loss, has_aux=True)(progress.params, batch)
-            params, optimizer, update = self.optimizer.update(
-                progress.params, progress.optimizer, gradient, taps.fold_in(progress.index)
-            )
+            params, optimizer, update = self.optimizer.update(progress.params, progress.optimizer, gradient, taps)
             kept = self.keep_gradient(progress, gradient)
             coherence = jax.lax.cond(
                 progress.index < self.minibatches, progress.coherence.add, lambda _: progress.coherence, gradient
             )
             return Progress(params, optimizer, coherence, kept, progress.index + 1), (parts, update)
 
-        def epoch(progress: Progress, epoch_key: jax.Array):
+        def epoch(taps: Taps, progress: Progress, epoch_key: jax.Array):
             order = shuffled(epoch_key, settings.batch_size)
-            return jax.lax.scan(minibatch, progress, order.reshape(self.minibatches, settings.minibatch_size))
+            return taps.scan(minibatch, progress, order.reshape(self.minibatches, settings.minibatch_size))
 
         gradients = None
         if settings.telemetry == "full":
             gradients = jax.tree.map(lambda p: jnp.zeros((self.minibatches, *p.shape)), params)
         progress = Progress(params, optimizer, CoherenceSum.zeros(params, raw=False), gradients, jnp.int32(0))
-        progress, (parts, updates) = jax.lax.scan(epoch, progress, jax.random.split(key, settings.epochs))
+        progress, (parts, updates) = taps.scan(epoch, progress, jax.random.split(key, settings.epochs))
         return progress, self.update_telemetry(params, progress, parts, updates)
 
     def loss(self, params: Any, batch: Samples) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -93,13 +93,16 @@ class Perturbation:
       dimension: one of the four stability dimensions.
       site: the site it acts at.
       apply: `apply(key, value, magnitude, **context) -> value`; pure, structure and shapes kept. Give a module-level
-        function: programs are cached by it.
+        function: programs are cached by it. With a memory: `apply(key, value, magnitude, memory, **context) ->
+        (value, memory)`.
       magnitude: a number, or a `Sweep` of them.
       neutral: the magnitude at which nothing is disturbed.
       when: its `Window`.
       target: None, or a path pattern that limits it to part of the value's tree, e.g. "critic".
-      needs: context names `apply` takes from the tap: the learner's, or "selected" (bool `[leaves]`: the target).
+      needs: context names `apply` takes from the tap: the learner's, "selected" (bool `[leaves]`: the target) or
+        "elapsed" (the share of the window that has passed, in (0, 1]).
       limits: (lowest, highest) magnitude that means something.
+      memory: None, or `memory(value) -> pytree`, what is remembered when the window opens, in the lane.
     """
 
     name: str
@@ -112,6 +115,7 @@ class Perturbation:
     target: str | None = None
     needs: tuple[str, ...] = ()
     limits: tuple[float, float] = (float("-inf"), float("inf"))
+    memory: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
         if self.dimension not in DIMENSIONS:
@@ -134,7 +138,7 @@ class Perturbation:
 
     def kind(self, occurrence: int = 0) -> Kind:
         """Its structure, without magnitude, window and target."""
-        return Kind(self.name, self.site, self.apply, float(self.neutral), self.needs, occurrence)
+        return Kind(self.name, self.site, self.apply, float(self.neutral), self.needs, occurrence, self.memory)
 
 
 @dataclass(frozen=True)

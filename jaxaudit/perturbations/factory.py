@@ -43,9 +43,10 @@ class Factory:
                 standard.when.duration if duration is None else duration,
                 period,
             ),
-            target=target,
+            target=standard.target if target is None else target,
             needs=standard.needs,
             limits=standard.limits,
+            memory=standard.memory,
         )
 
 
@@ -59,10 +60,14 @@ def perturbation(
     onset: float | int = 0.3,
     limits: tuple[float, float] = (float("-inf"), float("inf")),
     needs: tuple[str, ...] = (),
+    target: str | None = None,
+    memory: Callable[[Any], Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Factory]:
     """Decorator: makes `f(key, value, magnitude, **context) -> value` a perturbation kind named like `f`.
 
-    The keywords are the kind's standard magnitude, window, neutral magnitude, range and needed context.
+    The keywords are the kind's standard magnitude, window, neutral magnitude, range, needed context and target.
+    With `memory(value) -> pytree`, which gives what the kind remembers when its window opens, it is
+    `f(key, value, magnitude, memory, **context) -> (value, memory)`.
     """
 
     def decorate(apply: Callable[..., Any]) -> Factory:
@@ -74,8 +79,10 @@ def perturbation(
             magnitude=magnitude,
             neutral=neutral,
             when=Window(onset, duration),
+            target=target,
             needs=needs,
             limits=limits,
+            memory=memory,
         )
         factory = Factory(standard)
         functools.update_wrapper(factory, apply, updated=())

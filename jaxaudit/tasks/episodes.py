@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxaudit.taps import Taps
 from jaxaudit.tasks._brax import Env, State
 
 
@@ -113,27 +114,40 @@ class Episodes:
         state: EpisodeState,
         key: jax.Array,
         action: jax.Array,
-        taps: Callable[[str, Any], Any],
+        taps: Taps,
+        value: Callable[[jax.Array], jax.Array] | None = None,
+        discount: float = 1.0,
     ) -> tuple[EpisodeState, Transition]:
         """Take one step in every environment, resetting those whose episode ends.
+
+        The taps' context: at `action` and `observation`, `begins` `[N]` says where the value is an episode's first
+        and `valid` `[N]` which rows count at all; at `reward`, `ends` `[N]` says where it is an episode's last.
+        `observation` is tapped twice, for what this step led to and for the first observation of the episodes that
+        begin. With a `value`, observations get `state_value` and rewards get `td_error`: a function of a reward `[N]`.
 
         Args:
             state: where the environments stand.
             key: decides the reset states.
             action: `[N, A]`, the policy's.
-            taps: called at the sites `action`, `reward` and `observation`; at the last one twice, for the
-                observation to act on next and for the one this step led to (they differ where an episode
-                ended).
+            taps: called at the sites `action`, `dynamics` (where the environment has an attribute of that name),
+                `observation` and `reward`.
+            value: the learner's state value, observations `[N, O]` to `[N]`, for perturbations that aim at it.
+            discount: of the value, in `td_error`.
         """
-        env = jax.vmap(self.env.step)(state.env, taps("action", action))
+        everywhere, nowhere = jnp.ones(self.num_envs, bool), jnp.zeros(self.num_envs, bool)
+        env = self._advance(state.env, taps("action", action, begins=state.length == 0, valid=everywhere), taps)
         length = state.length + 1
         terminated = env.done > 0.5
         truncated = (length + state.head_start >= self.max_episode_steps) & ~terminated
         done = terminated | truncated
 
+        aimed: dict[str, Any] = {} if value is None else {"state_value": value}
         next_env = _where(done, self._fresh(state, key), env)
-        observation = taps("observation", next_env.obs)
-        final_observation = _where(done, taps("observation", env.obs), observation)
+        final_observation = taps("observation", env.obs, begins=nowhere, valid=everywhere, **aimed)
+        first_observation = taps("observation", next_env.obs, begins=done, valid=done, **aimed)
+        observation = _where(done, first_observation, final_observation)
+        if value is not None:
+            aimed = {"td_error": _td_error(value, discount, state.observation, final_observation, terminated)}
 
         running_return = state.running_return + env.reward
         finished = terminated | (truncated & (state.head_start == 0))
@@ -151,11 +165,21 @@ class Episodes:
         return next_state, Transition(
             observation=state.observation,
             action=action,
-            reward=taps("reward", env.reward),
+            reward=taps("reward", env.reward, ends=done, **aimed),
             terminated=terminated,
             truncated=truncated,
             final_observation=final_observation,
         )
+
+    def _advance(self, env: State, action: jax.Array, taps: Taps) -> State:
+        """One step of all environments, under disturbed dynamics where there are any."""
+        if not (hasattr(self.env, "dynamics") and taps.disturbs("dynamics")):
+            return jax.vmap(self.env.step)(env, action)
+        factors = taps("dynamics", self.env.dynamics)
+        factors = jax.tree.map(lambda x: jnp.broadcast_to(x, self.num_envs), factors)
+        disturbed = env.replace(info=env.info | {"dynamics": factors})
+        after = jax.vmap(self.env.step)(disturbed, action)
+        return after.replace(info={name: x for name, x in after.info.items() if name != "dynamics"})
 
     def _reset(self, key: jax.Array) -> State:
         return jax.vmap(self.env.reset)(jax.random.split(key, self.num_envs))
@@ -165,6 +189,17 @@ class Episodes:
             return self._reset(key)
         drawn = jax.random.randint(key, (self.num_envs,), 0, self.num_envs)
         return jax.tree.map(lambda leaf: leaf[drawn], state.pool)
+
+
+def _td_error(
+    value: Callable[[jax.Array], jax.Array],
+    discount: float,
+    before: jax.Array,
+    after: jax.Array,
+    terminated: jax.Array,
+) -> Callable[[jax.Array], jax.Array]:
+    """The temporal-difference error of a reward `[N]`: computed only if a perturbation asks."""
+    return lambda reward: reward + discount * jnp.where(terminated, 0.0, value(after)) - value(before)
 
 
 def performance(state: EpisodeState) -> jax.Array:
