@@ -16,6 +16,8 @@ from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
 from jaxaudit.kernels.gae import gae
 from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learner import Learner
+from jaxaudit.learners import settings as checks
+from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.normalizer import Moments
 from jaxaudit.learners.optimizer import Optimizer, Update, linear_to_zero
 from jaxaudit.models.mlp import MLP, gaussian_entropy, gaussian_log_probability
@@ -77,18 +79,12 @@ class PPOSettings:
     telemetry: str = "full"
 
     def __post_init__(self):
-        for name in ("num_envs", "rollout_length", "epochs", "minibatch_size", "evaluation_episodes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("learning_rate", "max_grad_norm"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        for name in ("clip", "entropy_coefficient", "value_coefficient", "evaluations"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
+        checks.at_least_one(self, "num_envs", "rollout_length", "epochs", "minibatch_size", "evaluation_episodes")
+        checks.positive(self, "learning_rate", "max_grad_norm")
+        checks.not_negative(self, "clip", "entropy_coefficient", "value_coefficient", "evaluations")
+        checks.fractions(self, "gamma", "gae_lambda")
+        checks.widths(self.hidden)
+        checks.telemetry(self.telemetry)
         if self.batch_size > 2**16:
             raise ValueError(f"num_envs * rollout_length must be at most 65536, not {self.batch_size}")
         if self.batch_size % self.minibatch_size:
@@ -96,10 +92,6 @@ class PPOSettings:
                 f"minibatch_size {self.minibatch_size} does not divide the {self.batch_size} samples of an iteration "
                 "(num_envs * rollout_length)"
             )
-        if not self.hidden or min(self.hidden) < 1:
-            raise ValueError(f"hidden must be widths of at least 1, not {list(self.hidden)}")
-        if self.telemetry not in ("basic", "full"):
-            raise ValueError(f"telemetry must be 'basic' or 'full', not {self.telemetry!r}")
 
     @property
     def batch_size(self) -> int:
@@ -208,7 +200,17 @@ class PPO:
         state = dataclasses.replace(state, params=improved.params, optimizer=improved.optimizer)
         telemetry |= {
             "performance": episodes.performance(state.episodes),
-            "evaluation_return": self.evaluate_when_due(state, evaluation_key, taps),
+            "evaluation_return": evaluate_when_due(
+                self.env,
+                lambda observation: self.to_action_space(
+                    self.policy(state.params, self.normalized(state, observation))[0]
+                ),
+                evaluation_key,
+                taps,
+                times=self.settings.evaluations,
+                episodes=self.settings.evaluation_episodes,
+                max_episode_steps=self.max_episode_steps,
+            ),
             "episode_length": jnp.mean(state.episodes.last_length),
             "explained_variance": 1.0 - jnp.var(samples.target - samples.value) / jnp.var(samples.target),
             "entropy": gaussian_entropy(state.params["log_std"]),
@@ -380,28 +382,6 @@ class PPO:
                 ]
             )
         return telemetry
-
-    def evaluate_when_due(self, state: PPOState, key: jax.Array, taps: Taps) -> jax.Array:
-        """Mean return of undisturbed episodes under the mean action; NaN at steps without an evaluation."""
-        settings = self.settings
-        if not settings.evaluations or not taps.steps:
-            return jnp.float32(jnp.nan)
-        interval = max(1, taps.steps // settings.evaluations)
-
-        def evaluate(state: PPOState) -> jax.Array:
-            returns = episodes.evaluate(
-                self.env,
-                lambda observation: self.to_action_space(
-                    self.policy(state.params, self.normalized(state, observation))[0]
-                ),
-                key,
-                settings.evaluation_episodes,
-                self.max_episode_steps,
-            )
-            return jnp.mean(returns)
-
-        due = (taps.step + 1) % interval == 0
-        return jax.lax.cond(due, evaluate, lambda state: jnp.float32(jnp.nan), state)
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -1,0 +1,127 @@
+"""Stable-Baselines3 with the settings of this package's learners: one training run, its learning curve as CSV.
+
+    python sb3.py LEARNER TASK STEPS SEED OUT.csv
+
+Rows: every 2048 env steps, the mean return of the latest full episode of each environment ("performance", as this
+package measures it); at the end a row with the mean return of ten episodes under the mean action ("evaluation").
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import torch
+from stable_baselines3 import PPO, SAC, TD3
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.noise import NormalActionNoise, VectorizedActionNoise
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+ENVS = 8
+ITERATION = 2048
+
+
+class Curve(BaseCallback):
+    """Notes the mean of the environments' latest returns at every iteration."""
+
+    def __init__(self):
+        super().__init__()
+        self.latest = np.full(ENVS, np.nan)
+        self.rows: list[tuple[int, float]] = []
+
+    def _on_step(self) -> bool:
+        for index, info in enumerate(self.locals["infos"]):
+            if "episode" in info:
+                self.latest[index] = info["episode"]["r"]
+        if self.num_timesteps % ITERATION == 0:
+            finished = self.latest[~np.isnan(self.latest)]
+            self.rows.append((self.num_timesteps, float(finished.mean()) if finished.size else float("nan")))
+        return True
+
+
+def ppo(task: str, seed: int) -> PPO:
+    """PPO with observations and rewards normalised, and the learning rate annealed."""
+    env = VecNormalize(_environments(task))
+    return PPO(
+        "MlpPolicy",
+        env,
+        learning_rate=lambda remaining: 3e-4 * remaining,
+        n_steps=ITERATION // ENVS,
+        batch_size=64,
+        n_epochs=10,
+        clip_range_vf=0.2,
+        ent_coef=0.01,
+        policy_kwargs={"net_arch": [64, 64], "activation_fn": torch.nn.Tanh},
+        device="cpu",
+        seed=seed,
+    )
+
+
+def sac(task: str, seed: int) -> SAC:
+    """SAC with the fixed temperature of Table S2."""
+    return SAC("MlpPolicy", _environments(task), ent_coef=0.2, **_off_policy(seed))
+
+
+def td3(task: str, seed: int) -> TD3:
+    """TD3 with exploration noise 0.1."""
+    env = _environments(task)
+    size = env.action_space.shape[0]
+    noise = VectorizedActionNoise(NormalActionNoise(np.zeros(size), 0.1 * np.ones(size)), ENVS)
+    return TD3("MlpPolicy", env, action_noise=noise, **_off_policy(seed))
+
+
+def _off_policy(seed: int) -> dict:
+    return {
+        "learning_rate": 3e-4,
+        "batch_size": 256,
+        "buffer_size": 1_000_000,
+        "learning_starts": 10_000,
+        "train_freq": 1,
+        "gradient_steps": ENVS,
+        "policy_kwargs": {"net_arch": [256, 256]},
+        "device": "cpu",
+        "seed": seed,
+    }
+
+
+def _environments(task: str) -> DummyVecEnv:
+    make = lambda: gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make(task))  # noqa: E731
+    return DummyVecEnv([make] * ENVS)
+
+
+def evaluate(agent: PPO | SAC | TD3, task: str, episodes: int = 10) -> float:
+    """Mean return under the mean action."""
+    env = gymnasium.make(task)
+    normalize = agent.get_vec_normalize_env()
+    returns = []
+    for episode in range(episodes):
+        observation, _ = env.reset(seed=1000 + episode)
+        total, done = 0.0, False
+        while not done:
+            seen = observation if normalize is None else normalize.normalize_obs(observation)
+            action, _ = agent.predict(seen, deterministic=True)
+            observation, reward, terminated, truncated, _ = env.step(action)
+            total, done = total + float(reward), terminated or truncated
+        returns.append(total)
+    return float(np.mean(returns))
+
+
+def main(learner: str, task: str, steps: int, seed: int, out: Path) -> None:
+    """Trains, evaluates and writes the curve."""
+    torch.set_num_threads(1)
+    agent = {"ppo": ppo, "sac": sac, "td3": td3}[learner](task, seed)
+    curve = Curve()
+    agent.learn(steps, callback=curve)
+    with out.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["env_steps", "performance", "evaluation"])
+        writer.writerows((steps, value, "") for steps, value in curve.rows)
+        writer.writerow([agent.num_timesteps, curve.rows[-1][1], evaluate(agent, task)])
+
+
+if __name__ == "__main__":
+    name, task_name, count, seed_given, path = sys.argv[1:]
+    main(name, task_name, int(count), int(seed_given), Path(path))

@@ -1,0 +1,44 @@
+"""Evaluation of a policy at intervals of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaudit.taps import Taps
+from jaxaudit.tasks.episodes import evaluate
+
+
+def evaluate_when_due(
+    env: Any,
+    policy: Callable[[jax.Array], jax.Array],
+    key: jax.Array,
+    taps: Taps,
+    *,
+    times: int,
+    episodes: int,
+    max_episode_steps: int,
+) -> jax.Array:
+    """Mean return of fresh, undisturbed episodes, at `times` steps evenly spaced over the run; NaN at the others.
+
+    Args:
+      env: a brax `Env`, unbatched.
+      policy: observations `[episodes, O]` to actions `[episodes, A]`, without exploration.
+      key: decides the initial states.
+      taps: tell the step and the length of the run; outside a run nothing is due.
+      times: evaluations in a run; 0: never.
+      episodes: of each evaluation.
+      max_episode_steps: the time limit.
+    """
+    if not times or not taps.steps:
+        return jnp.float32(jnp.nan)
+    interval = max(1, taps.steps // times)
+    due = (taps.step + 1) % interval == 0
+    return jax.lax.cond(
+        due,
+        lambda: jnp.mean(evaluate(env, policy, key, episodes, max_episode_steps)),
+        lambda: jnp.float32(jnp.nan),
+    )

@@ -1,0 +1,45 @@
+"""Checks that the settings of several learners share: each raises ValueError, in one sentence, for the first misfit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def at_least_one(settings: Any, *names: str) -> None:
+    """The fields are counts of at least 1."""
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
+
+
+def positive(settings: Any, *names: str) -> None:
+    """The fields are positive and finite."""
+    for name in names:
+        if not 0 < getattr(settings, name) < float("inf"):
+            raise ValueError(f"{name} must be positive, not {getattr(settings, name)}")
+
+
+def not_negative(settings: Any, *names: str) -> None:
+    """The fields are zero or more."""
+    for name in names:
+        if not getattr(settings, name) >= 0:
+            raise ValueError(f"{name} must not be negative, not {getattr(settings, name)}")
+
+
+def fractions(settings: Any, *names: str) -> None:
+    """The fields lie in [0, 1]."""
+    for name in names:
+        if not 0 <= getattr(settings, name) <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], not {getattr(settings, name)}")
+
+
+def widths(hidden: tuple[int, ...]) -> None:
+    """The widths of a network's hidden layers."""
+    if not hidden or min(hidden) < 1:
+        raise ValueError(f"hidden must be widths of at least 1, not {list(hidden)}")
+
+
+def telemetry(chosen: str) -> None:
+    """How much a learner tells."""
+    if chosen not in ("basic", "full"):
+        raise ValueError(f"telemetry must be 'basic' or 'full', not {chosen!r}")
