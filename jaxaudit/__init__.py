@@ -5,6 +5,8 @@ from jaxaudit.audit import audit
 from jaxaudit.grid import compiled, inputs, plan, run
 from jaxaudit.learner import Learner
 from jaxaudit.learners.optimizer import Optimizer
+from jaxaudit.margin import margin
+from jaxaudit.margin_table import Margins
 from jaxaudit.perturbations import *  # noqa: F403
 from jaxaudit.perturbations import __all__ as _perturbations
 from jaxaudit.registry import register
@@ -16,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SITES",
     "Learner",
+    "Margins",
     "Optimizer",
     "Result",
     "Taps",
@@ -23,6 +26,7 @@ __all__ = [
     "compiled",
     "inputs",
     "learners",
+    "margin",
     "metrics",
     "plan",
     "register",

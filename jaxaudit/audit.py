@@ -1,17 +1,20 @@
-"""`audit(...)`: a whole grid in one call, one compiled program."""
+"""`audit(...)`: a whole grid in one call, trained by the engine and held in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from jaxaudit import results
-from jaxaudit.grid import Execution, arrange, compiled, inputs, plan
+from jaxaudit import memory, results
+from jaxaudit.engine import Engine, Piece
+from jaxaudit.grid import Execution, blank_telemetry, place, plan
 from jaxaudit.learner import PERFORMANCE, Learner
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
+from jaxaudit.schedule import is_onset, schedule
 
 
 def audit(
@@ -22,6 +25,7 @@ def audit(
     steps: int,
     execution: Execution = "vmap",
     devices: Sequence[jax.Device] | None = None,
+    lanes: int | Literal["auto"] = "auto",
     settings: MetricSettings | None = None,
 ) -> results.Result:
     """Trains a learner on every seed, disturbs a copy of it for every condition, and measures.
@@ -33,13 +37,15 @@ def audit(
       steps: of a run.
       execution: how a device runs its lanes: "vmap", "map" (one after another) or a batch size.
       devices: lanes are spread evenly over these; all of JAX's by default.
+      lanes: the most that are on the devices at a time; "auto": as many as their memory can hold.
       settings: windows of the metrics.
 
     Returns:
       telemetry and metrics, dims (seed, condition, step); condition 0 is the undisturbed control.
 
     Raises:
-      ValueError: the learner lacks a perturbation's site, a window leaves the run, ...; one sentence.
+      ValueError: the learner lacks a perturbation's site, a window leaves the run, memory is too small, ...; one
+        sentence.
     """
     chosen = settings or MetricSettings()
     grid = plan(
@@ -50,12 +56,36 @@ def audit(
         execution=execution,
         devices=devices,
         tail=chosen.window,
+        lanes=lanes,
     )
-    baseline, forks = compiled(grid.program)(inputs(grid))
-    arrays = arrange(grid, baseline, forks)
+    engine, _ = memory.fit(grid, steps, resident=True)
+    arrays, trained = _train(engine)
     arrays |= results.derived(arrays[PERFORMANCE], chosen)
     data = results.telemetry(grid, arrays)
-    trained = np.asarray(baseline[PERFORMANCE])[:, : len(grid.seeds)].T
     data["baseline_performance"] = (("seed", "step"), trained)
     data.attrs["noise_floor"] = results.noise_floor(data, trained, grid.forks[-1].onset)
     return results.Result(data, chosen)
+
+
+def _train(engine: Engine) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """All telemetry, `[seed, condition, step, ...]` by channel, and the baseline's performance `[seed, step]`."""
+    grid = engine.grid
+    arrays = blank_telemetry(grid)
+    trained = np.full((len(grid.seeds), grid.steps), np.nan, np.float32)
+    at_onset: dict[int, list[Piece]] = {}
+    states: Any = None
+    for chunk in schedule(grid, engine.rows):
+        phase, start, stop = chunk.phase, chunk.start, chunk.stop
+        if start == grid.onset(phase):
+            states = None  # before memory is taken for others
+            states = engine.begin(phase, lambda onset: lambda seeds: at_onset[onset])
+        states, rows = engine.advance(phase, states, start, stop)
+        place(arrays.__getitem__, grid, phase, rows, start, stop)
+        if phase.fork is None:
+            seeds = list(grid.numbers(phase))
+            trained[seeds, start:stop] = np.asarray(rows[PERFORMANCE])[: stop - start, : len(seeds)].T
+        if is_onset(grid, chunk):
+            kept = at_onset.setdefault(stop, [])
+            for piece in engine.pieces(phase, states):
+                kept.append(piece._replace(states=jax.tree.map(np.array, piece.states)))
+    return arrays, trained

@@ -1,7 +1,8 @@
-"""Checkpoints of learner states: Orbax underneath, checked against a digest, complete or absent.
+"""Checkpoints of lanes' states: Orbax underneath, checked against a digest, complete or absent.
 
 A checkpoint appears under its name by one rename, after its digest was written; what a killed process left
-behind is not a checkpoint. Reading verifies the digest, so a damaged one is found before it is used.
+behind is not a checkpoint. Reading verifies the digest, so a damaged one is found before it is used. A folder
+inside holds some lanes, so that no more than these are in memory at once.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
+
+from jaxaudit.engine import Piece
+from jaxaudit.machine import give_back
+
+FILE_CHUNK = 2**26
+"""Bytes of an array that are read or written at once; large enough that malloc has the system clear them away."""
 
 DIGEST = "digest.json"
 UNFINISHED = ".unfinished-"
@@ -31,19 +37,27 @@ class Damaged(Exception):
     """A checkpoint whose files are not what was written."""
 
 
-def save(path: Path, state: Any, note: dict[str, Any]) -> None:
-    """Writes a pytree of arrays, and a JSON-able note beside it, under `path`; replaces what was there.
+def save(path: Path, pieces: Iterable[Piece], note: dict[str, Any]) -> None:
+    """Writes lanes' states, and a JSON-able note beside them, under `path`; replaces what was there.
 
     Raises:
       OSError: the disk is full or not writable; what was at `path` is then still there.
     """
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     _clear(unfinished)
-    arrays = _to_arrays(state)
+    content: dict[str, Any] = {"note": note, "leaves": [], "pieces": []}
     try:
-        with _quiet():
-            ocp.save(unfinished, arrays, overwrite=True)
-        content = {"note": note, "leaves": _describe(arrays), "files": _digests(unfinished)}
+        unfinished.mkdir()
+        with _quiet(), _context():
+            for piece in pieces:
+                ocp.save(unfinished / _name(piece.first), piece.states)
+                content["leaves"] = _describe(piece.states)
+                content["pieces"].append([piece.first, piece.lanes])
+                large = piece.large
+                del piece
+                if large:
+                    give_back()
+        content["files"] = _digests(unfinished)
         (unfinished / DIGEST).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
     except OSError:
         _clear(unfinished)
@@ -64,34 +78,53 @@ def remove(path: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def load(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
-    """The state under `path`, in the structure, shapes and dtypes of `like` (arrays or `ShapeDtypeStruct`s).
+def load(path: Path, like: Any, wanted: Container[int] | None = None) -> Iterator[Piece]:
+    """The states under `path`, a piece at a time; only pieces with `wanted` lanes if these are given.
+
+    `like` gives the structure, shapes and dtypes of one lane's state.
 
     Raises:
-      Damaged: files are missing or changed, or hold another structure.
+      Damaged: files are missing or changed, or hold another structure; before the first piece.
     """
-    note = verify(path)
-    template = _to_template(like)
-    recorded = json.loads((path / DIGEST).read_text())["leaves"]
-    if recorded != json.loads(json.dumps(_describe(template))):
+    content = _verified(path)
+    if content["leaves"] != json.loads(json.dumps(_describe(_templates(like, 1)))):
         raise Damaged(f"checkpoint {path} holds another learner's state")
-    with _quiet():
-        arrays = ocp.load(path, template)
-    return jax.tree.map(_from_array, arrays, like), note
+    chosen = [(a, n) for a, n in content["pieces"] if wanted is None or any(i in wanted for i in range(a, a + n))]
+    return (Piece(first, count, _read(path / _name(first), like, count)) for first, count in chosen)
+
+
+def lanes(path: Path) -> set[int]:
+    """The numbers of the lanes under `path`, without a look at their states; raises `Damaged` if it cannot be told."""
+    content = _content(path)
+    try:
+        return {first + i for first, count in content["pieces"] for i in range(count)}
+    except (KeyError, TypeError, ValueError):
+        raise Damaged(f"checkpoint {path} is damaged") from None
 
 
 def verify(path: Path) -> dict[str, Any]:
     """The note of an undamaged checkpoint; raises `Damaged` otherwise."""
+    return _verified(path)["note"]
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    content = _content(path)
     try:
-        content = json.loads((path / DIGEST).read_text(encoding="utf-8"))
         if content.pop("digest") == _digest(content) and content["files"] == _digests(path):
-            return content["note"]
-    except FileNotFoundError:
-        if not path.exists():
-            raise Damaged(f"checkpoint {path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return content
+    except (OSError, KeyError):
         pass
     raise Damaged(f"checkpoint {path} is damaged")
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((path / DIGEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        raise Damaged(f"checkpoint {path} is {'damaged' if path.exists() else 'missing'}")
+    return content
 
 
 def _clear(unfinished: Path) -> None:
@@ -113,28 +146,32 @@ def _digests(folder: Path) -> dict[str, str]:
     return digests
 
 
+def _name(first: int) -> str:
+    return f"lanes-{first:06d}"
+
+
 def _describe(arrays: Any) -> list:
-    return [[list(np.shape(x)), str(x.dtype)] for x in jax.tree.leaves(arrays)]
+    return [[list(x.shape[1:]), str(x.dtype)] for x in jax.tree.leaves(arrays)]
 
 
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _templates(like: Any, count: int) -> Any:
+    return jax.tree.map(lambda x: np.empty((count, *x.shape), x.dtype), like)
 
 
-def _to_arrays(state: Any) -> Any:
-    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if _is_key(x) else x), state)
+def _read(path: Path, like: Any, count: int) -> Any:
+    with _quiet(), _context():
+        states = ocp.load(path, _templates(like, count))
+    return states
 
 
-def _to_template(like: Any) -> Any:
-    def empty(x: Any) -> np.ndarray:
-        shape = jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
-        return np.empty(shape.shape, shape.dtype)
-
-    return jax.tree.map(empty, like)
-
-
-def _from_array(array: np.ndarray, like: Any) -> Any:
-    return jax.random.wrap_key_data(jnp.asarray(array)) if _is_key(like) else array
+def _context() -> ocp.Context:
+    """Orbax without copies of whole arrays: states stay as they are until they are written. Floats hardly compress."""
+    saving = ocp.options.ArrayOptions.Saving
+    layout = saving.StorageOptions(chunk_byte_size=FILE_CHUNK)
+    return ocp.Context(
+        array_options=ocp.options.ArrayOptions(saving=saving(use_compression=False, storage_options=layout)),
+        memory_options=ocp.options.MemoryOptions(deepcopy_host_arrays=False),
+    )
 
 
 @contextlib.contextmanager

@@ -79,13 +79,29 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file")
     resume = add("resume", _resume, "go on with a run that stopped")
     fork = add("fork", _fork, "run new conditions from the onsets a finished run stored")
+    margin = add("margin", _margin, "how far a finished run is from collapse, for every perturbation")
     replay = add("replay", _replay, "run a finished run again and compare, bit for bit")
     report = add("report", _report, "write a run's report again")
-    for command in (resume, fork, replay, report):
+    for command in (resume, fork, margin, replay, report):
         command.add_argument("folder", metavar="DIR", type=Path, help="a run's folder")
     fork.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file with the new perturbations")
     for command in (quickstart, run, fork):
         command.add_argument("-o", dest="out", metavar="DIR", type=Path, help="the new folder (runs/NAME)")
+    margin.add_argument(
+        "spec", metavar="SPEC", type=Path, nargs="?", help="a TOML file with the perturbations to search (the run's)"
+    )
+    margin.add_argument("-o", dest="out", metavar="OUT", type=Path, help="folder of the results (DIR/margins)")
+    margin.add_argument("--tolerance", type=float, default=0.02, metavar="X", help="relative, of a threshold (0.02)")
+    margin.add_argument(
+        "--reach", type=float, default=1000.0, metavar="X", help="times beyond the magnitudes given (1000)"
+    )
+    margin.add_argument(
+        "--criterion",
+        choices=("divergence", "collapse"),
+        default="divergence",
+        help="a collapse in the run's first half (Table S5's P_div; the default), or any",
+    )
+    margin.add_argument("--lanes", type=int, metavar="N", help="lanes side by side")
     replay.add_argument("--seed", type=int, metavar="N", help="compare this seed alone")
     replay.add_argument("--condition", metavar="LABEL", help="compare this condition (or its number) alone")
     names = add("list", _list, "what a spec can name")
@@ -139,6 +155,27 @@ def _fork(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path("runs", spec.audit.slug)
     runner.fork(arguments.folder, spec, out)
     return _write_report(out)
+
+
+def _margin(arguments: argparse.Namespace) -> int:
+    _check_run(arguments.folder)
+    from jaxaudit.errors import placed
+    from jaxaudit.spec import load
+
+    spec = load(arguments.spec) if arguments.spec else None
+    prepare_jax()
+    from jaxaudit.margin import Settings
+    from jaxaudit.margin_folder import margin_of
+
+    with placed("jaxaudit margin"):
+        chosen = Settings(
+            tolerance=arguments.tolerance,
+            reach=arguments.reach,
+            criterion=arguments.criterion,
+            lanes=arguments.lanes,
+        )
+    print(margin_of(arguments.folder, spec, arguments.out, chosen))
+    return 0
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -2,102 +2,285 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxaudit.grid import Grid, Lanes, LaneState, advance, forked, initial, telemetry_shapes
+from jaxaudit.grid import (
+    Grid,
+    Lanes,
+    LaneState,
+    Phase,
+    Program,
+    advance,
+    disturbance,
+    initial,
+    on_devices,
+    remembering,
+    telemetry_rows,
+)
 from jaxaudit.learner import Telemetry
+from jaxaudit.machine import give_back
+from jaxaudit.perturbations.core import control
+
+PIECE = 2**26
+"""Bytes of the states that go to and from a checkpoint at once; more where one lane has more."""
+
+LARGE = 2**24
+"""Bytes of a piece whose memory is worth some time to have back at once."""
+
+
+class Piece(NamedTuple):
+    """The states of some lanes that follow each other, without those that fill a batch up.
+
+    Attributes:
+      first: the number of the first within its group; of the baseline: its seed's position.
+      lanes: how many.
+      states: leading axis `lanes`; random keys as their data.
+    """
+
+    first: int
+    lanes: int
+    states: LaneState
+
+    @property
+    def large(self) -> bool:
+        """Whether its memory is worth some time to have it back at once when it has been used."""
+        return sum(x.nbytes for x in jax.tree.leaves(self.states)) >= LARGE
+
+
+Source = Callable[[set[int]], Iterable[Piece]]
+"""Gives the baseline's states at an onset: the pieces that hold the seeds at some positions, and maybe more."""
 
 
 class Engine:
-    """The program of a grid, compiled once for each width of lanes: `initial`, `forked` and `advance`.
+    """The program of a grid, compiled once for each width of lanes, and the states it trains.
 
-    A phase is the baseline (None) or the position of a fork group. Its states have a leading axis of lanes,
-    filled up to a multiple of the devices; `stored` and `restored` go between them and what a checkpoint
-    holds, which is the lanes alone.
+    States have a leading axis of lanes, filled up to the phase's width, and lie on the devices. They are never
+    copied as a whole: `advance` uses up what it is given, and other places hold them in pieces.
     """
 
     def __init__(self, grid: Grid, rows: int):
         self.grid = grid
         self.rows = rows
         self.compile_seconds = 0.0
-        self._programs: dict[tuple[bool, int], jax.stages.Compiled] = {}
-        self._lanes: dict[int | None, tuple[Lanes, np.ndarray]] = {}
+        self._latest: tuple[Phase, Lanes] | None = None
 
-    def lanes(self, fork: int | None) -> tuple[Lanes, np.ndarray]:
-        """The lanes of a phase, and each one's seed position."""
-        if fork not in self._lanes:
-            self._lanes[fork] = self.grid.lanes(None if fork is None else self.grid.forks[fork])
-        return self._lanes[fork]
+    def begin(self, phase: Phase, source: Callable[[int], Source]) -> LaneState:
+        """A phase's first states; `source(onset)` gives the baseline's there."""
+        return self.initial(phase) if phase.fork is None else self.forked(source(self.grid.onset(phase)), phase)
 
-    def count(self, fork: int | None) -> int:
-        """Lanes of a phase, without those that fill up the devices."""
-        return len(self.grid.seeds) * (1 if fork is None else len(self.grid.forks[fork].conditions))
+    def initial(self, phase: Phase) -> LaneState:
+        """A phase's states at step 0."""
+        return self._timed(_initial, *self._key(phase))(self._placed(phase).seed)
 
-    def initial(self) -> LaneState:
-        """The baseline's first states."""
-        return jax.jit(partial(initial, self.grid.program))(self.lanes(None)[0].seed)
+    def forked(self, source: Source, phase: Phase) -> LaneState:
+        """A fork group's states at its onset, from the baseline's."""
+        if self.grid.onset(phase) == 0:
+            return self.initial(phase)
+        seeds = self.grid.lanes(phase)[1]
+        return self._assembled(phase, source(set(seeds.tolist())), seeds)
 
-    def forked(self, baseline: LaneState, fork: int) -> LaneState:
-        """A fork group's states at its onset, from the baseline's, stored or not."""
-        return forked(self.grid.program, baseline, self.lanes(fork)[1])
+    def restored(self, pieces: Iterable[Piece], phase: Phase) -> LaneState:
+        """A phase's states from its own pieces; the lanes that fill it up repeat the first."""
+        numbers = np.array(self.grid.numbers(phase))
+        filling = self.grid.width(phase.fork) - len(numbers)
+        return self._assembled(phase, pieces, np.r_[numbers, np.repeat(numbers[:1], filling)])
 
-    def stored(self, fork: int | None, states: LaneState) -> LaneState:
-        """The states a checkpoint holds: one for each lane."""
-        return jax.tree.map(lambda x: x[: self.count(fork)], states)
+    def pieces(self, phase: Phase, states: LaneState) -> Iterator[Piece]:
+        """A phase's states on the host, a piece at a time; on CPUs they are the states, not copies.
 
-    def stored_shapes(self, fork: int | None) -> LaneState:
-        """Shapes and dtypes of a phase's stored states."""
-        return self._shapes(fork, self.count(fork))
+        A piece must be let go before the states are trained on, or they are copied there.
+        """
+        numbers, states = self.grid.numbers(phase), _as_data(states)
+        most = self._piece_lanes(phase)
+        each = self.grid.width(phase.fork) // len(self.grid.program.devices)
+        if len(numbers) <= most:
+            whole = jax.tree.map(np.asarray, states)
+            yield Piece(numbers[0], len(numbers), jax.tree.map(lambda x: x[: len(numbers)], whole))
+            return
+        for begin in range(0, len(numbers), each):
+            shard = jax.tree.map(lambda x: np.asarray(x.addressable_shards[begin // each].data), states)  # noqa: B023
+            for first in range(begin, min(begin + each, len(numbers)), most):
+                count = min(most, begin + each - first, len(numbers) - first)
+                cut = slice(first - begin, first - begin + count)
+                yield Piece(numbers[first], count, jax.tree.map(lambda x: x[cut], shard))  # noqa: B023
 
-    def _shapes(self, fork: int | None, lanes: int) -> LaneState:
-        """Shapes and dtypes of the states of a phase's lanes."""
-        program = self.grid.program
-        states = jax.eval_shape(partial(initial, program), jax.ShapeDtypeStruct((lanes,), np.uint32))
-        if fork is None:
-            return states
-        return jax.eval_shape(partial(forked, program), states, jax.ShapeDtypeStruct((lanes,), np.int32))
+    def lane_shapes(self, phase: Phase) -> LaneState:
+        """Shapes and dtypes of one lane's state in the pieces of a phase."""
+        return _lane_shapes(self.grid.program, phase.fork is not None)
 
-    def restored(self, fork: int | None, states: LaneState) -> LaneState:
-        """A phase's states from stored ones; the lanes that fill up the devices repeat the first."""
-        count, width = self.count(fork), self.lanes(fork)[1].shape[0]
-        positions = np.r_[:count, np.zeros(width - count, np.int64)]
-        return jax.tree.map(lambda x: x[positions], states)
+    def lane_bytes(self, phase: Phase) -> int:
+        """Bytes of one lane's state."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.lane_shapes(phase)))
 
-    def row_shapes(self, fork: int | None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of a phase's chunk of telemetry, `[rows, L, ...]`."""
-        leading = (self.rows, self.lanes(fork)[1].shape[0])
-        shapes = telemetry_shapes(self.grid.program)
-        return {name: jax.ShapeDtypeStruct((*leading, *shape), np.float32) for name, shape in shapes.items()}
+    def piece_bytes(self, phase: Phase) -> int:
+        """Bytes of a phase's largest piece."""
+        return min(self._piece_lanes(phase), self.grid.share(phase.fork)) * self.lane_bytes(phase)
 
-    def advance(self, fork: int | None, states: LaneState, start: int, stop: int) -> tuple[LaneState, Telemetry]:
-        """Trains a phase's lanes from `start` to `stop`, at most `rows` steps.
+    def _piece_lanes(self, phase: Phase) -> int:
+        return max(1, PIECE // max(1, self.lane_bytes(phase)))
+
+    def advance(self, phase: Phase, states: LaneState, start: int, stop: int) -> tuple[LaneState, Telemetry]:
+        """Trains a phase's lanes from `start` to `stop`, at most `rows` steps; the `states` given are used up.
 
         Row t - start of the telemetry is step t; rows past the last are NaN.
         """
-        program = self.program(fork)
-        rows = {name: jnp.full(s.shape, jnp.nan, s.dtype) for name, s in self.row_shapes(fork).items()}
-        arguments = (states, self.lanes(fork)[0], jnp.int32(start), jnp.int32(stop), rows)
-        placed = jax.tree.map(jax.device_put, arguments, program.input_shardings[0])
-        return jax.block_until_ready(program(*placed))
+        program = self.program(phase)
+        return jax.block_until_ready(program(states, self._placed(phase), np.int32(start), np.int32(stop)))
 
-    def program(self, fork: int | None) -> jax.stages.Compiled:
-        """The compiled program of a phase; fork groups of one width share it."""
-        lanes = self.lanes(fork)[0]
-        key = (fork is None, lanes.seed.shape[0])
-        if key not in self._programs:
-            begun = time.perf_counter()
+    def program(self, phase: Phase) -> jax.stages.Compiled:
+        """The compiled program of a phase; batches and fork groups of one width share it."""
+        return self._timed(_compiled, *self._key(phase), self.rows)
 
-            def program(states, lanes, start, stop, rows):
-                return advance(self.grid.program, states, lanes, start, stop, rows, start)
+    def program_bytes(self, phase: Phase) -> int:
+        """Bytes that all devices need for a phase's program: states, telemetry and temporaries."""
+        return self._needed(self.program(phase))
 
-            states = self._shapes(fork, len(lanes.seed))
-            step = jax.ShapeDtypeStruct((), np.int32)
-            lowered = jax.jit(program).lower(states, lanes, step, step, self.row_shapes(fork))
-            self._programs[key] = lowered.compile()
-            self.compile_seconds += time.perf_counter() - begun
-        return self._programs[key]
+    def initial_bytes(self, phase: Phase) -> int:
+        """Bytes that all devices need for a phase's initial states."""
+        return self._needed(self._timed(_initial, *self._key(phase)))
+
+    def _needed(self, compiled: jax.stages.Compiled) -> int:
+        sizes: Any = compiled.memory_analysis()
+        results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        return len(self.grid.program.devices) * (sizes.argument_size_in_bytes + results + sizes.temp_size_in_bytes)
+
+    def _key(self, phase: Phase) -> tuple[Program, int, bool]:
+        return self.grid.program, self.grid.width(phase.fork), phase.fork is not None
+
+    def _timed(self, compile: Callable[..., jax.stages.Compiled], *key: Any) -> jax.stages.Compiled:
+        begun = time.perf_counter()
+        compiled = compile(*key)
+        self.compile_seconds += time.perf_counter() - begun
+        return compiled
+
+    def _placed(self, phase: Phase) -> Lanes:
+        """A phase's lanes, on the devices."""
+        if self._latest is None or self._latest[0] != phase:
+            self._latest = phase, jax.device_put(self.grid.lanes(phase)[0], _by_lane(self.grid.program))
+        return self._latest[1]
+
+    def _assembled(self, phase: Phase, pieces: Iterable[Piece], wanted: np.ndarray) -> LaneState:
+        """States whose lane i is the one that has the number `wanted[i]` in the pieces, written into their place."""
+        program = self.grid.program
+        each = len(wanted) // len(program.devices)
+        blocks = [_blank(program, each, phase.fork is not None, device)() for device in program.devices]
+        for piece in pieces:
+            if large := piece.large:
+                give_back()
+            for index, device in enumerate(program.devices):
+                rows = wanted[index * each : (index + 1) * each] - piece.first
+                lanes = np.flatnonzero((rows >= 0) & (rows < piece.lanes))
+                if len(lanes):
+                    places = np.zeros((2, each), np.int32)
+                    places[:, : len(lanes)] = lanes, rows[lanes]
+                    states = jax.device_put(piece.states, device)
+                    blocks[index] = jax.block_until_ready(_put(blocks[index], states, places, np.int32(len(lanes))))
+                    del states
+            del piece
+            if large:
+                give_back()
+
+        def joined(*parts: jax.Array) -> jax.Array:
+            shape = (len(wanted), *parts[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, _by_lane(program), list(parts))
+
+        return jax.tree.map(joined, *blocks)
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> jax.stages.Compiled:
+    """Trains lanes in place: `(states, lanes, start, stop) -> (states, telemetry)`."""
+
+    def train(states: LaneState, lanes: Lanes, start: jax.Array, stop: jax.Array) -> tuple[LaneState, Telemetry]:
+        return advance(program, states, lanes, start, stop, telemetry_rows(program, rows, width), start)
+
+    data = disturbance(control(0), program, program.steps) if disturbed else None
+    lane = Lanes(np.uint32(0), data)
+    shapes = jax.eval_shape(functools.partial(_first, program, disturbed), jax.ShapeDtypeStruct((width,), np.uint32))
+    step = _shape((), np.int32, _sharding(program))
+    arguments = (
+        jax.tree.map(lambda x: _shape(x.shape, x.dtype, _by_lane(program)), shapes),
+        jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
+    )
+    results = (_by_lane(program), _sharding(program, None, "lanes"))
+    return jax.jit(train, donate_argnums=0, out_shardings=results).lower(*arguments, step, step).compile()
+
+
+@functools.lru_cache(maxsize=32)
+def _initial(program: Program, width: int, disturbed: bool) -> jax.stages.Compiled:
+    """The states at step 0 of lanes with some seeds `[width]`."""
+    lane = PartitionSpec("lanes")
+    begin = on_devices(program, functools.partial(_first, program, disturbed), lane, lane)
+    seeds = _shape((width,), np.uint32, _by_lane(program))
+    return jax.jit(begin, out_shardings=_by_lane(program)).lower(seeds).compile()
+
+
+def _first(program: Program, disturbed: bool, seeds: jax.Array) -> LaneState:
+    states = initial(program, seeds)
+    return remembering(program, states, len(seeds)) if disturbed else states
+
+
+@functools.lru_cache(maxsize=32)
+def _lane_shapes(program: Program, disturbed: bool) -> LaneState:
+    one = jax.ShapeDtypeStruct((1,), np.uint32)
+    states = jax.eval_shape(lambda seeds: _as_data(_first(program, disturbed, seeds)), one)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), states)
+
+
+@functools.lru_cache(maxsize=32)
+def _blank(program: Program, lanes: int, disturbed: bool, device: jax.Device) -> Callable[[], LaneState]:
+    """Makes room for some lanes' states on a device."""
+    shapes = jax.eval_shape(functools.partial(initial, program), jax.ShapeDtypeStruct((lanes,), np.uint32))
+
+    def make() -> LaneState:
+        states = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), shapes)
+        return remembering(program, states, lanes) if disturbed else states
+
+    return jax.jit(make, out_shardings=SingleDeviceSharding(device))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(block: LaneState, piece: LaneState, places: jax.Array, count: jax.Array) -> LaneState:
+    """Lane `places[0, i]` of the block becomes the piece's `places[1, i]`, for i below `count`.
+
+    A piece without a memory leaves the block's.
+    """
+    learner = _filled(block.learner, piece.learner, places, count)
+    return LaneState(learner, _filled(block.memory, piece.memory, places, count) if piece.memory else block.memory)
+
+
+def _filled(block: Any, piece: Any, places: jax.Array, count: jax.Array) -> Any:
+    def one(i: jax.Array, data: Any) -> Any:
+        return jax.tree.map(lambda x, y: x.at[places[0, i]].set(y[places[1, i]]), data, piece)
+
+    data = jax.lax.fori_loop(0, count, one, _as_data(block))
+    return jax.tree.map(lambda x, y: jax.random.wrap_key_data(y) if _is_key(x) else y, block, data)
+
+
+def _as_data(states: Any) -> Any:
+    """Random keys as their data."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, states)
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _sharding(program: Program, *axes: str | None) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(program.devices), ("lanes",)), PartitionSpec(*axes))
+
+
+def _by_lane(program: Program) -> NamedSharding:
+    return _sharding(program, "lanes")

@@ -1,7 +1,8 @@
 """The audit grid as one pure program: baseline, forks at the onsets, lanes over seeds and conditions.
 
-`Grid` is what is asked for, on the host. `Program` is its structure, `Lanes` its data; `advance` moves lanes from one
-step to another, and serves both `run` (the whole grid, here) and the runner (in chunks, with checkpoints between).
+`Grid` is what is asked for, on the host, and in which batches of lanes. `Program` is its structure, `Lanes` its data;
+`advance` moves lanes from one step to another, and serves both `run` (the whole grid as one function, here) and the
+engine (batch after batch, in chunks of steps).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +82,19 @@ class Fork:
     conditions: tuple[int, ...]
 
 
+class Phase(NamedTuple):
+    """Lanes that run side by side from one step to the end: a batch of a fork group, or of the baseline (fork None)."""
+
+    fork: int | None
+    batch: int = 0
+
+
 @dataclass(frozen=True)
 class Grid:
     """Seeds x conditions of one learner.
+
+    A fork group's lanes are numbered condition after condition, the seeds of each in order; the baseline's are its
+    seeds. Batches are consecutive lanes, as even as can be, and those of a group have one width: one program.
 
     Attributes:
       program: the structure.
@@ -92,6 +103,7 @@ class Grid:
       forks: the groups, by onset.
       tail: steps the baseline goes on after the last onset, to compare it with that group's control.
       sites: where the learner can be disturbed.
+      batch: the most lanes of a group that run side by side; None: all.
     """
 
     program: Program
@@ -100,6 +112,7 @@ class Grid:
     forks: tuple[Fork, ...]
     tail: int
     sites: Sites
+    batch: int | None = None
 
     @property
     def steps(self) -> int:
@@ -117,30 +130,69 @@ class Grid:
         suffixes = sum(len(fork.conditions) * (self.steps - fork.onset) for fork in self.forks)
         return len(self.seeds) * (self.baseline_steps + suffixes)
 
-    def width(self, fork: Fork | None) -> int:
-        """Lanes that run side by side in a fork group (None: the baseline), filled up so that devices share evenly.
+    def groups(self, baseline: bool = True) -> list[int | None]:
+        """What is trained one after the other: the baseline (None) and the fork groups' positions."""
+        return [*([None] if baseline else []), *range(len(self.forks))]
 
-        On CPUs a device's lanes are also filled up to whole vectors: the lanes left over by a vectorised loop are
-        reduced in another order, and would not be bitwise the control's (seen from 17 lanes a device on).
+    def phases(self, baseline: bool = True) -> list[Phase]:
+        """The batches of all groups, in the order they are trained."""
+        batches = {group: -(-self.count(group) // self.share(group)) for group in self.groups(baseline)}
+        return [Phase(group, batch) for group, number in batches.items() for batch in range(number)]
+
+    def onset(self, phase: Phase) -> int:
+        """The step a phase begins at."""
+        return 0 if phase.fork is None else self.forks[phase.fork].onset
+
+    def count(self, group: int | None) -> int:
+        """Lanes of a group."""
+        return len(self.seeds) * (1 if group is None else len(self.forks[group].conditions))
+
+    def share(self, group: int | None) -> int:
+        """Lanes of each batch of a group; the last may have fewer."""
+        count = self.count(group)
+        batches = -(-count // min(self.batch or count, count))
+        return -(-count // batches)
+
+    def width(self, group: int | None) -> int:
+        """Lanes that a batch of a group is filled up to: devices share them evenly, and a CPU's are whole vectors.
+
+        The lanes left over by a vectorised loop are reduced in another order, and would not be bitwise the
+        control's (seen from 17 lanes a device on).
         """
         devices = max(1, len(self.program.devices))
-        count = len(self.seeds) * (len(fork.conditions) if fork else 1)
-        each = -(-count // devices)
+        each = -(-self.share(group) // devices)
         if each > WHOLE_VECTORS_FROM:
             each = -(-each // VECTOR) * VECTOR
         return each * devices
 
-    def lanes(self, fork: Fork | None) -> tuple[Lanes, np.ndarray]:
-        """The lanes of a fork group (None: the baseline), condition after condition, and each one's seed position."""
-        members = [self.conditions[i] for i in fork.conditions] if fork else [control(0)]
-        pairs = [(c, s) for c in members for s in range(len(self.seeds))]
-        pairs += [pairs[0]] * (self.width(fork) - len(pairs))
-        positions = np.array([s for _, s in pairs], np.int32)
-        stacked = None
-        if fork:
-            rows = [disturbance(c, self.program, self.steps) for c, _ in pairs]
-            stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
-        return Lanes(np.array(self.seeds, np.uint32)[positions], stacked), positions
+    def numbers(self, phase: Phase) -> range:
+        """The numbers, within their group, of a phase's lanes."""
+        share = self.share(phase.fork)
+        return range(phase.batch * share, min((phase.batch + 1) * share, self.count(phase.fork)))
+
+    def cells(self, phase: Phase) -> tuple[np.ndarray, np.ndarray]:
+        """The position of each of a phase's lanes among the conditions (-1: the baseline) and among the seeds."""
+        columns, seeds = np.divmod(np.array(self.numbers(phase)), len(self.seeds))
+        return (columns * 0 - 1 if phase.fork is None else columns + self.forks[phase.fork].conditions[0]), seeds
+
+    def lanes(self, phase: Phase) -> tuple[Lanes, np.ndarray]:
+        """The lanes of a phase and each one's seed position; those that fill it up are the group's first."""
+        columns, seeds = self.cells(phase)
+        filling = self.width(phase.fork) - len(seeds)
+        first = columns[:1] * 0 + (0 if phase.fork is None else self.forks[phase.fork].conditions[0])
+        columns, seeds = np.r_[columns, np.repeat(first, filling)], np.r_[seeds, np.zeros(filling, int)]
+        chosen = None if phase.fork is None else [self.conditions[c] for c in columns]
+        return lanes_of(self.program, np.array(self.seeds)[seeds], chosen), seeds.astype(np.int32)
+
+
+def lanes_of(program: Program, seeds: Sequence[int] | np.ndarray, conditions: Sequence[Condition] | None) -> Lanes:
+    """Lanes of any seeds and conditions of a program's kinds, one of each a lane; None: of the baseline."""
+    stacked = None
+    if conditions is not None:
+        distinct = {id(c): c for c in conditions}
+        rows = {key: disturbance(c, program, program.steps) for key, c in distinct.items()}
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(rows[id(c)] for c in conditions))
+    return Lanes(np.array(seeds, np.uint32), stacked)
 
 
 def plan(
@@ -152,8 +204,12 @@ def plan(
     execution: Execution = "vmap",
     devices: Sequence[jax.Device] | None = None,
     tail: int = 50,
+    lanes: int | Literal["auto"] = "auto",
 ) -> Grid:
-    """Lays out a grid. Raises ValueError, in one sentence, where learner and perturbations do not fit together."""
+    """Lays out a grid, in batches of at most `lanes`; "auto" is left to who runs it, and all in one batch until then.
+
+    Raises ValueError, in one sentence, where learner and perturbations do not fit together.
+    """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive whole number, not {steps!r}")
     chosen = _seeds(seeds)
@@ -178,7 +234,7 @@ def plan(
         _execution(execution),
         tuple(devices if devices is not None else jax.devices()),
     )
-    return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites)
+    return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites, _batch(lanes))
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
@@ -197,6 +253,14 @@ def _execution(execution: Execution) -> Execution:
     if isinstance(execution, bool) or not known:
         raise ValueError(f"execution must be 'vmap', 'map' or a batch size of at least 1, not {execution!r}")
     return execution
+
+
+def _batch(lanes: int | Literal["auto"]) -> int | None:
+    if lanes == "auto":
+        return None
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+        raise ValueError(f"lanes must be 'auto' or at least 1, not {lanes!r}")
+    return lanes
 
 
 def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
@@ -277,9 +341,13 @@ def initial(program: Program, seeds: jax.Array) -> LaneState:
 
 def forked(program: Program, baseline: LaneState, positions: jax.Array | np.ndarray) -> LaneState:
     """The states of lanes that begin as the baseline's of the seeds at `positions` `[L]`."""
-    learner = jax.tree.map(lambda x: x[positions], baseline.learner)
+    return remembering(program, LaneState(jax.tree.map(lambda x: x[positions], baseline.learner), {}), len(positions))
+
+
+def remembering(program: Program, states: LaneState, lanes: int) -> LaneState:
+    """The states of `lanes` lanes as a fork group's, whose perturbations have nothing behind them."""
     blank = memory(program)
-    return LaneState(learner, jax.tree.map(lambda x: jnp.broadcast_to(x, (len(positions), *jnp.shape(x))), blank))
+    return LaneState(states.learner, jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *jnp.shape(x))), blank))
 
 
 def memory(program: Program) -> Memory:
@@ -358,16 +426,17 @@ def advance(
         return jax.lax.fori_loop(start, stop, body, (states, rows))
 
     bounds = (jnp.int32(start), jnp.int32(stop), jnp.int32(first))
-    if len(program.devices) > 1:
-        lane, row, none = PartitionSpec("lanes"), PartitionSpec(None, "lanes"), PartitionSpec()
-        shard = jax.shard_map(
-            shard,
-            mesh=Mesh(np.array(program.devices), ("lanes",)),
-            in_specs=(lane, lane, none, none, row, none),
-            out_specs=(lane, row),
-            check_vma=False,
-        )
-    return shard(states, lanes, bounds[0], bounds[1], rows, bounds[2])
+    lane, row, none = PartitionSpec("lanes"), PartitionSpec(None, "lanes"), PartitionSpec()
+    split = on_devices(program, shard, (lane, lane, none, none, row, none), (lane, row))
+    return split(states, lanes, bounds[0], bounds[1], rows, bounds[2])
+
+
+def on_devices(program: Program, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """A function of lanes that each device runs for its own; the mesh axis is "lanes"."""
+    if len(program.devices) <= 1:
+        return function
+    mesh = Mesh(np.array(program.devices), ("lanes",))
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _each_lane(function: Callable, execution: Execution) -> Callable:
@@ -410,16 +479,17 @@ class Inputs:
 
 
 def inputs(grid: Grid) -> Inputs:
-    """The grid's data, as NumPy arrays."""
+    """The grid's data, as NumPy arrays; every group in one batch."""
+    grid = replace(grid, batch=None)
     edges = [0, *(fork.onset for fork in grid.forks), grid.baseline_steps]
     by_width: dict[int, list[ForkInputs]] = {}
     for position, fork in enumerate(grid.forks):
-        lanes, seeds = grid.lanes(fork)
+        lanes, seeds = grid.lanes(Phase(position))
         entry = ForkInputs(np.int32(fork.onset), np.int32(position), lanes, seeds)
-        by_width.setdefault(grid.width(fork), []).append(entry)
+        by_width.setdefault(grid.width(position), []).append(entry)
     forks = tuple(jax.tree.map(lambda *leaves: np.stack(leaves), *group) for group in by_width.values())
     segments = np.array(list(itertools.pairwise(edges)), np.int32)
-    return Inputs(grid.lanes(None)[0], segments, forks)
+    return Inputs(grid.lanes(Phase(None))[0], segments, forks)
 
 
 def run(program: Program, data: Inputs) -> tuple[Telemetry, tuple[Telemetry, ...]]:
@@ -452,22 +522,47 @@ def compiled(program: Program) -> Callable[[Inputs], tuple]:
 
 
 def arrange(grid: Grid, baseline: Telemetry, forks: tuple[Telemetry, ...]) -> dict[str, np.ndarray]:
-    """Telemetry by channel, float32 `[seed, condition, step, ...]`; before a condition's onset it is the baseline's."""
-    seeds, widths = len(grid.seeds), list(dict.fromkeys(grid.width(fork) for fork in grid.forks))
+    """What `run` gave, by channel, float32 `[seed, condition, step, ...]`; before an onset it is the baseline's."""
+    grid = replace(grid, batch=None)
+    arrays = blank_telemetry(grid)
+    place(arrays.__getitem__, grid, Phase(None), baseline, 0, grid.steps)
     taken: Counter[int] = Counter()
-    arranged = {}
-    order = []
-    for fork in grid.forks:
-        width = grid.width(fork)
-        order.append((fork, widths.index(width), taken[width]))
+    widths = list(dict.fromkeys(grid.width(fork) for fork in range(len(grid.forks))))
+    for position, fork in enumerate(grid.forks):
+        width = grid.width(position)
+        rows = {name: x[taken[width], fork.onset :] for name, x in forks[widths.index(width)].items()}
+        place(arrays.__getitem__, grid, Phase(position), rows, fork.onset, grid.steps)
         taken[width] += 1
-    for name, base in baseline.items():
-        prefix = np.asarray(base)[:, :seeds]
-        columns = []
-        for fork, group, row in order:
-            lanes = np.asarray(forks[group][name][row])[:, : seeds * len(fork.conditions)]
-            lanes = lanes.reshape(lanes.shape[0], len(fork.conditions), seeds, *lanes.shape[2:]).copy()
-            lanes[: fork.onset] = prefix[: fork.onset, None]
-            columns.append(lanes)
-        arranged[name] = np.moveaxis(np.concatenate(columns, axis=1), (0, 1, 2), (2, 1, 0))
-    return arranged
+    return arrays
+
+
+def blank_telemetry(grid: Grid) -> dict[str, np.ndarray]:
+    """Telemetry by channel, float32 `[seed, condition, step, ...]`, all NaN."""
+    lanes, shapes = (len(grid.seeds), len(grid.conditions), grid.steps), telemetry_shapes(grid.program)
+    return {name: np.full((*lanes, *shape), np.nan, np.float32) for name, shape in shapes.items()}
+
+
+def place(channel: Callable[[str], Any], grid: Grid, phase: Phase, rows: Telemetry, start: int, stop: int) -> None:
+    """Puts a phase's steps `start` to `stop`, rows `[T, L, ...]`, where they belong.
+
+    `channel(name)` is an array `[seed, condition, step, ...]`, NumPy's or one on disk. The baseline is the prefix of
+    every condition.
+    """
+    conditions, seeds = grid.cells(phase)
+    for name, values in rows.items():
+        lanes = np.moveaxis(np.asarray(values)[: stop - start, : len(seeds)], 0, 1)
+        array = channel(name)
+        if phase.fork is None:
+            for fork in grid.forks:
+                if (end := min(stop, fork.onset)) > start:
+                    prefix = lanes[:, None, : end - start]
+                    shape = (len(seeds), len(fork.conditions), *prefix.shape[2:])
+                    columns = slice(fork.conditions[0], fork.conditions[-1] + 1)
+                    array[seeds[0] : seeds[-1] + 1, columns, start:end] = np.broadcast_to(prefix, shape)
+        else:
+            columns = conditions - conditions[0]
+            where = (slice(None), slice(conditions[0], conditions[-1] + 1), slice(start, stop))
+            shape = (len(grid.seeds), columns[-1] + 1, *lanes.shape[1:])
+            block = np.empty(shape, np.float32) if len(lanes) == shape[0] * shape[1] else array[where]
+            block[seeds, columns] = lanes
+            array[where] = block

@@ -1,95 +1,178 @@
-"""What a grid will need, before anything is compiled, and a refusal where it cannot fit."""
+"""What a grid needs, by its compiled programs, and how many lanes at a time the free memory can hold."""
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
-from jaxaudit.grid import Grid, forked, initial, lane_step
-from jaxaudit.store import DERIVED
+from jaxaudit.grid import VECTOR, WHOLE_VECTORS_FROM, Grid, Phase, telemetry_shapes
+from jaxaudit.machine import give_back
+
+SHARE = 0.9
+"""How much of the free memory batches are made for: other processes come to need some, too."""
+
+LIBRARIES = 2**25
+"""Bytes that the libraries come to need which read and write a run's files."""
+
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Bytes.
+class Needs:
+    """Bytes, at the moment that takes most.
 
     Attributes:
-      states: the lanes' states, as arguments and results of the widest program, and the baseline's at the onsets.
-      work: what a step needs besides, over all lanes of the widest program.
-      telemetry: one chunk's rows.
-      disk: the run's telemetry and checkpoints.
+      total: of the memory that lanes live in: the devices', which for CPUs is the host's.
+      host: of the host's besides; zero for CPUs.
+      lane: one lane's share of the largest program.
     """
 
-    states: int
-    work: int
-    telemetry: int
-    disk: int
-
-    @property
-    def total(self) -> int:
-        """Memory in all."""
-        return self.states + self.work + self.telemetry
+    total: int
+    host: int
+    lane: int
 
 
-def estimate(grid: Grid, rows: Mapping[str, jax.ShapeDtypeStruct]) -> Estimate:
-    """What a grid needs; `rows` are the shapes of a chunk of the baseline's telemetry, `[T, S, ...]`.
+def fit(grid: Grid, rows: int, baseline: bool = True, resident: bool = False) -> tuple[Engine, Needs]:
+    """An engine for a grid in batches that the free memory can hold: as large as can be if the grid leaves it open.
 
-    Work is the sum of a step's largest values that live at once, found by following its jaxpr.
+    The bytes of a compiled program are taken as linear in its lanes; what is chosen is compiled and checked, and is
+    the program that then runs.
+
+    Args:
+      grid: `batch` None leaves the size open.
+      rows: the engine's.
+      baseline: whether the baseline is trained, too.
+      resident: see `needs`.
+
+    Raises:
+      UserError: too little memory, with the numbers.
     """
-    widest = max([grid.width(None), *(grid.width(f) for f in grid.forks)])
-    state, work = _per_lane(grid)
-    per_step = sum(math.prod(s.shape[2:]) * 4 for s in rows.values())
-    count = next(iter(rows.values())).shape[0]
-    onsets = len(grid.forks) * grid.width(None) * state
-    telemetry_disk = len(grid.seeds) * len(grid.conditions) * grid.steps * (per_step + 4 * len(DERIVED))
-    return Estimate(
-        states=2 * widest * state + onsets,
-        work=work * _at_once(grid, widest),
-        telemetry=2 * widest * count * per_step,
-        disk=telemetry_disk + onsets + 3 * widest * state,
-    )
+    free, devices = available_memory(grid.program.devices), len(grid.program.devices)
+    if grid.batch is not None:
+        engine = Engine(grid, rows)
+        needed = needs(engine, grid.phases(baseline), resident)
+        if free is not None and needed.total > free:
+            raise UserError(
+                f"{_widest(engine, baseline)[1]} lanes at a time need about {readable(needed.total)} of memory and "
+                f'{readable(free)} are available; take fewer, or lanes = "auto"'
+            )
+        return engine, needed
+    most, seen = max(grid.count(group) for group in grid.groups(baseline)), []
+    while True:
+        engine = Engine(replace(grid, batch=most), rows)
+        phase, width = _widest(engine, baseline)
+        least = width * engine.lane_bytes(phase)
+        if free is None or least <= SHARE * free:
+            needed = needs(engine, [phase], resident)
+            if free is None or needed.total <= SHARE * free:
+                needed = needs(engine, engine.grid.phases(baseline), resident)
+            if free is None or needed.total <= SHARE * free:
+                return engine, needed
+            seen.append((width, least := needed.total))
+        if width <= devices:
+            few = "one lane" if devices == 1 else f"{devices} lanes, one on each device,"
+            raise UserError(
+                f"{few} and what goes with it need about {readable(least)} of memory and {readable(free)} are available"
+            )
+        most = _fewer(seen or [(width, least)], width - 1, SHARE * free, devices)
 
 
-def check(grid: Grid, rows: Mapping[str, jax.ShapeDtypeStruct], folder: Path) -> None:
-    """Raises UserError, with the numbers, where memory or disk cannot hold the grid."""
-    needed = estimate(grid, rows)
-    available = available_memory(grid.program.devices)
-    if available is not None and needed.total > available:
-        lanes = max(grid.width(f) for f in grid.forks)
-        raise UserError(
-            f"the grid needs about {readable(needed.total)} of memory for {lanes} lanes side by side and "
-            f"{readable(available)} are available; take fewer seeds or conditions, or a smaller execution batch"
-        )
-    existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
-    free = shutil.disk_usage(existing).free
-    if needed.disk > free:
-        raise UserError(f"the run needs about {readable(needed.disk)} on disk and {existing} has {readable(free)} free")
+def _fewer(seen: list[tuple[int, int]], most: int, free: float, devices: int) -> int:
+    """Lanes, at most `most`, that should fit by the latest of the (lanes, bytes) seen; whole vectors on all devices."""
+    (above, high), (below, low) = seen[-1], seen[-2] if len(seen) > 1 else (0, 0)
+    slope = (high - low) / (above - below)
+    fitting = above - (high - free) / slope if slope > 0 else above / 2
+    each = max(1, min(most, int(max(fitting, 0))) // devices)
+    return devices * (each // VECTOR * VECTOR if each > WHOLE_VECTORS_FROM else each)
+
+
+def _widest(engine: Engine, baseline: bool) -> tuple[Phase, int]:
+    grid = engine.grid
+    return max(((phase, grid.width(phase.fork)) for phase in grid.phases(baseline)), key=lambda pair: pair[1])
+
+
+def needs(engine: Engine, phases: Iterable[Phase], resident: bool = False) -> Needs:
+    """What some phases of a grid need, one after the other; their programs are compiled for it.
+
+    `resident`: the baseline's states at the onsets, and all telemetry, stay on the host.
+    """
+    groups = list({phase.fork: phase for phase in phases}.values())
+    moments = [moment for phase in groups for moment in _moments(engine, phase)]
+    kept = _resident(engine) if resident else LIBRARIES
+    lane = max(engine.program_bytes(phase) // engine.grid.width(phase.fork) for phase in groups)
+    give_back()
+    if _on_cpus(engine.grid):
+        return Needs(max(map(sum, moments)) + kept, 0, lane)
+    return Needs(max(devices for devices, _ in moments), max(host for _, host in moments) + kept, lane)
+
+
+def _moments(engine: Engine, phase: Phase) -> Iterator[tuple[int, int]]:
+    """Bytes on the devices, and on the host besides, while a phase begins, is stored, and runs."""
+    grid = engine.grid
+    states = grid.width(phase.fork) * engine.lane_bytes(phase)
+    if grid.onset(phase) == 0:
+        yield engine.initial_bytes(phase), 0
+    else:
+        piece = engine.piece_bytes(Phase(None))
+        yield states + piece, piece
+    piece = engine.piece_bytes(phase)
+    yield states, piece if _on_cpus(grid) else 2 * piece
+    yield engine.program_bytes(phase), 0
+
+
+def _resident(engine: Engine) -> int:
+    grid = engine.grid
+    onsets = sum(fork.onset > 0 for fork in grid.forks) * len(grid.seeds) * engine.lane_bytes(Phase(None))
+    values = sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values())
+    return onsets + 4 * values * len(grid.seeds) * len(grid.conditions) * grid.steps
+
+
+def _on_cpus(grid: Grid) -> bool:
+    return grid.program.devices[0].platform == "cpu"
 
 
 def available_memory(devices: tuple[jax.Device, ...]) -> int | None:
     """Bytes that can still be taken: of the host for CPU devices, else of all devices; None where unknown."""
     if devices[0].platform == "cpu":
-        try:
-            with open("/proc/meminfo") as file:
-                fields = dict(line.split(":") for line in file)
-            return int(fields["MemAvailable"].split()[0]) * 1024
-        except (OSError, KeyError, ValueError):
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return host_memory()
     stats = [device.memory_stats() or {} for device in devices]
     if not all("bytes_limit" in s for s in stats):
         return None
     return sum(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats)
+
+
+def host_memory() -> int:
+    """Bytes of the host that can still be taken by this process and those it shares a limit with."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([free, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """What is left of the limits of this process's control groups (version 2); pages of files can be given back."""
+    try:
+        entries = Path("/proc/self/cgroup").read_text().split()
+    except OSError:
+        return
+    own = next((entry.removeprefix("0::/") for entry in entries if entry.startswith("0::/")), None)
+    for place in () if own is None else [CGROUPS / own, *(CGROUPS / own).parents]:
+        try:
+            limit, used = ((place / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+            fields = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            yield int(limit) - int(used) + int(fields["inactive_file"]) + int(fields["active_file"])
+        except (OSError, KeyError, ValueError):  # the root has no limit, and "max" is none
+            continue
 
 
 def readable(size: float) -> str:
@@ -99,53 +182,3 @@ def readable(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _at_once(grid: Grid, widest: int) -> int:
-    """Lanes computed at the same time, over all devices."""
-    execution, devices = grid.program.execution, max(1, len(grid.program.devices))
-    if execution == "vmap":
-        return widest
-    return min(widest, devices * (1 if execution == "map" else int(execution)))
-
-
-def _per_lane(grid: Grid) -> tuple[int, int]:
-    """Bytes of one lane's state, and of the largest values that live at once in its step."""
-    lanes, _ = grid.lanes(grid.forks[0])
-    lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], np.asarray(x).dtype), lanes)
-    positions = jax.ShapeDtypeStruct((1,), np.uint32)
-    states = jax.eval_shape(lambda s: forked(grid.program, initial(grid.program, s), s), positions)
-    state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), states)
-    never = jnp.zeros(len(grid.program.kinds), bool)
-    jaxpr = jax.make_jaxpr(lambda s, d: lane_step(grid.program, s, d, jnp.int32(0), never))(state, lane)
-    return sum(_bytes(s) for s in jax.tree.leaves(state)), _peak(jaxpr.jaxpr)
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
-
-
-def _peak(jaxpr: Jaxpr) -> int:
-    """Most bytes of results that live at once when the equations run in order; inner programs at their own peak."""
-    last_use = {}
-    for index, equation in enumerate(jaxpr.eqns):
-        for variable in equation.invars:
-            if not hasattr(variable, "val"):
-                last_use[variable] = index
-    for variable in jaxpr.outvars:
-        if not hasattr(variable, "val"):
-            last_use[variable] = len(jaxpr.eqns)
-    alive: dict = {}
-    peak = 0
-    for index, equation in enumerate(jaxpr.eqns):
-        inner = max((_peak(j) for j in _inner(equation.params)), default=0)
-        for variable in equation.outvars:
-            alive[variable] = _bytes(variable.aval) if hasattr(variable.aval, "shape") else 0
-        peak = max(peak, sum(alive.values()) + inner)
-        alive = {v: size for v, size in alive.items() if last_use.get(v, -1) > index}
-    return peak
-
-
-def _inner(params: dict) -> list[Jaxpr]:
-    values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
-    return [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values if isinstance(v, ClosedJaxpr | Jaxpr)]

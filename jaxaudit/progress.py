@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 from tqdm import tqdm
 
-from jaxaudit.grid import Grid
+from jaxaudit.grid import Grid, Phase
 from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.schedule import Chunk
 
@@ -24,12 +25,12 @@ def performance_level(before: np.ndarray, window: int) -> tuple[np.ndarray, np.n
 
 
 def collapsed(grid: Grid, chunk: Chunk, rows: Telemetry, level: tuple[np.ndarray, np.ndarray] | None) -> int | None:
-    """Lanes of a fork group that stand two deviations below their level, or at a non-finite value, at its end."""
-    if chunk.fork is None or level is None:
+    """Lanes of a batch that stand two deviations below their level, or at a non-finite value, at the end of a chunk."""
+    if chunk.phase.fork is None or level is None:
         return None
-    count, seeds = len(grid.forks[chunk.fork].conditions), len(grid.seeds)
-    now = np.asarray(rows[PERFORMANCE])[chunk.stop - chunk.start - 1, : count * seeds].reshape(count, seeds)
-    mean, std = level
+    seeds = grid.cells(chunk.phase)[1]
+    now = np.asarray(rows[PERFORMANCE])[chunk.stop - chunk.start - 1, : len(seeds)]
+    mean, std = level[0][seeds], level[1][seeds]
     return int(((now < mean - 2 * std) | ~np.isfinite(now)).sum())
 
 
@@ -39,7 +40,8 @@ class Progress:
     def __init__(self, grid: Grid, chunks: Sequence[Chunk], done: int, samples_per_step: int):
         self._grid = grid
         self._unit = samples_per_step or 1
-        self._collapsed: dict[int, int] = {}
+        self._collapsed: dict[Phase, int] = {}
+        self._batches = Counter(phase.fork for phase in grid.phases())
         terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=sum(self._samples(chunk) for chunk in chunks),
@@ -54,16 +56,19 @@ class Progress:
         )
 
     def advance(self, chunk: Chunk, collapsed: int | None) -> None:
-        """A chunk is done; `collapsed` lanes of its fork group stand collapsed now."""
-        if chunk.fork is not None:
-            self._bar.set_description_str(f"fork at {self._grid.forks[chunk.fork].onset}", refresh=False)
-            self._collapsed[chunk.fork] = collapsed or 0
+        """A chunk is done; `collapsed` lanes of its batch stand collapsed now."""
+        phase = chunk.phase
+        group = "baseline" if phase.fork is None else f"fork at {self._grid.onset(phase)}"
+        batches = self._batches[phase.fork]
+        which = "" if batches == 1 else f", batch {phase.batch + 1} of {batches}"
+        self._bar.set_description_str(group + which, refresh=False)
+        if phase.fork is not None:
+            self._collapsed[phase] = collapsed or 0
             self._bar.set_postfix_str(f"{sum(self._collapsed.values())} lanes collapsed", refresh=False)
         self._bar.update(self._samples(chunk))
 
     def _samples(self, chunk: Chunk) -> int:
-        lanes = 1 if chunk.fork is None else len(self._grid.forks[chunk.fork].conditions)
-        return lanes * len(self._grid.seeds) * (chunk.stop - chunk.start) * self._unit
+        return len(self._grid.numbers(chunk.phase)) * (chunk.stop - chunk.start) * self._unit
 
     def __enter__(self) -> Progress:
         return self

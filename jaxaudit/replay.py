@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from jaxaudit import results
 from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
-from jaxaudit.grid import Grid
+from jaxaudit.grid import Grid, Phase
 from jaxaudit.learner import PERFORMANCE
 from jaxaudit.registry import unknown
 from jaxaudit.restore import at_onset
@@ -57,8 +58,7 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
     """Runs a finished run's lanes again from its stored onsets, by the program that made them, and compares.
 
     The baseline, and with it every condition's steps before its onset, is replayed when no condition is chosen.
-    A chosen lane is compared alone, but its whole fork group is computed: at another width it is not bitwise the
-    same.
+    A chosen lane is compared alone, but its whole batch is computed: at another width it is not bitwise the same.
 
     Args:
       folder: of a finished run.
@@ -74,20 +74,16 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
         raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
     seeds = _chosen("seed", seed, [str(s) for s in grid.seeds])
     members = _chosen("condition", condition, results.labels(grid))
-    engine = Engine(grid, chunk_size(spec, grid))
+    engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
     compared = _Comparison(store, grid, seeds, members)
     states: Any = None
-    phase: int | None = None
     for chunk in schedule(grid, engine.rows, condition is None and "forked_from" not in recorded):
-        if chunk.fork is None:
-            states = engine.initial() if chunk.start == 0 else states
-        elif not set(grid.forks[chunk.fork].conditions) & set(members):
-            continue
-        elif chunk.fork != phase:
-            phase = chunk.fork
-            states = engine.forked(at_onset(store, engine, grid.forks[phase].onset), phase)
-        states, rows = engine.advance(chunk.fork, states, chunk.start, chunk.stop)
-        compared.add(chunk, {name: np.asarray(values) for name, values in rows.items()})
+        if compared.lanes(chunk.phase).any():
+            if chunk.start == grid.onset(chunk.phase):
+                states = None  # before memory is taken for others
+                states = engine.begin(chunk.phase, partial(at_onset, store, engine))
+            states, rows = engine.advance(chunk.phase, states, chunk.start, chunk.stop)
+            compared.add(chunk, {name: np.asarray(values) for name, values in rows.items()})
     changed = differences(recorded, grid)
     now = {what: value for what, _, value in differences({}, grid)}
     for what, value in recorded.get("resumed_with", {}).items():
@@ -109,36 +105,39 @@ class _Comparison:
         self.steps = 0
         self._store, self._grid, self._seeds, self._members = store, grid, seeds, members
 
+    def lanes(self, phase: Phase) -> np.ndarray:
+        """Which of a phase's lanes are compared."""
+        conditions, seeds = self._grid.cells(phase)
+        return np.isin(seeds, self._seeds) & ((conditions < 0) | np.isin(conditions, self._members))
+
     def add(self, chunk: Chunk, rows: dict[str, np.ndarray]) -> None:
         """Compares a chunk's rows `[T, L, ...]`: a fork group's own, or the baseline's with every prefix it is."""
-        if chunk.fork is None:
-            self._baseline(chunk, rows)
-            return
-        conditions = self._grid.forks[chunk.fork].conditions
-        mine = [c for c in conditions if c in self._members]
-        for name, values in rows.items():
-            lanes = values[: chunk.stop - chunk.start, : len(conditions) * len(self._grid.seeds)]
-            lanes = lanes.reshape(lanes.shape[0], len(conditions), len(self._grid.seeds), *lanes.shape[2:])
-            lanes = np.moveaxis(lanes, (0, 1, 2), (2, 1, 0))
-            self._compare(name, lanes[np.ix_(self._seeds, [c - conditions[0] for c in mine])], mine, chunk.start)
-        self.steps += len(self._seeds) * len(mine) * (chunk.stop - chunk.start)
+        grid, count = self._grid, chunk.stop - chunk.start
+        mine = self.lanes(chunk.phase)
+        conditions, seeds = (positions[mine] for positions in grid.cells(chunk.phase))
+        new = {name: np.moveaxis(values[:count, : len(mine)], 0, 1)[mine] for name, values in rows.items()}
+        if chunk.phase.fork is None:
+            span = slice(chunk.start, chunk.stop)
+            stored = self._store.read_channel("baseline_performance", span)[seeds]
+            self._note("baseline_performance", new[PERFORMANCE], stored)
+            for fork in grid.forks:
+                copies = len(fork.conditions)
+                prefix = {
+                    n: np.concatenate([x[:, : max(0, fork.onset - chunk.start)]] * copies) for n, x in new.items()
+                }
+                self._compare(prefix, np.repeat(fork.conditions, len(seeds)), np.tile(seeds, copies), chunk.start)
+        else:
+            self._compare(new, conditions, seeds, chunk.start)
+        self.steps += len(seeds) * count
 
-    def _baseline(self, chunk: Chunk, rows: dict[str, np.ndarray]) -> None:
-        for fork in self._grid.forks:
-            count = min(chunk.stop, fork.onset) - chunk.start
-            for name, values in rows.items() if count > 0 else ():
-                prefix = np.moveaxis(values[:count], 0, 1)[self._seeds][:, None]
-                shape = (len(self._seeds), len(fork.conditions), *prefix.shape[2:])
-                self._compare(name, np.broadcast_to(prefix, shape), list(fork.conditions), chunk.start)
-        count = chunk.stop - chunk.start
-        stored = self._store.read_channel("baseline_performance", slice(chunk.start, chunk.stop))[self._seeds]
-        self._note("baseline_performance", rows[PERFORMANCE][:count].T[self._seeds], stored)
-        self.steps += len(self._seeds) * count
-
-    def _compare(self, name: str, new: np.ndarray, conditions: list[int], start: int) -> None:
-        """Compares `[seed, condition, step, ...]`, the seeds chosen already."""
-        stored = self._store.read_channel(name, slice(None), slice(start, start + new.shape[2]))
-        self._note(name, new, stored[np.ix_(self._seeds, conditions)])
+    def _compare(self, new: dict[str, np.ndarray], conditions: np.ndarray, seeds: np.ndarray, start: int) -> None:
+        """Compares lanes `[lane, step, ...]` from step `start` on."""
+        first, last = conditions.min(), conditions.max()
+        for name, values in new.items():
+            if values.shape[1]:
+                span = slice(start, start + values.shape[1])
+                stored = self._store.read_channel(name, slice(first, last + 1), span)
+                self._note(name, values, stored[seeds, conditions - first])
 
     def _note(self, name: str, new: np.ndarray, old: np.ndarray) -> None:
         """Notes the largest deviation, unless all bits agree (any NaN equals any NaN)."""

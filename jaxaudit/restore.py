@@ -7,27 +7,31 @@ baseline's states at the onsets are kept for good, for the forks; they serve as 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Container, Iterator
+from functools import partial
+from pathlib import Path
 
 from jaxaudit import checkpoint
-from jaxaudit.engine import Engine
+from jaxaudit.engine import Engine, Piece, Source
 from jaxaudit.errors import UserError
-from jaxaudit.grid import LaneState
+from jaxaudit.grid import LaneState, Phase
 from jaxaudit.schedule import Chunk, is_onset
 from jaxaudit.store import Folder
 
 KEPT_CHECKPOINTS = 2
 
 
-def onset_name(onset: int) -> str:
-    """Name of the checkpoint of the baseline at an onset."""
-    return f"onset-{onset:08d}"
+def onset_name(onset: int, batch: int = 0) -> str:
+    """Name of the checkpoint of one of the baseline's batches at an onset."""
+    return f"onset-{onset:08d}" + (f"-{batch:04d}" if batch else "")
 
 
 def save(store: Folder, engine: Engine, chunk: Chunk, states: LaneState, done: int) -> None:
     """Writes the checkpoint after `done` chunks, `chunk` the last; keeps two, and those at onsets."""
-    name = onset_name(chunk.stop) if is_onset(engine.grid, chunk) else f"chunk-{done:06d}"
-    note = {"chunks_done": done, "step": chunk.stop, "fork": chunk.fork}
-    checkpoint.save(store.checkpoints / name, engine.stored(chunk.fork, states), note)
+    phase = chunk.phase
+    name = onset_name(chunk.stop, phase.batch) if is_onset(engine.grid, chunk) else f"chunk-{done:06d}"
+    note = {"chunks_done": done, "step": chunk.stop, "fork": phase.fork, "batch": phase.batch}
+    checkpoint.save(store.checkpoints / name, engine.pieces(phase, states), note)
     numbers = _numbers(store)
     kept = [n for n in numbers if n <= done][-KEPT_CHECKPOINTS:]  # a later one was passed over by `restore`
     for number in numbers:
@@ -40,36 +44,56 @@ def restore(store: Folder, engine: Engine, chunks: list[Chunk]) -> tuple[int, La
 
     A damaged checkpoint is passed over for the one before it, with a word on stderr.
     """
-    onsets = {n: onset_name(c.stop) for n, c in enumerate(chunks, 1) if is_onset(engine.grid, c)}
+    onsets = {n: onset_name(c.stop, c.phase.batch) for n, c in enumerate(chunks, 1) if is_onset(engine.grid, c)}
     most = _most(store, onsets, len(chunks))
     places: dict[int, str | None] = {n: name for n, name in onsets.items() if n <= most}
     for number in _numbers(store):
         if number <= most:
             places[number] = f"chunk-{number:06d}"
-            if (fork := chunks[number - 1].fork) is not None:  # so its group begins after work that was done
-                places[next(i for i, c in enumerate(chunks) if c.fork == fork)] = None
+            phase = chunks[number - 1].phase  # it began after work that was done
+            places[next(i for i, c in enumerate(chunks) if c.phase == phase)] = None
     for done in sorted(places, reverse=True):
         name = places[done]
         if name is None:
             return done, None
-        fork = chunks[done - 1].fork
+        phase = chunks[done - 1].phase
         try:
-            stored, _ = checkpoint.load(store.checkpoints / name, engine.stored_shapes(fork))
+            stored = _load(store.checkpoints / name, engine, phase)
         except checkpoint.Damaged as damage:
             print(f"note: {damage}; going back to the one before it", file=sys.stderr)
         else:
-            return done, engine.restored(fork, stored)
+            ended = done == len(chunks) or chunks[done].phase != phase
+            return done, None if ended else engine.restored(stored, phase)
     return 0, None
 
 
-def at_onset(store: Folder, engine: Engine, onset: int) -> LaneState:
-    """The baseline's stored states at an onset. Raises UserError if they are damaged."""
-    if onset == 0:
-        return engine.initial()
+def at_onset(store: Folder, engine: Engine, onset: int) -> Source:
+    """The baseline's stored states at an onset. Raises UserError, when they are taken, if they are damaged."""
+    return partial(_stored, store, engine, onset)
+
+
+def onset_paths(store: Folder, onset: int, seeds: Collection[int]) -> list[Path]:
+    """The checkpoints that hold the baseline's states at an onset, of the seeds at some positions.
+
+    Raises Damaged if there are none for some of them, or it cannot be told.
+    """
+    first = store.checkpoints / onset_name(onset)
+    held = {path: checkpoint.lanes(path) for path in sorted([first, *store.checkpoints.glob(f"{first.name}-*")])}
+    if missing := set(seeds).difference(*held.values()):
+        raise checkpoint.Damaged(f"checkpoint {first} is without the seeds at positions {sorted(missing)}")
+    return [path for path, numbers in held.items() if set(numbers) & set(seeds)]
+
+
+def _stored(store: Folder, engine: Engine, onset: int, seeds: set[int]) -> Iterator[Piece]:
     try:
-        return checkpoint.load(store.checkpoints / onset_name(onset), engine.stored_shapes(None))[0]
+        for path in onset_paths(store, onset, seeds):
+            yield from _load(path, engine, Phase(None), seeds)
     except checkpoint.Damaged as damage:
         raise UserError(f"{damage}, and what follows from it cannot be computed") from None
+
+
+def _load(path: Path, engine: Engine, phase: Phase, wanted: Container[int] | None = None) -> Iterator[Piece]:
+    return checkpoint.load(path, engine.lane_shapes(phase), wanted)
 
 
 def _numbers(store: Folder) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,14 @@ from jaxaudit import checkpoint, memory, results
 from jaxaudit.begin import beginning
 from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
-from jaxaudit.grid import Fork, Grid, LaneState
+from jaxaudit.grid import Fork, Grid, Phase, telemetry_shapes
 from jaxaudit.interrupts import Interrupted, interruptible, stoppable
-from jaxaudit.learner import PERFORMANCE, Telemetry
+from jaxaudit.learner import PERFORMANCE
 from jaxaudit.progress import Progress, collapsed, performance_level
-from jaxaudit.restore import at_onset, onset_name, restore, save
+from jaxaudit.restore import at_onset, onset_paths, restore, save
 from jaxaudit.schedule import Chunk, chunk_size, is_onset, schedule
 from jaxaudit.spec import Spec, load
-from jaxaudit.store import Folder, differences, environment
+from jaxaudit.store import Folder, check_space, differences, environment
 
 __all__ = ["Interrupted", "fork", "is_finished", "open_run", "resume", "run"]
 
@@ -57,7 +57,8 @@ def resume(folder: Path) -> None:
         print(f"note: {what} was {then} and is {now}: results may not be bitwise the same", file=sys.stderr)
     if changed:
         store.update_environment(resumed_with={what: now for what, _, now in changed})
-    _execute(store, spec, grid)
+    _announce(spec, grid)
+    _execute(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)))
 
 
 def fork(folder: Path, spec: Spec, out: Path) -> None:
@@ -86,7 +87,7 @@ def fork(folder: Path, spec: Spec, out: Path) -> None:
 
 
 def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
-    """The run in a folder, on as many devices as it was begun on if they are there.
+    """The run in a folder, in its batches, and on as many devices as it was begun on if they are there.
 
     Raises UserError if there is none.
     """
@@ -99,7 +100,8 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     devices = recorded.get("devices")
     if isinstance(devices, int) and 0 < devices < len(grid.program.devices):
         grid = replace(grid, program=replace(grid.program, devices=grid.program.devices[:devices]))
-    return store, spec, replace(grid, tail=0) if recorded.get("forked_from") else grid
+    batch = recorded.get("lane_layout", {}).get("lanes", grid.batch)
+    return store, spec, replace(grid, batch=batch, tail=0 if recorded.get("forked_from") else grid.tail)
 
 
 def is_finished(store: Folder) -> bool:
@@ -111,46 +113,47 @@ def _start(
     spec: Spec, grid: Grid, folder: Path, source: Folder | None = None, stored: dict[int, Fork] | None = None
 ) -> None:
     """Begins a run, and does it. What it needs from a `source` is copied before it counts as begun."""
-    engine = Engine(grid, chunk_size(spec, grid))
+    _announce(spec, grid)
     with beginning(folder) as store:
-        memory.check(grid, engine.row_shapes(None), folder)
+        rows = chunk_size(grid.steps, spec.run.chunk)
+        check_space(grid, Engine(grid, rows).lane_bytes, folder)
+        engine, _ = interruptible(partial(memory.fit, grid, rows, baseline=source is None))
+        grid = engine.grid
         store.make(**environment(grid), **({"forked_from": str(source.path)} if source else {}))
-        shapes = {name: s.shape[2:] for name, s in engine.row_shapes(None).items()}
-        store.create_telemetry(grid, shapes, engine.rows)
+        store.create_telemetry(grid, telemetry_shapes(grid.program), rows)
         if source and stored:
             _copy_onsets(source, stored, store, grid)
         store.write(store.spec, spec.to_toml())
-    _execute(store, spec, grid)
+    _execute(store, spec, engine)
 
 
 def _copy_onsets(source: Folder, stored: dict[int, Fork], store: Folder, grid: Grid) -> None:
     """The baseline's states at the onsets and its telemetry before them, from the run that is forked."""
     store.write_channel("baseline_performance", source.read_channel("baseline_performance"))
     for f in (f for f in grid.forks if f.onset):
-        name = onset_name(f.onset)
         try:
-            checkpoint.verify(source.checkpoints / name)
+            paths = onset_paths(source, f.onset, range(len(grid.seeds)))
+            for path in paths:
+                checkpoint.verify(path)
         except checkpoint.Damaged as damage:
             raise UserError(f"{damage}, so nothing can be forked from step {f.onset}") from None
-        shutil.copytree(source.checkpoints / name, store.checkpoints / name)
+        for path in paths:
+            shutil.copytree(path, store.checkpoints / path.name)
         store.copy_prefix(source, stored[f.onset], f)
 
 
-def _execute(store: Folder, spec: Spec, grid: Grid) -> None:
+def _execute(store: Folder, spec: Spec, engine: Engine) -> None:
     """Does what is left of a run, from its latest undamaged checkpoint to its tables."""
-    engine = Engine(grid, chunk_size(spec, grid))
+    grid = engine.grid
     try:
         with store.held():
             store.sweep()
             recorded = store.read_environment()
             chunks = schedule(grid, engine.rows, baseline="forked_from" not in recorded)
-            done, states = restore(store, engine, chunks)
-            _tell(spec, grid, engine, done, chunks)
             clock = _clock(recorded, engine)
-            store.update_environment(status="running")
-            _train(store, spec, engine, chunks, done, states, clock)
+            _train(store, spec, engine, chunks, clock)
             _finish(store, spec, grid)
-            lanes = sum(engine.count(chunk.fork) * (chunk.stop - chunk.start) for chunk in chunks)
+            lanes = sum(len(grid.numbers(chunk.phase)) * (chunk.stop - chunk.start) for chunk in chunks)
             samples = lanes * grid.program.learner.samples_per_step
             store.update_environment(status="finished", **clock(), env_steps=samples)
     except KeyboardInterrupt:
@@ -158,26 +161,25 @@ def _execute(store: Folder, spec: Spec, grid: Grid) -> None:
 
 
 def _train(
-    store: Folder,
-    spec: Spec,
-    engine: Engine,
-    chunks: list[Chunk],
-    done: int,
-    states: LaneState | None,
-    clock: Callable[[], dict[str, float]],
+    store: Folder, spec: Spec, engine: Engine, chunks: list[Chunk], clock: Callable[[], dict[str, float]]
 ) -> None:
     grid = engine.grid
+    states: Any
+    done, states = restore(store, engine, chunks)
+    _tell(engine, {chunk.phase for chunk in chunks[done:]}, done, len(chunks))
+    store.update_environment(status="running")
     level: tuple[np.ndarray, np.ndarray] | None = None
     samples = grid.program.learner.samples_per_step
     with stoppable() as stopping, Progress(grid, chunks, done, samples) as progress:
         for index in range(done, len(chunks)):
             chunk = chunks[index]
-            if states is None or (index and chunks[index - 1].fork != chunk.fork):
-                states, level = _phase_start(store, engine, chunk), None
-            states, rows = interruptible(partial(engine.advance, chunk.fork, states, chunk.start, chunk.stop))
-            _write_rows(store, grid, chunk, rows)
-            if chunk.fork is not None and level is None:
-                before = store.read_channel("baseline_performance")[:, : grid.forks[chunk.fork].onset]
+            if chunk.start == grid.onset(chunk.phase):
+                states, level = None, None  # before memory is taken for others
+                states = engine.begin(chunk.phase, partial(at_onset, store, engine))
+            states, rows = interruptible(partial(engine.advance, chunk.phase, states, chunk.start, chunk.stop))
+            store.write_rows(grid, chunk.phase, rows, chunk.start, chunk.stop)
+            if chunk.phase.fork is not None and level is None:
+                before = store.read_channel("baseline_performance")[:, : grid.onset(chunk.phase)]
                 level = performance_level(before, spec.metrics.window)
             progress.advance(chunk, collapsed(grid, chunk, rows, level))
             ended = index + 1
@@ -201,36 +203,35 @@ def _clock(recorded: dict[str, Any], engine: Engine) -> Callable[[], dict[str, f
     }
 
 
-def _tell(spec: Spec, grid: Grid, engine: Engine, done: int, chunks: list[Chunk]) -> None:
+def _announce(spec: Spec, grid: Grid) -> None:
     """What is about to run, on stderr."""
     lanes = len(grid.seeds) * len(grid.conditions)
     unit = grid.program.learner.step_unit
     print(
         f"{spec.audit.name}: {len(grid.seeds)} seeds x {len(grid.conditions)} conditions = {lanes} lanes, "
         f"{grid.steps} steps{'' if unit == 'step' else f' of {unit}'}, on {len(grid.program.devices)} "
-        f"{grid.program.devices[0].platform} device(s); expected memory "
-        f"{memory.readable(memory.estimate(grid, engine.row_shapes(None)).total)}",
+        f"{grid.program.devices[0].platform} device(s)",
         file=sys.stderr,
     )
     for onset in sorted({f.onset for f in grid.forks}):
         for sentence in spec.metrics.validate(grid.steps, onset):
             print(f"note: {sentence}", file=sys.stderr)
+
+
+def _tell(engine: Engine, phases: Collection[Phase], done: int, chunks: int) -> None:
+    """How what is left is about to run, on stderr; its programs are compiled for it."""
+    if not phases:
+        return
+    grid = engine.grid
+    needed = interruptible(partial(memory.needs, engine, phases))
+    split = any(grid.share(phase.fork) < grid.count(phase.fork) for phase in phases)
+    shares = f"{max(grid.share(phase.fork) for phase in phases)} lanes at a time" if split else "all lanes at a time"
+    print(
+        f"expected memory: {memory.readable(needed.total)}, {memory.readable(needed.lane)} a lane, {shares}",
+        file=sys.stderr,
+    )
     if done:
-        print(f"going on after {done} of {len(chunks)} chunks", file=sys.stderr)
-
-
-def _phase_start(store: Folder, engine: Engine, chunk: Chunk) -> LaneState:
-    if chunk.fork is None:
-        return engine.initial()
-    onset = engine.grid.forks[chunk.fork].onset
-    return engine.forked(at_onset(store, engine, onset), chunk.fork)
-
-
-def _write_rows(store: Folder, grid: Grid, chunk: Chunk, rows: Telemetry) -> None:
-    if chunk.fork is None:
-        store.write_baseline(grid, rows, chunk.start, chunk.stop)
-    else:
-        store.write_fork(grid, grid.forks[chunk.fork], rows, chunk.start, chunk.stop)
+        print(f"going on after {done} of {chunks} chunks", file=sys.stderr)
 
 
 def _finish(store: Folder, spec: Spec, grid: Grid) -> None:

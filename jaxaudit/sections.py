@@ -28,6 +28,7 @@ class AuditSpec:
       steps: of a run.
       telemetry: which channels the learner gives.
       execution: how the lanes of a device run: "vmap", "map" (one after the other) or a batch size.
+      lanes: the most lanes that are in memory at a time, or "auto": as many as it can hold.
     """
 
     name: str
@@ -35,6 +36,7 @@ class AuditSpec:
     steps: int
     telemetry: Literal["basic", "full"] = "full"
     execution: int | Literal["vmap", "map"] = "vmap"
+    lanes: int | Literal["auto"] = "auto"
 
     @property
     def slug(self) -> str:
@@ -88,6 +90,7 @@ def read_audit(sections: Table) -> AuditSpec:
         steps=table.get("steps", int),
         telemetry=table.get("telemetry", Literal["basic", "full"], AuditSpec.telemetry),
         execution=table.get("execution", int | Literal["vmap", "map"], AuditSpec.execution),
+        lanes=table.get("lanes", int | Literal["auto"], AuditSpec.lanes),
     )
     _check_audit(table, spec)
     return spec
@@ -108,6 +111,8 @@ def _check_audit(table: Table, spec: AuditSpec) -> None:
     _at_least(table, "steps", spec.steps, 1)
     if isinstance(spec.execution, int):
         _at_least(table, "execution", spec.execution, 1)
+    if isinstance(spec.lanes, int):
+        _at_least(table, "lanes", spec.lanes, 1)
 
 
 def task_names() -> list[str]:

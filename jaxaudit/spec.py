@@ -79,6 +79,7 @@ class Spec:
                 seeds=audit.seeds,
                 steps=audit.steps,
                 execution=audit.execution,
+                lanes=audit.lanes,
                 tail=self.metrics.window,
             )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +24,10 @@ import zarr
 from jaxaudit import results
 from jaxaudit.checkpoint import UNFINISHED
 from jaxaudit.errors import UserError
-from jaxaudit.grid import Fork, Grid
+from jaxaudit.grid import Fork, Grid, Phase, place, telemetry_shapes
 from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.machine import processor
+from jaxaudit.memory import readable
 
 try:
     import fcntl
@@ -127,21 +130,13 @@ class Folder:
             _nan_array(group, "baseline_performance", shape, (lanes[0], chunk), ("seed", "step"))
             zarr.consolidate_metadata(self.telemetry)
 
-    def write_baseline(self, grid: Grid, rows: Telemetry, start: int, stop: int) -> None:
-        """Writes the baseline's steps `start` to `stop`, rows `[T, S, ...]`, as later conditions' prefix."""
-        performance = np.asarray(rows[PERFORMANCE])[: stop - start, : len(grid.seeds)]
-        self._channel("baseline_performance", "r+")[:, start:stop] = performance.T
-        for fork in grid.forks:
-            end = min(stop, fork.onset)
-            if end > start:
-                self._write(grid, fork, {k: np.asarray(x)[: end - start, None] for k, x in rows.items()}, start, end)
-
-    def write_fork(self, grid: Grid, fork: Fork, rows: Telemetry, start: int, stop: int) -> None:
-        """Writes a fork group's steps `start` to `stop`: rows `[T, L, ...]`, condition after condition."""
-        count, seeds = len(fork.conditions), len(grid.seeds)
-        lanes = {k: np.asarray(x)[: stop - start, : count * seeds] for k, x in rows.items()}
-        split = {k: x.reshape(stop - start, count, seeds, *x.shape[2:]) for k, x in lanes.items()}
-        self._write(grid, fork, split, start, stop)
+    def write_rows(self, grid: Grid, phase: Phase, rows: Telemetry, start: int, stop: int) -> None:
+        """Writes a phase's steps `start` to `stop`, rows `[T, L, ...]`."""
+        if phase.fork is None:
+            seeds = grid.numbers(phase)
+            performance = np.asarray(rows[PERFORMANCE])[: stop - start, : len(seeds)]
+            self._channel("baseline_performance", "r+")[seeds.start : seeds.stop, start:stop] = performance.T
+        place(partial(self._channel, mode="r+"), grid, phase, rows, start, stop)
 
     def copy_prefix(self, source: Folder, theirs: Fork, ours: Fork) -> None:
         """Copies the steps before an onset from another run of the same seeds and channels."""
@@ -152,14 +147,6 @@ class Folder:
                 prefix = source.read_channel(name, slice(theirs.conditions[0], theirs.conditions[0] + 1), slice(onset))
                 shape = (prefix.shape[0], count, *prefix.shape[2:])
                 array[:, first : first + count, :onset] = np.broadcast_to(prefix, shape)
-
-    def _write(self, grid: Grid, fork: Fork, rows: dict[str, np.ndarray], start: int, stop: int) -> None:
-        """Rows `[T, C or 1, S (or more), ...]` into the fork's conditions."""
-        first, count, seeds = fork.conditions[0], len(fork.conditions), len(grid.seeds)
-        for name, values in rows.items():
-            values = np.moveaxis(values[:, :, :seeds], (0, 1, 2), (2, 1, 0))
-            shape = (seeds, count, *values.shape[2:])
-            self._channel(name, "r+")[:, first : first + count, start:stop] = np.broadcast_to(values, shape)
 
     def read_telemetry(self, channels: Collection[str] | None = None) -> xr.Dataset:
         """The telemetry in memory, all or some channels, with dims (seed, condition, step)."""
@@ -193,6 +180,21 @@ def _nan_array(group: zarr.Group, name: str, shape: tuple, chunks: tuple, dims: 
     group.create_array(name, shape=shape, chunks=chunks, dtype="float32", fill_value=np.nan, dimension_names=list(dims))
 
 
+def check_space(grid: Grid, lane_bytes: Callable[[Phase], int], folder: Path) -> None:
+    """Raises UserError, with the numbers, where a run's telemetry and checkpoints would fill the disk.
+
+    `lane_bytes` of the state of one lane of a phase.
+    """
+    values = sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values()) + len(DERIVED)
+    telemetry = 4 * values * len(grid.seeds) * len(grid.conditions) * grid.steps
+    kept = len(grid.forks) * grid.count(None) * lane_bytes(Phase(None))
+    latest = 3 * max(grid.share(p.fork) * lane_bytes(p) for p in grid.phases())
+    existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
+    needed, free = telemetry + kept + latest, shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(f"the run needs about {readable(needed)} on disk and {existing} has {readable(free)} free")
+
+
 def environment(grid: Grid) -> dict[str, Any]:
     """What decides a run's bits besides its spec: software, device, flags, and how lanes were laid out."""
     devices = grid.program.devices
@@ -208,8 +210,9 @@ def environment(grid: Grid) -> dict[str, Any]:
         "precision": str(jax.config.jax_default_matmul_precision),  # type: ignore[attr-defined]
         "lane_layout": {
             "execution": grid.program.execution,
+            "lanes": grid.batch,
             "baseline_width": grid.width(None),
-            "fork_widths": [grid.width(fork) for fork in grid.forks],
+            "fork_widths": [grid.width(fork) for fork in range(len(grid.forks))],
         },
         "byteorder": sys.byteorder,
     }

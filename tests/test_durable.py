@@ -114,8 +114,10 @@ def arrays(folder):
     found = {name: np.asarray(array).tobytes() for name, array in group.arrays()}
     for path in sorted((folder / "checkpoints").iterdir()):
         assert not path.name.startswith(".")
-        leaves = jax.tree_util.tree_leaves_with_path(ocp.load(path))
-        found |= {f"{path.name} {jax.tree_util.keystr(k)}": np.asarray(x).tobytes() for k, x in leaves}
+        for piece in sorted(p for p in path.iterdir() if p.is_dir()):
+            leaves = jax.tree_util.tree_leaves_with_path(ocp.load(piece))
+            place = f"{path.name} {piece.name}"
+            found |= {f"{place} {jax.tree_util.keystr(k)}": np.asarray(x).tobytes() for k, x in leaves}
     return found
 
 
@@ -138,7 +140,7 @@ def chunks_done(folder):
     if not (folder / "spec.toml").exists():
         return -1
     names = [p.name for p in (folder / "checkpoints").glob("*-*") if not p.name.startswith(".")]
-    return max([int(n[6:]) for n in names if n.startswith(("chunk-", "onset-"))], default=0)
+    return max([int(n[6:14]) for n in names if n.startswith(("chunk-", "onset-"))], default=0)
 
 
 def killing(folder, *signals, chunk, wait=0.0):

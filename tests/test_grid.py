@@ -57,13 +57,13 @@ def test_several_onsets_each_have_a_control_and_share_the_baseline():
 
 def test_forks_of_unequal_width_are_each_of_their_own_program():
     plan = ja.plan(LEARNER, PERTURBATIONS, seeds=3, steps=30)
-    assert [plan.width(f) for f in plan.forks] == [12, 6]
+    assert [plan.width(fork) for fork in (0, 1)] == [12, 6]
     assert plan.lane_steps == 3 * (30 + 4 * 25 + 2 * 18)
 
 
 def test_wide_groups_fill_whole_vectors():
     plan = ja.plan(LEARNER, [ja.lr_spike(ja.sweep(*map(float, range(2, 19))), onset=5)], seeds=2, steps=30)
-    assert plan.width(plan.forks[0]) == 48
+    assert plan.width(0) == 48
     values = ja.audit(LEARNER, [ja.lr_spike(1.0, onset=5)] * 17, seeds=2, steps=30).telemetry["performance"].values
     assert (values == values[:, :1]).all()
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxaudit.kernels import coherence
+from jaxaudit.kernels.conjugate_gradient import conjugate_gradient
 from jaxaudit.kernels.gae import gae
 from jaxaudit.kernels.orthogonal import orthogonal
 from jaxaudit.kernels.shuffle import shuffled
@@ -266,3 +267,42 @@ def test_the_largest_eigenvalue_matches_numpy():
     stack = np.array(matrices, np.float32)
     mine = jax.jit(jax.vmap(coherence.largest_eigenvalue))(stack)
     np.testing.assert_allclose(mine, np.linalg.eigvalsh(stack.astype(np.float64))[:, -1], rtol=2e-6)
+
+
+def definite_system(seed, n, condition):
+    """A symmetric positive definite matrix of a known condition number, and a right-hand side."""
+    rng = np.random.default_rng(seed)
+    vectors = np.linalg.qr(rng.normal(size=(n, n)))[0]
+    matrix = (vectors * np.geomspace(1.0, 1.0 / condition, n)) @ vectors.T
+    return matrix.astype(np.float32), rng.normal(size=n).astype(np.float32)
+
+
+@pytest.mark.parametrize("condition", [1.0, 30.0])
+def test_conjugate_gradients_solve_the_system(condition):
+    matrices, sides = map(np.stack, zip(*(definite_system(seed, 37, condition) for seed in range(4)), strict=True))
+    solve = jax.vmap(lambda a, b: conjugate_gradient(lambda v: a @ v, b, steps=60))
+    expected = np.linalg.solve(matrices.astype(np.float64), sides[..., None])[..., 0]
+    error = np.linalg.norm(jax.jit(solve)(matrices, sides) - expected, axis=-1)
+    assert (error < 1e-5 * np.linalg.norm(expected, axis=-1)).all()
+
+
+def test_conjugate_gradients_keep_their_textbook_promise():
+    """After k steps the error in the A-norm is at most 2 ((sqrt(c) - 1) / (sqrt(c) + 1))^k of the first."""
+    matrix, side = definite_system(0, 37, 30.0)
+    exact = np.linalg.solve(matrix.astype(np.float64), side)
+    for steps in (1, 5, 15):
+        error = np.asarray(conjugate_gradient(lambda v: matrix @ v, side, steps)) - exact
+        bound = 2 * ((30**0.5 - 1) / (30**0.5 + 1)) ** steps
+        assert (error @ matrix @ error / (exact @ matrix @ exact)) ** 0.5 < bound
+
+
+def test_conjugate_gradients_take_trees_and_keep_lanes_apart():
+    g = gradients(0, k=3)
+    g[1], g[2, 4] = 0.0, np.nan
+    solve = jax.vmap(lambda b: conjugate_gradient(lambda v: jax.tree.map(lambda x: 4.0 * x, v), b, steps=5))
+    solved, zero, broken = solve(g)
+    np.testing.assert_allclose(solved, g[0] / 4, rtol=1e-6)
+    assert (np.asarray(zero) == 0).all()
+    assert np.isnan(broken).all()
+    for leaf, whole in zip(jax.tree.leaves(solve(as_tree(g))), jax.tree.leaves(as_tree(solve(g))), strict=True):
+        np.testing.assert_allclose(leaf, whole, rtol=1e-6)

@@ -113,6 +113,156 @@ def test_layer_reset_draws_fresh_layers_in_the_target_alone():
     assert min(counts["actor_0"], counts["actor_1"]) > 10
 
 
+def test_critic_reset_moves_the_critic_towards_fresh_parameters():
+    params = {"critic": {"kernel": jnp.full((2, 2), 2.0)}}
+
+    def fresh(key):
+        return {"critic": {"kernel": jax.random.normal(key, (2, 2))}}
+
+    drawn = np.asarray(fresh(KEY)["critic"]["kernel"])
+    quarter = applied("critic_reset", params, 0.25, reinitialise=fresh)["critic"]["kernel"]
+    np.testing.assert_allclose(quarter, 0.75 * 2.0 + 0.25 * drawn, rtol=1e-6)
+    broken = jax.tree.map(lambda x: x * jnp.nan, params)
+    np.testing.assert_array_equal(applied("critic_reset", broken, 1.0, reinitialise=fresh)["critic"]["kernel"], drawn)
+
+
+def test_a_layer_or_the_critic_is_reset_in_each_optimizers_parameters():
+    """Two optimizers tap the parameters they train: each has a layer reset, and the target tells them apart."""
+
+    def init(key):
+        return {who: {str(i): {"kernel": jnp.zeros(2), "bias": jnp.zeros(1)} for i in range(3)} for who in "ab"}
+
+    def step(params, key, taps):
+        for who, label in (("a", "actor"), ("b", "critic")):
+
+            def fresh(key, like=params[who]):
+                return jax.tree.map(jnp.ones_like, like)
+
+            params = params | {who: taps("params", params[who], label=label, reinitialise=fresh)}
+        reset = {who: sum(layer["kernel"][0] for layer in params[who].values()) for who in "ab"}
+        return params, {"performance": reset["a"] + reset["b"], **reset}
+
+    chosen = [ja.layer_reset(2.0), ja.layer_reset(1.0, target="critic"), ja.critic_reset(1.0)]
+    data = ja.audit(ja.Learner(init, step), chosen, seeds=2, steps=5).telemetry.isel(step=-1)
+    assert (data["a"].values[:, 1:] == [2, 0, 0]).all()
+    assert (data["b"].values[:, 1:] == [2, 1, 3]).all()
+
+
+def test_dynamics_shift_and_drift_change_the_mass_or_what_is_aimed_at():
+    def step(x, key, taps):
+        factors = taps("dynamics", dict.fromkeys(("friction", "gear", "gravity", "mass"), jnp.float32(1.0)))
+        return x, {"performance": x, "factors": jnp.stack([factors[name] for name in sorted(factors)])}
+
+    chosen = [
+        ja.dynamics_shift(-0.5, onset=2),
+        ja.dynamics_shift(1.0, onset=2, target="*"),
+        ja.dynamics_drift(0.8, onset=2, duration=4, target="gravity"),
+    ]
+    learner = ja.Learner(lambda key: jnp.float32(0.0), step)
+    factors = ja.audit(learner, chosen, seeds=1, steps=8).telemetry["factors"].values[0]
+    assert (factors[:, :2] == 1).all()
+    np.testing.assert_array_equal(factors[1, 2:], [[1, 1, 1, 0.5]] * 6)
+    np.testing.assert_array_equal(factors[2, 2:], [[2, 2, 2, 2]] * 6)
+    np.testing.assert_allclose(factors[3, :, 2], [1, 1, 1.2, 1.4, 1.6, 1.8, 1, 1], rtol=1e-6)
+    np.testing.assert_array_equal(factors[3, :, [0, 1, 3]], np.ones((3, 8)))
+
+
+def test_adversarial_observation_takes_the_lowest_value_of_its_draws():
+    """With the value the entry itself, the change is the least of eight uniform draws, or none where all are above."""
+    observation = jnp.linspace(-5.0, 5.0, N)[:, None]
+    seen = applied("adversarial_observation", observation, 0.5, state_value=lambda x: x[:, 0])
+    change = np.asarray(seen - observation, np.float64)[:, 0] / 0.5
+    assert change.min() >= -1 - 1e-5
+    assert change.max() == 0
+    changed = change[change < 0]
+    assert stats.kstest(changed, lambda x: (1 - ((1 - x) / 2) ** 8) / (1 - 0.5**8)).pvalue > 1e-3
+    assert stats.binomtest(N - changed.size, N, 0.5**8).pvalue > 1e-3
+
+
+def test_adversarial_observation_moves_each_entry_within_its_cube_and_never_raises_the_value():
+    observation = jax.random.normal(KEY, (200, 3))
+
+    def value(x):
+        return jnp.where(jnp.arange(200) % 2 == 0, jnp.sin(5 * x).sum(axis=1), jnp.nan)
+
+    seen = applied("adversarial_observation", observation, 0.2, state_value=value)
+    assert np.abs(seen - observation).max() <= 0.2 + 1e-6
+    sane = np.arange(200) % 2 == 0
+    assert (value(seen)[sane] <= value(observation)[sane]).all()
+    assert (value(seen)[sane] < value(observation)[sane]).mean() > 0.9
+    np.testing.assert_array_equal(seen[~sane], observation[~sane], "a value that is NaN aims at nothing")
+
+
+def test_adversarial_reward_opposes_the_temporal_difference_error():
+    reward = jnp.linspace(-1.0, 1.0, N)
+
+    def td_error(r):
+        return r - 0.25
+
+    seen = np.asarray(applied("adversarial_reward", reward, 0.5, td_error=td_error))
+    change = (seen - np.asarray(reward)) / 0.5
+    better = np.asarray(td_error(reward)) > 0
+    assert (change[better] <= 0).all()
+    assert (change[~better] >= 0).all()
+    assert np.abs(change).max() <= 1 + 1e-6
+    assert np.abs(change).mean() == pytest.approx(7 / 9, abs=0.01), "the mean of the largest of eight draws"
+    lost = applied("adversarial_reward", reward, 0.5, td_error=lambda r: r * jnp.nan)
+    np.testing.assert_array_equal(lost, reward)
+
+
+SITE_VALUES = {
+    "observation": jnp.linspace(-1.0, 2.0, 12).reshape(4, 3),
+    "action": jnp.linspace(-1.0, 1.0, 8).reshape(4, 2),
+    "reward": jnp.linspace(-1.0, 2.0, 4),
+    "dynamics": {"mass": jnp.float32(1.0), "gear": jnp.float32(1.0)},
+    "clip_norm": jnp.float32(0.5),
+    "learning_rate": jnp.float32(1e-3),
+    "optimizer_state": {"mu": jnp.linspace(0.0, 1.0, 5), "nu": jnp.linspace(1.0, 2.0, 5)},
+    "params": {"a": {"kernel": jnp.linspace(-1.0, 1.0, 5)}, "critic": {"kernel": jnp.linspace(0.0, 1.0, 5)}},
+    "gradient": {"a": jnp.linspace(-1.0, 1.0, 5)},
+}
+CONTEXT = {
+    "begins": jnp.array([False, True, False, False]),
+    "valid": jnp.array([True, True, False, True]),
+    "ends": jnp.array([False, False, True, False]),
+    "state_value": lambda observation: jnp.tanh(observation).sum(axis=-1),
+    "td_error": lambda reward: reward - 0.5,
+    "schedule": lambda progress: 1e-3 * (1.0 - progress),
+    "progress": jnp.float32(0.5),
+    "elapsed": jnp.float32(0.5),
+    "selected": jnp.array([True, True]),
+    "reinitialise": lambda key: jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), SITE_VALUES["params"]),
+}
+
+
+def test_every_perturbation_is_the_same_alone_and_under_jit_and_vmap():
+    defaults = {name: registry.perturbations[name].default for name in registry.perturbations}
+
+    def all_of_them(key, factor):
+        changed = {}
+        for name, default in defaults.items():
+            value = jax.tree.map(lambda x: x * factor, SITE_VALUES[default.site])
+            given = {need: CONTEXT[need] for need in default.needs}
+            if default.memory is None:
+                changed[name] = default.apply(key, value, default.magnitude, **given)
+                continue
+            memory = default.memory(value)
+            for again in range(3):
+                later = jax.tree.map(lambda x, again=again: x + again, value)
+                changed[name], memory = default.apply(key, later, default.magnitude, memory, **given)
+        return changed
+
+    keys, factors = jax.random.split(KEY, 3), jnp.array([1.0, 0.5, jnp.nan])
+    together = jax.jit(jax.vmap(all_of_them))(keys, factors)
+    alone = jax.jit(all_of_them)
+    for lane in range(3):
+        expected = alone(keys[lane], factors[lane])
+        for name in defaults:
+            for mine, other in zip(jax.tree.leaves(together[name]), jax.tree.leaves(expected[name]), strict=True):
+                np.testing.assert_allclose(mine[lane], other, rtol=1e-6, err_msg=name)
+                assert lane == 2 or np.isfinite(mine[lane]).all()
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantize_rounds_to_a_uniform_grid(bits):
     values = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)

@@ -1,4 +1,4 @@
-"""PPO on probe tasks with known values, its parts against independent implementations, and on a real task."""
+"""PPO's parts against independent implementations, its entropy bonus, and PPO on a real task."""
 
 from types import SimpleNamespace
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from probes import PLAIN, Probe, train
 from scipy import stats
 
 import jaxaudit as ja
@@ -15,91 +16,15 @@ from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
 from jaxaudit.learners.ppo import PPO, PPOSettings
 from jaxaudit.models.mlp import gaussian_entropy, gaussian_log_probability
 from jaxaudit.taps import Taps
-from jaxaudit.tasks._brax import Env, State
-
-
-class Probe(Env):
-    """One observation, one action: the reward is `reward(action)`, and an episode ends at every step or never."""
-
-    cheap_reset = True
-    action_low = np.array([-2.0], np.float32)
-    action_high = np.array([2.0], np.float32)
-    observation_size, action_size, backend = 1, 1, "none"
-
-    def __init__(self, reward, terminates):
-        self._reward, self._terminates = reward, float(terminates)
-
-    def reset(self, rng):
-        return State(None, jnp.ones(1), jnp.float32(0), jnp.float32(0))
-
-    def step(self, state, action):
-        return state.replace(reward=self._reward(action[0]), done=jnp.float32(self._terminates))
-
-
-def trained(env, limit, iterations=150, **settings):
-    chosen = {
-        "num_envs": 4,
-        "rollout_length": 32,
-        "minibatch_size": 64,
-        "learning_rate": 3e-3,
-        "anneal": False,
-    }
-    chosen |= {"normalize_rewards": False, "normalize_observations": False, "entropy_coefficient": 0.0}
-    agent = PPO(env, limit, PPOSettings(**(chosen | settings)))
-
-    def iterate(carry, index):
-        state, telemetry = agent.step(carry, jax.random.fold_in(jax.random.key(1), index), Taps(index, iterations))
-        return state, telemetry
-
-    run = jax.jit(lambda key: jax.lax.scan(iterate, agent.init(key), jnp.arange(iterations)))
-    state, telemetry = run(jax.random.key(0))
-    return agent, state, telemetry
-
-
-def value_of(agent, state):
-    return float(agent.value(state.params, jnp.ones(1)))
-
-
-def test_a_terminated_episode_is_worth_its_reward_alone():
-    agent, state, _ = trained(Probe(lambda a: jnp.float32(1.0), True), 16, gamma=0.9, clip_value=False)
-    assert value_of(agent, state) == pytest.approx(1.0, abs=0.02)
-
-
-def test_a_truncated_episode_is_bootstrapped_through():
-    """A constant reward of one for ever is worth 1 / (1 - gamma), whatever the time limit."""
-    agent, state, _ = trained(Probe(lambda a: jnp.float32(1.0), False), 4, gamma=0.9, clip_value=False)
-    assert value_of(agent, state) == pytest.approx(10.0, rel=0.02)
-
-
-def test_the_policy_finds_the_rewarded_action():
-    agent, state, telemetry = trained(Probe(lambda a: -((a - 0.5) ** 2), True), 16, iterations=200)
-    mean, _ = agent.policy(state.params, jnp.ones(1))
-    assert float(mean[0]) == pytest.approx(0.5, abs=0.1)
-    assert telemetry["performance"][-1] > telemetry["performance"][0] + 0.3
 
 
 @pytest.mark.parametrize("coefficient", [0.08, 0.5])
 def test_the_entropy_bonus_holds_the_policy_at_its_known_width(coefficient):
     """E[-(a - 0.5)^2] + c log(std) is greatest at std = sqrt(c / 2)."""
-    env = Probe(lambda a: -((a - 0.5) ** 2), True)
-    chosen = {"entropy_coefficient": coefficient, "normalize_advantages": False, "anneal": True}
-    _, state, _ = trained(env, 16, iterations=300, **chosen)
+    settings = PPOSettings(**PLAIN, entropy_coefficient=coefficient, normalize_advantages=False)
+    agent = PPO(Probe(lambda a: -((a - 0.5) ** 2), True), 16, settings)
+    state, _ = jax.jit(lambda: train(agent, 300))()
     assert float(jnp.exp(state.params["log_std"][0])) == pytest.approx((coefficient / 2) ** 0.5, rel=0.1)
-
-
-def test_performance_is_not_contaminated_by_a_disturbed_reward():
-    learner = ja.Learner(*probe_learner(Probe(lambda a: jnp.float32(1.0), False)), name="probe")
-    result = ja.audit(learner, [ja.reward_scale(100.0, onset=5, duration="end")], seeds=2, steps=12)
-    performance = result.telemetry["performance"].values
-    assert (performance[:, :, 5:] == 16.0).all()
-    losses = result.telemetry["value_loss"].values
-    assert (losses[:, 1, 6:] > 100 * losses[:, 0, 6:]).all()
-
-
-def probe_learner(env):
-    settings = PPOSettings(num_envs=2, rollout_length=32, minibatch_size=64, epochs=1, normalize_rewards=False)
-    agent = PPO(env, 16, settings)
-    return agent.init, agent.step
 
 
 def test_gaussian_log_probability_and_entropy_match_scipy():
@@ -182,19 +107,3 @@ def test_ppo_learns_inverted_pendulum():
     evaluations = np.asarray(baseline["evaluation_return"])[:, :8]
     best = np.nanmax(evaluations, axis=0)
     assert (best >= 950).sum() >= 7, best
-
-
-def test_an_environment_with_dear_resets_gets_new_ones_every_iteration():
-    class Dear(Probe):
-        cheap_reset = False
-
-        def reset(self, rng):
-            return State(None, jax.random.normal(rng, (1,)), jnp.float32(0), jnp.float32(0))
-
-    agent = PPO(Dear(lambda a: a, True), 16, PPOSettings(num_envs=2, rollout_length=32, epochs=1))
-    state = agent.init(jax.random.key(0))
-    pools = [np.asarray(state.episodes.pool.obs)]
-    for index in range(2):
-        state, _ = agent.step(state, jax.random.key(index), Taps())
-        pools.append(np.asarray(state.episodes.pool.obs))
-    assert np.unique(np.stack(pools)).size == np.stack(pools).size

@@ -17,14 +17,22 @@ from jaxaudit.grid import arrange, compiled, inputs, plan
 FORK, OPEN, CLOSE, STEPS = 3, 5, 7, 10
 NAMES = [name for name in registry.perturbations if name not in ("lr_spike",)]
 # Some standard magnitudes do little within a window of two short steps; these are felt at once.
-STRONG = {"quantize": 2.0, "clip_failure": 0.01, "reward_flip": 0.5, "lr_schedule_error": 0.4}
+STRONG = {
+    "quantize": 2.0,
+    "clip_failure": 0.01,
+    "reward_flip": 0.5,
+    "lr_schedule_error": 0.4,
+    "observation_stuck": 0.7,
+    "action_stuck": 1.0,
+}
+STATEFUL = [name for name in NAMES if registry.perturbations[name].default.memory is not None]
 CONDITIONS = ["control", "lr_spike", *NAMES]
 
 
-def chained(name, magnitude=None, **changes):
+def chained(name, magnitude=None, rate=1.0, **changes):
     factory = registry.perturbations[name]
     return ja.chain(
-        ja.lr_spike(1.0, onset=FORK, duration=1),
+        ja.lr_spike(rate, onset=FORK, duration=1),
         factory(magnitude or STRONG.get(name), onset=OPEN, duration=CLOSE - OPEN, **changes),
     )
 
@@ -80,7 +88,7 @@ def lane_same(arrays, other, condition, start=0, stop=STEPS):
 
 
 def test_every_standard_perturbation_is_in_the_grid():
-    assert len(CONDITIONS) == 1 + len(list(registry.perturbations)) == 17
+    assert len(CONDITIONS) == 1 + len(list(registry.perturbations)) == 29
 
 
 def test_identity_a_neutral_lane_is_bitwise_the_control(learner, train):
@@ -111,14 +119,19 @@ def test_pairing_a_closed_window_is_bitwise_the_control_and_an_open_one_is_felt(
 
 
 def test_isolation_a_lane_driven_to_nan_changes_no_other(learner, train, strong):
-    """Every perturbation in turn would be 16 programs' worth of data; three sites drive three lanes to NaN at once."""
+    """Three sites drive lanes to NaN at once, and a broken learning rate fills the memory of stateful ones with it."""
     poisoned = {"reward_scale": float("inf"), "weight_noise": float("inf"), "lr_spike": float("inf")}
-    arrays, _ = train(perturbations(poisoned))
-    for name in poisoned:
+    remembering = STATEFUL[::2]
+    chosen = perturbations(poisoned)
+    for name in remembering:
+        chosen[CONDITIONS.index(name) - 1] = chained(name, rate=float("inf"))
+    arrays, _ = train(chosen)
+    destroyed = [*poisoned, *remembering]
+    for name in destroyed:
         after = arrays["params_norm"][:, CONDITIONS.index(name), CLOSE:]
         assert not np.isfinite(after).any(), f"{name} should have destroyed its lane"
     for condition, name in enumerate(CONDITIONS):
-        if name not in poisoned:
+        if name not in destroyed:
             assert lane_same(arrays, strong[0], condition), f"{name} was touched by another lane's NaN"
 
 
@@ -129,6 +142,7 @@ def test_one_program_new_magnitudes_windows_and_targets_compile_nothing(learner,
     )
     rng = np.random.default_rng(0)
     other = {n: float(m) for n, m in zip(NAMES, rng.uniform(0.05, 0.95, len(NAMES)), strict=True)} | {"quantize": 4.0}
+    other |= {name: 3.0 for name in NAMES if registry.perturbations[name].default.whole}
     train([*perturbations(other)])
     retimed = [ja.chain(*(dataclasses.replace(p, when=ja.window(FORK, 2)) for p in x.parts)) for x in perturbations()]
     train(retimed)
@@ -154,8 +168,8 @@ def test_exact_replay_the_same_program_gives_the_same_bits(train, strong):
 
 
 def test_common_randomness_adding_a_condition_leaves_the_others_equal_but_for_rounding(learner, strong):
-    """A grid of three of the conditions, at another width, follows the same path in the first steps after the fork."""
-    few = ["reward_noise", "weight_noise", "gradient_sign_flip"]
+    """A grid of four of the conditions, at another width, follows the same path in the first steps after the fork."""
+    few = ["reward_noise", "weight_noise", "gradient_sign_flip", "observation_stuck"]
     smaller, _ = telemetry(plan(learner, [chained(name) for name in few], seeds=2, steps=STEPS))
     for position, name in enumerate(["control", *few]):
         for channel in ("performance", "policy_loss", "value_loss", "entropy", "params_norm", "update_norm"):

@@ -37,7 +37,7 @@ def train(learner: ja.Learner, seeds: int, steps: int) -> dict[str, np.ndarray]:
         for name, kept in rows.items():
             kept.append(np.asarray(telemetry[name])[: stop - start, :seeds])
         done, seconds = stop * learner.samples_per_step * seeds, time.perf_counter() - begun
-        print(f"{stop}/{steps} {kept[-1][-1].mean():.0f} {done / seconds:.0f} env steps/s", flush=True)
+        print(f"{stop}/{steps} {rows['performance'][-1][-1].mean():.0f} {done / seconds:.0f} env steps/s", flush=True)
     return {name: np.concatenate(kept) for name, kept in rows.items()}
 
 

@@ -2,5 +2,8 @@
 
 from jaxaudit.learners.optimizer import Optimizer
 from jaxaudit.learners.ppo import PPOSettings, ppo
+from jaxaudit.learners.sac import SACSettings, sac
+from jaxaudit.learners.td3 import TD3Settings, td3
+from jaxaudit.learners.trpo import TRPOSettings, trpo
 
-__all__ = ["Optimizer", "PPOSettings", "ppo"]
+__all__ = ["Optimizer", "PPOSettings", "SACSettings", "TD3Settings", "TRPOSettings", "ppo", "sac", "td3", "trpo"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jaxaudit.kernels.orthogonal import orthogonal
 
 
 class MLP(nn.Module):
-    """Dense layers with tanh between: `[..., d] -> [..., features]`.
+    """Dense layers with an activation between: `[..., d] -> [..., features]`.
 
     Attributes:
       hidden: widths of the hidden layers.
@@ -19,24 +21,39 @@ class MLP(nn.Module):
       output_scale: gain of the output layer's orthogonal initialisation.
       orthogonal: orthogonal initialisation with gain sqrt(2) in the hidden layers (Andrychowicz et al., 2021);
         otherwise LeCun normal.
+      activation: what follows each hidden layer.
+      fan_in_uniform: instead of the two above, kernels and biases uniform within 1 / sqrt(layer's inputs), which is
+        PyTorch's default and what published results of SAC and TD3 began from.
     """
 
     hidden: tuple[int, ...]
     features: int
     output_scale: float = 1.0
     orthogonal: bool = True
+    activation: Callable[[jax.Array], jax.Array] = jnp.tanh
+    fan_in_uniform: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """The network's output."""
         for width in self.hidden:
-            x = jnp.tanh(nn.Dense(width, kernel_init=self._initializer(np.sqrt(2.0)))(x))
-        return nn.Dense(self.features, kernel_init=self._initializer(self.output_scale))(x)
+            x = self.activation(self._dense(x, width, np.sqrt(2.0)))
+        return self._dense(x, self.features, self.output_scale)
+
+    def _dense(self, x: jax.Array, width: int, gain: float) -> jax.Array:
+        if self.fan_in_uniform:
+            within = _uniform(1.0 / np.sqrt(x.shape[-1]))
+            return nn.Dense(width, kernel_init=within, bias_init=within)(x)
+        return nn.Dense(width, kernel_init=self._initializer(gain))(x)
 
     def _initializer(self, gain: float) -> nn.initializers.Initializer:
         if not self.orthogonal:
             return nn.initializers.lecun_normal()
         return lambda key, shape, dtype=jnp.float32, **_: orthogonal(key, shape, gain).astype(dtype)
+
+
+def _uniform(bound: float) -> nn.initializers.Initializer:
+    return lambda key, shape, dtype=jnp.float32, **_: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 def gaussian_log_probability(action: jax.Array, mean: jax.Array, log_std: jax.Array) -> jax.Array:

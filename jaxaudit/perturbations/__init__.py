@@ -14,7 +14,19 @@ from jaxaudit.perturbations.core import (
     sweep,
     window,
 )
-from jaxaudit.perturbations.data import action_noise, observation_noise
+from jaxaudit.perturbations.data import (
+    action_delayed,
+    action_dropped,
+    action_noise,
+    action_stuck,
+    adversarial_observation,
+    dynamics_drift,
+    dynamics_shift,
+    observation_delayed,
+    observation_dropped,
+    observation_noise,
+    observation_stuck,
+)
 from jaxaudit.perturbations.factory import Factory, perturbation
 from jaxaudit.perturbations.optimization import (
     clip_failure,
@@ -24,10 +36,12 @@ from jaxaudit.perturbations.optimization import (
     momentum_noise,
     second_moment_drift,
 )
-from jaxaudit.perturbations.parametric import layer_reset, quantize, weight_noise
+from jaxaudit.perturbations.parametric import critic_reset, layer_reset, quantize, weight_noise
 from jaxaudit.perturbations.signal import (
+    adversarial_reward,
     gradient_mask,
     gradient_sign_flip,
+    reward_delay,
     reward_flip,
     reward_noise,
     reward_scale,
@@ -41,11 +55,19 @@ __all__ = [
     "Perturbation",
     "Sweep",
     "Window",
+    "action_delayed",
+    "action_dropped",
     "action_noise",
+    "action_stuck",
+    "adversarial_observation",
+    "adversarial_reward",
     "chain",
     "clip_failure",
     "conditions",
     "control",
+    "critic_reset",
+    "dynamics_drift",
+    "dynamics_shift",
     "gradient_mask",
     "gradient_scale",
     "gradient_sign_flip",
@@ -53,10 +75,14 @@ __all__ = [
     "lr_schedule_error",
     "lr_spike",
     "momentum_noise",
+    "observation_delayed",
+    "observation_dropped",
     "observation_noise",
+    "observation_stuck",
     "perturbation",
     "quantize",
     "retime",
+    "reward_delay",
     "reward_flip",
     "reward_noise",
     "reward_scale",

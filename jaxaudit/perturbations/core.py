@@ -103,6 +103,7 @@ class Perturbation:
         "elapsed" (the share of the window that has passed, in (0, 1]).
       limits: (lowest, highest) magnitude that means something.
       memory: None, or `memory(value) -> pytree`, what is remembered when the window opens, in the lane.
+      whole: whether only whole magnitudes mean something.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Perturbation:
     needs: tuple[str, ...] = ()
     limits: tuple[float, float] = (float("-inf"), float("inf"))
     memory: Callable[[Any], Any] | None = None
+    whole: bool = False
 
     def __post_init__(self):
         if self.dimension not in DIMENSIONS:
@@ -125,6 +127,8 @@ class Perturbation:
             number = _number(f"magnitude of '{self.name}'", value)
             if not low <= number <= high:
                 raise ValueError(f"magnitude {value!r} of '{self.name}' is outside its range {low:g} to {high:g}")
+            if self.whole and not number.is_integer():
+                raise ValueError(f"magnitude {value!r} of '{self.name}' must be a whole number")
 
     @property
     def magnitudes(self) -> tuple[float, ...]:

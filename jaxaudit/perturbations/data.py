@@ -1,10 +1,14 @@
-"""Environmental and data stability: disturbances of what the learner sees and does (Tables S1 and S4)."""
+"""Environmental and data stability: disturbances of what the learner sees and does (Tables S1 and S4).
+
+Observations are `[N, O]` and actions `[N, A]`, of N environments, in the task's units. Where neither table gives a
+magnitude, the standard one is ours.
+"""
 
 from __future__ import annotations
 
 import math
 
-from jaxaudit.perturbations import transforms
+from jaxaudit.perturbations import stateful, transforms
 from jaxaudit.perturbations.factory import perturbation
 
 
@@ -18,3 +22,130 @@ def observation_noise(key, value, magnitude):
 def action_noise(key, value, magnitude):
     """Adds Gaussian noise of standard deviation `magnitude` to the action the task receives (Table S4: N(0, 0.05))."""
     return transforms.add_noise(key, value, magnitude)
+
+
+@perturbation(
+    "data",
+    "observation",
+    magnitude=0.1,
+    neutral=0.0,
+    duration="end",
+    limits=(0.0, 1.0),
+    needs=("valid",),
+    memory=stateful.nothing_held,
+)
+def observation_stuck(key, value, magnitude, memory, *, valid):
+    """A share `magnitude` of the sensors stays at what it read when the window opened, until it closes.
+
+    Each of an environment's entries sticks with that probability, drawn at the opening, and through resets.
+    """
+    return stateful.stick(key, value, magnitude, memory, valid)
+
+
+@perturbation(
+    "data",
+    "action",
+    magnitude=0.1,
+    neutral=0.0,
+    duration="end",
+    limits=(0.0, 1.0),
+    needs=("valid",),
+    memory=stateful.nothing_held,
+)
+def action_stuck(key, value, magnitude, memory, *, valid):
+    """A share `magnitude` of the actuators stays at what it was told when the window opened, until it closes.
+
+    Each of an environment's entries sticks with that probability, drawn at the opening, and through resets.
+    """
+    return stateful.stick(key, value, magnitude, memory, valid)
+
+
+@perturbation("data", "observation", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0))
+def observation_dropped(key, value, magnitude):
+    """Each entry reads zero with probability `magnitude`, drawn anew every env step."""
+    return transforms.drop(key, value, magnitude)
+
+
+@perturbation("data", "action", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0))
+def action_dropped(key, value, magnitude):
+    """Each entry of the action the task receives is zero with probability `magnitude`, drawn anew every env step."""
+    return transforms.drop(key, value, magnitude)
+
+
+@perturbation(
+    "data",
+    "observation",
+    magnitude=2.0,
+    neutral=0.0,
+    duration="end",
+    limits=(0.0, stateful.MOST_STEPS),
+    needs=("begins", "valid"),
+    memory=stateful.empty_line,
+    whole=True,
+)
+def observation_delayed(key, value, magnitude, memory, *, begins, valid):
+    """Observations arrive `magnitude` env steps late (whole steps, at most 32).
+
+    Until there is one so old, an episode's first is repeated, or the first since the window opened.
+    """
+    return stateful.arrive_late(value, magnitude, memory, begins, valid)
+
+
+@perturbation(
+    "data",
+    "action",
+    magnitude=2.0,
+    neutral=0.0,
+    duration="end",
+    limits=(0.0, stateful.MOST_STEPS),
+    needs=("begins", "valid"),
+    memory=stateful.empty_line,
+    whole=True,
+)
+def action_delayed(key, value, magnitude, memory, *, begins, valid):
+    """Actions reach the task `magnitude` env steps late (whole steps, at most 32).
+
+    Until there is one so old, an episode's first is repeated, or the first since the window opened.
+    """
+    return stateful.arrive_late(value, magnitude, memory, begins, valid)
+
+
+@perturbation(
+    "data", "observation", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, math.inf), needs=("state_value",)
+)
+def adversarial_observation(key, value, magnitude, *, state_value):
+    """Moves each entry by up to `magnitude`, in the task's units, to where the learner values the state least.
+
+    Each environment gets the observation of lowest value among `transforms.CANDIDATES` uniform draws and the true
+    one: drawn as in the naive attack of Pattanaik et al. (2018), aimed as in the critic attack of Zhang et al. (2020,
+    SA-MDP), which lowers the state value of what the learner sees.
+    """
+    return transforms.worst_draw(key, value, magnitude, lambda observation: -state_value(observation))
+
+
+@perturbation("data", "dynamics", magnitude=0.5, neutral=0.0, duration="end", limits=(-0.99, math.inf), target="mass")
+def dynamics_shift(key, value, magnitude):
+    """Multiplies the simulation's mass, friction, gear or gravity by 1 + `magnitude` (Table S1).
+
+    `target` says which: one of these names, mass unless another is given, or "*" for all four.
+    """
+    return transforms.scale(value, 1.0 + magnitude)
+
+
+@perturbation(
+    "data",
+    "dynamics",
+    magnitude=0.5,
+    neutral=0.0,
+    duration="end",
+    limits=(-0.99, math.inf),
+    needs=("elapsed",),
+    target="mass",
+)
+def dynamics_drift(key, value, magnitude, *, elapsed):
+    """Multiplies mass, friction, gear or gravity by a factor drifting from 1 to 1 + `magnitude` (Table S1).
+
+    It is linear in the learner's steps and arrives at the window's last; a window that opens periodically is one
+    drift, from its first opening to the run's end. `target` is as in `dynamics_shift`.
+    """
+    return transforms.scale(value, 1.0 + magnitude * elapsed)

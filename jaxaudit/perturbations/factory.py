@@ -47,6 +47,7 @@ class Factory:
             needs=standard.needs,
             limits=standard.limits,
             memory=standard.memory,
+            whole=standard.whole,
         )
 
 
@@ -62,10 +63,12 @@ def perturbation(
     needs: tuple[str, ...] = (),
     target: str | None = None,
     memory: Callable[[Any], Any] | None = None,
+    whole: bool = False,
 ) -> Callable[[Callable[..., Any]], Factory]:
     """Decorator: makes `f(key, value, magnitude, **context) -> value` a perturbation kind named like `f`.
 
-    The keywords are the kind's standard magnitude, window, neutral magnitude, range, needed context and target.
+    The keywords are the kind's standard magnitude, window, neutral magnitude, range, needed context and target, and
+    whether a magnitude must be whole.
     With `memory(value) -> pytree`, which gives what the kind remembers when its window opens, it is
     `f(key, value, magnitude, memory, **context) -> (value, memory)`.
     """
@@ -83,6 +86,7 @@ def perturbation(
             needs=needs,
             limits=limits,
             memory=memory,
+            whole=whole,
         )
         factory = Factory(standard)
         functools.update_wrapper(factory, apply, updated=())

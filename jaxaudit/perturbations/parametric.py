@@ -45,6 +45,29 @@ def layer_reset(key, value, magnitude, *, reinitialise, selected):
     return jax.tree.unflatten(structure, mixed)
 
 
+@perturbation(
+    "parametric",
+    "params",
+    magnitude=1.0,
+    neutral=0.0,
+    duration="once",
+    limits=(0.0, 1.0),
+    needs=("reinitialise",),
+    target="critic",
+)
+def critic_reset(key, value, magnitude, *, reinitialise):
+    """Moves the critic's parameters p towards fresh ones, to (1 - magnitude) p + magnitude fresh (Table S1).
+
+    At one it is a full reset. The optimizer's moments stay. `target` is the critic unless another is given.
+    """
+
+    def moved(old: jax.Array, fresh: jax.Array) -> jax.Array:
+        # A full reset heals parameters that are not finite, which the formula would keep.
+        return jnp.where(magnitude >= 1.0, fresh, (1.0 - magnitude) * old + magnitude * fresh)
+
+    return jax.tree.map(moved, value, reinitialise(key))
+
+
 @perturbation("parametric", "params", magnitude=8.0, neutral=32.0, duration="once", limits=(2.0, 32.0))
 def quantize(key, value, magnitude):
     """Rounds every parameter to `magnitude` bits, symmetric and uniform over each tensor's range."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 
-from jaxaudit.perturbations import transforms
+from jaxaudit.perturbations import stateful, transforms
 from jaxaudit.perturbations.factory import perturbation
 
 
@@ -29,6 +28,40 @@ def reward_flip(key, value, magnitude):
     return transforms.flip_signs(key, value, magnitude)
 
 
+@perturbation(
+    "signal",
+    "reward",
+    magnitude=16.0,
+    neutral=0.0,
+    duration="end",
+    limits=(0.0, stateful.MOST_REWARD_STEPS),
+    needs=("ends",),
+    memory=stateful.nothing_due,
+    whole=True,
+)
+def reward_delay(key, value, magnitude, memory, *, ends):
+    """Rewards `[N]` arrive `magnitude` env steps late; an episode's last step pays what is still due (Table S1).
+
+    So an episode within the window keeps its sum. Before the first arrives rewards are zero, and what is still due
+    when the window closes is lost.
+    """
+    return stateful.pay_late(value, magnitude, memory, ends)
+
+
+@perturbation(
+    "signal", "reward", magnitude=0.5, neutral=0.0, duration="end", limits=(0.0, math.inf), needs=("td_error",)
+)
+def adversarial_reward(key, value, magnitude, *, td_error):
+    """Moves rewards `[N]` by up to `magnitude`, against what the learner would conclude from them (Table S1).
+
+    Of `transforms.CANDIDATES` uniform draws and the reward itself it takes the one whose temporal-difference error
+    is most opposed to the true reward's: a pleasant surprise is lessened or turned into a disappointment, and the
+    reverse.
+    """
+    direction = jnp.sign(td_error(value))
+    return transforms.worst_draw(key, value, magnitude, lambda reward: -direction * td_error(reward))
+
+
 @perturbation("signal", "gradient", magnitude=0.1, neutral=0.0, duration=10, limits=(0.0, 1.0))
 def gradient_sign_flip(key, value, magnitude):
     """Inverts the sign of a random fraction `magnitude` of the gradient's entries (Table S4: 10%)."""
@@ -38,8 +71,4 @@ def gradient_sign_flip(key, value, magnitude):
 @perturbation("signal", "gradient", magnitude=0.1, neutral=0.0, duration=10, limits=(0.0, 1.0))
 def gradient_mask(key, value, magnitude):
     """Sets a random fraction `magnitude` of the gradient's entries to zero."""
-
-    def mask(k: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.where(jax.random.bernoulli(k, magnitude, jnp.shape(x)), 0.0, x)
-
-    return transforms.map_with_key(mask, key, value)
+    return transforms.drop(key, value, magnitude)

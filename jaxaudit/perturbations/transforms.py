@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 from jaxaudit.taps import paths_of
 
+CANDIDATES = 8
+"""Draws an adversary chooses from."""
+
 
 def scale(value: Any, factor: Any) -> Any:
     """Every leaf times `factor`."""
@@ -34,6 +37,33 @@ def flip_signs(key: jax.Array, value: Any, probability: Any) -> Any:
         return jnp.where(jax.random.bernoulli(k, probability, jnp.shape(x)), -x, x)
 
     return map_with_key(flip, key, value)
+
+
+def drop(key: jax.Array, value: Any, probability: Any) -> Any:
+    """Each entry is zero with `probability`, independently."""
+
+    def mask(k: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.where(jax.random.bernoulli(k, probability, jnp.shape(x)), 0.0, x)
+
+    return map_with_key(mask, key, value)
+
+
+def worst_draw(key: jax.Array, value: jax.Array, radius: Any, harm: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """For each row of `value` `[N, ...]` the most harmful of `CANDIDATES` draws from the cube around it.
+
+    The cube's entries are within `radius`. A row stays as it is where no draw does more harm than it, by
+    `harm(value) -> [N]`; a harm that is NaN counts as none.
+    """
+    offsets = radius * jax.random.uniform(key, (CANDIDATES, *value.shape), value.dtype, -1.0, 1.0)
+    candidates = jnp.concatenate([value[None], value + offsets])
+    harms = jax.vmap(harm)(candidates)
+    worst = jnp.argmax(jnp.where(jnp.isnan(harms), -jnp.inf, harms), axis=0)
+    return jnp.take_along_axis(candidates, along(worst, value)[None], axis=0)[0]
+
+
+def along(rows: jax.Array, value: jax.Array) -> jax.Array:
+    """`rows` `[N]` in a shape that broadcasts against `value` `[N, ...]`."""
+    return rows.reshape(rows.shape + (1,) * (value.ndim - rows.ndim))
 
 
 def on_leaves_named(names: tuple[str, ...], change: Callable[[Any], Any], value: Any) -> Any:

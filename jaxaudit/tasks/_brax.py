@@ -8,6 +8,14 @@ import contextlib
 import io
 
 with contextlib.redirect_stdout(io.StringIO()):
+    from brax import envs as _envs
     from brax.envs.base import Env as Env
     from brax.envs.base import State as State
     from mujoco import mjx as mjx
+
+make_brax = _envs.get_environment
+
+
+def brax_environments() -> list[str]:
+    """Return the names that `make_brax` knows."""
+    return list(_envs._envs)  # noqa: SLF001

@@ -1,14 +1,18 @@
 """MJX, MuJoCo in JAX: the engine for GPU and TPU."""
 
 import copy
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import mujoco
 
+from jaxaudit.tasks import dynamics, mjx_rk4
 from jaxaudit.tasks._brax import State, mjx
-from jaxaudit.tasks.definitions import MujocoTask
 from jaxaudit.tasks.engine import MujocoEnv, PhysicsState
+from jaxaudit.tasks.task import MujocoTask
+
+_IN_IMPLEMENTATION = ("cinert", "cfrc_ext")  # MJX keeps these apart from what all its implementations share
 
 
 class MjxEnv(MujocoEnv):
@@ -28,6 +32,8 @@ class MjxEnv(MujocoEnv):
         model.opt.ls_iterations = task.ls_iterations
         self._mjx_model = mjx.put_model(model, impl="jax")
         self._blank = mjx.make_data(model, impl="jax")
+        runge_kutta = model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
+        self._substep = mjx_rk4.step if runge_kutta else mjx.step
 
     @property
     def backend(self) -> str:
@@ -37,14 +43,24 @@ class MjxEnv(MujocoEnv):
     def step(self, state: State, action: jax.Array) -> State:
         """Advance by one env step under an action `[action_size]`."""
         columns = state.pipeline_state.high
+        factors = dynamics.stacked(state.info)
         obeyed = jnp.isfinite(action).all()
-        moved = self._simulate(columns, jnp.where(obeyed, action, 0.0))
+        model = self._mjx_model
+        if factors is not None:
+            obeyed &= dynamics.valid(factors)
+            model = _scaled(model, jnp.where(obeyed, factors, 1.0))
+        data = self._simulate(model, columns, jnp.where(obeyed, action, 0.0))
+
+        moved = jnp.concatenate([data.qpos, data.qvel, data.act, data.qacc_warmstart])
+        derived = self._derived(model, data)
+        was, now = self.physics(columns), self.physics(moved, derived)
+        if self.tracked:
+            moved = jnp.concatenate([moved, now.track])
         # C MuJoCo's own bound on sane values; false for NaN.
         sane = (jnp.abs(moved) < mujoco.mjMAXVAL).all()
         after = jnp.where(obeyed, jnp.where(sane, moved, jnp.nan), columns)
         alive = obeyed & sane
 
-        was, now = self.physics(columns), self.physics(after)
         parts = self.task.reward(was, now, action, self.dt)
         parts = {name: jnp.where(alive, part, jnp.nan).astype(jnp.float32) for name, part in parts.items()}
         observation = self.task.observe(now)
@@ -56,10 +72,36 @@ class MjxEnv(MujocoEnv):
             metrics=parts,
         )
 
-    def _simulate(self, columns: jax.Array, action: jax.Array) -> jax.Array:
+    def first_look(self, qpos: jax.Array, qvel: jax.Array) -> tuple[jax.Array, PhysicsState]:
+        """Return a new episode's observation `[O]` and tracked positions `[k]`, from `[nq]` and `[nv]`."""
+        if not self.task.needs:
+            return super().first_look(qpos, qvel)
+        data = mjx.forward(self._mjx_model, self._blank.replace(qpos=qpos, qvel=qvel))
+        rest = jnp.zeros(self.model.na + self.model.nv)
+        now = self.physics(jnp.concatenate([qpos, qvel, rest]), self._derived(None, data))
+        track = now.track if self.tracked else jnp.zeros(0)
+        return self.task.observe(now).astype(jnp.float32), PhysicsState(track, jnp.zeros_like(track))
+
+    def _simulate(self, model: mjx.Model, columns: jax.Array, action: jax.Array) -> mjx.Data:
         nq, nv, na = self.model.nq, self.model.nv, self.model.na
-        qpos, qvel, act, warmstart = jnp.split(columns, (nq, nq + nv, nq + nv + na))
+        qpos, qvel, act, warmstart, _ = jnp.split(columns, (nq, nq + nv, nq + nv + na, nq + 2 * nv + na))
         data = self._blank.replace(qpos=qpos, qvel=qvel, act=act, qacc_warmstart=warmstart, ctrl=action)
-        step = lambda _, data: mjx.step(self._mjx_model, data)  # noqa: E731
-        data = jax.lax.fori_loop(0, self.task.frame_skip, step, data)
-        return jnp.concatenate([data.qpos, data.qvel, data.act, data.qacc_warmstart])
+        return jax.lax.fori_loop(0, self.task.frame_skip, lambda _, data: self._substep(model, data), data)
+
+    def _derived(self, model: mjx.Model | None, data: mjx.Data) -> dict[str, jax.Array]:
+        """Return what the task needs; the contact forces only with a model."""
+        if model is not None and "cfrc_ext" in self.task.needs:
+            data = mjx.rne_postconstraint(model, data)
+        return {
+            name: getattr(data._impl if name in _IN_IMPLEMENTATION else data, name)  # noqa: SLF001
+            for name in self.task.needs
+        }
+
+
+def _scaled(model: mjx.Model, factors: jax.Array) -> mjx.Model:
+    """Multiply a model's parameters by factors `[4]`."""
+    changes: dict[str, Any] = {}
+    for field, name in dynamics.SCALED.items():
+        original = model.opt.gravity if field == "opt.gravity" else getattr(model, field)
+        changes[field] = original * factors[dynamics.NAMES.index(name)]
+    return model.tree_replace(changes)

@@ -6,7 +6,8 @@ import jax
 
 from jaxaudit.registry import UnknownName, tasks, unknown
 from jaxaudit.tasks._brax import Env
-from jaxaudit.tasks.definitions import MujocoTask
+from jaxaudit.tasks.foreign import FAMILIES, make_foreign
+from jaxaudit.tasks.task import MujocoTask
 
 PHYSICS = ("auto", "c", "mjx")
 
@@ -16,13 +17,18 @@ def make(name: str, physics: str = "auto") -> Env:
 
     Args:
         name: of a registered task: a `MujocoTask`, or a function that makes a brax `Env` of its own, which must
-            have `action_low`, `action_high` and `max_episode_steps`; `physics` does not matter to it.
+            have `action_low`, `action_high` and `max_episode_steps`; `physics` does not matter to it. Or
+            "brax:ant", any of brax's environments, or "playground:CheetahRun", any of MuJoCo Playground's.
         physics: "c" is C MuJoCo on the host's cores, "mjx" is MuJoCo in JAX; "auto" is "c" where JAX runs on
-            a CPU, and "mjx" elsewhere.
+            a CPU, and "mjx" elsewhere. For brax "auto" is the environment's own choice, or "generalized",
+            "positional", "spring" or "mjx"; Playground has "mjx" alone.
 
     Raises:
-        ValueError: an unknown task or engine, or "c" where JAX does not run on a CPU.
+        ValueError: an unknown task or engine, "c" where JAX does not run on a CPU, or a missing package.
     """
+    family, prefixed, rest = name.partition(":")
+    if prefixed and family in FAMILIES and name not in tasks:
+        return make_foreign(family, rest, physics)
     task = tasks[name]
     _known("physics", physics, PHYSICS)
     if not isinstance(task, MujocoTask):

@@ -1,0 +1,274 @@
+"""Figures and tables of the experiments, from runs' folders.
+
+    python figures.py four-learners OUT ppo=runs/a trpo=runs/b sac=runs/c td3=runs/d
+    python figures.py onset OUT ppo=runs/e
+    python figures.py entropy OUT 0=runs/f 0.01=runs/g 0.1=runs/h
+    python figures.py returns OUT returns/curves returns/sb3
+
+Figures as PNG in the folder OUT, tables as Markdown on standard output.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import altair as alt
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from jaxaudit import statistics
+from jaxaudit.report import style
+
+NAMES = {"ppo": "PPO", "trpo": "TRPO", "sac": "SAC", "td3": "TD3"}
+
+
+class Run:
+    """A run's telemetry and tables."""
+
+    def __init__(self, folder: str):
+        self.data = xr.open_zarr(Path(folder, "telemetry.zarr"))
+        self.lanes = pd.read_csv(Path(folder, "metrics.csv"), keep_default_na=False, na_values=["nan", "NaN", ""])
+        self.summary = pd.read_csv(Path(folder, "summary.csv")).set_index("condition", drop=False)
+
+    def series(self, condition: str, label: str) -> pd.DataFrame:
+        """Median and quartiles over seeds of a condition's performance, against env steps."""
+        values = self.data["performance"].sel(condition=condition).values
+        low, middle, high = np.nanquantile(np.where(np.isfinite(values), values, np.nan), (0.25, 0.5, 0.75), axis=0)
+        steps = (self.data["step"].values + 1) * int(self.data.attrs["samples_per_step"])
+        kept = slice(None, None, max(1, len(steps) // 150))
+        return pd.DataFrame(
+            {"steps": steps[kept], "low": low[kept], "median": middle[kept], "high": high[kept], "condition": label}
+        )
+
+    def control(self, condition: str) -> str:
+        """The control of a condition's onset."""
+        onset = self.summary.loc[condition, "onset"]
+        same = self.summary[(self.summary["perturbation"] == "control") & (self.summary["onset"] == onset)]
+        return str(same["condition"].iloc[0])
+
+    def loss(self, condition: str) -> statistics.Estimate:
+        """Performance lost at the end against the control of the same seed, as a share of what the controls gained."""
+        of = lambda c: self.lanes[self.lanes["condition"] == c].sort_values("seed")  # noqa: E731
+        disturbed, control = of(condition), of(self.control(condition))
+        series = self.data["performance"].sel(condition=self.control(condition)).values
+        first = np.array([row[np.isfinite(row)][0] for row in series])
+        gain = float(np.median(control["final_performance"].to_numpy() - first))
+        lost = control["final_performance"].to_numpy() - disturbed["final_performance"].to_numpy()
+        return statistics.bootstrap(lost / gain)
+
+
+def panel(frame: pd.DataFrame, title: str, onset: float, colors: dict[str, str]) -> alt.LayerChart:
+    """Bands and medians of several conditions."""
+    color = alt.Color("condition:N", scale=alt.Scale(domain=list(colors), range=list(colors.values())), title=None)
+    x = alt.X("steps:Q", title="env steps", axis=alt.Axis(format="~s"))
+    quiet = alt.Color("condition:N", scale=color.scale, legend=None)
+    base = alt.Chart(frame)
+    band = base.mark_area(opacity=0.14).encode(x=x, y=alt.Y("low:Q", title="mean return"), y2="high:Q", color=quiet)
+    line = base.mark_line(strokeWidth=1.6).encode(x=x, y="median:Q", color=color)
+    rule = alt.Chart(pd.DataFrame({"steps": [onset]})).mark_rule(color=style.INK, strokeWidth=0.8).encode(x="steps:Q")
+    return alt.layer(band, line, rule).properties(title=title, width=230, height=170)
+
+
+def learner_curves(runs: dict[str, Run], perturbation: str, out: Path) -> None:
+    """One panel a learner, one line a magnitude."""
+    panels = []
+    for name, run in runs.items():
+        rows = run.summary[run.summary["perturbation"] == perturbation].sort_values("magnitude")
+        labels = {str(c): f"{m:g}" for c, m in zip(rows["condition"], rows["magnitude"], strict=True)}
+        control = run.control(next(iter(labels)))
+        colors = {"control": style.GREY} | dict(zip(labels.values(), style.ramp(len(labels)), strict=True))
+        frames = [run.series(control, "control"), *(run.series(c, label) for c, label in labels.items())]
+        onset = rows["onset"].iloc[0] * int(run.data.attrs["samples_per_step"])
+        panels.append(panel(pd.concat(frames), NAMES.get(name, name), onset, colors))
+    chart = alt.concat(*panels, columns=4).resolve_scale(y="independent", color="shared")
+    save(chart.properties(title=perturbation), out / f"{perturbation}.png")
+
+
+def cross_table(runs: dict[str, Run], out: Path) -> None:
+    """Perturbation x learner: share of the gain lost at the end, and how many seeds collapsed."""
+    conditions = [c for c in next(iter(runs.values())).summary["condition"] if not str(c).startswith("control")]
+    cells, lines = [], [f"| condition | {' | '.join(NAMES.get(n, n) for n in runs)} |", "|---" * (len(runs) + 1) + "|"]
+    for condition in conditions:
+        words = []
+        for name, run in runs.items():
+            lost, row = run.loss(condition), run.summary.loc[condition]
+            collapsed = (
+                round(row["collapse_probability"] * row["seeds"]) if np.isfinite(row["collapse_probability"]) else 0
+            )
+            words.append(
+                f"{lost.value:+.0%} [{lost.low:+.0%}, {lost.high:+.0%}], {collapsed}/{row['seeds']}".replace(
+                    "nan%", "-"
+                )
+            )
+            cells.append(
+                {
+                    "condition": condition,
+                    "learner": NAMES.get(name, name),
+                    "lost": float(np.clip(lost.value, -1, 1)),
+                    "text": f"{lost.value:+.0%} ({collapsed}/{row['seeds']})",
+                }
+            )
+        lines.append(f"| {condition} | {' | '.join(words)} |")
+    print("\n".join(lines))
+    frame = pd.DataFrame(cells)
+    base = alt.Chart(frame).encode(
+        x=alt.X("learner:N", sort=list(NAMES.values()), title=None, axis=alt.Axis(orient="top", labelAngle=0)),
+        y=alt.Y("condition:N", sort=conditions, title=None),
+    )
+    boxes = base.mark_rect(stroke="white").encode(
+        color=alt.Color(
+            "lost:Q",
+            title="share of the gain lost",
+            scale=alt.Scale(domain=[-1, 0, 1], range=["#3b7f8c", "#f6f4f7", style.RAMP[3]]),
+            legend=alt.Legend(format=".0%"),
+        )
+    )
+    text = base.mark_text(fontSize=10.5).encode(
+        text="text:N", color=alt.condition(abs(alt.datum.lost) > 0.55, alt.value("white"), alt.value(style.INK))
+    )
+    save((boxes + text).properties(width=440, height=26 * len(conditions)), out / "cross_table.png")
+
+
+def onset_curves(runs: dict[str, Run], out: Path) -> None:
+    """Share of the gain lost at the end, against the onset."""
+    rows = []
+    for name, run in runs.items():
+        for condition, row in run.summary.iterrows():
+            if row["perturbation"] != "control":
+                lost = run.loss(str(condition))
+                rows.append(
+                    {
+                        "learner": NAMES.get(name, name),
+                        "perturbation": f"{row['perturbation']} {row['magnitude']:g}",
+                        "onset": row["onset"] / run.data.sizes["step"],
+                        "lost": lost.value,
+                        "low": lost.low,
+                        "high": lost.high,
+                        "collapsed": f"{round(row['collapse_probability'] * row['seeds'])}/{row['seeds']}",
+                        "recovered": row["recovery_rate_median"],
+                    }
+                )
+    frame = pd.DataFrame(rows)
+    print(markdown(frame))
+    color = alt.Color("perturbation:N", title=None, scale=alt.Scale(range=style.ramp(frame["perturbation"].nunique())))
+    x = alt.X("onset:Q", title="onset, share of the run", axis=alt.Axis(format=".0%"))
+    base = alt.Chart(frame)
+    line = base.mark_line(point=True).encode(x=x, y=alt.Y("lost:Q", title="share of the gain lost"), color=color)
+    bars = base.mark_rule(opacity=0.5).encode(x=x, y="low:Q", y2="high:Q", color=color)
+    save(
+        (bars + line).properties(width=300, height=220).facet(column=alt.Column("learner:N", title=None)),
+        out / "onset.png",
+    )
+
+
+def entropy_bars(runs: dict[str, Run], out: Path) -> None:
+    """Share of the gain lost, for every entropy coefficient and disturbance."""
+    rows = []
+    for name, run in runs.items():
+        for condition, row in run.summary.iterrows():
+            if row["perturbation"] != "control":
+                lost = run.loss(str(condition))
+                rows.append(
+                    {
+                        "coefficient": name,
+                        "condition": condition,
+                        "lost": lost.value,
+                        "low": lost.low,
+                        "high": lost.high,
+                        "collapsed": f"{round(row['collapse_probability'] * row['seeds'])}/{row['seeds']}",
+                        "control": run.summary.loc[run.control(str(condition)), "iqm_final_performance"],
+                    }
+                )
+    frame = pd.DataFrame(rows)
+    print(markdown(frame))
+    color = alt.Color(
+        "coefficient:N", sort=None, scale=alt.Scale(range=style.ramp(len(runs))), title="entropy coefficient"
+    )
+    base = alt.Chart(frame).encode(
+        x=alt.X("coefficient:N", sort=None, title=None, axis=None),
+        color=color,
+    )
+    points = base.mark_point(filled=True, size=60).encode(y=alt.Y("lost:Q", title="share of the gain lost"))
+    bars = base.mark_rule().encode(y="low:Q", y2="high:Q")
+    column = alt.Column("condition:N", sort=None, title=None, header=alt.Header(labelOrient="bottom"))
+    save((bars + points).properties(width=80, height=200).facet(column=column), out / "entropy.png")
+
+
+def returns(ours: Path, theirs: Path, out: Path) -> None:
+    """Learning curves of our learners, beside Stable-Baselines3's where it was run, and the table of their ends."""
+    panels, rows = [], []
+    for path in sorted(ours.glob("*.csv")):
+        learner, _, task = path.stem.partition("-")
+        curves = {"jaxaudit": pd.read_csv(path)}
+        others = [pd.read_csv(p).assign(seed=i) for i, p in enumerate(sorted(theirs.glob(f"{path.stem}-*.csv")))]
+        if others:
+            curves["Stable-Baselines3"] = pd.concat(others)
+        limit = min(c["env_steps"].max() for c in curves.values())
+        for label, curve in curves.items():
+            for upto in dict.fromkeys((limit, curve["env_steps"].max())):
+                rows.append(ending(learner, task, label, curve[curve["env_steps"] <= upto]))
+        frames = []
+        for label, curve in curves.items():
+            spread = curve.groupby("env_steps")["performance"].quantile([0.25, 0.5, 0.75]).unstack()
+            frame = pd.DataFrame(
+                {"steps": spread.index, "low": spread[0.25], "median": spread[0.5], "high": spread[0.75]}
+            )
+            frames.append(frame.iloc[:: max(1, len(frame) // 150)].assign(condition=label))
+        colors = {"jaxaudit": style.RAMP[2], "Stable-Baselines3": style.GREY}
+        panels.append(panel(pd.concat(frames), f"{NAMES[learner]} {task}", 0.0, colors))
+    print(markdown(pd.DataFrame(rows)))
+    save(alt.concat(*panels, columns=4).resolve_scale(y="independent", x="independent"), out / "returns.png")
+
+
+def ending(learner: str, task: str, label: str, curve: pd.DataFrame) -> dict:
+    """The last performance and evaluation of every seed: mean and standard deviation."""
+    last = curve.sort_values("env_steps").groupby("seed")
+    performance = last["performance"].last()
+    evaluation = last["evaluation"].last()
+    return {
+        "learner": NAMES[learner],
+        "task": task,
+        "of": label,
+        "env steps": int(curve["env_steps"].max()),
+        "seeds": len(performance),
+        "training return": f"{performance.mean():.0f} +- {performance.std():.0f}",
+        "evaluation": f"{evaluation.mean():.0f} +- {evaluation.std():.0f}",
+    }
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """A frame as a Markdown table."""
+    cell = lambda v: f"{v:.3g}" if isinstance(v, float) else str(v)  # noqa: E731
+    lines = ["| " + " | ".join(frame.columns) + " |", "|" + "---|" * len(frame.columns)]
+    return "\n".join(lines + ["| " + " | ".join(map(cell, row)) + " |" for row in frame.itertuples(index=False)])
+
+
+def save(chart: alt.TopLevelMixin, path: Path) -> None:
+    """Writes a PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    chart.configure(**style.CONFIG).save(path, scale_factor=2)  # type: ignore[attr-defined]
+
+
+def main(what: str, out: str, *given: str) -> None:
+    """Draws one experiment."""
+    folder = Path(out)
+    if what == "returns":
+        returns(Path(given[0]), Path(given[1]), folder)
+        return
+    runs = {name: Run(path) for name, path in (one.split("=", 1) for one in given)}
+    if what == "four-learners":
+        for perturbation in ("lr_spike", "action_noise", "reward_scale"):
+            learner_curves(runs, perturbation, folder)
+        cross_table(runs, folder)
+    elif what == "onset":
+        onset_curves(runs, folder)
+    elif what == "entropy":
+        entropy_bars(runs, folder)
+    else:
+        raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

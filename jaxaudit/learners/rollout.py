@@ -1,0 +1,159 @@
+"""Rollouts of a Gaussian policy with a critic beside it: what on-policy learners learn from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxaudit.kernels.gae import gae
+from jaxaudit.learners.normalizer import Moments
+from jaxaudit.models.mlp import MLP, gaussian_log_probability
+from jaxaudit.taps import Taps, paths_of
+from jaxaudit.tasks.episodes import Episodes, EpisodeState
+
+Params = Any
+
+
+@struct.dataclass
+class OnPolicyState:
+    """What is carried from one iteration to the next.
+
+    Attributes:
+      params: {"actor": ..., "critic": ..., "log_std": `[actions]`}.
+      optimizer: Adam's moments.
+      episodes: the environments.
+      observations: running moments of the observations, `[observations]`.
+      returns: running moments of the discounted return, scalar.
+      discounted: each environment's discounted return so far, `[num_envs]`.
+    """
+
+    params: Params
+    optimizer: Any
+    episodes: EpisodeState
+    observations: Moments
+    returns: Moments
+    discounted: jax.Array
+
+
+class Samples(NamedTuple):
+    """What the losses need of each step; leading axes `[rollout_length, num_envs]`, then `[batch]`."""
+
+    observation: jax.Array
+    action: jax.Array
+    log_probability: jax.Array
+    value: jax.Array
+    advantage: jax.Array
+    target: jax.Array
+
+
+class Rollouts:
+    """Networks, and environments to run them in.
+
+    Args:
+      env: a brax `Env` with flat observations and the attributes `action_low` and `action_high`.
+      max_episode_steps: the time limit.
+      settings: `OnPolicySettings`.
+    """
+
+    def __init__(self, env: Any, max_episode_steps: int, settings: Any):
+        self.env = env
+        self.settings = settings
+        self.max_episode_steps = max_episode_steps
+        self.episodes = Episodes(env, settings.num_envs, max_episode_steps)
+        self.actor = MLP(settings.hidden, env.action_size, 0.01, settings.orthogonal)
+        self.critic = MLP(settings.hidden, 1, 1.0, settings.orthogonal)
+
+    def init_params(self, key: jax.Array) -> Params:
+        """Fresh parameters."""
+        actor_key, critic_key = jax.random.split(key)
+        observation = jnp.zeros(self.env.observation_size)
+        return {
+            "actor": self.actor.init(actor_key, observation)["params"],
+            "critic": self.critic.init(critic_key, observation)["params"],
+            "log_std": jnp.full(self.env.action_size, self.settings.log_std),
+        }
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order of "layer_gradient_norm"."""
+        return paths_of(jax.eval_shape(self.init_params, jax.random.key(0)))
+
+    def policy(self, params: Params, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mean and log standard deviation of the action: `[..., actions]`, `[actions]`."""
+        mean: Any = self.actor.apply({"params": params["actor"]}, observation)
+        return mean, params["log_std"]
+
+    def value(self, params: Params, observation: jax.Array) -> jax.Array:
+        """The critic's value: `[...]`."""
+        value: Any = self.critic.apply({"params": params["critic"]}, observation)
+        return value[..., 0]
+
+    def normalized(self, state: OnPolicyState, observation: jax.Array) -> jax.Array:
+        """The observation as the networks see it."""
+        return state.observations.normalize(observation) if self.settings.normalize_observations else observation
+
+    def to_action_space(self, action: jax.Array) -> jax.Array:
+        """The policy's action clipped to what the task accepts."""
+        return jnp.clip(action, self.env.action_low, self.env.action_high)
+
+    def collect(self, state: OnPolicyState, key: jax.Array, taps: Taps) -> tuple[OnPolicyState, Samples]:
+        """Steps the environments, and returns samples with advantages, `[rollout_length, num_envs, ...]`."""
+
+        def value(observation: jax.Array) -> jax.Array:
+            return self.value(state.params, self.normalized(state, observation))
+
+        def step(taps: Taps, env_state: EpisodeState, index: jax.Array):
+            policy_key, env_key = jax.random.split(jax.random.fold_in(key, index))
+            mean, log_std = self.policy(state.params, self.normalized(state, env_state.observation))
+            action = mean + jnp.exp(log_std) * jax.random.normal(policy_key, mean.shape)
+            taken = self.to_action_space(action)
+            after, transition = self.episodes.step(env_state, env_key, taken, taps, value, self.settings.gamma)
+            return after, (env_state.observation, action, mean, transition)
+
+        length = self.settings.rollout_length
+        begin = self.episodes.refresh(state.episodes, jax.random.fold_in(key, length))
+        env_state, (observations, actions, means, transitions) = taps.scan(step, begin, jnp.arange(length))
+        seen = self.normalized(state, observations)
+        values = self.value(state.params, seen)
+        next_values = value(transitions.final_observation)
+        done = transitions.terminated | transitions.truncated
+        rewards, returns, discounted = self.scaled_rewards(state, transitions.reward, done)
+        advantages = gae(
+            rewards,
+            values,
+            next_values,
+            transitions.terminated,
+            done,
+            self.settings.gamma,
+            self.settings.gae_lambda,
+        )
+        log_probability = gaussian_log_probability(actions, means, state.params["log_std"])
+        samples = Samples(seen, actions, log_probability, values, advantages, advantages + values)
+        state = dataclasses.replace(
+            state,
+            episodes=env_state,
+            observations=state.observations.update(observations),
+            returns=returns,
+            discounted=discounted,
+        )
+        return state, samples
+
+    def scaled_rewards(
+        self, state: OnPolicyState, rewards: jax.Array, done: jax.Array
+    ) -> tuple[jax.Array, Moments, jax.Array]:
+        """Rewards `[T, N]` divided by the standard deviation of the discounted return, and what that carries on."""
+        if not self.settings.normalize_rewards:
+            return rewards, state.returns, state.discounted
+
+        def accumulate(discounted: jax.Array, step: tuple[jax.Array, jax.Array]):
+            reward, ended = step
+            discounted = self.settings.gamma * discounted + jnp.where(jnp.isfinite(reward), reward, 0.0)
+            return jnp.where(ended, 0.0, discounted), discounted
+
+        discounted, history = jax.lax.scan(accumulate, state.discounted, (rewards, done))
+        returns = state.returns.update(history)
+        return returns.scale(rewards), returns, discounted

@@ -1,0 +1,214 @@
+"""What a search for margins found: one row for every perturbation, and a verdict in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from jaxaudit.rays import Ray
+from jaxaudit.rounds import CONTROL, Found, Plan, Probe, found
+from jaxaudit.staircase import seeds_for
+
+HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
+
+
+@dataclass(frozen=True)
+class Margins:
+    """What `margin` found.
+
+    Attributes:
+      plan: what was searched, and how.
+      probes: every lane trained, and those a run had trained before.
+      seeds: their numbers.
+      criterion: "divergence" or "collapse".
+      steps: of a run.
+    """
+
+    plan: Plan
+    probes: tuple[Probe, ...]
+    seeds: tuple[int, ...]
+    criterion: str
+    steps: int
+
+    @cached_property
+    def found(self) -> list[Found]:
+        """What is known of every ray."""
+        return found(self.plan, self.probes)
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row for every perturbation.
+
+        Columns: `perturbation`, `onset` and `limit` (steps; a collapse before the limit counts, inf: any), `standard`
+        (magnitude), `margin` with `low` and `high` (magnitudes of the interval, by rising harm) and `coverage`,
+        `safety_factor` with `safety_low` and `safety_high` (how many times the standard; inf where not reached),
+        `searched_from` and `searched_to` (magnitudes), `seeds`, of which `collapse_undisturbed`,
+        `collapse_at_all_magnitudes`, `never_collapse`, `contradictory` (they survive a harsher magnitude than one
+        they collapse at) and `unknown`; `checked` and `collapsed_at_margin` (of the seeds trained at the margin
+        itself), `evaluations` (lanes trained), `verdict`. A chain's magnitudes are its first part's.
+        """
+        return pd.DataFrame([self._row(one) for one in self.found])
+
+    @cached_property
+    def outcomes(self) -> pd.DataFrame:
+        """One row for every lane, in the order of training.
+
+        Columns: `round` (0: of the run that is searched), `perturbation` ("control" where undisturbed), `onset`,
+        `seed`, `magnitude` (of the first part), `u` (log of the safety factor), `purpose` (control, scan of the
+        magnitudes given, bracket, check of the margin, or run), `trained` (0: planned), `collapse_time` (steps; inf
+        for never, NaN where it cannot be known), `collapsed` (1 where it counts).
+        """
+        rows = []
+        for p in self.probes:
+            ray = None if p.ray == CONTROL else self.plan.rays[p.ray]
+            time = math.nan if p.time is None else p.time
+            fell = math.nan if math.isnan(time) else float(time < self.plan.limits[p.onset])
+            rows.append(
+                {
+                    "round": p.round,
+                    "perturbation": ray.name if ray else "control",
+                    "onset": p.onset,
+                    "seed": self.seeds[p.seed],
+                    "magnitude": ray.magnitudes(p.u)[0] if ray else math.nan,
+                    "u": p.u,
+                    "purpose": p.purpose,
+                    "trained": int(p.time is not None),
+                    "collapse_time": time,
+                    "collapsed": fell,
+                }
+            )
+        return pd.DataFrame(rows)
+
+    def __str__(self) -> str:
+        rows = [_cells(self.plan.rays[one.ray], one, row) for row, one in zip(self._rows, self.found, strict=True)]
+        widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) for cells in (HEADINGS, *rows)]
+        return "\n".join([*(line.rstrip() for line in lines), "", *self.notes])
+
+    @property
+    def notes(self) -> list[str]:
+        """How to read the table, one sentence each."""
+        level = self.plan.level
+        notes = [f"margin: the magnitude from which half of the seeds collapse; {self._counted()}"]
+        fewest = min((row["seeds"] - row["unknown"] for row in self._rows), default=0)
+        covers = sorted({row["coverage"] for row in self._rows})
+        reach = " to ".join(f"{100 * c:.3g}%" for c in dict.fromkeys((covers[0], covers[-1]))) if covers else ""
+        notes.append(f"interval: order statistics of the seeds' thresholds, exact coverage {reach}")
+        if fewest < seeds_for(level):
+            notes[-1] += f" ({fewest} seeds allow no more; {100 * level:g}% takes {seeds_for(level)})"
+        late = sorted({str(o) for o, limit in self.plan.limits.items() if math.isinf(limit)}, key=int)
+        if self.criterion == "divergence" and late:
+            notes.append(f"onset {', '.join(late)}: no step of the run's first half follows, so any collapse counts")
+        for row in self._rows:
+            if row["contradictory"]:
+                notes.append(
+                    f"{row['perturbation']}: {row['contradictory']} of {row['seeds']} seeds survive a harsher "
+                    "magnitude than one they collapse at; the interval is widened accordingly"
+                )
+            if row["unknown"]:
+                notes.append(f"{row['perturbation']}: for {row['unknown']} seeds no collapse time can be computed")
+        return notes
+
+    def _counted(self) -> str:
+        limits = sorted(set(self.plan.limits.values()))
+        if self.criterion == "collapse" or all(map(math.isinf, limits)):
+            return "any collapse counts"
+        return f"a collapse counts if it begins before step {limits[0]:g}, half of the run (P_div)"
+
+    @cached_property
+    def _rows(self) -> list[dict[str, Any]]:
+        return self.table.to_dict("records")
+
+    def _row(self, one: Found) -> dict[str, Any]:
+        ray, middle, plan = self.plan.rays[one.ray], one.middle, self.plan
+        checks = [p for p in self.probes if p.ray == one.ray and p.purpose == "check" and p.time is not None]
+        at = checks[-1].u if checks else math.nan
+        there = [seen[at] for seen in one.outcomes if at in seen]
+        always = sum(-math.inf < b.high <= ray.range.low for b in one.brackets)
+        row: dict[str, Any] = {
+            "perturbation": ray.name,
+            "onset": ray.onset,
+            "limit": plan.limits[ray.onset],
+            "standard": ray.magnitudes(0.0)[0],
+        }
+        for name, u in zip(("margin", "low", "high"), middle[:3], strict=True):
+            row[name] = _magnitude(ray, u)
+        row["coverage"] = middle.coverage
+        for name, u in zip(("safety_factor", "safety_low", "safety_high"), middle[:3], strict=True):
+            row[name] = math.exp(u)
+        return row | {
+            "searched_from": ray.magnitudes(ray.range.low)[0],
+            "searched_to": ray.magnitudes(ray.range.high)[0],
+            "seeds": len(ray.seeds),
+            "collapse_undisturbed": one.fallen,
+            "collapse_at_all_magnitudes": always,
+            "never_collapse": sum(ray.range.high <= b.low for b in one.brackets),
+            "contradictory": one.contradictory,
+            "unknown": one.unknown,
+            "checked": len(there),
+            "collapsed_at_margin": sum(there),
+            "evaluations": sum(p.ray == one.ray and p.round > 0 for p in self.probes),
+            "verdict": _verdict(ray, one),
+        }
+
+
+def _magnitude(ray: Ray, u: float) -> float:
+    """The first part's magnitude: neutral at -inf; NaN at inf, for none is known there."""
+    return math.nan if math.isnan(u) or u == math.inf else ray.magnitudes(u)[0]
+
+
+def _text(ray: Ray, u: float) -> str:
+    return "+".join(f"{m:.3g}" for m in ray.magnitudes(u))
+
+
+def _verdict(ray: Ray, one: Found) -> str:
+    """A margin in words."""
+    value, low, high, _ = one.middle
+    mildest, harshest = _text(ray, ray.range.low), _text(ray, ray.range.high)
+    if not one.seeds:
+        return "unknown: no seed has a collapse time"
+    if one.fallen * 2 >= len(one.seeds):
+        return "half of the seeds collapse undisturbed"
+    if math.isnan(value):
+        return f"half of the seeds collapse at {mildest} already, the others not at {harshest}"
+    if value == math.inf:
+        half = sorted(b.middle for b in one.brackets)[(len(one.seeds) - 1) // 2]
+        if math.isfinite(half):
+            return f"half of the seeds collapse from {_text(ray, half)} on, the others not up to {harshest}"
+        return f"not reached up to {harshest}"
+    if value == -math.inf:
+        return f"collapses at the mildest magnitude tried, {mildest}"
+    if high < 0:
+        return f"collapses at {math.exp(high):.2g} of the standard magnitude or less"
+    if low > 0:
+        return f"holds to at least {math.exp(low):.3g} times the standard magnitude"
+    if math.isnan(low):
+        return f"{'collapses below' if value < 0 else 'holds at'} the standard magnitude, on one seed"
+    return "too close to the standard magnitude to tell"
+
+
+def _cells(ray: Ray, one: Found, row: dict[str, Any]) -> list[str]:
+    value, low, high, _ = one.middle
+    return [
+        ray.name,
+        _text(ray, 0.0),
+        _text(ray, value) if math.isfinite(value) else "-",
+        _interval(ray, low, high),
+        f"{math.exp(value):.3g}" if math.isfinite(value) else "-",
+        str(row["seeds"]),
+        str(row["evaluations"]),
+        row["verdict"],
+    ]
+
+
+def _interval(ray: Ray, low: float, high: float) -> str:
+    if math.isnan(low):
+        return "-"
+    if low >= ray.range.high:
+        return f"beyond {_text(ray, ray.range.high)}"
+    beyond = f"beyond {_text(ray, ray.range.high)}"
+    return f"{_text(ray, low)} to {_text(ray, high) if math.isfinite(high) else beyond}"

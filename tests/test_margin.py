@@ -1,0 +1,669 @@
+"""Stability margins: thresholds theory gives, intervals that cover them, and searches that stop and go on."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+import quadratic  # noqa: F401  registers the learner
+from scipy import stats
+from server import Server
+from test_cli import refusal
+from test_known_answer import CURVATURE, LEARNER, RATE
+
+import jaxaudit as ja
+from jaxaudit import cli, margin_folder, registry
+from jaxaudit.engine import Engine
+from jaxaudit.margin import Settings, lay_out
+from jaxaudit.margin_pool import baseline, fit, rounds
+from jaxaudit.margin_table import Margins
+from jaxaudit.metrics import MetricSettings
+from jaxaudit.rays import Axis, rays
+from jaxaudit.rounds import CONTROL, Plan, found, next_round
+from jaxaudit.staircase import bracket, contradictory, envelope, ranks, seeds_for
+from jaxaudit.store import Folder
+
+CRITICAL = 2 / (RATE * CURVATURE)
+SHORT = MetricSettings(window=10, hold=20)
+
+
+def spike(*factors, **when):
+    return ja.lr_spike(ja.sweep(*factors), **({"onset": 20, "duration": "end"} | when))
+
+
+# The arithmetic of the search.
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 5, 6, 8, 9, 20, 101])
+def test_the_ranks_cover_the_median_as_often_as_they_say(n):
+    low, high, coverage = ranks(n)
+    below = stats.binom.pmf(np.arange(n + 1), n, 0.5)
+    assert high == n + 1 - low
+    if n > 1:
+        assert coverage == pytest.approx(below[low:high].sum())
+    if n >= 6:
+        assert coverage >= 0.95
+        assert low + 1 > n // 2 or below[low + 1 : high - 1].sum() < 0.95
+    assert seeds_for(0.95) == 6
+
+
+def test_a_bracket_is_the_step_that_contradicts_least():
+    assert bracket({1.0: False, 2.0: True, 3.0: True}) == (1, 2)
+    assert bracket({1.0: False, 2.0: False}) == (2, math.inf)
+    assert bracket({1.0: True}) == (-math.inf, 1)
+    assert bracket({1.0: True}, floor=0.0) == (0, 1)
+    odd = {1.0: False, 2.0: True, 3.0: False, 4.0: True, 5.0: True}
+    assert bracket(odd) == (1, 2), "of two equally good steps the milder"
+    assert envelope(odd) == (1, 4)
+    assert contradictory(odd)
+    assert not contradictory({1.0: False, 2.0: True})
+    mostly = {1.0: True, 2.0: False, 3.0: False, 4.0: True}
+    assert bracket(mostly) == (3, 4)
+    assert envelope(mostly) == (-math.inf, 4)
+
+
+def simulated(thresholds, tolerance=0.02, lanes=16, reach=1000.0, standard=10.0):
+    """A search on seeds with these thresholds (magnitudes of an amount), and no training."""
+    (ray,) = rays([ja.gradient_scale(standard, onset=20)], 100, len(thresholds), reach)
+    plan = Plan((ray,), {20: 50.0}, tolerance, 0.95, lanes)
+    probes = []
+    for number in itertools.count(1):
+        asked = next_round(plan, 20, probes)
+        if not asked:
+            return plan, probes, found(plan, probes)[0], number
+        assert len({(p.seed, p.u) for p in asked}) == len(asked)
+        for p in asked:
+            fell = p.ray != CONTROL and ray.magnitudes(p.u)[0] >= thresholds[p.seed]
+            p.time = 21.0 if fell or thresholds[p.seed] == 0 else math.inf
+        probes += asked
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 30])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
+def test_a_search_finds_the_median_and_its_order_statistics(n, spread):
+    thresholds = 3.0 * np.exp(spread * np.random.default_rng(n).standard_normal(n))
+    plan, probes, one, number = simulated(thresholds)
+    ray = plan.rays[0]
+    ordered = np.sort(np.log(thresholds / ray.magnitudes(0.0)[0]))
+    inside = np.clip(ordered, ray.range.low, ray.range.high)
+    if (inside == ordered).all():
+        assert abs(one.middle.value - np.median(ordered)) <= plan.step / 2 + 1e-9
+    if n > 1:
+        low, high, _ = ranks(n)
+        assert one.middle.low <= ordered[low - 1] <= ordered[high - 1] <= one.middle.high
+        if inside[low - 1] == ordered[low - 1]:
+            assert one.middle.low >= ordered[low - 1] - max(plan.step, 0.15 * (np.median(ordered) - ordered[low - 1]))
+        if inside[high - 1] == ordered[high - 1]:
+            assert one.middle.high <= ordered[high - 1] + max(
+                plan.step, 0.15 * (ordered[high - 1] - np.median(ordered))
+            )
+    assert one.contradictory == 0
+    assert number < 20
+    assert len(probes) < 25 * n + 10 * plan.lanes
+
+
+def test_seeds_beyond_the_range_are_censored():
+    thresholds = [0.0, 1e-9, 2.0, 3.0, 4.0, 5.0, 1e9, 1e9]
+    plan, _, one, _ = simulated(thresholds)
+    assert one.fallen == 1
+    assert one.middle.low == -math.inf
+    assert one.middle.high == math.inf
+    assert plan.rays[0].magnitudes(one.middle.value)[0] == pytest.approx(math.sqrt(3 * 4), rel=0.02)
+    _, _, never, _ = simulated([1e9] * 8)
+    assert never.middle[:3] == (math.inf, plan.rays[0].range.high, math.inf)
+    _, _, always, _ = simulated([1e-9] * 8)
+    assert always.middle[:2] == (-math.inf, -math.inf)
+    assert always.middle.high == pytest.approx(plan.rays[0].range.low)
+    _, _, torn, _ = simulated([1e-9] * 4 + [1e9] * 4)
+    assert math.isnan(torn.middle.value)
+
+
+def test_lanes_left_over_cut_the_widest_brackets_finer():
+    few, many = (simulated([2.0] * 4, lanes=lanes) for lanes in (4, 64))
+    assert many[3] < few[3]
+    assert few[2].middle.value == pytest.approx(many[2].middle.value, abs=0.02)
+
+
+# Magnitudes and directions.
+
+
+def test_every_perturbation_has_an_axis_on_which_harm_rises():
+    for name in registry.perturbations:
+        part = registry.perturbations[name].default
+        if part.magnitude == part.neutral:
+            continue
+        axis = Axis(part)
+        assert axis.u(part.magnitude) == pytest.approx(0.0, abs=1e-12), name
+        assert axis.magnitude(0.0) == part.magnitude, name
+        points = np.linspace(-3, 3, 25)
+        distances = [abs(axis.magnitude(u) - part.neutral) for u in points]
+        assert (np.diff(distances) >= 0).all(), name
+        low, high = part.limits
+        assert all(low <= axis.magnitude(u) <= high for u in points), name
+        for u in map(axis.snap, points):
+            if axis.lowest < u < axis.highest:
+                assert axis.u(axis.magnitude(u)) == pytest.approx(u, abs=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("perturbation", "at", "magnitude"),
+    [
+        (ja.lr_spike(10.0), 2.0, 20.0),
+        (ja.lr_spike(0.1), 2.0, 0.05),
+        (ja.lr_spike(10.0), 0.01, 1.0),
+        (ja.second_moment_drift(), 10.0, 0.001),
+        (ja.quantize(8.0), 2.0, 4.0),
+        (ja.quantize(8.0), 100.0, 2.0),
+        (ja.weight_noise(0.01), 3.0, 0.03),
+        (ja.reward_scale(-1.0), 2.0, -3.0),
+        (ja.reward_scale(-1.0), 0.5, 0.0),
+        (ja.lr_schedule_error(-0.3), 2.0, -0.6),
+        (ja.lr_schedule_error(-0.3), 100.0, -1.0),
+        (ja.reward_flip(0.1), 5.0, 0.5),
+        (ja.reward_flip(0.1), 50.0, 1.0),
+    ],
+)
+def test_twice_as_harsh(perturbation, at, magnitude):
+    assert Axis(perturbation).magnitude(math.log(at)) == pytest.approx(magnitude)
+
+
+def test_rays_of_sweeps_and_chains():
+    asked = [
+        ja.lr_spike(ja.sweep(0.5, 1.0, 3.0, 30.0), onset=20),
+        ja.lr_spike(3.0, onset=20, duration="end"),
+        ja.weight_noise(0.1, onset=20, target="critic"),
+        ja.weight_noise(0.1, onset=20, target="actor"),
+        ja.chain(ja.lr_spike(5.0, onset=20), ja.weight_noise(ja.sweep(0.1, 0.2), onset=20)),
+    ]
+    found = rays(asked, 100, 4, 10.0)
+    assert [ray.name for ray in found] == [
+        "lr_spike below 1",
+        "lr_spike above 1 for 10 steps",
+        "lr_spike above 1 for 80 steps",
+        "weight_noise on critic",
+        "weight_noise on actor",
+        "lr_spike 5 + weight_noise 0.1",
+        "lr_spike 5 + weight_noise 0.2",
+    ]
+    swept = found[1]
+    assert swept.magnitudes(0.0) == (10.0,), "the standard, though it was not asked for"
+    assert [swept.magnitudes(u)[0] for u in swept.points] == [3.0, 30.0]
+    assert swept.magnitudes(swept.range.low) == (1.0,)
+    assert swept.magnitudes(swept.range.high) == (300.0,)
+    assert found[5].magnitudes(math.log(2)) == (10.0, 0.2)
+    assert found[5].magnitudes(math.log(0.1)) == (1.0, 0.01), "a part at neutral stays there"
+    onsets = rays([ja.weight_noise(0.1, onset=o) for o in (20, 30)], 100, 4, 10.0)
+    assert [ray.name for ray in onsets] == ["weight_noise @20", "weight_noise @30"]
+
+
+def test_whole_magnitudes_stay_whole():
+    late = ja.Perturbation("late", "data", "observation", lambda k, v, m: v, 4.0, 0.0, limits=(0.0, 32.0), whole=True)
+    (ray,) = rays([dataclasses.replace(late, when=ja.window(20, "end"))], 100, 4, 100.0)
+    assert ray.magnitudes(ray.range.low) == (1.0,)
+    assert ray.magnitudes(ray.range.high) == (32.0,)
+    assert ray.magnitudes(ray.range.snap(math.log(1.1))) == (5.0,)
+    plan = Plan((ray,), {20: 50.0}, 0.02, 0.95, 8)
+    probes = []
+    while asked := next_round(plan, 20, probes):
+        for p in asked:
+            p.time = 21.0 if p.ray != CONTROL and ray.magnitudes(p.u)[0] >= 7 else math.inf
+        probes += asked
+    row = Margins(plan, tuple(probes), (0, 1, 2, 3), "divergence", 100).table.iloc[0]
+    assert (row.low, row.high) == (6.0, 7.0)
+    assert row.margin == 7.0, "the fewest at which half collapse"
+
+
+# Against theory.
+
+
+@pytest.fixture(scope="module")
+def quadratics():
+    """Margins of gradient descent on a quadratic: the critical factor is 2 / (rate x curvature) = 100."""
+    asked = [spike(3.0, 10.0), ja.gradient_sign_flip(onset=20), spike(0.5)]
+    return ja.margin(LEARNER, asked, seeds=6, steps=300, settings=SHORT, tolerance=0.01)
+
+
+def test_the_margin_is_where_theory_says(quadratics):
+    row = quadratics.table.iloc[0]
+    assert row.perturbation == "lr_spike above 1"
+    assert abs(row.margin / CRITICAL - 1) < 0.02
+    assert row.low <= CRITICAL <= row.high * 1.005, "just above it, growth is too slow to be seen in time"
+    assert row.high / row.low < 1.011
+    assert row.safety_factor == pytest.approx(row.margin / 10)
+    assert row.verdict == "holds to at least 10 times the standard magnitude"
+    assert row.evaluations < 6 * 20
+
+
+def test_what_never_collapses_is_said_to(quadratics):
+    flip, slow = quadratics.table.iloc[1], quadratics.table.iloc[2]
+    assert flip.verdict == "not reached up to 1"
+    assert slow.verdict == "not reached up to 0.0005"
+    for row in (flip, slow):
+        assert row.never_collapse == 6
+        assert math.isnan(row.margin)
+        assert row.safety_factor == math.inf
+        assert row.low == row.searched_to
+    text = str(quadratics)
+    assert "beyond 1 " in text
+    assert "exact coverage 96.9%" in text
+    assert "before step 150" in text
+
+
+def init_varied(key):
+    """A quadratic whose curvature is lognormal around 2."""
+    place, shape = jax.random.split(key)
+    return jax.random.normal(place, (3,)), CURVATURE * jnp.exp(0.5 * jax.random.normal(shape))
+
+
+def step_varied(state, key, taps):
+    x, curvature = state
+    x = x - taps("learning_rate", RATE) * curvature * x
+    return (x, curvature), {"performance": -0.5 * jnp.sum(x**2)}
+
+
+VARIED = ja.Learner(init_varied, step_varied)
+
+
+def test_the_interval_covers_the_true_median_in_at_least_90_of_100_audits():
+    """100 audits of 8 seeds each, side by side; the critical factor is lognormal over seeds with median 100."""
+    repetitions, seeds = 100, 8
+    asked = [spike(30.0)]
+    grid = ja.plan(VARIED, asked, seeds=repetitions * seeds, steps=200, tail=0)
+    lines = lay_out(grid, asked, Settings(lanes=repetitions * seeds))
+    groups = np.arange(repetitions * seeds).reshape(repetitions, seeds).tolist()
+    lines = dataclasses.replace(lines, rays=tuple(dataclasses.replace(lines.rays[0], seeds=tuple(g)) for g in groups))
+    engine, lines = fit(grid, lines, rows=200, baseline=True)
+    probes = []
+    for _ in rounds(engine, lines, baseline(engine, SHORT).__getitem__, probes):
+        pass
+    table = Margins(lines, tuple(probes), grid.seeds, "divergence", 200).table
+    covered = (table.low <= CRITICAL) & (table.high >= CRITICAL)
+    print(f"covered in {covered.sum()} of {repetitions}; median width {np.median(table.high / table.low):.2f}")
+    assert covered.sum() >= 90
+    assert np.median(table.high / table.low) < 6, "an interval that covers by being wide proves little"
+    assert abs(np.log(table.margin / CRITICAL)).median() < 0.3
+    assert (table.contradictory == 0).all()
+
+
+# What can go otherwise.
+
+
+def of_rate(collapses):
+    """A learner that stays at zero, or falls where `collapses(rate, key)`."""
+
+    def init(key):
+        return key
+
+    def step(key, step_key, taps):
+        rate = taps("learning_rate", jnp.float32(1.0))
+        return key, {"performance": jnp.where(collapses(rate, key, taps.step), -1.0, 0.0)}
+
+    return ja.Learner(init, step)
+
+
+def chance(key):
+    return jax.random.uniform(key)
+
+
+def margins_of(collapses, *factors, onset=20, **settings):
+    usual = {"seeds": 6, "steps": 100, "settings": SHORT, "devices": jax.devices()[:1]}
+    return ja.margin(of_rate(collapses), [spike(*factors, onset=onset)], **(usual | settings))
+
+
+def test_outcomes_that_are_not_monotone_are_counted_and_widen_the_interval():
+    found = margins_of(lambda rate, key, t: ((rate > 4) & (rate < 6)) | (rate > 40), 5.0, 20.0, 100.0)
+    row = found.table.iloc[0]
+    assert row.contradictory == 6
+    assert row.margin == pytest.approx(4.0, rel=0.02)
+    assert row.low < 4
+    assert row.high == pytest.approx(100.0)
+    assert "6 of 6 seeds survive a harsher magnitude than one they collapse at" in str(found)
+
+
+def test_seeds_that_collapse_undisturbed_have_no_margin_left():
+    all_fall = margins_of(lambda rate, key, t: (t >= 30) & (chance(key) < 2), 5.0)
+    assert all_fall.table.iloc[0].verdict == "half of the seeds collapse undisturbed"
+    assert all_fall.table.iloc[0].collapse_undisturbed == 6
+    assert all_fall.table.iloc[0].safety_factor == 0
+    assert all_fall.table.iloc[0].margin == 1.0
+    assert len(all_fall.probes) == 12, "nothing is searched once that is known"
+    some = margins_of(lambda rate, key, t: ((t >= 30) & (chance(key) < 0.3)) | (rate > 7), 5.0, seeds=20).table.iloc[0]
+    assert 0 < some.collapse_undisturbed < 10
+    assert some.margin == pytest.approx(7.0, rel=0.02)
+
+
+def test_a_seed_without_a_level_before_the_onset_is_left_out_and_counted():
+    def collapses(rate, key, t):
+        return rate > 7
+
+    learner = of_rate(collapses)
+
+    def step(key, step_key, taps):
+        key, telemetry = learner.step(key, step_key, taps)
+        gap = (taps.step == 15) & (chance(key) < 0.3)
+        return key, {"performance": jnp.where(gap, jnp.nan, telemetry["performance"])}
+
+    found = ja.margin(ja.Learner(learner.init, step), [spike(5.0)], seeds=20, steps=100, settings=SHORT)
+    row = found.table.iloc[0]
+    assert 0 < row.unknown < 20
+    assert row.margin == pytest.approx(7.0, rel=0.02)
+    assert f"for {row.unknown} seeds no collapse time can be computed" in str(found)
+
+
+def test_an_onset_in_the_second_half_leaves_any_collapse_to_count():
+    found = margins_of(lambda rate, key, t: rate > 7, 5.0, onset=60)
+    assert found.table.iloc[0].margin == pytest.approx(7.0, rel=0.02)
+    assert found.table.iloc[0].limit == math.inf
+    assert "onset 60: no step of the run's first half follows, so any collapse counts" in str(found)
+
+
+def test_the_criterion_decides_what_counts():
+    def late(rate, key, t):
+        return ((t >= 60) & (rate > 3)) | (rate > 9)
+
+    assert margins_of(late, 5.0).table.iloc[0].margin == pytest.approx(9.0, rel=0.02)
+    assert margins_of(late, 5.0, criterion="collapse").table.iloc[0].margin == pytest.approx(3.0, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("critical", "verdict"),
+    [
+        (5.0, "collapses at 0.5 of the standard magnitude or less"),
+        (50.0, "holds to at least 4.96 times the standard magnitude"),
+        (1.0, "collapses at 0.1 of the standard magnitude or less"),
+        (1e9, "not reached up to 1e+04"),
+    ],
+)
+def test_verdicts(critical, verdict):
+    found = margins_of(lambda rate, key, t: rate > critical, 10.0)
+    assert found.table.iloc[0].verdict == verdict
+
+
+def test_thresholds_around_the_standard_are_too_close_to_tell():
+    found = margins_of(lambda rate, key, t: rate > 6 * jnp.exp(jax.random.normal(key)), 10.0, seeds=12)
+    assert found.table.iloc[0].verdict == "too close to the standard magnitude to tell"
+
+
+def test_few_seeds_say_what_they_can():
+    one = margins_of(lambda rate, key, t: rate > 7, 10.0, seeds=1)
+    assert one.table.iloc[0].verdict == "collapses below the standard magnitude, on one seed"
+    assert math.isnan(one.table.iloc[0].low)
+    four = margins_of(lambda rate, key, t: rate > 7, 10.0, seeds=4)
+    assert "exact coverage 87.5% (4 seeds allow no more; 95% takes 6)" in str(four)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"factors": [1.0]}, "magnitude 1 of 'lr_spike' disturbs nothing"),
+        ({"factors": [math.inf]}, "magnitude inf of 'lr_spike' is infinite"),
+        ({"onset": 0}, "onset 0 leaves no steps to measure J_pre on"),
+        ({"tolerance": 0.0}, "tolerance must be from 0.00001 to 1, not 0.0"),
+        ({"tolerance": math.nan}, "tolerance must be"),
+        ({"reach": 0.5}, "reach must be from 1"),
+        ({"criterion": "death"}, "criterion must be divergence or collapse, not 'death'"),
+        ({"level": 1.0}, "level must lie between 0 and 1"),
+        ({"lanes": 0}, "lanes must be at least 1"),
+    ],
+)
+def test_wrong_settings(change, words):
+    change = dict(change)
+    factors = change.pop("factors", [5.0])
+    with pytest.raises(ValueError, match=words):
+        margins_of(lambda rate, key, t: rate > 7, *factors, **change)
+
+
+def test_no_round_compiles_anything():
+    """Magnitudes, windows, seeds: all data. Whatever a round asks for runs the programs of the first."""
+    asked = [spike(3.0), ja.weight_noise(onset=20), ja.gradient_sign_flip(onset=20, duration=7)]
+    grid = ja.plan(LEARNER, asked, seeds=3, steps=100, tail=0)
+    engine, lines = fit(grid, lay_out(grid, asked, Settings()), rows=30, baseline=True)
+    compiled = []
+
+    def listen(name, *_, **__):
+        if "backend_compile" in name:
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        probes, seen = [], {}
+        for batch in rounds(engine, lines, baseline(engine, SHORT).__getitem__, probes):
+            seen[batch[0].round] = len(compiled)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(seen) > 5
+    assert seen[1] > 0, "or this counts nothing"
+    assert set(seen.values()) == {seen[1]}
+
+
+# A finished run's margins, by the command line.
+
+SPEC = """
+[audit]
+name = "small"
+seeds = 6
+steps = 40
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "quadratic"
+adam = false
+[metrics]
+window = 4
+hold = 4
+horizon = 4
+[run]
+chunk = 10
+[[perturbation]]
+kind = "lr_spike"
+magnitude = [1, 3, 30]
+onset = 10
+duration = 10
+[[perturbation]]
+kind = "weight_noise"
+magnitude = 0.1
+onset = [0.25, 12]
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run, and the table of its margins, searched in a folder beside it."""
+    from jaxaudit import runner
+    from jaxaudit.spec import parse
+
+    place = tmp_path_factory.mktemp("margins")
+    runner.run(parse(SPEC), place / "run")
+    shutil.copytree(place / "run", place / "searched")
+    assert cli.main(["margin", str(place / "searched")]) == 0
+    return place
+
+
+@pytest.fixture
+def run(finished, tmp_path, monkeypatch):
+    """A copy of the run in the current folder."""
+    shutil.copytree(finished / "run", tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def _as_it_is(monkeypatch):
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
+
+
+def test_margins_of_a_run(finished):
+    table = pd.read_csv(finished / "searched/margins/margins.csv")
+    assert table.perturbation.tolist() == ["lr_spike @10", "weight_noise @10", "weight_noise @12"]
+    assert (table.seeds == 6).all()
+    outcomes = pd.read_csv(finished / "searched/margins/outcomes.csv")
+    assert (outcomes.trained == 1).all()
+    ran = outcomes[outcomes["round"] == 0]
+    assert sorted(set(ran.perturbation)) == sorted({*table.perturbation, "control"})
+    assert not (outcomes[outcomes["round"] > 0].purpose == "scan").any(), "the run had trained what was asked for"
+    assert (table.evaluations.sum() == (outcomes["round"] > 0).sum()).all()
+    metrics = pd.read_csv(finished / "run/metrics.csv")
+    stored = metrics[(metrics.perturbation == "lr_spike") & (metrics.magnitude == 30)].set_index("seed").collapse_time
+    known = ran[(ran.perturbation == "lr_spike @10") & (ran.magnitude == 30)].set_index("seed").collapse_time
+    pd.testing.assert_series_equal(stored, known, check_index_type=False)
+
+
+def test_a_run_and_a_call_find_the_same_margins(finished):
+    from jaxaudit.spec import parse
+
+    spec = parse(SPEC)
+    learner = spec.build().program.learner
+    asked = [p for entry in spec.perturbations for p in entry.perturbations()]
+    called = ja.margin(learner, asked, seeds=6, steps=40, settings=spec.metrics).table
+    searched = pd.read_csv(finished / "searched/margins/margins.csv")
+    np.testing.assert_allclose(np.log(called.margin), np.log(searched.margin), atol=0.03)
+
+
+def test_a_second_call_trains_nothing_and_a_finer_one_goes_on(finished, run, capsys, monkeypatch):
+    shutil.copytree(finished / "searched/margins", run / "margins")
+    before = (run / "margins/outcomes.csv").read_bytes()
+    table = (run / "margins/margins.csv").read_bytes()
+    with monkeypatch.context() as closed:
+        closed.setattr(margin_folder, "fit", lambda *a, **k: pytest.fail("something was trained"))
+        assert cli.main(["margin", "run"]) == 0
+    assert capsys.readouterr().out.startswith("perturbation")
+    assert (run / "margins/outcomes.csv").read_bytes() == before
+    assert (run / "margins/margins.csv").read_bytes() == table
+    assert cli.main(["margin", "run", "--tolerance", "0.005"]) == 0
+    after = (run / "margins/outcomes.csv").read_bytes()
+    assert after.startswith(before)
+    assert len(after) > len(before)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 9, 16])
+def test_a_search_that_stops_goes_on_to_the_same_end(finished, run, stop, capsys, monkeypatch):
+    calls = itertools.count(1)
+
+    def advance(self, *arguments, whole=Engine.advance):
+        if next(calls) == stop:
+            raise KeyboardInterrupt
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(Engine, "advance", advance)
+    assert cli.main(["margin", "run"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert not (run / "margins/margins.csv").exists()
+    (run / "margins/.unfinished-outcomes.csv").write_text("half wri")
+    assert cli.main(["margin", "run"]) == 0
+    for name in ("outcomes.csv", "margins.csv"):
+        assert (run / "margins" / name).read_bytes() == (finished / "searched/margins" / name).read_bytes()
+    assert sorted(p.name for p in (run / "margins").iterdir()) == ["margins.csv", "outcomes.csv", "search.json"]
+
+
+def test_a_spec_says_what_is_searched_and_where(run, capsys):
+    asked = SPEC[: SPEC.index("[[")] + '[[perturbation]]\nkind = "gradient_mask"\nonset = 12\n'
+    Path("other.toml").write_text(asked)
+    assert cli.main(["margin", "run", "other.toml", "-o", "masks", "--criterion", "collapse", "--lanes", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].startswith("gradient_mask")
+    assert "any collapse counts" in out
+    assert len(pd.read_csv("masks/margins.csv")) == 1
+    assert json.loads(Path("masks/search.json").read_text())["criterion"] == "collapse"
+    assert not (run / "margins").exists()
+
+
+REFUSED = {
+    "no folder": (["nowhere"], "there is no such folder"),
+    "no run": (["folder"], "folder is not a run's folder"),
+    "an unfinished run": (["unfinished"], "is not finished"),
+    "no spec": (["run", "nowhere.toml"], "nowhere.toml: there is no such file"),
+    "an onset that is not stored": (["run", "onset.toml"], "no stored onset at step 11; the run in run has 10, 12"),
+    "another learner": (["run", "rate.toml"], "the spec must keep the run's learner"),
+    "other seeds": (["run", "seeds.toml"], "the spec must keep the run's seeds"),
+    "neutral magnitudes alone": (["run", "neutral.toml"], "magnitude 1 of 'lr_spike' disturbs nothing"),
+    "an onset too early": (["early"], "onset 0 leaves no steps to measure J_pre on"),
+    "a place that is taken": (["run", "-o", "folder"], "folder exists and is not empty; give another with -o"),
+    "a place that is a file": (["run", "-o", "onset.toml"], "onset.toml exists and is not a folder"),
+    "a place of another search": (["run", "-o", "done", "--reach", "7"], "holds a search with another reach"),
+    "a place of another spec": (["run", "neutral2.toml", "-o", "done"], "holds a search with another spec"),
+    "damaged outcomes": (["run", "-o", "damaged"], "outcomes.csv is damaged"),
+    "a tolerance of nothing": (["run", "--tolerance", "0"], "tolerance must be from 0.00001 to 1, not 0.0"),
+    "a tolerance in words": (["run", "--tolerance", "fine"], "argument --tolerance: invalid float value: 'fine'"),
+    "an unknown criterion": (["run", "--criterion", "x"], "argument --criterion: invalid choice: 'x'"),
+    "no lanes": (["run", "--lanes", "0"], "lanes must be at least 1, not 0"),
+    "a lost onset": (["lost"], "so nothing can be searched from step 12"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_input(case, finished, run, capsys):
+    argv, words = REFUSED[case]
+    for name, (old, new) in {
+        "onset": ("onset = 10", "onset = 11"),
+        "rate": ("adam = false", "adam = true"),
+        "seeds": ("seeds = 6", "seeds = 5"),
+        "neutral": ("[1, 3, 30]", "1"),
+        "neutral2": ("[1, 3, 30]", "3"),
+    }.items():
+        assert old in SPEC
+        Path(f"{name}.toml").write_text(SPEC.replace(old, new))
+    Path("folder").mkdir()
+    Path("folder/notes.txt").write_text("mine")
+    if argv[0] in ("unfinished", "early", "lost"):
+        shutil.copytree("run", argv[0])
+    if argv[0] == "unfinished":
+        Folder(Path("unfinished")).update_environment(status="interrupted")
+    if argv[0] == "early":
+        Path("early/spec.toml").write_text(SPEC.replace("onset = 10", "onset = 0"))
+    if argv[0] == "lost":
+        shutil.rmtree("lost/checkpoints/onset-00000012")
+    if argv[-1] in ("done", "7"):
+        shutil.copytree(finished / "searched/margins", "done")
+    if argv[-1] == "damaged":
+        shutil.copytree(finished / "searched/margins", "damaged")
+        Path("damaged/outcomes.csv").write_text("round,perturbation\n1,2\n")
+    assert words in refusal(capsys, "margin", *argv)
+
+
+@pytest.mark.slow
+def test_a_search_killed_at_any_instant_goes_on_to_the_same_end(run, tmp_path_factory):
+    server, outcomes = Server(tmp_path_factory.mktemp("server")), run / "margins/outcomes.csv"
+
+    def rows():
+        return outcomes.read_text().count("\n") if outcomes.exists() else 0
+
+    def killing(target, wait):
+        def watch(pid):
+            while rows() < target and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.002)
+            time.sleep(wait)
+            os.kill(pid, signal.SIGKILL)
+
+        return watch
+
+    draw, landed = random.Random(0), []
+    try:
+        whole = server("margin", run, "-o", "reference")
+        assert whole.code == 0, whole.err
+        last = Path("reference/outcomes.csv").read_text().count("\n")
+        for target in sorted(draw.sample(range(last), 12)):
+            done = server("margin", run, watch=killing(target, draw.uniform(0, 0.05)))
+            assert "Traceback" not in done.err
+            if done.code == 0:
+                break
+            assert done.code == -signal.SIGKILL
+            landed.append(rows())
+        assert server("margin", run).code == 0
+    finally:
+        server.close()
+    print("killed with so many rows of outcomes:", landed)
+    assert len(set(landed)) > 5
+    for name in ("outcomes.csv", "margins.csv"):
+        assert (run / "margins" / name).read_bytes() == Path("reference", name).read_bytes()

@@ -1,0 +1,267 @@
+"""Perturbations that remember, against plain simulations of sensors, actuators and late rewards, one row at a time.
+
+The environment's observations and rewards depend on its clock and on the actions it receives, and the actions on the
+clock alone; so the control lane holds exactly what the disturbances of the other lanes act on.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxaudit as ja
+from jaxaudit import registry
+from jaxaudit.engine import Engine
+from jaxaudit.grid import Phase, arrange, compiled, inputs, plan
+from jaxaudit.tasks._brax import Env, State
+from jaxaudit.tasks.episodes import Episodes
+from jaxaudit.trial import misfits
+
+ENVS, TURNS, STEPS, SEEDS, ONSET = 4, 7, 12, 2, 2
+TIME_LIMIT = 9
+WINDOWS = {"end": {"duration": "end"}, "once": {"duration": 4}, "periodic": {"duration": 2, "period": 4}}
+OPEN = {"end": range(2, 12), "once": range(2, 6), "periodic": (2, 3, 6, 7, 10, 11)}
+LATE = {"observation_delayed": (1.0, 3.0, 32.0), "action_delayed": (1.0, 3.0, 32.0), "reward_delay": (2.0, 5.0, 128.0)}
+STUCK = {"observation_stuck": (0.5, 1.0), "action_stuck": (0.5, 1.0)}
+CASES = [
+    (name, magnitude, when)
+    for name, some in (LATE | STUCK).items()
+    for magnitude, when in itertools.product(some, WINDOWS)
+]
+STATEFUL = [name for name in registry.perturbations if registry.perturbations[name].default.memory is not None]
+
+
+class Scripted(Env):
+    """Episodes of 2 to 12 steps, each with a number of its own; whole numbers, so that sums are exact."""
+
+    cheap_reset = True
+    observation_size = 5
+    action_size = 2
+    backend = "none"
+
+    def reset(self, rng):
+        tag = jnp.floor(jax.random.uniform(rng) * 1000)
+        zero = jnp.float32(0.0)
+        return self._state(State(None, zero, zero, zero, {}, {}), tag, zero, jnp.zeros(2))
+
+    def step(self, state, action):
+        return self._state(state, state.info["tag"], state.info["clock"] + 1, action)
+
+    def _state(self, state, tag, clock, action):
+        return state.replace(
+            obs=jnp.concatenate([jnp.stack([tag + 1000 * clock, tag - 1000 * clock, clock]), action]),
+            reward=tag + clock,
+            done=(clock >= 2 + tag % 11).astype(jnp.float32),
+            info={"tag": tag, "clock": clock},
+        )
+
+
+def step(state, key, taps):
+    def turn(taps, state, index):
+        clock = taps.step * TURNS + index
+        action = jnp.stack([clock + 0.25 * jnp.arange(ENVS), -clock - 0.25 * jnp.arange(ENVS)], axis=1)
+        after, transition = EPISODES.step(state, jax.random.fold_in(key, index), action, taps)
+        return after, {
+            "final": transition.final_observation,
+            "next": after.observation,
+            "reward": transition.reward,
+            "ends": transition.terminated | transition.truncated,
+        }
+
+    state, seen = taps.scan(turn, state, jnp.arange(TURNS))
+    return state, seen | {"performance": jnp.float32(0.0)}
+
+
+EPISODES = Episodes(Scripted(), ENVS, TIME_LIMIT)
+LEARNER = ja.Learner(EPISODES.init, step)
+
+
+@pytest.fixture(scope="module")
+def grid():
+    chosen = [registry.perturbations[name](m, onset=ONSET, **WINDOWS[when]) for name, m, when in CASES]
+    return plan(LEARNER, chosen, seeds=SEEDS, steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def lanes(grid):
+    """What every lane saw: float32 `[seed, condition, steps, turns, envs, ...]`."""
+    return arrange(grid, *compiled(grid.program)(inputs(grid)))
+
+
+def pairs(lanes, name, magnitude, when):
+    """(seen, true) of each seed, by channel: `[steps, turns, envs, ...]`."""
+    condition = 1 + CASES.index((name, magnitude, when))
+    for seed in range(SEEDS):
+        yield tuple({k: v[seed, c] for k, v in lanes.items()} for c in (condition, 0))
+
+
+def turns(when):
+    """(step, turn, whether a window opens at that step) in the order of time, for the whole run."""
+    opened = set(OPEN[when])
+    return [(t, i, t in opened and t - 1 not in opened and i == 0) for t in range(STEPS) for i in range(TURNS)]
+
+
+def delayed(history, steps):
+    return history[max(0, len(history) - 1 - int(steps))]
+
+
+def test_the_scripted_episodes_end_in_both_ways_and_begin_anew(lanes):
+    assert 10 < lanes["ends"][0, 0].sum() < STEPS * TURNS * ENVS / 2
+    lengths = lanes["final"][:, 0, ..., 2]
+    assert lengths.max() == TIME_LIMIT
+    ended = lengths[lanes["ends"][:, 0] == 1]
+    assert np.unique(ended).size > 3
+
+
+@pytest.mark.parametrize("when", WINDOWS)
+@pytest.mark.parametrize("steps", LATE["observation_delayed"])
+def test_observation_delayed_is_a_queue_of_each_episode(lanes, steps, when):
+    for seen, true in pairs(lanes, "observation_delayed", steps, when):
+        for env in range(ENVS):
+            history = []
+            for t, i, opening in turns(when):
+                history = [] if opening else history
+                final, first, ends = true["final"][t, i, env], true["next"][t, i, env], true["ends"][t, i, env]
+                history.append(final)
+                expected = delayed(history, steps) if t in OPEN[when] else final
+                np.testing.assert_array_equal(seen["final"][t, i, env], expected)
+                if ends:
+                    history, expected = [first], first
+                np.testing.assert_array_equal(seen["next"][t, i, env], expected)
+
+
+@pytest.mark.parametrize("when", WINDOWS)
+@pytest.mark.parametrize("steps", LATE["action_delayed"])
+def test_action_delayed_is_a_queue_of_each_episode(lanes, steps, when):
+    for seen, true in pairs(lanes, "action_delayed", steps, when):
+        for env in range(ENVS):
+            history = []
+            for t, i, opening in turns(when):
+                history = [] if opening else history
+                action = true["final"][t, i, env, 3:]
+                history.append(action)
+                expected = delayed(history, steps) if t in OPEN[when] else action
+                np.testing.assert_array_equal(seen["final"][t, i, env, 3:], expected)
+                history = [] if true["ends"][t, i, env] else history
+
+
+@pytest.mark.parametrize("when", WINDOWS)
+@pytest.mark.parametrize("steps", LATE["reward_delay"])
+def test_reward_delay_pays_late_and_all_at_the_end_of_the_episode(lanes, steps, when):
+    for seen, true in pairs(lanes, "reward_delay", steps, when):
+        for env in range(ENVS):
+            due = []
+            for t, i, opening in turns(when):
+                due = [] if opening else due
+                reward, ends = true["reward"][t, i, env], true["ends"][t, i, env]
+                due.append(reward)
+                expected = due.pop(0) if len(due) > steps else 0.0
+                if ends:
+                    expected, due = expected + sum(due), []
+                assert seen["reward"][t, i, env] == (expected if t in OPEN[when] else reward)
+
+
+@pytest.mark.parametrize("steps", LATE["reward_delay"])
+def test_reward_delay_keeps_the_sum_of_each_episode_within_its_window(lanes, steps):
+    for seen, true in pairs(lanes, "reward_delay", steps, "end"):
+        for env in range(ENVS):
+            ends = np.flatnonzero(true["ends"][ONSET:, :, env])
+            paid, earned = (np.cumsum(x["reward"][ONSET:, :, env].ravel())[ends] for x in (seen, true))
+            assert ends.size > 3
+            np.testing.assert_array_equal(paid, earned)
+
+
+@pytest.mark.parametrize("when", WINDOWS)
+@pytest.mark.parametrize("share", STUCK["observation_stuck"])
+@pytest.mark.parametrize("name", STUCK)
+def test_stuck_entries_stay_at_the_opening_value_through_resets(lanes, name, share, when):
+    """Which entries stick is random; each must then do so at every turn until the window closes."""
+    entries = slice(0, 3) if name == "observation_stuck" else slice(3, 5)
+    for seen, true in pairs(lanes, name, share, when):
+        stuck, sets = None, []
+        for t, i, opening in turns(when):
+            final, clean = seen["final"][t, i, :, entries], true["final"][t, i, :, entries]
+            if t not in OPEN[when]:
+                np.testing.assert_array_equal(seen["final"][t, i], true["final"][t, i])
+                continue
+            if opening:
+                held = clean
+                # No entry of the script has the same value at two turns of an opening and the one after it.
+                stuck = (seen["final"][t, i + 1 :, :, entries] == held).all(axis=0) if share < 1 else held == held
+                sets.append(stuck)
+            np.testing.assert_array_equal(final, np.where(stuck, held, clean))
+            if name == "observation_stuck":
+                clean = true["next"][t, i, :, entries]
+                np.testing.assert_array_equal(seen["next"][t, i, :, entries], np.where(stuck, held, clean))
+        if share < 1:
+            assert all(0 < s.sum() < s.size for s in sets)
+            assert len(sets) == 1 or not (sets[0] == sets[1]).all(), "each opening draws anew"
+
+
+def test_a_run_in_chunks_remembers_across_them(grid, lanes):
+    """As the runner trains: to and from what a checkpoint holds, every three steps."""
+    engine, phase = Engine(grid, rows=3), Phase(0)
+    baseline, _ = engine.advance(Phase(None), engine.initial(Phase(None)), 0, ONSET)
+    states = engine.forked(lambda seeds: engine.pieces(Phase(None), baseline), phase)
+    width = SEEDS * (1 + len(CASES))
+    for begin in range(ONSET, STEPS, 3):
+        end = min(begin + 3, STEPS)
+        states, rows = engine.advance(phase, states, begin, end)
+        states = engine.restored(engine.pieces(phase, states), phase)
+        for name, values in rows.items():
+            whole = np.moveaxis(lanes[name][:, :, begin:end], (0, 1, 2), (2, 1, 0))
+            chunk = np.asarray(values)[: end - begin, :width]
+            np.testing.assert_array_equal(chunk.reshape(whole.shape), whole)
+
+
+def test_stateful_kinds_are_the_ones_tested_here():
+    assert sorted(STATEFUL) == sorted(LATE | STUCK)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_loop_that_carries_no_memory_is_refused_in_one_sentence(name):
+    perturbation = registry.perturbations[name](onset=1)
+    site = perturbation.site
+
+    def step(x, key, taps):
+        row = jnp.ones(2, bool)
+
+        def turn(x, index):
+            return taps.fold_in(index)(site, x, begins=row, valid=row, ends=row), None
+
+        x, _ = jax.lax.scan(turn, x, jnp.arange(3))
+        return x, {"performance": x.sum()}
+
+    learner = ja.Learner(lambda key: jnp.zeros((2,)), step)
+    sentence = f"'{name}' keeps state, and the learner taps '{site}' in a loop that does not carry it; .* taps.scan"
+    with pytest.raises(ValueError, match=sentence):
+        plan(learner, [perturbation], seeds=1, steps=5)
+    assert "keeps state" in misfits(learner, [perturbation], 5)[0]
+    assert misfits(
+        learner, [ja.reward_noise() if site == "reward" else registry.perturbations[f"{site}_noise"]()], 5
+    ) == [None]
+
+
+@pytest.mark.parametrize("name", [name for name in STATEFUL if name != "reward_delay"])
+def test_rows_that_are_not_valid_leave_the_memory_as_it_is(name):
+    default = registry.perturbations[name].default
+    value, key = jnp.arange(6.0).reshape(3, 2), jax.random.key(0)
+
+    def looked_at(value, memory, valid):
+        context = {"begins": jnp.array([True, False, True]), "valid": jnp.array(valid)}
+        given = {need: context[need] for need in default.needs}
+        return default.apply(key, value, default.magnitude, memory, **given)[1]
+
+    before = looked_at(value, default.memory(value), [True, True, False])
+    after = looked_at(value * jnp.nan, before, [False, False, False])
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_a_delay_is_a_whole_number_of_steps_within_its_line():
+    for magnitude in (0.5, 33.0, -1.0):
+        with pytest.raises(ValueError, match="observation_delayed"):
+            ja.observation_delayed(magnitude)
+    with pytest.raises(ValueError, match="outside its range 0 to 128"):
+        ja.reward_delay(129.0)

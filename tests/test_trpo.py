@@ -1,0 +1,347 @@
+"""TRPO's step against float64 NumPy, what its line search refuses, and TRPO on a real task."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from probes import PLAIN, Probe
+
+import jaxaudit as ja
+from jaxaudit.learners.rollout import Samples
+from jaxaudit.learners.trpo import TRPO, TRPOSettings
+from jaxaudit.learners.trust_region import gaussian_kl, line_search
+from jaxaudit.taps import Recorder
+
+WIDTH, SAMPLES, DELTA, DAMPING = 5, 64, 0.01, 0.1
+
+
+class Wide(Probe):
+    """Three observations and two actions; only their numbers matter here."""
+
+    action_low, action_high = np.full(2, -2.0, np.float32), np.full(2, 2.0, np.float32)
+    observation_size, action_size = 3, 2
+
+
+@pytest.fixture(scope="module")
+def agent():
+    chosen = {"num_envs": 2, "rollout_length": SAMPLES // 2, "minibatch_size": 16, "hidden": (WIDTH,), "log_std": -0.3}
+    return TRPO(Wide(None, False), 16, TRPOSettings(**chosen, cg_steps=60, critic_epochs=2))
+
+
+@pytest.fixture(scope="module")
+def params(agent):
+    """Parameters away from their special initial values."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda p: p + jnp.asarray(rng.normal(0, 0.3, p.shape), jnp.float32), agent.init_params(jax.random.key(0))
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(params):
+    return {name: params[name] for name in ("actor", "log_std")}
+
+
+@pytest.fixture(scope="module")
+def batch(agent, params):
+    rng = np.random.default_rng(1)
+    observation = rng.normal(size=(SAMPLES, 3)).astype(np.float32)
+    mean, log_std = agent.policy(params, observation)
+    action = mean + np.exp(log_std) * rng.normal(size=(SAMPLES, 2))
+    z = (action - mean) * np.exp(-log_std)
+    log_probability = (-0.5 * z**2 - log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
+    advantage = rng.normal(size=SAMPLES) + z[:, 0]
+    advantage = (advantage - advantage.mean()) / advantage.std()
+    target = rng.normal(size=SAMPLES)
+    columns = (observation, action, log_probability, 0 * target, advantage, target)
+    return Samples(*(jnp.asarray(x, jnp.float32) for x in columns))
+
+
+def float64(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def flat64(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(float64(tree))])
+
+
+def reference_policy(policy, observation):
+    """Means and log standard deviations of the one-hidden-layer network, in float64."""
+    p, x = float64(policy), np.asarray(observation, np.float64)
+    first, second = p["actor"]["Dense_0"], p["actor"]["Dense_1"]
+    hidden = np.tanh(x @ first["kernel"] + first["bias"])
+    return hidden @ second["kernel"] + second["bias"], p["log_std"], hidden
+
+
+def reference_fisher(policy, observation):
+    """E[score score'] of the Gaussian, from the network's Jacobian written out; leaves in JAX's order."""
+    _, log_std, hidden = reference_policy(policy, observation)
+    x = np.asarray(observation, np.float64)
+    n, actions = len(x), len(log_std)
+    out = float64(policy)["actor"]["Dense_1"]["kernel"]
+    inner = (1 - hidden**2)[:, :, None] * out[None]
+    jacobian = np.zeros((n, actions, len(flat64(policy))))
+    for k in range(actions):
+        one = np.eye(actions)[k]
+        pieces = [
+            inner[:, :, k],
+            np.einsum("ni,nj->nij", x, inner[:, :, k]).reshape(n, -1),
+            np.broadcast_to(one, (n, actions)),
+            np.einsum("nj,k->njk", hidden, one).reshape(n, -1),
+            np.zeros((n, actions)),
+        ]
+        jacobian[:, k] = np.concatenate(pieces, axis=1)
+    fisher = np.einsum("nka,k,nkb->ab", jacobian, np.exp(-2 * log_std), jacobian) / n
+    fisher[-actions:, -actions:] += 2 * np.eye(actions)
+    return fisher
+
+
+def reference_divergence(old, new, observation):
+    """Mean KL(old || new), textbook form."""
+    (a, la, _), (b, lb, _) = reference_policy(old, observation), reference_policy(new, observation)
+    va, vb = np.exp(2 * la), np.exp(2 * lb)
+    return (0.5 * (np.log(vb / va) + (va + (a - b) ** 2) / vb - 1)).sum(-1).mean()
+
+
+def reference_surrogate(policy, batch):
+    mean, log_std, _ = reference_policy(policy, batch.observation)
+    z = (np.asarray(batch.action, np.float64) - mean) / np.exp(log_std)
+    log_probability = (-0.5 * z**2 - log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
+    ratio = np.exp(log_probability - np.asarray(batch.log_probability, np.float64))
+    return (ratio * np.asarray(batch.advantage, np.float64)).mean()
+
+
+def equal(a, b):
+    return all(
+        np.array_equal(x, y, equal_nan=True) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def test_the_natural_step_matches_a_dense_float64_solve(agent, policy, batch):
+    gradient = jax.grad(agent.loss)(policy, batch)
+    propose = jax.jit(agent.proposal)
+    proposal = propose(policy, gradient, batch, DELTA)
+    matrix = reference_fisher(policy, batch.observation) + DAMPING * np.eye(len(flat64(policy)))
+    g = flat64(gradient)
+    x = np.linalg.solve(matrix, g)
+    expected = -np.sqrt(2 * DELTA / (x @ matrix @ x)) * x
+    assert np.linalg.norm(flat64(proposal.change) - expected) < 1e-5 * np.linalg.norm(expected)
+    assert float(proposal.residual) < 1e-5
+    longer = propose(policy, jax.tree.map(lambda leaf: 1e25 * leaf, gradient), batch, DELTA)
+    np.testing.assert_allclose(flat64(longer.change), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_few_conjugate_gradient_steps_say_how_far_they_are(agent, policy, batch):
+    short = TRPO(agent.env, 16, TRPOSettings(hidden=(WIDTH,), cg_steps=3))
+    gradient = jax.grad(agent.loss)(policy, batch)
+    proposal = short.proposal(policy, gradient, batch, DELTA)
+    matrix = reference_fisher(policy, batch.observation) + DAMPING * np.eye(len(flat64(policy)))
+    change, g = flat64(proposal.change), flat64(gradient)
+    direction = g / np.linalg.norm(g)
+    length = np.sqrt(change @ matrix @ change / (2 * DELTA))
+    assert length == pytest.approx(1, rel=1e-5)
+    fitted = matrix @ change / (change @ matrix @ change) * (change @ direction)
+    assert float(proposal.residual) == pytest.approx(np.linalg.norm(direction - fitted), rel=1e-3)
+
+
+def test_the_surrogates_gradient_and_the_divergence_match_float64(agent, policy, batch):
+    parts = agent.gradients(policy, batch, jax.random.key(3))
+    found = flat64(jax.tree.map(lambda g: g.mean(0), parts))
+    origin, structure = jax.tree.flatten(float64(policy))
+    slopes = []
+    for index, leaf in enumerate(origin):
+        for place in np.ndindex(leaf.shape):
+            ends = []
+            for sign in (1, -1):
+                moved = leaf.copy()
+                moved[place] += sign * 1e-5
+                changed = structure.unflatten([*origin[:index], moved, *origin[index + 1 :]])
+                ends.append(reference_surrogate(changed, batch))
+            slopes.append(-(ends[0] - ends[1]) / 2e-5)
+    np.testing.assert_allclose(found, slopes, rtol=1e-3, atol=1e-5)
+    moved = jax.tree.map(lambda p: p + 0.05, policy)
+    old, new = agent.policy(policy, batch.observation), agent.policy(moved, batch.observation)
+    expected = reference_divergence(policy, moved, batch.observation)
+    assert float(jnp.mean(gaussian_kl(*old, *new))) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def change(agent, policy, batch):
+    return agent.proposal(policy, jax.grad(agent.loss)(policy, batch), batch, DELTA).change
+
+
+@pytest.fixture(scope="module")
+def search(agent, policy, batch):
+    """A line search along a change from a first length."""
+    measure = agent.compared_with(policy, batch)
+    limits = {"max_kl": DELTA, "factor": 0.8, "max_backtracks": 10}
+    return jax.jit(lambda change, first: line_search(measure, policy, change, first_length=first, **limits))
+
+
+@pytest.mark.parametrize("first_length", [0.5, 1.0, 3.0])
+def test_the_line_search_takes_the_first_step_within_the_trust_region(search, policy, change, batch, first_length):
+    found = search(change, first_length)
+    before = reference_surrogate(policy, batch)
+    for backtracks in range(11):
+        length = first_length * 0.8**backtracks
+        candidate = jax.tree.map(lambda p, c, length=length: p + length * c, float64(policy), float64(change))
+        divergence = reference_divergence(policy, candidate, batch.observation)
+        gain = reference_surrogate(candidate, batch) - before
+        if divergence <= DELTA and gain > 0:
+            break
+    assert bool(found.accepted)
+    assert int(found.backtracks) == backtracks
+    assert float(found.length) == pytest.approx(length, rel=1e-6)
+    assert float(found.kl) == pytest.approx(divergence, rel=1e-3)
+    assert float(found.gain) == pytest.approx(gain, rel=1e-3)
+    np.testing.assert_allclose(flat64(found.params), flat64(candidate), rtol=1e-5, atol=1e-6)
+    assert reference_divergence(policy, found.params, batch.observation) <= DELTA * (1 + 1e-4)
+
+
+REFUSED = {
+    "uphill": lambda change: jax.tree.map(lambda c: -c, change),
+    "too far": lambda change: jax.tree.map(lambda c: 1e3 * c, change),
+    "zero": lambda change: jax.tree.map(jnp.zeros_like, change),
+    "nan": lambda change: change | {"log_std": change["log_std"].at[0].set(jnp.nan)},
+    "infinite": lambda change: change | {"log_std": change["log_std"].at[0].set(jnp.inf)},
+}
+
+
+def test_a_step_that_is_refused_keeps_the_old_policy_bit_for_bit(search, policy, change):
+    changes = jax.tree.map(lambda *leaves: jnp.stack(leaves), change, *(bad(change) for bad in REFUSED.values()))
+    found = jax.vmap(search, (0, None))(changes, 1.0)
+    np.testing.assert_array_equal(found.accepted, [True] + len(REFUSED) * [False])
+    for lane in range(1, 1 + len(REFUSED)):
+        kept = jax.tree.map(lambda leaf, lane=lane: leaf[lane], found)
+        assert equal(kept.params, policy)
+        assert (int(kept.backtracks), float(kept.length), float(kept.kl), float(kept.gain)) == (10, 0, 0, 0)
+
+
+class Altering(Recorder):
+    """Taps that multiply the policy's gradient."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def __call__(self, site, value, *, label="", **context):
+        return jax.tree.map(lambda g: self.factor * g, value) if (site, label) == ("gradient", "") else value
+
+
+@pytest.fixture(scope="module")
+def improve(agent, params, batch):
+    """One improvement with the policy's gradient multiplied by a factor: parameters and telemetry."""
+    samples = jax.tree.map(lambda x: x.reshape(SAMPLES // 2, 2, *x.shape[1:]), batch)
+    optimizer = agent.optimizer.init(params["critic"])
+
+    def once(factor):
+        improved, _, telemetry = agent.improve(params, optimizer, samples, jax.random.key(0), Altering(factor))
+        return improved, telemetry
+
+    return once
+
+
+FACTORS = (1.0, jnp.nan, jnp.inf, 0.0)
+
+
+@pytest.fixture(scope="module")
+def lanes(improve):
+    """What becomes of each factor, all computed side by side."""
+    return jax.jit(jax.vmap(improve))(jnp.array(FACTORS))
+
+
+@pytest.mark.parametrize("lane", range(1, len(FACTORS)))
+def test_a_broken_gradient_moves_nothing_but_the_critic(lanes, params, lane):
+    (improved, telemetry), (normal, _) = (jax.tree.map(lambda x, k=k: x[k], lanes) for k in (lane, 0))
+    assert equal([improved["actor"], improved["log_std"]], [params["actor"], params["log_std"]])
+    assert equal(improved["critic"], normal["critic"])
+    assert not equal(improved["critic"], params["critic"])
+    assert float(telemetry["accepted"]) == 0
+    assert np.isfinite(telemetry["gradient_norm"]) == (FACTORS[lane] == 0)
+
+
+def test_a_lane_equals_a_single_run_to_rounding(lanes, improve):
+    for together, alone in zip(jax.tree.leaves(lanes), jax.tree.leaves(jax.jit(improve)(1.0)), strict=True):
+        np.testing.assert_allclose(together[0], alone, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def audited():
+    """One audit of TRPO on a probe: telemetry by condition, perturbed in steps 4 and 5 of 8."""
+    settings = TRPOSettings(**(PLAIN | {"num_envs": 2, "telemetry": "full"}), hidden=(8,), critic_epochs=2)
+    probe = TRPO(Probe(lambda a: -((a - 0.5) ** 2), False), 16, settings)
+    learner = ja.Learner(probe.init, probe.step, vectors={"layer_gradient_norm": ("layer", probe.layers)})
+    when = {"onset": 4, "duration": 2}
+    tight = ja.Perturbation(
+        "tight", "optimization", "trust_region", scaled, magnitude=0.1, neutral=1.0, when=ja.window(**when)
+    )
+    conditions = {
+        "neutral": ja.chain(ja.lr_spike(1.0, **when), ja.momentum_noise(0.0, **when)),
+        "actor": ja.lr_spike(1e6, target="actor", **when),
+        "critic": ja.lr_spike(100.0, target="critic", **when),
+        "both": ja.lr_spike(3.0, **when),
+        "tight": tight,
+        "moments": ja.momentum_noise(10.0, target="critic", **when),
+    }
+    data = ja.audit(learner, list(conditions.values()), seeds=2, steps=8).telemetry
+    return {name: data.isel(condition=index) for index, name in enumerate(["control", *conditions])}
+
+
+def scaled(key, value, magnitude):
+    return value * magnitude
+
+
+OPEN = {"step": slice(4, 6)}
+
+
+def test_a_neutral_lane_is_its_control(audited):
+    for name, series in audited["control"].data_vars.items():
+        if "step" in series.dims:
+            np.testing.assert_array_equal(series, audited["neutral"][name], err_msg=name)
+
+
+def test_the_line_search_refuses_what_a_spike_proposes(audited):
+    spiked, control = audited["actor"].isel(OPEN), audited["control"].isel(OPEN)
+    assert (spiked["accepted"] == 0).all()
+    assert (spiked["approximate_kl"] == 0).all()
+    assert (spiked["step_length"] == 0).all()
+    assert (spiked["backtracks"] == 10).all()
+    assert (control["accepted"] == 1).all()
+    assert (control["approximate_kl"] <= DELTA).all()
+    np.testing.assert_array_equal(spiked["learning_rate"], control["learning_rate"])
+
+
+def test_a_target_tells_the_critics_rate_from_the_actors_step(audited):
+    control = audited["control"].isel(OPEN)
+    for name, factor in (("critic", 100), ("both", 3)):
+        np.testing.assert_allclose(audited[name].isel(OPEN)["learning_rate"], factor * control["learning_rate"])
+    first = {"step": 4}
+    np.testing.assert_array_equal(
+        audited["critic"].isel(first)["step_length"], audited["control"].isel(first)["step_length"]
+    )
+    assert (audited["both"].isel(OPEN)["backtracks"] > control["backtracks"]).all()
+
+
+def test_trust_region_and_critics_moments_are_sites(audited):
+    assert (audited["tight"].isel(OPEN)["approximate_kl"] <= 0.1 * DELTA).all()
+    assert (audited["tight"].isel(OPEN)["accepted"] == 1).all()
+    control = audited["control"].isel(step=5)
+    assert (abs(audited["moments"].isel(step=5)["value_loss"] - control["value_loss"]) > 1e-4).all()
+
+
+@pytest.mark.parametrize("wrong", [{"max_kl": 0.0}, {"backtrack_factor": 1.0}, {"cg_steps": 0}, {"damping": -0.1}])
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TRPOSettings(**wrong)
+
+
+@pytest.mark.slow
+def test_trpo_learns_inverted_pendulum():
+    """Evaluation return of at least 950 within 60k env steps on at least 3 of 4 seeds."""
+    learner = ja.learners.trpo("InvertedPendulum-v5", num_envs=4, rollout_length=128, evaluations=6, telemetry="basic")
+    steps = 115
+    grid = ja.plan(learner, [ja.lr_spike(1.0, onset=steps - 1, duration=1)], seeds=4, steps=steps, tail=0)
+    baseline, _ = ja.compiled(grid.program)(ja.inputs(grid))
+    assert steps * learner.samples_per_step < 60_000
+    best = np.nanmax(np.asarray(baseline["evaluation_return"])[:, :4], axis=0)
+    assert (best >= 950).sum() >= 3, best
