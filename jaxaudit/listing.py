@@ -24,8 +24,11 @@ TABLE_S5 = (
 
 
 def tasks() -> list[str]:
-    """The tasks, one a line."""
-    return task_names()
+    """The tasks, one a line, and the other packages' that a spec may name."""
+    from jaxaudit.tasks import foreign  # slow, so not before it is needed
+
+    families = [(f"{kind}:<name>", family.about) for kind, family in foreign.FAMILIES.items()]
+    return task_names() + aligned(families)
 
 
 def learners() -> list[str]:

@@ -7,7 +7,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,14 +56,13 @@ def margin_of(folder: Path, spec: Spec | None, out: Path | None, chosen: Setting
     run = _open(folder, spec)
     lines = run.lay_out(chosen)
     place = _Place(Folder(out or folder / "margins"), run, chosen)
-    probes = place.read(lines) or run.known(lines)
+    place.read(lines)  # or it is refused before anything is made
 
     def result() -> Margins:
         return Margins(lines, tuple(probes), run.grid.seeds, chosen.criterion, run.grid.steps)
 
-    place.make()
-    with place.store.held():
-        place.store.sweep()
+    with place.held():
+        probes = place.read(lines) or run.known(lines)
         _search(run, lines, probes, lambda: place.write(result()))
         place.write(result())
         place.store.write(place.store.path / TABLE, result().table.to_csv(index=False))
@@ -220,14 +220,17 @@ class _Place:
             raise UserError(f"{self.store.path / SEARCH} is damaged: it is no longer a JSON object")
         return found
 
-    def make(self) -> None:
-        """Makes the folder, and says in it what is searched."""
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Makes the folder and says in it what is searched; while inside, no other process searches here."""
         try:
             self.store.path.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(self._asked | self._how, indent=2) + "\n"
-            self.store.write(self.store.path / SEARCH, text)
         except OSError as error:
             raise UserError(f"cannot make the folder {self.store.path}: {error.strerror or error}") from None
+        with self.store.held():
+            self.store.sweep()
+            self.store.write(self.store.path / SEARCH, json.dumps(self._asked | self._how, indent=2) + "\n")
+            yield
 
     def write(self, margins: Margins) -> None:
         """Keeps all outcomes so far."""

@@ -45,11 +45,12 @@ class Margins:
 
         Columns: `perturbation`, `onset` and `limit` (steps; a collapse before the limit counts, inf: any), `standard`
         (magnitude), `margin` with `low` and `high` (magnitudes of the interval, by rising harm) and `coverage`,
-        `safety_factor` with `safety_low` and `safety_high` (how many times the standard; inf where not reached),
-        `searched_from` and `searched_to` (magnitudes), `seeds`, of which `collapse_undisturbed`,
-        `collapse_at_all_magnitudes`, `never_collapse`, `contradictory` (they survive a harsher magnitude than one
-        they collapse at) and `unknown`; `checked` and `collapsed_at_margin` (of the seeds trained at the margin
-        itself), `evaluations` (lanes trained), `verdict`. A chain's magnitudes are its first part's.
+        `safety_factor` with `safety_low` and `safety_high` (how many times the standard; inf where not reached, 0
+        where all that was tried collapses), `searched_from` and `searched_to` (magnitudes), `seeds`, of which
+        `collapse_undisturbed`, `collapse_at_all_magnitudes`, `never_collapse`, `contradictory` (they survive a
+        harsher magnitude than one they collapse at) and `unknown`; `checked` and `collapsed_at_margin` (of the seeds
+        trained at the margin itself), `evaluations` (lanes trained), `verdict`. A chain's magnitudes are its first
+        part's.
         """
         return pd.DataFrame([self._row(one) for one in self.found])
 
@@ -137,6 +138,8 @@ class Margins:
         }
         for name, u in zip(("margin", "low", "high"), middle[:3], strict=True):
             row[name] = _magnitude(ray, u)
+        if middle.value == -math.inf and one.fallen * 2 < len(one.seeds):
+            row["margin"] = math.nan  # somewhere between neutral and the mildest that was tried
         row["coverage"] = middle.coverage
         for name, u in zip(("safety_factor", "safety_low", "safety_high"), middle[:3], strict=True):
             row[name] = math.exp(u)

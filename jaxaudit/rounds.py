@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxaudit.rays import Ray
@@ -47,6 +47,10 @@ class Probe:
     u: float
     purpose: str
     time: float | None = None
+
+
+Make = Callable[[int, int, float, str], Probe]
+"""Makes a probe of the round at hand, of ray, seed, u and purpose."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def _one(plan: Plan, number: int, ray: Ray, controls: dict, seen: dict, checks: 
     cut = {s: seen.get((number, s), {}) for s in known}
     every = {s: {**cut[s], **checks.get((number, s), {})} for s in known}
 
-    def each(how, outcomes) -> tuple[Bracket, ...]:
+    def each(how: Callable[[dict, float], Bracket], outcomes: dict[int, dict]) -> tuple[Bracket, ...]:
         return tuple(ALWAYS if s in fallen else how(outcomes[s], ray.range.floor) for s in known)
 
     brackets = each(bracket, cut)
@@ -161,7 +165,7 @@ def next_round(plan: Plan, onset: int, probes: Sequence[Probe]) -> list[Probe]:
     return _cuts(plan, states, make) or _checks(plan, states, probes, make)
 
 
-def _cuts(plan: Plan, states: list[Found], make) -> list[Probe]:
+def _cuts(plan: Plan, states: list[Found], make: Make) -> list[Probe]:
     open_now = [
         (f.ray, s, one)
         for f in states
@@ -178,7 +182,7 @@ def _cuts(plan: Plan, states: list[Found], make) -> list[Probe]:
     ]
 
 
-def _checks(plan: Plan, states: list[Found], probes: Sequence[Probe], make) -> list[Probe]:
+def _checks(plan: Plan, states: list[Found], probes: Sequence[Probe], make: Make) -> list[Probe]:
     wanted = []
     for f in states:
         u = plan.rays[f.ray].range.snap(f.aim.value) if math.isfinite(f.aim.value) else math.nan

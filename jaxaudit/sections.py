@@ -50,14 +50,15 @@ class TaskSpec:
     """[task]: what is trained on.
 
     Attributes:
-      kind: "mujoco".
-      name: one of the registered tasks.
-      physics: the engine: "c", "mjx", or "auto", the faster one on this device.
+      kind: "mujoco", this package's tasks and those that are registered; "brax"; or "playground", MuJoCo Playground's.
+      name: as `tasks.make` takes it: of a registered task, or with the kind before it, "brax:ant".
+      physics: the engine: of "mujoco" "c", "mjx", or "auto", the faster one on this device; of "brax" one of
+        brax's backends, or "auto", the environment's own; of "playground" "mjx", which is "auto".
     """
 
-    kind: Literal["mujoco"]
+    kind: Literal["mujoco", "brax", "playground"]
     name: str
-    physics: Literal["auto", "c", "mjx"] = "auto"
+    physics: Literal["auto", "c", "mjx", "generalized", "positional", "spring"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,21 @@ def task_names() -> list[str]:
 
 def read_task(sections: Table) -> TaskSpec:
     """Reads [task]. Raises UserError."""
+    from jaxaudit.tasks import foreign  # slow, so not before it is needed
+
     table = _section(sections, "task", _names(TaskSpec))
     kind, name = table.get("kind", str), table.get("name", str)
-    if kind != "mujoco":
-        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, ['mujoco'])}")
-    if name not in (known := task_names()):
-        raise UserError(f"{table.place}: {registry.unknown('task', name, known)}")
-    return TaskSpec("mujoco", name, table.get("physics", Literal["auto", "c", "mjx"], TaskSpec.physics))
+    if kind == "mujoco":
+        if name not in (known := task_names()):
+            raise UserError(f"{table.place}: {registry.unknown('task', name, known)}")
+        return TaskSpec("mujoco", name, table.get("physics", Literal["auto", "c", "mjx"], TaskSpec.physics))
+    if kind not in foreign.FAMILIES:
+        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, ['mujoco', *foreign.FAMILIES])}")
+    name = name.removeprefix(f"{kind}:")
+    physics = table.get("physics", str, TaskSpec.physics)
+    with placed(table.place):
+        foreign.check(kind, name, physics)
+    return TaskSpec(kind, f"{kind}:{name}", physics)
 
 
 @dataclass(frozen=True)

@@ -289,7 +289,7 @@ def quota(size):
 def test_a_limit_on_file_size(server, stopped, reference, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(stopped, folder)
-    one_sentence(server("resume", folder, first=quota(200)), 1, "full", "jaxaudit resume")
+    one_sentence(server("resume", folder, first=quota(600)), 1, "full", "jaxaudit resume")
     assert server("resume", folder).code == 0
     assert_same(folder, reference)
 

@@ -365,16 +365,17 @@ class OffPolicy:
         return dataclasses.replace(networks, target=target)
 
     def update_telemetry(self, updates: dict[str, Update]) -> Told:
-        """Gradient norms of actor and critics, and of both together; the rest as their average."""
-        both = [updates["actor"], updates["critic"]]
-        actor, critic = (update.gradient_norm for update in both)
+        """Gradient norms and learning rates of actor and critics; what both have in common as their average."""
+        actor, critic = updates["actor"], updates["critic"]
         return {
-            "actor_gradient_norm": actor,
-            "critic_gradient_norm": critic,
-            "gradient_norm": jnp.sqrt(actor**2 + critic**2),
-            "learning_rate": sum(update.learning_rate for update in both) / 2,
-            "clipped_fraction": sum(update.clipped for update in both) / 2,
-            "x_mem": sum(update.memory for update in both) / 2,
+            "actor_gradient_norm": actor.gradient_norm,
+            "critic_gradient_norm": critic.gradient_norm,
+            "gradient_norm": jnp.sqrt(actor.gradient_norm**2 + critic.gradient_norm**2),
+            "actor_learning_rate": actor.learning_rate,
+            "critic_learning_rate": critic.learning_rate,
+            "learning_rate": (actor.learning_rate + critic.learning_rate) / 2,
+            "clipped_fraction": (actor.clipped + critic.clipped) / 2,
+            "x_mem": (actor.memory + critic.memory) / 2,
         }
 
     def coherence(self, networks: Networks, buffer: jax.Array, key: jax.Array, count: jax.Array) -> Told:

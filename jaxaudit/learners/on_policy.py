@@ -154,11 +154,6 @@ class OnPolicy(Rollouts):
         """The samples of an iteration in one row, `[batch_size, ...]`."""
         return jax.tree.map(lambda x: x.reshape(self.settings.batch_size, *x.shape[2:]), samples)
 
-    def shuffled_minibatches(self, key: jax.Array) -> jax.Array:
-        """Each sample's index once, in random order: `[minibatches, minibatch_size]`."""
-        order = shuffled(key, self.settings.batch_size)
-        return order.reshape(self.settings.minibatches, self.settings.minibatch_size)
-
     def epochs(
         self,
         minibatch: Callable[[Taps, Any, Samples], tuple[Any, Any]],
@@ -178,7 +173,8 @@ class OnPolicy(Rollouts):
             return minibatch(taps, carry, jax.tree.map(lambda x: x[rows], data))
 
         def epoch(taps: Taps, carry: Any, epoch_key: jax.Array):
-            return taps.scan(update, carry, self.shuffled_minibatches(epoch_key))
+            order = shuffled(epoch_key, self.settings.batch_size)
+            return taps.scan(update, carry, order.reshape(self.settings.minibatches, self.settings.minibatch_size))
 
         return taps.scan(epoch, carry, jax.random.split(key, times))
 

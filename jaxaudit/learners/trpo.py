@@ -12,6 +12,7 @@ import optax
 
 from jaxaudit import registry
 from jaxaudit.kernels.coherence import dominant_share, mean_pairwise_cosine, unit_gradient
+from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings, on_task
@@ -32,7 +33,7 @@ class TRPOSettings(OnPolicySettings):
       max_kl: the trust region, delta: greatest mean Kullback-Leibler divergence of new policy from old, in nats.
       cg_steps: conjugate gradient steps.
       damping: added to the diagonal of the Fisher matrix.
-      fisher_every: the Fisher matrix is that of every n-th sample of the batch; 1: of all.
+      fisher_every: the Fisher matrix is that of every n-th sample of the batch, in random order; 1: of all.
       backtrack_factor: by which the line search shortens a step that is not accepted.
       max_backtracks: how often it does so before it keeps the old policy.
       learning_rate: of the critic's Adam.
@@ -86,7 +87,9 @@ class TRPO(OnPolicy):
         """A step of the policy and epochs of the critic, both from the same advantages; and what they tell."""
         policy_key, critic_key = jax.random.split(key)
         policy = {name: params[name] for name in ("actor", "log_std")}
-        policy, telemetry, policy_norms = self.improve_policy(policy, self.flat(samples), policy_key, taps)
+        order = shuffled(policy_key, self.settings.batch_size)
+        batch = jax.tree.map(lambda x: x[order], self.flat(samples))
+        policy, telemetry, policy_norms = self.improve_policy(policy, batch, taps)
         critic, optimizer, fitted, critic_norms = self.fit_critic(
             params["critic"], optimizer, samples, critic_key, taps
         )
@@ -96,10 +99,11 @@ class TRPO(OnPolicy):
             telemetry["layer_gradient_norm"] = jnp.stack(jax.tree.leaves(norms))
         return policy | {"critic": critic}, optimizer, telemetry
 
-    def improve_policy(
-        self, policy: Params, batch: Samples, key: jax.Array, taps: Taps
-    ) -> tuple[Params, dict[str, jax.Array], Params]:
-        """One natural step with a line search: the policy, telemetry, and the gradient's norm in every layer."""
+    def improve_policy(self, policy: Params, batch: Samples, taps: Taps) -> tuple[Params, dict[str, jax.Array], Params]:
+        """One natural step with a line search: the policy, telemetry, and the gradient's norm in every layer.
+
+        The batch `[batch_size, ...]` is in random order, so that each of its parts is like the whole.
+        """
         settings = self.settings
         advantage = batch.advantage
         if settings.normalize_advantages:
@@ -107,7 +111,7 @@ class TRPO(OnPolicy):
         batch = batch._replace(advantage=advantage)
         # Accelerators may multiply float32 matrices in fewer bits, too few for conjugate gradients.
         with jax.default_matmul_precision("highest"):
-            parts = self.gradients(policy, batch, key)
+            parts = self.gradients(policy, batch)
             gradient = taps("gradient", jax.tree.map(lambda g: jnp.mean(g, axis=0), parts))
             max_kl = taps("trust_region", jnp.float32(settings.max_kl), label="actor")
             proposal = self.proposal(policy, gradient, batch, max_kl)
@@ -134,9 +138,10 @@ class TRPO(OnPolicy):
             telemetry["x_grad_dominant"] = dominant_share(parts)
         return found.params, telemetry, jax.tree.map(_root_mean_square_norm, parts)
 
-    def gradients(self, policy: Params, batch: Samples, key: jax.Array) -> Params:
+    def gradients(self, policy: Params, batch: Samples) -> Params:
         """The loss's gradient in every minibatch, `[minibatches, ...]`: their mean is the batch's."""
-        chunks = jax.tree.map(lambda x: x[self.shuffled_minibatches(key)], batch)
+        sizes = (self.settings.minibatches, self.settings.minibatch_size)
+        chunks = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), batch)
         return jax.vmap(jax.grad(self.loss), (None, 0))(policy, chunks)
 
     def loss(self, policy: Params, batch: Samples) -> jax.Array:

@@ -18,4 +18,4 @@ make_brax = _envs.get_environment
 
 def brax_environments() -> list[str]:
     """Return the names that `make_brax` knows."""
-    return list(_envs._envs)  # noqa: SLF001
+    return list(_envs._envs)

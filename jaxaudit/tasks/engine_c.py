@@ -83,8 +83,8 @@ class CMujocoEnv(MujocoEnv):
             was, now = self.physics(before), self.physics(moved.columns, moved.derived)
             after = moved.columns
             if self.tracked:
-                track = np.where(alive[:, None], now.track, was.track)
-                track[moved.diverged] = np.nan
+                kept = np.where(moved.diverged[:, None], np.nan, was.track)
+                track = np.where(alive[:, None], now.track, kept)
                 after = np.concatenate([after, track], axis=1)
             _split(after, _rows(out["high"], axes), _rows(out["low"], axes))
 

@@ -92,10 +92,7 @@ class MjxEnv(MujocoEnv):
         """Return what the task needs; the contact forces only with a model."""
         if model is not None and "cfrc_ext" in self.task.needs:
             data = mjx.rne_postconstraint(model, data)
-        return {
-            name: getattr(data._impl if name in _IN_IMPLEMENTATION else data, name)  # noqa: SLF001
-            for name in self.task.needs
-        }
+        return {name: getattr(data._impl if name in _IN_IMPLEMENTATION else data, name) for name in self.task.needs}
 
 
 def _scaled(model: mjx.Model, factors: jax.Array) -> mjx.Model:

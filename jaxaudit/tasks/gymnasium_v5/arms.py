@@ -58,16 +58,14 @@ def _pusher_reset(key: jax.Array, init_qpos: Array, init_qvel: Array) -> tuple[j
     """Put the object on its rectangle, but not within 0.17 of the goal, which stays at the origin."""
     place_key, velocity_key = jax.random.split(key)
 
-    def draw(key: jax.Array) -> jax.Array:
-        return jax.random.uniform(key, (2,), minval=jnp.array([-0.3, -0.2]), maxval=jnp.array([0.0, 0.2]))
+    def near(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jnp.linalg.norm(carry[1]) <= 0.17
 
     def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        key, _ = carry
-        key, draw_key = jax.random.split(key)
-        return key, draw(draw_key)
+        key, draw_key = jax.random.split(carry[0])
+        return key, jax.random.uniform(draw_key, (2,), minval=jnp.array([-0.3, -0.2]), maxval=jnp.array([0.0, 0.2]))
 
-    near = lambda carry: jnp.linalg.norm(carry[1]) <= 0.17  # noqa: E731
-    _, place = jax.lax.while_loop(near, again, again((place_key, None)))
+    _, place = jax.lax.while_loop(near, again, (place_key, jnp.zeros(2)))
     qpos = jnp.asarray(init_qpos, jnp.float32).at[-4:].set(jnp.append(place, jnp.zeros(2)))
     return qpos, uniform(velocity_key, init_qvel, 0.005).at[-4:].set(0.0)
 

@@ -1,0 +1,260 @@
+"""SAC and TD3 on rooms with known values, their parts against independent references, and in an audit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rooms import BEST, CHOICE, FOR_EVER, ONE_STEP, SECOND_STEP, TWO_STEPS, Rooms
+
+import jaxaudit as ja
+from jaxaudit.learners.replay_buffer import Transitions
+from jaxaudit.learners.sac import SAC, SACSettings
+from jaxaudit.learners.td3 import TD3, TD3Settings
+from jaxaudit.taps import Taps
+
+GAMMA = 0.9
+TEMPERATURE = 0.02
+SMALL = {
+    "num_envs": 8,
+    "iteration_steps": 128,
+    "learning_starts": 256,
+    "batch_size": 64,
+    "buffer_size": 2000,
+    "learning_rate": 3e-3,
+    "gamma": GAMMA,
+    "tau": 0.02,
+    "hidden": (32, 32),
+    "telemetry": "basic",
+}
+
+
+def trained(agent, iterations):
+    """State and telemetry after a run; its first iteration ends before learning starts."""
+
+    def iterate(state, index):
+        return agent.step(state, jax.random.fold_in(jax.random.key(1), index), Taps(index, iterations))
+
+    run = jax.jit(lambda key: jax.lax.scan(iterate, agent.init(key), jnp.arange(iterations)))
+    return run(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def sac():
+    settings = SACSettings(**SMALL, entropy_coefficient=TEMPERATURE)
+    agent = SAC(Rooms(), Rooms.max_episode_steps, settings)
+    return agent, *trained(agent, 60)
+
+
+@pytest.fixture(scope="module")
+def td3():
+    agent = TD3(Rooms(), Rooms.max_episode_steps, TD3Settings(**SMALL, exploration_noise=0.3))
+    return agent, *trained(agent, 60)
+
+
+@pytest.fixture(scope="module", params=["sac", "td3"])
+def run(request):
+    return request.getfixturevalue(request.param)
+
+
+def value(run, room):
+    agent, state, _ = run
+    return float(agent.value(state.networks.params, jax.nn.one_hot(room, 5)))
+
+
+def test_a_terminated_episode_is_worth_its_reward_alone(run):
+    assert value(run, ONE_STEP) == pytest.approx(1.0, abs=0.03)
+    assert value(run, SECOND_STEP) == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_reward_one_step_away_is_discounted_once(run):
+    assert value(run, TWO_STEPS) == pytest.approx(GAMMA, abs=0.04)
+
+
+def test_a_truncated_episode_is_bootstrapped_through(run):
+    """A reward of one for ever is worth 1 / (1 - gamma), whatever the time limit; SAC adds 2% for its entropy."""
+    assert value(run, FOR_EVER) == pytest.approx(1 / (1 - GAMMA), rel=0.04)
+
+
+def test_the_policy_finds_the_rewarded_action_in_the_tasks_units(run):
+    agent, state, _ = run
+    action = agent.to_action_space(agent.act(state.networks.params, jax.nn.one_hot(CHOICE, 5)))
+    assert float(action[0]) == pytest.approx(BEST, abs=0.1)
+
+
+def test_the_temperature_holds_the_policy_at_its_known_width(sac):
+    """Actions a are drawn as exp(-(a - 0.5)^2 / alpha): with a standard deviation of sqrt(alpha / 2)."""
+    agent, state, _ = sac
+    _, log_std = agent.policy(state.networks.params["actor"], jax.nn.one_hot(CHOICE, 5))
+    slope = 2.0 * (1.0 - (BEST / 2.0) ** 2)  # from before the squashing to the task's units
+    assert float(jnp.exp(log_std[0])) * slope == pytest.approx((TEMPERATURE / 2) ** 0.5, rel=0.25)
+
+
+def test_before_learning_starts_actions_are_uniform_and_nothing_is_updated(run):
+    agent, _, telemetry = run
+    assert np.isnan(telemetry["critic_loss"][:2]).all()
+    assert np.isnan(telemetry["x_grad"][:2]).all()
+    assert (np.asarray(telemetry["update_norm"][:2]) == 0).all()
+    assert np.isfinite(telemetry["critic_loss"][2:]).all()
+    assert np.isfinite(telemetry["x_grad"][2:]).all()
+    state, _ = jax.eval_shape(agent.step, agent.init(jax.random.key(0)), jax.random.key(0), Taps(0, 2)), None
+    assert state[0].buffer.shape == (2000, 2 * 5 + 1 + 2)
+
+
+def test_the_buffer_holds_what_happened(run):
+    """Every row is a transition of the rooms, with its reward for the action in the task's units."""
+    agent, state, _ = run
+    rows = np.asarray(state.buffer, np.float64)
+    observation, action, reward, following, terminated = np.split(rows, [5, 6, 7, 12], axis=1)
+    room = observation.argmax(1)
+    expected = np.select([room == TWO_STEPS, room == CHOICE], [0.0, -((2 * action[:, 0] - BEST) ** 2)], 1.0)
+    np.testing.assert_allclose(reward[:, 0], expected, atol=1e-5)
+    np.testing.assert_array_equal(following.argmax(1), np.where(room == TWO_STEPS, SECOND_STEP, room))
+    np.testing.assert_array_equal(terminated[:, 0], np.isin(room, [ONE_STEP, SECOND_STEP, CHOICE]))
+    assert np.unique(room).size == 5
+
+
+@pytest.mark.parametrize("target", [-1.0, 0.3])
+def test_a_tuned_temperature_drives_the_entropy_to_its_target(tuned, target):
+    state, telemetry = tuned(target)
+    assert float(np.mean(telemetry["entropy"][-5:])) == pytest.approx(target, abs=0.1)
+    assert float(telemetry["temperature"][-1]) == pytest.approx(float(jnp.exp(state.networks.params["temperature"])))
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    """Trains SAC with a tuned temperature towards a target that is data, so that it compiles once."""
+    settings = SACSettings(**SMALL | {"learning_starts": 0}, automatic_entropy=True)
+    agent = SAC(Rooms(), Rooms.max_episode_steps, settings)
+
+    def iterate(state, index):
+        return agent.step(state, jax.random.fold_in(jax.random.key(1), index), Taps(index, 60))
+
+    @jax.jit
+    def train(target):
+        agent.target_entropy = target
+        return jax.lax.scan(iterate, agent.init(jax.random.key(0)), jnp.arange(60))
+
+    return train
+
+
+def batch_of(rng, n=64):
+    observation, following = rng.normal(size=(2, n, 5))
+    action, reward = np.tanh(rng.normal(size=(n, 1))), rng.normal(size=n)
+    return Transitions(observation, action, reward, following, (rng.random(n) < 0.3).astype(float))
+
+
+def dense(params, x, hidden=2):
+    for layer in range(hidden):
+        x = np.maximum(x @ params[f"Dense_{layer}"]["kernel"] + params[f"Dense_{layer}"]["bias"], 0.0)
+    return x @ params[f"Dense_{hidden}"]["kernel"] + params[f"Dense_{hidden}"]["bias"]
+
+
+def critics(params, observation, action):
+    seen = np.concatenate([observation, action], axis=1)
+    return np.stack([dense(params["first"], seen)[:, 0], dense(params["second"], seen)[:, 0]])
+
+
+def networks_of(agent):
+    """Networks whose targets differ from them, and the same in float64."""
+    first, second = (agent.init(jax.random.key(i)).networks for i in (3, 4))
+    networks = dataclasses.replace(first, target=second.target)
+    return networks, jax.tree.map(lambda x: np.asarray(x, np.float64), networks)
+
+
+def float32(batch):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
+
+
+def squashed(output, noise):
+    mean, log_std = np.split(output, 2, axis=1)
+    action = np.tanh(mean + np.exp(log_std) * noise)
+    log_density = -0.5 * (noise**2 + np.log(2 * np.pi)) - log_std - np.log(1 - action**2)
+    return action, log_density.sum(1)
+
+
+def test_sacs_losses_match_float64_numpy():
+    agent = SAC(Rooms(), 4, SACSettings(**SMALL))
+    networks, exact = networks_of(agent)
+    batch, key = batch_of(np.random.default_rng(0)), jax.random.key(5)
+    noise = np.asarray(jax.random.normal(key, (64, 1)), np.float64)
+    action, log_density = squashed(dense(exact.params["actor"], batch.next_observation), noise)
+    after = critics(exact.target["critic"], batch.next_observation, action).min(0) - 0.2 * log_density
+    target = batch.reward + GAMMA * (1 - batch.terminated) * after
+    values = critics(exact.params["critic"], batch.observation, batch.action)
+    loss, told = agent.critic_loss(networks.params["critic"], networks, float32(batch), key)
+    np.testing.assert_allclose(loss, 0.5 * ((values - target) ** 2).mean(1).sum(), rtol=1e-4)
+    np.testing.assert_allclose(told["q_mean"], values.mean(), rtol=1e-4)
+
+    action, log_density = squashed(dense(exact.params["actor"], batch.observation), noise)
+    value = critics(exact.params["critic"], batch.observation, action).min(0)
+    loss, told = agent.actor_loss(networks.params["actor"], networks, float32(batch), key)
+    np.testing.assert_allclose(loss, (0.2 * log_density - value).mean(), rtol=1e-4)
+    np.testing.assert_allclose(told["entropy"], -log_density.mean(), rtol=1e-4)
+
+
+def test_td3s_losses_smooth_the_target_and_match_float64_numpy():
+    agent = TD3(Rooms(), 4, TD3Settings(**SMALL, target_noise=0.4, target_noise_clip=0.5))
+    networks, exact = networks_of(agent)
+    batch, key = batch_of(np.random.default_rng(1)), jax.random.key(6)
+    noise = np.clip(0.4 * np.asarray(jax.random.normal(key, (64, 1)), np.float64), -0.5, 0.5)
+    assert (np.abs(noise) == 0.5).any()
+    action = np.clip(np.tanh(dense(exact.target["actor"], batch.next_observation)) + noise, -1, 1)
+    after = critics(exact.target["critic"], batch.next_observation, action).min(0)
+    target = batch.reward + GAMMA * (1 - batch.terminated) * after
+    values = critics(exact.params["critic"], batch.observation, batch.action)
+    loss, _ = agent.critic_loss(networks.params["critic"], networks, float32(batch), key)
+    np.testing.assert_allclose(loss, ((values - target) ** 2).mean(1).sum(), rtol=1e-4)
+
+    action = np.tanh(dense(exact.params["actor"], batch.observation))
+    loss, _ = agent.actor_loss(networks.params["actor"], networks, float32(batch), key)
+    np.testing.assert_allclose(loss, -critics(exact.params["critic"], batch.observation, action)[0].mean(), rtol=1e-4)
+
+
+def test_target_networks_follow_in_closed_form():
+    agent = TD3(Rooms(), 4, TD3Settings(**SMALL))
+    networks, exact = networks_of(agent)
+    moved = networks
+    for _ in range(10):
+        moved = agent.move_targets(moved)
+    left = (1 - SMALL["tau"]) ** 10
+    online = {name: exact.params[name] for name in ("actor", "critic")}
+    expected = jax.tree.map(lambda fast, slow: fast + left * (slow - fast), online, exact.target)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), moved.target, expected)
+
+
+def test_lanes_side_by_side_learn_as_alone_and_the_actor_is_delayed():
+    agent = TD3(Rooms(), 4, TD3Settings(**SMALL))
+    store = jax.random.normal(jax.random.key(0), (3, *agent.buffer.init().shape))
+    keys = jax.random.split(jax.random.key(1), 3)
+
+    def learn(key, store):
+        networks = agent.init(key).networks
+        return agent.learn(Taps(), networks, buffer=store, key=key, count=jnp.int32(40))[0]
+
+    single, many = jax.jit(learn), jax.jit(jax.vmap(learn))
+    together = many(keys, store)
+    for lane in range(3):
+        alone = single(keys[lane], store[lane])
+        mine = jax.tree.map(lambda x, lane=lane: x[lane], together)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), mine, alone)
+        assert (int(mine.optimizer["critic"].count), int(mine.optimizer["actor"].count)) == (8, 4)
+    assert single._cache_size() == many._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("learner", "settings", "said"),
+    [
+        (ja.learners.sac, {"num_envs": 3}, "num_envs 3 does not divide iteration_steps 2048"),
+        (ja.learners.sac, {"updates_per_step": 0.3}, "updates_per_step 0.3 times num_envs 8 must be a whole number"),
+        (ja.learners.td3, {"policy_delay": 3}, "a whole number that policy_delay 3 divides"),
+        (ja.learners.td3, {"buffer_size": 7}, "buffer_size must be at least num_envs, 8, not 7"),
+        (ja.learners.td3, {"buffer_dtype": "int8"}, "buffer_dtype must be one of float32, bfloat16, float16"),
+        (ja.learners.sac, {"automatic_entropy": True, "entropy_coefficient": 0.0}, "entropy_coefficient must be pos"),
+        (ja.learners.sac, {"target_entropy": float("nan")}, "target_entropy must be finite"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_one_sentence(learner, settings, said):
+    with pytest.raises(ValueError, match=said):
+        learner("InvertedPendulum-v5", **settings)
