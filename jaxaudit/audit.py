@@ -85,7 +85,5 @@ def _train(engine: Engine) -> tuple[dict[str, np.ndarray], np.ndarray]:
             seeds = list(grid.numbers(phase))
             trained[seeds, start:stop] = np.asarray(rows[PERFORMANCE])[: stop - start, : len(seeds)].T
         if is_onset(grid, chunk):
-            kept = at_onset.setdefault(stop, [])
-            for piece in engine.pieces(phase, states):
-                kept.append(piece._replace(states=jax.tree.map(np.array, piece.states)))
+            at_onset.setdefault(stop, []).extend(engine.copies(phase, states))
     return arrays, trained

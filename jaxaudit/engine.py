@@ -112,6 +112,10 @@ class Engine:
                 cut = slice(first - begin, first - begin + count)
                 yield Piece(numbers[first], count, jax.tree.map(lambda x: x[cut], shard))  # noqa: B023
 
+    def copies(self, phase: Phase, states: LaneState) -> list[Piece]:
+        """A phase's states on the host, to be kept while they are trained on."""
+        return [piece._replace(states=jax.tree.map(np.array, piece.states)) for piece in self.pieces(phase, states)]
+
     def lane_shapes(self, phase: Phase) -> LaneState:
         """Shapes and dtypes of one lane's state in the pieces of a phase."""
         return _lane_shapes(self.grid.program, phase.fork is not None)

@@ -68,7 +68,7 @@ def fit(grid: Grid, rows: int, baseline: bool = True, resident: bool = False) ->
     while True:
         engine = Engine(replace(grid, batch=most), rows)
         phase, width = _widest(engine, baseline)
-        least = width * engine.lane_bytes(phase)
+        least = width * engine.lane_bytes(phase) + (_kept(engine, resident) if _on_cpus(grid) else 0)
         if free is None or least <= SHARE * free:
             needed = needs(engine, [phase], resident)
             if free is None or needed.total <= SHARE * free:
@@ -105,7 +105,7 @@ def needs(engine: Engine, phases: Iterable[Phase], resident: bool = False) -> Ne
     """
     groups = list({phase.fork: phase for phase in phases}.values())
     moments = [moment for phase in groups for moment in _moments(engine, phase)]
-    kept = _resident(engine) if resident else LIBRARIES
+    kept = _kept(engine, resident)
     lane = max(engine.program_bytes(phase) // engine.grid.width(phase.fork) for phase in groups)
     give_back()
     if _on_cpus(engine.grid):
@@ -127,7 +127,10 @@ def _moments(engine: Engine, phase: Phase) -> Iterator[tuple[int, int]]:
     yield engine.program_bytes(phase), 0
 
 
-def _resident(engine: Engine) -> int:
+def _kept(engine: Engine, resident: bool) -> int:
+    """Bytes on the host from the beginning to the end."""
+    if not resident:
+        return LIBRARIES
     grid = engine.grid
     onsets = sum(fork.onset > 0 for fork in grid.forks) * len(grid.seeds) * engine.lane_bytes(Phase(None))
     values = sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values())

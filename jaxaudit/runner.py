@@ -165,9 +165,9 @@ def _train(
 ) -> None:
     grid = engine.grid
     states: Any
+    store.update_environment(status="running")
     done, states = restore(store, engine, chunks)
     _tell(engine, {chunk.phase for chunk in chunks[done:]}, done, len(chunks))
-    store.update_environment(status="running")
     level: tuple[np.ndarray, np.ndarray] | None = None
     samples = grid.program.learner.samples_per_step
     with stoppable() as stopping, Progress(grid, chunks, done, samples) as progress:

@@ -32,9 +32,7 @@ class Rooms(Env):
 
     def step(self, state, action):
         room = jnp.argmax(state.obs)
-        reward = jnp.select(
-            [room == TWO_STEPS, room == CHOICE], [0.0, -((action[0] - BEST) ** 2)], default=1.0
-        )
+        reward = jnp.select([room == TWO_STEPS, room == CHOICE], [0.0, -((action[0] - BEST) ** 2)], default=1.0)
         after = jnp.where(room == TWO_STEPS, SECOND_STEP, room)
         ends = (room == ONE_STEP) | (room == SECOND_STEP) | (room == CHOICE)
         return state.replace(

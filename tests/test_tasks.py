@@ -1,6 +1,7 @@
 """Tasks against Gymnasium, the engines against misuse, the episode wrapper against a counting environment."""
 
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,12 +14,23 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxaudit.tasks import TASKS, Episodes, evaluate, make, performance
-from jaxaudit.tasks._brax import Env, State
+from jaxaudit.errors import UserError
+from jaxaudit.sections import TaskSpec, read_task
+from jaxaudit.tables import Table
+from jaxaudit.tasks import TASKS, Episodes, evaluate, make, mjx_step, performance, simulations
+from jaxaudit.tasks._brax import Env, State, mjx
 from jaxaudit.tasks.engine import PhysicsState
 
 NAMES = sorted(TASKS)
-ENGINES = ("c", "mjx")
+MJX_QUICK = ("HalfCheetah-v5", "InvertedPendulum-v5", "Reacher-v5")  # to compile
+ON_BOTH = pytest.mark.parametrize(
+    ("name", "physics"),
+    [pytest.param(name, "c", id=f"{name}-c") for name in NAMES]
+    + [
+        pytest.param(name, "mjx", id=f"{name}-mjx", marks=[] if name in MJX_QUICK else [pytest.mark.slow])
+        for name in NAMES
+    ],
+)
 STEPS = 1000
 WIDTH = 250  # jaxlib's Cholesky factorisation, which MJX calls, can deadlock on two cores at 1,000
 
@@ -34,68 +46,108 @@ def env_of(name, physics):
     return make(name, physics)
 
 
+def compiled(function, physics):
+    """On a CPU, XLA's fusion emitters can make MJX's kinematics a thousand times slower."""
+    options = {"xla_cpu_use_fusion_emitters": False} if physics == "mjx" and jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=options)
+
+
+def columns_of(name, data):
+    """What a PhysicsState holds of an MjData."""
+    env = env_of(name, "c")
+    core = np.concatenate([data.qpos, data.qvel, data.act, data.qacc_warmstart])
+    derived = {field: getattr(data, field).copy() for field in env.task.needs}
+    return np.concatenate([core, env.physics(core, derived).track]) if env.tracked else core
+
+
 @functools.cache
 def gymnasium_steps(name):
     """1,000 steps of Gymnasium under random actions, a tenth of them too large, and its state before each."""
     rng = np.random.default_rng(0)
     reference = gymnasium.make(name)
-    model, data = reference.unwrapped.model, reference.unwrapped.data
-    space = reference.action_space
-    rows = []
+    data, space = reference.unwrapped.data, reference.action_space
+    rows, parts = [], []
     episode = 0
     reference.reset(seed=episode)
     for t in range(STEPS):
-        before = np.concatenate([data.qpos, data.qvel, data.act, data.qacc_warmstart])
+        before = columns_of(name, data)
         scale = 1.5 if t % 10 == 0 else 1.0
         action = scale * rng.uniform(space.low, space.high)
         action = action.astype(np.float32).astype(np.float64)
-        observation, reward, terminated, truncated, _ = reference.step(action)
+        observation, reward, terminated, truncated, info = reference.step(action)
         rows.append((before, action, observation, reward, terminated))
+        parts.append([info.get(part, np.nan) for part in env_of(name, "c").parts])
         if terminated or truncated:
             episode += 1
             reference.reset(seed=episode)
-    assert model.nu == len(action)
-    return tuple(np.array(column) for column in zip(*rows, strict=True))
+    return (*(np.array(column) for column in zip(*rows, strict=True)), np.array(parts))
 
 
 @functools.cache
 def step_of(name, physics):
     """One env step of `WIDTH` environments, compiled once for all tests."""
-    return jax.jit(jax.vmap(env_of(name, physics).step))
+    return compiled(jax.vmap(env_of(name, physics).step), physics)
+
+
+@functools.cache
+def reset_of(name, physics):
+    return compiled(jax.vmap(env_of(name, physics).reset), physics)
+
+
+def resets(name, physics, seed=0):
+    return reset_of(name, physics)(jax.random.split(jax.random.key(seed), WIDTH))
+
+
+def from_states(name, physics, step, columns, actions, info=None):
+    """One step of ours from each of Gymnasium's states."""
+    high = columns.astype(np.float32)
+    low = (columns - high).astype(np.float32) if physics == "c" else np.zeros_like(high)
+    state = resets(name, physics)
+    if info is not None:
+        state = state.replace(info=info)
+    outcomes = []
+    for rows in np.split(np.arange(len(columns)), len(columns) // WIDTH):
+        synchronised = state.replace(pipeline_state=PhysicsState(jnp.array(high[rows]), jnp.array(low[rows])))
+        outcomes.append(step(synchronised, jnp.array(actions[rows], jnp.float32)))
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *outcomes)
 
 
 @functools.cache
 def stepped(name, physics):
-    """Our one step from each of Gymnasium's states."""
-    env = env_of(name, physics)
     before, actions, *_ = gymnasium_steps(name)
-    high = before.astype(np.float32)
-    low = (before - high).astype(np.float32) if physics == "c" else np.zeros_like(high)
-    state = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), WIDTH))
-    outcomes = []
-    for rows in np.split(np.arange(STEPS), STEPS // WIDTH):
-        synchronised = state.replace(pipeline_state=PhysicsState(jnp.array(high[rows]), jnp.array(low[rows])))
-        outcomes.append(step_of(name, physics)(synchronised, jnp.array(actions[rows], jnp.float32)))
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *outcomes)
+    return from_states(name, physics, step_of(name, physics), before, actions)
 
 
-@pytest.mark.parametrize("physics", ENGINES)
-@pytest.mark.parametrize("name", NAMES)
+def assert_close(ours, observation, reward, physics):
+    tolerance = {"c": 1e-6, "mjx": 1e-4}[physics]
+    # Relative to the vector: a component that passes through zero has no relative precision in float32.
+    size = np.maximum(1.0, np.abs(observation).max(axis=1))
+    error = np.abs(np.asarray(ours.obs, np.float64) - observation).max(axis=1) / size
+    assert np.quantile(error, 0.99) < tolerance
+    error = np.abs(np.asarray(ours.reward, np.float64) - reward) / np.maximum(1.0, np.abs(reward))
+    assert np.quantile(error, 0.99) < tolerance
+
+
+@ON_BOTH
 class TestAgainstGymnasium:
     def test_observation_and_reward(self, name, physics):
-        _, _, observation, reward, _ = gymnasium_steps(name)
-        ours = stepped(name, physics)
-        tolerance = {"c": 1e-6, "mjx": 1e-4}[physics]
-        # Relative to the vector: a component that passes through zero has no relative precision in float32.
-        size = np.maximum(1.0, np.abs(observation).max(axis=1))
-        error = np.abs(np.asarray(ours.obs, np.float64) - observation).max(axis=1) / size
-        assert np.quantile(error, 0.99) < tolerance
-        error = np.abs(np.asarray(ours.reward, np.float64) - reward) / np.maximum(1.0, np.abs(reward))
-        assert np.quantile(error, 0.99) < tolerance
+        _, _, observation, reward, _, _ = gymnasium_steps(name)
+        assert_close(stepped(name, physics), observation, reward, physics)
 
     def test_termination(self, name, physics):
-        *_, terminated = gymnasium_steps(name)
+        terminated = gymnasium_steps(name)[4]
         np.testing.assert_array_equal(np.asarray(stepped(name, physics).done) > 0.5, terminated)
+
+    def test_parts_of_the_reward(self, name, physics):
+        """Under the names of Gymnasium's info, but for a constant of HumanoidStandup's that it does not tell."""
+        expected = gymnasium_steps(name)[5]
+        metrics = stepped(name, physics).metrics
+        assert set(metrics) == set(env_of(name, physics).parts)
+        for part, values in zip(env_of(name, physics).parts, expected.T, strict=True):
+            if (name, part) == ("HumanoidStandup-v5", "reward_survive"):
+                values = np.ones(STEPS)
+            error = np.abs(np.asarray(metrics[part], np.float64) - values) / np.maximum(1.0, np.abs(values))
+            assert np.quantile(error, 0.99) < {"c": 1e-6, "mjx": 1e-4}[physics], part
 
     def test_spaces(self, name, physics):
         env, reference = env_of(name, physics), gymnasium.make(name)
@@ -132,28 +184,44 @@ def test_c_follows_gymnasium_without_resynchronisation(name):
 def test_reset_distribution(name):
     env, reference = env_of(name, "c"), gymnasium.make(name)
     state = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(3), 2000))
-    theirs = np.array([reference.reset(seed=i)[0] for i in range(2000)])
-    ours = np.asarray(state.obs, np.float64)
-    pvalues = [stats.ks_2samp(ours[:, i], theirs[:, i]).pvalue for i in range(ours.shape[1])]
-    assert min(pvalues) > 1e-4
-    correlation = np.corrcoef(ours.T) - np.eye(ours.shape[1])
+    data = reference.unwrapped.data
+    seen, coordinates = [], []
+    for seed in range(2000):
+        seen.append(reference.reset(seed=seed)[0])
+        coordinates.append(np.concatenate([data.qpos, data.qvel]))
+    physics = env.physics(np.asarray(state.pipeline_state.high))
+    own_coordinates = np.concatenate([physics.qpos, physics.qvel], axis=1)
+    for ours, theirs in ((state.obs, seen), (own_coordinates, coordinates)):
+        # Rounded, so that what is constant but for rounding is the same on both sides.
+        ours, theirs = np.round(np.asarray(ours, np.float64), 6), np.round(theirs, 6)
+        pvalues = [stats.ks_2samp(ours[:, i], theirs[:, i]).pvalue for i in range(ours.shape[1])]
+        assert min(pvalues) > 1e-4
+    random = own_coordinates[:, own_coordinates.std(axis=0) > 0]
+    correlation = np.corrcoef(random.T) - np.eye(random.shape[1])
     assert np.abs(correlation).max() < 0.12
-    np.testing.assert_array_equal(state.pipeline_state.low, 0)
+    np.testing.assert_array_equal(state.pipeline_state.low[:, : own_coordinates.shape[1]], 0)
 
 
-def test_engines_share_the_reset():
-    key = jax.random.key(4)
-    for name in NAMES:
-        np.testing.assert_array_equal(env_of(name, "c").reset(key).obs, env_of(name, "mjx").reset(key).obs)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in MJX_QUICK else [pytest.mark.slow]) for name in NAMES]
+)
+def test_engines_share_the_reset(name):
+    c, mjx = resets(name, "c"), resets(name, "mjx")
+    coordinates = env_of(name, "c").model.nq + env_of(name, "c").model.nv
+    np.testing.assert_array_equal(
+        c.pipeline_state.high[:, :coordinates],
+        mjx.pipeline_state.high[:, :coordinates],
+    )
+    np.testing.assert_allclose(c.pipeline_state.high, mjx.pipeline_state.high, atol=1e-6)
+    np.testing.assert_allclose(c.obs, mjx.obs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("physics", ENGINES)
-@pytest.mark.parametrize("name", NAMES)
+@ON_BOTH
 def test_divergence_stays_in_its_environment(name, physics):
     """Same width throughout, so the healthy environments must not change by a bit."""
     env = env_of(name, physics)
     step = step_of(name, physics)
-    clean = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), WIDTH))
+    clean = resets(name, physics)
     action = np.full((WIDTH, env.action_size), 0.01, np.float32)
 
     bad_action = action.copy()
@@ -176,6 +244,147 @@ def test_divergence_stays_in_its_environment(name, physics):
     np.testing.assert_array_equal(ours.pipeline_state.high[:2], clean.pipeline_state.high[:2])
     np.testing.assert_array_equal(ours.obs[4:], expected.obs[4:])
     np.testing.assert_array_equal(ours.reward[4:], expected.reward[4:])
+
+
+FACTORS = {"friction": 0.7, "gear": 1.2, "gravity": 0.9, "mass": 1.3}
+
+
+def every(**factors):
+    """The same factors in all environments."""
+    return {"dynamics": {name: jnp.full(WIDTH, factors.get(name, 1.0), jnp.float32) for name in FACTORS}}
+
+
+class TestDynamics:
+    @ON_BOTH
+    def test_a_shift_is_a_model_changed_by_hand(self, name, physics):
+        before, actions, *_ = gymnasium_steps(name)
+        reference = gymnasium.make(name).unwrapped
+        reference.reset(seed=0)
+        model, data = reference.model, reference.data
+        factors = {name: np.float64(np.float32(factor)) for name, factor in FACTORS.items()}
+        for field in ("body_mass", "body_inertia", "body_subtreemass"):
+            getattr(model, field)[:] *= factors["mass"]
+        model.geom_friction[:] *= factors["friction"]
+        model.actuator_gear[:] *= factors["gear"]
+        model.opt.gravity[:] *= factors["gravity"]
+        observations, rewards, chosen = [], [], np.arange(WIDTH) * STEPS // WIDTH
+        for columns, action in zip(before[chosen], actions[chosen], strict=True):
+            mujoco.mj_resetData(model, data)
+            physics_ = env_of(name, "c").physics(columns)
+            data.qpos[:], data.qvel[:] = physics_.qpos, physics_.qvel
+            mujoco.mj_forward(model, data)
+            data.qacc_warmstart[:] = columns[model.nq + model.nv :][: model.nv]
+            observation, reward, *_ = reference.step(action)
+            observations.append(observation)
+            rewards.append(reward)
+        step = step_of(name, physics)
+        # Gymnasium's own `track` before the step is that of a state just set, not of one that lags.
+        start = before[chosen].copy()
+        if env_of(name, "c").tracked:
+            start = np.array([at_rest(name, columns, model) for columns in start])
+        ours = from_states(name, physics, step, start, actions[chosen], every(**FACTORS))
+        assert_close(ours, np.array(observations), np.array(rewards), physics)
+        same = from_states(name, physics, step, start, actions[chosen], every())
+        assert np.abs(np.asarray(same.obs) - np.asarray(ours.obs)).max() > 1e-3
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_neutral_factors_change_no_bit_on_c(self, name):
+        before, actions, *_ = gymnasium_steps(name)
+        ours = from_states(name, "c", step_of(name, "c"), before, actions, every())
+        assert {key: float(value) for key, value in env_of(name, "c").dynamics.items()} == dict.fromkeys(FACTORS, 1.0)
+        for field in ("pipeline_state", "obs", "reward", "done", "metrics"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(ours, field), getattr(stepped(name, "c"), field))
+
+    @pytest.mark.parametrize(
+        ("name", "physics"),
+        [("HalfCheetah-v5", "c"), ("Reacher-v5", "c"), ("Ant-v5", "c"), ("InvertedPendulum-v5", "mjx")],
+    )
+    def test_each_environment_has_its_own(self, name, physics):
+        step = step_of(name, physics)
+        state = resets(name, physics)
+        action = np.full((WIDTH, env_of(name, physics).action_size), 0.5, np.float32)
+        factors = {key: np.ones(WIDTH, np.float32) for key in FACTORS}
+        expected = step(state.replace(info={"dynamics": dict(factors)}), action)
+        factors["mass"] = factors["mass"].copy()
+        factors["mass"][:7] = [np.nan, np.inf, 0.0, -1.0, 1e-38, 1e38, 2.0]
+        factors["gravity"] = factors["gravity"].copy()
+        factors["gravity"][7] = np.nan
+        ours = step(state.replace(info={"dynamics": factors}), action)
+        for refused in (0, 1, 2, 3, 7):
+            assert np.isnan(ours.obs[refused]).all()
+            assert np.isnan(ours.reward[refused])
+            np.testing.assert_array_equal(ours.pipeline_state.high[refused], state.pipeline_state.high[refused])
+        assert not np.asarray(ours.done[:8]).any()
+        assert np.isfinite(ours.obs[6]).all()
+        assert (np.asarray(ours.obs[6]) != np.asarray(expected.obs[6])).any()
+        np.testing.assert_array_equal(ours.obs[8:], expected.obs[8:])
+        np.testing.assert_array_equal(ours.pipeline_state.high[8:], expected.pipeline_state.high[8:])
+
+    @pytest.mark.parametrize("name", ["HalfCheetah-v5", "Ant-v5"])
+    def test_a_drift_keeps_nothing(self, name):
+        step, state = step_of(name, "c"), resets(name, "c")
+        action = np.zeros((WIDTH, env_of(name, "c").action_size), np.float32)
+        step(state.replace(info=every(mass=0.9)), action)
+        held = [len(idle) for kept in (simulations.idle_batches, simulations.idle_workers) for idle in kept.values()]
+        for factor in np.linspace(1.0, 2.0, 20):
+            state = step(state.replace(info=every(mass=factor, friction=factor)), action)
+        assert held == [
+            len(idle) for kept in (simulations.idle_batches, simulations.idle_workers) for idle in kept.values()
+        ]
+        assert np.isfinite(state.obs).all()
+
+
+def at_rest(name, columns, model):
+    """Columns with the tracked positions of a state that was just set."""
+    env = env_of(name, "c")
+    data = mujoco.MjData(model)
+    core = columns[: -env.tracked]
+    physics = env.physics(columns)
+    data.qpos[:], data.qvel[:] = physics.qpos, physics.qvel
+    mujoco.mj_forward(model, data)
+    derived = {field: getattr(data, field) for field in env.task.needs}
+    return np.concatenate([core, env.physics(core, derived).track])
+
+
+SPINNING = """
+<mujoco>
+  <option integrator="RK4" timestep="0.01"/>
+  <worldbody>
+    <geom type="plane" size="5 5 1" condim="3"/>
+    <body pos="0 0 0.5">
+      <freejoint/>
+      <geom type="capsule" fromto="0 0 -0.3 0.1 0.05 0.3" size="0.1" condim="3"/>
+      <body pos="0.1 0.05 0.3">
+        <joint type="ball"/>
+        <geom type="capsule" fromto="0 0 0 0.2 0.1 0.3" size="0.05" contype="0" conaffinity="0"/>
+      </body>
+    </body>
+  </worldbody>
+</mujoco>
+"""
+
+
+def test_mjx_turns_and_slides_as_c_mujoco():
+    """Bodies that spin on free and ball joints, and a capsule that stands nearly upright on a plane."""
+    model = mujoco.MjModel.from_xml_string(SPINNING)
+    in_jax, blank = mjx.put_model(model, impl="jax"), mjx.make_data(model, impl="jax")
+    step = jax.jit(jax.vmap(lambda q, v: mjx_step.step(in_jax, blank.replace(qpos=q, qvel=v))))
+    rng = np.random.default_rng(0)
+    qpos = np.tile(model.qpos0, (100, 1))
+    qpos[:, 2] -= rng.uniform(0.05, 0.15, 100)  # half of them touch
+    qvel = 10 * rng.normal(size=(100, model.nv))
+    ours = step(jnp.array(qpos, jnp.float32), jnp.array(qvel, jnp.float32))
+    data = mujoco.MjData(model)
+    errors, touched = [], 0
+    for i in range(100):
+        mujoco.mj_resetData(model, data)
+        data.qpos[:], data.qvel[:] = qpos[i], qvel[i]
+        mujoco.mj_step(model, data)
+        touched += data.ncon > 0
+        error = np.abs(ours.qvel[i] - data.qvel).max() / np.abs(data.qvel).max()
+        errors.append(max(error, np.abs(ours.qpos[i] - data.qpos).max()))
+    assert 20 < touched < 100
+    assert np.quantile(errors, 0.95) < 2e-5
 
 
 def in_a_process(code, cwd=None, **environment):
@@ -203,6 +412,7 @@ out = env.step(state.replace(pipeline_state=wild), jnp.full(6, 1e9))
 assert jnp.isnan(out.reward)
 out = env.step(state, jnp.full(6, jnp.nan))
 assert jnp.isnan(out.reward)
+make("Pusher-v5", "c")
 """
     done = in_a_process(code, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -225,8 +435,9 @@ def test_nested_vmap_is_the_flat_batch(name):
     np.testing.assert_array_equal(shared.obs[0], flat.obs[0])
 
 
-def test_c_engine_is_deterministic_and_scans():
-    env = env_of("HalfCheetah-v5", "c")
+@pytest.mark.parametrize("name", ["HalfCheetah-v5", "Humanoid-v5"])
+def test_c_engine_is_deterministic_and_scans(name):
+    env = env_of(name, "c")
 
     @jax.jit
     def roll(key):
@@ -237,19 +448,22 @@ def test_c_engine_is_deterministic_and_scans():
     jax.tree.map(np.testing.assert_array_equal, roll(jax.random.key(7)), roll(jax.random.key(7)))
 
 
-def test_large_batches_do_not_deadlock():
+@pytest.mark.parametrize(("name", "width"), [("InvertedPendulum-v5", 20000), ("Ant-v5", 2000)])
+def test_large_batches_do_not_deadlock(name, width):
     """A host callback that waits for JAX arrays hangs when XLA has few threads and the arrays are large."""
-    code = """
+    code = f"""
 import jax
 from jaxaudit.tasks import make
-env = make("InvertedPendulum-v5", "c")
-state = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 20000))
+env = make("{name}", "c")
+state = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), {width}))
 step = jax.vmap(env.step)
-roll = jax.jit(lambda s: jax.lax.scan(lambda s, _: (step(s, s.obs[:, :1]), None), s, length=5)[0])
-print(roll(state).obs.shape)
+n = env.action_size
+roll = jax.jit(lambda s: jax.lax.scan(lambda s, _: (step(s, s.obs[:, :n]), None), s, length=5)[0])
+assert roll(state).obs.shape == ({width}, env.observation_size)
+print("done")
 """
     done = in_a_process(code, NPROC="2")
-    assert (done.returncode, done.stdout.strip()) == (0, "(20000, 4)"), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
 
 
 def test_make_names_what_is_allowed():
@@ -257,6 +471,10 @@ def test_make_names_what_is_allowed():
         make("HalfCheeta-v5")
     with pytest.raises(ValueError, match=r"'mjc'.*auto.*c.*mjx"):
         make("HalfCheetah-v5", "mjc")
+    with pytest.raises(ValueError, match=r"brax task 'ants' \(did you mean 'ant'\?\)"):
+        make("brax:ants")
+    with pytest.raises(ValueError, match=r"physics of a brax task 'c'; allowed: auto, generalized"):
+        make("brax:ant", "c")
     assert make("HalfCheetah-v5").backend == ("c" if jax.default_backend() == "cpu" else "mjx")
 
 
@@ -266,6 +484,69 @@ def test_c_model_is_gymnasiums():
         assert (theirs.opt.iterations, theirs.opt.integrator) == (ours.opt.iterations, ours.opt.integrator)
         np.testing.assert_array_equal(theirs.body_mass, ours.body_mass)
         assert mujoco.mj_stateSize(ours, mujoco.mjtState.mjSTATE_HISTORY) == 0
+
+
+PLAYGROUND = pytest.mark.skipif(
+    importlib.util.find_spec("mujoco_playground") is None, reason="needs jaxaudit[playground]"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "physics", "sizes"),
+    [
+        ("brax:fast", "auto", (2, 1)),
+        pytest.param("brax:inverted_pendulum", "spring", (4, 1), marks=pytest.mark.slow),
+        pytest.param("brax:halfcheetah", "mjx", (17, 6), marks=pytest.mark.slow),
+        pytest.param("playground:CartpoleBalance", "auto", (5, 1), marks=[pytest.mark.slow, PLAYGROUND]),
+        pytest.param("playground:CheetahRun", "mjx", (17, 6), marks=[pytest.mark.slow, PLAYGROUND]),
+    ],
+)
+def test_other_packages_environments_are_tasks(name, physics, sizes):
+    env = make(name, physics)
+    assert (env.observation_size, env.action_size, env.max_episode_steps) == (*sizes, 1000)
+    np.testing.assert_array_equal(env.action_high, np.ones(sizes[1]))
+    np.testing.assert_array_equal(env.action_low, -env.action_high)
+    episodes = Episodes(env, 3, max_episode_steps=4)
+    undisturbed = lambda site, value, **_: value  # noqa: E731
+
+    @jax.jit
+    def roll(key):
+        def step(state, key):
+            return episodes.step(episodes.refresh(state, key), key, jnp.full((3, sizes[1]), 0.3), undisturbed)
+
+        return jax.lax.scan(step, episodes.init(key), jax.random.split(key, 9))
+
+    _, steps = roll(jax.random.key(0))
+    assert steps.observation.shape == (9, 3, sizes[0])
+    assert np.isfinite(steps.observation).all()
+    assert np.isfinite(steps.reward).all()
+    np.testing.assert_array_equal(steps.truncated[:, 0], np.arange(1, 10) % 4 == 0)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"need the package 'playground': pip install 'jaxaudit\[playground\]'"):
+        make("playground:CheetahRun")
+
+
+def specified(**task):
+    return read_task(Table({"task": task}, "spec.toml"))
+
+
+def test_a_spec_names_other_packages_environments():
+    expected = TaskSpec("brax", "brax:ant", "spring")
+    assert specified(kind="brax", name="ant", physics="spring") == expected
+    assert specified(kind="brax", name="brax:ant", physics="spring") == expected
+    assert specified(kind="mujoco", name="Ant-v5") == TaskSpec("mujoco", "Ant-v5", "auto")
+    for task, sentence in (
+        ({"kind": "brax", "name": "ants"}, r"\[task\]: unknown brax task 'ants' \(did you mean 'ant'\?\)"),
+        ({"kind": "brax", "name": "ant", "physics": "c"}, "unknown physics of a brax task 'c'; allowed: auto"),
+        ({"kind": "mujoco", "name": "brax:ant"}, "unknown task 'brax:ant'; allowed: Ant-v5"),
+        ({"kind": "mujoco", "name": "Ant-v5", "physics": "spring"}, "physics must be"),
+        ({"kind": "bracks", "name": "ant"}, r"unknown kind of task 'bracks' \(did you mean 'brax'\?\)"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            specified(**task)
 
 
 class Counter(Env):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 import common
-import jax
 
 
 def main() -> None:
@@ -50,20 +49,19 @@ def build(arguments, onset: float):
     batch = "vmap" if arguments.execution == "vmap" else math.ceil(arguments.seeds / arguments.devices)
     plan = grid.plan(learner, [spike], seeds=arguments.seeds, steps=arguments.steps, execution=batch, tail=0)
     engine = Engine(plan, plan.steps)
-    start = jax.block_until_ready(engine.initial())
-    begin = plan.forks[0].onset
+    baseline, group, begin = grid.Phase(None), grid.Phase(0), plan.forks[0].onset
 
-    def forked() -> None:
-        at_onset, _ = engine.advance(None, start, 0, begin)
-        engine.advance(0, engine.forked(at_onset, 0), begin, plan.steps)
+    def forked(onset: int = begin, stop: int = plan.steps) -> None:
+        states, _ = engine.advance(baseline, engine.initial(baseline), 0, onset)
+        held = engine.copies(baseline, states)
+        engine.advance(group, engine.forked(lambda seeds: held, group), onset, stop)
 
-    def whole() -> None:
-        engine.advance(0, engine.forked(start, 0), 0, plan.steps)
+    def whole(stop: int = plan.steps) -> None:
+        engine.advance(group, engine.initial(group), 0, stop)
 
     # Everything that either side calls is compiled here.
-    warm, _ = engine.advance(None, start, 0, 1)
-    for states in (start, warm):
-        engine.advance(0, engine.forked(states, 0), 0, 1)
+    forked(1, 2)
+    whole(1)
     return plan, {"whole": whole, "forked": forked}
 
 

@@ -20,6 +20,7 @@ import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.cli import prepare_jax
 from jaxaudit.engine import Engine
+from jaxaudit.grid import Phase
 
 CHUNK = 10
 
@@ -28,12 +29,13 @@ def train(learner: ja.Learner, seeds: int, steps: int) -> dict[str, np.ndarray]:
     """Telemetry `[steps, seeds]` of undisturbed training: performance and evaluation_return."""
     never = ja.lr_spike(1.0, onset=steps - 1, duration=1)
     engine = Engine(ja.plan(learner, [never], seeds=seeds, steps=steps, tail=1), CHUNK)
-    states = engine.initial()
+    baseline = Phase(None)
+    states = engine.initial(baseline)
     rows: dict[str, list[np.ndarray]] = {"performance": [], "evaluation_return": []}
     begun = time.perf_counter()
     for start in range(0, steps, CHUNK):
         stop = min(start + CHUNK, steps)
-        states, telemetry = engine.advance(None, states, start, stop)
+        states, telemetry = engine.advance(baseline, states, start, stop)
         for name, kept in rows.items():
             kept.append(np.asarray(telemetry[name])[: stop - start, :seeds])
         done, seconds = stop * learner.samples_per_step * seeds, time.perf_counter() - begun

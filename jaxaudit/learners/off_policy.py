@@ -423,9 +423,7 @@ class OffPolicy:
         return paths_of({name: params[name] for name in ("actor", "critic")})
 
 
-def when(
-    taps: Taps, chosen: jax.Array, body: Callable[[Taps, Any], tuple[Any, Any]], carry: Any
-) -> tuple[Any, Any]:
+def when(taps: Taps, chosen: jax.Array, body: Callable[[Taps, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
     """`body(taps, carry) -> (carry, y)` where `chosen`, else the carry as it is and zeros; a branch, as in `lax.cond`.
 
     What a perturbation remembers is carried through.

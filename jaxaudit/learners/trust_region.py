@@ -125,7 +125,7 @@ def line_search(
         return ~search.accepted & (search.backtracks <= max_backtracks)
 
     def attempt(search: Search) -> Search:
-        length = first_length * factor ** search.backtracks.astype(jnp.float32)
+        length = jnp.asarray(first_length) * factor ** search.backtracks.astype(jnp.float32)
         candidate = along(params, length, change)
         kl, gain = measure(candidate)
         finite = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), candidate))

@@ -65,7 +65,7 @@ class Line:
 
     Attributes:
       values: `[MOST_STEPS + 1, N, ...]`, a row's i-th value at i modulo the length.
-      count: int32 `[N]`, values of the row's episode so far.
+      count: int32 `[N]`, the row's values since its episode began or the window opened.
     """
 
     values: Any

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import mujoco
 
-from jaxaudit.tasks import dynamics, mjx_rk4
+from jaxaudit.tasks import dynamics, mjx_step
 from jaxaudit.tasks._brax import State, mjx
 from jaxaudit.tasks.engine import MujocoEnv, PhysicsState
 from jaxaudit.tasks.task import MujocoTask
@@ -32,8 +32,6 @@ class MjxEnv(MujocoEnv):
         model.opt.ls_iterations = task.ls_iterations
         self._mjx_model = mjx.put_model(model, impl="jax")
         self._blank = mjx.make_data(model, impl="jax")
-        runge_kutta = model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
-        self._substep = mjx_rk4.step if runge_kutta else mjx.step
 
     @property
     def backend(self) -> str:
@@ -76,7 +74,7 @@ class MjxEnv(MujocoEnv):
         """Return a new episode's observation `[O]` and tracked positions `[k]`, from `[nq]` and `[nv]`."""
         if not self.task.needs:
             return super().first_look(qpos, qvel)
-        data = mjx.forward(self._mjx_model, self._blank.replace(qpos=qpos, qvel=qvel))
+        data = mjx_step.forward(self._mjx_model, self._blank.replace(qpos=qpos, qvel=qvel))
         rest = jnp.zeros(self.model.na + self.model.nv)
         now = self.physics(jnp.concatenate([qpos, qvel, rest]), self._derived(None, data))
         track = now.track if self.tracked else jnp.zeros(0)
@@ -86,7 +84,7 @@ class MjxEnv(MujocoEnv):
         nq, nv, na = self.model.nq, self.model.nv, self.model.na
         qpos, qvel, act, warmstart, _ = jnp.split(columns, (nq, nq + nv, nq + nv + na, nq + 2 * nv + na))
         data = self._blank.replace(qpos=qpos, qvel=qvel, act=act, qacc_warmstart=warmstart, ctrl=action)
-        return jax.lax.fori_loop(0, self.task.frame_skip, lambda _, data: self._substep(model, data), data)
+        return jax.lax.fori_loop(0, self.task.frame_skip, lambda _, data: mjx_step.step(model, data), data)
 
     def _derived(self, model: mjx.Model | None, data: mjx.Data) -> dict[str, jax.Array]:
         """Return what the task needs; the contact forces only with a model."""

@@ -133,7 +133,7 @@ def _field(model: mujoco.MjModel, name: str) -> np.ndarray:
     return model.opt.gravity if name == "opt.gravity" else getattr(model, name)
 
 
-_idle: dict[tuple[MujocoTask, int, bool], collections.deque[Batch]] = collections.defaultdict(collections.deque)
+idle_batches: dict[tuple[MujocoTask, int, bool], collections.deque[Batch]] = collections.defaultdict(collections.deque)
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ def _borrowed(task: MujocoTask, size: int, varied: bool) -> Iterator[Batch]:
 
     The simulations of a varied one have parameters of their own.
     """
-    idle = _idle[task, size, varied]
+    idle = idle_batches[task, size, varied]
     try:
         batch = idle.pop()
     except IndexError:
@@ -188,7 +188,7 @@ class _Worker:
         return True
 
 
-_workers: dict[MujocoTask, collections.deque[_Worker]] = collections.defaultdict(collections.deque)
+idle_workers: dict[MujocoTask, collections.deque[_Worker]] = collections.defaultdict(collections.deque)
 
 
 @functools.cache
@@ -210,7 +210,7 @@ def _one_by_one(
 
     def run(chosen: np.ndarray) -> None:
         try:
-            worker = _workers[task].pop()
+            worker = idle_workers[task].pop()
         except IndexError:
             worker = _Worker(task)
         for i in chosen:
@@ -222,7 +222,7 @@ def _one_by_one(
             mujoco.mj_getState(model, worker.data, moved.columns[i], int(_COLUMNS))
             for name, values in moved.derived.items():
                 values[i] = getattr(worker.data, name)
-        _workers[task].append(worker)
+        idle_workers[task].append(worker)
 
     shares = np.array_split(np.flatnonzero(alive), 4 * cores())
     list(_threads().map(run, [share for share in shares if len(share)]))

@@ -1,4 +1,4 @@
-"""MuJoCo's fourth-order Runge-Kutta step for MJX."""
+"""MJX's physics step, brought to C MuJoCo's where the two disagree."""
 
 import jax
 import jax.numpy as jnp
@@ -6,16 +6,61 @@ import mujoco
 
 from jaxaudit.tasks._brax import mjx
 
+_PLANE, _CAPSULE = int(mujoco.mjtGeom.mjGEOM_PLANE), int(mujoco.mjtGeom.mjGEOM_CAPSULE)
+_FREE, _BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
 _A = (0.0, 0.5, 0.5, 1.0)
 _B = (1 / 6, 1 / 3, 1 / 3, 1 / 6)
 
 
 def step(model: mjx.Model, data: mjx.Data) -> mjx.Data:
-    """Advance by one physics step, as C MuJoCo 4 does.
+    """Advance by one physics step."""
+    if model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4 and not model.na:
+        return _runge_kutta(model, data)
+    data = forward(model, data)
+    if model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4:
+        return mjx.rungekutta4(model, data)
+    if model.opt.integrator == mujoco.mjtIntegrator.mjINT_IMPLICITFAST:
+        return mjx.implicit(model, data)
+    return mjx.euler(model, data)
+
+
+def forward(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Evaluate accelerations and all that they depend on, as mjx.forward does, with C MuJoCo's contact frames."""
+    data = mjx.fwd_position(model, data)
+    data = mjx.make_constraint(model, _aligned(model, data))
+    data = mjx.fwd_velocity(model, data)
+    data = mjx.fwd_actuation(model, data)
+    data = mjx.fwd_acceleration(model, data)
+    if data._impl.efc_J.size == 0:
+        return data.replace(qacc=data.qacc_smooth)
+    return mjx.solve(model, data)
+
+
+def _aligned(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Turn the frames of contacts between plane and capsule as C MuJoCo does: along the capsule.
+
+    MJX does so only for capsules that lie. It matters because the friction cone is a pyramid.
+    """
+    contact = data._impl.contact
+    if not contact.geom.shape[0]:
+        return data
+    kinds = jnp.asarray(model.geom_type)[contact.geom]
+    chosen = (kinds[:, 0] == _PLANE) & (kinds[:, 1] == _CAPSULE)
+    normal, axis = contact.frame[:, 0], data.geom_xmat[contact.geom[:, 1]][:, :, 2]
+    along = axis - normal * (normal * axis).sum(1, keepdims=True)
+    length = jnp.sqrt((along**2).sum(1, keepdims=True) + 1e-30)
+    along = along / length
+    frame = jnp.stack([normal, along, jnp.cross(normal, along)], axis=1)
+    upright = length < 1e-6  # in float32 there is no direction in what is left
+    frame = jnp.where((chosen & ~upright[:, 0])[:, None, None], frame, contact.frame)
+    return data.tree_replace({"_impl.contact.frame": frame})
+
+
+def _runge_kutta(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Take a fourth-order Runge-Kutta step.
 
     mjx.rungekutta4 lacks the correction (Munthe-Kaas, 1998) that makes the orientation of free and ball joints
-    fourth-order accurate too: an Ant that turns at 5 rad/s is off by 1e-4 after one step. It also compiles the
-    dynamics four times. For models without actuator activations.
+    fourth-order accurate too, which C MuJoCo has since version 4; and it compiles the dynamics four times.
     """
     dt = model.opt.timestep
     qpos, qvel = data.qpos, data.qvel
@@ -25,7 +70,7 @@ def step(model: mjx.Model, data: mjx.Data) -> mjx.Data:
         a, b = weights
         turned = a * dt * velocity
         here = qvel + a * dt * acceleration
-        data = mjx.forward(model, data.replace(qpos=_integrate(model, qpos, turned), qvel=here))
+        data = forward(model, data.replace(qpos=_integrate(model, qpos, turned), qvel=here))
         velocity = _pulled_back(model, turned, here)
         acceleration = data.qacc
         return (data, velocity, acceleration, velocities + b * velocity, accelerations + b * acceleration), None
@@ -44,18 +89,17 @@ def _rotations(model: mjx.Model) -> list[tuple[int, int]]:
     """Where the orientations of free and ball joints begin: in the positions, in the velocities."""
     found = []
     for kind, q, v in zip(model.jnt_type, model.jnt_qposadr, model.jnt_dofadr, strict=True):
-        if kind == mujoco.mjtJoint.mjJNT_FREE:
+        if kind == _FREE:
             found.append((int(q) + 3, int(v) + 3))
-        elif kind == mujoco.mjtJoint.mjJNT_BALL:
+        elif kind == _BALL:
             found.append((int(q), int(v)))
     return found
 
 
 def _integrate(model: mjx.Model, qpos: jax.Array, change: jax.Array) -> jax.Array:
     """Move positions `[nq]` along a change in the velocities' space `[nv]`."""
-    rotations = _rotations(model)
     parts, q, v = [], 0, 0
-    for q_rotation, v_rotation in rotations:
+    for q_rotation, v_rotation in _rotations(model):
         parts += [
             qpos[q:q_rotation] + change[v:v_rotation],
             _rotate(qpos[q_rotation : q_rotation + 4], change[v_rotation : v_rotation + 3]),
@@ -69,10 +113,7 @@ def _rotate(quaternion: jax.Array, turn: jax.Array) -> jax.Array:
     half = 0.5 * jnp.sqrt((turn**2).sum() + 1e-30)
     w, vector = jnp.cos(half), 0.5 * jnp.sinc(half / jnp.pi) * turn
     w0, vector0 = quaternion[0], quaternion[1:]
-    moved = jnp.append(
-        w0 * w - vector0 @ vector,
-        w0 * vector + w * vector0 + jnp.cross(vector0, vector),
-    )
+    moved = jnp.append(w0 * w - vector0 @ vector, w0 * vector + w * vector0 + jnp.cross(vector0, vector))
     return moved / jnp.linalg.norm(moved)
 
 

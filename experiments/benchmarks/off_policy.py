@@ -1,0 +1,128 @@
+"""Env steps per second of SAC and TD3 on HalfCheetah-v5, and of Stable-Baselines3's beside them.
+
+Both have Table S2's settings with eight environments, and one update for each env step, which is nearly all they do.
+The lanes are those of an audit, with full telemetry; Stable-Baselines3 runs with one PyTorch thread or one per core,
+and as one process or one per core. Neither side evaluates its policy, and both learn from nearly the first step.
+The second table is what a replay buffer costs: time, for it must be written in place, and memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import common
+
+LEARNERS = ("sac", "td3")
+SMALL = {"hidden": (8, 8), "batch_size": 8, "iteration_steps": 512, "learning_starts": 64}
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = common.parser(__doc__.splitlines()[0], repetitions=3)
+    options.add_argument("--python", default=sys.executable, help="Python with stable-baselines3 (this one)")
+    options.add_argument("--learners", nargs="+", default=list(LEARNERS), choices=LEARNERS)
+    options.add_argument("--lanes", type=int, nargs="+", default=[4, 8])
+    options.add_argument("--execution", nargs="+", default=["vmap"], help="vmap, map, batch size")
+    options.add_argument("--env-steps", type=int, default=512, help="timed env steps of a lane (%(default)s)")
+    options.add_argument("--sb3-steps", type=int, default=1024, help="timed env steps of SB3 (%(default)s)")
+    options.add_argument("--capacities", type=int, nargs="*", default=[10_000, 1_000_000])
+    arguments = options.parse_args()
+    if arguments.quick:
+        arguments.repetitions, arguments.lanes, arguments.learners = 1, [2], ["td3"]
+        arguments.env_steps, arguments.sb3_steps, arguments.capacities = 64, 64, [1000]
+    common.prepare_jax(arguments.devices)
+    learners = {name: compare(arguments, name) for name in arguments.learners}
+    buffers = [buffer(arguments, capacity) for capacity in arguments.capacities]
+    tables = [learner["table"] for learner in learners.values()]
+    header = ("capacity", "seconds of 10 iterations less seconds of 5", "MiB per lane, buffer", "MiB, work space")
+    tables.append(common.table(header, [b["row"] for b in buffers]))
+    common.finish(arguments, "\n\n".join(tables), {"learners": learners, "buffers": buffers})
+
+
+def compare(arguments, name: str) -> dict:
+    """One learner against Stable-Baselines3's."""
+    candidates, work, compile_seconds = {}, {}, {}
+    for execution in arguments.execution:
+        for lanes in arguments.lanes:
+            called = f"jaxaudit: {lanes} lanes, {execution}"
+            advance = lanes_of(arguments, name, lanes, execution)
+            candidates[called] = functools.partial(untimed, advance, 1, 2)
+            work[called] = lanes * arguments.env_steps
+            compile_seconds[called] = advance.compile_seconds
+    variants = sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
+    for processes, threads in variants[: 1 if arguments.quick else None]:
+        called = f"SB3: processes {processes}, threads {threads}"
+        candidates[called] = functools.partial(sb3, arguments, name, processes, threads)
+        work[called] = processes * arguments.sb3_steps
+    timings = common.interleave(candidates, arguments.repetitions)
+    rates = {called: work[called] / timing.median for called, timing in timings.items()}
+    best = max((called for called in rates if called.startswith("SB3")), key=rates.__getitem__)
+    rows = [(called, t.rate(work[called]), f"{rates[called] / rates[best]:.2f}") for called, t in timings.items()]
+    header = (name, "env steps/s: median (lowest - highest)", f"x of the best SB3 ({best})")
+    return {
+        "table": common.table(header, rows),
+        "seconds": {called: timing.seconds for called, timing in timings.items()},
+        "env_steps": work,
+        "env_steps_per_second": rates,
+        "compile_seconds": compile_seconds,
+    }
+
+
+def untimed(advance: common.Advance, start: int, stop: int) -> None:
+    """Trains and gives nothing back, so that who calls takes the time."""
+    advance(start, stop)
+
+
+def lanes_of(arguments, name: str, lanes: int, execution: str, **settings) -> common.Advance:
+    """Compiled lanes whose iteration is what is timed at once."""
+    import jaxaudit as ja
+    from jaxaudit import grid
+
+    chosen = {"iteration_steps": arguments.env_steps, "learning_starts": 256, "buffer_size": 100_000, "evaluations": 0}
+    learner = getattr(ja.learners, name)(common.TASK, **chosen | settings)
+    how = int(execution) if execution.isdigit() else execution
+    plan = grid.plan(learner, [ja.lr_spike(10.0)], seeds=lanes, steps=100, execution=how)
+    return common.Advance(plan.program, grid.lanes_of(plan.program, range(lanes), None), 10)
+
+
+def buffer(arguments, capacity: int) -> dict:
+    """What a replay buffer of a capacity costs, beside networks so small that it would show."""
+    advance = lanes_of(arguments, "sac", 2, "vmap", **SMALL | {"buffer_size": capacity})
+    spans = {stop: functools.partial(untimed, advance, 1, 1 + stop) for stop in (5, 10)}
+    timings = common.interleave(spans, max(3, arguments.repetitions))
+    # The program copies its arguments once a call, however many iterations it runs.
+    seconds = timings[10].median - timings[5].median
+    sizes = advance.compiled.memory_analysis()
+    each = advance(1, 1)[0].learner.buffer.nbytes / 2 / 2**20
+    space = sizes.temp_size_in_bytes * arguments.devices / 2**20
+    return {"capacity": capacity, "row": (f"{capacity:,}", f"{seconds:.3g}", f"{each:.2f}", f"{space:.2f}")}
+
+
+def sb3(arguments, name: str, processes: int, threads: int) -> float:
+    """Seconds that `processes` trainings side by side take, warm-up left out."""
+    script = Path(__file__).resolve().with_name("sb3_off_policy.py")
+    command = [arguments.python, str(script), name, str(threads), str(arguments.sb3_steps)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    # MuJoCo leaves a log of its warnings in the working directory.
+    running = [subprocess.Popen(command, cwd=tempfile.gettempdir(), **pipes) for _ in range(processes)]
+    try:
+        for process in running:
+            if process.stdout.readline().strip() != "ready":
+                sys.exit(f"Stable-Baselines3 does not run under {arguments.python}: pip install -e .[bench]")
+        for process in running:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        return max(json.loads(process.stdout.readline())["seconds"] for process in running)
+    finally:
+        for process in running:
+            process.stdin.close()
+            process.wait(timeout=60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""SAC and TD3 in an audit: a neutral lane is its control, a target is kept to, a NaN stays in its lane."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxaudit as ja
+from jaxaudit import registry
+
+OPEN, CLOSE, STEPS = 3, 5, 6
+TINY = {
+    "num_envs": 2,
+    "iteration_steps": 32,
+    "learning_starts": 40,
+    "batch_size": 16,
+    "buffer_size": 150,
+    "hidden": (8, 8),
+    "evaluations": 1,
+    "evaluation_episodes": 1,
+    "max_grad_norm": 0.5,
+}
+
+
+def fades_after_one(key, value, magnitude, seen):
+    """Every gradient but the first is multiplied by 1 - magnitude."""
+    factor = jnp.where(seen > 0, 1.0 - magnitude, 1.0)
+    return jax.tree.map(lambda x: factor * x, value), seen + 1
+
+
+FADING = ja.perturbations.Perturbation(
+    "fading", "signal", "gradient", fades_after_one, target="critic", memory=lambda value: jnp.int32(0)
+)
+
+
+def when(perturbation):
+    return dataclasses.replace(perturbation, when=ja.window(OPEN, CLOSE - OPEN))
+
+
+def named(*names):
+    return [registry.perturbations[name]() for name in names]
+
+
+SITES = {
+    "sac": named(
+        "adversarial_observation",
+        "clip_failure",
+        "critic_reset",
+        "layer_reset",
+        "momentum_noise",
+        "reward_delay",
+        "second_moment_drift",
+    ),
+    "td3": named("adversarial_reward", "action_delayed", "weight_noise"),
+}
+
+
+def audited(name, **settings):
+    learner = getattr(ja.learners, name)("InvertedPendulum-v5", **TINY, **settings)
+    neutral = [dataclasses.replace(p, magnitude=p.neutral) for p in SITES[name]]
+    spike = ja.lr_spike(100.0, target="critic")
+    broken = ja.weight_noise(float("inf"), target="actor")
+    felt = [dataclasses.replace(p, target=None) for p in SITES[name]]
+    chosen = [*neutral, spike, broken, FADING, *felt]
+    result = ja.audit(learner, [when(p) for p in chosen], seeds=1, steps=STEPS, settings=ja.metrics.MetricSettings(2))
+    telemetry = {k: v.values[0] for k, v in result.telemetry.items() if v.dims[:3] == ("seed", "condition", "step")}
+    return learner, telemetry, len(neutral)
+
+
+@pytest.fixture(scope="module", params=["sac", "td3"])
+def audit(request):
+    return audited(request.param, **({"automatic_entropy": True} if request.param == "sac" else {}))
+
+
+def same(a, b):
+    return np.array_equal(a, b, equal_nan=True)
+
+
+def test_identity_a_neutral_lane_is_bitwise_the_control(audit):
+    _, telemetry, neutral = audit
+    for channel, values in telemetry.items():
+        for condition in range(1, 1 + neutral):
+            assert same(values[condition], values[0]), channel
+
+
+def test_every_site_is_felt_when_its_window_opens(audit):
+    _, telemetry, neutral = audit
+    for condition in range(4 + neutral, 4 + 2 * neutral):
+        for channel, values in telemetry.items():
+            assert same(values[condition, :OPEN], values[0, :OPEN]), channel
+        assert any(not same(values[condition, OPEN:], values[0, OPEN:]) for values in telemetry.values()), condition
+
+
+def test_a_target_takes_the_critic_and_leaves_the_actor(audit):
+    _, telemetry, neutral = audit
+    spiked = 1 + neutral
+    rates = {name: telemetry[f"{name}_learning_rate"][spiked, 1:] for name in ("actor", "critic")}
+    np.testing.assert_allclose(rates["actor"], 3e-4, rtol=1e-5)
+    open_ = (np.arange(1, STEPS) >= OPEN) & (np.arange(1, STEPS) < CLOSE)
+    np.testing.assert_allclose(rates["critic"], np.where(open_, 3e-2, 3e-4), rtol=1e-5)
+
+
+def test_what_a_perturbation_remembers_is_carried_through_the_updates(audit):
+    """The critic's gradient is zero from the window's second update on; the actor's never."""
+    _, telemetry, neutral = audit
+    norms = {name: telemetry[f"{name}_gradient_norm"][[0, 3 + neutral]] for name in ("actor", "critic")}
+    control, fading = norms["critic"]
+    assert 0 < fading[OPEN] < 0.2 * control[OPEN]
+    assert fading[OPEN + 1] == 0
+    assert (fading[CLOSE:] > 0).all()
+    assert (norms["actor"][1, 1:] > 0).all()
+
+
+def test_isolation_a_lane_of_nan_changes_no_other(audit):
+    _, telemetry, neutral = audit
+    assert np.isnan(telemetry["params_norm"][2 + neutral, OPEN:]).all()
+    assert np.isfinite(telemetry["params_norm"][: 2 + neutral]).all()
+    assert np.isfinite(telemetry["params_norm"][3 + neutral :]).all()
+
+
+def test_telemetry_is_nan_until_learning_starts_and_full_after(audit):
+    learner, telemetry, _ = audit
+    told = {"critic_loss", "actor_loss", "q_mean", "x_grad", "x_grad_dominant", "x_mem", "gradient_norm"}
+    told |= {"entropy", "temperature"} if learner.name == "sac" else set()
+    for channel in told:
+        assert np.isnan(telemetry[channel][0, 0]), channel
+        assert np.isfinite(telemetry[channel][0, 1:]).all(), channel
+    assert telemetry["layer_gradient_norm"].shape[-1] == len(learner.vectors["layer_gradient_norm"][1]) == 18
+    assert np.isfinite(telemetry["evaluation_return"][0, STEPS - 1])
+
+
+def test_without_clipping_there_is_no_site_for_it():
+    learner = ja.learners.td3("InvertedPendulum-v5", **TINY | {"max_grad_norm": 0.0})
+    with pytest.raises(ValueError, match="acts at site 'clip_norm', which the learner does not tap"):
+        ja.plan(learner, [when(ja.clip_failure(10.0))], seeds=1, steps=STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sac", "td3"])
+def test_learns_inverted_pendulum(name):
+    learner = getattr(ja.learners, name)(
+        "InvertedPendulum-v5",
+        hidden=(64, 64),
+        learning_rate=1e-3,
+        learning_starts=1000,
+        iteration_steps=512,
+        buffer_size=50_000,
+        evaluations=15,
+        telemetry="basic",
+    )
+    steps = 30
+    grid = ja.plan(learner, [ja.lr_spike(1.0, onset=steps - 1, duration=1)], seeds=4, steps=steps, tail=0)
+    baseline, _ = ja.compiled(grid.program)(ja.inputs(grid))
+    best = np.nanmax(np.asarray(baseline["evaluation_return"])[:, :4], axis=0)
+    assert steps * learner.samples_per_step < 16_000
+    assert (best >= 950).sum() >= 3, best
