@@ -258,7 +258,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
     ):
         return (
             1,
-            'out of memory; take fewer seeds or conditions, or in [audit] execution = "map" or a batch size',
+            "out of memory; in [audit], lanes = N keeps at most N of them in memory at a time",
         )
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""

@@ -13,7 +13,6 @@ import jax
 from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
 from jaxaudit.grid import VECTOR, WHOLE_VECTORS_FROM, Grid, Phase, telemetry_shapes
-from jaxaudit.machine import give_back
 
 SHARE = 0.9
 """How much of the free memory batches are made for: other processes come to need some, too."""
@@ -63,7 +62,7 @@ def fit(grid: Grid, rows: int, baseline: bool = True, resident: bool = False) ->
                 f"{_widest(engine, baseline)[1]} lanes at a time need about {readable(needed.total)} of memory and "
                 f'{readable(free)} are available; take fewer, or lanes = "auto"'
             )
-        return engine, needed
+        return _with_host(engine, needed)
     most, seen = max(grid.count(group) for group in grid.groups(baseline)), []
     while True:
         engine = Engine(replace(grid, batch=most), rows)
@@ -74,7 +73,7 @@ def fit(grid: Grid, rows: int, baseline: bool = True, resident: bool = False) ->
             if free is None or needed.total <= SHARE * free:
                 needed = needs(engine, engine.grid.phases(baseline), resident)
             if free is None or needed.total <= SHARE * free:
-                return engine, needed
+                return _with_host(engine, needed)
             seen.append((width, least := needed.total))
         if width <= devices:
             few = "one lane" if devices == 1 else f"{devices} lanes, one on each device,"
@@ -82,6 +81,15 @@ def fit(grid: Grid, rows: int, baseline: bool = True, resident: bool = False) ->
                 f"{few} and what goes with it need about {readable(least)} of memory and {readable(free)} are available"
             )
         most = _fewer(seen or [(width, least)], width - 1, SHARE * free, devices)
+
+
+def _with_host(engine: Engine, needed: Needs) -> tuple[Engine, Needs]:
+    free = host_memory() if needed.host else 0
+    if needed.host > free:
+        raise UserError(
+            f"the grid needs about {readable(needed.host)} of the host's memory and {readable(free)} are free"
+        )
+    return engine, needed
 
 
 def _fewer(seen: list[tuple[int, int]], most: int, free: float, devices: int) -> int:
@@ -107,7 +115,6 @@ def needs(engine: Engine, phases: Iterable[Phase], resident: bool = False) -> Ne
     moments = [moment for phase in groups for moment in _moments(engine, phase)]
     kept = _kept(engine, resident)
     lane = max(engine.program_bytes(phase) // engine.grid.width(phase.fork) for phase in groups)
-    give_back()
     if _on_cpus(engine.grid):
         return Needs(max(map(sum, moments)) + kept, 0, lane)
     return Needs(max(devices for devices, _ in moments), max(host for _, host in moments) + kept, lane)

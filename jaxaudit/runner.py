@@ -20,6 +20,7 @@ from jaxaudit.errors import UserError
 from jaxaudit.grid import Fork, Grid, Phase, telemetry_shapes
 from jaxaudit.interrupts import Interrupted, interruptible, stoppable
 from jaxaudit.learner import PERFORMANCE
+from jaxaudit.machine import give_back
 from jaxaudit.progress import Progress, collapsed, performance_level
 from jaxaudit.restore import at_onset, onset_paths, restore, save
 from jaxaudit.schedule import Chunk, chunk_size, is_onset, schedule
@@ -113,10 +114,10 @@ def _start(
     spec: Spec, grid: Grid, folder: Path, source: Folder | None = None, stored: dict[int, Fork] | None = None
 ) -> None:
     """Begins a run, and does it. What it needs from a `source` is copied before it counts as begun."""
-    _announce(spec, grid)
     with beginning(folder) as store:
         rows = chunk_size(grid.steps, spec.run.chunk)
         check_space(grid, Engine(grid, rows).lane_bytes, folder)
+        _announce(spec, grid)
         engine, _ = interruptible(partial(memory.fit, grid, rows, baseline=source is None))
         grid = engine.grid
         store.make(**environment(grid), **({"forked_from": str(source.path)} if source else {}))
@@ -224,10 +225,14 @@ def _tell(engine: Engine, phases: Collection[Phase], done: int, chunks: int) -> 
         return
     grid = engine.grid
     needed = interruptible(partial(memory.needs, engine, phases))
+    give_back()
     split = any(grid.share(phase.fork) < grid.count(phase.fork) for phase in phases)
     shares = f"{max(grid.share(phase.fork) for phase in phases)} lanes at a time" if split else "all lanes at a time"
+    free = memory.available_memory(grid.program.devices)
+    short = "" if free is None or needed.total <= free else f"; only {memory.readable(free)} are available"
+    host = f" and {memory.readable(needed.host)} of the host's" if needed.host else ""
     print(
-        f"expected memory: {memory.readable(needed.total)}, {memory.readable(needed.lane)} a lane, {shares}",
+        f"expected memory: {memory.readable(needed.total)}{host}, {memory.readable(needed.lane)} a lane, {shares}{short}",
         file=sys.stderr,
     )
     if done:

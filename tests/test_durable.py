@@ -200,6 +200,22 @@ def test_killed_at_twenty_instants(server, reference, tmp_path):
     assert_same(folder, reference)
 
 
+BATCHES = SPEC.replace("steps = 20", "steps = 20\nlanes = 2").replace("chunk = 1", "chunk = 4").replace("[5, 10]", "10")
+
+
+def test_killed_in_batches(server, tmp_path):
+    """Two batches of the baseline, six of the fork group."""
+    (tmp_path / "spec.toml").write_text(BATCHES)
+    done = server("run", tmp_path / "spec.toml", "-o", tmp_path / "whole")
+    assert done.code == 0, done.err
+    assert "2 lanes at a time" in done.err
+    folder, landed = kill_through(server, tmp_path, BATCHES, 2 * 5 + 6 * 3, kills=7)
+    assert len(set(landed)) > 4
+    assert_same(folder, tmp_path / "whole")
+    names = {path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith("onset")}
+    assert names == {"onset-00000010", "onset-00000010-0001"}
+
+
 @pytest.mark.slow
 def test_ppo_killed(server, tmp_path):
     (tmp_path / "spec.toml").write_text(PPO)
@@ -468,7 +484,9 @@ def test_refused_before_anything_is_compiled(monkeypatch, tmp_path):
     spec = parse(SPEC)
     monkeypatch.setattr(Engine, "program", lambda self, fork: pytest.fail("compiled"))
     monkeypatch.setattr(memory, "available_memory", lambda devices: 2000)
-    with pytest.raises(UserError, match=r"2 lanes, one on each device, .* need about 32.0 MiB .* 2.0 KiB are available"):
+    with pytest.raises(
+        UserError, match=r"2 lanes, one on each device, .* need about 32.0 MiB .* 2.0 KiB are available"
+    ):
         runner.run(spec, tmp_path / "a" / "run")
     monkeypatch.undo()
     monkeypatch.setattr(Engine, "program", lambda self, fork: pytest.fail("compiled"))

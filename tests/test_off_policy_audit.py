@@ -138,17 +138,19 @@ def test_without_clipping_there_is_no_site_for_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sac", "td3"])
-def test_learns_inverted_pendulum(name):
+@pytest.mark.parametrize(("name", "exploration"), [("sac", {}), ("td3", {"exploration_noise": 0.3})])
+def test_learns_inverted_pendulum(name, exploration):
     learner = getattr(ja.learners, name)(
         "InvertedPendulum-v5",
         hidden=(64, 64),
         learning_rate=1e-3,
+        tau=0.02,
         learning_starts=1000,
         iteration_steps=512,
         buffer_size=50_000,
         evaluations=15,
         telemetry="basic",
+        **exploration,
     )
     steps = 30
     grid = ja.plan(learner, [ja.lr_spike(1.0, onset=steps - 1, duration=1)], seeds=4, steps=steps, tail=0)

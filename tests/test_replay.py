@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import quadratic  # noqa: F401  registers the learner
 import zarr
 from test_durable import SPEC, arrays, assert_same, flip, one_sentence, server  # noqa: F401
 
-from jaxaudit import runner
+from jaxaudit import memory, runner
 from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
 from jaxaudit.replay import replay
@@ -172,6 +173,46 @@ def test_a_fork_stands_alone(copied, tmp_path, monkeypatch):
     assert replay(tmp_path / "moved").equal
     runner.fork(tmp_path / "moved", parse(ONE), tmp_path / "again")
     assert replay(tmp_path / "again").equal
+
+
+FEW = ONE.replace("chunk = 1", "chunk = 5")
+
+
+def free_memory(monkeypatch, lanes):
+    """Lets so many lanes of FEW be in memory at a time, and hardly a byte more; None: all."""
+    free = None
+    if lanes:
+        grid = replace(parse(FEW).build(), batch=lanes)
+        free = int(memory.needs(Engine(grid, 5), grid.phases()).total / memory.SHARE) + 1
+    monkeypatch.setattr(memory, "available_memory", lambda devices: free)
+
+
+def test_batches_are_as_they_were_whatever_memory_there_is_now(tmp_path, monkeypatch):
+    """The size found is the run's for good: for its replay, and for what is left of it after a stop."""
+    free_memory(monkeypatch, 2)
+    runner.run(parse(FEW), tmp_path / "run")
+    layout = Folder(tmp_path / "run").read_environment()["lane_layout"]
+    assert (layout["lanes"], layout["baseline_width"], layout["fork_widths"]) == (2, 2, [2])
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_execute", lambda *arguments: None)
+        runner.run(parse(FEW), tmp_path / "begun")
+    free_memory(monkeypatch, None)
+    runner.resume(tmp_path / "begun")
+    assert_same(tmp_path / "begun", tmp_path / "run")
+    replayed = replay(tmp_path / "run")
+    assert replayed.equal
+    assert replayed.differences == ()
+    one = replay(tmp_path / "run", seed=1, condition="3")
+    assert (one.equal, one.lanes, one.steps) == (True, 1, 10)
+    runner.fork(tmp_path / "run", parse(FEW), tmp_path / "fork")
+    assert Folder(tmp_path / "fork").read_environment()["lane_layout"]["lanes"] == 12
+    batches, whole = (Folder(tmp_path / name).read_telemetry() for name in ("run", "fork"))
+    np.testing.assert_allclose(batches["performance"], whole["performance"], rtol=1e-5)
+    assert replay(tmp_path / "fork").equal
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "onset-00000010-0001")
+    assert replay(tmp_path / "run", condition="0", seed=0).equal
+    with pytest.raises(UserError, match=r"onset-00000010 is without the seeds at positions \[2\], so nothing can be"):
+        runner.fork(tmp_path / "run", parse(FEW), tmp_path / "again")
 
 
 @pytest.mark.parametrize(
