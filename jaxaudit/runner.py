@@ -231,10 +231,8 @@ def _tell(engine: Engine, phases: Collection[Phase], done: int, chunks: int) -> 
     free = memory.available_memory(grid.program.devices)
     short = "" if free is None or needed.total <= free else f"; only {memory.readable(free)} are available"
     host = f" and {memory.readable(needed.host)} of the host's" if needed.host else ""
-    print(
-        f"expected memory: {memory.readable(needed.total)}{host}, {memory.readable(needed.lane)} a lane, {shares}{short}",
-        file=sys.stderr,
-    )
+    total, lane = memory.readable(needed.total), memory.readable(needed.lane)
+    print(f"expected memory: {total}{host}, {lane} a lane, {shares}{short}", file=sys.stderr)
     if done:
         print(f"going on after {done} of {chunks} chunks", file=sys.stderr)
 

@@ -1,5 +1,6 @@
 """A learner that costs nothing: gradient descent on a quadratic, for tests of specs and commands."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -25,6 +26,7 @@ class QuadraticSettings:
             raise ValueError(f"learning_rate must be positive, not {self.learning_rate}")
 
 
+@functools.cache  # equal learners share compiled programs, which is most of what these tests cost
 def quadratic(task, **settings):
     """Descends |x|^2 from a random x; with `adam = false` it keeps no moments."""
     chosen = QuadraticSettings(**settings)

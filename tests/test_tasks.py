@@ -424,6 +424,8 @@ def test_nested_vmap_is_the_flat_batch(name):
     action = jax.random.uniform(jax.random.key(6), (12, env.action_size), minval=-1.0)
     nest = functools.partial(jax.tree.map, lambda x: x.reshape(3, 4, *x.shape[1:]))
     flat = jax.jit(jax.vmap(env.step))(state, action)
+    fresh = jax.jit(jax.vmap(jax.vmap(env.reset)))(jax.random.split(jax.random.key(5), (3, 4)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), nest(state), fresh)
     nested = jax.jit(jax.vmap(jax.vmap(env.step)))(nest(state), nest(action))
     jax.tree.map(np.testing.assert_array_equal, nest(flat), nested)
     alone = env.step(jax.tree.map(lambda x: x[7], state), action[7])
