@@ -21,7 +21,7 @@ import xarray as xr
 from jaxaudit import statistics
 from jaxaudit.report import style
 
-NAMES = {"ppo": "PPO", "trpo": "TRPO", "sac": "SAC", "td3": "TD3"}
+NAMES = {"ppo": "PPO", "ppo_500k": "PPO, 500k", "trpo": "TRPO", "sac": "SAC", "td3": "TD3"}
 
 
 class Run:
