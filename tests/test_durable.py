@@ -495,18 +495,3 @@ def test_refused_before_anything_is_compiled(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"needs about [\d.]+ KiB on disk and .* has 2.9 KiB free"):
         runner.run(spec, tmp_path / "a" / "run")
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lanes", [8, 64])
-def test_the_estimate_against_the_compiled_program(lanes):
-    text = PPO.replace("num_envs = 2\nrollout_length = 32", "").replace("seeds = 2", f"seeds = {lanes // 4}")
-    grid = parse(text).build()
-    engine = Engine(grid, 1)
-    estimate = memory.estimate(grid, engine.row_shapes(None))
-    measured = engine.program(0).memory_analysis()
-    needed = (measured.argument_size_in_bytes + measured.output_size_in_bytes + measured.temp_size_in_bytes) * len(
-        grid.program.devices
-    )
-    print(lanes, memory.readable(estimate.total), memory.readable(needed), estimate.total / needed)
-    assert 1 / 3 < estimate.total / needed < 3

@@ -265,8 +265,9 @@ def test_ppo_on_eight_devices_and_in_batches():
 def test_a_neutral_lane_of_ppo_is_the_control_of_another_batch():
     scope = {"ja": ja}
     exec(TINY_PPO, scope)
-    neutral = [ja.lr_spike(1.0, onset=3), ja.observation_noise(0.0, onset=3), ja.weight_noise(0.0, onset=3)]
-    data = ja.audit(scope["learner"], [ja.reward_flip(0.5, onset=3), *neutral], seeds=2, steps=8, lanes=2).telemetry
+    kinds = (ja.reward_flip(0.5), ja.lr_spike(1.0), ja.observation_noise(0.0), ja.weight_noise(0.0))
+    timed = [replace(kind, when=ja.window(3, 3)) for kind in kinds]
+    data = ja.audit(scope["learner"], timed, seeds=2, steps=8, lanes=2).telemetry
     for name, values in data.items():
         if name != "baseline_performance":
             for condition in (2, 3, 4):
