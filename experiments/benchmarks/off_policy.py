@@ -2,7 +2,7 @@
 
 Both have Table S2's settings with eight environments, and one update for each env step, which is nearly all they do.
 The lanes are those of an audit, with full telemetry; Stable-Baselines3 runs with one PyTorch thread or one per core,
-and as one process or one per core. Neither side evaluates its policy, and both learn from nearly the first step.
+and as one process or one per core. Neither side evaluates its policy, and both learn from the first steps on.
 The second table is what a replay buffer costs: time, for it must be written in place, and memory.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import common
 
 LEARNERS = ("sac", "td3")
-SMALL = {"hidden": (8, 8), "batch_size": 8, "iteration_steps": 512, "learning_starts": 64}
+SMALL = {"hidden": (8, 8), "batch_size": 8, "iteration_steps": 512}
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def lanes_of(arguments, name: str, lanes: int, execution: str, **settings) -> co
     import jaxaudit as ja
     from jaxaudit import grid
 
-    chosen = {"iteration_steps": arguments.env_steps, "learning_starts": 256, "buffer_size": 100_000, "evaluations": 0}
+    chosen = {"iteration_steps": arguments.env_steps, "learning_starts": 0, "buffer_size": 100_000, "evaluations": 0}
     learner = getattr(ja.learners, name)(common.TASK, **chosen | settings)
     how = int(execution) if execution.isdigit() else execution
     plan = grid.plan(learner, [ja.lr_spike(10.0)], seeds=lanes, steps=100, execution=how)
