@@ -5,8 +5,8 @@ from jaxaudit.audit import audit
 from jaxaudit.grid import compiled, inputs, plan, run
 from jaxaudit.learner import Learner
 from jaxaudit.learners.optimizer import Optimizer
-from jaxaudit.margin import margin
-from jaxaudit.margin_table import Margins
+from jaxaudit.margins.search import margin
+from jaxaudit.margins.table import Margins
 from jaxaudit.perturbations import *  # noqa: F403
 from jaxaudit.perturbations import __all__ as _perturbations
 from jaxaudit.registry import register

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxaudit import memory, results
-from jaxaudit.engine import Engine, Piece
+from jaxaudit import results
+from jaxaudit.execution import memory
+from jaxaudit.execution.engine import Engine, Piece
+from jaxaudit.execution.schedule import is_onset, schedule
 from jaxaudit.grid import Execution, blank_telemetry, place, plan
 from jaxaudit.learner import PERFORMANCE, Learner
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
-from jaxaudit.schedule import is_onset, schedule
 
 
 def audit(

@@ -114,13 +114,13 @@ def _quickstart(arguments: argparse.Namespace) -> int:
     if arguments.print_spec:
         print(text, end="")
         return 0
-    from jaxaudit.spec import parse
+    from jaxaudit.spec.document import parse
 
     return _start(lambda: parse(text, "quickstart.toml"), arguments.out)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from jaxaudit.spec import load
+    from jaxaudit.spec.document import load
 
     return _start(lambda: load(arguments.spec), arguments.out)
 
@@ -128,44 +128,44 @@ def _run(arguments: argparse.Namespace) -> int:
 def _start(read: Callable[[], Any], out: Path | None) -> int:
     spec = read()
     prepare_jax()
-    from jaxaudit import runner
+    from jaxaudit.runner import durable
 
     folder = out or Path("runs", spec.audit.slug)
-    runner.run(spec, folder)
+    durable.run(spec, folder)
     return _write_report(folder)
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     prepare_jax()
-    from jaxaudit import runner
+    from jaxaudit.runner import durable
 
-    runner.resume(arguments.folder)
+    durable.resume(arguments.folder)
     return _write_report(arguments.folder)
 
 
 def _fork(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    from jaxaudit.spec import load
+    from jaxaudit.spec.document import load
 
     spec = load(arguments.spec)
     prepare_jax()
-    from jaxaudit import runner
+    from jaxaudit.runner import durable
 
     out = arguments.out or Path("runs", spec.audit.slug)
-    runner.fork(arguments.folder, spec, out)
+    durable.fork(arguments.folder, spec, out)
     return _write_report(out)
 
 
 def _margin(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     from jaxaudit.errors import placed
-    from jaxaudit.spec import load
+    from jaxaudit.spec.document import load
 
     spec = load(arguments.spec) if arguments.spec else None
     prepare_jax()
-    from jaxaudit.margin import Settings
-    from jaxaudit.margin_folder import margin_of
+    from jaxaudit.margins.folder import margin_of
+    from jaxaudit.margins.search import Settings
 
     with placed("jaxaudit margin"):
         chosen = Settings(
@@ -181,7 +181,7 @@ def _margin(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     prepare_jax()
-    from jaxaudit.replay import replay
+    from jaxaudit.runner.replay import replay
 
     replayed = replay(arguments.folder, arguments.seed, arguments.condition)
     print(replayed)
@@ -243,8 +243,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
     """Exit code and sentence for a failure."""
     if isinstance(error, UserError):
         return 2, str(error)
-    runner = sys.modules.get("jaxaudit.runner")
-    if runner and isinstance(error, runner.Interrupted):
+    durable = sys.modules.get("jaxaudit.runner.durable")
+    if durable and isinstance(error, durable.Interrupted):
         return 130, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped; a run that has begun goes on with: jaxaudit resume DIR"

@@ -63,12 +63,12 @@ def status(name):
 def main():
     transitions, seeds, devices, lanes = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(devices))
-    from jaxaudit import runner
-    from jaxaudit.spec import parse
+    from jaxaudit.runner import durable
+    from jaxaudit.spec.document import parse
 
     registry.learners.register("ring", ring)
     before, lines = [], []
-    tell = runner._tell
+    tell = durable._tell
 
     def noting(*arguments):
         tell(*arguments)
@@ -85,11 +85,11 @@ def main():
         def isatty(self):
             return False
 
-    runner._tell = noting
+    durable._tell = noting
     sys.stderr, stderr = Lines(), sys.stderr
     spec = parse(SPEC.format(seeds=seeds, lanes=lanes, transitions=transitions))
     with tempfile.TemporaryDirectory() as folder:
-        runner.run(spec, Path(folder) / "run")
+        durable.run(spec, Path(folder) / "run")
     peak = status("VmHWM") - before[0]
     sys.stderr = stderr
     told = re.search(r"expected memory: ([\d.]+) (\w+), ([\d.]+) (\w+) a lane, (.*)", "".join(lines))

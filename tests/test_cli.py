@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import quadratic  # noqa: F401  registers the learner
 
-from jaxaudit import cli, runner
-from jaxaudit.spec import parse
-from jaxaudit.store import Folder
+from jaxaudit import cli
+from jaxaudit.runner import durable
+from jaxaudit.runner.store import Folder
+from jaxaudit.spec.document import parse
 
 GOOD = """
 [audit]
@@ -324,7 +325,7 @@ def test_a_run_from_end_to_end(capsys):
     ("error", "code", "words"),
     [
         (
-            runner.Interrupted("stopped; go on with: jaxaudit resume out"),
+            durable.Interrupted("stopped; go on with: jaxaudit resume out"),
             130,
             "go on with: jaxaudit resume out",
         ),
@@ -341,7 +342,7 @@ def test_what_goes_wrong_otherwise(error, code, words, capsys, monkeypatch):
     def fail(spec, folder):
         raise error
 
-    monkeypatch.setattr(runner, "run", fail)
+    monkeypatch.setattr(durable, "run", fail)
     Path("spec.toml").write_text(GOOD)
     assert cli.main(["run", "spec.toml", "-o", "out"]) == code
     err = capsys.readouterr().err
@@ -351,7 +352,7 @@ def test_what_goes_wrong_otherwise(error, code, words, capsys, monkeypatch):
 
 def test_the_traceback_can_be_had(capsys, monkeypatch):
     monkeypatch.setenv(cli.TRACEBACK, "1")
-    monkeypatch.setattr(runner, "run", lambda spec, folder: 1 / 0)
+    monkeypatch.setattr(durable, "run", lambda spec, folder: 1 / 0)
     Path("spec.toml").write_text(GOOD)
     assert cli.main(["run", "spec.toml", "-o", "out"]) == 1
     assert "Traceback" in capsys.readouterr().err

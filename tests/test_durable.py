@@ -16,11 +16,12 @@ import zarr
 from orbax.checkpoint import v1 as ocp
 from server import Server
 
-from jaxaudit import memory, runner
-from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
-from jaxaudit.spec import parse
-from jaxaudit.store import Folder
+from jaxaudit.execution import memory
+from jaxaudit.execution.engine import Engine
+from jaxaudit.runner import durable
+from jaxaudit.runner.store import Folder
+from jaxaudit.spec.document import parse
 
 SPEC = """
 [audit]
@@ -487,11 +488,11 @@ def test_refused_before_anything_is_compiled(monkeypatch, tmp_path):
     with pytest.raises(
         UserError, match=r"2 lanes, one on each device, .* need about 32.0 MiB .* 2.0 KiB are available"
     ):
-        runner.run(spec, tmp_path / "a" / "run")
+        durable.run(spec, tmp_path / "a" / "run")
     monkeypatch.undo()
     monkeypatch.setattr(Engine, "program", lambda self, fork: pytest.fail("compiled"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3000))
     with pytest.raises(UserError, match=r"needs about [\d.]+ KiB on disk and .* has 2.9 KiB free"):
-        runner.run(spec, tmp_path / "a" / "run")
+        durable.run(spec, tmp_path / "a" / "run")
     assert not any(tmp_path.iterdir())

@@ -14,13 +14,13 @@ from quadratic import quadratic
 from test_durable import SPEC
 
 import jaxaudit as ja
-from jaxaudit import engine as engines
-from jaxaudit import memory
-from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
+from jaxaudit.execution import engine as engines
+from jaxaudit.execution import memory
+from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Phase
 from jaxaudit.perturbations import Perturbation
-from jaxaudit.spec import parse
+from jaxaudit.spec.document import parse
 
 LEARNER = quadratic(None)
 PERTURBATIONS = [

@@ -23,16 +23,17 @@ from test_cli import refusal
 from test_known_answer import CURVATURE, LEARNER, RATE
 
 import jaxaudit as ja
-from jaxaudit import cli, margin_folder, registry
-from jaxaudit.engine import Engine
-from jaxaudit.margin import Settings, lay_out
-from jaxaudit.margin_pool import baseline, fit, rounds
-from jaxaudit.margin_table import Margins
+from jaxaudit import cli, registry
+from jaxaudit.execution.engine import Engine
+from jaxaudit.margins import folder as margin_folder
+from jaxaudit.margins.pool import baseline, fit, rounds
+from jaxaudit.margins.rays import Axis, rays
+from jaxaudit.margins.rounds import CONTROL, Plan, found, next_round
+from jaxaudit.margins.search import Settings, lay_out
+from jaxaudit.margins.staircase import bracket, contradictory, envelope, ranks, seeds_for
+from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.rays import Axis, rays
-from jaxaudit.rounds import CONTROL, Plan, found, next_round
-from jaxaudit.staircase import bracket, contradictory, envelope, ranks, seeds_for
-from jaxaudit.store import Folder
+from jaxaudit.runner.store import Folder
 
 CRITICAL = 2 / (RATE * CURVATURE)
 SHORT = MetricSettings(window=10, hold=20)
@@ -481,11 +482,11 @@ onset = [0.25, 12]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished run, and the table of its margins, searched in a folder beside it."""
-    from jaxaudit import runner
-    from jaxaudit.spec import parse
+    from jaxaudit.runner import durable
+    from jaxaudit.spec.document import parse
 
     place = tmp_path_factory.mktemp("margins")
-    runner.run(parse(SPEC), place / "run")
+    durable.run(parse(SPEC), place / "run")
     shutil.copytree(place / "run", place / "searched")
     assert cli.main(["margin", str(place / "searched")]) == 0
     return place
@@ -521,7 +522,7 @@ def test_margins_of_a_run(finished):
 
 
 def test_a_run_and_a_call_find_the_same_margins(finished):
-    from jaxaudit.spec import parse
+    from jaxaudit.spec.document import parse
 
     spec = parse(SPEC)
     learner = spec.build().program.learner

@@ -11,8 +11,8 @@ import pytest
 import ring
 
 import jaxaudit as ja
-from jaxaudit import memory
-from jaxaudit.engine import Engine
+from jaxaudit.execution import memory
+from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Phase
 
 MIB = 2**20

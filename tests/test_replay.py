@@ -10,12 +10,13 @@ import quadratic  # noqa: F401  registers the learner
 import zarr
 from test_durable import SPEC, arrays, assert_same, flip, one_sentence, server  # noqa: F401
 
-from jaxaudit import memory, runner
-from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
-from jaxaudit.replay import replay
-from jaxaudit.spec import parse
-from jaxaudit.store import Folder
+from jaxaudit.execution import memory
+from jaxaudit.execution.engine import Engine
+from jaxaudit.runner import durable
+from jaxaudit.runner.replay import replay
+from jaxaudit.runner.store import Folder
+from jaxaudit.spec.document import parse
 
 ONE = SPEC.replace("[5, 10]", "10")  # one onset, four conditions
 
@@ -23,7 +24,7 @@ ONE = SPEC.replace("[5, 10]", "10")  # one onset, four conditions
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run"
-    runner.run(parse(SPEC), folder)
+    durable.run(parse(SPEC), folder)
     return folder
 
 
@@ -127,7 +128,7 @@ def test_a_damaged_onset_cannot_be_replayed(copied):
 def test_a_fork_computes_its_suffixes_alone(copied, counted, tmp_path):
     """The same conditions at the same width give the same bits; new ones begin where the run was."""
     out = tmp_path / "fork"
-    runner.fork(copied, parse(SPEC), out)
+    durable.fork(copied, parse(SPEC), out)
     assert sum(counted) == 9 * 15 + 12 * 10
     ours, theirs = arrays(out), arrays(copied)
     channels = [name for name in theirs if not name.startswith("chunk")]
@@ -141,7 +142,7 @@ def test_a_fork_computes_its_suffixes_alone(copied, counted, tmp_path):
 
 def test_new_conditions(copied, counted, tmp_path):
     out = tmp_path / "fork"
-    runner.fork(copied, parse(ONE.replace("[3, 30]", "100").replace("magnitude = 1.0", "magnitude = 0.1")), out)
+    durable.fork(copied, parse(ONE.replace("[3, 30]", "100").replace("magnitude = 1.0", "magnitude = 0.1")), out)
     assert sum(counted) == 9 * 10
     new, old = Folder(out).read_telemetry(), Folder(copied).read_telemetry()
     assert list(new["condition"].values) == ["control", "lr_spike 100", "weight_noise 0.1"]
@@ -154,24 +155,24 @@ def test_new_conditions(copied, counted, tmp_path):
 
 def test_a_fork_of_the_first_step(tmp_path):
     text = SPEC.replace("[5, 10]", "[0, 10]")
-    runner.run(parse(text), tmp_path / "run")
-    runner.fork(tmp_path / "run", parse(text), tmp_path / "fork")
+    durable.run(parse(text), tmp_path / "run")
+    durable.fork(tmp_path / "run", parse(text), tmp_path / "fork")
     assert replay(tmp_path / "run").equal
     assert replay(tmp_path / "fork").equal
 
 
 def test_a_fork_stands_alone(copied, tmp_path, monkeypatch):
     """Stopped when it has just begun, moved, and the run it came from gone, it goes on; and can be forked."""
-    runner.fork(copied, parse(SPEC), tmp_path / "whole")
+    durable.fork(copied, parse(SPEC), tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_execute", lambda *arguments: None)
-        runner.fork(copied, parse(SPEC), tmp_path / "fork")
+        patch.setattr(durable, "_execute", lambda *arguments: None)
+        durable.fork(copied, parse(SPEC), tmp_path / "fork")
     shutil.rmtree(copied)
     (tmp_path / "fork").rename(tmp_path / "moved")
-    runner.resume(tmp_path / "moved")
+    durable.resume(tmp_path / "moved")
     assert_same(tmp_path / "moved", tmp_path / "whole")
     assert replay(tmp_path / "moved").equal
-    runner.fork(tmp_path / "moved", parse(ONE), tmp_path / "again")
+    durable.fork(tmp_path / "moved", parse(ONE), tmp_path / "again")
     assert replay(tmp_path / "again").equal
 
 
@@ -190,21 +191,21 @@ def free_memory(monkeypatch, lanes):
 def test_batches_are_as_they_were_whatever_memory_there_is_now(tmp_path, monkeypatch):
     """The size found is the run's for good: for its replay, and for what is left of it after a stop."""
     free_memory(monkeypatch, 2)
-    runner.run(parse(FEW), tmp_path / "run")
+    durable.run(parse(FEW), tmp_path / "run")
     layout = Folder(tmp_path / "run").read_environment()["lane_layout"]
     assert (layout["lanes"], layout["baseline_width"], layout["fork_widths"]) == (2, 2, [2])
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_execute", lambda *arguments: None)
-        runner.run(parse(FEW), tmp_path / "begun")
+        patch.setattr(durable, "_execute", lambda *arguments: None)
+        durable.run(parse(FEW), tmp_path / "begun")
     free_memory(monkeypatch, None)
-    runner.resume(tmp_path / "begun")
+    durable.resume(tmp_path / "begun")
     assert_same(tmp_path / "begun", tmp_path / "run")
     replayed = replay(tmp_path / "run")
     assert replayed.equal
     assert replayed.differences == ()
     one = replay(tmp_path / "run", seed=1, condition="3")
     assert (one.equal, one.lanes, one.steps) == (True, 1, 10)
-    runner.fork(tmp_path / "run", parse(FEW), tmp_path / "fork")
+    durable.fork(tmp_path / "run", parse(FEW), tmp_path / "fork")
     assert Folder(tmp_path / "fork").read_environment()["lane_layout"]["lanes"] == 12
     batches, whole = (Folder(tmp_path / name).read_telemetry() for name in ("run", "fork"))
     np.testing.assert_allclose(batches["performance"], whole["performance"], rtol=1e-5)
@@ -212,7 +213,7 @@ def test_batches_are_as_they_were_whatever_memory_there_is_now(tmp_path, monkeyp
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "onset-00000010-0001")
     assert replay(tmp_path / "run", condition="0", seed=0).equal
     with pytest.raises(UserError, match=r"onset-00000010 is without the seeds at positions \[2\], so nothing can be"):
-        runner.fork(tmp_path / "run", parse(FEW), tmp_path / "again")
+        durable.fork(tmp_path / "run", parse(FEW), tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -226,15 +227,15 @@ def test_batches_are_as_they_were_whatever_memory_there_is_now(tmp_path, monkeyp
 )
 def test_what_cannot_be_forked(change, words, finished, tmp_path):
     with pytest.raises(UserError, match=words):
-        runner.fork(finished, parse(SPEC.replace(*change)), tmp_path / "fork")
+        durable.fork(finished, parse(SPEC.replace(*change)), tmp_path / "fork")
     assert not any(tmp_path.iterdir())
 
 
 def test_a_fork_of_a_damaged_onset(copied, tmp_path):
     flip(copied / "checkpoints" / "onset-00000005")
     with pytest.raises(UserError, match="onset-00000005 is damaged, so nothing can be forked from step 5"):
-        runner.fork(copied, parse(SPEC), tmp_path / "fork")
-    runner.fork(copied, parse(ONE), tmp_path / "fork")
+        durable.fork(copied, parse(SPEC), tmp_path / "fork")
+    durable.fork(copied, parse(ONE), tmp_path / "fork")
     assert replay(tmp_path / "fork").equal
 
 

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxaudit import registry
-from jaxaudit.entries import ChainSpec, DimensionSpec, SingleSpec
 from jaxaudit.errors import UserError
 from jaxaudit.grid import Grid
-from jaxaudit.spec import load, parse
-from jaxaudit.tables import to_text, to_value
+from jaxaudit.spec.document import load, parse
+from jaxaudit.spec.entries import ChainSpec, DimensionSpec, SingleSpec
+from jaxaudit.spec.tables import to_text, to_value
 
 HEAD = """
 [audit]

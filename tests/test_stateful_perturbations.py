@@ -13,11 +13,11 @@ import pytest
 
 import jaxaudit as ja
 from jaxaudit import registry
-from jaxaudit.engine import Engine
+from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Phase, arrange, compiled, inputs, plan
+from jaxaudit.spec.trial import misfits
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes
-from jaxaudit.trial import misfits
 
 ENVS, TURNS, STEPS, SEEDS, ONSET = 4, 7, 12, 2, 2
 TIME_LIMIT = 9

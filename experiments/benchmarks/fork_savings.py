@@ -41,7 +41,7 @@ def build(arguments, onset: float):
     """The grid, and calls that run it forked and whole, by the same compiled programs."""
     import jaxaudit as ja
     from jaxaudit import grid
-    from jaxaudit.runner import Engine
+    from jaxaudit.execution.engine import Engine
 
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
     learner = ja.learners.ppo(common.TASK, evaluations=0, **small)

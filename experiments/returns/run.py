@@ -19,7 +19,7 @@ import pandas as pd
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.cli import prepare_jax
-from jaxaudit.engine import Engine
+from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Phase
 
 CHUNK = 10

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxaudit.rays import Ray
-from jaxaudit.staircase import (
+from jaxaudit.margins.rays import Ray
+from jaxaudit.margins.staircase import (
     ALWAYS,
     Bracket,
     Median,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
+from jaxaudit.execution.schedule import Chunk
 from jaxaudit.grid import Grid, Phase
 from jaxaudit.learner import PERFORMANCE, Telemetry
-from jaxaudit.schedule import Chunk
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxaudit import registry
+from jaxaudit.margins.staircase import Range
 from jaxaudit.perturbations import Chain, Condition, Factory, Perturbation
-from jaxaudit.staircase import Range
 
 
 @dataclass(frozen=True)

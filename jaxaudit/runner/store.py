@@ -22,12 +22,12 @@ import xarray as xr
 import zarr
 
 from jaxaudit import results
-from jaxaudit.checkpoint import UNFINISHED
 from jaxaudit.errors import UserError
+from jaxaudit.execution.memory import readable
 from jaxaudit.grid import Fork, Grid, Phase, place, telemetry_shapes
 from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.machine import processor
-from jaxaudit.memory import readable
+from jaxaudit.runner.checkpoint import UNFINISHED
 
 try:
     import fcntl

@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import jax
 
+from jaxaudit.execution.schedule import chunk_size
 from jaxaudit.grid import Execution, Grid, plan
 from jaxaudit.learner import Learner
-from jaxaudit.margin_pool import baseline, fit, rounds
-from jaxaudit.margin_table import Margins
+from jaxaudit.margins.pool import baseline, fit, rounds
+from jaxaudit.margins.rays import rays
+from jaxaudit.margins.rounds import Plan, Probe
+from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
-from jaxaudit.rays import rays
-from jaxaudit.rounds import Plan, Probe
-from jaxaudit.schedule import chunk_size
 
 Criterion = Literal["divergence", "collapse"]
 CRITERIA: tuple[Criterion, ...] = ("divergence", "collapse")

@@ -13,19 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxaudit import checkpoint, memory, results
-from jaxaudit.begin import beginning
-from jaxaudit.engine import Engine
+from jaxaudit import results
 from jaxaudit.errors import UserError
+from jaxaudit.execution import memory
+from jaxaudit.execution.engine import Engine
+from jaxaudit.execution.schedule import Chunk, chunk_size, is_onset, schedule
 from jaxaudit.grid import Fork, Grid, Phase, telemetry_shapes
-from jaxaudit.interrupts import Interrupted, interruptible, stoppable
 from jaxaudit.learner import PERFORMANCE
 from jaxaudit.machine import give_back
-from jaxaudit.progress import Progress, collapsed, performance_level
-from jaxaudit.restore import at_onset, onset_paths, restore, save
-from jaxaudit.schedule import Chunk, chunk_size, is_onset, schedule
-from jaxaudit.spec import Spec, load
-from jaxaudit.store import Folder, check_space, differences, environment
+from jaxaudit.runner import checkpoint
+from jaxaudit.runner.begin import beginning
+from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
+from jaxaudit.runner.progress import Progress, collapsed, performance_level
+from jaxaudit.runner.restore import at_onset, onset_paths, restore, save
+from jaxaudit.runner.store import Folder, check_space, differences, environment
+from jaxaudit.spec.document import Spec, load
 
 __all__ = ["Interrupted", "fork", "is_finished", "open_run", "resume", "run"]
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jaxaudit.engine import Piece
+from jaxaudit.execution.engine import Piece
 from jaxaudit.machine import give_back
 
 FILE_CHUNK = 2**26

@@ -11,12 +11,12 @@ from collections.abc import Collection, Container, Iterator
 from functools import partial
 from pathlib import Path
 
-from jaxaudit import checkpoint
-from jaxaudit.engine import Engine, Piece, Source
 from jaxaudit.errors import UserError
+from jaxaudit.execution.engine import Engine, Piece, Source
+from jaxaudit.execution.schedule import Chunk, is_onset
 from jaxaudit.grid import LaneState, Phase
-from jaxaudit.schedule import Chunk, is_onset
-from jaxaudit.store import Folder
+from jaxaudit.runner import checkpoint
+from jaxaudit.runner.store import Folder
 
 KEPT_CHECKPOINTS = 2
 

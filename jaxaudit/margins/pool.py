@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxaudit import memory
-from jaxaudit.engine import Engine, Piece, Source
+from jaxaudit.execution import memory
+from jaxaudit.execution.engine import Engine, Piece, Source
+from jaxaudit.execution.schedule import is_onset, schedule
 from jaxaudit.grid import Grid, Lanes, Phase, lanes_of
 from jaxaudit.learner import PERFORMANCE
+from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
 from jaxaudit.metrics import MetricSettings, collapse_time
 from jaxaudit.perturbations.core import control
-from jaxaudit.rounds import CONTROL, Plan, Probe, next_round
-from jaxaudit.schedule import is_onset, schedule
 
 
 @dataclass(frozen=True)

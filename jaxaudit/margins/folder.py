@@ -14,24 +14,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxaudit import checkpoint
-from jaxaudit.checkpoint import UNFINISHED
-from jaxaudit.engine import Engine
-from jaxaudit.entries import DimensionSpec
 from jaxaudit.errors import UserError, placed
+from jaxaudit.execution.engine import Engine
+from jaxaudit.execution.schedule import chunk_size
 from jaxaudit.grid import Grid
-from jaxaudit.interrupts import Interrupted, interruptible, stoppable
 from jaxaudit.learner import PERFORMANCE
-from jaxaudit.margin import Settings, lay_out
-from jaxaudit.margin_pool import Stage, collapse_times, fit, pending, rounds
-from jaxaudit.margin_table import Margins
+from jaxaudit.margins.pool import Stage, collapse_times, fit, pending, rounds
+from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
+from jaxaudit.margins.search import Settings, lay_out
+from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.restore import at_onset, onset_paths
-from jaxaudit.rounds import CONTROL, Plan, Probe, next_round
-from jaxaudit.runner import is_finished, open_run
-from jaxaudit.schedule import chunk_size
-from jaxaudit.spec import Spec, parse
-from jaxaudit.store import Folder, environment
+from jaxaudit.runner import checkpoint
+from jaxaudit.runner.checkpoint import UNFINISHED
+from jaxaudit.runner.durable import is_finished, open_run
+from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
+from jaxaudit.runner.restore import at_onset, onset_paths
+from jaxaudit.runner.store import Folder, environment
+from jaxaudit.spec.document import Spec, parse
+from jaxaudit.spec.entries import DimensionSpec
 
 SEARCH, OUTCOMES, TABLE = "search.json", "outcomes.csv", "margins.csv"
 

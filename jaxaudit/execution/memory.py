@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 
-from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
+from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import VECTOR, WHOLE_VECTORS_FROM, Grid, Phase, telemetry_shapes
 
 SHARE = 0.9

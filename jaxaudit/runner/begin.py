@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxaudit.checkpoint import UNFINISHED
 from jaxaudit.errors import UserError
-from jaxaudit.store import STARTING, Folder
+from jaxaudit.runner.checkpoint import UNFINISHED
+from jaxaudit.runner.store import STARTING, Folder
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from jaxaudit.rays import Ray
-from jaxaudit.rounds import CONTROL, Found, Plan, Probe, found
-from jaxaudit.staircase import seeds_for
+from jaxaudit.margins.rays import Ray
+from jaxaudit.margins.rounds import CONTROL, Found, Plan, Probe, found
+from jaxaudit.margins.staircase import seeds_for
 
 HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
 

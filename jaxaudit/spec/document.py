@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxaudit import registry
-from jaxaudit.entries import DimensionSpec, Entry, Explicit, read_entry
 from jaxaudit.errors import UserError, placed
 from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.sections import (
+from jaxaudit.spec.entries import DimensionSpec, Entry, Explicit, read_entry
+from jaxaudit.spec.sections import (
     AuditSpec,
     LearnerSpec,
     RunSpec,
@@ -28,8 +28,8 @@ from jaxaudit.sections import (
     read_run,
     read_task,
 )
-from jaxaudit.tables import Table, given, to_text
-from jaxaudit.trial import misfits
+from jaxaudit.spec.tables import Table, given, to_text
+from jaxaudit.spec.trial import misfits
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from jaxaudit import results
-from jaxaudit.engine import Engine
 from jaxaudit.errors import UserError
+from jaxaudit.execution.engine import Engine
+from jaxaudit.execution.schedule import Chunk, chunk_size, schedule
 from jaxaudit.grid import Grid, Phase
 from jaxaudit.learner import PERFORMANCE
 from jaxaudit.registry import unknown
-from jaxaudit.restore import at_onset
-from jaxaudit.runner import is_finished, open_run
-from jaxaudit.schedule import Chunk, chunk_size, schedule
-from jaxaudit.store import Folder, differences
+from jaxaudit.runner.durable import is_finished, open_run
+from jaxaudit.runner.restore import at_onset
+from jaxaudit.runner.store import Folder, differences
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Specs: a TOML document, read and checked into a grid."""
