@@ -86,7 +86,7 @@ class Found:
       seeds: the seeds with a known control, positions.
       unknown: how many have none, so that nothing can be said of them.
       outcomes: for each of `seeds`, u -> collapsed.
-      brackets: for each of `seeds`, without the checks; see `jaxaudit.staircase`.
+      brackets: for each of `seeds`, without the checks; see `jaxaudit.margins.staircase`.
       fallen: how many of `seeds` collapse undisturbed.
       aim: the median of the brackets that cutting led to.
       middle: the median of all brackets, checks included.

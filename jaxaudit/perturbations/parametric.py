@@ -26,6 +26,7 @@ def weight_noise(key, value, magnitude):
     duration="once",
     limits=(0.0, math.inf),
     needs=("reinitialise", "selected"),
+    whole=True,
 )
 def layer_reset(key, value, magnitude, *, reinitialise, selected):
     """Re-initialises `magnitude` layers, drawn at random from those in the target (Table S4: one layer).
