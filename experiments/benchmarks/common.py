@@ -7,6 +7,9 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +79,27 @@ def interleave(candidates: Mapping[str, Callable[[], float | None]], repetitions
 def paired_ratio(above: Timing, below: Timing) -> Timing:
     """above / below, round by round."""
     return Timing(tuple(a / b for a, b in zip(above.seconds, below.seconds, strict=True)))
+
+
+def sb3(python: str, learner: str, steps: int, processes: int, threads: int, envs: int = 8) -> float:
+    """Seconds that `processes` trainings of Stable-Baselines3 take side by side, warm-up left out."""
+    script = Path(__file__).resolve().with_name("sb3.py")
+    command = [python, str(script), learner, str(threads), str(envs), str(steps)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    # MuJoCo leaves a log of its warnings in the working directory.
+    running = [subprocess.Popen(command, cwd=tempfile.gettempdir(), **pipes) for _ in range(processes)]
+    try:
+        for process in running:
+            if process.stdout.readline().strip() != "ready":
+                sys.exit(f"Stable-Baselines3 does not run under {python}: pip install -e .[bench]")
+        for process in running:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        return max(json.loads(process.stdout.readline())["seconds"] for process in running)
+    finally:
+        for process in running:
+            process.stdin.close()
+            process.wait(timeout=60)
 
 
 class Advance:

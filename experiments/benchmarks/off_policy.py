@@ -9,11 +9,7 @@ The second table is what a replay buffer costs: time, for it must be written in 
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import common
 
@@ -57,7 +53,9 @@ def compare(arguments, name: str) -> dict:
     variants = sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
     for processes, threads in variants[: 1 if arguments.quick else None]:
         called = f"SB3: processes {processes}, threads {threads}"
-        candidates[called] = functools.partial(sb3, arguments, name, processes, threads)
+        candidates[called] = functools.partial(
+            common.sb3, arguments.python, name, arguments.sb3_steps, processes, threads
+        )
         work[called] = processes * arguments.sb3_steps
     timings = common.interleave(candidates, arguments.repetitions)
     rates = {called: work[called] / timing.median for called, timing in timings.items()}
@@ -101,27 +99,6 @@ def buffer(arguments, capacity: int) -> dict:
     each = advance(1, 1)[0].learner.buffer.nbytes / 2 / 2**20
     space = sizes.temp_size_in_bytes * arguments.devices / 2**20
     return {"capacity": capacity, "row": (f"{capacity:,}", f"{seconds:.3g}", f"{each:.2f}", f"{space:.2f}")}
-
-
-def sb3(arguments, name: str, processes: int, threads: int) -> float:
-    """Seconds that `processes` trainings side by side take, warm-up left out."""
-    script = Path(__file__).resolve().with_name("sb3_off_policy.py")
-    command = [arguments.python, str(script), name, str(threads), str(arguments.sb3_steps)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    # MuJoCo leaves a log of its warnings in the working directory.
-    running = [subprocess.Popen(command, cwd=tempfile.gettempdir(), **pipes) for _ in range(processes)]
-    try:
-        for process in running:
-            if process.stdout.readline().strip() != "ready":
-                sys.exit(f"Stable-Baselines3 does not run under {arguments.python}: pip install -e .[bench]")
-        for process in running:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        return max(json.loads(process.stdout.readline())["seconds"] for process in running)
-    finally:
-        for process in running:
-            process.stdin.close()
-            process.wait(timeout=60)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Stable-Baselines3's PPO with Table S2's settings: warms up, says "ready", trains at a word, gives seconds.
+"""A learner of Stable-Baselines3 with Table S2's settings: warms up, says "ready", trains at a word, gives seconds.
 
-Called by throughput.py: `python sb3.py THREADS ENVS ITERATIONS`.
+Called by `common.sb3`: `python sb3.py LEARNER THREADS ENVS STEPS`. The settings are those of ../returns/sb3.py.
 """
 
 from __future__ import annotations
@@ -8,39 +8,29 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
-import gymnasium
 import torch
-from stable_baselines3 import PPO
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-ENV_STEPS = 2048
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "returns"))
+
+import sb3_returns
+
+WARM_UP = {"ppo": 2048, "trpo": 2048, "sac": 512, "td3": 512}
 
 
-def main(threads: int, envs: int, iterations: int) -> None:
+def main(learner: str, threads: int, envs: int, steps: int) -> None:
     """Trains."""
     torch.set_num_threads(threads)
-    env = VecNormalize(DummyVecEnv([lambda: gymnasium.make("HalfCheetah-v5")] * envs))
-    agent = PPO(
-        "MlpPolicy",
-        env,
-        learning_rate=lambda remaining: 3e-4 * remaining,
-        n_steps=ENV_STEPS // envs,
-        batch_size=64,
-        n_epochs=10,
-        clip_range_vf=0.2,
-        ent_coef=0.01,
-        policy_kwargs={"net_arch": [64, 64], "activation_fn": torch.nn.Tanh},
-        device="cpu",
-        seed=0,
-    )
-    agent.learn(ENV_STEPS)
+    agent = sb3_returns.LEARNERS[learner]("HalfCheetah-v5", 0, envs)
+    agent.learning_starts = WARM_UP[learner] // 2  # of SAC and TD3: the rest of the warm-up learns
+    agent.learn(WARM_UP[learner])
     print("ready", flush=True)
     sys.stdin.readline()
     begun = time.perf_counter()
-    agent.learn(iterations * ENV_STEPS)
+    agent.learn(steps, reset_num_timesteps=learner in ("ppo", "trpo"))
     print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""Env steps per second of an audit of PPO on HalfCheetah-v5, and of Stable-Baselines3's PPO beside it.
+"""Env steps per second of an audit of PPO or TRPO on HalfCheetah-v5, and of Stable-Baselines3's beside it.
 
 The audit: 8 seeds x (control and lr_spike 3, 10, 30), forked at 30% of the run, as one compiled program
 with full telemetry. Stable-Baselines3 runs with one environment or eight, with one PyTorch thread or one
@@ -9,12 +9,8 @@ side evaluates its policy.
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import common
 import jax
@@ -27,6 +23,7 @@ def main() -> None:
     """Runs the benchmark."""
     options = common.parser(__doc__.splitlines()[0], repetitions=3)
     options.add_argument("--python", default=sys.executable, help="Python with stable-baselines3 (this one)")
+    options.add_argument("--learner", default="ppo", choices=("ppo", "trpo"))
     options.add_argument("--seeds", type=int, default=8)
     options.add_argument("--steps", type=int, default=20, help="iterations of the audit's run (%(default)s)")
     options.add_argument("--sb3-steps", type=int, default=10, help="iterations timed of SB3 (%(default)s)")
@@ -43,7 +40,10 @@ def main() -> None:
     if arguments.quick:
         variants = dict(list(variants.items())[:1])
     candidates = {AUDIT: audit} | {
-        name: functools.partial(sb3, arguments, *variant) for name, variant in variants.items()
+        name: functools.partial(
+            common.sb3, arguments.python, arguments.learner, arguments.sb3_steps * ENV_STEPS, *variant
+        )
+        for name, variant in variants.items()
     }
     timings = common.interleave(candidates, arguments.repetitions)
 
@@ -76,7 +76,7 @@ def build(arguments):
     import jaxaudit as ja
     from jaxaudit import grid
 
-    learner = ja.learners.ppo(common.TASK, evaluations=0)
+    learner = getattr(ja.learners, arguments.learner)(common.TASK, evaluations=0)
     duration = max(1, min(10, arguments.steps // 2))
     spike = ja.lr_spike(ja.sweep(3.0, 10.0, 30.0), onset=0.3, duration=duration)
     # The baseline goes on past the onset by the share that 50 steps are of a run of 489, a million env steps.
@@ -92,27 +92,6 @@ def build(arguments):
         jax.block_until_ready(program(*placed))
 
     return plan, audit, compile_seconds
-
-
-def sb3(arguments, processes: int, threads: int, envs: int) -> float:
-    """Seconds that `processes` trainings side by side take, warm-up left out."""
-    script = Path(__file__).resolve().with_name("sb3.py")
-    command = [arguments.python, str(script), str(threads), str(envs), str(arguments.sb3_steps)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    # MuJoCo leaves a log of its warnings in the working directory.
-    running = [subprocess.Popen(command, cwd=tempfile.gettempdir(), **pipes) for _ in range(processes)]
-    try:
-        for process in running:
-            if process.stdout.readline().strip() != "ready":
-                sys.exit(f"Stable-Baselines3 does not run under {arguments.python}: pip install -e .[bench]")
-        for process in running:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        return max(json.loads(process.stdout.readline())["seconds"] for process in running)
-    finally:
-        for process in running:
-            process.stdin.close()
-            process.wait(timeout=60)
 
 
 if __name__ == "__main__":

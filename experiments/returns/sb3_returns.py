@@ -1,6 +1,6 @@
 """Stable-Baselines3 with the settings of this package's learners: one training run, its learning curve as CSV.
 
-    python sb3.py LEARNER TASK STEPS SEED OUT.csv
+    python sb3_returns.py LEARNER TASK STEPS SEED OUT.csv
 
 Rows: every 2048 env steps, the mean return of the latest full episode of each environment ("performance", as this
 package measures it); at the end a row with the mean return of ten episodes under the mean action ("evaluation").
@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 import torch
 from stable_baselines3 import PPO, SAC, TD3
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.noise import NormalActionNoise, VectorizedActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
@@ -42,57 +43,66 @@ class Curve(BaseCallback):
         return True
 
 
-def ppo(task: str, seed: int) -> PPO:
+def ppo(task: str, seed: int, envs: int = ENVS) -> PPO:
     """PPO with observations and rewards normalised, and the learning rate annealed."""
-    env = VecNormalize(_environments(task))
-    return PPO(
-        "MlpPolicy",
-        env,
-        learning_rate=lambda remaining: 3e-4 * remaining,
-        n_steps=ITERATION // ENVS,
-        batch_size=64,
-        n_epochs=10,
-        clip_range_vf=0.2,
-        ent_coef=0.01,
-        policy_kwargs={"net_arch": [64, 64], "activation_fn": torch.nn.Tanh},
-        device="cpu",
-        seed=seed,
-    )
+    annealed = lambda remaining: 3e-4 * remaining  # noqa: E731
+    settings = {"n_epochs": 10, "clip_range_vf": 0.2, "ent_coef": 0.01}
+    return PPO("MlpPolicy", VecNormalize(_environments(task, envs)), annealed, **settings, **_on_policy(seed, envs))
 
 
-def sac(task: str, seed: int) -> SAC:
+def trpo(task: str, seed: int, envs: int = ENVS) -> BaseAlgorithm:
+    """TRPO (of sb3-contrib) with observations and rewards normalised."""
+    from sb3_contrib import TRPO
+
+    return TRPO("MlpPolicy", VecNormalize(_environments(task, envs)), **_on_policy(seed, envs))
+
+
+def sac(task: str, seed: int, envs: int = ENVS) -> SAC:
     """SAC with the fixed temperature of Table S2."""
-    return SAC("MlpPolicy", _environments(task), ent_coef=0.2, **_off_policy(seed))
+    return SAC("MlpPolicy", _environments(task, envs), ent_coef=0.2, **_off_policy(seed, envs))
 
 
-def td3(task: str, seed: int) -> TD3:
+def td3(task: str, seed: int, envs: int = ENVS) -> TD3:
     """TD3 with exploration noise 0.1."""
-    env = _environments(task)
+    env = _environments(task, envs)
     size = env.action_space.shape[0]
-    noise = VectorizedActionNoise(NormalActionNoise(np.zeros(size), 0.1 * np.ones(size)), ENVS)
-    return TD3("MlpPolicy", env, action_noise=noise, **_off_policy(seed))
+    noise = VectorizedActionNoise(NormalActionNoise(np.zeros(size), 0.1 * np.ones(size)), envs)
+    return TD3("MlpPolicy", env, action_noise=noise, **_off_policy(seed, envs))
 
 
-def _off_policy(seed: int) -> dict:
+LEARNERS = {"ppo": ppo, "trpo": trpo, "sac": sac, "td3": td3}
+
+
+def _on_policy(seed: int, envs: int) -> dict:
+    return {
+        "n_steps": ITERATION // envs,
+        "batch_size": 64,
+        "policy_kwargs": {"net_arch": [64, 64], "activation_fn": torch.nn.Tanh},
+        "device": "cpu",
+        "seed": seed,
+    }
+
+
+def _off_policy(seed: int, envs: int) -> dict:
     return {
         "learning_rate": 3e-4,
         "batch_size": 256,
         "buffer_size": 1_000_000,
         "learning_starts": 10_000,
         "train_freq": 1,
-        "gradient_steps": ENVS,
+        "gradient_steps": envs,
         "policy_kwargs": {"net_arch": [256, 256]},
         "device": "cpu",
         "seed": seed,
     }
 
 
-def _environments(task: str) -> DummyVecEnv:
+def _environments(task: str, envs: int) -> DummyVecEnv:
     make = lambda: gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make(task))  # noqa: E731
-    return DummyVecEnv([make] * ENVS)
+    return DummyVecEnv([make] * envs)
 
 
-def evaluate(agent: PPO | SAC | TD3, task: str, episodes: int = 10) -> float:
+def evaluate(agent: BaseAlgorithm, task: str, episodes: int = 10) -> float:
     """Mean return under the mean action."""
     env = gymnasium.make(task)
     normalize = agent.get_vec_normalize_env()
@@ -112,7 +122,7 @@ def evaluate(agent: PPO | SAC | TD3, task: str, episodes: int = 10) -> float:
 def main(learner: str, task: str, steps: int, seed: int, out: Path) -> None:
     """Trains, evaluates and writes the curve."""
     torch.set_num_threads(1)
-    agent = {"ppo": ppo, "sac": sac, "td3": td3}[learner](task, seed)
+    agent = LEARNERS[learner](task, seed)
     curve = Curve()
     agent.learn(steps, callback=curve)
     with out.open("w", newline="") as file:
