@@ -194,6 +194,24 @@ class Taps:
         (carry, self.memory), ys = jax.lax.scan(turn, (init, self.memory), _numbered(xs, length))
         return carry, ys
 
+    def cond(self, chosen: jax.Array, body: Callable[[Taps, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+        """`body(taps, carry) -> (carry, y)` where `chosen`, else the carry as it is and zeros; as `jax.lax.cond`.
+
+        What a perturbation remembers is carried through either branch.
+        """
+
+        def do(carry: Any, memory: Memory | None) -> tuple[Any, Any, Memory | None]:
+            self.memory = memory
+            carry, y = body(self, carry)
+            return carry, y, self.memory
+
+        def skip(carry: Any, memory: Memory | None) -> tuple[Any, Any, Memory | None]:
+            shapes = jax.eval_shape(lambda carry: body(Taps(), carry)[1], carry)
+            return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), memory
+
+        carry, y, self.memory = jax.lax.cond(chosen, do, skip, carry, self.memory)
+        return carry, y
+
     def _within(self, index: Any, memory: Memory | None) -> Taps:
         key = self._key if self._key is None else jax.random.fold_in(self._key, index)
         return Taps(
@@ -363,6 +381,10 @@ class Recorder:
     def scan(self, body: Callable, init: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
         """`jax.lax.scan` whose body gets this recorder."""
         return jax.lax.scan(lambda carry, x: body(self, carry, x), init, xs, length)
+
+    def cond(self, chosen: jax.Array, body: Callable, carry: Any) -> tuple[Any, Any]:
+        """`body` with this recorder: what could be tapped is to be noted."""
+        return body(self, carry)
 
     @property
     def sites(self) -> Sites:

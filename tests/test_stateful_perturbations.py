@@ -244,6 +244,24 @@ def test_a_loop_that_carries_no_memory_is_refused_in_one_sentence(name):
     ) == [None]
 
 
+def test_a_branch_not_taken_remembers():
+    no, yes = jnp.zeros(1, bool), jnp.ones(1, bool)
+
+    def step(visits, key, taps):
+        def sense(taps, visits):
+            return visits + 1, taps("observation", jnp.full((1, 1), 1.0 + taps.step), begins=no, valid=yes)
+
+        visits, seen = taps.cond(taps.step % 2 == 0, sense, visits)
+        return visits, {"performance": jnp.sum(seen), "visits": visits}
+
+    learner = ja.Learner(lambda key: jnp.float32(0.0), step)
+    result = ja.audit(learner, [ja.observation_delayed(1.0, onset=2)], seeds=1, steps=10)
+    control, delayed = result.telemetry["performance"].values[0]
+    np.testing.assert_array_equal(control, [1, 0, 3, 0, 5, 0, 7, 0, 9, 0])
+    np.testing.assert_array_equal(delayed[2:], [3, 0, 3, 0, 5, 0, 7, 0])  # the first of the window has none before it
+    np.testing.assert_array_equal(result.telemetry["visits"].values[0, 1], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5])
+
+
 @pytest.mark.parametrize("name", [name for name in STATEFUL if name != "reward_delay"])
 def test_rows_that_are_not_valid_leave_the_memory_as_it_is(name):
     default = registry.perturbations[name].default

@@ -230,7 +230,7 @@ class OffPolicy:
             count = before + index
             state = self.collect(taps, state, act_key, count)
             learn = partial(self.learn, buffer=state.buffer, key=learn_key, count=count + 1)
-            networks, told = when(taps, self.learning(count + 1), learn, state.networks)
+            networks, told = taps.cond(self.learning(count + 1), learn, state.networks)
             return dataclasses.replace(state, networks=networks), told
 
         state, told = taps.scan(vector_step, begin, jnp.arange(settings.vector_steps))
@@ -421,25 +421,6 @@ class OffPolicy:
         """Names of the parameters, in the order of "layer_gradient_norm"."""
         params = jax.eval_shape(self.init_params, jax.random.key(0))
         return paths_of({name: params[name] for name in ("actor", "critic")})
-
-
-def when(taps: Taps, chosen: jax.Array, body: Callable[[Taps, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
-    """`body(taps, carry) -> (carry, y)` where `chosen`, else the carry as it is and zeros; a branch, as in `lax.cond`.
-
-    What a perturbation remembers is carried through.
-    """
-
-    def do(carry: Any, memory: Any) -> tuple[Any, Any, Any]:
-        taps.memory = memory
-        carry, y = body(taps, carry)
-        return carry, y, taps.memory
-
-    def skip(carry: Any, memory: Any) -> tuple[Any, Any, Any]:
-        shapes = jax.eval_shape(lambda carry: body(Taps(), carry)[1], carry)
-        return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), memory
-
-    carry, y, taps.memory = jax.lax.cond(chosen, do, skip, carry, getattr(taps, "memory", None))
-    return carry, y
 
 
 def nan_unless(chosen: jax.Array, tell: Callable[[], Told]) -> Told:
