@@ -39,5 +39,7 @@ ANT = MujocoTask(
     reward=_reward,
     terminated=lambda after: ~_healthy(after),
     needs=("xpos", "cfrc_ext"),
+    iterations=8,
+    ls_iterations=8,
     track=lambda physics: physics.xpos[..., _TORSO, :1],
 )

@@ -40,6 +40,8 @@ HUMANOID = MujocoTask(
     reward=_reward,
     terminated=lambda after: ~_healthy(after),
     needs=("subtree_com", "cinert", "cvel", "qfrc_actuator", "cfrc_ext"),
+    iterations=8,
+    ls_iterations=8,
     track=lambda physics: physics.subtree_com[..., 0, :1],  # of the whole body
 )
 
@@ -63,4 +65,6 @@ HUMANOID_STANDUP = MujocoTask(
     observe=_observe,
     reward=_standup_reward,
     needs=("cinert", "cvel", "qfrc_actuator", "cfrc_ext"),
+    iterations=8,
+    ls_iterations=8,
 )
