@@ -90,12 +90,13 @@ def main():
     spec = parse(SPEC.format(seeds=seeds, lanes=lanes, transitions=transitions))
     with tempfile.TemporaryDirectory() as folder:
         durable.run(spec, Path(folder) / "run")
-    peak = status("VmHWM") - before[0]
+    peak = status("VmHWM") - before[0]  # beyond what the process had when the plan was told
     sys.stderr = stderr
-    told = re.search(r"expected memory: ([\d.]+) (\w+), ([\d.]+) (\w+) a lane, (.*)", "".join(lines))
+    size = r"([\d.]+) (\w+)"
+    told = re.search(rf"expected memory: {size} \({size} of it in use now\), {size} a lane, (.*)", "".join(lines))
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    total, lane = (float(told[i]) * units[told[i + 1]] for i in (1, 3))
-    print(json.dumps({"expected": total, "lane": lane, "batches": told[5], "peak": peak}))
+    total, held, lane = (float(told[i]) * units[told[i + 1]] for i in (1, 3, 5))
+    print(json.dumps({"expected": total - held, "lane": lane, "batches": told[7], "peak": peak}))
 
 
 if __name__ == "__main__":

@@ -186,9 +186,9 @@ def _cgroup_limits() -> Iterator[int]:
 
 
 def readable(size: float) -> str:
-    """Bytes in a unit one can read."""
+    """Bytes in a unit one can read, to four digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        if size < 1000:
+            return f"{size:.4g} {unit}"
         size /= 1024
-    return f"{size:.1f} TiB"
+    return f"{size:.4g} TiB"

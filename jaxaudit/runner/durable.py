@@ -20,7 +20,7 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.schedule import Chunk, chunk_size, is_onset, schedule
 from jaxaudit.grid import Fork, Grid, Phase, telemetry_shapes
 from jaxaudit.learner import PERFORMANCE
-from jaxaudit.machine import give_back
+from jaxaudit.machine import give_back, resident
 from jaxaudit.runner import checkpoint
 from jaxaudit.runner.begin import beginning
 from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
@@ -233,8 +233,10 @@ def _tell(engine: Engine, phases: Collection[Phase], done: int, chunks: int) -> 
     free = memory.available_memory(grid.program.devices)
     short = "" if free is None or needed.total <= free else f"; only {memory.readable(free)} are available"
     host = f" and {memory.readable(needed.host)} of the host's" if needed.host else ""
-    total, lane = memory.readable(needed.total), memory.readable(needed.lane)
-    print(f"expected memory: {total}{host}, {lane} a lane, {shares}{short}", file=sys.stderr)
+    held = resident() if grid.program.devices[0].platform == "cpu" else 0
+    total, lane = memory.readable(held + needed.total), memory.readable(needed.lane)
+    already = f" ({memory.readable(held)} of it in use now)" if held else ""
+    print(f"expected memory: {total}{already}{host}, {lane} a lane, {shares}{short}", file=sys.stderr)
     if done:
         print(f"going on after {done} of {chunks} chunks", file=sys.stderr)
 
