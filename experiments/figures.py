@@ -48,6 +48,12 @@ class Run:
         same = self.summary[(self.summary["perturbation"] == "control") & (self.summary["onset"] == onset)]
         return str(same["condition"].iloc[0])
 
+    def collapsed(self, condition: str) -> str:
+        """How many of the seeds collapsed; a dash where it cannot be told."""
+        row = self.summary.loc[condition]
+        share = row["collapse_probability"]
+        return f"{round(share * row['seeds'])}/{row['seeds']}" if np.isfinite(share) else "-"
+
     def loss(self, condition: str) -> statistics.Estimate:
         """Performance lost at the end against the control of the same seed, as a share of what the controls gained."""
         of = lambda c: self.lanes[self.lanes["condition"] == c].sort_values("seed")  # noqa: E731
@@ -61,11 +67,11 @@ class Run:
 
 def panel(frame: pd.DataFrame, title: str, onset: float, colors: dict[str, str]) -> alt.LayerChart:
     """Bands and medians of several conditions."""
-    color = alt.Color("condition:N", scale=alt.Scale(domain=list(colors), range=list(colors.values())), title=None)
+    scale = alt.Scale(domain=list(colors), range=list(colors.values()))
+    color = alt.Color("condition:N", scale=scale, title=None, legend=alt.Legend(symbolOpacity=1))
     x = alt.X("steps:Q", title="env steps", axis=alt.Axis(format="~s"))
-    quiet = alt.Color("condition:N", scale=color.scale, legend=None)
     base = alt.Chart(frame)
-    band = base.mark_area(opacity=0.14).encode(x=x, y=alt.Y("low:Q", title="mean return"), y2="high:Q", color=quiet)
+    band = base.mark_area(opacity=0.14).encode(x=x, y=alt.Y("low:Q", title="mean return"), y2="high:Q", color=color)
     line = base.mark_line(strokeWidth=1.6).encode(x=x, y="median:Q", color=color)
     rule = alt.Chart(pd.DataFrame({"steps": [onset]})).mark_rule(color=style.INK, strokeWidth=0.8).encode(x="steps:Q")
     return alt.layer(band, line, rule).properties(title=title, width=230, height=170)
@@ -93,21 +99,14 @@ def cross_table(runs: dict[str, Run], out: Path) -> None:
     for condition in conditions:
         words = []
         for name, run in runs.items():
-            lost, row = run.loss(condition), run.summary.loc[condition]
-            collapsed = (
-                round(row["collapse_probability"] * row["seeds"]) if np.isfinite(row["collapse_probability"]) else 0
-            )
-            words.append(
-                f"{lost.value:+.0%} [{lost.low:+.0%}, {lost.high:+.0%}], {collapsed}/{row['seeds']}".replace(
-                    "nan%", "-"
-                )
-            )
+            lost, collapsed = run.loss(condition), run.collapsed(condition)
+            words.append(f"{lost.value:+.0%} [{lost.low:+.0%}, {lost.high:+.0%}], {collapsed}")
             cells.append(
                 {
                     "condition": condition,
                     "learner": NAMES.get(name, name),
                     "lost": float(np.clip(lost.value, -1, 1)),
-                    "text": f"{lost.value:+.0%} ({collapsed}/{row['seeds']})",
+                    "text": f"{lost.value:+.0%} ({collapsed})",
                 }
             )
         lines.append(f"| {condition} | {' | '.join(words)} |")
@@ -142,12 +141,12 @@ def onset_curves(runs: dict[str, Run], out: Path) -> None:
                     {
                         "learner": NAMES.get(name, name),
                         "perturbation": f"{row['perturbation']} {row['magnitude']:g}",
-                        "onset": row["onset"] / run.data.sizes["step"],
+                        # A little apart, so that intervals do not hide each other.
+                        "onset": row["onset"] / run.data.sizes["step"] + 0.012 * (row["perturbation"] == "lr_spike"),
                         "lost": lost.value,
                         "low": lost.low,
                         "high": lost.high,
-                        "collapsed": f"{round(row['collapse_probability'] * row['seeds'])}/{row['seeds']}",
-                        "recovered": row["recovery_rate_median"],
+                        "collapsed": run.collapsed(str(condition)),
                     }
                 )
     frame = pd.DataFrame(rows)
@@ -177,7 +176,7 @@ def entropy_bars(runs: dict[str, Run], out: Path) -> None:
                         "lost": lost.value,
                         "low": lost.low,
                         "high": lost.high,
-                        "collapsed": f"{round(row['collapse_probability'] * row['seeds'])}/{row['seeds']}",
+                        "collapsed": run.collapsed(str(condition)),
                         "control": run.summary.loc[run.control(str(condition)), "iqm_final_performance"],
                     }
                 )
