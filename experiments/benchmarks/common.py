@@ -168,7 +168,7 @@ def finish(arguments: argparse.Namespace, markdown: str, data: Mapping[str, Any]
     if arguments.quick:
         print("\n(a smoke run: these numbers mean nothing)")
     if arguments.json:
-        options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
+        options = {name: value for name, value in vars(arguments).items() if name not in ("json", "python")}
         record = {"options": options, "machine": machine(), **data}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(record, indent=2, default=lambda t: list(t.seconds)) + "\n")
