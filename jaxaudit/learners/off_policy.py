@@ -14,14 +14,13 @@ import optax
 from flax import struct
 
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share, mean_pairwise_cosine, unit_gradient
-from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.optimizer import Optimizer, Update
 from jaxaudit.learners.replay_buffer import ReplayBuffer, Transitions
 from jaxaudit.models.twin_critic import TwinCritic
 from jaxaudit.taps import Taps, paths_of
-from jaxaudit.tasks import episodes, make
+from jaxaudit.tasks import episodes
 from jaxaudit.tasks.episodes import Episodes, EpisodeState
 
 Params = Any
@@ -427,21 +426,3 @@ def nan_unless(chosen: jax.Array, tell: Callable[[], Told]) -> Told:
     """What `tell()` gives where `chosen`, else NaN."""
     shapes = jax.eval_shape(tell)
     return jax.lax.cond(chosen, tell, lambda: {name: jnp.full(s.shape, jnp.nan) for name, s in shapes.items()})
-
-
-def on_task(algorithm: Callable[[Any, int, Any], OffPolicy], task: Any, settings: Any, name: str) -> Learner:
-    """The learner `name`: `algorithm` with `settings` on a task, which is a name or a [task] table of a spec.
-
-    Raises ValueError for a task that does not exist.
-    """
-    env = make(task) if isinstance(task, str) else make(task.name, physics=task.physics)
-    made = algorithm(env, env.max_episode_steps, settings)
-    return Learner(
-        made.init,
-        made.step,
-        name=name,
-        step_unit=f"{settings.iteration_steps} env steps",
-        performance_name="mean return of the latest episodes",
-        samples_per_step=settings.iteration_steps,
-        vectors={"layer_gradient_norm": ("layer", made.layers)} if settings.telemetry == "full" else {},
-    )

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxaudit.kernels.shuffle import shuffled
-from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.normalizer import Moments
@@ -20,7 +19,7 @@ from jaxaudit.learners.optimizer import Optimizer
 from jaxaudit.learners.rollout import OnPolicyState, Params, Rollouts, Samples
 from jaxaudit.models.mlp import gaussian_entropy
 from jaxaudit.taps import Taps
-from jaxaudit.tasks import episodes, make
+from jaxaudit.tasks import episodes
 
 
 @dataclass(frozen=True)
@@ -177,21 +176,3 @@ class OnPolicy(Rollouts):
             return taps.scan(update, carry, order.reshape(self.settings.minibatches, self.settings.minibatch_size))
 
         return taps.scan(epoch, carry, jax.random.split(key, times))
-
-
-def on_task(algorithm: Callable[[Any, int, Any], OnPolicy], task: Any, settings: Any, name: str) -> Learner:
-    """The learner `name`: `algorithm` with `settings` on a task, which is a name or a [task] table of a spec.
-
-    Raises ValueError for a task that does not exist.
-    """
-    env = make(task) if isinstance(task, str) else make(task.name, physics=task.physics)
-    made = algorithm(env, env.max_episode_steps, settings)
-    return Learner(
-        made.init,
-        made.step,
-        name=name,
-        step_unit=f"{settings.batch_size} env steps",
-        performance_name="mean return of the latest episodes",
-        samples_per_step=settings.batch_size,
-        vectors={"layer_gradient_norm": ("layer", made.layers)} if settings.telemetry == "full" else {},
-    )

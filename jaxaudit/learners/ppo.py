@@ -14,7 +14,8 @@ from jaxaudit import registry
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
-from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings, Samples, on_task
+from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings, Samples
+from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.optimizer import Optimizer, Update, linear_to_zero
 from jaxaudit.models.mlp import gaussian_entropy, gaussian_log_probability
 from jaxaudit.taps import Taps
@@ -179,7 +180,8 @@ def ppo(task: Any, **settings: Any) -> Learner:
     Raises:
       ValueError: for a task or setting that does not exist or makes no sense.
     """
-    return on_task(PPO, task, PPOSettings(**settings), "ppo")
+    chosen = PPOSettings(**settings)
+    return on_task(PPO, task, chosen, "ppo", chosen.batch_size)
 
 
 ppo.settings = PPOSettings  # type: ignore[attr-defined]

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxaudit import registry
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
-from jaxaudit.learners.off_policy import Networks, OffPolicy, OffPolicySettings, Params, Told, on_task
+from jaxaudit.learners.off_policy import Networks, OffPolicy, OffPolicySettings, Params, Told
+from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.optimizer import Update
 from jaxaudit.learners.replay_buffer import Transitions
 from jaxaudit.models.mlp import MLP
@@ -129,7 +130,8 @@ def sac(task: Any, **settings: Any) -> Learner:
     Raises:
       ValueError: for a task or setting that does not exist or makes no sense.
     """
-    return on_task(SAC, task, SACSettings(**settings), "sac")
+    chosen = SACSettings(**settings)
+    return on_task(SAC, task, chosen, "sac", chosen.iteration_steps)
 
 
 sac.settings = SACSettings  # type: ignore[attr-defined]

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxaudit import registry
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
-from jaxaudit.learners.off_policy import Networks, OffPolicy, OffPolicySettings, Params, Told, on_task
+from jaxaudit.learners.off_policy import Networks, OffPolicy, OffPolicySettings, Params, Told
+from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.replay_buffer import Transitions
 from jaxaudit.models.mlp import MLP
 from jaxaudit.models.twin_critic import TwinCritic
@@ -103,7 +104,8 @@ def td3(task: Any, **settings: Any) -> Learner:
     Raises:
       ValueError: for a task or setting that does not exist or makes no sense.
     """
-    return on_task(TD3, task, TD3Settings(**settings), "td3")
+    chosen = TD3Settings(**settings)
+    return on_task(TD3, task, chosen, "td3", chosen.iteration_steps)
 
 
 td3.settings = TD3Settings  # type: ignore[attr-defined]

@@ -15,7 +15,8 @@ from jaxaudit.kernels.coherence import dominant_share, mean_pairwise_cosine, uni
 from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
-from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings, on_task
+from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings
+from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.optimizer import Optimizer
 from jaxaudit.learners.rollout import Params, Samples
 from jaxaudit.learners.trust_region import NaturalStep, fisher_product, gaussian_kl, line_search, natural_step
@@ -214,7 +215,8 @@ def trpo(task: Any, **settings: Any) -> Learner:
     Raises:
       ValueError: for a task or setting that does not exist or makes no sense.
     """
-    return on_task(TRPO, task, TRPOSettings(**settings), "trpo")
+    chosen = TRPOSettings(**settings)
+    return on_task(TRPO, task, chosen, "trpo", chosen.batch_size)
 
 
 trpo.settings = TRPOSettings  # type: ignore[attr-defined]

@@ -1,0 +1,35 @@
+"""A learning algorithm on a task, as a `Learner`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxaudit.learner import Learner
+from jaxaudit.tasks import make
+
+
+def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any, name: str, env_steps: int) -> Learner:
+    """The learner `name`: `algorithm(env, max_episode_steps, settings)` on a task.
+
+    Args:
+      algorithm: makes an object with `init`, `step` and `layers`, the names of its parameters.
+      task: a task's name, or a [task] table of a spec.
+      settings: the algorithm's.
+      name: the learner's.
+      env_steps: environment steps in one iteration.
+
+    Raises:
+      ValueError: for a task that does not exist.
+    """
+    env = make(task) if isinstance(task, str) else make(task.name, physics=task.physics)
+    made = algorithm(env, env.max_episode_steps, settings)
+    return Learner(
+        made.init,
+        made.step,
+        name=name,
+        step_unit=f"{env_steps} env steps",
+        performance_name="mean return of the latest episodes",
+        samples_per_step=env_steps,
+        vectors={"layer_gradient_norm": ("layer", made.layers)} if settings.telemetry == "full" else {},
+    )
