@@ -114,13 +114,13 @@ def _quickstart(arguments: argparse.Namespace) -> int:
     if arguments.print_spec:
         print(text, end="")
         return 0
-    from jaxaudit.spec.document import parse
+    from jaxaudit.specification.document import parse
 
     return _start(lambda: parse(text, "quickstart.toml"), arguments.out)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from jaxaudit.spec.document import load
+    from jaxaudit.specification.document import load
 
     return _start(lambda: load(arguments.spec), arguments.out)
 
@@ -146,7 +146,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 def _fork(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    from jaxaudit.spec.document import load
+    from jaxaudit.specification.document import load
 
     spec = load(arguments.spec)
     prepare_jax()
@@ -160,7 +160,7 @@ def _fork(arguments: argparse.Namespace) -> int:
 def _margin(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     from jaxaudit.errors import placed
-    from jaxaudit.spec.document import load
+    from jaxaudit.specification.document import load
 
     spec = load(arguments.spec) if arguments.spec else None
     prepare_jax()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from jaxaudit import metrics as metric_functions
 from jaxaudit import registry
 from jaxaudit.perturbations import Factory
-from jaxaudit.spec.sections import learner_settings, task_names
-from jaxaudit.spec.tables import to_value
+from jaxaudit.specification.sections import learner_settings, task_names
+from jaxaudit.specification.tables import to_value
 
 TABLE_S5 = (
     "collapse_time",

@@ -64,7 +64,7 @@ def main():
     transitions, seeds, devices, lanes = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(devices))
     from jaxaudit.runner import durable
-    from jaxaudit.spec.document import parse
+    from jaxaudit.specification.document import parse
 
     registry.learners.register("ring", ring)
     before, lines = [], []

@@ -11,7 +11,7 @@ import quadratic  # noqa: F401  registers the learner
 from jaxaudit import cli
 from jaxaudit.runner import durable
 from jaxaudit.runner.store import Folder
-from jaxaudit.spec.document import parse
+from jaxaudit.specification.document import parse
 
 GOOD = """
 [audit]

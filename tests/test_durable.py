@@ -21,7 +21,7 @@ from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runner import durable
 from jaxaudit.runner.store import Folder
-from jaxaudit.spec.document import parse
+from jaxaudit.specification.document import parse
 
 SPEC = """
 [audit]

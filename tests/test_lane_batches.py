@@ -20,7 +20,7 @@ from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Phase
 from jaxaudit.perturbations import Perturbation
-from jaxaudit.spec.document import parse
+from jaxaudit.specification.document import parse
 
 LEARNER = quadratic(None)
 PERTURBATIONS = [

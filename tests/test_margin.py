@@ -483,7 +483,7 @@ onset = [0.25, 12]
 def finished(tmp_path_factory):
     """A finished run, and the table of its margins, searched in a folder beside it."""
     from jaxaudit.runner import durable
-    from jaxaudit.spec.document import parse
+    from jaxaudit.specification.document import parse
 
     place = tmp_path_factory.mktemp("margins")
     durable.run(parse(SPEC), place / "run")
@@ -522,7 +522,7 @@ def test_margins_of_a_run(finished):
 
 
 def test_a_run_and_a_call_find_the_same_margins(finished):
-    from jaxaudit.spec.document import parse
+    from jaxaudit.specification.document import parse
 
     spec = parse(SPEC)
     learner = spec.build().program.learner

@@ -16,7 +16,7 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.runner import durable
 from jaxaudit.runner.replay import replay
 from jaxaudit.runner.store import Folder
-from jaxaudit.spec.document import parse
+from jaxaudit.specification.document import parse
 
 ONE = SPEC.replace("[5, 10]", "10")  # one onset, four conditions
 

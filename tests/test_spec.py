@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from jaxaudit import registry
 from jaxaudit.errors import UserError
 from jaxaudit.grid import Grid
-from jaxaudit.spec.document import load, parse
-from jaxaudit.spec.entries import ChainSpec, DimensionSpec, SingleSpec
-from jaxaudit.spec.tables import to_text, to_value
+from jaxaudit.specification.document import load, parse
+from jaxaudit.specification.entries import ChainSpec, DimensionSpec, SingleSpec
+from jaxaudit.specification.tables import to_text, to_value
 
 HEAD = """
 [audit]

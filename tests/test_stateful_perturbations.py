@@ -15,7 +15,7 @@ import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Phase, arrange, compiled, inputs, plan
-from jaxaudit.spec.trial import misfits
+from jaxaudit.specification.trial import misfits
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes
 

@@ -16,8 +16,8 @@ from scipy import stats
 
 from jaxaudit import machine
 from jaxaudit.errors import UserError
-from jaxaudit.spec.sections import TaskSpec, read_task
-from jaxaudit.spec.tables import Table
+from jaxaudit.specification.sections import TaskSpec, read_task
+from jaxaudit.specification.tables import Table
 from jaxaudit.taps import Taps
 from jaxaudit.tasks import TASKS, Episodes, evaluate, make, mjx_step, performance, simulations
 from jaxaudit.tasks._brax import Env, State, mjx

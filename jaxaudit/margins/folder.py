@@ -30,8 +30,8 @@ from jaxaudit.runner.durable import is_finished, open_run
 from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
 from jaxaudit.runner.restore import at_onset, onset_paths
 from jaxaudit.runner.store import Folder, environment
-from jaxaudit.spec.document import Spec, parse
-from jaxaudit.spec.entries import DimensionSpec
+from jaxaudit.specification.document import Spec, parse
+from jaxaudit.specification.entries import DimensionSpec
 
 SEARCH, OUTCOMES, TABLE = "search.json", "outcomes.csv", "margins.csv"
 

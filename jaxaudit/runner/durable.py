@@ -27,7 +27,7 @@ from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
 from jaxaudit.runner.progress import Progress, collapsed, performance_level
 from jaxaudit.runner.restore import at_onset, onset_paths, restore, save
 from jaxaudit.runner.store import Folder, check_space, differences, environment
-from jaxaudit.spec.document import Spec, load
+from jaxaudit.specification.document import Spec, load
 
 __all__ = ["Interrupted", "fork", "is_finished", "open_run", "resume", "run"]
 

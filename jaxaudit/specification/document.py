@@ -16,8 +16,8 @@ from jaxaudit.errors import UserError, placed
 from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.spec.entries import DimensionSpec, Entry, Explicit, read_entry
-from jaxaudit.spec.sections import (
+from jaxaudit.specification.entries import DimensionSpec, Entry, Explicit, read_entry
+from jaxaudit.specification.sections import (
     AuditSpec,
     LearnerSpec,
     RunSpec,
@@ -28,8 +28,8 @@ from jaxaudit.spec.sections import (
     read_run,
     read_task,
 )
-from jaxaudit.spec.tables import Table, given, to_text
-from jaxaudit.spec.trial import misfits
+from jaxaudit.specification.tables import Table, given, to_text
+from jaxaudit.specification.trial import misfits
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxaudit.perturbations import (
     chain,
     sweep,
 )
-from jaxaudit.spec.tables import Table, given
+from jaxaudit.specification.tables import Table, given
 
 Onset = int | float
 Onsets = int | float | tuple[int | float, ...]

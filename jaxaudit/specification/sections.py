@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.spec.tables import Table, given
+from jaxaudit.specification.tables import Table, given
 
 MOST_STEPS = 2**31 - 1
 MOST_SEEDS = 1_000_000
