@@ -33,6 +33,7 @@ ON_BOTH = pytest.mark.parametrize(
         for name in NAMES
     ],
 )
+TOLERANCE = {"c": 1e-6, "mjx": 1e-4}
 STEPS = 1000
 WIDTH = 250  # jaxlib's Cholesky factorisation, which MJX calls, can deadlock on two cores at 1,000
 
@@ -123,8 +124,7 @@ def stepped(name, physics):
     return from_states(name, physics, step_of(name, physics), before, actions)
 
 
-def assert_close(ours, observation, reward, physics):
-    tolerance = {"c": 1e-6, "mjx": 1e-4}[physics]
+def assert_close(ours, observation, reward, tolerance):
     # Relative to the vector: a component that passes through zero has no relative precision in float32.
     size = np.maximum(1.0, np.abs(observation).max(axis=1))
     error = np.abs(np.asarray(ours.obs, np.float64) - observation).max(axis=1) / size
@@ -137,7 +137,7 @@ def assert_close(ours, observation, reward, physics):
 class TestAgainstGymnasium:
     def test_observation_and_reward(self, name, physics):
         _, _, observation, reward, _, _ = gymnasium_steps(name)
-        assert_close(stepped(name, physics), observation, reward, physics)
+        assert_close(stepped(name, physics), observation, reward, TOLERANCE[physics])
 
     def test_termination(self, name, physics):
         terminated = gymnasium_steps(name)[4]
@@ -152,7 +152,7 @@ class TestAgainstGymnasium:
             if (name, part) == ("HumanoidStandup-v5", "reward_survive"):
                 values = np.ones(STEPS)
             error = np.abs(np.asarray(metrics[part], np.float64) - values) / np.maximum(1.0, np.abs(values))
-            assert np.quantile(error, 0.99) < {"c": 1e-6, "mjx": 1e-4}[physics], part
+            assert np.quantile(error, 0.99) < TOLERANCE[physics], part
 
     def test_spaces(self, name, physics):
         env, reference = env_of(name, physics), gymnasium.make(name)
@@ -283,7 +283,8 @@ class TestDynamics:
         if env_of(name, "c").tracked:
             start = np.array([at_rest(name, columns, model) for columns in start])
         ours = from_states(name, physics, step, start, actions[chosen], every(**FACTORS))
-        assert_close(ours, np.array(observations), np.array(rewards), physics)
+        # Of a quarter as many states the 99th percentile is the third largest error, and scatters as much.
+        assert_close(ours, np.array(observations), np.array(rewards), 2 * TOLERANCE[physics])
         same = from_states(name, physics, step, start, actions[chosen], every())
         assert np.abs(np.asarray(same.obs) - np.asarray(ours.obs)).max() > 1e-3
 
