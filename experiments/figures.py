@@ -141,8 +141,7 @@ def onset_curves(runs: dict[str, Run], out: Path) -> None:
                     {
                         "learner": NAMES.get(name, name),
                         "perturbation": f"{row['perturbation']} {row['magnitude']:g}",
-                        # A little apart, so that intervals do not hide each other.
-                        "onset": row["onset"] / run.data.sizes["step"] + 0.012 * (row["perturbation"] == "lr_spike"),
+                        "onset": row["onset"] / run.data.sizes["step"],
                         "lost": lost.value,
                         "low": lost.low,
                         "high": lost.high,
@@ -151,6 +150,8 @@ def onset_curves(runs: dict[str, Run], out: Path) -> None:
                 )
     frame = pd.DataFrame(rows)
     print(markdown(frame))
+    # A little apart in the figure, so that intervals do not hide each other.
+    frame["onset"] += 0.012 * frame["perturbation"].rank(method="dense").sub(1)
     color = alt.Color("perturbation:N", title=None, scale=alt.Scale(range=style.ramp(frame["perturbation"].nunique())))
     x = alt.X("onset:Q", title="onset, share of the run", axis=alt.Axis(format=".0%"))
     base = alt.Chart(frame)

@@ -45,9 +45,15 @@ class Curve(BaseCallback):
 
 def ppo(task: str, seed: int, envs: int = ENVS) -> PPO:
     """PPO with observations and rewards normalised, and the learning rate annealed."""
-    annealed = lambda remaining: 3e-4 * remaining  # noqa: E731
-    settings = {"n_epochs": 10, "clip_range_vf": 0.2, "ent_coef": 0.01}
-    return PPO("MlpPolicy", VecNormalize(_environments(task, envs)), annealed, **settings, **_on_policy(seed, envs))
+    return PPO(
+        "MlpPolicy",
+        VecNormalize(_environments(task, envs)),
+        learning_rate=lambda remaining: 3e-4 * remaining,
+        n_epochs=10,
+        clip_range_vf=0.2,
+        ent_coef=0.01,
+        **_on_policy(seed, envs),
+    )
 
 
 def trpo(task: str, seed: int, envs: int = ENVS) -> BaseAlgorithm:

@@ -25,7 +25,7 @@ def step(model: mjx.Model, data: mjx.Data) -> mjx.Data:
 
 
 def forward(model: mjx.Model, data: mjx.Data) -> mjx.Data:
-    """Evaluate accelerations and all that they depend on, as mjx.forward does, with C MuJoCo's contact frames."""
+    """Evaluate accelerations and all that they depend on, as mjx.forward does: C MuJoCo's contact frames, refined."""
     data = mjx.fwd_position(model, data)
     data = mjx.make_constraint(model, _aligned(model, data))
     data = mjx.fwd_velocity(model, data)
