@@ -345,7 +345,7 @@ class Recorder:
     Attributes:
       step, steps: as in `Taps`.
       paths: for every site, the paths of its leaves.
-      context: for every site, the names of the context given there.
+      context: for every site, the names of the context given at each of its taps.
       values: for every site, the shapes and dtypes seen, by label.
       loose: sites tapped in a loop that carries no memory.
       carried: whether this place can keep memory.
@@ -363,7 +363,7 @@ class Recorder:
         """Notes the site and returns the value."""
         seen = self.paths.get(site, ())
         self.paths[site] = seen + tuple(p for p in paths_of(value, label) if p not in seen)
-        self.context[site] = self.context.get(site, set()) | set(context)
+        self.context[site] = self.context.get(site, set(context)) & set(context)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
         self.values.setdefault(site, {})[label] = shapes
         if not self.carried:

@@ -224,6 +224,18 @@ def test_target_networks_follow_in_closed_form():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), moved.target, expected)
 
 
+def test_target_networks_move_once_for_each_delayed_update():
+    """Eight updates of the critics, one in two of the actor: with nothing learned, four moves of the targets."""
+    agent = TD3(Rooms(), 4, TD3Settings(**SMALL | {"learning_rate": 1e-12}))
+    networks, exact = networks_of(agent)
+    store = jax.random.normal(jax.random.key(0), agent.buffer.init().shape)
+    learn = jax.jit(lambda: agent.learn(Taps(), networks, buffer=store, key=jax.random.key(1), count=jnp.int32(40))[0])
+    left = (1 - SMALL["tau"]) ** 4
+    online = {name: exact.params[name] for name in ("actor", "critic")}
+    expected = jax.tree.map(lambda fast, slow: fast + left * (slow - fast), online, exact.target)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), learn().target, expected)
+
+
 def test_lanes_side_by_side_learn_as_alone_and_the_actor_is_delayed():
     agent = TD3(Rooms(), 4, TD3Settings(**SMALL))
     store = jax.random.normal(jax.random.key(0), (3, *agent.buffer.init().shape))

@@ -7,6 +7,8 @@ import pytest
 from probes import PLAIN, Probe, train
 
 import jaxaudit as ja
+from jaxaudit.learners.evaluation import evaluate_when_due
+from jaxaudit.learners.normalizer import Moments
 from jaxaudit.learners.ppo import PPO, PPOSettings
 from jaxaudit.learners.trpo import TRPO, TRPOSettings
 from jaxaudit.taps import Taps
@@ -61,6 +63,71 @@ def test_performance_is_not_contaminated_by_a_disturbed_reward():
     assert (performance[:, :, 5:] == 16.0).all()
     losses = result.telemetry["value_loss"].values
     assert (losses[:, 1, 6:] > 100 * losses[:, 0, 6:]).all()
+
+
+def test_rewards_are_scaled_by_the_deviation_of_the_discounted_return():
+    agent = PPO(Probe(lambda a: a, True), 16, PPOSettings(**(PLAIN | {"normalize_rewards": True, "gamma": 0.9})))
+    rng = np.random.default_rng(0)
+    rewards, done = rng.normal(2.0, 3.0, (2, 32, 4)), rng.random((2, 32, 4)) < 0.2
+    state = agent.init(jax.random.key(0))
+    history, discounted = [], np.zeros(4)
+    for half in range(2):
+        for reward, ended in zip(rewards[half], done[half], strict=True):
+            discounted = 0.9 * discounted + reward
+            history.append(discounted)
+            discounted = np.where(ended, 0.0, discounted)
+        scaled, returns, carried = agent.scaled_rewards(state, jnp.float32(rewards[half]), jnp.asarray(done[half]))
+        state = state.replace(returns=returns, discounted=carried)
+    np.testing.assert_allclose(scaled, np.clip(rewards[1] / np.std(history), -10, 10), rtol=1e-4)
+    np.testing.assert_allclose(carried, discounted, rtol=1e-4, atol=1e-5)
+
+
+class TellsTheError(Taps):
+    """Puts the temporal-difference error it is offered in the place of the reward."""
+
+    def __call__(self, site, value, **context):
+        return context["td_error"](value) if site == "reward" else value
+
+    def scan(self, body, init, xs=None, length=None):
+        return jax.lax.scan(lambda carry, x: body(self, carry, x), init, xs, length)
+
+
+def test_a_perturbation_is_offered_the_error_in_the_tasks_rewards():
+    """A critic that says 2 deviations of 50 of a return that is 100: nothing is left to be surprised at."""
+    settings = PPOSettings(**(PLAIN | {"normalize_rewards": True, "gamma": 0.99, "gae_lambda": 0.0}))
+    agent = PPO(Probe(lambda a: jnp.float32(1.0), False), 1000, settings)
+    state = agent.init(jax.random.key(0))
+    flat = jax.tree.map(jnp.zeros_like, state.params["critic"])
+    flat["Dense_2"]["bias"] = jnp.full(1, 2.0)
+    state = state.replace(
+        params=state.params | {"critic": flat},
+        returns=Moments(jnp.float32(1e9), jnp.float32(0.0), jnp.float32(2500.0)),
+    )
+    _, samples = jax.jit(lambda state: agent.collect(state, jax.random.key(1), TellsTheError()))(state)
+    np.testing.assert_allclose(samples.advantage, 0.0 + 0.99 * 2.0 - 2.0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("steps", "times"), [(29, 10), (489, 10), (7, 20), (10, 1), (12, 4)])
+def test_evaluations_are_as_many_as_asked_for_and_the_last_at_the_end(steps, times):
+    probe = Probe(lambda a: a, True)
+
+    def step(_, t):
+        return None, evaluate_when_due(
+            probe,
+            lambda observation: jnp.full((2, 1), 0.5),
+            jax.random.key(0),
+            Taps(t, steps),
+            times=times,
+            episodes=2,
+            max_episode_steps=3,
+        )
+
+    _, found = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(steps)))()
+    due = np.flatnonzero(np.isfinite(found))
+    assert len(due) == min(steps, times)
+    assert due[-1] == steps - 1
+    assert np.ptp(np.diff(due, prepend=-1)) <= 1
+    np.testing.assert_array_equal(np.asarray(found)[due], 0.5)
 
 
 def test_an_environment_with_dear_resets_gets_new_ones_every_iteration():

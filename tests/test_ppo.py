@@ -98,6 +98,74 @@ def test_running_moments_match_numpy_and_survive_a_nan():
     assert float(poisoned.count[0]) == float(moments.count[0])
 
 
+def test_an_entry_too_large_to_square_does_not_spoil_the_moments():
+    moments = Moments.zeros((2,)).update(jnp.array([[1.0, 1.0], [3.0, 3.0]]))
+    poisoned = moments.update(jnp.array([[1e20, 5.0]]))
+    np.testing.assert_allclose(poisoned.mean, [2.0, 3.0])
+    np.testing.assert_allclose(poisoned.variance, [1.0, np.var([1, 3, 5])], rtol=1e-6)
+    np.testing.assert_allclose(poisoned.normalize(jnp.array([3.0, 3.0])), [1.0, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize("transform", [optax.scale_by_adam(), optax.trace(0.9), optax.scale_by_lion()])
+def test_x_mem_is_the_cosine_between_update_and_first_moment(transform):
+    optimizer = Optimizer(transform, 0.1)
+    rng = np.random.default_rng(4)
+    params, state = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}, None
+    state = optimizer.init(params)
+    for _ in range(3):
+        gradient = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
+        before = params
+        params, state, done = optimizer.update(params, state, gradient, Taps())
+    moment = state.mu if hasattr(state, "mu") else state.trace
+    change, moment = (
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+        for tree in (jax.tree.map(jnp.subtract, before, params), moment)
+    )
+    expected = change @ moment / np.linalg.norm(change) / np.linalg.norm(moment)
+    assert float(done.memory) == pytest.approx(expected, abs=1e-5)
+
+
+def test_outside_a_run_a_schedule_stands_at_its_beginning():
+    optimizer = Optimizer(optax.identity(), linear_to_zero(0.5))
+    *_, done = optimizer.update({"w": jnp.ones(2)}, optimizer.init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}, Taps(7))
+    assert float(done.learning_rate) == 0.5
+
+
+@pytest.mark.parametrize("telemetry", ["basic", "full"])
+def test_x_grad_is_that_of_the_first_epochs_minibatches_where_it_begins(telemetry):
+    """However far the updates go."""
+    settings = PLAIN | {"telemetry": telemetry, "minibatch_size": 16}
+    agents = [PPO(Probe(lambda a: a, True), 16, PPOSettings(**settings | {"learning_rate": r})) for r in (1e-4, 0.3)]
+    state = agents[0].init(jax.random.key(0))
+    state, samples = jax.jit(lambda: agents[0].collect(state, jax.random.key(1), Taps()))()
+    key = jax.random.key(2)
+    found = [
+        jax.jit(lambda agent=agent: agent.improve(state.params, state.optimizer, samples, key, Taps(1, 10))[2])()
+        for agent in agents
+    ]
+    rows = agents[0].order(jax.random.split(key, agents[0].settings.epochs)[0])
+    data = agents[0].flat(samples)
+    assert sorted(np.ravel(rows)) == list(range(128))
+    gradient = jax.jit(lambda rows: jax.grad(agents[0].loss, has_aux=True)(state.params, data_of(data, rows))[0])
+    stack = np.array([np.concatenate([np.ravel(g) for g in jax.tree.leaves(gradient(r))]) for r in rows], np.float64)
+    units = stack / np.linalg.norm(stack, axis=1, keepdims=True)
+    cosines = units @ units.T
+    expected = cosines[np.triu_indices(len(rows), 1)].mean()
+    for told in found:
+        assert float(told["x_grad"]) == pytest.approx(expected, abs=1e-5)
+    if telemetry == "full":
+        largest = np.linalg.eigvalsh(cosines)[-1] / len(rows)
+        assert float(found[1]["x_grad_dominant"]) == pytest.approx(largest, abs=1e-4)
+        sizes = [np.size(p) for p in jax.tree.leaves(state.params)]
+        layers = np.split(stack, np.cumsum(sizes)[:-1], axis=1)
+        norms = [np.sqrt((layer**2).sum(1).mean()) for layer in layers]
+        np.testing.assert_allclose(found[1]["layer_gradient_norm"], norms, rtol=1e-4, atol=1e-7)
+
+
+def data_of(data, rows):
+    return jax.tree.map(lambda x: x[rows], data)
+
+
 def test_ppo_learns_inverted_pendulum():
     """Evaluation return of at least 950 within 150k env steps on at least 7 of 8 seeds."""
     learner = ja.learners.ppo("InvertedPendulum-v5", num_envs=4, rollout_length=128, evaluations=6, telemetry="basic")

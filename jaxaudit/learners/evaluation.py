@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxaudit.taps import Taps
 from jaxaudit.tasks.episodes import evaluate
@@ -22,23 +23,24 @@ def evaluate_when_due(
     episodes: int,
     max_episode_steps: int,
 ) -> jax.Array:
-    """Mean return of fresh, undisturbed episodes, at `times` steps evenly spaced over the run; NaN at the others.
+    """Mean return of fresh, undisturbed episodes, at `times` steps evenly spaced over the run, of which the
+    last is its last; NaN at the others.
 
     Args:
       env: a brax `Env`, unbatched.
       policy: observations `[episodes, O]` to actions `[episodes, A]`, without exploration.
       key: decides the initial states.
       taps: tell the step and the length of the run; outside a run nothing is due.
-      times: evaluations in a run; 0: never.
+      times: evaluations in a run, at most one a step; 0: never.
       episodes: of each evaluation.
       max_episode_steps: the time limit.
     """
     if not times or not taps.steps:
         return jnp.float32(jnp.nan)
-    interval = max(1, taps.steps // times)
-    due = (taps.step + 1) % interval == 0
+    times = min(times, taps.steps)
+    ends = -(-np.arange(1, times + 1) * taps.steps // times)  # the last is the run's
     return jax.lax.cond(
-        due,
+        jnp.any(jnp.asarray(taps.step) + 1 == ends),
         lambda: jnp.mean(evaluate(env, policy, key, episodes, max_episode_steps)),
         lambda: jnp.float32(jnp.nan),
     )

@@ -1,4 +1,4 @@
-"""Running mean and variance that a NaN cannot poison."""
+"""Running mean and variance that a NaN cannot poison, nor a number whose square is none."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+LARGEST = 1e15
+"""In size; greater ones would leave a variance in float32 infinite for ever."""
+
 
 @struct.dataclass
 class Moments:
     """Mean and population variance of everything seen, for values of shape `[d]` (or scalars).
 
     Attributes:
-      count: values seen for each entry, non-finite ones left out; shape `[d]`.
+      count: values seen for each entry, those left out not counted; shape `[d]`.
       mean: `[d]`.
       variance: `[d]`; 1 before anything was seen.
     """
@@ -27,9 +30,9 @@ class Moments:
         return cls(jnp.zeros(shape), jnp.zeros(shape), jnp.ones(shape))
 
     def update(self, values: jax.Array) -> Moments:
-        """With a batch `[..., d]` added (Chan et al., 1983). Non-finite entries are left out."""
+        """With a batch `[..., d]` added (Chan et al., 1983). Entries not below `LARGEST` in size are left out."""
         axes = tuple(range(values.ndim - self.mean.ndim))
-        finite = jnp.isfinite(values)
+        finite = jnp.abs(values) < LARGEST
         count = jnp.sum(finite, axes, dtype=jnp.float32)
         safe = jnp.maximum(count, 1.0)
         mean = jnp.sum(jnp.where(finite, values, 0.0), axes) / safe
@@ -45,8 +48,12 @@ class Moments:
 
     def normalize(self, values: jax.Array, limit: float = 10.0) -> jax.Array:
         """Values with the mean taken off and divided by the standard deviation, clipped to +-`limit`."""
-        return jnp.clip((values - self.mean) * jax.lax.rsqrt(self.variance + 1e-8), -limit, limit)
+        return jnp.clip((values - self.mean) / self.deviation(), -limit, limit)
+
+    def deviation(self) -> jax.Array:
+        """By which `scale` divides: `[d]`."""
+        return jnp.sqrt(self.variance + 1e-8)
 
     def scale(self, values: jax.Array, limit: float = 10.0) -> jax.Array:
         """Values divided by the standard deviation, clipped to +-`limit`."""
-        return jnp.clip(values * jax.lax.rsqrt(self.variance + 1e-8), -limit, limit)
+        return jnp.clip(values / self.deviation(), -limit, limit)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxaudit.kernels.coherence import CoherenceSum, dominant_share, mean_pairwise_cosine, unit_gradient
+from jaxaudit.kernels.coherence import unit_gradient
 from jaxaudit.learners import settings as checks
+from jaxaudit.learners.agreement import gradient_agreement
 from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.optimizer import Optimizer, Update
 from jaxaudit.learners.replay_buffer import ReplayBuffer, Transitions
@@ -252,7 +253,7 @@ class OffPolicy:
                 episodes=settings.evaluation_episodes,
                 max_episode_steps=self.max_episode_steps,
             ),
-            "episode_length": jnp.mean(state.episodes.last_length),
+            "episode_length": episodes.mean_length(state.episodes),
             "params_norm": optax.tree.norm(params),
             "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, params, networks.params)),
         }
@@ -364,7 +365,7 @@ class OffPolicy:
         return dataclasses.replace(networks, target=target)
 
     def update_telemetry(self, updates: dict[str, Update]) -> Told:
-        """Gradient norms and learning rates of actor and critics; what both have in common as their average."""
+        """Gradient norms and learning rates of actor and critics; of both, their average, and the norm of the pair."""
         actor, critic = updates["actor"], updates["critic"]
         return {
             "actor_gradient_norm": actor.gradient_norm,
@@ -399,21 +400,7 @@ class OffPolicy:
             return {name: unit_gradient(part)[0] for name, part in gradient.items()}
 
         keys = jax.random.split(key, self.settings.probes)
-        if self.settings.telemetry == "basic":
-            empty = CoherenceSum.zeros({name: networks.params[name] for name in ("actor", "critic")}, raw=False)
-            total, _ = jax.lax.scan(lambda total, key: (total.add(directions(gradient(key))), None), empty, keys)
-            return {"x_grad": total.mean_pairwise_cosine()}
-
-        def probe(_, key: jax.Array):
-            found = gradient(key)
-            return None, (directions(found), jnp.stack([jnp.sum(g**2) for g in jax.tree.leaves(found)]))
-
-        _, (units, squares) = jax.lax.scan(probe, None, keys)
-        return {
-            "x_grad": mean_pairwise_cosine(units),
-            "x_grad_dominant": dominant_share(units),
-            "layer_gradient_norm": jnp.sqrt(jnp.mean(squares, axis=0)),
-        }
+        return gradient_agreement(gradient, keys, self.settings.telemetry, directions)
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ class OnPolicy(Rollouts):
                 episodes=self.settings.evaluation_episodes,
                 max_episode_steps=self.max_episode_steps,
             ),
-            "episode_length": jnp.mean(state.episodes.last_length),
+            "episode_length": episodes.mean_length(state.episodes),
             "explained_variance": 1.0 - jnp.var(samples.target - samples.value) / jnp.var(samples.target),
             "entropy": gaussian_entropy(state.params["log_std"]),
             "params_norm": optax.tree.norm(state.params),
@@ -172,7 +172,11 @@ class OnPolicy(Rollouts):
             return minibatch(taps, carry, jax.tree.map(lambda x: x[rows], data))
 
         def epoch(taps: Taps, carry: Any, epoch_key: jax.Array):
-            order = shuffled(epoch_key, self.settings.batch_size)
-            return taps.scan(update, carry, order.reshape(self.settings.minibatches, self.settings.minibatch_size))
+            return taps.scan(update, carry, self.order(epoch_key))
 
         return taps.scan(epoch, carry, jax.random.split(key, times))
+
+    def order(self, key: jax.Array) -> jax.Array:
+        """The rows of `flat` samples in random order, as minibatches: int, `[minibatches, minibatch_size]`."""
+        order = shuffled(key, self.settings.batch_size)
+        return order.reshape(self.settings.minibatches, self.settings.minibatch_size)

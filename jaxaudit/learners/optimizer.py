@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from jaxaudit.moments import FIRST_MOMENT
 from jaxaudit.taps import Taps
 
 Params = Any
@@ -22,7 +23,7 @@ class Update:
 
     Attributes:
       learning_rate: as used, disturbed or not.
-      gradient_norm: global L2 norm of the gradient as used, before clipping.
+      gradient_norm: global L2 norm of the gradient as used, disturbed or not, before clipping.
       update_norm: global L2 norm of the change of the parameters.
       clipped: 1 where the gradient's norm was above the threshold.
       memory: cosine between the update and the first moment it was taken with; NaN without one.
@@ -41,7 +42,7 @@ class Optimizer:
 
     Attributes:
       transform: the direction of the update, without a learning rate: `optax.scale_by_adam(eps=1e-5)`.
-      learning_rate: a number, or a schedule of the run's progress in [0, 1].
+      learning_rate: a number, or a schedule of the run's progress in [0, 1]; outside a run, of zero.
       max_norm: threshold on the gradient's global norm, or None for no clipping.
       label: begins the paths of this optimizer's values, so that `target` can tell optimizers apart.
     """
@@ -81,8 +82,10 @@ class Optimizer:
         return optax.apply_updates(params, change), state, done
 
     def _rate(self, taps: Taps) -> jax.Array:
-        schedule = self.learning_rate if callable(self.learning_rate) else optax.constant_schedule(self.learning_rate)
-        progress = jnp.asarray(taps.step, jnp.float32) / (taps.steps or 1)
+        schedule = self.learning_rate
+        if not callable(schedule):
+            return taps("learning_rate", jnp.float32(schedule), label=self.label)
+        progress = jnp.asarray(taps.step, jnp.float32) / taps.steps if taps.steps else jnp.zeros(())
         rate = jnp.asarray(schedule(progress), jnp.float32)
         return taps("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
 
@@ -94,7 +97,8 @@ def linear_to_zero(rate: float) -> Callable[[jax.Array], jax.Array]:
 
 def first_moment_cosine(direction: Params, state: Any) -> jax.Array:
     """Cosine between an update direction and the optimizer's first moment: x_mem; NaN if it keeps none."""
-    moment = next((m for _, m in optax.tree.get_all_with_path(state, "mu")), None)
+    kept = (found for name in FIRST_MOMENT for _, found in optax.tree.get_all_with_path(state, name))
+    moment = next(kept, None)
     if moment is None:
         return jnp.float32(jnp.nan)
     inner = sum(jnp.vdot(d, m) for d, m in zip(jax.tree.leaves(direction), jax.tree.leaves(moment), strict=True))

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 
 from jaxaudit import registry
-from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
+from jaxaudit.learners.agreement import gradient_agreement
 from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings, Samples
 from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.optimizer import Optimizer, Update, linear_to_zero
@@ -52,24 +51,6 @@ class PPOSettings(OnPolicySettings):
         checks.not_negative(self, "clip", "entropy_coefficient", "value_coefficient")
 
 
-@struct.dataclass
-class Progress:
-    """What the loop over minibatches carries.
-
-    Attributes:
-      params, optimizer: as updated so far.
-      coherence: of the first epoch's gradients, taken at nearly one point; later epochs see the same samples again.
-      gradients: the first epoch's, `[minibatches, ...]`, or None in basic telemetry.
-      index: minibatches done; the same in all lanes.
-    """
-
-    params: Any
-    optimizer: Any
-    coherence: CoherenceSum
-    gradients: Any
-    index: jax.Array
-
-
 class PPO(OnPolicy):
     """One iteration: collect, estimate advantages, improve actor and critic together over shuffled minibatches."""
 
@@ -89,24 +70,26 @@ class PPO(OnPolicy):
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Epochs of minibatch updates: where they end, and what they tell."""
 
-        def minibatch(taps: Taps, progress: Progress, batch: Samples):
-            gradient, parts = jax.grad(self.loss, has_aux=True)(progress.params, batch)
-            params, optimizer, update = self.optimizer.update(progress.params, progress.optimizer, gradient, taps)
-            kept = self.keep_gradient(progress, gradient)
-            coherence = jax.lax.cond(
-                progress.index < self.settings.minibatches,
-                progress.coherence.add,
-                lambda _: progress.coherence,
-                gradient,
-            )
-            return Progress(params, optimizer, coherence, kept, progress.index + 1), (parts, update)
+        def minibatch(taps: Taps, carry: tuple[Any, Any], batch: Samples):
+            gradient, parts = jax.grad(self.loss, has_aux=True)(carry[0], batch)
+            params, optimizer, update = self.optimizer.update(*carry, gradient, taps)
+            return (params, optimizer), (parts, update)
 
-        gradients = None
-        if self.settings.telemetry == "full":
-            gradients = jax.tree.map(lambda p: jnp.zeros((self.settings.minibatches, *p.shape)), params)
-        progress = Progress(params, optimizer, CoherenceSum.zeros(params, raw=False), gradients, jnp.int32(0))
-        progress, (parts, updates) = self.epochs(minibatch, progress, samples, self.settings.epochs, key, taps)
-        return progress.params, progress.optimizer, self.update_telemetry(progress, parts, updates)
+        agreement = self.agreement(params, samples, key)
+        (params, optimizer), (parts, updates) = self.epochs(
+            minibatch, (params, optimizer), samples, self.settings.epochs, key, taps
+        )
+        return params, optimizer, agreement | self.update_telemetry(parts, updates)
+
+    def agreement(self, params: Any, samples: Samples, key: jax.Array) -> dict[str, jax.Array]:
+        """How far the gradients of the first epoch's minibatches agree, all taken where the epoch begins."""
+
+        def gradient(rows: jax.Array) -> Any:
+            return jax.grad(self.loss, has_aux=True)(params, jax.tree.map(lambda x: x[rows], data))[0]
+
+        data = self.flat(samples)
+        first_epoch = jax.random.split(key, self.settings.epochs)[0]
+        return gradient_agreement(gradient, self.order(first_epoch), self.settings.telemetry)
 
     def loss(self, params: Any, batch: Samples) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Clipped surrogate, value loss and entropy bonus of one minibatch: scalar, and its parts."""
@@ -138,36 +121,16 @@ class PPO(OnPolicy):
             "clip_fraction": jnp.mean((jnp.abs(ratio - 1.0) > settings.clip).astype(jnp.float32)),
         }
 
-    def keep_gradient(self, progress: Progress, gradient: Any) -> Any:
-        """The first epoch's gradients, `[minibatches, ...]`, with this one at its place; None in basic telemetry."""
-        if progress.gradients is None:
-            return None
-        size = self.settings.minibatches
-        row = jnp.where(progress.index < size, progress.index, size)
-        return jax.tree.map(lambda kept, g: kept.at[row].set(g, mode="drop"), progress.gradients, gradient)
-
-    def update_telemetry(
-        self, progress: Progress, parts: dict[str, jax.Array], updates: Update
-    ) -> dict[str, jax.Array]:
-        """Means over the minibatches; distances from the old policy over the last epoch, coherence over the first."""
+    def update_telemetry(self, parts: dict[str, jax.Array], updates: Update) -> dict[str, jax.Array]:
+        """Means over the minibatches; distances from the old policy over the last epoch."""
         last_epoch = ("approximate_kl", "clip_fraction")
         telemetry = {name: jnp.mean(x[-1] if name in last_epoch else x) for name, x in parts.items()}
-        telemetry |= {
+        return telemetry | {
             "learning_rate": jnp.mean(updates.learning_rate),
             "gradient_norm": jnp.mean(updates.gradient_norm),
             "clipped_fraction": jnp.mean(updates.clipped),
             "x_mem": jnp.mean(updates.memory),
-            "x_grad": progress.coherence.mean_pairwise_cosine(),
         }
-        if progress.gradients is not None:
-            telemetry["x_grad_dominant"] = dominant_share(progress.gradients)
-            telemetry["layer_gradient_norm"] = jnp.stack(
-                [
-                    jnp.sqrt(jnp.mean(jnp.sum(g**2, axis=tuple(range(1, g.ndim)))))
-                    for g in jax.tree.leaves(progress.gradients)
-                ]
-            )
-        return telemetry
 
 
 def ppo(task: Any, **settings: Any) -> Learner:

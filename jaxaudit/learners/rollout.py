@@ -106,12 +106,17 @@ class Rollouts:
         def value(observation: jax.Array) -> jax.Array:
             return self.value(state.params, self.normalized(state, observation))
 
+        def value_in_rewards(observation: jax.Array) -> jax.Array:
+            return value(observation) * (state.returns.deviation() if self.settings.normalize_rewards else 1.0)
+
         def step(taps: Taps, env_state: EpisodeState, index: jax.Array):
             policy_key, env_key = jax.random.split(jax.random.fold_in(key, index))
             mean, log_std = self.policy(state.params, self.normalized(state, env_state.observation))
             action = mean + jnp.exp(log_std) * jax.random.normal(policy_key, mean.shape)
             taken = self.to_action_space(action)
-            after, transition = self.episodes.step(env_state, env_key, taken, taps, value, self.settings.gamma)
+            after, transition = self.episodes.step(
+                env_state, env_key, taken, taps, value_in_rewards, self.settings.gamma
+            )
             return after, (env_state.observation, action, mean, transition)
 
         length = self.settings.rollout_length

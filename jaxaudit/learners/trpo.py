@@ -12,7 +12,6 @@ import optax
 
 from jaxaudit import registry
 from jaxaudit.kernels.coherence import dominant_share, mean_pairwise_cosine, unit_gradient
-from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings
@@ -88,7 +87,7 @@ class TRPO(OnPolicy):
         """A step of the policy and epochs of the critic, both from the same advantages; and what they tell."""
         policy_key, critic_key = jax.random.split(key)
         policy = {name: params[name] for name in ("actor", "log_std")}
-        order = shuffled(policy_key, self.settings.batch_size)
+        order = self.order(policy_key).ravel()
         batch = jax.tree.map(lambda x: x[order], self.flat(samples))
         policy, telemetry, policy_norms = self.improve_policy(policy, batch, taps)
         critic, optimizer, fitted, critic_norms = self.fit_critic(
@@ -171,9 +170,7 @@ class TRPO(OnPolicy):
 
     def first_length(self, taps: Taps) -> jax.Array:
         """Length of the first step tried, relative to the natural step: 1, unless disturbed."""
-        always_one = optax.constant_schedule(1.0)
-        progress = jnp.asarray(taps.step, jnp.float32) / (taps.steps or 1)
-        return taps("learning_rate", jnp.float32(1.0), label="actor", schedule=always_one, progress=progress)
+        return taps("learning_rate", jnp.float32(1.0), label="actor")
 
     def fit_critic(
         self, critic: Params, optimizer: Any, samples: Samples, key: jax.Array, taps: Taps

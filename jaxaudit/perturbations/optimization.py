@@ -6,11 +6,9 @@ import math
 
 import jax
 
+from jaxaudit.moments import FIRST_MOMENT, SECOND_MOMENT
 from jaxaudit.perturbations import transforms
 from jaxaudit.perturbations.factory import perturbation
-
-FIRST_MOMENT = ("mu", "trace", "momentum")
-SECOND_MOMENT = ("nu",)
 
 
 @perturbation("optimization", "learning_rate", magnitude=10.0, neutral=1.0, duration=10, limits=(0.0, math.inf))
@@ -31,7 +29,7 @@ def lr_spike(key, value, magnitude):
 def lr_schedule_error(key, value, magnitude, *, schedule, progress):
     """Reads the learning-rate schedule at a wrong time: `magnitude` of the run late (negative) or early (positive).
 
-    +0.1 on a schedule with a warmup of 10% skips the warmup.
+    +0.1 on a schedule with a warmup of 10% skips the warmup. A constant rate has no schedule, and is refused.
     """
     shifted = jax.numpy.clip(progress + magnitude, 0.0, 1.0)
     return value + (schedule(shifted) - schedule(progress))

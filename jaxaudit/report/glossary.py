@@ -75,7 +75,8 @@ METRICS = [
 CHANNELS = [
     (
         "x_grad",
-        "Gradient coherence: mean pairwise cosine of minibatch gradients; 1 when all agree, 0 if unrelated.",
+        "Gradient coherence: mean pairwise cosine of minibatch gradients at one point, before any disturbance of "
+        "the gradient; 1 when all agree, 0 if unrelated.",
     ),
     ("x_inst", "The instability index I_inst(t) at every step."),
     ("x_gen", "Smoothed performance."),

@@ -131,7 +131,8 @@ class Episodes:
             action: `[N, A]`, the policy's.
             taps: called at the sites `action`, `dynamics` (where the environment has an attribute of that name),
                 `observation` and `reward`.
-            value: the learner's state value, observations `[N, O]` to `[N]`, for perturbations that aim at it.
+            value: the learner's state value in the task's rewards, observations `[N, O]` to `[N]`, for perturbations
+                that aim at it.
             discount: of the value, in `td_error`.
         """
         everywhere, nowhere = jnp.ones(self.num_envs, bool), jnp.zeros(self.num_envs, bool)
@@ -211,6 +212,11 @@ def performance(state: EpisodeState) -> jax.Array:
     finished = state.has_finished.sum()
     mean = jnp.where(state.has_finished, state.last_return, 0.0).sum() / finished
     return jnp.where(jnp.isfinite(state.running_return).all() & jnp.isfinite(mean), mean, jnp.nan)
+
+
+def mean_length(state: EpisodeState) -> jax.Array:
+    """Mean length of the latest full episodes, of the environments that have finished one; NaN before any has."""
+    return jnp.where(state.has_finished, state.last_length, 0).sum() / state.has_finished.sum()
 
 
 def evaluate(
