@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -37,11 +37,20 @@ from jaxaudit.taps import (
 )
 
 Execution = str | int
-"""How the lanes of one device run: "vmap", "map" (one after the other), or a batch size."""
+"""How the lanes of one device run: "vmap", "map" (one after the other), or a batch size (above 16 in whole eights)."""
 
 
 VECTOR = 8
 WHOLE_VECTORS_FROM = 16
+
+
+def whole_vectors(lanes: int) -> int:
+    """At least as many lanes, such that a CPU computes all of them alike.
+
+    The lanes left over by a vectorised loop are reduced in another order, and would not be bitwise the control's
+    (seen from 17 lanes on).
+    """
+    return lanes if lanes <= WHOLE_VECTORS_FROM else -(-lanes // VECTOR) * VECTOR
 
 
 @dataclass(frozen=True)
@@ -154,16 +163,16 @@ class Grid:
         return -(-count // batches)
 
     def width(self, group: int | None) -> int:
-        """Lanes that a batch of a group is filled up to: devices share them evenly, and a CPU's are whole vectors.
+        """Lanes that a batch of a group is filled up to: devices share them evenly, and each computes all alike.
 
-        The lanes left over by a vectorised loop are reduced in another order, and would not be bitwise the
-        control's (seen from 17 lanes a device on).
+        A device that runs its lanes a few at a time has none left over, for their program would round otherwise.
         """
-        devices = max(1, len(self.program.devices))
+        devices, execution = max(1, len(self.program.devices)), self.program.execution
         each = -(-self.share(group) // devices)
-        if each > WHOLE_VECTORS_FROM:
-            each = -(-each // VECTOR) * VECTOR
-        return each * devices
+        if isinstance(execution, int) and each > whole_vectors(execution):
+            at_a_time = whole_vectors(execution)
+            return -(-each // at_a_time) * at_a_time * devices
+        return (each if execution == "map" else whole_vectors(each)) * devices
 
     def numbers(self, phase: Phase) -> range:
         """The numbers, within their group, of a phase's lanes."""
@@ -238,11 +247,12 @@ def plan(
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(seeds, int) and not isinstance(seeds, bool):
+    if isinstance(seeds, int | np.integer) and not isinstance(seeds, bool):
         seeds = range(seeds)
-    if isinstance(seeds, bool | str) or any(isinstance(s, bool) or not isinstance(s, int | np.integer) for s in seeds):
+    listed = list(seeds) if isinstance(seeds, Iterable) and not isinstance(seeds, str) else [None]
+    if any(isinstance(s, bool) or not isinstance(s, int | np.integer) for s in listed):
         raise ValueError(f"seeds must be a positive whole number or a list of them, not {seeds!r}")
-    chosen = tuple(int(s) for s in seeds)
+    chosen = tuple(int(s) for s in listed)
     if not chosen or min(chosen) < 0 or max(chosen) >= 2**32 or len(set(chosen)) < len(chosen):
         raise ValueError(f"seeds must be at least one, all different and from 0 to 2^32 - 1, not {list(chosen)}")
     return chosen
@@ -289,11 +299,21 @@ def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
 
 
 def _kinds(unrolled: Sequence[Condition]) -> tuple[Kind, ...]:
-    found: dict[Kind, None] = {}
+    """Every kind once, in the order in which the chains have them at a site, and else by name."""
+    before: dict[Kind, set[Kind]] = {}
     for condition in unrolled:
-        for kind in _kinds_of(condition):
-            found[kind] = None
-    return tuple(sorted(found, key=lambda kind: (kind.occurrence, kind.name, kind.site)))
+        kinds = _kinds_of(condition)
+        for position, kind in enumerate(kinds):
+            before.setdefault(kind, set()).update(k for k in kinds[:position] if k.site == kind.site)
+    ordered: list[Kind] = []
+    while len(ordered) < len(before):
+        left = before.keys() - set(ordered)
+        ready = [kind for kind in left if not before[kind] & left]
+        if not ready:
+            names = ", ".join(sorted({kind.name for kind in left}))
+            raise ValueError(f"two chains act in opposite orders at one site; audit them apart: {names}")
+        ordered.append(min(ready, key=lambda kind: (kind.occurrence, kind.name, kind.site)))
+    return tuple(ordered)
 
 
 def _kinds_of(condition: Condition) -> list[Kind]:
@@ -442,7 +462,7 @@ def on_devices(program: Program, function: Callable, in_specs: Any, out_specs: A
 def _each_lane(function: Callable, execution: Execution) -> Callable:
     if execution == "vmap":
         return jax.vmap(function)
-    batch = None if execution == "map" else int(execution)
+    batch = None if execution == "map" else whole_vectors(int(execution))
     return lambda states, lanes: jax.lax.map(lambda pair: function(*pair), (states, lanes), batch_size=batch)
 
 

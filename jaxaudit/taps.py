@@ -172,7 +172,8 @@ class Taps:
     def fold_in(self, index: Any) -> Taps:
         """The same taps with randomness of their own, for the body of a loop that knows its index.
 
-        Perturbations that keep state refuse to act there; `scan` carries their state.
+        Perturbations that keep state refuse to act there; `scan` carries their state. An index used in two loops
+        gives both the same randomness, and so do the turns of a `scan` that have its number.
         """
         return self._within(index, None)
 
@@ -189,9 +190,12 @@ class Taps:
             index, x = numbered
             here = self._within(index, memory)
             carry, y = body(here, carry, x)
+            calls.update(here._calls)
             return (carry, here.memory), y
 
+        calls: dict[str, int] = {}
         (carry, self.memory), ys = jax.lax.scan(turn, (init, self.memory), _numbered(xs, length))
+        self._calls |= calls  # the turns of another loop draw other randomness
         return carry, ys
 
     def cond(self, chosen: jax.Array, body: Callable[[Taps, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
@@ -206,7 +210,7 @@ class Taps:
             return carry, y, self.memory
 
         def skip(carry: Any, memory: Memory | None) -> tuple[Any, Any, Memory | None]:
-            shapes = jax.eval_shape(lambda carry: body(Taps(), carry)[1], carry)
+            shapes = jax.eval_shape(lambda carry: body(Taps(self.step, self.steps), carry)[1], carry)
             return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), memory
 
         carry, y, self.memory = jax.lax.cond(chosen, do, skip, carry, self.memory)
@@ -214,7 +218,7 @@ class Taps:
 
     def _within(self, index: Any, memory: Memory | None) -> Taps:
         key = self._key if self._key is None else jax.random.fold_in(self._key, index)
-        return Taps(
+        taps = Taps(
             self.step,
             self.steps,
             kinds=self._kinds,
@@ -224,6 +228,8 @@ class Taps:
             any_open=self._any_open,
             memory=memory,
         )
+        taps._calls = dict(self._calls)
+        return taps
 
     def _disturb(self, index: int, kind: Kind, call: int, value: Any, label: str, context: dict) -> Any:
         missing = [name for name in kind.needs if name not in OFFERED and name not in context]

@@ -437,9 +437,22 @@ def test_two_processes_on_one_run(server, stopped, reference, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(stopped, folder)
     with Folder(folder).held():
+        environment = Folder(folder).environment.read_text()
+        Folder(folder).update_environment(python="2.7")
         one_sentence(server("resume", folder), 2, "another process is at work")
+        assert "resumed_with" not in Folder(folder).read_environment()
+        Folder(folder).environment.write_text(environment)
     assert server("resume", folder).code == 0
     assert_same(folder, reference)
+
+
+def test_a_run_that_begins_is_no_leftover_to_another(server, tmp_path):
+    (tmp_path / "spec.toml").write_text(SPEC)
+    folder = tmp_path / "run"
+    Folder(folder).make(jaxaudit="0")
+    with Folder(folder).held():
+        one_sentence(server("run", tmp_path / "spec.toml", "-o", folder), 2, "another process is at work")
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "environment.json"]
 
 
 def test_resumed_on_something_else(server, stopped, reference, tmp_path):
@@ -494,3 +507,16 @@ def test_refused_before_anything_is_compiled(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"needs about [\d.]+ KiB on disk and .* has 2.93 KiB free"):
         durable.run(spec, tmp_path / "a" / "run")
     assert not any(tmp_path.iterdir())
+
+
+def test_the_disk_is_checked_for_the_lanes_that_will_be_there_at_a_time(monkeypatch, tmp_path):
+    """Where memory decides how many those are, a run is not refused for more."""
+    spec = parse(SPEC)
+    grid = spec.build()
+    asked = []
+    monkeypatch.setattr(durable, "check_space", lambda grid, lane_bytes, folder: asked.append(grid.batch))
+    monkeypatch.setattr(memory, "fit", lambda grid, rows, baseline: (_ for _ in ()).throw(UserError("enough")))
+    with pytest.raises(UserError, match="enough"):
+        durable.run(spec, tmp_path / "run")
+    assert grid.batch is None
+    assert asked == [len(grid.program.devices)]

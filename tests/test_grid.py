@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from quadratic import quadratic
 
@@ -68,6 +69,90 @@ def test_wide_groups_fill_whole_vectors():
     assert (values == values[:, :1]).all()
 
 
+def small_network():
+    """Rounding shows in it, unlike in the quadratic learner."""
+    optimizer = ja.Optimizer(optax.scale_by_adam(), 0.05)
+    inputs = jax.random.normal(jax.random.key(9), (32, 7))
+
+    def fresh(key):
+        return {"a": jax.random.normal(key, (7, 33)), "b": jax.random.normal(key, (33,))}
+
+    def init(key):
+        params = fresh(key)
+        return params, optimizer.init(params)
+
+    def step(state, key, taps):
+        params, memory = optimizer.disturb(*state, taps, fresh)
+        noise = jax.random.normal(key, (32,))
+        loss, gradient = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(inputs @ p["a"]) @ p["b"] - noise) ** 2))(
+            params
+        )
+        params, memory, _ = optimizer.update(params, memory, gradient, taps)
+        return (params, memory), {"performance": -loss}
+
+    return ja.Learner(init, step)
+
+
+@pytest.mark.parametrize(
+    ("execution", "lanes", "width"),
+    [(4, 5, 8), (4, 3, 3), ("map", 19, 19), (17, 40, 48), (17, 20, 24), ("vmap", 17, 24)],
+)
+def test_a_neutral_lane_is_its_control_however_lanes_are_executed(execution, lanes, width):
+    neutral = [ja.lr_spike(1.0, onset=5, duration=10)] * (lanes - 1)
+    options = {"seeds": 1, "steps": 30, "execution": execution, "devices": jax.devices()[:1]}
+    learner = small_network()
+    assert ja.plan(learner, neutral, **options).width(0) == width
+    values = ja.audit(learner, neutral, **options).telemetry["performance"].values
+    assert values.shape[1] == lanes
+    assert (values == values[:, :1]).all()
+
+
+def test_a_chain_acts_in_its_order_where_its_parts_share_a_site():
+    rounded = ja.chain(ja.weight_noise(0.3, onset=5), ja.quantize(2.0, onset=5))
+    noisy = ja.chain(ja.quantize(2.0, onset=5), ja.weight_noise(0.3, onset=5))
+    learner = weights_told()
+
+    def distinct(chain):
+        weights = ja.audit(learner, [chain], seeds=1, steps=6).telemetry["weights"].values[0, 1, 5]
+        return len(np.unique(weights))
+
+    assert distinct(rounded) <= 3
+    assert distinct(noisy) == 50
+    with pytest.raises(ValueError, match="two chains act in opposite orders at one site; audit them apart"):
+        ja.plan(learner, [rounded, noisy], seeds=1, steps=6)
+
+
+def weights_told():
+    """A learner that keeps its 50 weights and tells them."""
+
+    def step(weights, key, taps):
+        weights = taps("params", weights)
+        return weights, {"performance": jnp.sum(weights), "weights": weights}
+
+    return ja.Learner(
+        lambda key: jax.random.normal(key, (50,)), step, vectors={"weights": ("weight", tuple(map(str, range(50))))}
+    )
+
+
+def test_a_learner_may_keep_a_key_of_any_generator():
+    def step(state, key, taps):
+        return state, {"performance": jax.random.normal(jax.random.fold_in(state["key"], 1)) + taps("reward", 0.0)}
+
+    for name in ("rbg", "threefry2x32"):
+        learner = ja.Learner(lambda key, name=name: {"key": jax.random.key(3, impl=name)}, step)
+        told = ja.audit(learner, [ja.reward_scale(2.0, onset=2)], seeds=1, steps=4).telemetry["performance"].values
+        assert (told == told[0, 0, 0]).all()
+
+
+def test_a_loops_body_that_may_be_skipped_knows_the_runs_length():
+    def step(state, key, taps):
+        state, _ = taps.cond(taps.step > 1, lambda taps, x: (x + taps.step / taps.steps, x), state)
+        return state, {"performance": taps("reward", state)}
+
+    ended = ja.audit(ja.Learner(lambda key: jnp.float32(0), step), [ja.reward_scale(2.0, onset=2)], seeds=1, steps=4)
+    np.testing.assert_allclose(ended.telemetry["performance"].values[0, 0], [0, 0, 0.5, 1.25])
+
+
 def test_seeds_may_be_listed_and_a_seed_means_the_same_lane(expected):
     listed = ja.audit(LEARNER, PERTURBATIONS, seeds=[2, 40], steps=30).telemetry
     assert list(listed["seed"].values) == [2, 40]
@@ -95,6 +180,7 @@ def test_the_result_has_metrics_per_lane_and_per_condition():
         ({"seeds": 0}, "seeds must be at least one"),
         ({"seeds": [1, 1]}, "all different"),
         ({"seeds": "eight"}, "seeds must be a positive whole number"),
+        ({"seeds": 8.0}, "seeds must be a positive whole number"),
         ({"execution": "pmap"}, "execution must be 'vmap', 'map' or a batch size"),
         ({"execution": 0}, "execution must be"),
         ({"perturbations": []}, "at least one perturbation"),

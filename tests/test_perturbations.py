@@ -41,6 +41,19 @@ def test_momentum_noise_changes_the_first_moment_alone():
     assert noisy[0].count == state[0].count
 
 
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"actor": state}])
+def test_a_layer_called_like_a_moment_is_none(wrap):
+    params = {"mu": jnp.zeros(N), "nu": jnp.zeros(N), "trunk": jnp.zeros(N)}
+    state = wrap(optax.adam(1e-3).init(params))
+    noisy, old = (
+        jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "mu"))
+        for tree in (applied("momentum_noise", state, 0.1), state)
+    )
+    noisy, old = noisy[0], old[0]
+    assert all(float(jnp.std(noisy.mu[name])) == pytest.approx(0.1, rel=0.1) for name in params)
+    jax.tree.map(np.testing.assert_array_equal, noisy.nu, old.nu)
+
+
 def test_second_moment_drift_scales_the_second_moment_alone():
     state = optax.adam(1e-3).init({"w": jnp.zeros(3)})
     state = (state[0]._replace(nu={"w": jnp.array([1.0, 2.0, 3.0])}), *state[1:])
@@ -111,6 +124,37 @@ def test_layer_reset_draws_fresh_layers_in_the_target_alone():
         counts[changed[0]] += 1
     assert counts["critic_0"] == 0
     assert min(counts["actor_0"], counts["actor_1"]) > 10
+
+
+def test_a_loose_parameter_is_no_layer():
+    params = {"actor": {"kernel": jnp.zeros(2), "bias": jnp.zeros(1)}, "log_std": jnp.zeros(2)}
+    fresh, everywhere = jax.tree.map(jnp.ones_like, params), jnp.ones(3, bool)
+    for index in range(20):
+        own = jax.random.fold_in(KEY, index)
+        reset = applied("layer_reset", params, 1.0, own, reinitialise=lambda key: fresh, selected=everywhere)
+        assert (float(reset["actor"]["kernel"][0]), float(reset["log_std"][0])) == (1.0, 0.0)
+    alone = applied(
+        "layer_reset",
+        {"w": jnp.zeros(2)},
+        1.0,
+        KEY,
+        reinitialise=lambda key: {"w": jnp.ones(2)},
+        selected=jnp.ones(1, bool),
+    )
+    assert float(alone["w"][0]) == 1.0
+
+
+def test_a_constant_learning_rate_has_no_schedule_to_misread():
+    from quadratic import quadratic
+
+    said = (
+        "'lr_schedule_error' needs progress, schedule at site 'learning_rate', which the learner's tap there does not"
+    )
+    with pytest.raises(ValueError, match=said):
+        ja.plan(quadratic(None), [ja.lr_schedule_error(0.1)], seeds=1, steps=10)
+    for learner in (ja.learners.trpo, ja.learners.sac, ja.learners.td3):
+        with pytest.raises(ValueError, match=said):
+            ja.plan(learner("InvertedPendulum-v5"), [ja.lr_schedule_error(0.1)], seeds=1, steps=10)
 
 
 def test_critic_reset_moves_the_critic_towards_fresh_parameters():
@@ -308,6 +352,9 @@ def test_a_sweep_is_a_condition_for_each_value_and_a_chain_is_all_combinations()
     assert [c.magnitude for c in conditions([spike], 100)] == [3.0, 10.0]
     chained = conditions([ja.chain(spike, ja.weight_noise(ja.sweep(0.1, 0.2)))], 100)
     assert [tuple(p.magnitude for p in c.parts) for c in chained] == [(3, 0.1), (3, 0.2), (10, 0.1), (10, 0.2)]
+    assert [c.magnitude for c in chained] == [3, 3, 10, 10]
+    second = conditions([ja.chain(ja.lr_spike(5.0), ja.weight_noise(ja.sweep(0.1, 0.2)))], 100)
+    assert [c.magnitude for c in second] == [0.1, 0.2]
     assert chained[0].name == "lr_spike+weight_noise"
     assert chained[0].dimension == "mixed"
 
@@ -341,11 +388,13 @@ def test_the_randomness_of_taps_differs_between_calls_loops_kinds_steps_and_seed
         first, second = taps("reward", x), taps("reward", x)
         looped, _ = (
             jax.lax.scan(
-                lambda c, i: (c + 0 * taps.fold_in(i)("reward", x), taps.fold_in(i)("reward", x)), x, jnp.arange(3)
+                lambda c, i: (c + 0 * taps.fold_in(i)("reward", x), taps.fold_in(i)("reward", x)), x, jnp.arange(3, 6)
             ),
             None,
         )
-        draws = jnp.stack([first, second, *looped[1]])
+        _, once = taps.scan(lambda taps, c, _: (c, taps("reward", x)), x, length=3)
+        _, again = taps.scan(lambda taps, c, _: (c, taps("reward", x)), x, length=3)
+        draws = jnp.stack([first, second, *looped[1], *once, *again])
         return x, {"performance": x, "draws": draws}
 
     learner = ja.Learner(lambda key: jnp.float32(0.0), step)

@@ -7,6 +7,7 @@ import quadratic  # noqa: F401  registers the learner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.errors import UserError
 from jaxaudit.grid import Grid
@@ -142,6 +143,27 @@ def test_chain():
         ("lr_spike+weight_noise", m, o) for o in (20, 40) for m in (2.0, 3.0)
     ]
     assert [p.when.resolve(100)[:2] for p in chains[0].parts] == [(20, 23), (60, 61)]
+
+
+@pytest.mark.parametrize("key", ["onset", "duration"])
+def test_a_chains_time_that_no_part_takes_is_refused(key):
+    entry = f'[[perturbation]]\n{key} = 5\nchain = [{{kind = "lr_spike", onset = 3, duration = 4}}]'
+    with pytest.raises(UserError, match=f"{key} says nothing, since every part of the chain has"):
+        spec_of(entry)
+
+
+def test_telemetry_that_a_learner_does_not_choose_is_refused(monkeypatch):
+    monkeypatch.setitem(registry.learners._entries, "bare", lambda task: None)
+    text = HEAD.format(learner="bare").replace("steps", 'telemetry = "basic"\nsteps') + ENTRY
+    with pytest.raises(UserError, match="learner 'bare' has one kind of telemetry, not 'basic'"):
+        parse(text)
+
+
+def test_a_dimension_leaves_out_what_was_registered_without_a_standard(monkeypatch):
+    monkeypatch.setitem(registry.perturbations._entries, "bare", ja.lr_spike(3.0))
+    kinds = [e.kind for e in spec_of('[[perturbation]]\ndimension = "optimization"').expanded().perturbations]
+    assert "lr_spike" in kinds
+    assert "bare" not in kinds
 
 
 def test_a_dimension_is_what_the_learner_allows():

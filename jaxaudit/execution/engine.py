@@ -266,12 +266,16 @@ def _filled(block: Any, piece: Any, places: jax.Array, count: jax.Array) -> Any:
         return jax.tree.map(lambda x, y: x.at[places[0, i]].set(y[places[1, i]]), data, piece)
 
     data = jax.lax.fori_loop(0, count, one, _as_data(block))
-    return jax.tree.map(lambda x, y: jax.random.wrap_key_data(y) if _is_key(x) else y, block, data)
+    return jax.tree.map(lambda x, y: _key_of(x, y) if _is_key(x) else y, block, data)
 
 
 def _as_data(states: Any) -> Any:
     """Random keys as their data."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, states)
+
+
+def _key_of(like: jax.Array, data: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
 
 
 def _is_key(x: Any) -> bool:

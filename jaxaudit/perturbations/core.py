@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -147,7 +148,7 @@ class Perturbation:
 
 @dataclass(frozen=True)
 class Chain:
-    """Perturbations that act together, in order."""
+    """Perturbations that act together, in order where they act at one site."""
 
     parts: tuple[Perturbation, ...]
 
@@ -179,17 +180,20 @@ def retime(perturbation: Perturbation | Chain, when: Window) -> Perturbation | C
 
 @dataclass(frozen=True)
 class Condition:
-    """One column of the grid: perturbations at single magnitudes; the control has none."""
+    """One column of the grid: perturbations at single magnitudes; the control has none.
+
+    Attributes:
+      parts: what acts, in order.
+      onset: step.
+      name, dimension: of the perturbation or chain.
+      magnitude: of the first part that was swept, or of the first part; NaN for the control.
+    """
 
     parts: tuple[Perturbation, ...]
     onset: int
     name: str
     dimension: str
-
-    @property
-    def magnitude(self) -> float:
-        """The magnitude of the first part that was swept, or of the first part; NaN for the control."""
-        return float(self.parts[0].magnitude) if self.parts else float("nan")  # type: ignore[arg-type]
+    magnitude: float = math.nan
 
 
 def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> list[Condition]:
@@ -200,11 +204,12 @@ def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> lis
     unrolled = []
     for perturbation in perturbations:
         onset = min(part.when.resolve(steps)[0] for part in perturbation.parts)
+        swept = next((i for i, part in enumerate(perturbation.parts) if len(part.magnitudes) > 1), 0)
         for values in itertools.product(*(part.magnitudes for part in perturbation.parts)):
             parts = tuple(
                 replace(part, magnitude=float(value)) for part, value in zip(perturbation.parts, values, strict=True)
             )
-            unrolled.append(Condition(parts, onset, perturbation.name, perturbation.dimension))
+            unrolled.append(Condition(parts, onset, perturbation.name, perturbation.dimension, float(values[swept])))
     return unrolled
 
 

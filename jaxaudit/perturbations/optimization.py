@@ -38,15 +38,13 @@ def lr_schedule_error(key, value, magnitude, *, schedule, progress):
 @perturbation("optimization", "optimizer_state", magnitude=0.1, neutral=0.0, duration=10, limits=(0.0, math.inf))
 def momentum_noise(key, value, magnitude):
     """Adds Gaussian noise of standard deviation `magnitude` to the first moment (Table S4: N(0, 0.1))."""
-    return transforms.on_leaves_named(
-        FIRST_MOMENT, lambda moments: transforms.add_noise(key, moments, magnitude), value
-    )
+    return transforms.on_moments(FIRST_MOMENT, lambda moments: transforms.add_noise(key, moments, magnitude), value)
 
 
 @perturbation("optimization", "optimizer_state", magnitude=0.01, neutral=1.0, duration="once", limits=(0.0, math.inf))
 def second_moment_drift(key, value, magnitude):
     """Multiplies Adam's second moment by `magnitude`; below one, updates are too large (Table S1: moment drift)."""
-    return transforms.on_leaves_named(SECOND_MOMENT, lambda moments: transforms.scale(moments, magnitude), value)
+    return transforms.on_moments(SECOND_MOMENT, lambda moments: transforms.scale(moments, magnitude), value)
 
 
 @perturbation("optimization", "gradient", magnitude=0.2, neutral=0.0, duration=10, limits=(0.0, math.inf))

@@ -31,18 +31,20 @@ def weight_noise(key, value, magnitude):
 def layer_reset(key, value, magnitude, *, reinitialise, selected):
     """Re-initialises `magnitude` layers, drawn at random from those in the target (Table S4: one layer).
 
-    A layer is the parameters that share a parent in the tree (a kernel and its bias).
+    A layer is the parameters that share a parent in the tree (a kernel and its bias). Parameters that have none, as a
+    policy's standard deviation beside its networks, are no layer unless there is nothing else.
     """
     parents = [path.rpartition("/")[0] for path in paths_of(value)]
-    layers = sorted(set(parents))
-    layer_of = jnp.array([layers.index(parent) for parent in parents])
+    layers = sorted(set(parents) - {""}) or [""]
+    selected = selected & jnp.array([parent in layers for parent in parents])
+    layer_of = jnp.array([layers.index(parent) if parent in layers else 0 for parent in parents])
     in_target = jnp.zeros(len(layers), bool).at[layer_of].max(selected)
     draw_key, init_key = jax.random.split(key)
     draw = jnp.where(in_target, jax.random.uniform(draw_key, (len(layers),)), jnp.inf)
     chosen = (jnp.argsort(jnp.argsort(draw)) < magnitude) & in_target
     leaves, structure = jax.tree.flatten(value)
     fresh = jax.tree.leaves(reinitialise(init_key))
-    mixed = [jnp.where(chosen[layer_of[i]], fresh[i], leaf) for i, leaf in enumerate(leaves)]
+    mixed = [jnp.where(chosen[layer_of[i]] & selected[i], fresh[i], leaf) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, mixed)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.moments import FIRST_MOMENT, SECOND_MOMENT
 from jaxaudit.taps import paths_of
 
 CANDIDATES = 8
@@ -66,15 +67,26 @@ def along(rows: jax.Array, value: jax.Array) -> jax.Array:
     return rows.reshape(rows.shape + (1,) * (value.ndim - rows.ndim))
 
 
-def on_leaves_named(names: tuple[str, ...], change: Callable[[Any], Any], value: Any) -> Any:
-    """`change(list of leaves)` on the leaves with one of `names` in their path, the others as they are.
+def on_moments(names: tuple[str, ...], change: Callable[[Any], Any], value: Any) -> Any:
+    """`change(list of leaves)` on the leaves of an optimizer's moments called `names`, the others as they are.
 
     Raises ValueError if there are none.
     """
-    leaves, structure = jax.tree.flatten(value)
-    picked = [i for i, path in enumerate(paths_of(value)) if set(names) & set(path.split("/"))]
+    flat, structure = jax.tree_util.tree_flatten_with_path(value)
+    leaves = [leaf for _, leaf in flat]
+    picked = [i for i, (path, _) in enumerate(flat) if _moment(path) in names]
     if not picked:
         raise ValueError(f"the optimizer state has no {' or '.join(names)}; its leaves: {', '.join(paths_of(value))}")
     for i, new in zip(picked, change([leaves[i] for i in picked]), strict=True):
         leaves[i] = new
     return jax.tree.unflatten(structure, leaves)
+
+
+def _moment(path: tuple[Any, ...]) -> str | None:
+    """The name of the moment that a leaf of an optimizer's state belongs to.
+
+    A network's layer may be called "mu", too: what counts is the field of the state, or else the outermost name.
+    """
+    fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return next((name for name in (*fields, *keys) if name in FIRST_MOMENT + SECOND_MOMENT), None)

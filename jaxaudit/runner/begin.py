@@ -41,7 +41,8 @@ def _check_free(folder: Path) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if _is_leftover(folder):
-        _clear(folder)
+        with Folder(folder).held():  # or it is no leftover, but a run that another process begins
+            _clear(folder)
         return
     hint = f"; to go on with it: jaxaudit resume {folder}" if (folder / "spec.toml").exists() else ""
     raise UserError(f"the folder {folder} exists and is not empty{hint}")

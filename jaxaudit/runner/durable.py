@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,13 +56,14 @@ def resume(folder: Path) -> None:
         raise UserError(f"the run in {folder} is already finished")
     if not store.telemetry.exists():
         raise UserError(f"{folder} has lost its telemetry.zarr, so the run cannot go on; run its spec again")
-    changed = differences(store.read_environment(), grid)
-    for what, then, now in changed:
-        print(f"note: {what} was {then} and is {now}: results may not be bitwise the same", file=sys.stderr)
-    if changed:
-        store.update_environment(resumed_with={what: now for what, _, now in changed})
-    _announce(spec, grid)
-    _execute(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)))
+    with store.held():
+        changed = differences(store.read_environment(), grid)
+        for what, then, now in changed:
+            print(f"note: {what} was {then} and is {now}: results may not be bitwise the same", file=sys.stderr)
+        if changed:
+            store.update_environment(resumed_with={what: now for what, _, now in changed})
+        _announce(spec, grid)
+        _execute(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)))
 
 
 def fork(folder: Path, spec: Spec, out: Path) -> None:
@@ -116,18 +118,23 @@ def _start(
     spec: Spec, grid: Grid, folder: Path, source: Folder | None = None, stored: dict[int, Fork] | None = None
 ) -> None:
     """Begins a run, and does it. What it needs from a `source` is copied before it counts as begun."""
-    with beginning(folder) as store:
-        rows = chunk_size(grid.steps, spec.run.chunk)
-        check_space(grid, Engine(grid, rows).lane_bytes, folder)
-        _announce(spec, grid)
-        engine, _ = interruptible(partial(memory.fit, grid, rows, baseline=source is None))
-        grid = engine.grid
-        store.make(**environment(grid), **({"forked_from": str(source.path)} if source else {}))
-        store.create_telemetry(grid, telemetry_shapes(grid.program), rows)
-        if source and stored:
-            _copy_onsets(source, stored, store, grid)
-        store.write(store.spec, spec.to_toml())
-    _execute(store, spec, engine)
+    with ExitStack() as stack:
+        with beginning(folder) as store:
+            rows = chunk_size(grid.steps, spec.run.chunk)
+            # Before anything is compiled: as it is with the fewest lanes at a time, where that is still open.
+            fewest = replace(grid, batch=grid.batch or len(grid.program.devices))
+            check_space(fewest, Engine(fewest, rows).lane_bytes, folder)
+            _announce(spec, grid)
+            engine, _ = interruptible(partial(memory.fit, grid, rows, baseline=source is None))
+            grid = engine.grid
+            check_space(grid, engine.lane_bytes, folder)
+            store.make(**environment(grid), **({"forked_from": str(source.path)} if source else {}))
+            stack.enter_context(store.held())
+            store.create_telemetry(grid, telemetry_shapes(grid.program), rows)
+            if source and stored:
+                _copy_onsets(source, stored, store, grid)
+            store.write(store.spec, spec.to_toml())
+        _execute(store, spec, engine)
 
 
 def _copy_onsets(source: Folder, stored: dict[int, Fork], store: Folder, grid: Grid) -> None:
@@ -146,19 +153,18 @@ def _copy_onsets(source: Folder, stored: dict[int, Fork], store: Folder, grid: G
 
 
 def _execute(store: Folder, spec: Spec, engine: Engine) -> None:
-    """Does what is left of a run, from its latest undamaged checkpoint to its tables."""
+    """Does what is left of a run that is held, from its latest undamaged checkpoint to its tables."""
     grid = engine.grid
     try:
-        with store.held():
-            store.sweep()
-            recorded = store.read_environment()
-            chunks = schedule(grid, engine.rows, baseline="forked_from" not in recorded)
-            clock = _clock(recorded, engine)
-            _train(store, spec, engine, chunks, clock)
-            _finish(store, spec, grid)
-            lanes = sum(len(grid.numbers(chunk.phase)) * (chunk.stop - chunk.start) for chunk in chunks)
-            samples = lanes * grid.program.learner.samples_per_step
-            store.update_environment(status="finished", **clock(), env_steps=samples)
+        store.sweep()
+        recorded = store.read_environment()
+        chunks = schedule(grid, engine.rows, baseline="forked_from" not in recorded)
+        clock = _clock(recorded, engine)
+        _train(store, spec, engine, chunks, clock)
+        _finish(store, spec, grid)
+        lanes = sum(len(grid.numbers(chunk.phase)) * (chunk.stop - chunk.start) for chunk in chunks)
+        samples = lanes * grid.program.learner.samples_per_step
+        store.update_environment(status="finished", **clock(), env_steps=samples)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped at once; go on with: jaxaudit resume {store.path}") from None
 

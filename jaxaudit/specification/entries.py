@@ -88,7 +88,11 @@ class DimensionSpec:
 
     def candidates(self) -> list[SingleSpec]:
         """All registered kinds of the dimension at their standard magnitudes."""
-        return [self._timed(_standard(k)) for k in registry.perturbations if _dimension(k) == self.dimension]
+        return [self._timed(_standard(name)) for name in registry.perturbations if self._has(name)]
+
+    def _has(self, name: str) -> bool:
+        factory = registry.perturbations[name]
+        return isinstance(factory, Factory) and factory.default.dimension == self.dimension
 
     def _timed(self, standard: SingleSpec) -> SingleSpec:
         onset = standard.onset if self.onset is None else self.onset
@@ -152,6 +156,10 @@ def _read_chain(table: Table) -> ChainSpec:
         raise UserError(f"{table.place}: chain must be a list of tables, not {given(listed)}")
     onset = _distinct(table, "onset", Onsets, None)
     duration = table.get("duration", Duration, None)
+    if duration is not None and all("duration" in values for values in listed if isinstance(values, dict)):
+        raise UserError(
+            f"{table.place}: duration says nothing, since every part of the chain has a duration of its own"
+        )
     parts = []
     for number, values in enumerate(listed, 1):
         part = Table(values, f"{table.place}, chain part {number}", _SINGLE)
@@ -210,10 +218,6 @@ def _factory(kind: str) -> Factory:
     if not isinstance(factory, Factory):
         raise ValueError(f"perturbation '{kind}' was not made by the decorator `perturbation`")
     return factory
-
-
-def _dimension(kind: str) -> str:
-    return _factory(kind).default.dimension
 
 
 def _standard(kind: str) -> SingleSpec:

@@ -166,6 +166,10 @@ def read_learner(sections: Table, audit: AuditSpec) -> LearnerSpec:
     chosen = {f.name: table.get(f.name, types[f.name]) for f in fields if f.name in table or _required(f)}
     if "telemetry" in types:
         chosen["telemetry"] = audit.telemetry
+    elif audit.telemetry != AuditSpec.telemetry:
+        raise UserError(
+            f"{sections.place}: [audit]: learner '{kind}' has one kind of telemetry, not {audit.telemetry!r}"
+        )
     with placed(table.place):
         return LearnerSpec(kind, settings(**chosen))
 
