@@ -249,7 +249,7 @@ def plan(
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(seeds, int | np.integer) and not isinstance(seeds, bool):
         seeds = range(seeds)
-    listed = list(seeds) if isinstance(seeds, Iterable) and not isinstance(seeds, str) else [None]
+    listed: list[Any] = list(seeds) if isinstance(seeds, Iterable) and not isinstance(seeds, str) else [None]
     if any(isinstance(s, bool) or not isinstance(s, int | np.integer) for s in listed):
         raise ValueError(f"seeds must be a positive whole number or a list of them, not {seeds!r}")
     chosen = tuple(int(s) for s in listed)

@@ -446,6 +446,9 @@ def explain(
     return {name: _reason(name, x, int(onset), chosen) for name in missing}
 
 
+_OWN = ("pre_mean", "pre_std", "collapse_time", "diverged", "recovery_rate", "recovery_time", "spike_intensity")
+
+
 def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings) -> str:
     total, window = x.shape[0], settings.window
     if not 0 <= onset < total:
@@ -469,4 +472,4 @@ def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings) -> s
         return "J never fell below J_pre after the onset, so there was nothing to recover"
     if name == "recovery_rate":
         return "the run fully collapsed: it ended within 2 sigma_pre of its minimum"
-    return "the arithmetic overflowed"
+    return "the arithmetic overflowed" if name in _OWN else "the metric itself gave NaN"

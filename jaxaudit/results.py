@@ -45,8 +45,9 @@ def coordinates(grid: Grid) -> dict[str, Any]:
         "step": ("step", np.arange(grid.steps)),
         "perturbation": ("condition", np.array([c.name for c in conditions], dtype=object)),
         "magnitude": ("condition", np.array([c.magnitude for c in conditions])),
+        "neutral": ("condition", np.array([c.neutral for c in conditions])),
         "onset": ("condition", np.array([c.onset for c in conditions], np.int64)),
-        "duration": ("condition", np.array([w[1] - w[0] for w in windows], np.int64)),
+        "duration": ("condition", np.array([min(w[1] - w[0], w[3]) for w in windows], np.int64)),
         "dimension": ("condition", np.array([c.dimension for c in conditions], dtype=object)),
         "target": (
             "condition",
@@ -137,7 +138,7 @@ def _reasons(series: np.ndarray, onset: int, settings: metrics.MetricSettings, v
 
 def lane_table(lanes: xr.Dataset) -> pd.DataFrame:
     """One row for every lane."""
-    columns = ["seed", "condition", "perturbation", "dimension", "magnitude", "onset", "duration", "target"]
+    columns = ["seed", "condition", "perturbation", "dimension", "magnitude", "neutral", "onset", "duration", "target"]
     table = lanes.to_dataframe().reset_index()
     return table[columns + [c for c in table.columns if c not in (*columns, "reason")] + ["reason"]]
 
@@ -146,7 +147,9 @@ def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:
     """One row for every condition: estimates over seeds with 95% intervals (columns *_low, *_high).
 
     Divergence is T_c < steps / 2 (Table S5), collapse any finite T_c; differences are paired by seed with the
-    control of the same onset.
+    control of the same onset. Medians are lower medians of the lanes whose value is defined, *_undefined counts the
+    others; `never_left` counts lanes that stayed in their band (a recovery time of -1), `never_back` those that left
+    it for good (inf).
     """
     rows = []
     for position in range(lanes.sizes["condition"]):
@@ -164,16 +167,17 @@ def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:
                 final, paired["final_performance"].values
             ),
         }
+        medians = ("recovery_rate", "recovery_time", "spike_intensity")
+        estimates |= {f"{m}_median": statistics.median(one[m].values, missing="count") for m in medians}
         row: dict[str, Any] = {
             name: one[name].item() for name in ("condition", "perturbation", "dimension", "magnitude", "onset")
         }
         row["seeds"] = final.size
         for name, estimate in estimates.items():
             row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-        for name in ("recovery_rate", "recovery_time", "spike_intensity"):
-            values = one[name].values
-            row[f"{name}_median"] = float(np.median(values))
-            row[f"{name}_undefined"] = int(np.isnan(values).sum())
+        row |= {f"{m}_undefined": estimates[f"{m}_median"].n_missing for m in medians}
+        time = one["recovery_time"].values
+        row |= {"never_left": int((time == -1).sum()), "never_back": int((time == np.inf).sum())}
         row["reason"] = "; ".join(f"{k}: {e.reason}" for k, e in estimates.items() if e.reason)
         rows.append(row)
     return pd.DataFrame(rows)
@@ -224,12 +228,30 @@ class Result:
         """One row for every condition, with intervals."""
         return summary_table(self.lanes, self.telemetry.sizes["step"])
 
-    def critical_magnitude(self, perturbation: str, onset: int | None = None) -> statistics.Estimate:
-        """The magnitude at which half of the lanes collapse, with its interval."""
+    def critical_magnitude(
+        self, perturbation: str, onset: int | None = None, target: str | None = None
+    ) -> statistics.Estimate:
+        """The magnitude at which half of the lanes collapse, with its interval.
+
+        Args:
+          perturbation: a name.
+          onset: step, where it was tried at several.
+          target: where it was aimed at several.
+
+        Raises:
+          ValueError: no such condition, several onsets or targets, or magnitudes on both sides of the neutral one.
+        """
         chosen = self.lanes["perturbation"].values == perturbation
-        if onset is not None:
-            chosen &= self.lanes["onset"].values == onset
+        for name, wanted in (("onset", onset), ("target", target)):
+            if wanted is not None:
+                chosen &= self.lanes[name].values == wanted
         if not chosen.any():
             raise ValueError(f"no condition of '{perturbation}' in this audit")
         lanes = self.lanes.isel(condition=np.flatnonzero(chosen)).sortby("magnitude")
-        return statistics.critical_magnitude(lanes["magnitude"].values, _collapsed(lanes["collapse_time"].values))
+        for name in ("onset", "target"):
+            if len(found := np.unique(lanes[name].values)) > 1:
+                several = ", ".join(map(str, found))
+                raise ValueError(f"'{perturbation}' was tried at several {name}s, give one of them: {several}")
+        magnitudes = lanes["magnitude"].values
+        rising = statistics.harm_rises(magnitudes, float(lanes["neutral"].values[0]))
+        return statistics.critical_magnitude(magnitudes, _collapsed(lanes["collapse_time"].values), increasing=rising)

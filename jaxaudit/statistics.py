@@ -8,11 +8,12 @@ NaN among the seeds is a *missing* value, never dropped in silence: every `Estim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from scipy.special import ndtr, ndtri, stdtrit
+from scipy.special import bdtr, ndtr, ndtri, stdtrit
 
 Missing = Literal["propagate", "count"]
 Method = Literal["expanded", "percentile", "bca"]
@@ -24,7 +25,7 @@ class Estimate(NamedTuple):
 
     Fields:
         value: the figure; NaN where it cannot be computed.
-        low, high: ends of the interval; NaN where fewer than two values leave the spread unknown.
+        low, high: ends of the interval; NaN where the values are too few for one (under 5 at 95%).
         n: values used.
         n_missing: values that were NaN.
         reason: why `value` is NaN, else empty.
@@ -170,6 +171,66 @@ def _bca_tails(x: np.ndarray, draws: np.ndarray, statistic: Statistic, level: fl
     return float(low), float(high)
 
 
+class Ranks(NamedTuple):
+    """Which order statistics of n values bound their population's median.
+
+    Attributes:
+      low, high: from 1 to n.
+      coverage: the probability that they do, whatever the distribution.
+    """
+
+    low: int
+    high: int
+    coverage: float
+
+
+def ranks(n: int, level: float = 0.95) -> Ranks:
+    """The narrowest symmetric pair with at least coverage `level`, or the outermost pair if none has it.
+
+    Exact: a value lies below the median with probability one half, so their number is binomial.
+    """
+    covers = [1 - 2 * float(bdtr(r - 1, n, 0.5)) for r in range(1, n // 2 + 1)]
+    best = max((r for r, cover in enumerate(covers, 1) if cover >= level), default=1)
+    return Ranks(best, n + 1 - best, covers[best - 1] if covers else 0.0)
+
+
+def seeds_for(level: float) -> int:
+    """The fewest seeds that can bound a median with coverage `level`."""
+    return math.ceil(1 - math.log2(1 - level))
+
+
+SHORTFALL = 0.02
+"""By how much the coverage that few seeds allow may miss the one asked for; else there is no interval."""
+
+
+def _too_few(n: int, level: float) -> bool:
+    """Whether n values cannot bound a figure: between the least and the greatest of them lies a median with
+    probability 1 - 2^(1 - n) (0.94 for five), and resampling does not get beyond them."""
+    return 1 - 2.0 ** (1 - n) < level - SHORTFALL
+
+
+def median(values: Any, *, level: float = 0.95, missing: Missing = "propagate") -> Estimate:
+    """The lower median over seeds, a value that occurred, between two order statistics (see `ranks`).
+
+    Nothing is averaged, so values that stand for something (-1, inf) keep their meaning.
+
+    Args:
+        values: `[seeds]`; inf is allowed.
+        level: coverage; the interval is NaN where the seeds are too few for it (under 5 at 95%).
+        missing: see the module.
+    """
+    _check_level(level)
+    x, absent, reason = _present(values, missing)
+    if reason:
+        return Estimate(np.nan, np.nan, np.nan, x.size, absent, reason)
+    x = np.sort(x)
+    value = float(x[(x.size - 1) // 2])
+    if _too_few(x.size, level):
+        return Estimate(value, np.nan, np.nan, x.size, absent)
+    low, high, _ = ranks(x.size, level)
+    return Estimate(value, float(x[low - 1]), float(x[high - 1]), x.size, absent)
+
+
 def bootstrap(
     values: Any,
     *,
@@ -184,7 +245,8 @@ def bootstrap(
 
     The default, "expanded", is the percentile interval corrected for the number of seeds: with 8 of them
     plain percentile and BCa intervals for a mean cover about 90% where 95% is asked for. Interval ends are
-    order statistics of the resampled values; equal values give an interval of no width.
+    order statistics of the resampled values; equal values give an interval of no width. Under 5 values (at
+    95%) there is none: resampling does not get beyond them, and with 3 would cover 75%.
 
     Args:
         values: `[seeds]`; inf is allowed (not with "bca").
@@ -207,8 +269,8 @@ def bootstrap(
     if method == "bca" and not np.isfinite(x).all():
         raise ValueError("method = 'bca' needs finite values; use 'expanded' or 'percentile'")
     value = float(statistic(x, axis=-1))
-    if x.size == 1:
-        return Estimate(value, np.nan, np.nan, 1, absent)
+    if _too_few(x.size, level):
+        return Estimate(value, np.nan, np.nan, x.size, absent)
     draws = statistic(x[np.random.default_rng(seed).integers(x.size, size=(resamples, x.size))], axis=-1)
     tails = _bca_tails(x, draws, statistic, level) if method == "bca" else _tails(level, x.size, method)
     low, high = _read(draws, draws, *tails)
@@ -299,6 +361,20 @@ def _crossings(axis: np.ndarray, fit: np.ndarray) -> _Crossings:
     return _Crossings(np.where(never | already, np.nan, (first + last) / 2), low, high)
 
 
+def harm_rises(magnitudes: Any, neutral: float) -> bool:
+    """Whether magnitudes do more harm the greater they are: all lie above the neutral one, or none does.
+
+    Raises:
+        ValueError: they lie on both sides of it.
+    """
+    m = np.asarray(magnitudes, np.float64)
+    if (m >= neutral).all():
+        return True
+    if (m <= neutral).all():
+        return False
+    raise ValueError(f"the magnitudes lie on both sides of {neutral:g}, which disturbs nothing")
+
+
 def critical_magnitude(
     magnitudes: Any,
     collapsed: Any,
@@ -382,11 +458,10 @@ def _fit(tables: np.ndarray) -> np.ndarray:
 
 def _side(point: _Crossings, m: np.ndarray, increasing: bool) -> str:
     never = np.isposinf(point.high[0])
-    if never:
-        bound = f"above {m.max():g}" if increasing else f"below {m.min():g}"
-        return f"fewer than half of the seeds collapse at every magnitude: the critical one lies {bound}"
-    bound = f"below {m.min():g}" if increasing else f"above {m.max():g}"
-    return f"more than half of the seeds collapse at every magnitude: the critical one lies {bound}"
+    above = never == increasing
+    bound = f"above {m.max():g}" if above else f"below {m.min():g}"
+    side = "below" if never else "above"
+    return f"the fitted share of collapsed seeds stays {side} one half: the critical magnitude lies {bound}"
 
 
 def whitening(latents: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ from quadratic import quadratic
 import jaxaudit as ja
 from jaxaudit import grid as grids
 from jaxaudit import registry
+from jaxaudit.metrics import MetricSettings
 
 LEARNER = quadratic(None)
 PERTURBATIONS = [
@@ -215,6 +216,66 @@ def test_what_does_not_fit_is_one_sentence(change, message):
 def test_what_makes_no_sense_is_refused_where_it_is_written(make):
     with pytest.raises(ValueError, match=r".+"):
         make()
+
+
+def steady(threshold, up):
+    """Performance is 1 until a tapped magnitude on the wrong side of a threshold makes it 0 for good."""
+
+    def step(broken, key, taps):
+        worst = taps("quality", jnp.float32(0.0))
+        broken = broken | ((worst >= threshold) if up else ((worst <= threshold) & (worst != 0)))
+        noise = 0.01 * jax.random.normal(key)
+        return broken, {"performance": jnp.where(broken, 0.0, 1.0) + noise}
+
+    return ja.Learner(lambda key: jnp.bool_(False), step)
+
+
+def told(neutral, *magnitudes, onset=60):
+    """A perturbation that tells the learner its magnitude."""
+    return ja.Perturbation(
+        "told", "data", "quality", tell, ja.sweep(*magnitudes), neutral, ja.window(onset, 1), limits=(0.0, 1e9)
+    )
+
+
+def tell(key, value, magnitude):
+    return magnitude
+
+
+def collapses(learner, *perturbations):
+    settings = MetricSettings(window=10, hold=10, horizon=10)
+    return ja.audit(learner, perturbations, seeds=5, steps=100, settings=settings)
+
+
+def test_the_critical_magnitude_is_looked_for_in_the_direction_of_harm():
+    """Known thresholds: from 5 on, or from 5 down."""
+    for up, neutral in ((True, 0.0), (False, 64.0)):
+        found = collapses(steady(5.0, up), told(neutral, 2.0, 4.0, 8.0, 16.0)).critical_magnitude("told")
+        assert found[:3] == pytest.approx((32**0.5, 4.0, 8.0))
+    with pytest.raises(ValueError, match="the magnitudes lie on both sides of 5, which disturbs nothing"):
+        collapses(steady(5.0, True), told(5.0, 2.0, 8.0)).critical_magnitude("told")
+
+
+def test_the_critical_magnitude_is_that_of_one_onset_and_one_target():
+    found = collapses(steady(5.0, True), told(0.0, 4.0, 8.0), told(0.0, 2.0, 8.0, onset=80))
+    with pytest.raises(ValueError, match="'told' was tried at several onsets, give one of them: 60, 80"):
+        found.critical_magnitude("told")
+    assert found.critical_magnitude("told", onset=80).value == pytest.approx(4.0)
+    with pytest.raises(ValueError, match="no condition of 'told'"):
+        found.critical_magnitude("told", onset=60, target="critic")
+
+
+def test_the_summarys_medians_have_intervals_and_count_what_is_undefined():
+    found = collapses(steady(5.0, True), told(0.0, 8.0))
+    row, lanes = found.summary.iloc[1], found.lanes.isel(condition=1)
+    assert (row.never_left, row.never_back) == (0, 5)
+    assert (row.recovery_time_median, row.recovery_time_median_low) == (np.inf, np.inf)
+    assert row.recovery_rate_undefined == np.isnan(lanes["recovery_rate"]).sum() > 0
+    intensity = np.sort(lanes["spike_intensity"].values)
+    names = [f"spike_intensity_median{end}" for end in ("_low", "", "_high")]
+    np.testing.assert_allclose([row[name] for name in names], intensity[[0, 2, 4]])
+    row = collapses(steady(5.0, True), told(0.0, 8.0, onset=1)).summary.iloc[1]
+    assert np.isnan(row.recovery_rate_median)
+    assert "recovery_rate_median: none of the 5 seeds has a value" in row.reason
 
 
 def test_telemetry_without_performance_is_refused():

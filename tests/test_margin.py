@@ -30,10 +30,11 @@ from jaxaudit.margins.pool import baseline, fit, rounds
 from jaxaudit.margins.rays import Axis, rays
 from jaxaudit.margins.rounds import CONTROL, Plan, found, next_round
 from jaxaudit.margins.search import Settings, lay_out
-from jaxaudit.margins.staircase import bracket, contradictory, envelope, ranks, seeds_for
+from jaxaudit.margins.staircase import bracket, contradictory, envelope
 from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.runner.store import Folder
+from jaxaudit.statistics import ranks, seeds_for
 
 CRITICAL = 2 / (RATE * CURVATURE)
 SHORT = MetricSettings(window=10, hold=20)
@@ -208,7 +209,17 @@ def test_rays_of_sweeps_and_chains():
     assert [ray.name for ray in onsets] == ["weight_noise @20", "weight_noise @30"]
 
 
-def test_whole_magnitudes_stay_whole():
+@pytest.mark.parametrize(
+    ("first", "low", "safety", "verdict"),
+    [
+        (7, 6.0, 1.75, "holds to at least 1.5 times the standard magnitude"),
+        (5, 4.0, 1.25, "holds at the standard magnitude"),
+        (4, 3.0, 1.0, "collapses at the standard magnitude or less"),
+        (2, 1.0, 0.5, "collapses at 0.5 of the standard magnitude or less"),
+    ],
+)
+def test_whole_magnitudes_stay_whole(first, low, safety, verdict):
+    """Of four seeds that all survive below `first`, and collapse from there on."""
     late = ja.Perturbation("late", "data", "observation", lambda k, v, m: v, 4.0, 0.0, limits=(0.0, 32.0), whole=True)
     (ray,) = rays([dataclasses.replace(late, when=ja.window(20, "end"))], 100, 4, 100.0)
     assert ray.magnitudes(ray.range.low) == (1.0,)
@@ -218,11 +229,14 @@ def test_whole_magnitudes_stay_whole():
     probes = []
     while asked := next_round(plan, 20, probes):
         for p in asked:
-            p.time = 21.0 if p.ray != CONTROL and ray.magnitudes(p.u)[0] >= 7 else math.inf
+            p.time = 21.0 if p.ray != CONTROL and ray.magnitudes(p.u)[0] >= first else math.inf
         probes += asked
     row = Margins(plan, tuple(probes), (0, 1, 2, 3), "divergence", 100).table.iloc[0]
-    assert (row.low, row.high) == (6.0, 7.0)
-    assert row.margin == 7.0, "the fewest at which half collapse"
+    assert (row.low, row.high) == (low, first)
+    assert row.margin == first, "the fewest at which half collapse"
+    assert row.safety_factor == pytest.approx(safety)
+    assert (row.checked, row.collapsed_at_margin) == (4, 4)
+    assert row.verdict == verdict
 
 
 # Against theory.
@@ -380,9 +394,9 @@ def test_the_criterion_decides_what_counts():
 @pytest.mark.parametrize(
     ("critical", "verdict"),
     [
-        (5.0, "collapses at 0.5 of the standard magnitude or less"),
-        (50.0, "holds to at least 4.96 times the standard magnitude"),
-        (1.0, "collapses at 0.1 of the standard magnitude or less"),
+        (5.0, "collapses at 0.501 of the standard magnitude or less"),
+        (50.0, "holds to at least 4.95 times the standard magnitude"),
+        (1.0, "collapses at 0.101 of the standard magnitude or less"),
         (1e9, "not reached up to 1e+04"),
     ],
 )

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from jaxaudit import report
+from jaxaudit import report, results
+from jaxaudit.metrics import MetricSettings
 from jaxaudit.report import series, style
-from jaxaudit.statistics import wilson
 
 KINDS = {
     "lr_spike": ("optimization", (3.0, 10.0, 30.0, 100.0), 14.0),
@@ -25,11 +25,13 @@ def grid(kinds=KINDS, onsets=(120,), duration=10):
     rows = []
     for onset in onsets:
         tail = f" @{onset}" if len(onsets) > 1 else ""
-        rows.append((f"control{tail}", "control", "control", np.nan, onset, 0, np.inf))
+        rows.append((f"control{tail}", "control", "control", np.nan, np.nan, onset, 0, np.inf, ""))
         for name, (dimension, magnitudes, critical) in kinds.items():
             for m in magnitudes:
-                rows.append((f"{name} {m:g}{tail}", name, dimension, m, onset, duration, critical))
-    columns = ["condition", "perturbation", "dimension", "magnitude", "onset", "duration", "critical"]
+                neutral = 1.0 if name == "lr_spike" else 0.0
+                rows.append((f"{name} {m:g}{tail}", name, dimension, m, neutral, onset, duration, critical, ""))
+    columns = ["condition", "perturbation", "dimension", "magnitude", "neutral", "onset", "duration", "critical"]
+    columns += ["target"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -54,68 +56,9 @@ def simulate(conditions, seeds, steps, offset=0.0, rng_seed=0):
     return out
 
 
-def tables(conditions, performance, steps, hold=100, window=50):
-    lanes = []
-    for s in range(performance.shape[0]):
-        for c, row in conditions.iterrows():
-            j, onset = performance[s, c].astype(float), row.onset
-            before = j[max(0, onset - window) : onset]
-            below = ~(j[onset:] >= before.mean() - 2 * before.std())
-            time = np.inf
-            for start in np.flatnonzero(below):
-                if below[start : start + hold].all():
-                    time = float(onset + start)
-                    break
-            low = np.nanmin(j[onset:])
-            collapsed = np.isfinite(time)
-            rate = np.nan if collapsed else (j[-1] - low) / (before.mean() - low)
-            lanes.append(
-                {
-                    "seed": s,
-                    "condition": row.condition,
-                    "perturbation": row.perturbation,
-                    "dimension": row.dimension,
-                    "magnitude": row.magnitude,
-                    "onset": onset,
-                    "collapse_time": time,
-                    "collapse_censored": bool(collapsed and time > steps - hold),
-                    "recovery_rate": rate,
-                    "recovery_time": np.inf if collapsed else (-1.0 if not below.any() else 31.0),
-                    "spike_intensity": 1.0 + 3 * float(np.nanvar(j[onset : onset + window]) / before.var()),
-                    "performance_before": before.mean(),
-                    "performance_std_before": before.std(),
-                    "final_performance": j[-1],
-                    "performance_minimum": low,
-                    "reason": "recovery_rate: the run fully collapsed" if collapsed else "",
-                }
-            )
-    metrics = pd.DataFrame(lanes)
-    return metrics, summarise(metrics, conditions, steps)
-
-
-def summarise(metrics, conditions, steps):
-    rows = []
-    for _, row in conditions.iterrows():
-        mine = metrics[metrics.condition == row.condition]
-        control = metrics[(metrics.perturbation == "control") & (metrics.onset == row.onset)]
-        n = len(mine)
-        early = wilson(int((mine.collapse_time < steps / 2).sum()), n)
-        ever = wilson(int(np.isfinite(mine.collapse_time).sum()), n)
-        final = mine.final_performance.to_numpy()
-        gap = final - control.final_performance.to_numpy()
-        error = 2 * gap.std() / np.sqrt(n) if n > 1 else np.nan
-        spread = 2 * final.std() / np.sqrt(n) if n > 1 else np.nan
-        entry = row[["condition", "perturbation", "dimension", "magnitude", "onset"]].to_dict() | {"seeds": n}
-        figures = {"divergence_probability": early[:3], "collapse_probability": ever[:3]}
-        figures["iqm_final_performance"] = (final.mean(), final.mean() - spread, final.mean() + spread)
-        figures["paired_difference_final_performance"] = (gap.mean(), gap.mean() - error, gap.mean() + error)
-        for name, (value, low, high) in figures.items():
-            entry |= {name: value, f"{name}_low": low, f"{name}_high": high}
-        entry["recovery_rate_median"] = mine.recovery_rate.median()
-        entry["recovery_time_median"] = mine.recovery_time.median()
-        entry["spike_intensity_median"] = mine.spike_intensity.median()
-        rows.append(entry)
-    return pd.DataFrame(rows)
+def tables(conditions, performance, steps):
+    lanes = results.lane_metrics(dataset(conditions, performance, extra=()), MetricSettings())
+    return results.lane_table(lanes), results.summary_table(lanes, steps)
 
 
 def dataset(conditions, performance, extra=("x_grad", "x_inst", "x_mem", "gradient_norm")):
@@ -139,7 +82,7 @@ def dataset(conditions, performance, extra=("x_grad", "x_inst", "x_mem", "gradie
     evaluation = np.full(performance.shape, np.nan, np.float32)
     evaluation[..., ::50] = 400
     variables["evaluation_return"] = (dims, evaluation)
-    names = ["perturbation", "magnitude", "onset", "duration", "dimension"]
+    names = ["perturbation", "magnitude", "neutral", "onset", "duration", "dimension", "target"]
     coords = {name: ("condition", conditions[name].to_numpy()) for name in names}
     coords |= {
         "condition": conditions.condition.to_numpy(),
@@ -183,7 +126,9 @@ def outside_scripts(page):
 @pytest.fixture(scope="module")
 def typical(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "typical"
-    metrics, summary = write(folder, grid())
+    performance = simulate(grid(), 8, 400)
+    performance[0, 7, 300:] = np.nan
+    metrics, summary = write(folder, grid(), performance=performance)
     path = report.build(folder)
     return folder, path.read_text(), metrics, summary
 
@@ -218,14 +163,18 @@ def test_numbers_equal_the_tables(typical):
     for text, row in zip(re.findall(r"<tr>(.*?)</tr>", first, re.S), summary.itertuples(), strict=True):
         values = re.findall(r'data-value="([^"]*)"', text)
         assert values[0] == row.condition
-        assert [float(v) for v in values[3:6]] == pytest.approx([getattr(row, c) for c in columns], rel=1e-12)
+        told = [float(v or "nan") for v in values[3:6]]
+        assert told == pytest.approx([getattr(row, c) for c in columns], rel=1e-12, nan_ok=True)
         assert f"{row.collapse_probability_high:.3g}" in text
     shown = [re.findall(r'data-value="([^"]*)"', r) for r in re.findall(r"<tr>(.*?)</tr>", second, re.S)]
     assert [float(r[2]) for r in shown] == pytest.approx(list(metrics.collapse_time))
     assert "never" in second
-    assert "<li>recovery_rate: the run fully collapsed</li>" in page
-    assert "1 (1 of 8 seeds)" in first
-    assert 'title="recovery_rate: the run fully collapsed' in second
+    reason = "recovery_rate: J never fell below J_pre after the onset, so there was nothing to recover"
+    assert metrics[metrics.perturbation == "control"].recovery_rate.isna().all()
+    assert f"<li>{reason}</li>" in page
+    assert "J turned non-finite at step 300" in page
+    assert "2 (1 of 8 seeds)" in first
+    assert f'title="{reason}' in second
 
 
 def test_lines_are_the_medians_over_seeds(typical):
@@ -251,9 +200,60 @@ def test_verdict_names_the_culprits(typical):
     hit = summary[summary.collapse_probability >= 0.5].perturbation.unique()
     assert set(re.findall(r"<b>(.*?)</b>", lead)) == set(hit)
     assert "critical magnitude" in text
-    assert "<b>observation_noise</b> leaves it unharmed" in text
+    assert "<b>observation_noise</b> collapses no seed at any magnitude tried" in text
+    assert "control and baseline, which are the same but for rounding, come to differ by up to 1.7" in text
     assert "4.3 M" in page
     assert "2 min 3 s" in page
+
+
+def collapses(*times):
+    """What the verdict says where the lanes of a perturbation at 1, 3, ... fall at these steps (None: never)."""
+    conditions = grid({"weight_noise": ("parametric", tuple(3.0**i for i in range(len(times))), 1.0)}, duration=1)
+    performance = 400 + np.random.default_rng(0).normal(size=(len(times[0]), len(conditions), 400))
+    performance[:] = performance[:, :1]
+    for condition, of_seeds in enumerate(times, 1):
+        for seed, time in enumerate(of_seeds):
+            performance[seed, condition, time or 400 :] -= 300
+    return conditions, performance.astype(np.float32)
+
+
+def verdict_of(folder, *times):
+    conditions, performance = collapses(*times)
+    write(folder, conditions, performance=performance)
+    page = report.build(folder).read_text()
+    return re.sub(r"<.*?>", "", re.search(r'<ul class="verdict">(.*?)</ul>', page, re.S).group(1)), page
+
+
+def test_late_collapses_are_called_late_where_most_are(tmp_path):
+    text, _ = verdict_of(tmp_path / "late", [150, 250, 260, 270, None, None, None])
+    assert "Most of these collapses come after T_max / 2" in text
+    text, _ = verdict_of(tmp_path / "early", [150, 160, 170, 270, None, None, None])
+    assert "collapses the learner at magnitude 1" in text
+    assert "T_max / 2" not in text
+
+
+def test_a_critical_magnitude_that_is_not_there_is_bounded_on_the_right_side(tmp_path):
+    """All seeds fall at 3, none elsewhere: made monotone, fewer than half do anywhere."""
+    _, page = verdict_of(tmp_path, *([[None] * 6, [150] * 6] + [[None] * 6] * 2))
+    said = "the fitted share of collapsed seeds stays below one half: the critical magnitude lies above 27"
+    assert said in page
+
+
+def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path):
+    text, _ = verdict_of(tmp_path, [None] * 3)
+    assert "3 seeds are too few for 95% intervals of performance, so its differences are not judged" in text
+    assert "collapses no seed at any magnitude tried (which" in text
+    assert "than its interval" not in text
+
+
+def test_targets_of_a_perturbation_are_panels_of_their_own(tmp_path):
+    conditions = grid({"weight_noise": ("parametric", (1.0, 1.0), 9.0)})
+    conditions["target"] = ["", "actor", "critic"]
+    conditions["condition"] = ["control", "a", "b"]
+    write(tmp_path, conditions, seeds=2)
+    page = report.build(tmp_path).read_text()
+    assert "weight_noise of actor" in page
+    assert "weight_noise of critic" in page
 
 
 def test_hostile_text_is_harmless(tmp_path):

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import bdtr
+
+from jaxaudit.statistics import ranks
 
 DECADE = math.log(10.0)
 
@@ -105,34 +106,6 @@ def proposals(one: Bracket, count: int, allowed: Range) -> list[float]:
     else:
         tries = []
     return sorted({u for u in map(allowed.snap, tries) if one.low < u < one.high})
-
-
-class Ranks(NamedTuple):
-    """Which order statistics of n thresholds bound their population's median.
-
-    Attributes:
-      low, high: from 1 to n.
-      coverage: the probability that they do, whatever the distribution.
-    """
-
-    low: int
-    high: int
-    coverage: float
-
-
-def ranks(n: int, level: float = 0.95) -> Ranks:
-    """The narrowest symmetric pair with at least coverage `level`, or the outermost pair if none has it.
-
-    Exact: a threshold lies below the median with probability one half, so their number is binomial.
-    """
-    covers = [1 - 2 * float(bdtr(r - 1, n, 0.5)) for r in range(1, n // 2 + 1)]
-    best = max((r for r, cover in enumerate(covers, 1) if cover >= level), default=1)
-    return Ranks(best, n + 1 - best, covers[best - 1] if covers else 0.0)
-
-
-def seeds_for(level: float) -> int:
-    """The fewest seeds whose thresholds can bound the median with coverage `level`."""
-    return math.ceil(1 - math.log2(1 - level))
 
 
 class Median(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ import pandas as pd
 
 from jaxaudit.margins.rays import Ray
 from jaxaudit.margins.rounds import CONTROL, Found, Plan, Probe, found
-from jaxaudit.margins.staircase import seeds_for
+from jaxaudit.statistics import seeds_for
 
 HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
 
@@ -61,7 +62,8 @@ class Margins:
         Columns: `round` (0: of the run that is searched), `perturbation` ("control" where undisturbed), `onset`,
         `seed`, `magnitude` (of the first part), `u` (log of the safety factor), `purpose` (control, scan of the
         magnitudes given, bracket, check of the margin, or run), `trained` (0: planned), `collapse_time` (steps; inf
-        for never, NaN where it cannot be known), `collapsed` (1 where it counts).
+        where there was none as far as the lane was trained: to the last step at which one that counts shows, or, in
+        round 0, to the end; NaN where it cannot be known), `collapsed` (1 where it counts).
         """
         rows = []
         for p in self.probes:
@@ -126,9 +128,8 @@ class Margins:
 
     def _row(self, one: Found) -> dict[str, Any]:
         ray, middle, plan = self.plan.rays[one.ray], one.middle, self.plan
-        checks = [p for p in self.probes if p.ray == one.ray and p.purpose == "check" and p.time is not None]
-        at = checks[-1].u if checks else math.nan
-        there = [seen[at] for seen in one.outcomes if at in seen]
+        checks = [p.u for p in self.probes if p.ray == one.ray and p.purpose == "check" and p.time is not None]
+        there = next(filter(None, (_at(one, u) for u in (_snapped(ray, middle.value), *reversed(checks)))), [])
         always = sum(-math.inf < b.high <= ray.range.low for b in one.brackets)
         row: dict[str, Any] = {
             "perturbation": ray.name,
@@ -142,7 +143,7 @@ class Margins:
             row["margin"] = math.nan  # somewhere between neutral and the mildest that was tried
         row["coverage"] = middle.coverage
         for name, u in zip(("safety_factor", "safety_low", "safety_high"), middle[:3], strict=True):
-            row[name] = math.exp(u)
+            row[name] = math.exp(_snapped(ray, u))
         return row | {
             "searched_from": ray.magnitudes(ray.range.low)[0],
             "searched_to": ray.magnitudes(ray.range.high)[0],
@@ -162,6 +163,16 @@ class Margins:
 def _magnitude(ray: Ray, u: float) -> float:
     """The first part's magnitude: neutral at -inf; NaN at inf, for none is known there."""
     return math.nan if math.isnan(u) or u == math.inf else ray.magnitudes(u)[0]
+
+
+def _at(one: Found, u: float) -> list[bool]:
+    """Whether they collapsed, of the seeds trained at u."""
+    return [seen[u] for seen in one.outcomes if u in seen]
+
+
+def _snapped(ray: Ray, u: float) -> float:
+    """The u of the magnitude that is meant, which may have to be a whole number."""
+    return ray.range.snap(u) if math.isfinite(u) else u
 
 
 def _text(ray: Ray, u: float) -> str:
@@ -185,13 +196,29 @@ def _verdict(ray: Ray, one: Found) -> str:
         return f"not reached up to {harshest}"
     if value == -math.inf:
         return f"collapses at the mildest magnitude tried, {mildest}"
-    if high < 0:
-        return f"collapses at {math.exp(high):.2g} of the standard magnitude or less"
-    if low > 0:
-        return f"holds to at least {math.exp(low):.3g} times the standard magnitude"
+    # A threshold lies above its bracket's low end, which was survived, and at its high end at most.
+    if high <= 0:
+        return f"collapses at {_up(math.exp(high)) + ' of ' if high else ''}the standard magnitude or less"
+    if low >= 0:
+        return f"holds {f'to at least {_down(math.exp(low))} times' if low else 'at'} the standard magnitude"
     if math.isnan(low):
         return f"{'collapses below' if value < 0 else 'holds at'} the standard magnitude, on one seed"
     return "too close to the standard magnitude to tell"
+
+
+def _down(value: float) -> str:
+    """Three digits, and not more than the value but for rounding."""
+    return _to_three_digits(value, math.floor)
+
+
+def _up(value: float) -> str:
+    """Three digits, and not less than the value but for rounding."""
+    return _to_three_digits(value, math.ceil)
+
+
+def _to_three_digits(value: float, towards: Callable[[float], int]) -> str:
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{towards(round(value / unit, 6)) * unit:.3g}"
 
 
 def _cells(ray: Ray, one: Found, row: dict[str, Any]) -> list[str]:
@@ -201,7 +228,7 @@ def _cells(ray: Ray, one: Found, row: dict[str, Any]) -> list[str]:
         _text(ray, 0.0),
         _text(ray, value) if math.isfinite(value) else "-",
         _interval(ray, low, high),
-        f"{math.exp(value):.3g}" if math.isfinite(value) else "-",
+        f"{math.exp(_snapped(ray, value)):.3g}" if math.isfinite(value) else "-",
         str(row["seeds"]),
         str(row["evaluations"]),
         row["verdict"],

@@ -187,6 +187,7 @@ class Condition:
       onset: step.
       name, dimension: of the perturbation or chain.
       magnitude: of the first part that was swept, or of the first part; NaN for the control.
+      neutral: the magnitude of that part that disturbs nothing; NaN for the control.
     """
 
     parts: tuple[Perturbation, ...]
@@ -194,6 +195,7 @@ class Condition:
     name: str
     dimension: str
     magnitude: float = math.nan
+    neutral: float = math.nan
 
 
 def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> list[Condition]:
@@ -209,7 +211,12 @@ def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> lis
             parts = tuple(
                 replace(part, magnitude=float(value)) for part, value in zip(perturbation.parts, values, strict=True)
             )
-            unrolled.append(Condition(parts, onset, perturbation.name, perturbation.dimension, float(values[swept])))
+            told = parts[swept]
+            unrolled.append(
+                Condition(
+                    parts, onset, perturbation.name, perturbation.dimension, float(values[swept]), float(told.neutral)
+                )
+            )
     return unrolled
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from jaxaudit.report.load import CONTROL, Run
 from jaxaudit.report.series import Panel
-from jaxaudit.statistics import critical_magnitude
+from jaxaudit.statistics import critical_magnitude, harm_rises
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,14 @@ def critical_of(run: Run, panel: Panel, kind: str) -> Critical:
     if not (np.isfinite(magnitudes) & (magnitudes > 0)).all():
         return Critical(unknown, unknown, unknown, "no critical magnitude: magnitudes are not all positive")
     share = data.set_index("magnitude")[kind].reindex(magnitudes)
-    span = f"{magnitudes[0]:g} to {magnitudes[-1]:g}"
     if share.isna().any():
         return Critical(unknown, unknown, unknown, "not known: a share is missing")
+    try:
+        rising = harm_rises(magnitudes, panel.neutral)
+    except ValueError as error:
+        return Critical(unknown, unknown, unknown, f"no critical magnitude: {error}")
     table = _collapsed(run, data, magnitudes, kind)
-    found = critical_magnitude(magnitudes, table, increasing=bool(share.iloc[-1] >= share.iloc[0]), missing="count")
+    found = critical_magnitude(magnitudes, table, increasing=rising, missing="count")
     if np.isfinite(found.value):
         text = f"{found.value:.3g}"
         if run.seeds > 1:
@@ -55,8 +58,7 @@ def critical_of(run: Run, panel: Panel, kind: str) -> Critical:
             high = f"{found.high:.3g}" if np.isfinite(found.high) else "above all tested"
             text += f" (95% interval: {low} to {high})"
         return Critical(found.value, found.low, found.high, text)
-    side = "below" if (share < 0.5).all() else "above"
-    return Critical(unknown, unknown, unknown, f"not crossed: {side} one half for {span}")
+    return Critical(unknown, unknown, unknown, found.reason)
 
 
 def _collapsed(run: Run, data: pd.DataFrame, magnitudes: np.ndarray, kind: str) -> np.ndarray:

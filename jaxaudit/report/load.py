@@ -14,8 +14,8 @@ import pandas as pd
 import xarray as xr
 
 CONTROL = "control"
-_TEXT = {"condition": "", "perturbation": CONTROL, "dimension": ""}
-_NUMBERS = {"magnitude": np.nan, "onset": 0, "duration": 1}
+_TEXT = {"condition": "", "perturbation": CONTROL, "dimension": "", "target": ""}
+_NUMBERS = {"magnitude": np.nan, "neutral": -np.inf, "onset": 0, "duration": 1}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,10 @@ class Run:
 
     @cached_property
     def conditions(self) -> pd.DataFrame:
-        """One row per condition: condition, perturbation, dimension, magnitude, onset, duration."""
+        """One row per condition: condition, perturbation, dimension, target, magnitude, neutral, onset, duration.
+
+        What a run does not tell has a value that stands for it; neutral minus infinity says that harm rises.
+        """
         size = self.telemetry.sizes["condition"]
         table: dict[str, Any] = {}
         for name, default in _TEXT.items():

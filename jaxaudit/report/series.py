@@ -30,6 +30,7 @@ class Panel:
       title: the perturbation, with the onset where it has several.
       lines: control first (where there is one).
       durations: window lengths in steps, distinct and rising.
+      neutral: the magnitude that disturbs nothing; minus infinity where the run does not tell.
     """
 
     perturbation: str
@@ -38,6 +39,7 @@ class Panel:
     onset: int
     durations: tuple[int, ...]
     lines: tuple[Line, ...]
+    neutral: float = float("-inf")
 
     @property
     def disturbed(self) -> tuple[Line, ...]:
@@ -46,17 +48,21 @@ class Panel:
 
 
 def panels(run: Run) -> list[Panel]:
-    """One panel per perturbation and onset, in the order of the run's conditions."""
+    """One panel per perturbation, target and onset, in the order of the run's conditions."""
     table = run.conditions
     disturbed = table[table["perturbation"] != CONTROL]
     if disturbed.empty:
-        return [_panel(table, table.iloc[:0], CONTROL, int(table["onset"].iloc[0]), False)]
-    onsets = disturbed.groupby("perturbation")["onset"].nunique()
-    groups = disturbed.groupby(["perturbation", "onset"], sort=False)
-    return [_panel(table, rows, str(name), int(at), onsets[name] > 1) for (name, at), rows in groups]
+        return [_panel(table, table.iloc[:0], CONTROL, CONTROL, int(table["onset"].iloc[0]))]
+    onsets, targets = (disturbed.groupby("perturbation")[name].nunique() for name in ("onset", "target"))
+    found = []
+    for (name, target, onset), rows in disturbed.groupby(["perturbation", "target", "onset"], sort=False):
+        title = f"{name} of {target or 'all'}" if targets[name] > 1 else str(name)
+        title += f" at step {onset}" if onsets[name] > 1 else ""
+        found.append(_panel(table, rows, str(name), title, int(onset)))
+    return found
 
 
-def _panel(table: pd.DataFrame, rows: pd.DataFrame, name: str, onset: int, several: bool) -> Panel:
+def _panel(table: pd.DataFrame, rows: pd.DataFrame, name: str, title: str, onset: int) -> Panel:
     controls = table[table["perturbation"] == CONTROL]
     own = controls[controls["onset"] == onset]
     control = own if len(own) else controls
@@ -69,10 +75,11 @@ def _panel(table: pd.DataFrame, rows: pd.DataFrame, name: str, onset: int, sever
     return Panel(
         perturbation=name,
         dimension=str(rows["dimension"].iloc[0]) if len(rows) else CONTROL,
-        title=f"{name} at step {onset}" if several and len(rows) else name,
+        title=title,
         onset=onset,
         durations=tuple(sorted({int(d) for d in rows["duration"]})),
         lines=tuple(lines),
+        neutral=float(rows["neutral"].iloc[0]) if len(rows) else float("-inf"),
     )
 
 

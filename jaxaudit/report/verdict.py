@@ -61,8 +61,9 @@ def _lead(run: Run, outcomes: list[_Outcome]) -> Markup:
         ).format(verb)
     if names["unharmed"] and run.seeds > 1:
         count = len(names["unharmed"])
-        text += Markup(" {} of {} perturbations {} no measurable harm.").format(
-            count, total, "does" if count == 1 else "do"
+        verb = "collapses" if count == 1 else "collapse"
+        text += Markup(" {} of {} perturbations {} no seed{}.").format(
+            count, total, verb, " and cost no final performance that shows" if _judged(run) else ""
         )
     return text
 
@@ -109,9 +110,9 @@ def _collapses(run: Run, panel: Panel, data: pd.DataFrame) -> Markup:
         text += Markup(" Every magnitude tried does, so the critical one lies outside {} to {}.").format(
             data["label"].iloc[0], data["label"].iloc[-1]
         )
-    late = data.get("divergence_probability", pd.Series(np.nan, data.index))[hit.index]
-    if (late < 0.5).all():
-        text += Markup(" These collapses come after T_max / 2 in most seeds, so P_div stays below one half.")
+    in_time = data.get("divergence_probability", pd.Series(np.nan, data.index))[hit.index]
+    if (in_time < hit["collapse_probability"] / 2).all():
+        text += Markup(" Most of these collapses come after T_max / 2, where P_div does not count them.")
     return text
 
 
@@ -141,18 +142,22 @@ def _unharmed(run: Run, outcomes: list[_Outcome]) -> list[Markup]:
     if not outcomes:
         return []
     tops = [rows(run, o.panel).get("collapse_probability_high", pd.Series(dtype=float)).max() for o in outcomes]
-    known = EFFECT in (run.summary.columns if run.summary is not None else ())
     if run.seeds == 1:
         names = _names([o.panel.title for o in outcomes])
         return [names + Markup(" did not collapse the one seed at any magnitude tried.")]
-    verb = "leaves" if len(outcomes) == 1 else "leave"
-    text = _names([o.panel.title for o in outcomes]) + Markup(" {} it unharmed at every magnitude tried: ").format(verb)
-    text += "no seed collapsed"
+    verb = "collapses" if len(outcomes) == 1 else "collapse"
+    text = _names([o.panel.title for o in outcomes]) + Markup(" {} no seed at any magnitude tried").format(verb)
     if np.isfinite(top := np.nanmax([*tops, -np.inf])):
         text += Markup(" (which bounds the probability only to at most {})").format(f"{top:.2g}")
-    if known:
+    if _judged(run):
         text += ", and no final performance lies below the control's by more than its interval"
     return [text + Markup(".")]
+
+
+def _judged(run: Run) -> bool:
+    """Whether differences in final performance have intervals by which to judge them."""
+    high = f"{EFFECT}_high"
+    return run.summary is not None and high in run.summary and bool(run.summary[high].notna().any())
 
 
 def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
@@ -160,7 +165,8 @@ def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
     if run.seeds == 1:
         found.append(Markup("One seed: nothing here has an interval, and another seed may well differ."))
     elif run.seeds < 5:
-        found.append(Markup("With {} seeds the intervals are wide.").format(run.seeds))
+        text = "{} seeds are too few for 95% intervals of performance, so its differences are not judged."
+        found.append(Markup(text).format(run.seeds))
     hold = run.setting("hold", 100)
     short = [p for p in groups if run.steps - p.onset < hold]
     if short:
@@ -171,6 +177,7 @@ def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
         found.append(Markup(text).format(f"{share:.0%}"))
     floor = run.telemetry.attrs.get("noise_floor")
     if isinstance(floor, int | float | np.number) and np.isfinite(float(floor)) and floor > 0:
-        text = "Numerical noise floor: control and baseline differ by at most {} in performance."
-        found.append(Markup(text).format(f"{float(floor):.3g}"))
+        text = "Numerical noise floor: in the {} steps from the last onset control and baseline, which are the same "
+        text += "but for rounding, come to differ by up to {} in performance."
+        found.append(Markup(text).format(run.setting("window", 50), f"{float(floor):.3g}"))
     return found
