@@ -3,7 +3,7 @@
     python figures.py four-learners OUT ppo=runs/a trpo=runs/b sac=runs/c td3=runs/d
     python figures.py onset OUT ppo=runs/e
     python figures.py entropy OUT 0=runs/f 0.01=runs/g 0.1=runs/h
-    python figures.py returns OUT returns/curves returns/sb3
+    python figures.py returns OUT returns/curves returns/sb3_curves
 
 Figures as PNG in the folder OUT, tables as Markdown on standard output.
 """
@@ -20,6 +20,7 @@ import xarray as xr
 
 from jaxaudit import statistics
 from jaxaudit.report import style
+from jaxaudit.report.series import spread
 
 NAMES = {"ppo": "PPO", "ppo_500k": "PPO, 500k", "trpo": "TRPO", "sac": "SAC", "td3": "TD3"}
 
@@ -33,11 +34,13 @@ class Run:
         self.summary = pd.read_csv(Path(folder, "summary.csv")).set_index("condition", drop=False)
 
     def series(self, condition: str, label: str) -> pd.DataFrame:
-        """Median and quartiles over seeds of a condition's performance, against env steps."""
+        """Median and quartiles over seeds of a condition's performance, against env steps; a lost seed is the worst."""
         values = self.data["performance"].sel(condition=condition).values
-        low, middle, high = np.nanquantile(np.where(np.isfinite(values), values, np.nan), (0.25, 0.5, 0.75), axis=0)
+        began = np.isfinite(values).any(axis=0).argmax()  # before, no episode has ended
+        middle, low, high = spread(values, lost_is_worst=True)
+        middle, low, high = (np.where(np.isfinite(x), x, np.nan) for x in (middle, low, high))
         steps = (self.data["step"].values + 1) * int(self.data.attrs["samples_per_step"])
-        kept = slice(None, None, max(1, len(steps) // 150))
+        kept = slice(began, None, max(1, len(steps) // 150))
         return pd.DataFrame(
             {"steps": steps[kept], "low": low[kept], "median": middle[kept], "high": high[kept], "condition": label}
         )
@@ -198,6 +201,9 @@ def entropy_bars(runs: dict[str, Run], out: Path) -> None:
 
 def returns(ours: Path, theirs: Path, out: Path) -> None:
     """Learning curves of our learners, beside Stable-Baselines3's where it was run, and the table of their ends."""
+    for folder in (ours, theirs):
+        if not folder.is_dir():
+            raise SystemExit(f"no such folder: {folder}")
     panels, rows = [], []
     for path in sorted(ours.glob("*.csv")):
         learner, _, task = path.stem.partition("-")
@@ -211,9 +217,9 @@ def returns(ours: Path, theirs: Path, out: Path) -> None:
                 rows.append(ending(learner, task, label, curve[curve["env_steps"] <= upto]))
         frames = []
         for label, curve in curves.items():
-            spread = curve.groupby("env_steps")["performance"].quantile([0.25, 0.5, 0.75]).unstack()
+            of_seeds = curve.groupby("env_steps")["performance"].quantile([0.25, 0.5, 0.75]).unstack()
             frame = pd.DataFrame(
-                {"steps": spread.index, "low": spread[0.25], "median": spread[0.5], "high": spread[0.75]}
+                {"steps": of_seeds.index, "low": of_seeds[0.25], "median": of_seeds[0.5], "high": of_seeds[0.75]}
             )
             frames.append(frame.iloc[:: max(1, len(frame) // 150)].assign(condition=label))
         colors = {"jaxaudit": style.RAMP[2], "Stable-Baselines3": style.GREY}
@@ -223,10 +229,10 @@ def returns(ours: Path, theirs: Path, out: Path) -> None:
 
 
 def ending(learner: str, task: str, label: str, curve: pd.DataFrame) -> dict:
-    """The last performance and evaluation of every seed: mean and standard deviation."""
-    last = curve.sort_values("env_steps").groupby("seed")
-    performance = last["performance"].last()
-    evaluation = last["evaluation"].last()
+    """The last performance and the latest evaluation of every seed: mean and standard deviation."""
+    by_seed = curve.sort_values("env_steps").groupby("seed")
+    performance = by_seed["performance"].nth(-1)
+    evaluation = by_seed["evaluation"].last()
     return {
         "learner": NAMES[learner],
         "task": task,

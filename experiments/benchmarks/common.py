@@ -112,10 +112,14 @@ class Advance:
     """
 
     def __init__(self, program: Any, lanes: Any, rows: int):
-        from jaxaudit.grid import advance, initial, telemetry_rows
+        from jaxaudit.grid import advance, initial, remembering, telemetry_rows
+
+        def begin(seeds):
+            states = initial(program, seeds)
+            return states if lanes.disturbance is None else remembering(program, states, len(seeds))
 
         self._lanes = lanes
-        states = jax.jit(lambda seeds: initial(program, seeds))(lanes.seed)
+        states = jax.jit(begin)(lanes.seed)
         self._rows = telemetry_rows(program, rows, lanes.seed.shape[0])
 
         def run(states, lanes, start, stop, rows):

@@ -83,7 +83,7 @@ def point(arguments) -> dict:
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
     learner = ja.learners.ppo(common.TASK, evaluations=0, **small)
     plan = grid.plan(learner, [ja.lr_spike(10.0)], seeds=lanes, steps=100, execution=execution)
-    advance = common.Advance(plan.program, plan.lanes(None)[0], arguments.steps)
+    advance = common.Advance(plan.program, plan.lanes(grid.Phase(None))[0], arguments.steps)
     sizes = advance.compiled.memory_analysis()
     needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
     unit = 1 if sys.platform == "darwin" else 1024

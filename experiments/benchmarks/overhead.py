@@ -50,10 +50,11 @@ def build(arguments) -> dict:
     bare = dataclasses.replace(basic, step=only_performance)
     sites = grid.find_sites(basic.init, basic.step, run)
     standard = [registry.perturbations[name] for name in registry.perturbations]
+    fitting = [f for f in standard if grid.site_misfit(f.default, sites) is None]
     # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.
-    every = chain(*(f(f.default.neutral, onset=0, duration="end") for f in standard if f.default.site in sites))
+    every = chain(*(f(f.default.neutral, onset=0, duration="end") for f in fitting))
     plan = grid.plan(basic, [every], seeds=arguments.lanes, steps=run)
-    seeds = plan.lanes(None)[0].seed
+    seeds = np.arange(arguments.lanes, dtype=np.uint32)
 
     def lanes(condition):
         column = grid.disturbance(condition, plan.program, run)

@@ -1,6 +1,6 @@
 """A learner of Stable-Baselines3 with Table S2's settings: warms up, says "ready", trains at a word, gives seconds.
 
-Called by `common.sb3`: `python sb3.py LEARNER THREADS ENVS STEPS`. The settings are those of ../returns/sb3.py.
+Called by `common.sb3`: `python sb3.py LEARNER THREADS ENVS STEPS`. The settings are those of ../returns/sb3_returns.py.
 """
 
 from __future__ import annotations
