@@ -140,7 +140,8 @@ def lane_table(lanes: xr.Dataset) -> pd.DataFrame:
     """One row for every lane."""
     columns = ["seed", "condition", "perturbation", "dimension", "magnitude", "neutral", "onset", "duration", "target"]
     table = lanes.to_dataframe().reset_index()
-    return table[columns + [c for c in table.columns if c not in (*columns, "reason")] + ["reason"]]
+    first = [c for c in columns if c in table]  # runs of earlier versions lack some
+    return table[first + [c for c in table.columns if c not in (*first, "reason")] + ["reason"]]
 
 
 def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:

@@ -239,6 +239,16 @@ def test_a_critical_magnitude_that_is_not_there_is_bounded_on_the_right_side(tmp
     assert said in page
 
 
+def test_a_learner_that_improves_before_the_onset_hides_collapses_and_is_told(tmp_path):
+    conditions, performance = collapses([None] * 6)
+    write(tmp_path / "steady", conditions, performance=performance)
+    performance += np.arange(400, dtype=np.float32)
+    write(tmp_path / "rising", conditions, performance=performance)
+    said = "In the 50 steps before step 120 performance was itself rising or falling"
+    assert said not in report.build(tmp_path / "steady").read_text()
+    assert said in report.build(tmp_path / "rising").read_text()
+
+
 def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path):
     text, _ = verdict_of(tmp_path, [None] * 3)
     assert "3 seeds are too few for 95% intervals of performance, so its differences are not judged" in text

@@ -175,9 +175,28 @@ def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
     if (share := control_share(run)) > 0:
         text = "The undisturbed control itself collapses in up to {} of its seeds; read the rest against that."
         found.append(Markup(text).format(f"{share:.0%}"))
+    window = run.setting("window", 50)
+    if moving := [onset for onset in sorted({p.onset for p in groups}) if _trend(run, onset, window) > 0.5]:
+        text = "In the {} steps before step {} performance was itself rising or falling, which widens the band that a "
+        text += "collapse has to leave: a smaller window in [metrics] sees more."
+        found.append(Markup(text).format(window, ", ".join(map(str, moving))))
     floor = run.telemetry.attrs.get("noise_floor")
     if isinstance(floor, int | float | np.number) and np.isfinite(float(floor)) and floor > 0:
         text = "Numerical noise floor: in the {} steps from the last onset control and baseline, which are the same "
         text += "but for rounding, come to differ by up to {} in performance."
-        found.append(Markup(text).format(run.setting("window", 50), f"{float(floor):.3g}"))
+        found.append(Markup(text).format(window, f"{float(floor):.3g}"))
     return found
+
+
+def _trend(run: Run, onset: int, window: int) -> float:
+    """The share of the variance of performance before an onset that a line explains, median over seeds; 0: unknown."""
+    performance = run.channel("performance")
+    if performance is None or not 0 < window <= onset:
+        return 0.0
+    first = int(np.flatnonzero(run.conditions["onset"] == onset)[0])
+    before = performance[:, first, onset - window : onset]
+    before = before - before.mean(axis=1, keepdims=True)
+    time = np.arange(window) - (window - 1) / 2
+    total = (before**2).sum(axis=1) * (time**2).sum()
+    share = np.divide((before @ time) ** 2, total, where=total > 0, out=np.zeros(len(total)))
+    return float(np.median(share)) if np.isfinite(share).all() else 0.0
