@@ -7,6 +7,7 @@ import contextlib
 import errno
 import importlib.resources
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 
 from jaxaudit.errors import UserError
 from jaxaudit.machine import cores, has_cuda_plugin
+from jaxaudit.runner.interrupts import interrupt
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
 
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """The console's entry: `main`, and out; after Ctrl-C without waiting for a computation still running."""
+    signal.signal(signal.SIGINT, interrupt)
     code = main()
     if code == 130:
         for stream in (sys.stdout, sys.stderr):

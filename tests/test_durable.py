@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, short of disk or damaged end as if nothing had been."""
 
+import gc
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runner import durable
+from jaxaudit.runner.interrupts import interrupt
 from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
 
@@ -424,6 +426,24 @@ def test_ctrl_c_twice_stops_at_once(server, tmp_path):
     assert done.seconds < 30
     assert chunks_done(folder) == 8
     assert server("resume", folder).code == 0
+
+
+def test_ctrl_c_in_the_midst_of_garbage_collection_is_not_lost():
+    def collected(phase, info):
+        if phase == "stop" and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+
+    sent = []
+    previous = signal.signal(signal.SIGINT, interrupt)
+    gc.callbacks.append(collected)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            gc.collect()
+            time.sleep(5)
+    finally:
+        gc.callbacks.remove(collected)
+        signal.signal(signal.SIGINT, previous)
+    assert sent
 
 
 def test_ctrl_c_before_anything_is_there(server, tmp_path):

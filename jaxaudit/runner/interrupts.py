@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from types import FrameType
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -18,14 +20,29 @@ class Interrupted(Exception):
     """A run stopped at the user's wish; the message says how to go on."""
 
 
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    """A handler of Ctrl-C: raises KeyboardInterrupt, a little later if the garbage collector is at work.
+
+    In a callback of the collector, of which JAX has one, Python would print the exception and go on.
+    """
+    callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    while frame is not None:
+        if frame.f_code in callbacks:
+            threading.Timer(0.01, os.kill, (os.getpid(), signum)).start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
     """While inside, Ctrl-C makes the function it yields return True; a second one raises KeyboardInterrupt."""
     asked: list[int] = []
 
-    def ask(signum: int, frame: Any) -> None:
+    def ask(signum: int, frame: FrameType | None) -> None:
         if asked:
-            raise KeyboardInterrupt
+            interrupt(signum, frame)
+            return
         asked.append(signum)
         os.write(2, ASKED)  # print may not be entered again from a signal
 
