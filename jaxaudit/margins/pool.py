@@ -99,8 +99,7 @@ def baseline(engine: Engine, windows: MetricSettings) -> list[Stage]:
             : chunk.stop - chunk.start, : len(numbers)
         ].T
         if is_onset(grid, chunk):
-            held = engine.pieces(chunk.phase, states)
-            pieces[chunk.stop] += [one._replace(states=jax.tree.map(np.array, one.states)) for one in held]
+            pieces[chunk.stop] += engine.copies(chunk.phase, states)
     return [
         Stage(i, f.onset, _source(pieces[f.onset]), performance[:, max(0, f.onset - windows.window) : f.onset], windows)
         for i, f in enumerate(grid.forks)
