@@ -155,7 +155,8 @@ def onset_curves(runs: dict[str, Run], out: Path) -> None:
     print(markdown(frame))
     # A little apart in the figure, so that intervals do not hide each other.
     frame["onset"] += 0.012 * frame["perturbation"].rank(method="dense").sub(1)
-    color = alt.Color("perturbation:N", title=None, scale=alt.Scale(range=style.ramp(frame["perturbation"].nunique())))
+    scale = alt.Scale(range=style.ramp(frame["perturbation"].nunique()))
+    color = alt.Color("perturbation:N", title=None, scale=scale, legend=alt.Legend(symbolOpacity=1))
     x = alt.X("onset:Q", title="onset, share of the run", axis=alt.Axis(format=".0%"))
     base = alt.Chart(frame)
     line = base.mark_line(point=True).encode(x=x, y=alt.Y("lost:Q", title="share of the gain lost"), color=color)
