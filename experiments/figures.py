@@ -16,10 +16,10 @@ from pathlib import Path
 import altair as alt
 import numpy as np
 import pandas as pd
-import xarray as xr
 
 from jaxaudit import statistics
 from jaxaudit.report import style
+from jaxaudit.report.load import load
 from jaxaudit.report.series import spread
 
 NAMES = {"ppo": "PPO", "ppo_500k": "PPO, 500k", "trpo": "TRPO", "sac": "SAC", "td3": "TD3"}
@@ -29,9 +29,11 @@ class Run:
     """A run's telemetry and tables."""
 
     def __init__(self, folder: str):
-        self.data = xr.open_zarr(Path(folder, "telemetry.zarr"))
-        self.lanes = pd.read_csv(Path(folder, "metrics.csv"), keep_default_na=False, na_values=["nan", "NaN", ""])
-        self.summary = pd.read_csv(Path(folder, "summary.csv")).set_index("condition", drop=False)
+        stored = load(Path(folder))
+        if stored.metrics is None or stored.summary is None:
+            raise SystemExit(f"{folder} has no metrics yet")
+        self.data, self.lanes = stored.telemetry, stored.metrics
+        self.summary = stored.summary.set_index("condition", drop=False)
 
     def series(self, condition: str, label: str) -> pd.DataFrame:
         """Median and quartiles over seeds of a condition's performance, against env steps; a lost seed is the worst."""

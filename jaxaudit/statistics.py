@@ -204,9 +204,10 @@ SHORTFALL = 0.02
 
 
 def _too_few(n: int, level: float) -> bool:
-    """Whether n values cannot bound a figure: between the least and the greatest of them lies a median with
-    probability 1 - 2^(1 - n) (0.94 for five), and resampling does not get beyond them."""
-    return 1 - 2.0 ** (1 - n) < level - SHORTFALL
+    """Whether n values cannot bound a figure: a median lies between the least and the greatest of five with
+    probability 0.94, and resampling does not get beyond them.
+    """
+    return ranks(n, level).coverage < level - SHORTFALL
 
 
 def median(values: Any, *, level: float = 0.95, missing: Missing = "propagate") -> Estimate:

@@ -429,6 +429,10 @@ def test_ctrl_c_twice_stops_at_once(server, tmp_path):
 
 
 def test_ctrl_c_in_the_midst_of_garbage_collection_is_not_lost():
+    def work():
+        gc.collect()
+        time.sleep(5)
+
     def collected(phase, info):
         if phase == "stop" and not sent:
             sent.append(os.kill(os.getpid(), signal.SIGINT))
@@ -437,9 +441,8 @@ def test_ctrl_c_in_the_midst_of_garbage_collection_is_not_lost():
     previous = signal.signal(signal.SIGINT, interrupt)
     gc.callbacks.append(collected)
     try:
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            gc.collect()
-            time.sleep(5)
+        with pytest.raises(KeyboardInterrupt):
+            work()
     finally:
         gc.callbacks.remove(collected)
         signal.signal(signal.SIGINT, previous)

@@ -15,7 +15,7 @@ from flax import struct
 
 from jaxaudit.kernels.coherence import unit_gradient
 from jaxaudit.learners import settings as checks
-from jaxaudit.learners.agreement import gradient_agreement
+from jaxaudit.learners.coherence import gradient_coherence
 from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.optimizer import Optimizer, Update
 from jaxaudit.learners.replay_buffer import ReplayBuffer, Transitions
@@ -400,7 +400,7 @@ class OffPolicy:
             return {name: unit_gradient(part)[0] for name, part in gradient.items()}
 
         keys = jax.random.split(key, self.settings.probes)
-        return gradient_agreement(gradient, keys, self.settings.telemetry, directions)
+        return gradient_coherence(gradient, keys, self.settings.telemetry, directions)
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import optax
 from jaxaudit import registry
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
-from jaxaudit.learners.agreement import gradient_agreement
+from jaxaudit.learners.coherence import gradient_coherence
 from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings, Samples
 from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.optimizer import Optimizer, Update, linear_to_zero
@@ -75,13 +75,13 @@ class PPO(OnPolicy):
             params, optimizer, update = self.optimizer.update(*carry, gradient, taps)
             return (params, optimizer), (parts, update)
 
-        agreement = self.agreement(params, samples, key)
+        coherence = self.coherence(params, samples, key)
         (params, optimizer), (parts, updates) = self.epochs(
             minibatch, (params, optimizer), samples, self.settings.epochs, key, taps
         )
-        return params, optimizer, agreement | self.update_telemetry(parts, updates)
+        return params, optimizer, coherence | self.update_telemetry(parts, updates)
 
-    def agreement(self, params: Any, samples: Samples, key: jax.Array) -> dict[str, jax.Array]:
+    def coherence(self, params: Any, samples: Samples, key: jax.Array) -> dict[str, jax.Array]:
         """How far the gradients of the first epoch's minibatches agree, all taken where the epoch begins."""
 
         def gradient(rows: jax.Array) -> Any:
@@ -89,7 +89,7 @@ class PPO(OnPolicy):
 
         data = self.flat(samples)
         first_epoch = jax.random.split(key, self.settings.epochs)[0]
-        return gradient_agreement(gradient, self.order(first_epoch), self.settings.telemetry)
+        return gradient_coherence(gradient, self.order(first_epoch), self.settings.telemetry)
 
     def loss(self, params: Any, batch: Samples) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Clipped surrogate, value loss and entropy bonus of one minibatch: scalar, and its parts."""

@@ -186,16 +186,24 @@ class Condition:
       parts: what acts, in order.
       onset: step.
       name, dimension: of the perturbation or chain.
-      magnitude: of the first part that was swept, or of the first part; NaN for the control.
-      neutral: the magnitude of that part that disturbs nothing; NaN for the control.
+      swept: which of the parts stands for the condition: the first that was swept, or the first.
     """
 
     parts: tuple[Perturbation, ...]
     onset: int
     name: str
     dimension: str
-    magnitude: float = math.nan
-    neutral: float = math.nan
+    swept: int = 0
+
+    @property
+    def magnitude(self) -> float:
+        """Of the part that stands for the condition; NaN for the control."""
+        return float(self.parts[self.swept].magnitude) if self.parts else math.nan  # type: ignore[arg-type]
+
+    @property
+    def neutral(self) -> float:
+        """The magnitude of that part that disturbs nothing; NaN for the control."""
+        return float(self.parts[self.swept].neutral) if self.parts else math.nan
 
 
 def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> list[Condition]:
@@ -211,12 +219,7 @@ def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> lis
             parts = tuple(
                 replace(part, magnitude=float(value)) for part, value in zip(perturbation.parts, values, strict=True)
             )
-            told = parts[swept]
-            unrolled.append(
-                Condition(
-                    parts, onset, perturbation.name, perturbation.dimension, float(values[swept]), float(told.neutral)
-                )
-            )
+            unrolled.append(Condition(parts, onset, perturbation.name, perturbation.dimension, swept))
     return unrolled
 
 

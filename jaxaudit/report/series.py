@@ -39,7 +39,7 @@ class Panel:
     onset: int
     durations: tuple[int, ...]
     lines: tuple[Line, ...]
-    neutral: float = float("-inf")
+    neutral: float
 
     @property
     def disturbed(self) -> tuple[Line, ...]:

@@ -61,9 +61,9 @@ def _lead(run: Run, outcomes: list[_Outcome]) -> Markup:
         ).format(verb)
     if names["unharmed"] and run.seeds > 1:
         count = len(names["unharmed"])
-        verb = "collapses" if count == 1 else "collapse"
+        collapse, cost = ("collapses", "costs") if count == 1 else ("collapse", "cost")
         text += Markup(" {} of {} perturbations {} no seed{}.").format(
-            count, total, verb, " and cost no final performance that shows" if _judged(run) else ""
+            count, total, collapse, f" and {cost} no final performance that shows" if _judged(run) else ""
         )
     return text
 

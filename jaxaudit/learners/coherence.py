@@ -1,4 +1,4 @@
-"""x_grad: how far the gradients of several minibatches agree, all taken at one point."""
+"""Gradient coherence, x_grad: how far the gradients of several minibatches agree, all taken at one point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxaudit.kernels.coherence import CoherenceSum, dominant_share, mean_pairwi
 Params = Any
 
 
-def gradient_agreement(
+def gradient_coherence(
     gradient: Callable[[Any], Params],
     minibatches: Any,
     telemetry: str,
