@@ -198,7 +198,7 @@ class Condition:
     @property
     def magnitude(self) -> float:
         """Of the part that stands for the condition; NaN for the control."""
-        return float(self.parts[self.swept].magnitude) if self.parts else math.nan  # type: ignore[arg-type]
+        return float(self.parts[self.swept].magnitudes[0]) if self.parts else math.nan
 
     @property
     def neutral(self) -> float:
