@@ -21,19 +21,17 @@ from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry
+from jaxaudit.paths import matches
 from jaxaudit.perturbations.core import Chain, Condition, Perturbation, conditions, control
+from jaxaudit.sites import Sites, find_sites, initial_memory
 from jaxaudit.taps import (
     OFFERED,
     Disturbance,
     Kind,
     Memory,
-    Sites,
     Taps,
     Windows,
-    find_sites,
     forget,
-    initial_memory,
-    matches,
 )
 
 Execution = str | int
@@ -225,7 +223,7 @@ def plan(
     unrolled = conditions(perturbations, steps)
     if not unrolled:
         raise ValueError("an audit needs at least one perturbation")
-    sites = find_sites(learner.init, learner.step, steps)
+    sites = find_sites(learner, steps)
     ordered: list[Condition] = []
     forks: list[Fork] = []
     for onset in sorted({c.onset for c in unrolled}):
@@ -374,14 +372,15 @@ def memory(program: Program) -> Memory:
     """What the perturbations of a lane remember when their windows open."""
     if all(kind.memory is None for kind in program.kinds):
         return {}
-    return initial_memory(program.kinds, find_sites(program.learner.init, program.learner.step, program.steps))
+    return initial_memory(program.kinds, find_sites(program.learner, program.steps))
 
 
 def lane_step(
-    program: Program, state: LaneState, lane: Lanes, step: jax.Array, any_open: jax.Array | None
+    program: Program, data: Any, state: LaneState, lane: Lanes, step: jax.Array, any_open: jax.Array | None
 ) -> tuple[LaneState, Telemetry]:
     """One step of one lane. The learner's key depends on (seed, step), a perturbation's on its kind besides.
 
+    `data` is the learner's.
     `any_open` says for each kind whether any lane's window is open; it must not be batched.
     """
     remembered = state.memory
@@ -392,6 +391,7 @@ def lane_step(
     taps = Taps(
         step,
         program.steps,
+        data=data,
         kinds=program.kinds if lane.disturbance is not None else (),
         paths=dict(program.paths),
         key=jax.random.fold_in(jax.random.fold_in(seed, 2), step),
@@ -409,11 +409,11 @@ def lane_step(
 def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
     """The shape of one lane's value in each channel."""
 
-    def one(seed: jax.Array) -> Telemetry:
+    def one(seed: jax.Array, data: Any) -> Telemetry:
         state = LaneState(program.learner.init(jax.random.key(seed)), {})
-        return lane_step(program, state, Lanes(seed, None), jnp.int32(0), None)[1]
+        return lane_step(program, data, state, Lanes(seed, None), jnp.int32(0), None)[1]
 
-    shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), np.uint32))
+    shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), np.uint32), program.learner.shapes.tree)
     if PERFORMANCE not in shapes:
         raise ValueError(f"the learner's telemetry has no '{PERFORMANCE}'; it has: {', '.join(sorted(shapes))}")
     return {name: value.shape for name, value in shapes.items()}
@@ -426,20 +426,21 @@ def telemetry_rows(program: Program, rows: int, lanes: int) -> Telemetry:
 
 
 def advance(
-    program: Program, states: LaneState, lanes: Lanes, start: Any, stop: Any, rows: Telemetry, first: Any
+    program: Program, data: Any, states: LaneState, lanes: Lanes, start: Any, stop: Any, rows: Telemetry, first: Any
 ) -> tuple[LaneState, Telemetry]:
     """Trains lanes from step `start` to `stop` (traced: any span runs the same program).
 
-    `states` and `lanes` have a leading axis L; the telemetry of step t goes to row t - `first` of `rows`.
+    `data` is the learner's; `states` and `lanes` have a leading axis L; the telemetry of step t goes to row
+    t - `first` of `rows`.
     """
 
-    def shard(states, lanes, start, stop, rows, first):
+    def shard(data, states, lanes, start, stop, rows, first):
         def body(step, carry):
             states, rows = carry
             disturbance = lanes.disturbance
             any_open = None if disturbance is None else jnp.any(disturbance.windows.open(step), axis=0)
             states, row = _each_lane(
-                lambda state, lane: lane_step(program, state, lane, step, any_open), program.execution
+                lambda state, lane: lane_step(program, data, state, lane, step, any_open), program.execution
             )(states, lanes)
             return states, {name: rows[name].at[step - first].set(row[name]) for name in rows}
 
@@ -447,8 +448,8 @@ def advance(
 
     bounds = (jnp.int32(start), jnp.int32(stop), jnp.int32(first))
     lane, row, none = PartitionSpec("lanes"), PartitionSpec(None, "lanes"), PartitionSpec()
-    split = on_devices(program, shard, (lane, lane, none, none, row, none), (lane, row))
-    return split(states, lanes, bounds[0], bounds[1], rows, bounds[2])
+    split = on_devices(program, shard, (none, lane, lane, none, none, row, none), (lane, row))
+    return split(data, states, lanes, bounds[0], bounds[1], rows, bounds[2])
 
 
 def on_devices(program: Program, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -488,11 +489,13 @@ class Inputs:
     """The data of a whole grid: change it as you like, nothing recompiles.
 
     Attributes:
+      data: the learner's.
       baseline: the undisturbed lanes, `[S]`.
       segments: the baseline's spans between onsets, int32 `[O + 1, 2]`.
       forks: one entry for every width of fork group.
     """
 
+    data: Any
     baseline: Lanes
     segments: Any
     forks: tuple[ForkInputs, ...]
@@ -509,30 +512,30 @@ def inputs(grid: Grid) -> Inputs:
         by_width.setdefault(grid.width(position), []).append(entry)
     forks = tuple(jax.tree.map(lambda *leaves: np.stack(leaves), *group) for group in by_width.values())
     segments = np.array(list(itertools.pairwise(edges)), np.int32)
-    return Inputs(grid.lanes(Phase(None))[0], segments, forks)
+    return Inputs(grid.program.learner.data, grid.lanes(Phase(None))[0], segments, forks)
 
 
-def run(program: Program, data: Inputs) -> tuple[Telemetry, tuple[Telemetry, ...]]:
+def run(program: Program, inputs: Inputs) -> tuple[Telemetry, tuple[Telemetry, ...]]:
     """The whole grid, pure and jittable: the baseline's telemetry `[T, S, ...]`, and `[G, T, L, ...]` for every width.
 
     Rows that were not computed (the baseline's after its end, a fork's before its onset) are NaN.
     """
-    states = initial(program, jnp.asarray(data.baseline.seed))
-    rows = telemetry_rows(program, program.steps, data.baseline.seed.shape[0])
+    states = initial(program, jnp.asarray(inputs.baseline.seed))
+    rows = telemetry_rows(program, program.steps, inputs.baseline.seed.shape[0])
 
     def segment(carry, span):
-        states, rows = advance(program, carry[0], data.baseline, span[0], span[1], carry[1], 0)
+        states, rows = advance(program, inputs.data, carry[0], inputs.baseline, span[0], span[1], carry[1], 0)
         return (states, rows), states
 
-    (_, baseline), at_onset = jax.lax.scan(segment, (states, rows), jnp.asarray(data.segments))
+    (_, baseline), at_onset = jax.lax.scan(segment, (states, rows), jnp.asarray(inputs.segments))
 
     def fork(group: ForkInputs) -> Telemetry:
         baseline = jax.tree.map(lambda x: x[group.position], at_onset)
         states = forked(program, baseline, group.seeds)
         rows = telemetry_rows(program, program.steps, group.lanes.seed.shape[0])
-        return advance(program, states, group.lanes, group.onset, program.steps, rows, 0)[1]
+        return advance(program, inputs.data, states, group.lanes, group.onset, program.steps, rows, 0)[1]
 
-    return baseline, tuple(jax.lax.map(fork, group) for group in data.forks)
+    return baseline, tuple(jax.lax.map(fork, group) for group in inputs.forks)
 
 
 @functools.lru_cache(maxsize=64)

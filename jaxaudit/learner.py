@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxaudit.taps import Taps
 
@@ -14,6 +15,18 @@ State = Any
 Telemetry = dict[str, jax.Array]
 
 PERFORMANCE = "performance"
+
+
+class Shapes(NamedTuple):
+    """A pytree's structure, and its leaves' shapes and dtypes: what a program knows of data."""
+
+    structure: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def tree(self) -> Any:
+        """The pytree, of shapes."""
+        return jax.tree.unflatten(self.structure, self.leaves)
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,9 @@ class Learner:
       performance_name: what `performance` measures, in words.
       samples_per_step: environment steps or tokens in one step, for rates; 0 where it means nothing.
       vectors: for telemetry that is a vector, its dimension's name and labels: {"layer_norm": ("layer", ("a", "b"))}.
+      data: arrays that all lanes read, e.g. a corpus: a pytree that a step finds in `taps.data`. They are kept once a
+        device, and are no constants of the program.
+      shapes: of `data`.
     """
 
     init: Callable[[jax.Array], State]
@@ -39,3 +55,10 @@ class Learner:
     performance_name: str = "performance"
     samples_per_step: int = 0
     vectors: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
+    data: Any = field(default=None, compare=False, repr=False)
+    shapes: Shapes = field(init=False, repr=False)
+
+    def __post_init__(self):
+        leaves, structure = jax.tree.flatten(self.data)
+        shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        object.__setattr__(self, "shapes", Shapes(structure, shapes))

@@ -6,17 +6,17 @@ Inside a program the kinds of perturbation are structure, and their magnitudes, 
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+from jaxaudit.paths import along_paths, paths_of
 
 SITES = (
     "observation",
@@ -102,7 +102,7 @@ class Disturbance:
     Attributes:
       magnitude: float32 `[K]`.
       windows: fields `[K]`.
-      targets: for each kind, which leaves of its site's value it may touch: bool `[leaves]`.
+      targets: for each kind, which paths of its site's value it may touch: bool `[paths]`.
     """
 
     magnitude: Any
@@ -111,7 +111,7 @@ class Disturbance:
 
 
 OFFERED = ("selected", "elapsed")
-"""Context every tap offers: which leaves the target selects (bool `[leaves]`), and `Windows.elapsed`."""
+"""Context every tap offers: which paths the target selects (bool `[paths]`), and `Windows.elapsed`."""
 
 Memory = dict[str, dict[str, Any]]
 """What stateful kinds remember in one lane, by the kind's id and the tap's label (ROOT where it has none)."""
@@ -125,6 +125,7 @@ class Taps:
     Attributes:
       step: the current step, int32 scalar, the same for all lanes (so `lax.cond` on it stays a branch).
       steps: the number of steps of the whole run, or None outside an audit.
+      data: the learner's `data`.
       memory: what the perturbations that keep state remember; each call at their site moves it on. None where it
         cannot be kept: in a loop that does not carry it (see `scan`).
     """
@@ -134,6 +135,7 @@ class Taps:
         step: Any = 0,
         steps: int | None = None,
         *,
+        data: Any = None,
         kinds: tuple[Kind, ...] = (),
         paths: Mapping[str, tuple[str, ...]] | None = None,
         key: jax.Array | None = None,
@@ -144,6 +146,7 @@ class Taps:
         self.memory = memory
         self.step = step
         self.steps = steps
+        self.data = data
         self._kinds = kinds
         self._paths = paths or {}
         self._key = key
@@ -210,7 +213,7 @@ class Taps:
             return carry, y, self.memory
 
         def skip(carry: Any, memory: Memory | None) -> tuple[Any, Any, Memory | None]:
-            shapes = jax.eval_shape(lambda carry: body(Taps(self.step, self.steps), carry)[1], carry)
+            shapes = jax.eval_shape(lambda carry: body(Taps(self.step, self.steps, data=self.data), carry)[1], carry)
             return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), memory
 
         carry, y, self.memory = jax.lax.cond(chosen, do, skip, carry, self.memory)
@@ -221,6 +224,7 @@ class Taps:
         taps = Taps(
             self.step,
             self.steps,
+            data=self.data,
             kinds=self._kinds,
             paths=self._paths,
             key=key,
@@ -280,15 +284,6 @@ class Taps:
         return self.memory[kind.id][label or ROOT]
 
 
-def initial_memory(kinds: tuple[Kind, ...], sites: Sites) -> Memory:
-    """What stateful kinds remember when their windows open, for one lane."""
-    return {
-        kind.id: {label or ROOT: kind.memory(value) for label, value in sites.values[kind.site].items()}
-        for kind in kinds
-        if kind.memory is not None
-    }
-
-
 def forget(memory: Memory, kinds: tuple[Kind, ...], windows: Windows, step: jax.Array, initial: Memory) -> Memory:
     """The memory of one lane at the beginning of `step`: the initial one for kinds whose window opens there."""
     opening = {kind.id: windows.opening(step)[index] for index, kind in enumerate(kinds)}
@@ -307,132 +302,9 @@ def _numbered(xs: Any, length: int | None) -> tuple[jax.Array, Any]:
 
 
 def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
-    """Leaf i of `new` where `chosen[i]`, of `old` elsewhere, in old's dtypes."""
-    old_leaves, structure = jax.tree.flatten(old)
-    new_leaves = jax.tree.leaves(new)
-    return jax.tree.unflatten(
-        structure,
-        [
-            jnp.where(chosen[i], jnp.asarray(new).astype(old.dtype), old)
-            for i, (new, old) in enumerate(zip(new_leaves, old_leaves, strict=True))
-        ],
-    )
+    """`new` at the paths that are `chosen`, `old` elsewhere, in old's dtypes."""
 
+    def one(picked: jax.Array, new: Any, old: jax.Array) -> jax.Array:
+        return jnp.where(picked, jnp.asarray(new).astype(old.dtype), old)
 
-def paths_of(value: Any, label: str = "") -> tuple[str, ...]:
-    """The path of each leaf of a pytree, e.g. ("actor/Dense_0/kernel", ...), each begun with `label`."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(value)
-    return tuple("/".join(filter(None, (label, *map(_component, path)))) for path, _ in flat)
-
-
-def _component(key: Any) -> str:
-    for name in ("key", "name", "idx"):
-        if hasattr(key, name):
-            return str(getattr(key, name))
-    return str(key)
-
-
-def matches(target: str | None, path: str) -> bool:
-    """Whether a leaf's path is in a target: components of `target` (globs) stand in a row somewhere in the path.
-
-    "critic" matches "critic/Dense_0/kernel"; "Dense_*/kernel" matches the kernels of all dense layers.
-    """
-    if target is None:
-        return True
-    wanted, parts = target.split("/"), path.split("/")
-    starts = range(len(parts) - len(wanted) + 1)
-    return any(all(fnmatch.fnmatchcase(p, w) for p, w in zip(parts[s:], wanted, strict=False)) for s in starts)
-
-
-@dataclass
-class Recorder:
-    """Taps that change nothing and note what passes: a learner's sites, their leaves and their context.
-
-    Attributes:
-      step, steps: as in `Taps`.
-      paths: for every site, the paths of its leaves.
-      context: for every site, the names of the context given at each of its taps.
-      values: for every site, the shapes and dtypes seen, by label.
-      loose: sites tapped in a loop that carries no memory.
-      carried: whether this place can keep memory.
-    """
-
-    step: Any = 0
-    steps: int | None = None
-    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    context: dict[str, set[str]] = field(default_factory=dict)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    loose: set[str] = field(default_factory=set)
-    carried: bool = True
-
-    def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
-        """Notes the site and returns the value."""
-        seen = self.paths.get(site, ())
-        self.paths[site] = seen + tuple(p for p in paths_of(value, label) if p not in seen)
-        self.context[site] = self.context.get(site, set(context)) & set(context)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
-        self.values.setdefault(site, {})[label] = shapes
-        if not self.carried:
-            self.loose.add(site)
-        return value
-
-    def disturbs(self, site: str) -> bool:
-        """True: what could be disturbed is to be noted."""
-        return True
-
-    def fold_in(self, index: Any) -> Recorder:
-        """A recorder of the same sites, at a place that keeps no memory."""
-        return replace(self, carried=False)
-
-    def scan(self, body: Callable, init: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
-        """`jax.lax.scan` whose body gets this recorder."""
-        return jax.lax.scan(lambda carry, x: body(self, carry, x), init, xs, length)
-
-    def cond(self, chosen: jax.Array, body: Callable, carry: Any) -> tuple[Any, Any]:
-        """`body` with this recorder: what could be tapped is to be noted."""
-        return body(self, carry)
-
-    @property
-    def sites(self) -> Sites:
-        """What was noted."""
-        context = {site: frozenset(names) for site, names in self.context.items()}
-        return Sites(dict(self.paths), context, dict(self.values), frozenset(self.loose))
-
-
-@dataclass(frozen=True)
-class Sites:
-    """Where a learner can be disturbed: `paths[site]` are the leaves there, `context[site]` what the tap offers.
-
-    `values[site][label]` are the shapes that pass, and `loose` the sites where no memory is kept.
-    """
-
-    paths: Mapping[str, tuple[str, ...]]
-    context: Mapping[str, frozenset[str]]
-    values: Mapping[str, Mapping[str, Any]]
-    loose: frozenset[str] = frozenset()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.paths)
-
-    def __contains__(self, site: str) -> bool:
-        return site in self.paths
-
-
-@functools.lru_cache(maxsize=64)
-def find_sites(init: Callable, step: Callable, steps: int | None = None) -> Sites:
-    """Traces one step abstractly (no computation) and returns the sites it taps."""
-    recorder = Recorder(steps=steps)
-    trace(init, step, recorder)
-    return recorder.sites
-
-
-def trace(init: Callable, step: Callable, recorder: Recorder) -> None:
-    """Traces one step of a learner with `recorder` for its taps."""
-
-    # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
-    def traced(state, key, index):
-        recorder.step = index
-        return step(state, key, recorder)
-
-    key = jax.random.key(0)
-    jax.eval_shape(traced, jax.eval_shape(init, key), key, jnp.int32(0))
+    return jax.tree.map(one, along_paths(chosen, old), new, old)

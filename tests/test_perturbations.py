@@ -9,8 +9,10 @@ from scipy import stats
 
 import jaxaudit as ja
 from jaxaudit import registry
+from jaxaudit.paths import matches, paths_of
 from jaxaudit.perturbations import conditions
-from jaxaudit.taps import Taps, find_sites, matches, paths_of
+from jaxaudit.sites import find_sites
+from jaxaudit.taps import Taps
 
 N = 20_000
 VALUE = {"a": jnp.linspace(-2.0, 3.0, N), "b": jnp.full((100, 200), 0.5)}
@@ -409,7 +411,7 @@ def test_a_learners_sites_are_found_without_running_it():
         taps("params", {"w": x}, label="critic", reinitialise=None)
         return x, {"performance": taps("my_site", x)}
 
-    sites = find_sites(lambda key: jnp.zeros(3), step)
+    sites = find_sites(ja.Learner(lambda key: jnp.zeros(3), step))
     assert sites.paths == {"params": ("critic/w",), "my_site": ("",)}
     assert sites.context["params"] == {"reinitialise"}
 

@@ -10,7 +10,7 @@ import jaxaudit as ja
 from jaxaudit.learners.rollout import Samples
 from jaxaudit.learners.trpo import TRPO, TRPOSettings
 from jaxaudit.learners.trust_region import gaussian_kl, line_search
-from jaxaudit.taps import Recorder
+from jaxaudit.sites import Recorder
 
 WIDTH, SAMPLES, DELTA, DAMPING = 5, 64, 0.01, 0.1
 

@@ -122,10 +122,11 @@ class Advance:
         states = jax.jit(begin)(lanes.seed)
         self._rows = telemetry_rows(program, rows, lanes.seed.shape[0])
 
-        def run(states, lanes, start, stop, rows):
-            return advance(program, states, lanes, start, stop, rows, start)
+        def run(data, states, lanes, start, stop, rows):
+            return advance(program, data, states, lanes, start, stop, rows, start)
 
-        arguments = (states, lanes, 0, 1, self._rows)
+        self._data = program.learner.data
+        arguments = (self._data, states, lanes, 0, 1, self._rows)
         begun = time.perf_counter()
         self.compiled = jax.jit(run).lower(*arguments).compile()
         self.compile_seconds = time.perf_counter() - begun
@@ -134,7 +135,7 @@ class Advance:
 
     def __call__(self, start: int, stop: int, lanes: Any = None) -> Any:
         """States and telemetry at `stop`; `lanes` may differ from the first in data."""
-        arguments = (self._states, self._lanes if lanes is None else lanes, start, stop, self._rows)
+        arguments = (self._data, self._states, self._lanes if lanes is None else lanes, start, stop, self._rows)
         placed = jax.tree.map(jax.device_put, arguments, self.compiled.input_shardings[0])
         return jax.block_until_ready(self.compiled(*placed))
 

@@ -48,7 +48,7 @@ def build(arguments) -> dict:
         return state, {"performance": telemetry["performance"]}
 
     bare = dataclasses.replace(basic, step=only_performance)
-    sites = grid.find_sites(basic.init, basic.step, run)
+    sites = grid.find_sites(basic, run)
     standard = [registry.perturbations[name] for name in registry.perturbations]
     fitting = [f for f in standard if grid.site_misfit(f.default, sites) is None]
     # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.

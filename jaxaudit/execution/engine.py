@@ -71,6 +71,7 @@ class Engine:
         self.rows = rows
         self.compile_seconds = 0.0
         self._latest: tuple[Phase, Lanes] | None = None
+        self._data: Any = None
 
     def begin(self, phase: Phase, source: Callable[[int], Source]) -> LaneState:
         """A phase's first states; `source(onset)` gives the baseline's there."""
@@ -137,7 +138,16 @@ class Engine:
         Row t - start of the telemetry is step t; rows past the last are NaN.
         """
         program = self.program(phase)
-        return jax.block_until_ready(program(states, self._placed(phase), np.int32(start), np.int32(stop)))
+        arguments = self.data, states, self._placed(phase), np.int32(start), np.int32(stop)
+        return jax.block_until_ready(program(*arguments))
+
+    @property
+    def data(self) -> Any:
+        """The learner's data, on every device."""
+        if self._data is None:
+            program = self.grid.program
+            self._data = jax.device_put(program.learner.data, _sharding(program))
+        return self._data
 
     def program(self, phase: Phase) -> jax.stages.Compiled:
         """The compiled program of a phase; batches and fork groups of one width share it."""
@@ -201,21 +211,22 @@ class Engine:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> jax.stages.Compiled:
-    """Trains lanes in place: `(states, lanes, start, stop) -> (states, telemetry)`."""
+    """Trains lanes in place: `(data, states, lanes, start, stop) -> (states, telemetry)`."""
 
-    def train(states: LaneState, lanes: Lanes, start: jax.Array, stop: jax.Array) -> tuple[LaneState, Telemetry]:
-        return advance(program, states, lanes, start, stop, telemetry_rows(program, rows, width), start)
+    def train(data: Any, states: LaneState, lanes: Lanes, start: Any, stop: Any) -> tuple[LaneState, Telemetry]:
+        return advance(program, data, states, lanes, start, stop, telemetry_rows(program, rows, width), start)
 
     data = disturbance(control(0), program, program.steps) if disturbed else None
     lane = Lanes(np.uint32(0), data)
     shapes = jax.eval_shape(functools.partial(_first, program, disturbed), jax.ShapeDtypeStruct((width,), np.uint32))
     step = _shape((), np.int32, _sharding(program))
     arguments = (
+        jax.tree.map(lambda x: _shape(x.shape, x.dtype, _sharding(program)), program.learner.shapes.tree),
         jax.tree.map(lambda x: _shape(x.shape, x.dtype, _by_lane(program)), shapes),
         jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
     )
     results = (_by_lane(program), _sharding(program, None, "lanes"))
-    return jax.jit(train, donate_argnums=0, out_shardings=results).lower(*arguments, step, step).compile()
+    return jax.jit(train, donate_argnums=1, out_shardings=results).lower(*arguments, step, step).compile()
 
 
 @functools.lru_cache(maxsize=32)

@@ -20,7 +20,8 @@ from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.optimizer import Optimizer, Update
 from jaxaudit.learners.replay_buffer import ReplayBuffer, Transitions
 from jaxaudit.models.twin_critic import TwinCritic
-from jaxaudit.taps import Taps, paths_of
+from jaxaudit.paths import paths_of
+from jaxaudit.taps import Taps
 from jaxaudit.tasks import episodes
 from jaxaudit.tasks.episodes import Episodes, EpisodeState
 

@@ -12,7 +12,8 @@ from flax import struct
 from jaxaudit.kernels.gae import gae
 from jaxaudit.learners.normalizer import Moments
 from jaxaudit.models.mlp import MLP, gaussian_log_probability
-from jaxaudit.taps import Taps, paths_of
+from jaxaudit.paths import paths_of
+from jaxaudit.taps import Taps
 from jaxaudit.tasks.episodes import Episodes, EpisodeState
 
 Params = Any

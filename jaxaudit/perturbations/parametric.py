@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.paths import along_paths, places_of
 from jaxaudit.perturbations import transforms
 from jaxaudit.perturbations.factory import perturbation
-from jaxaudit.taps import paths_of
 
 
 @perturbation("parametric", "params", magnitude=0.01, neutral=0.0, duration="once", limits=(0.0, math.inf))
@@ -31,10 +32,11 @@ def weight_noise(key, value, magnitude):
 def layer_reset(key, value, magnitude, *, reinitialise, selected):
     """Re-initialises `magnitude` layers, drawn at random from those in the target (Table S4: one layer).
 
-    A layer is the parameters that share a parent in the tree (a kernel and its bias). Parameters that have none, as a
-    policy's standard deviation beside its networks, are no layer unless there is nothing else.
+    A layer is one of a `Stack`'s or, in a tree without one, the parameters that share a parent (a kernel and its
+    bias). Other parameters, as a policy's standard deviation beside its networks, are no layer unless there is
+    nothing else.
     """
-    parents = [path.rpartition("/")[0] for path in paths_of(value)]
+    parents = _layers(value)
     layers = sorted(set(parents) - {""}) or [""]
     selected = selected & jnp.array([parent in layers for parent in parents])
     layer_of = jnp.array([layers.index(parent) if parent in layers else 0 for parent in parents])
@@ -42,10 +44,16 @@ def layer_reset(key, value, magnitude, *, reinitialise, selected):
     draw_key, init_key = jax.random.split(key)
     draw = jnp.where(in_target, jax.random.uniform(draw_key, (len(layers),)), jnp.inf)
     chosen = (jnp.argsort(jnp.argsort(draw)) < magnitude) & in_target
-    leaves, structure = jax.tree.flatten(value)
-    fresh = jax.tree.leaves(reinitialise(init_key))
-    mixed = [jnp.where(chosen[layer_of[i]] & selected[i], fresh[i], leaf) for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(structure, mixed)
+    picked = along_paths(chosen[layer_of] & selected, value)
+    return jax.tree.map(jnp.where, picked, reinitialise(init_key), value)
+
+
+def _layers(value: Any) -> list[str]:
+    """The layer that each path belongs to, or ""."""
+    places = [place for leaf in places_of(value) for place in leaf]
+    if any(place.layer for place in places):
+        return [place.layer for place in places]
+    return [place.path.rpartition("/")[0] for place in places]
 
 
 @perturbation(
@@ -80,5 +88,20 @@ def quantize(key, value, magnitude):
         largest = jnp.max(jnp.abs(x))
         unit = jnp.where(largest > 0, largest, 1.0) / levels
         return jnp.round(x / unit) * unit
+
+    return transforms.map_tensors(rounded, value)
+
+
+@perturbation("parametric", "params", magnitude=3.0, neutral=23.0, duration="once", limits=(1.0, 23.0), whole=True)
+def quantize_float(key, value, magnitude):
+    """Rounds every parameter to `magnitude` bits of mantissa: 7 as in bfloat16, 3 and 2 as in the formats of 8 bits.
+
+    Exponents are not limited, as where tensors are scaled into the format's range.
+    """
+
+    def rounded(x: jax.Array) -> jax.Array:
+        mantissa, exponent = jnp.frexp(x)  # |mantissa| in [1/2, 1)
+        steps = 2.0 ** (magnitude + 1.0)
+        return jnp.ldexp(jnp.round(mantissa * steps) / steps, exponent)
 
     return jax.tree.map(rounded, value)

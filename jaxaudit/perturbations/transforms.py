@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit.moments import FIRST_MOMENT, SECOND_MOMENT
-from jaxaudit.taps import paths_of
+from jaxaudit.paths import Stack, paths_of
 
 CANDIDATES = 8
 """Draws an adversary chooses from."""
@@ -24,6 +24,15 @@ def map_with_key(change: Callable[[jax.Array, jax.Array], jax.Array], key: jax.A
     """`change(key, leaf)` for every leaf, each with randomness of its own."""
     leaves, structure = jax.tree.flatten(value)
     return jax.tree.unflatten(structure, [change(jax.random.fold_in(key, i), x) for i, x in enumerate(leaves)])
+
+
+def map_tensors(change: Callable[[jax.Array], jax.Array], value: Any) -> Any:
+    """`change(tensor)` for every leaf, and for every layer's part of a `Stack`'s leaf."""
+
+    def one(node: Any) -> Any:
+        return jax.tree.map(jax.vmap(change) if isinstance(node, Stack) else change, node)
+
+    return jax.tree.map(one, value, is_leaf=lambda x: isinstance(x, Stack))
 
 
 def add_noise(key: jax.Array, value: Any, std: Any) -> Any:

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from jaxaudit.grid import site_misfit
 from jaxaudit.learner import Learner
+from jaxaudit.paths import paths_of
 from jaxaudit.perturbations import Chain, Perturbation
-from jaxaudit.taps import OFFERED, Recorder, paths_of, trace
+from jaxaudit.sites import Recorder, trace
+from jaxaudit.taps import OFFERED
 
 
 @dataclass
@@ -46,7 +48,7 @@ def misfits(learner: Learner, perturbations: Sequence[Perturbation | Chain], ste
     """For each perturbation None, or a sentence on why the learner cannot be disturbed by it."""
     parts = [part for perturbation in perturbations for part in perturbation.parts]
     trial = _Trial(steps=steps, perturbations=parts)
-    trace(learner.init, learner.step, trial)
+    trace(learner, trial)
     reasons = iter([trial.refused.get(i) or site_misfit(part, trial.sites) for i, part in enumerate(parts)])
     by_perturbation = [[next(reasons) for _ in perturbation.parts] for perturbation in perturbations]
     return [next(filter(None, found), None) for found in by_perturbation]

@@ -1,0 +1,118 @@
+"""Stacks of layers: targets, resets and rounding see the layers one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxaudit as ja
+from jaxaudit import registry
+from jaxaudit.paths import Stack, along_paths, paths_of
+
+DEPTH = 4
+KEY = jax.random.key(3)
+
+
+def fresh(key):
+    keys = jax.random.split(key, DEPTH)
+    layers = jax.vmap(lambda key: {"kernel": jax.random.normal(key, (5, 2)), "bias": jax.random.normal(key, (2,))})
+    return {"embedding": jax.random.normal(key, (3,)), "h": Stack(layers(keys))}
+
+
+def descent():
+    optimizer = ja.Optimizer(optax.scale_by_adam(), 1e-3, max_norm=1.0)
+
+    def init(key):
+        params = fresh(key)
+        return params, optimizer.init(params)
+
+    def step(state, key, taps):
+        params, memory = optimizer.disturb(*state, taps, fresh)
+        seen = params
+        params, memory, _ = optimizer.update(params, memory, jax.tree.map(lambda x: 2 * x, params), taps)
+        telemetry = {f"{i}": x for i, x in enumerate(jax.tree.leaves(seen))}
+        return (params, memory), {"performance": -optax.tree.norm(params)} | telemetry
+
+    return ja.Learner(init, step)
+
+
+LEARNER = descent()
+
+
+def seen(*perturbations):
+    """Embedding, biases and kernels at the onset: of the control, and of each condition."""
+    grid = ja.plan(LEARNER, list(perturbations), seeds=2, steps=4)
+    telemetry = ja.audit(LEARNER, list(perturbations), seeds=2, steps=4).telemetry
+    leaves = [telemetry[f"{i}"].values[:, :, 2] for i in range(3)]
+    return grid, leaves
+
+
+def test_every_layer_has_paths_of_its_own():
+    assert paths_of(fresh(KEY), "actor") == (
+        "actor/embedding",
+        *(f"actor/h/{i}/bias" for i in range(DEPTH)),
+        *(f"actor/h/{i}/kernel" for i in range(DEPTH)),
+    )
+    assert paths_of(Stack(jnp.zeros((2, 3)))) == ("0", "1")
+
+
+def test_what_is_handed_out_along_paths_broadcasts_against_the_leaves():
+    handed = along_paths(jnp.arange(9.0), fresh(KEY))
+    assert handed["embedding"].shape == ()
+    np.testing.assert_array_equal(handed["h"].layers["bias"].ravel(), [1, 2, 3, 4])
+    assert handed["h"].layers["kernel"].shape == (DEPTH, 1, 1)
+    np.testing.assert_array_equal(handed["h"].layers["kernel"].ravel(), [5, 6, 7, 8])
+
+
+@pytest.mark.parametrize("target", ["h/2", "h/2/kernel", "kernel", "embedding", None])
+def test_a_target_is_a_layer_a_parameter_or_both(target):
+    noise = ja.weight_noise(1.0, onset=2, target=target)
+    _, (embedding, bias, kernel) = seen(noise)
+    changed = {"embedding": (embedding[:, 0] != embedding[:, 1]).any()}
+    for layer in range(DEPTH):
+        changed[f"h/{layer}/bias"] = (bias[:, 0, layer] != bias[:, 1, layer]).any()
+        changed[f"h/{layer}/kernel"] = (kernel[:, 0, layer] != kernel[:, 1, layer]).any()
+    assert {path for path, different in changed.items() if different} == {
+        path for path in changed if target is None or target in path
+    }
+
+
+def test_a_reset_draws_a_layer_of_the_stack_and_leaves_the_rest():
+    resets = [ja.layer_reset(ja.sweep(1.0, 3.0), onset=2), ja.layer_reset(1.0, onset=2, target="h/1")]
+    _, (embedding, bias, kernel) = seen(*resets)
+    np.testing.assert_array_equal(embedding, np.broadcast_to(embedding[:, :1], embedding.shape))
+    different = (kernel != kernel[:, :1]).any((3, 4))
+    np.testing.assert_array_equal(different, (bias != bias[:, :1]).any(3))
+    np.testing.assert_array_equal(different.sum(2), [[0, 1, 3, 1]] * 2)
+    assert different[:, 3, 1].all()
+
+
+def test_drawn_layers_are_uniform():
+    value, apply = fresh(KEY), registry.perturbations["layer_reset"].default.apply
+    everywhere = jnp.ones(9, bool)
+
+    def drawn(key):
+        reset = apply(key, value, 1.0, reinitialise=fresh, selected=everywhere)
+        return (reset["h"].layers["bias"] != value["h"].layers["bias"]).any(1)
+
+    counts = np.asarray(jax.vmap(drawn)(jax.random.split(KEY, 2000))).sum(0)
+    assert counts.sum() == 2000
+    assert (abs(counts - 500) < 4 * np.sqrt(2000 * 0.25 * 0.75)).all()
+
+
+def test_each_layer_is_rounded_to_a_range_of_its_own():
+    value = {"h": Stack({"kernel": jnp.array([[1.0, 0.3], [100.0, 30.0]])})}
+    rounded = registry.perturbations["quantize"].default.apply(KEY, value, 3.0)["h"].layers["kernel"]
+    np.testing.assert_allclose(rounded, [[1.0, 1 / 3], [100.0, 100 / 3]], rtol=1e-6)
+
+
+def test_moments_of_a_stack_can_be_aimed_at():
+    noise = ja.momentum_noise(1.0, onset=2, duration=1, target="mu/h/1")
+    grid = ja.plan(LEARNER, [noise], seeds=1, steps=4)
+    paths = dict(grid.program.paths)["optimizer_state"]
+    assert "0/mu/h/1/kernel" in paths or "mu/h/1/kernel" in paths
+    telemetry = ja.audit(LEARNER, [noise], seeds=1, steps=4).telemetry
+    kernel = telemetry["2"].values[0, :, 3]
+    different = (kernel[0] != kernel[1]).any((1, 2))
+    np.testing.assert_array_equal(different, [False, True, False, False])

@@ -1,0 +1,65 @@
+"""What all lanes read: given to the program as an argument, once a device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxaudit as ja
+from jaxaudit.execution.engine import Engine
+from jaxaudit.grid import Phase, compiled, inputs
+
+ENTRIES = 500_000
+
+
+def learner(data):
+    def step(x, key, taps):
+        drawn = taps.data["numbers"][jax.random.randint(key, (), 0, ENTRIES)]
+        _, again = taps.scan(lambda taps, carry, _: (carry, taps.data["numbers"][0]), x, length=2)
+        x = x + taps("gradient", drawn) + again.sum()
+        return x, {"performance": x}
+
+    return ja.Learner(lambda key: jnp.float32(0.0), step, data=data)
+
+
+def numbers(seed):
+    return {"numbers": np.random.default_rng(seed).normal(size=ENTRIES).astype(np.float32)}
+
+
+PERTURBATIONS = [ja.gradient_scale(ja.sweep(0.0, 0.5), onset=2)]
+
+
+def grid(given, devices=1):
+    return ja.plan(given, PERTURBATIONS, seeds=4, steps=14, devices=jax.devices()[:devices])
+
+
+def test_a_step_reads_it_and_new_data_compile_nothing():
+    first = learner(numbers(0))
+    second = ja.Learner(first.init, first.step, data=numbers(1))
+    assert first == second
+    plans = [grid(first), grid(second)]
+    run = compiled(plans[0].program)
+    results = [np.asarray(run(inputs(plan))[0]["performance"])[-1] for plan in plans]
+    assert run._cache_size() == 1
+    assert (results[0] != results[1]).all()
+
+
+def test_it_is_no_constant_of_the_program():
+    plan = grid(learner(numbers(0)))
+    text = compiled(plan.program).lower(inputs(plan)).as_text()
+    assert len(text) < ENTRIES
+
+
+def test_other_shapes_are_another_program():
+    small, large = (learner({"numbers": np.zeros(n, np.float32)}) for n in (10, 20))
+    assert ja.Learner(small.init, small.step, data=large.data) != small
+
+
+def test_the_engine_gives_what_the_audit_gives_on_one_device_and_on_two():
+    given = learner(numbers(0))
+    whole = np.asarray(compiled(grid(given).program)(inputs(grid(given)))[0]["performance"])
+    for devices in (1, 2):
+        engine = Engine(grid(given, devices), 7)
+        states = engine.initial(Phase(None))
+        states, _ = engine.advance(Phase(None), states, 0, 7)
+        _, rows = engine.advance(Phase(None), states, 7, 9)
+        np.testing.assert_allclose(rows["performance"][0, :4], whole[7], rtol=1e-5)
