@@ -57,57 +57,90 @@ def cross_entropy(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(block, hidden, embedding, labels, weights, smoothing):
-    return _blocks(block, hidden, embedding, labels, weights, smoothing, gradient=False)[0]
+def _cross_entropy(block, *inputs):
+    return _losses(block, *inputs)
 
 
-def _forward(block, hidden, embedding, labels, weights, smoothing):
-    return _blocks(block, hidden, embedding, labels, weights, smoothing, gradient=True)
+def _forward(block, *inputs):
+    return _losses_and_gradients(block, *inputs)
 
 
 def _backward(block, gradients, cotangent):
-    by_hidden, by_embedding = gradients
-    scale = cotangent.loss
-    return (scale * by_hidden).astype(by_hidden.dtype), (scale * by_embedding).astype(by_embedding.dtype), None, None, None
+    by_hidden, by_embedding = (cotangent.loss * gradient for gradient in gradients)
+    return by_hidden.astype(gradients[0].dtype), by_embedding.astype(gradients[1].dtype), None, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _blocks(block, hidden, embedding, labels, weights, smoothing, gradient):
-    """`CrossEntropy`, and the gradients by hidden and embedding where they are wanted."""
-    tokens, width = hidden.shape
-    vocabulary = embedding.shape[0]
-    blocks = -(-tokens // block)
+def _losses(block, hidden, embedding, labels, weights, smoothing):
+    def one(_, rows):
+        logits = _Logits(rows, embedding, smoothing)
+        return None, (logits.losses, logits.squares)
+
+    _, outputs = jax.lax.scan(one, None, _split(block, hidden, labels, weights))
+    return _result(weights, *outputs)
+
+
+def _losses_and_gradients(block, hidden, embedding, labels, weights, smoothing):
+    def one(by_embedding, rows):
+        logits = _Logits(rows, embedding, smoothing)
+        by_logits = logits.gradient.astype(hidden.dtype)
+        by_hidden = jnp.einsum("nv,vd->nd", by_logits, embedding)
+        by_embedding += jnp.einsum("nv,nd->vd", by_logits, rows[0], preferred_element_type=jnp.float32)
+        return by_embedding, (logits.losses, logits.squares, by_hidden)
+
+    zeros = jnp.zeros(embedding.shape, jnp.float32)
+    by_embedding, outputs = jax.lax.scan(one, zeros, _split(block, hidden, labels, weights))
+    losses, squares, by_hidden = outputs
+    by_hidden = by_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
+    return _result(weights, losses, squares), (by_hidden, by_embedding.astype(embedding.dtype))
+
+
+class _Logits:
+    """The logits of a block of tokens, `[block, V]`, and what follows from them."""
+
+    def __init__(self, rows, embedding, smoothing):
+        hidden, self._labels, self._weights = rows
+        self._smoothing = smoothing
+        self._logits = jnp.einsum("nd,vd->nv", hidden, embedding, preferred_element_type=jnp.float32)
+        self._largest = self._logits.max(axis=1, keepdims=True)
+        self._exponentials = jnp.exp(self._logits - self._largest)
+        self._total = self._exponentials.sum(axis=1, keepdims=True)
+
+    @property
+    def losses(self) -> jax.Array:
+        """Of each token, `[block]`."""
+        of_label = jnp.take_along_axis(self._logits, self._labels[:, None], axis=1)[:, 0]
+        normalizer = (jnp.log(self._total) + self._largest)[:, 0]
+        return normalizer - (1.0 - self._smoothing) * of_label - self._smoothing * self._logits.mean(axis=1)
+
+    @property
+    def squares(self) -> jax.Array:
+        """Mean squared logit of each token, `[block]`."""
+        return (self._logits**2).mean(axis=1)
+
+    @property
+    def gradient(self) -> jax.Array:
+        """Of the weighted losses by the logits, `[block, V]`."""
+        vocabulary = self._logits.shape[1]
+        is_label = jnp.arange(vocabulary) == self._labels[:, None]
+        wanted = (1.0 - self._smoothing) * is_label + self._smoothing / vocabulary
+        return self._weights[:, None] * (self._exponentials / self._total - wanted)
+
+
+def _split(block, *rows):
+    """Arrays `[N, ...]` as blocks, `[blocks, block, ...]`, the last filled up with zeros."""
 
     def split(x):
-        padded = jnp.pad(x, [(0, blocks * block - tokens), *[(0, 0)] * (x.ndim - 1)])
+        blocks = -(-x.shape[0] // block)
+        padded = jnp.pad(x, [(0, blocks * block - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
         return padded.reshape(blocks, block, *x.shape[1:])
 
-    def one(by_embedding, rows):
-        hidden, labels, weights = rows
-        logits = jnp.einsum("nd,vd->nv", hidden, embedding, preferred_element_type=jnp.float32)
-        largest = jax.lax.stop_gradient(logits.max(axis=1, keepdims=True))
-        exponents = jnp.exp(logits - largest)
-        total = exponents.sum(axis=1, keepdims=True)
-        normalizer = (jnp.log(total) + largest)[:, 0]
-        label_logit = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-        losses = normalizer - (1.0 - smoothing) * label_logit - smoothing * logits.mean(axis=1)
-        squares = (logits**2).mean(axis=1)
-        if not gradient:
-            return None, (losses, squares)
-        is_label = jnp.arange(vocabulary) == labels[:, None]
-        by_logits = weights[:, None] * (
-            exponents / total - (1.0 - smoothing) * is_label - smoothing / vocabulary
-        )
-        by_logits = by_logits.astype(hidden.dtype)
-        by_hidden = jnp.einsum("nv,vd->nd", by_logits, embedding)
-        by_embedding += jnp.einsum("nv,nd->vd", by_logits, hidden, preferred_element_type=jnp.float32)
-        return by_embedding, (losses, squares, by_hidden)
+    return tuple(split(x) for x in rows)
 
-    start = jnp.zeros((vocabulary, width), jnp.float32) if gradient else None
-    by_embedding, outputs = jax.lax.scan(one, start, (split(hidden), split(labels), split(weights)))
-    outputs = [x.reshape(-1, *x.shape[2:])[:tokens] for x in outputs]
-    losses, squares = outputs[:2]
-    result = CrossEntropy(jnp.sum(weights * losses), losses, squares.mean())
-    return result, (outputs[2], by_embedding.astype(embedding.dtype)) if gradient else None
+
+def _result(weights, losses, squares):
+    tokens = weights.shape[0]
+    losses, squares = losses.reshape(-1)[:tokens], squares.reshape(-1)[:tokens]
+    return CrossEntropy(jnp.sum(weights * losses), losses, squares.mean())

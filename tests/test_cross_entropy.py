@@ -1,0 +1,102 @@
+"""Blockwise cross entropy against float64 NumPy, and what it holds in memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaudit.kernels.cross_entropy import cross_entropy
+
+TOKENS, WIDTH, VOCABULARY = 50, 12, 77
+
+
+def case(seed=0, scale=1.0):
+    random = np.random.default_rng(seed)
+    hidden = scale * random.normal(size=(TOKENS, WIDTH))
+    embedding = random.normal(size=(VOCABULARY, WIDTH))
+    labels = random.integers(0, VOCABULARY, TOKENS)
+    weights = random.random(TOKENS)
+    return [x.astype(np.float32) for x in (hidden, embedding)] + [labels.astype(np.int32), weights.astype(np.float32)]
+
+
+def reference(hidden, embedding, labels, weights, smoothing):
+    """Loss, per-token losses, and gradients by hidden and embedding, in float64 from the definition."""
+    hidden, embedding, weights = (np.asarray(x, np.float64) for x in (hidden, embedding, weights))
+    logits = hidden @ embedding.T
+    shifted = logits - logits.max(1, keepdims=True)
+    log_probability = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    wanted = np.full_like(logits, smoothing / len(embedding))
+    wanted[np.arange(len(labels)), labels] += 1 - smoothing
+    losses = -(wanted * log_probability).sum(1)
+    by_logits = weights[:, None] * (np.exp(log_probability) - wanted)
+    return (weights * losses).sum(), losses, (logits**2).mean(), by_logits @ embedding, by_logits.T @ hidden
+
+
+@pytest.mark.parametrize("block", [None, 1, 7, 16, 50, 64])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
+def test_values_and_gradients_are_those_of_float64(block, smoothing):
+    hidden, embedding, labels, weights = case()
+
+    def loss(hidden, embedding, smoothing):
+        found = cross_entropy(hidden, embedding, labels, weights, smoothing, block)
+        return found.loss, found
+
+    (_, found), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+        hidden, embedding, smoothing
+    )
+    total, losses, square, by_hidden, by_embedding = reference(hidden, embedding, labels, weights, smoothing)
+    plain = cross_entropy(hidden, embedding, labels, weights, smoothing, block)
+    for result in (found, plain):
+        np.testing.assert_allclose(result.loss, total, rtol=1e-5)
+        np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
+        np.testing.assert_allclose(result.square, square, rtol=1e-5)
+    for gradient, wanted in zip(gradients, (by_hidden, by_embedding), strict=True):
+        assert np.abs(gradient - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_large_logits_and_a_scaled_loss():
+    hidden, embedding, labels, weights = case(1, scale=300.0)
+    gradient = jax.grad(lambda h: 7.0 * cross_entropy(h, embedding, labels, weights).loss)(hidden)
+    wanted = 7.0 * reference(hidden, embedding, labels, weights, 0.0)[3]
+    assert np.abs(gradient - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_lanes_with_smoothings_of_their_own():
+    hidden, embedding, labels, weights = case(2)
+    smoothings = jnp.array([0.0, 0.3])
+
+    def gradient(smoothing):
+        return jax.grad(lambda h: cross_entropy(h, embedding, labels, weights, smoothing, 16).loss)(hidden)
+
+    for lane, smoothing in zip(jax.vmap(gradient)(smoothings), smoothings, strict=True):
+        wanted = reference(hidden, embedding, labels, weights, float(smoothing))[3]
+        assert np.abs(lane - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_half_precision_products_keep_the_inputs_types():
+    hidden, embedding, labels, weights = case(3)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in (hidden, embedding)]
+    loss, gradients = jax.value_and_grad(lambda *x: cross_entropy(*x, labels, weights).loss, argnums=(0, 1))(*half)
+    assert loss.dtype == jnp.float32
+    assert all(x.dtype == jnp.bfloat16 for x in gradients)
+    wanted = reference(*(np.asarray(x, np.float32) for x in half), labels, weights, 0.0)
+    np.testing.assert_allclose(loss, wanted[0], rtol=1e-3)
+    assert np.abs(gradients[0].astype(np.float32) - wanted[3]).max() < 0.02 * np.abs(wanted[3]).max()
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary():
+    def temporaries(tokens, vocabulary):
+        hidden, embedding = (jax.ShapeDtypeStruct((n, 16), np.float32) for n in (tokens, vocabulary))
+        labels, weights = (jax.ShapeDtypeStruct((tokens,), t) for t in (np.int32, np.float32))
+
+        def loss(hidden, embedding, labels, weights):
+            return cross_entropy(hidden, embedding, labels, weights).loss
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, embedding, labels, weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = temporaries(8192, 5_000), temporaries(8192, 80_000)
+    logits = 4 * 8192 * 80_000
+    gradient = 4 * 16 * (80_000 - 5_000)
+    assert small < logits / 10
+    assert large - small < 3 * gradient
