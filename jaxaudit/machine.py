@@ -8,6 +8,8 @@ import gc
 import importlib.util
 import os
 import platform
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -30,6 +32,22 @@ def processor() -> str:
 def has_cuda_plugin() -> bool:
     """Whether JAX was installed with CUDA."""
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def caches() -> Path:
+    """The folder of what is worth keeping between runs and can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxaudit"
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A place to write a file or folder to, which is at `path` at once when all is written, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".part-") as place:
+        part = Path(place) / path.name
+        yield part
+        with contextlib.suppress(OSError):  # another process was first
+            part.rename(path)
 
 
 def resident() -> int:

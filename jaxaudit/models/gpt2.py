@@ -1,0 +1,169 @@
+"""GPT-2 (Radford et al., 2019): a decoder-only transformer with layer norms before its parts and a tied output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaudit.paths import Stack
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a transformer is.
+
+    Attributes:
+      width: of the residual stream; divisible by `heads`.
+      depth: layers.
+      heads: of attention, in each layer.
+    """
+
+    width: int
+    depth: int
+    heads: int
+
+
+SIZES = {
+    "nano": Size(96, 4, 4),
+    "mini": Size(384, 6, 6),
+    "124m": Size(768, 12, 12),
+    "355m": Size(1024, 24, 16),
+    "774m": Size(1280, 36, 20),
+}
+"""The sizes of the paper's models (their millions of parameters, at GPT-2's vocabulary), and two for CPUs."""
+
+
+class GPT2(nn.Module):
+    """The transformer without its output layer: tokens `[B, T]` to the final hidden states `[B, T, width]`.
+
+    The logits are `hidden @ embedding.T` with the embedding of the tokens, `params["wte"]["embedding"]`.
+
+    Attributes:
+      vocabulary: tokens there are.
+      context: the most tokens a sequence has.
+      size: width, depth, heads.
+      dtype: of activations and products; parameters are float32, as are norms, softmax and losses.
+      remat: layers are computed again in the backward pass, which then keeps one layer's activations at a time.
+      observe: measure the entropy of attention.
+    """
+
+    vocabulary: int
+    context: int
+    size: Size
+    dtype: Any = jnp.float32
+    remat: bool = False
+    observe: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Hidden states, in `dtype`, and each layer's mean entropy of attention `[depth]`, in nats; else zeros."""
+        depth = self.size.depth
+        positions = jnp.arange(tokens.shape[1])
+        x = self._embedding("wte", self.vocabulary)(tokens) + self._embedding("wpe", self.context)(positions)
+        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth)
+        x, entropies = layers(self.size, self.dtype, self.observe, name="h")(x, None)
+        return norm(self.dtype, "ln_f")(x), entropies
+
+    def _embedding(self, name: str, entries: int) -> nn.Embed:
+        return nn.Embed(
+            entries, self.size.width, dtype=self.dtype, embedding_init=nn.initializers.normal(0.02), name=name
+        )
+
+
+class Layer(nn.Module):
+    """Attention and a multi-layer perceptron, each added to the residual stream.
+
+    The weights that lead back to it begin smaller the more of them there are. The attributes are `GPT2`'s.
+    """
+
+    size: Size
+    dtype: Any
+    observe: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        """The stream `[B, T, width]` after this layer, and the attention's entropy."""
+        std = 0.02 / np.sqrt(2 * self.size.depth)
+        attention = Attention(self.size.heads, std, self.dtype, self.observe, name="attn")
+        change, entropy = attention(norm(self.dtype, "ln_1")(x))
+        x = x + change
+        return x + Perceptron(std, self.dtype, name="mlp")(norm(self.dtype, "ln_2")(x)), entropy
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads.
+
+    Attributes:
+      heads, dtype, observe: as in `GPT2`.
+      output_std: of the output's initial weights.
+    """
+
+    heads: int
+    output_std: float
+    dtype: Any
+    observe: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`[B, T, width]` to the same, and the mean entropy over heads and places."""
+        width = x.shape[-1]
+        joined = dense(3 * width, 0.02, self.dtype, "c_attn")(x)
+        query, key, value = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(joined, 3, axis=-1))
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        change = dense(width, self.output_std, self.dtype, "c_proj")(mixed.reshape(x.shape))
+        return change, attention_entropy(query, key) if self.observe else jnp.zeros(())
+
+
+class Perceptron(nn.Module):
+    """Two dense layers, the inner one four times as wide; the attributes are `Attention`'s."""
+
+    output_std: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[B, T, width]` to the same."""
+        inner = nn.gelu(dense(4 * x.shape[-1], 0.02, self.dtype, "c_fc")(x), approximate=True)
+        return dense(x.shape[-1], self.output_std, self.dtype, "c_proj")(inner)
+
+
+def norm(dtype: Any, name: str) -> nn.LayerNorm:
+    """Layer normalisation, computed in float32."""
+    return nn.LayerNorm(epsilon=1e-5, dtype=dtype, name=name)
+
+
+def dense(features: int, std: float, dtype: Any, name: str) -> nn.Dense:
+    """A dense layer with normal initial weights."""
+    return nn.Dense(features, dtype=dtype, kernel_init=nn.initializers.normal(std), name=name)
+
+
+def attention_entropy(query: jax.Array, key: jax.Array) -> jax.Array:
+    """Mean entropy, in nats, of causal attention `[B, T, heads, d]`, over sequences, places and heads; float32."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) / np.sqrt(query.shape[-1])
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    logits = jax.nn.log_softmax(jnp.where(causal, scores, -jnp.inf))
+    return -jnp.mean(jnp.sum(jnp.where(causal, jnp.exp(logits) * logits, 0.0), axis=-1))
+
+
+def init_params(model: GPT2, key: jax.Array) -> Params:
+    """Initial parameters, float32; the layers are a `Stack` called "h"."""
+    params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    return {**params, "h": Stack(params["h"])}
+
+
+def apply(model: GPT2, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Hidden states and attention entropies, as `GPT2.__call__`, of parameters as `init_params` makes them."""
+    return model.apply({"params": {**params, "h": params["h"].layers}}, tokens)  # type: ignore[return-value]
+
+
+def count(params: Any) -> int:
+    """Parameters there are, by arrays or shapes."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))

@@ -1,0 +1,5 @@
+"""Text as a task: corpora, the tokenizers that read them, and batches of them."""
+
+from jaxaudit.text.corpus import Corpus as Corpus
+from jaxaudit.text.corpus import Text as Text
+from jaxaudit.text.corpus import load as load
