@@ -45,6 +45,8 @@ class Learner:
       vectors: for telemetry that is a vector, its dimension's name and labels: {"layer_norm": ("layer", ("a", "b"))}.
       data: arrays that all lanes read, e.g. a corpus: a pytree that a step finds in `taps.data`. They are kept once a
         device, and are no constants of the program.
+      provenance: what a run depends on beside its spec, in words, e.g. a corpus's hash; recorded, and compared at a
+        replay.
       shapes: of `data`.
     """
 
@@ -56,6 +58,7 @@ class Learner:
     samples_per_step: int = 0
     vectors: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
     data: Any = field(default=None, compare=False, repr=False)
+    provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
     shapes: Shapes = field(init=False, repr=False)
 
     def __post_init__(self):

@@ -59,6 +59,25 @@ def places_of(value: Any, label: str = "") -> list[tuple[Place, ...]]:
     return found
 
 
+def groups_of(value: Any) -> tuple[str, ...]:
+    """The groups of a pytree's leaves: each layer of a `Stack`, and each other entry of the outermost tree."""
+    return tuple(dict.fromkeys(_group(place) for places in places_of(value) for place in places))
+
+
+def squares_by_group(value: Any) -> jax.Array:
+    """Sum of squares of each group's entries, float32 `[groups]`, in the order of `groups_of`."""
+    groups = groups_of(value)
+    total = jnp.zeros(len(groups))
+    for leaf, places in zip(jax.tree.leaves(value), places_of(value), strict=True):
+        rows = jnp.sum(jnp.square(leaf.astype(jnp.float32)).reshape(len(places), -1), axis=1)
+        total = total.at[jnp.array([groups.index(_group(place)) for place in places])].add(rows)
+    return total
+
+
+def _group(place: Place) -> str:
+    return place.layer or place.path.partition("/")[0]
+
+
 def along_paths(values: jax.Array, tree: Any) -> Any:
     """Hands out `values` `[paths]`: a tree like `tree` whose leaves broadcast against its own."""
     leaves, structure = jax.tree.flatten(tree)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 PyTree = Any
 
@@ -50,6 +51,6 @@ def inner(a: PyTree, b: PyTree) -> jax.Array:
     return jax.tree.reduce(jnp.add, jax.tree.map(lambda u, v: jnp.sum(u * v), a, b))
 
 
-def along(start: PyTree, length: jax.Array, direction: PyTree) -> PyTree:
+def along(start: PyTree, length: ArrayLike, direction: PyTree) -> PyTree:
     """`start + length * direction`, for like pytrees and a scalar."""
     return jax.tree.map(lambda s, d: s + length * d, start, direction)

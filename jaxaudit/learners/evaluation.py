@@ -1,4 +1,4 @@
-"""Evaluation of a policy at intervals of the run."""
+"""Evaluation at intervals of the run."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ def evaluate_when_due(
       episodes: of each evaluation.
       max_episode_steps: the time limit.
     """
+    return when_due(taps, times, lambda: jnp.mean(evaluate(env, policy, key, episodes, max_episode_steps)))
+
+
+def when_due(taps: Taps, times: int, measure: Callable[[], jax.Array]) -> jax.Array:
+    """The scalar `measure()` at `times` steps evenly spaced over the run, of which the last is its last; else NaN.
+
+    Outside a run nothing is due.
+    """
     if not times or not taps.steps:
         return jnp.float32(jnp.nan)
     times = min(times, taps.steps)
     ends = -(-np.arange(1, times + 1) * taps.steps // times)  # the last is the run's
-    return jax.lax.cond(
-        jnp.any(jnp.asarray(taps.step) + 1 == ends),
-        lambda: jnp.mean(evaluate(env, policy, key, episodes, max_episode_steps)),
-        lambda: jnp.float32(jnp.nan),
-    )
+    return jax.lax.cond(jnp.any(jnp.asarray(taps.step) + 1 == ends), measure, lambda: jnp.float32(jnp.nan))

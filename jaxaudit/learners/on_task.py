@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxaudit.learner import Learner
 from jaxaudit.tasks import make
+from jaxaudit.text import Text
 
 
 def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any, name: str, env_steps: int) -> Learner:
@@ -22,6 +23,8 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
     Raises:
       ValueError: for a task that does not exist.
     """
+    if isinstance(task, Text):
+        raise ValueError(f"learner '{name}' trains on environments, not on a task of kind 'text'")
     env = make(task) if isinstance(task, str) else make(task.name, physics=task.physics)
     made = algorithm(env, env.max_episode_steps, settings)
     return Learner(

@@ -90,6 +90,21 @@ class Optimizer:
         return taps("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
 
 
+def warmup_cosine(peak: float, warmup: float, final: float) -> Callable[[jax.Array], jax.Array]:
+    """The schedule that rises linearly to `peak` over the share `warmup` of the run, and falls along a cosine.
+
+    It ends at the share `final` of the peak (Loshchilov and Hutter, 2017).
+    """
+
+    def rate(progress: jax.Array) -> jax.Array:
+        rising = progress / warmup if warmup else 1.0
+        passed = jnp.clip((progress - warmup) / max(1.0 - warmup, 1e-9), 0.0, 1.0)
+        falling = final + (1.0 - final) * 0.5 * (1.0 + jnp.cos(jnp.pi * passed))
+        return peak * jnp.where(progress < warmup, rising, falling)
+
+    return rate
+
+
 def linear_to_zero(rate: float) -> Callable[[jax.Array], jax.Array]:
     """The schedule that anneals `rate` linearly to zero over the run."""
     return lambda progress: rate * (1.0 - progress)

@@ -33,6 +33,13 @@ def fractions(settings: Any, *names: str) -> None:
             raise ValueError(f"{name} must lie in [0, 1], not {getattr(settings, name)}")
 
 
+def one_of(settings: Any, **allowed: tuple[str, ...]) -> None:
+    """Each field is one of the words it allows."""
+    for name, words in allowed.items():
+        if getattr(settings, name) not in words:
+            raise ValueError(f"{name} must be {', '.join(words)}, not {getattr(settings, name)!r}")
+
+
 def widths(hidden: tuple[int, ...]) -> None:
     """The widths of a network's hidden layers."""
     if not hidden or min(hidden) < 1:

@@ -20,12 +20,16 @@ from jaxaudit.perturbations.data import (
     action_noise,
     action_stuck,
     adversarial_observation,
+    distribution_drift,
+    distribution_shift,
     dynamics_drift,
     dynamics_shift,
     observation_delayed,
     observation_dropped,
     observation_noise,
     observation_stuck,
+    token_corruption,
+    token_replacement,
 )
 from jaxaudit.perturbations.factory import Factory, perturbation
 from jaxaudit.perturbations.optimization import (
@@ -36,11 +40,12 @@ from jaxaudit.perturbations.optimization import (
     momentum_noise,
     second_moment_drift,
 )
-from jaxaudit.perturbations.parametric import critic_reset, layer_reset, quantize, weight_noise
+from jaxaudit.perturbations.parametric import critic_reset, layer_reset, quantize, quantize_float, weight_noise
 from jaxaudit.perturbations.signal import (
     adversarial_reward,
     gradient_mask,
     gradient_sign_flip,
+    label_smoothing,
     reward_delay,
     reward_flip,
     reward_noise,
@@ -66,11 +71,14 @@ __all__ = [
     "conditions",
     "control",
     "critic_reset",
+    "distribution_drift",
+    "distribution_shift",
     "dynamics_drift",
     "dynamics_shift",
     "gradient_mask",
     "gradient_scale",
     "gradient_sign_flip",
+    "label_smoothing",
     "layer_reset",
     "lr_schedule_error",
     "lr_spike",
@@ -81,6 +89,7 @@ __all__ = [
     "observation_stuck",
     "perturbation",
     "quantize",
+    "quantize_float",
     "retime",
     "reward_delay",
     "reward_flip",
@@ -88,6 +97,8 @@ __all__ = [
     "reward_scale",
     "second_moment_drift",
     "sweep",
+    "token_corruption",
+    "token_replacement",
     "weight_noise",
     "window",
 ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import jax
+
 from jaxaudit.perturbations import stateful, transforms
 from jaxaudit.perturbations.factory import perturbation
 
@@ -121,6 +123,44 @@ def adversarial_observation(key, value, magnitude, *, state_value):
     SA-MDP), which lowers the state value of what the learner sees.
     """
     return transforms.worst_draw(key, value, magnitude, lambda observation: -state_value(observation))
+
+
+@perturbation("data", "tokens", magnitude=0.05, neutral=0.0, duration="end", limits=(0.0, 1.0), needs=("mask",))
+def token_corruption(key, value, magnitude, *, mask):
+    """Each token read is masked, by the end of text, with probability `magnitude` (Table S4).
+
+    It is masked where it is read and where it is to be predicted: the text is corrupted, not the input alone. GPT-2
+    has no other token for a mask.
+    """
+    return transforms.replace(key, value, magnitude, mask)
+
+
+@perturbation("data", "tokens", magnitude=0.05, neutral=0.0, duration="end", limits=(0.0, 1.0), needs=("vocabulary",))
+def token_replacement(key, value, magnitude, *, vocabulary):
+    """Each token of the text read is a random one with probability `magnitude`, uniform over the vocabulary."""
+    draw_key, token_key = jax.random.split(key)
+    drawn = jax.random.randint(token_key, value.shape, 0, vocabulary, value.dtype)
+    return transforms.replace(draw_key, value, magnitude, drawn)
+
+
+@perturbation("data", "tokens", magnitude=0.5, neutral=0.0, duration="end", limits=(0.0, 1.0), needs=("second_corpus",))
+def distribution_shift(key, value, magnitude, *, second_corpus):
+    """A share `magnitude` of the sequences comes from a second corpus, drawn sequence by sequence (Table S1)."""
+    return transforms.mix(key, value, magnitude, second_corpus)
+
+
+@perturbation(
+    "data",
+    "tokens",
+    magnitude=1.0,
+    neutral=0.0,
+    duration="end",
+    limits=(0.0, 1.0),
+    needs=("second_corpus", "elapsed"),
+)
+def distribution_drift(key, value, magnitude, *, second_corpus, elapsed):
+    """As `distribution_shift`, but the share grows linearly from nothing to `magnitude` at the window's last step."""
+    return transforms.mix(key, value, magnitude * elapsed, second_corpus)
 
 
 @perturbation("data", "dynamics", magnitude=0.5, neutral=0.0, duration="end", limits=(-0.99, math.inf), target="mass")

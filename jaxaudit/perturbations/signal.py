@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 
 from jaxaudit.perturbations import stateful, transforms
@@ -60,6 +61,15 @@ def adversarial_reward(key, value, magnitude, *, td_error):
     """
     direction = jnp.sign(td_error(value))
     return transforms.worst_draw(key, value, magnitude, lambda reward: -direction * td_error(reward))
+
+
+@perturbation("signal", "objective", magnitude=0.2, neutral=0.0, duration="end", limits=(0.0, 1.0))
+def label_smoothing(key, value, magnitude):
+    """The objective's label smoothing becomes `magnitude` (Szegedy et al., 2016; Table S4: alpha = 0.2).
+
+    The target is (1 - magnitude) on the label and magnitude spread evenly over the vocabulary.
+    """
+    return jax.tree.map(lambda x: jnp.full_like(x, magnitude), value)
 
 
 @perturbation("signal", "gradient", magnitude=0.1, neutral=0.0, duration=10, limits=(0.0, 1.0))

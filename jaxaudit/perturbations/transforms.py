@@ -58,6 +58,18 @@ def drop(key: jax.Array, value: Any, probability: Any) -> Any:
     return map_with_key(mask, key, value)
 
 
+def replace(key: jax.Array, value: jax.Array, probability: Any, other: Any) -> jax.Array:
+    """Each entry of `value` is that of `other`, an array like it or a number, with `probability`, independently."""
+    return jnp.where(jax.random.bernoulli(key, probability, value.shape), other, value)
+
+
+def mix(key: jax.Array, value: jax.Array, share: Any, other: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Each row of `value` `[N, ...]` is that of `other(key)`, of the same shape, with probability `share`."""
+    draw_key, other_key = jax.random.split(key)
+    chosen = jax.random.bernoulli(draw_key, share, value.shape[:1])
+    return jnp.where(along(chosen, value), other(other_key), value)
+
+
 def worst_draw(key: jax.Array, value: jax.Array, radius: Any, harm: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """For each row of `value` `[N, ...]` the most harmful of `CANDIDATES` draws from the cube around it.
 

@@ -30,6 +30,7 @@ from jaxaudit.specification.sections import (
 )
 from jaxaudit.specification.tables import Table, given, to_text
 from jaxaudit.specification.trial import misfits
+from jaxaudit.text import Text
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Spec:
     """A whole audit. `source` is where it was read, for messages; it does not count in comparisons."""
 
     audit: AuditSpec
-    task: TaskSpec
+    task: TaskSpec | Text
     learner: LearnerSpec
     perturbations: tuple[Entry, ...]
     metrics: MetricSettings = field(default_factory=MetricSettings)

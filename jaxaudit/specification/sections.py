@@ -13,6 +13,7 @@ from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.specification.tables import Table, given
+from jaxaudit.text import Text
 
 MOST_STEPS = 2**31 - 1
 MOST_SEEDS = 1_000_000
@@ -123,23 +124,38 @@ def task_names() -> list[str]:
     return list(registry.tasks)
 
 
-def read_task(sections: Table) -> TaskSpec:
+def read_task(sections: Table) -> TaskSpec | Text:
     """Reads [task]. Raises UserError."""
     from jaxaudit.tasks import foreign  # slow, so not before it is needed
 
+    kind = _section(sections, "task", None).get("kind", str)
+    if kind == "text":
+        return _read_text(_section(sections, "task", _names(Text)))
     table = _section(sections, "task", _names(TaskSpec))
-    kind, name = table.get("kind", str), table.get("name", str)
+    name = table.get("name", str)
     if kind == "mujoco":
         if name not in (known := task_names()):
             raise UserError(f"{table.place}: {registry.unknown('task', name, known)}")
         return TaskSpec("mujoco", name, table.get("physics", Literal["auto", "c", "mjx"], TaskSpec.physics))
     if kind not in foreign.FAMILIES:
-        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, ['mujoco', *foreign.FAMILIES])}")
+        known = ["mujoco", "text", *foreign.FAMILIES]
+        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, known)}")
     name = name.removeprefix(f"{kind}:")
     physics = table.get("physics", str, TaskSpec.physics)
     with placed(table.place):
         foreign.check(kind, name, physics)
     return TaskSpec(kind, f"{kind}:{name}", physics)
+
+
+def _read_text(table: Table) -> Text:
+    standard = Text()
+    with placed(table.place):
+        return Text(
+            name=table.get("name", str),
+            tokenizer=table.get("tokenizer", str, standard.tokenizer),
+            vocabulary=table.get("vocabulary", int, standard.vocabulary),
+            shift=table.get("shift", str, None),
+        )
 
 
 @dataclass(frozen=True)

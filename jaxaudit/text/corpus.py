@@ -116,7 +116,7 @@ def load(text: Text | str) -> Corpus:
     for name, part in parts.items():
         if part is not None and part.size and (largest := int(part.max())) >= vocabulary:
             raise ValueError(f"corpus {name!r} has token {largest}; the vocabulary's are 0 to {vocabulary - 1}")
-    digests = [hashlib.sha256(part).digest() for part in parts.values() if part is not None]
+    digests = [hashlib.sha256(np.ascontiguousarray(part).data).digest() for part in parts.values() if part is not None]
     return Corpus(train, validation, shift, vocabulary, hashlib.sha256(b"".join(digests)).hexdigest())
 
 

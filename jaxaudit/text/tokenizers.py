@@ -18,15 +18,15 @@ VOCABULARY_FILES = ("vocab.json", "merges.txt")
 
 
 class Tokenizer(Protocol):
-    """Makes documents into tokens.
+    """Makes documents into tokens."""
 
-    Attributes:
-      vocabulary: tokens there are.
-      identity: tells it from every other tokenizer.
-    """
+    @property
+    def vocabulary(self) -> int:
+        """Tokens there are."""
 
-    vocabulary: int
-    identity: str
+    @property
+    def identity(self) -> str:
+        """Tells it from every other tokenizer."""
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """The documents in a row, each ended by the end of text, uint16 `[N]`."""
@@ -54,7 +54,7 @@ class BytePairs:
     identity: str
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
-        """The documents in a row, each ended by the end of text, uint16 `[N]`; bytes that are not UTF-8 are replaced."""
+        """The documents in a row, each ended by the end of text, uint16 `[N]`; what is not UTF-8 is replaced."""
         end = np.array([self.encoder.token_to_id(END_OF_TEXT)], np.uint16)
         encoded = self.encoder.encode_batch([d.decode("utf-8", "replace") for d in documents])
         return np.concatenate([part for e in encoded for part in (np.array(e.ids, np.uint16), end)])

@@ -1,0 +1,317 @@
+"""GPT-2 trained on text with AdamW, as the paper's Table S3 has it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxaudit import registry
+from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
+from jaxaudit.kernels.cross_entropy import CrossEntropy, cross_entropy
+from jaxaudit.learner import Learner
+from jaxaudit.learners import settings as checks
+from jaxaudit.learners.evaluation import when_due
+from jaxaudit.learners.optimizer import Optimizer, warmup_cosine
+from jaxaudit.models import gpt2, gpt2_checkpoint
+from jaxaudit.moments import SECOND_MOMENT
+from jaxaudit.paths import groups_of, squares_by_group
+from jaxaudit.taps import Taps
+from jaxaudit.text import Corpus, Text, batches, load
+
+Params = gpt2.Params
+
+
+@dataclass(frozen=True)
+class LanguageModelSettings:
+    """What GPT-2 is trained with; the defaults are Table S3's and section S4's.
+
+    Attributes:
+      size: of the model.
+      context: tokens a sequence has.
+      batch_size: sequences in a step.
+      accumulation: microbatches a step's sequences are dealt with in; x_grad is measured over them, from two on.
+      learning_rate: AdamW's, at its peak.
+      warmup: share of the run in which the rate rises.
+      final_rate: what the cosine falls to, as a share of the peak.
+      beta1, beta2, epsilon: AdamW's.
+      weight_decay: of kernels and embeddings, not of biases and norms.
+      max_grad_norm: threshold on the gradient's global norm.
+      precision: of activations and products; parameters are float32.
+      remat: layers are computed again in the backward pass, which takes less memory and more time.
+      checkpoint: a folder or safetensors file with GPT-2's parameters to begin with; "": random ones.
+      held_out: sequences whose mean loss, negative, is the performance: the same ones in every lane and step.
+      evaluations: how often in a run the validation perplexity is measured, evenly spaced; 0: never.
+      validation: the most sequences of it.
+      telemetry: "basic", or "full", which adds norms by layer, the dominant share of the gradients' Gram matrix, the
+        noise scale, logits, attention and second moments.
+    """
+
+    size: Literal["nano", "mini", "124m", "355m", "774m"] = "124m"
+    context: int = 1024
+    batch_size: int = 32
+    accumulation: int = 4
+    learning_rate: float = 5e-4
+    warmup: float = 0.02
+    final_rate: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 1e-4
+    max_grad_norm: float = 1.0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
+    checkpoint: str = ""
+    held_out: int = 8
+    evaluations: int = 10
+    validation: int = 256
+    telemetry: str = "full"
+
+    def __post_init__(self):
+        checks.at_least_one(self, "context", "batch_size", "accumulation", "held_out", "validation")
+        checks.not_negative(self, "weight_decay", "evaluations")
+        checks.positive(self, "learning_rate", "epsilon", "max_grad_norm")
+        checks.fractions(self, "warmup", "final_rate", "beta1", "beta2")
+        checks.telemetry(self.telemetry)
+        checks.one_of(self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"))
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"accumulation {self.accumulation} does not divide the batch_size {self.batch_size}")
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens predicted in one step."""
+        return self.batch_size * self.context
+
+
+@struct.dataclass
+class Data:
+    """The text all lanes read, uint16.
+
+    Attributes:
+      train: `[N]`.
+      held_out: `[held_out, context + 1]`.
+      validation: `[M, context + 1]`.
+      second_corpus: `[S]`, or None.
+    """
+
+    train: Any
+    held_out: Any
+    validation: Any
+    second_corpus: Any
+
+
+@struct.dataclass
+class LanguageModelState:
+    """Parameters, and the optimizer's state."""
+
+    params: Any
+    optimizer: Any
+
+
+class LanguageModel:
+    """One step: read a batch, add up its microbatches' gradients, update; then look at the held-out text.
+
+    Args:
+      vocabulary: of the corpus.
+      settings: as given.
+      start: the parameters to begin with; None: random ones.
+    """
+
+    def __init__(self, vocabulary: int, settings: LanguageModelSettings, start: Params | None = None):
+        self.settings = settings
+        self.start = start
+        self.model = model_of(vocabulary, settings)
+        self.observing = self.model.clone(observe=settings.telemetry == "full")
+        self.optimizer = Optimizer(
+            optax.chain(
+                optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon),
+                optax.add_decayed_weights(settings.weight_decay, decays),
+            ),
+            warmup_cosine(settings.learning_rate, settings.warmup, settings.final_rate),
+            settings.max_grad_norm,
+        )
+
+    def init_params(self, key: jax.Array) -> Params:
+        """Random parameters."""
+        return gpt2.init_params(self.model, key)
+
+    def init(self, key: jax.Array) -> LanguageModelState:
+        """The state before the first step."""
+        params = self.init_params(key)
+        if self.start is not None:
+            # Through a callback, for as a constant it would be part of the program's text.
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+            params = jax.pure_callback(lambda: self.start, shapes, vmap_method="broadcast_all")
+        return LanguageModelState(params, self.optimizer.init(params))
+
+    def step(
+        self, state: LanguageModelState, key: jax.Array, taps: Taps
+    ) -> tuple[LanguageModelState, dict[str, jax.Array]]:
+        """One update."""
+        before, optimizer = self.optimizer.disturb(state.params, state.optimizer, taps, self.init_params)
+        tokens = self.read(key, taps)
+        smoothing = taps("objective", jnp.zeros(()))
+        gradient, telemetry = self.gradient(before, tokens, smoothing)
+        params, optimizer, update = self.optimizer.update(before, optimizer, gradient, taps)
+        held_out, entropies = self.losses(self.observing, params, taps.data.held_out.astype(jnp.int32))
+        telemetry |= {
+            "performance": -held_out.loss,
+            "validation_perplexity": when_due(
+                taps, self.settings.evaluations, lambda: jnp.exp(self.validation_loss(params, taps.data.validation))
+            ),
+            "learning_rate": update.learning_rate,
+            "gradient_norm": update.gradient_norm,
+            "clipped_fraction": update.clipped,
+            "x_mem": update.memory,
+            "params_norm": optax.tree.norm(params),
+            "update_norm": update.update_norm,
+        }
+        if self.settings.telemetry == "full":
+            telemetry |= {
+                "layer_gradient_norm": jnp.sqrt(squares_by_group(gradient)),
+                "layer_update_norm": jnp.sqrt(squares_by_group(jax.tree.map(jnp.subtract, params, before))),
+                "layer_params_norm": jnp.sqrt(squares_by_group(params)),
+                "logit_scale": jnp.sqrt(held_out.square),
+                "attention_entropy": entropies,
+                **second_moment(optimizer),
+            }
+        return LanguageModelState(params, optimizer), telemetry
+
+    def read(self, key: jax.Array, taps: Taps) -> jax.Array:
+        """A batch of text, int32 `[batch_size, context + 1]`, disturbed or not."""
+        settings, data = self.settings, taps.data
+        size = settings.batch_size, settings.context + 1
+        offered: dict[str, Any] = {"mask": self.model.vocabulary - 1, "vocabulary": self.model.vocabulary}
+        if data.second_corpus is not None:
+            offered["second_corpus"] = lambda key: batches.draw(key, data.second_corpus, *size)
+        return taps("tokens", batches.draw(key, data.train, *size), **offered)
+
+    def gradient(self, params: Params, tokens: jax.Array, smoothing: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
+        """The mean gradient of a batch, and what its microbatches' gradients tell, all taken at one point."""
+        settings = self.settings
+        microbatches = tokens.reshape(settings.accumulation, -1, tokens.shape[1])
+
+        def loss(params: Params, tokens: jax.Array) -> jax.Array:
+            return self.losses(self.model, params, tokens, smoothing)[0].loss
+
+        value_and_gradient = jax.value_and_grad(loss)
+        if settings.accumulation == 1:
+            value, gradient = value_and_gradient(params, tokens)
+            return gradient, {"loss": value, "x_grad": jnp.float32(jnp.nan)}
+
+        def one(total: CoherenceSum, tokens: jax.Array):
+            value, gradient = value_and_gradient(params, tokens)
+            return total.add(gradient), (value, gradient if settings.telemetry == "full" else None)
+
+        total, (values, gradients) = jax.lax.scan(one, CoherenceSum.zeros(params), microbatches)
+        telemetry = {"loss": jnp.mean(values), "x_grad": total.mean_pairwise_cosine()}
+        if settings.telemetry == "full":
+            noise_scale = total.noise_scale(settings.batch_size // settings.accumulation).noise_scale
+            telemetry |= {"x_grad_dominant": dominant_share(gradients), "gradient_noise_scale": noise_scale}
+        return jax.tree.map(lambda g: g / settings.accumulation, total.gradient_sum), telemetry
+
+    def losses(
+        self, model: gpt2.GPT2, params: Params, tokens: jax.Array, smoothing: jax.Array | float = 0.0
+    ) -> tuple[CrossEntropy, jax.Array]:
+        """Mean cross entropy, in nats, of predicting each next token of `[B, T + 1]`; and attention's entropies."""
+        hidden, entropies = gpt2.apply(model, params, tokens[:, :-1])
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        weights = jnp.full(hidden.shape[0], 1.0 / hidden.shape[0])
+        embedding = params["wte"]["embedding"].astype(hidden.dtype)
+        return cross_entropy(hidden, embedding, tokens[:, 1:].reshape(-1), weights, smoothing), entropies
+
+    def validation_loss(self, params: Params, sequences: jax.Array) -> jax.Array:
+        """Mean loss over sequences `[M, T + 1]`, as many at a time as are held out."""
+        at_a_time = min(self.settings.held_out, sequences.shape[0])
+
+        def loss(row: jax.Array) -> jax.Array:
+            return self.losses(self.model, params, row[None].astype(jnp.int32))[0].loss
+
+        return jnp.mean(jax.lax.map(loss, sequences, batch_size=at_a_time))
+
+
+def model_of(vocabulary: int, settings: LanguageModelSettings) -> gpt2.GPT2:
+    """The model of some settings."""
+    size, dtype = gpt2.SIZES[settings.size], jnp.dtype(settings.precision)
+    return gpt2.GPT2(vocabulary, settings.context, size, dtype, settings.remat)
+
+
+def decays(params: Params) -> Any:
+    """Which parameters weight decay acts on: kernels and embeddings."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
+
+
+def second_moment(optimizer: Any) -> dict[str, jax.Array]:
+    """Statistics of Adam's second moment over all parameters: the root of its mean, and the share that is tiny."""
+    (moments,) = (found for name in SECOND_MOMENT for _, found in optax.tree.get_all_with_path(optimizer, name))
+    leaves = jax.tree.leaves(moments)
+    count = sum(leaf.size for leaf in leaves)
+    return {
+        "second_moment_root_mean": jnp.sqrt(sum(jnp.sum(leaf) for leaf in leaves) / count),
+        "second_moment_tiny_fraction": sum(jnp.sum(leaf < TINY) for leaf in leaves) / count,
+    }
+
+
+TINY = 1e-16
+"""A second moment whose root is below Adam's usual epsilon, 1e-8: the step no longer adapts to the gradient."""
+
+
+def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
+    """GPT-2 on a text: `language_model("python-stdlib", size="nano", context=128, batch_size=8)`.
+
+    Args:
+      task: a corpus's name, a `Text`, or a [task] table of a spec.
+      **settings: fields of `LanguageModelSettings`.
+
+    Raises:
+      ValueError: for a corpus, checkpoint or setting that does not exist or makes no sense.
+    """
+    if not isinstance(task, str | Text):
+        raise ValueError(f"learner 'language_model' trains on a task of kind 'text', not {task.kind!r}")
+    chosen = LanguageModelSettings(**settings)
+    corpus = load(task)
+    start = None
+    provenance = {"corpus": corpus.sha256}
+    if chosen.checkpoint:
+        start = gpt2_checkpoint.load(chosen.checkpoint, model_of(corpus.vocabulary, chosen))
+        leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(start)]
+        provenance["checkpoint"] = hashlib.sha256(b"".join(leaves)).hexdigest()
+    made = LanguageModel(corpus.vocabulary, chosen, start)
+    groups = groups_of(jax.eval_shape(made.init_params, jax.random.key(0)))
+    layers = tuple(group for group in groups if group.startswith("h/"))
+    by_group = ("layer_gradient_norm", "layer_update_norm", "layer_params_norm")
+    vectors = dict.fromkeys(by_group, ("layer", groups)) | {"attention_entropy": ("attention_layer", layers)}
+    return Learner(
+        made.init,
+        made.step,
+        name="language_model",
+        step_unit=f"{chosen.step_tokens} tokens",
+        performance_name="minus the loss on held-out text",
+        samples_per_step=chosen.step_tokens,
+        vectors=vectors if chosen.telemetry == "full" else {},
+        data=data_of(corpus, chosen),
+        provenance=provenance,
+    )
+
+
+def data_of(corpus: Corpus, settings: LanguageModelSettings) -> Data:
+    """What the lanes read of a corpus. Raises ValueError where it is too short for one sequence."""
+    length = settings.context + 1
+    for tokens in (corpus.train, corpus.shift):
+        if tokens is not None and len(tokens) < length:
+            raise ValueError(f"the corpus has {len(tokens)} tokens to train on, and a sequence has {length}")
+    return Data(
+        corpus.train,
+        batches.evenly_spaced(corpus.validation, settings.held_out, length),
+        batches.evenly_spaced(corpus.validation, settings.validation, length),
+        corpus.shift,
+    )
+
+
+language_model.settings = LanguageModelSettings  # type: ignore[attr-defined]
+registry.learners.register("language_model", language_model)
