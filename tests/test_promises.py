@@ -227,7 +227,9 @@ def test_one_program_new_magnitudes_windows_and_targets_compile_nothing(case):
     ]
     case.train(retimed)
     aimed = [
-        ja.chain(*(dataclasses.replace(p, target=case.aim if p.site in ("params", "gradient") else None) for p in x.parts))
+        ja.chain(
+            *(dataclasses.replace(p, target=case.aim if p.site in ("params", "gradient") else None) for p in x.parts)
+        )
         for x in case.perturbations()
     ]
     arrays, _ = case.train(aimed)

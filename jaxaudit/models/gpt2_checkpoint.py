@@ -56,7 +56,7 @@ def load(path: str | Path, model: GPT2) -> Params:
     shapes = jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
     leaves, structure = jax.tree.flatten(shapes)
     with safe_open(file, framework="numpy") as opened:
-        found = [_parameter(opened, header, prefix, tensors, file) for tensors in _tensors(shapes)]
+        found = [_parameter(opened, header, prefix, members, file) for members in _tensors(shapes)]
     return jax.tree.unflatten(structure, [x.reshape(leaf.shape) for x, leaf in zip(found, leaves, strict=True)])
 
 
@@ -64,13 +64,17 @@ def save(folder: str | Path, params: Params, model: GPT2) -> None:
     """Writes parameters as a folder that `transformers.GPT2LMHeadModel.from_pretrained` reads."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for leaf, members in zip(jax.tree.leaves(params), _tensors(params), strict=True):
-        for member in members:
-            array = leaf if member.layer is None else leaf[member.layer]
-            tensors[PREFIX + member.name] = np.ascontiguousarray(array, np.float32)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors(params), folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(_config(model), indent=2) + "\n")
+
+
+def tensors(params: Params) -> dict[str, np.ndarray]:
+    """A tree like the parameters, as float32 arrays by their names in the files."""
+    return {
+        PREFIX + member.name: np.ascontiguousarray(leaf if member.layer is None else leaf[member.layer], np.float32)
+        for leaf, members in zip(jax.tree.leaves(params), _tensors(params), strict=True)
+        for member in members
+    }
 
 
 def _config(model: GPT2) -> dict[str, Any]:
@@ -123,10 +127,10 @@ def _header(file: Path) -> dict[str, Any]:
     return {name: header[name] for name in ends}
 
 
-def _parameter(opened: Any, header: dict, prefix: str, tensors: tuple[Tensor, ...], file: Path) -> np.ndarray:
+def _parameter(opened: Any, header: dict, prefix: str, members: tuple[Tensor, ...], file: Path) -> np.ndarray:
     """A parameter, its layers stacked."""
     arrays = []
-    for tensor in tensors:
+    for tensor in members:
         name = prefix + tensor.name
         if name not in header:
             raise ValueError(f"{file} has no tensor '{name}', which this model has")
@@ -144,7 +148,7 @@ def _parameter(opened: Any, header: dict, prefix: str, tensors: tuple[Tensor, ..
         if not np.isfinite(array).all():
             raise ValueError(f"{file}: tensor '{name}' has entries that are not finite")
         arrays.append(array)
-    return np.stack(arrays) if tensors[0].layer is not None else arrays[0]
+    return np.stack(arrays) if members[0].layer is not None else arrays[0]
 
 
 def _tensors(params: Params) -> Iterator[tuple[Tensor, ...]]:

@@ -1,0 +1,85 @@
+"""This package's GPT-2 beside PyTorch's: logits, loss, gradients and AdamW steps from one file of weights.
+
+python transformers_reference.py 124m OUT     # with torch and transformers
+python parity.py OUT                          # with jaxaudit
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxaudit as ja
+from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings
+from jaxaudit.models import gpt2, gpt2_checkpoint
+
+
+def main() -> None:
+    """Prints the deviations."""
+    for name, value in deviations(Path(sys.argv[1])).items():
+        print(f"{name}: {value:.2g}")
+
+
+def deviations(folder: Path) -> dict[str, float]:
+    """Largest ones, in words."""
+    reference = np.load(folder / "reference.npz")
+    learner, params = read(folder)
+    tokens = reference["tokens"].astype(np.int32)
+    hidden = jax.jit(lambda p, t: gpt2.apply(learner.model, p, t)[0])(params, tokens[0, :, :-1])
+    logits = hidden @ params["wte"]["embedding"].T
+    gradient, telemetry = jax.jit(learner.gradient)(params, tokens[0], jnp.zeros(()))
+    found = gpt2_checkpoint.tensors(gradient)
+    wanted = {name: reference[f"gradient.{name}"] for name in found}
+    losses = np.array(train(learner, params, tokens))
+    return {
+        "logits, absolute": np.abs(logits - reference["logits"]).max(),
+        "loss, absolute": abs(float(telemetry["loss"]) - float(reference["loss"])),
+        "a parameter's gradient, relative to its largest entry": max(
+            np.abs(found[name] - wanted[name]).max() / np.abs(wanted[name]).max() for name in found
+        ),
+        f"loss over {len(losses)} AdamW steps, relative": np.abs(losses / reference["losses"] - 1).max(),
+    }
+
+
+def read(folder: Path) -> tuple[LanguageModel, gpt2.Params]:
+    """The learner with the reference's settings, and its parameters."""
+    config = json.loads((folder / "config.json").read_text())
+    gpt2.SIZES["reference"] = gpt2.Size(config["n_embd"], config["n_layer"], config["n_head"])
+    settings = LanguageModelSettings(
+        size="reference",
+        context=config["n_positions"],
+        accumulation=1,
+        learning_rate=5e-4,
+        warmup=0.25,
+        final_rate=0.1,
+        weight_decay=0.1,
+        telemetry="basic",
+    )
+    learner = LanguageModel(config["vocab_size"], settings)
+    return learner, gpt2_checkpoint.load(folder, learner.model)
+
+
+def train(learner: LanguageModel, params: gpt2.Params, tokens: np.ndarray) -> list[float]:
+    """The loss before each step on the batches `[steps, B, T + 1]`."""
+
+    @jax.jit
+    def step(params, optimizer, batch, index):
+        gradient, telemetry = learner.gradient(params, batch, jnp.zeros(()))
+        taps = ja.Taps(index, len(tokens))
+        params, optimizer, _ = learner.optimizer.update(params, optimizer, gradient, taps)
+        return params, optimizer, telemetry["loss"]
+
+    optimizer, losses = learner.optimizer.init(params), []
+    for index, batch in enumerate(tokens):
+        params, optimizer, loss = step(params, optimizer, batch, jnp.int32(index))
+        losses.append(float(loss))
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""GPT-2 against transformers' (tests/data/gpt2, written by experiments/language_models/transformers_reference.py)."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxaudit.models import gpt2, gpt2_checkpoint
+from jaxaudit.models.gpt2 import GPT2, Size
+
+REFERENCE = Path(__file__).parent / "data" / "gpt2"
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "language_models"))
+
+MODEL = GPT2(40, 16, Size(16, 2, 2))
+
+
+def test_logits_loss_gradients_and_steps_are_those_of_transformers():
+    import parity
+
+    found = parity.deviations(REFERENCE)
+    bounds = (1e-4, 1e-5, 1e-4, 1e-3)
+    assert all(value < bound for value, bound in zip(found.values(), bounds, strict=True)), found
+
+
+def test_a_saved_checkpoint_has_the_files_tensors(tmp_path):
+    params = gpt2_checkpoint.load(REFERENCE, MODEL)
+    gpt2_checkpoint.save(tmp_path, params, MODEL)
+    written, original = load_file(tmp_path / "model.safetensors"), load_file(REFERENCE / "model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(np.array_equal(written[name], original[name]) for name in original)
+    theirs, mine = (json.loads((folder / "config.json").read_text()) for folder in (REFERENCE, tmp_path))
+    assert {k: theirs[k] for k in mine if k in theirs and k != "architectures"} == {
+        k: v for k, v in mine.items() if k in theirs and k != "architectures"
+    }
+
+
+def test_names_without_their_prefix_and_half_precision_can_be_read(tmp_path):
+    original = load_file(REFERENCE / "model.safetensors")
+    save_file(
+        {k.removeprefix("transformer."): v.astype(np.float16) for k, v in original.items()}, tmp_path / "w.safetensors"
+    )
+    half, whole = (gpt2_checkpoint.load(path, MODEL) for path in (tmp_path / "w.safetensors", REFERENCE))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), half, whole)
+
+
+def changed(folder, change):
+    """The reference with its tensors changed."""
+    tensors = dict(load_file(REFERENCE / "model.safetensors"))
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut_off(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) - 100])
+
+
+WRONG = {
+    "missing": (lambda t: t.pop("transformer.h.1.mlp.c_fc.bias"), "no tensor 'transformer.h.1.mlp.c_fc.bias'"),
+    "shape": (
+        lambda t: t.update({"transformer.wpe.weight": np.zeros((8, 16), np.float32)}),
+        r"'transformer.wpe.weight' has shape \[8, 16\], and this model's has \[16, 16\]",
+    ),
+    "type": (
+        lambda t: t.update({"transformer.ln_f.bias": np.zeros(16, np.int32)}),
+        "'transformer.ln_f.bias' is I32, not one of F64, F32",
+    ),
+    "not finite": (
+        lambda t: t.update({"transformer.ln_f.bias": np.full(16, np.nan, np.float32)}),
+        "'transformer.ln_f.bias' has entries that are not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_file_names_the_tensor(tmp_path, case):
+    change, sentence = WRONG[case]
+    changed(tmp_path, change)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        gpt2_checkpoint.load(tmp_path, MODEL)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_cut_off_names_the_tensor_it_ends_in(tmp_path):
+    shutil.copytree(REFERENCE, tmp_path, dirs_exist_ok=True)
+    cut_off(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"cut off: it ends within tensor 'transformer\."):
+        gpt2_checkpoint.load(tmp_path, MODEL)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\x10" + b"\0" * 7 + b"{not json}      ", bytes(2000)])
+def test_a_file_of_another_kind(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="not a safetensors file, or its header is damaged"):
+        gpt2_checkpoint.load(tmp_path, MODEL)
+
+
+def test_a_config_of_another_model(tmp_path):
+    shutil.copytree(REFERENCE, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_head": 4}))
+    with pytest.raises(ValueError, match="n_head is 4, and this one has 2"):
+        gpt2_checkpoint.load(tmp_path, MODEL)
+    with pytest.raises(ValueError, match="there is no such file"):
+        gpt2_checkpoint.load(tmp_path / "nothing", MODEL)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("124m", 124.44), ("355m", 354.82), ("774m", 774.03)])
+def test_the_papers_sizes(name, millions):
+    model = GPT2(50257, 1024, gpt2.SIZES[name])
+    assert gpt2.count(
+        jax.eval_shape(lambda key: gpt2.init_params(model, key), jax.random.key(0))
+    ) / 1e6 == pytest.approx(millions, abs=0.01)
+
+
+def test_initial_weights_have_gpt2s_spread():
+    params = gpt2.init_params(GPT2(512, 64, gpt2.SIZES["nano"]), jax.random.key(0))
+    layers = params["h"].layers
+    for kernel, std in [
+        (params["wte"]["embedding"], 0.02),
+        (layers["attn"]["c_attn"]["kernel"], 0.02),
+        (layers["mlp"]["c_proj"]["kernel"], 0.02 / np.sqrt(8)),
+        (layers["attn"]["c_proj"]["kernel"], 0.02 / np.sqrt(8)),
+    ]:
+        assert float(jnp.std(kernel)) == pytest.approx(std, rel=0.03)
+    assert not np.array_equal(layers["mlp"]["c_fc"]["kernel"][0], layers["mlp"]["c_fc"]["kernel"][1])
+
+
+def test_remat_and_half_precision_compute_the_same():
+    params = gpt2_checkpoint.load(REFERENCE, MODEL)
+    tokens = jnp.arange(24).reshape(2, 12) % 40
+
+    def gradient(model):
+        return jax.grad(lambda p: jnp.sum(gpt2.apply(model, p, tokens)[0].astype(jnp.float32) ** 2))(params)
+
+    plain, again = gradient(MODEL), gradient(MODEL.clone(remat=True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
+    half, _ = gpt2.apply(MODEL.clone(dtype=jnp.bfloat16), params, tokens)
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(jnp.float32), gpt2.apply(MODEL, params, tokens)[0], atol=0.1)
+
+
+def test_the_entropy_of_attention():
+    """Equal scores are uniform over what has been read: mean log n; one that stands out has none."""
+    same = jnp.zeros((1, 8, 2, 4))
+    assert float(gpt2.attention_entropy(same, same)) == pytest.approx(np.mean(np.log(np.arange(1, 9))), rel=1e-5)
+    sharp = 100.0 * jnp.eye(8)[None, :, None, :]
+    assert float(gpt2.attention_entropy(sharp, sharp)) == pytest.approx(0.0, abs=1e-4)
+
+
+def test_what_comes_later_is_not_seen():
+    params = gpt2_checkpoint.load(REFERENCE, MODEL)
+    one, other = jnp.arange(12)[None], jnp.arange(12)[None].at[0, 7].set(39)
+    before, after = (gpt2.apply(MODEL, params, tokens)[0] for tokens in (one, other))
+    np.testing.assert_array_equal(before[0, :7], after[0, :7])
+    assert (before[0, 7:] != after[0, 7:]).any(axis=1).all()
