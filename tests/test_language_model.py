@@ -1,0 +1,221 @@
+"""The language-model learner: its gradient, optimizer, batches, measurements and settings."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxaudit as ja
+from jaxaudit.errors import UserError
+from jaxaudit.execution.engine import Engine
+from jaxaudit.grid import Phase, plan
+from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings, decays
+from jaxaudit.learners.optimizer import warmup_cosine
+from jaxaudit.models import gpt2, gpt2_checkpoint
+from jaxaudit.paths import paths_of
+from jaxaudit.specification.document import parse
+from jaxaudit.text import Text, load
+
+SMALL = {"size": "nano", "context": 16, "batch_size": 8, "accumulation": 4, "held_out": 2, "validation": 4}
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A text with structure, and another."""
+    folder = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(0)
+    words = ["training ", "is ", "stable ", "until ", "it ", "falls ", "over. "]
+    (folder / "a.txt").write_text("".join(random.choice(words, 4000)))
+    (folder / "b.txt").write_text("ZYX" * 500)
+    return Text(name=str(folder / "a.txt"), shift=str(folder / "b.txt"))
+
+
+@pytest.fixture(scope="module")
+def made(corpus):
+    """The learner's parts: the algorithm, its parameters, a batch, and the learner."""
+    settings = LanguageModelSettings(**SMALL)
+    learner = ja.learners.language_model(corpus, **SMALL)
+    model = LanguageModel(257, settings)
+    tokens = model.read(KEY, ja.Taps(data=learner.data))
+    return model, model.init_params(KEY), tokens, learner
+
+
+def losses(model, params, tokens):
+    """Mean loss of sequences `[B, T + 1]`, from logits that are all there."""
+    logits = gpt2.apply(model.model, params, tokens[:, :-1])[0] @ params["wte"]["embedding"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def test_the_gradient_is_the_whole_batchs_and_coherence_its_microbatches(made):
+    model, params, tokens, _ = made
+    gradient, telemetry = jax.jit(model.gradient)(params, tokens, jnp.zeros(()))
+    whole_loss, whole = jax.jit(jax.value_and_grad(lambda p: losses(model, p, tokens)))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), gradient, whole)
+    np.testing.assert_allclose(telemetry["loss"], whole_loss, rtol=1e-5)
+    each = jax.jit(jax.vmap(lambda t: jax.grad(lambda p: losses(model, p, t))(params)))(tokens.reshape(4, 2, 17))
+    flat = np.concatenate([np.asarray(x, np.float64).reshape(4, -1) for x in jax.tree.leaves(each)], axis=1)
+    units = flat / np.linalg.norm(flat, axis=1, keepdims=True)
+    cosines = [units[i] @ units[j] for i, j in itertools.combinations(range(4), 2)]
+    assert float(telemetry["x_grad"]) == pytest.approx(np.mean(cosines), rel=1e-4)
+    assert float(telemetry["x_grad_dominant"]) == pytest.approx(np.linalg.eigvalsh(units @ units.T)[-1] / 4, rel=1e-4)
+    small, big = (flat**2).sum(1).mean(), (flat.mean(0) ** 2).sum()
+    signal = (8 * big - 2 * small) / 6
+    noise = (small - big) / (1 / 2 - 1 / 8)
+    assert float(telemetry["gradient_noise_scale"]) == pytest.approx(noise / signal, rel=1e-3)
+
+
+def test_without_accumulation_there_is_no_coherence(made):
+    model, params, tokens, _ = made
+    alone = LanguageModel(257, LanguageModelSettings(**SMALL | {"accumulation": 1, "telemetry": "basic"}))
+    gradient, telemetry = jax.jit(alone.gradient)(params, tokens, jnp.zeros(()))
+    assert np.isnan(telemetry["x_grad"])
+    wanted, _ = jax.jit(model.gradient)(params, tokens, jnp.zeros(()))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), gradient, wanted)
+
+
+def test_smoothing_moves_the_gradient_as_its_formula_says(made):
+    model, params, tokens, _ = made
+    smooth, _ = jax.jit(model.gradient)(params, tokens, jnp.float32(0.2))
+
+    def wanted(params):
+        logits = gpt2.apply(model.model, params, tokens[:, :-1])[0] @ params["wte"]["embedding"].T
+        target = optax.smooth_labels(jax.nn.one_hot(tokens[:, 1:], 257), 0.2)
+        return optax.softmax_cross_entropy(logits, target).mean()
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), smooth, jax.jit(jax.grad(wanted))(params)
+    )
+
+
+def test_decay_is_of_kernels_and_embeddings(made):
+    _, params, _, _ = made
+    chosen = jax.tree.map(lambda leaf, yes: jnp.full(leaf.shape, yes), params, decays(params))
+    leaves = [bool(leaf.all()) for leaf in jax.tree.leaves(chosen)]
+    names = [path.split("/")[-1] for path in paths_of(jax.tree.map(lambda _: 0, params["h"].layers))]
+    assert set(names) == {"kernel", "bias", "scale"}
+    decayed = {p[-1].key for (p, leaf) in jax.tree_util.tree_flatten_with_path(decays(params))[0] if leaf}
+    assert decayed == {"kernel", "embedding"}
+    assert any(leaves)
+
+
+def test_the_rate_rises_and_falls_along_a_cosine():
+    rate = warmup_cosine(2.0, 0.1, 0.25)
+    assert [float(rate(jnp.float32(p))) for p in (0.0, 0.05, 0.1)] == pytest.approx([0.0, 1.0, 2.0])
+    assert float(rate(jnp.float32(0.55))) == pytest.approx(2.0 * (0.25 + 0.75 / 2), rel=1e-5)
+    assert float(rate(jnp.float32(1.0))) == pytest.approx(0.5)
+    assert float(warmup_cosine(2.0, 0.0, 0.0)(jnp.float32(0.0))) == 2.0
+
+
+def train(learner, steps, start=0, states=None, engine=None):
+    engine = engine or Engine(
+        plan(learner, [ja.lr_spike(1.0, onset=steps - 1, duration=1)], seeds=2, steps=steps), steps
+    )
+    states = engine.initial(Phase(None)) if states is None else states
+    return engine.advance(Phase(None), states, start, steps)
+
+
+def test_it_learns_the_text_and_is_measured_on_text_it_does_not_read(made, corpus):
+    model, _, _, learner = made
+    learner = ja.learners.language_model(corpus, **SMALL | {"learning_rate": 3e-3, "evaluations": 2, "warmup": 0.1})
+    states, rows = train(learner, 60)
+    text = load(corpus)
+    counts = np.bincount(text.train, minlength=257) / len(text.train)
+    unigram = -np.sum(counts[counts > 0] * np.log(counts[counts > 0]))
+    assert (rows["performance"][-1, :2] > -unigram + 0.8).all()
+    params = jax.tree.map(lambda x: x[0], states.learner.params)
+    held_out = losses(model, params, learner.data.held_out.astype(jnp.int32))
+    assert float(rows["performance"][-1, 0]) == pytest.approx(-float(held_out), rel=1e-4)
+    perplexity = np.asarray(rows["validation_perplexity"])
+    np.testing.assert_array_equal(np.isfinite(perplexity[:, 0]), [(t + 1) % 30 == 0 for t in range(60)])
+    wanted = np.exp(losses(model, params, learner.data.validation.astype(jnp.int32)))
+    assert float(perplexity[-1, 0]) == pytest.approx(float(wanted), rel=1e-4)
+    labels = dict(learner.vectors.values())
+    for name in ("layer_gradient_norm", "layer_update_norm", "layer_params_norm"):
+        whole = np.sqrt((np.asarray(rows[name]) ** 2).sum(-1))
+        np.testing.assert_allclose(whole, rows[name.removeprefix("layer_")], rtol=1e-3)
+        assert rows[name].shape[-1] == len(labels["layer"]) == 7
+    assert rows["attention_entropy"].shape[-1] == len(labels["attention_layer"]) == 4
+    assert (rows["clipped_fraction"] == (rows["gradient_norm"] > 1.0)).all()
+
+
+def test_stopped_and_resumed_it_reads_the_same_batches(made):
+    *_, learner = made
+    grid = plan(learner, [ja.lr_spike(1.0, onset=5, duration=1)], seeds=2, steps=6)
+    engine = Engine(grid, 6)
+    states, whole = engine.advance(Phase(None), engine.initial(Phase(None)), 0, 6)
+    states, _ = engine.advance(Phase(None), engine.initial(Phase(None)), 0, 3)
+    kept = engine.copies(Phase(None), states)
+    _, rest = engine.advance(Phase(None), engine.restored(kept, Phase(None)), 3, 6)
+    for name in whole:
+        np.testing.assert_array_equal(whole[name][3:6, :2], rest[name][:3, :2])
+    assert (whole["loss"][:, 0] != whole["loss"][:, 1]).all()
+
+
+def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
+    model, params, _, _ = made
+    gpt2_checkpoint.save(tmp_path, params, model.model)
+    learner = ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL)
+    states = jax.jit(jax.vmap(learner.init))(jax.random.split(KEY, 2))
+    for lane in range(2):
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[lane], y), states.params, params)  # noqa: B023
+    assert learner.provenance.keys() == {"corpus", "checkpoint"}
+    with pytest.raises(
+        ValueError, match=r"'transformer.wpe.weight' has shape \[16, 96\], and this model's has \[8, 96\]"
+    ):
+        ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL | {"context": 8})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"size": "huge"}, "size must be nano, mini, 124m, 355m, 774m, not 'huge'"),
+        ({"accumulation": 3}, "accumulation 3 does not divide the batch_size 8"),
+        ({"context": 10**6}, "tokens to train on, and a sequence has 1000001"),
+        ({"precision": "float16"}, "precision must be float32, bfloat16"),
+        ({"warmup": 1.5}, r"warmup must lie in \[0, 1\]"),
+    ],
+)
+def test_settings_that_make_no_sense(corpus, settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ja.learners.language_model(corpus, **SMALL | settings)
+
+
+SPEC = """
+[audit]
+seeds = 1
+steps = 20
+[task]
+kind = "{kind}"
+name = "{name}"
+[learner]
+kind = "{learner}"
+[[perturbation]]
+kind = "lr_spike"
+"""
+
+
+def test_a_text_and_an_environment_are_for_learners_of_their_own():
+    for kind, name, learner, sentence in [
+        ("text", "python-stdlib", "ppo", "learner 'ppo' trains on environments, not on a task of kind 'text'"),
+        ("mujoco", "Hopper-v5", "language_model", "trains on a task of kind 'text', not 'mujoco'"),
+        ("text", "nowhere.txt", "language_model", "'nowhere.txt' is neither a built-in corpus"),
+    ]:
+        with pytest.raises(UserError, match=sentence):
+            parse(SPEC.format(kind=kind, name=name, learner=learner)).build()
+
+
+def test_a_spec_with_a_text_is_written_with_its_defaults(corpus):
+    spec = parse(SPEC.format(kind="text", name=corpus.name, learner="language_model"))
+    assert parse(spec.to_toml()) == spec
+    assert 'tokenizer = "bytes"' in spec.to_toml()
+
+
+def test_without_a_second_corpus_a_shift_is_refused():
+    text = SPEC.format(kind="text", name="python-docstrings", learner="language_model")
+    text = text.replace("lr_spike", "distribution_shift").replace('"language_model"', '"language_model"\nsize = "nano"')
+    with pytest.raises(UserError, match="'distribution_shift' needs second_corpus at site 'tokens'"):
+        parse(text).build()
