@@ -1,6 +1,6 @@
 """jaxaudit: how stable is this training run? See the README for the tour."""
 
-from jaxaudit import learners, metrics, statistics, tasks
+from jaxaudit import learners, metrics, statistics, tasks, text
 from jaxaudit.audit import audit
 from jaxaudit.grid import compiled, inputs, plan, run
 from jaxaudit.learner import Learner
@@ -33,5 +33,6 @@ __all__ = [
     "run",
     "statistics",
     "tasks",
+    "text",
     *_perturbations,
 ]

@@ -419,3 +419,64 @@ def test_a_learners_sites_are_found_without_running_it():
 def test_taps_outside_an_audit_change_nothing():
     value = {"w": jnp.arange(3.0)}
     assert Taps()("gradient", value) is value
+
+
+TOKENS = jnp.arange(200 * 65).reshape(200, 65) % 90
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4])
+def test_token_corruption_masks_the_stated_share_anywhere(share):
+    masked = np.asarray(applied("token_corruption", TOKENS, share, mask=99) == 99)
+    assert stats.binomtest(int(masked.sum()), masked.size, share).pvalue > 1e-3
+    for axis in (0, 1):
+        counts = masked.sum(axis)
+        expected = share * masked.shape[axis]
+        assert stats.chisquare(counts, np.full(counts.shape, counts.mean())).pvalue > 1e-3, expected
+    untouched = applied("token_corruption", TOKENS, share, mask=99)[~masked]
+    np.testing.assert_array_equal(untouched, TOKENS[~masked])
+
+
+def test_token_replacement_draws_from_the_whole_vocabulary():
+    replaced = np.asarray(applied("token_replacement", TOKENS, 1.0, vocabulary=90))
+    assert replaced.dtype == TOKENS.dtype
+    assert stats.chisquare(np.bincount(replaced.ravel(), minlength=90)).pvalue > 1e-3
+    some = np.asarray(applied("token_replacement", TOKENS, 0.1, vocabulary=90) != TOKENS)
+    assert stats.binomtest(int(some.sum()), some.size, 0.1 * 89 / 90).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "share"),
+    [
+        ("distribution_shift", {}, 0.3),
+        ("distribution_drift", {"elapsed": 0.5}, 0.15),
+    ],
+)
+def test_a_share_of_the_sequences_is_of_the_second_corpus(name, context, share):
+    counts, keys = [], []
+
+    def second_corpus(key):
+        keys.append(key)
+        return jnp.full(TOKENS.shape, 99)
+
+    for index in range(20):
+        mixed = applied(name, TOKENS, 0.3, key=jax.random.fold_in(KEY, index), second_corpus=second_corpus, **context)
+        whole = np.asarray(mixed == 99)
+        assert (whole.all(1) == whole.any(1)).all()
+        counts.append(whole.all(1).sum())
+    assert stats.binomtest(int(sum(counts)), 20 * len(TOKENS), share).pvalue > 1e-3
+    assert len({jax.random.key_data(key).tobytes() for key in keys}) == 20
+
+
+def test_label_smoothing_is_told_to_the_objective():
+    assert applied("label_smoothing", jnp.zeros(()), 0.2) == jnp.float32(0.2)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(7, jnp.bfloat16), (10, jnp.float16), (3, jnp.float8_e4m3fn), (2, jnp.float8_e5m2)]
+)
+def test_quantize_float_rounds_as_the_formats_do(bits, dtype):
+    value = {"w": jnp.asarray(np.random.default_rng(0).uniform(0.1, 2.0, 5000) * np.tile([1, -1], 2500), jnp.float32)}
+    rounded = applied("quantize_float", value, float(bits))["w"]
+    np.testing.assert_array_equal(rounded, value["w"].astype(dtype).astype(jnp.float32))
+    zeros = applied("quantize_float", {"w": jnp.zeros(3)}, float(bits))["w"]
+    np.testing.assert_array_equal(zeros, 0.0)
