@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxaudit import results
 from jaxaudit.execution import memory
+from jaxaudit.execution.choice import settle
 from jaxaudit.execution.engine import Engine, Piece
 from jaxaudit.execution.schedule import is_onset, schedule
 from jaxaudit.grid import Execution, blank_telemetry, place, plan
@@ -36,7 +37,8 @@ def audit(
       perturbations: each with its magnitude or sweep of magnitudes, window and target.
       seeds: how many, or which.
       steps: of a run.
-      execution: how a device runs its lanes: "vmap", "map" (one after another) or a batch size.
+      execution: how a device runs its lanes: "vmap", "map" (one after another), a batch size, or "auto", what is
+        fastest in a measurement.
       devices: lanes are spread evenly over these; all of JAX's by default.
       lanes: the most that are on the devices at a time; "auto": as many as their memory can hold.
       settings: windows of the metrics.
@@ -59,7 +61,7 @@ def audit(
         tail=chosen.window,
         lanes=lanes,
     )
-    engine, _ = memory.fit(grid, steps, resident=True)
+    engine, _ = memory.fit(settle(grid)[0], steps, resident=True)
     arrays, trained = _train(engine)
     arrays |= results.derived(arrays[PERFORMANCE], chosen)
     data = results.telemetry(grid, arrays)

@@ -35,7 +35,10 @@ from jaxaudit.taps import (
 )
 
 Execution = str | int
-"""How the lanes of one device run: "vmap", "map" (one after the other), or a batch size (above 16 in whole eights)."""
+"""How the lanes of one device run: "vmap", "map" (one after the other), or a batch size (above 16 in whole eights).
+
+"auto" is left to who runs a grid, and "vmap" until then.
+"""
 
 
 VECTOR = 8
@@ -257,9 +260,9 @@ def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _execution(execution: Execution) -> Execution:
-    known = execution in ("vmap", "map") if isinstance(execution, str) else execution >= 1
+    known = execution in ("auto", "vmap", "map") if isinstance(execution, str) else execution >= 1
     if isinstance(execution, bool) or not known:
-        raise ValueError(f"execution must be 'vmap', 'map' or a batch size of at least 1, not {execution!r}")
+        raise ValueError(f"execution must be 'auto', 'vmap', 'map' or a batch size of at least 1, not {execution!r}")
     return execution
 
 
@@ -461,7 +464,7 @@ def on_devices(program: Program, function: Callable, in_specs: Any, out_specs: A
 
 
 def _each_lane(function: Callable, execution: Execution) -> Callable:
-    if execution == "vmap":
+    if execution in ("vmap", "auto"):
         return jax.vmap(function)
     batch = None if execution == "map" else whole_vectors(int(execution))
     return lambda states, lanes: jax.lax.map(lambda pair: function(*pair), (states, lanes), batch_size=batch)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxaudit.execution.choice import settle
 from jaxaudit.execution.schedule import chunk_size
 from jaxaudit.grid import Execution, Grid, plan
 from jaxaudit.learner import Learner
@@ -96,6 +97,7 @@ def margin(
     """
     chosen, windows = Settings(**search), settings or MetricSettings()
     grid = plan(learner, perturbations, seeds=seeds, steps=steps, execution=execution, devices=devices, tail=0)
+    grid, _ = settle(grid)
     engine, lines = fit(grid, lay_out(grid, perturbations, chosen), chunk_size(steps), baseline=True)
     stages = baseline(engine, windows)
     probes: list[Probe] = []

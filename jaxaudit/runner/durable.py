@@ -17,6 +17,7 @@ import numpy as np
 from jaxaudit import results
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
+from jaxaudit.execution.choice import settle
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.schedule import Chunk, chunk_size, is_onset, schedule
 from jaxaudit.grid import Fork, Grid, Phase, telemetry_shapes
@@ -105,7 +106,11 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     devices = recorded.get("devices")
     if isinstance(devices, int) and 0 < devices < len(grid.program.devices):
         grid = replace(grid, program=replace(grid.program, devices=grid.program.devices[:devices]))
-    batch = recorded.get("lane_layout", {}).get("lanes", grid.batch)
+    layout = recorded.get("lane_layout", {})
+    if grid.program.execution == "auto":
+        execution = layout.get("execution", "vmap")
+        grid = replace(grid, program=replace(grid.program, execution=execution))
+    batch = layout.get("lanes", grid.batch)
     return store, spec, replace(grid, batch=batch, tail=0 if recorded.get("forked_from") else grid.tail)
 
 
@@ -125,10 +130,12 @@ def _start(
             fewest = replace(grid, batch=grid.batch or len(grid.program.devices))
             check_space(fewest, Engine(fewest, rows).lane_bytes, folder)
             _announce(spec, grid)
+            grid, measured = interruptible(partial(settle, grid))
             engine, _ = interruptible(partial(memory.fit, grid, rows, baseline=source is None))
             grid = engine.grid
             check_space(grid, engine.lane_bytes, folder)
-            store.make(**environment(grid), **({"forked_from": str(source.path)} if source else {}))
+            known = ({"forked_from": str(source.path)} if source else {}) | ({"measured": measured} if measured else {})
+            store.make(**environment(grid), **known)
             stack.enter_context(store.held())
             store.create_telemetry(grid, telemetry_shapes(grid.program), rows)
             if source and stored:

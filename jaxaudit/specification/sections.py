@@ -28,7 +28,8 @@ class AuditSpec:
       seeds: how many (0, 1, 2, ...), or which.
       steps: of a run.
       telemetry: which channels the learner gives.
-      execution: how the lanes of a device run: "vmap", "map" (one after the other) or a batch size.
+      execution: how the lanes of a device run: "vmap", "map" (one after the other), a batch size, or "auto", what is
+        fastest in a measurement at the run's beginning.
       lanes: the most lanes that are in memory at a time, or "auto": as many as it can hold.
     """
 
@@ -36,7 +37,7 @@ class AuditSpec:
     seeds: int | tuple[int, ...]
     steps: int
     telemetry: Literal["basic", "full"] = "full"
-    execution: int | Literal["vmap", "map"] = "vmap"
+    execution: int | Literal["auto", "vmap", "map"] = "vmap"
     lanes: int | Literal["auto"] = "auto"
 
     @property
@@ -91,7 +92,7 @@ def read_audit(sections: Table) -> AuditSpec:
         seeds=table.get("seeds", int | tuple[int, ...]),
         steps=table.get("steps", int),
         telemetry=table.get("telemetry", Literal["basic", "full"], AuditSpec.telemetry),
-        execution=table.get("execution", int | Literal["vmap", "map"], AuditSpec.execution),
+        execution=table.get("execution", int | Literal["auto", "vmap", "map"], AuditSpec.execution),
         lanes=table.get("lanes", int | Literal["auto"], AuditSpec.lanes),
     )
     _check_audit(table, spec)
