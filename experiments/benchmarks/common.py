@@ -83,15 +83,23 @@ def paired_ratio(above: Timing, below: Timing) -> Timing:
 
 def sb3(python: str, learner: str, steps: int, processes: int, threads: int, envs: int = 8) -> float:
     """Seconds that `processes` trainings of Stable-Baselines3 take side by side, warm-up left out."""
-    script = Path(__file__).resolve().with_name("sb3.py")
-    command = [python, str(script), learner, str(threads), str(envs), str(steps)]
+    return elsewhere(python, "sb3.py", (learner, threads, envs, steps), processes)
+
+
+def elsewhere(python: str, script: str, arguments: Sequence[Any], processes: int = 1) -> float:
+    """Seconds that a script here takes in processes of another Python side by side, warm-up left out.
+
+    It says "ready" when it is warm, begins at a word, and then gives its seconds as JSON.
+    """
+    command = [python, str((Path(__file__).resolve().parent / script).resolve()), *map(str, arguments)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    # MuJoCo leaves a log of its warnings in the working directory.
-    running = [subprocess.Popen(command, cwd=tempfile.gettempdir(), **pipes) for _ in range(processes)]
+    # MuJoCo leaves a log of its warnings in the working directory; the other Python has packages of its own.
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    running = [subprocess.Popen(command, cwd=tempfile.gettempdir(), env=clean, **pipes) for _ in range(processes)]
     try:
         for process in running:
             if process.stdout.readline().strip() != "ready":
-                sys.exit(f"Stable-Baselines3 does not run under {python}: pip install -e .[bench]")
+                sys.exit(f"{script} does not run under {python}: pip install -e .[bench]")
         for process in running:
             process.stdin.write("go\n")
             process.stdin.flush()

@@ -1,0 +1,187 @@
+"""Tokens per second of GPT-2, beside PyTorch's; blockwise cross entropy beside the plain one; memory of a step.
+
+Both train in float32 on random tokens, without dropout, with AdamW and clipping, on the same threads. A "training step"
+is what PyTorch does; an "audited step" measures besides: a held-out sequence, norms, coherence of two microbatches.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+VOCABULARY = 50257
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = common.parser(__doc__.splitlines()[0], repetitions=3)
+    options.add_argument("--python", default=sys.executable, help="Python with torch and transformers (this one)")
+    options.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    options.add_argument("--size", default="124m")
+    options.add_argument("--length", type=int, default=1024, help="tokens of a sequence (%(default)s)")
+    options.add_argument("--batch", type=int, default=2, help="sequences of a step (%(default)s)")
+    options.add_argument("--steps", type=int, default=2, help="timed at once (%(default)s)")
+    options.add_argument("--sizes", nargs="*", default=["124m", "355m", "774m"], help="whose memory is planned")
+    arguments = options.parse_args()
+    if arguments.quick:
+        arguments.size, arguments.sizes, arguments.length, arguments.steps = "nano", ["nano"], 16, 1
+        arguments.repetitions = 1
+    common.prepare_jax(1)
+    found = [PARTS[part](arguments) for part in arguments.parts]
+    common.finish(
+        arguments, "\n\n".join(table for table, _ in found), {k: v for _, data in found for k, v in data.items()}
+    )
+
+
+def training(arguments) -> tuple[str, dict]:
+    """Tokens per second of a step."""
+    from jaxaudit.models import gpt2
+
+    size, tokens = gpt2.SIZES[arguments.size], arguments.batch * arguments.length
+    shape = (arguments.batch, arguments.length, arguments.steps, size.width, size.depth, size.heads, VOCABULARY)
+    candidates: dict[str, Callable[[], float | None]] = {
+        "jaxaudit, training step": trainer(arguments, False),
+        "jaxaudit, audited step": trainer(arguments, True),
+        "PyTorch and transformers": functools.partial(
+            common.elsewhere, arguments.python, "../language_models/torch_gpt2.py", (common.cores(), *shape)
+        ),
+    }
+    timings = common.interleave(candidates, arguments.repetitions)
+    work = tokens * arguments.steps
+    below = timings["PyTorch and transformers"]
+    rows = [
+        (name, timing.rate(work), str(common.paired_ratio(below, timing)), sizes_of(candidates[name]))
+        for name, timing in timings.items()
+    ]
+    header = (f"{arguments.size}, {arguments.batch} x {arguments.length}", "tokens/s", "x of PyTorch", "step memory")
+    return common.table(header, rows), {"training": timings}
+
+
+class trainer:
+    """A compiled step that goes on from state to state."""
+
+    def __init__(self, arguments, audited: bool):
+        from jaxaudit.learners.language_model import LanguageModelState
+
+        self.learner, algorithm = learner_of(arguments.size, arguments.batch, arguments.length, audited)
+        self.steps = arguments.steps
+
+        def train(state, data, index):
+            from jaxaudit import Taps
+
+            taps, key = Taps(index, 100, data=data), jax.random.fold_in(jax.random.key(0), index)
+            if audited:
+                return self.learner.step(state, key, taps)
+            gradient, telemetry = algorithm.gradient(state.params, algorithm.read(key, taps), jnp.zeros(()))
+            params, optimizer, _ = algorithm.optimizer.update(state.params, state.optimizer, gradient, taps)
+            return LanguageModelState(params, optimizer), telemetry
+
+        self.state = jax.jit(self.learner.init)(jax.random.key(0))
+        self.compiled = jax.jit(train, donate_argnums=0).lower(self.state, self.learner.data, jnp.int32(1)).compile()
+        self()
+
+    def __call__(self) -> None:
+        """Some steps."""
+        for index in range(self.steps):
+            self.state, telemetry = self.compiled(self.state, self.learner.data, jnp.int32(1 + index))
+        jax.block_until_ready(telemetry)
+
+
+def sizes_of(candidate) -> str:
+    """What a compiled step needs."""
+    if not isinstance(candidate, trainer):
+        return ""
+    sizes = candidate.compiled.memory_analysis()
+    needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return f"{(needed + sizes.temp_size_in_bytes) / 2**30:.2f} GiB"
+
+
+def learner_of(size: str, batch: int, length: int, audited: bool, **settings):
+    """A learner on random tokens, and its algorithm."""
+    from jaxaudit.learner import Learner
+    from jaxaudit.learners.language_model import Data, LanguageModel, LanguageModelSettings
+
+    chosen = {"accumulation": 2 if audited and batch > 1 else 1, "telemetry": "full" if audited else "basic"}
+    made = LanguageModelSettings(
+        size=size, context=length, batch_size=batch, held_out=1, validation=1, evaluations=0, **chosen | settings
+    )
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, 50 * length).astype(np.uint16)
+    held_out = tokens[None, : length + 1]
+    algorithm = LanguageModel(VOCABULARY, made)
+    return Learner(algorithm.init, algorithm.step, data=Data(tokens, held_out, held_out, None)), algorithm
+
+
+def losses(arguments) -> tuple[str, dict]:
+    """Gradients of the cross entropy over a vocabulary, blockwise and plain."""
+    from jaxaudit.kernels.cross_entropy import cross_entropy
+
+    batch, width = (8, 768) if not arguments.quick else (1, 16)
+    count = batch * arguments.length
+    random = np.random.default_rng(0)
+    hidden = jnp.asarray(random.normal(size=(count, width)), jnp.float32)
+    embedding = jnp.asarray(0.02 * random.normal(size=(VOCABULARY, width)), jnp.float32)
+    labels = jnp.asarray(random.integers(0, VOCABULARY, count), jnp.int32)
+    weights = jnp.full(count, 1.0 / count)
+
+    def plain(hidden, embedding):
+        logits = jax.nn.log_softmax(hidden @ embedding.T)
+        return -jnp.take_along_axis(logits, labels[:, None], axis=1).mean()
+
+    def blockwise(hidden, embedding):
+        return cross_entropy(hidden, embedding, labels, weights).loss
+
+    compiled = {
+        name: jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, embedding).compile()
+        for name, loss in (("blockwise", blockwise), ("plain", plain))
+    }
+    calls = {name: lambda f=f: jax.block_until_ready(f(hidden, embedding)) and None for name, f in compiled.items()}
+    common.interleave(calls, 1)
+    timings = common.interleave(calls, arguments.repetitions)
+    rows = [
+        (
+            name,
+            str(timing),
+            str(common.paired_ratio(timing, timings["plain"])),
+            f"{compiled[name].memory_analysis().temp_size_in_bytes / 2**20:,.0f} MiB",
+        )
+        for name, timing in timings.items()
+    ]
+    header = (f"cross entropy, {batch} x {arguments.length} x {VOCABULARY}", "seconds", "x of plain", "temporaries")
+    return common.table(header, rows), {"losses": timings}
+
+
+def memory(arguments) -> tuple[str, dict]:
+    """The compiled step's plan, and the process's peak when it has run, one lane, rematerialised."""
+    rows, data = [], {}
+    for size in arguments.sizes:
+        command = [sys.executable, str(Path(__file__).with_name("gpt2_memory.py")), size, str(arguments.length)]
+        found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        data[size] = found
+        rows.append(
+            (
+                size,
+                f"{found['planned'] / 2**30:.2f} GiB",
+                f"{found['peak'] / 2**30:.2f} GiB",
+                f"{found['peak'] / found['planned'] - 1:+.1%}",
+                f"{found['compile_seconds']:.1f}",
+                f"{found['step_seconds']:.1f}",
+            )
+        )
+    header = ("one lane, rematerialised", "planned", "peak while it ran", "difference", "compile, s", "step, s")
+    return common.table(header, rows), {"memory": data}
+
+
+PARTS = {"training": training, "losses": losses, "memory": memory}
+
+
+if __name__ == "__main__":
+    main()
