@@ -2,13 +2,14 @@
 
 from jaxaudit import learners, metrics, statistics, tasks, text
 from jaxaudit.audit import audit
-from jaxaudit.grid import compiled, inputs, plan, run
+from jaxaudit.grid import inputs, plan
 from jaxaudit.learner import Learner
 from jaxaudit.learners.optimizer import Optimizer
 from jaxaudit.margins.search import margin
 from jaxaudit.margins.table import Margins
 from jaxaudit.perturbations import *  # noqa: F403
 from jaxaudit.perturbations import __all__ as _perturbations
+from jaxaudit.program import compiled, run
 from jaxaudit.registry import register
 from jaxaudit.results import Result
 from jaxaudit.taps import SITES, Taps

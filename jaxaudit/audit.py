@@ -13,10 +13,11 @@ from jaxaudit.execution import memory
 from jaxaudit.execution.choice import settle
 from jaxaudit.execution.engine import Engine, Piece
 from jaxaudit.execution.schedule import is_onset, schedule
-from jaxaudit.grid import Execution, blank_telemetry, place, plan
+from jaxaudit.grid import blank_telemetry, place, plan
 from jaxaudit.learner import PERFORMANCE, Learner
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
+from jaxaudit.program import Execution
 
 
 def audit(

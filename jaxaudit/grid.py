@@ -1,13 +1,7 @@
-"""The audit grid as one pure program: baseline, forks at the onsets, lanes over seeds and conditions.
-
-`Grid` is what is asked for, on the host, and in which batches of lanes. `Program` is its structure, `Lanes` its data;
-`advance` moves lanes from one step to another, and serves both `run` (the whole grid as one function, here) and the
-engine (batch after batch, in chunks of steps).
-"""
+"""What an audit is asked to train, laid out: seeds x conditions, in fork groups and batches of lanes."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,68 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax.sharding import Mesh, PartitionSpec
 
-from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry
+from jaxaudit.learner import Learner, Telemetry
 from jaxaudit.paths import matches
 from jaxaudit.perturbations.core import Chain, Condition, Perturbation, conditions, control
-from jaxaudit.sites import Sites, find_sites, initial_memory
-from jaxaudit.taps import (
-    OFFERED,
-    Disturbance,
-    Kind,
-    Memory,
-    Taps,
-    Windows,
-    forget,
-)
-
-Execution = str | int
-"""How the lanes of one device run: "vmap", "map" (one after the other), or a batch size (above 16 in whole eights).
-
-"auto" is left to who runs a grid, and "vmap" until then.
-"""
-
-
-VECTOR = 8
-WHOLE_VECTORS_FROM = 16
-
-
-def whole_vectors(lanes: int) -> int:
-    """At least as many lanes, such that a CPU computes all of them alike.
-
-    The lanes left over by a vectorised loop are reduced in another order, and would not be bitwise the control's
-    (seen from 17 lanes on).
-    """
-    return lanes if lanes <= WHOLE_VECTORS_FROM else -(-lanes // VECTOR) * VECTOR
-
-
-@dataclass(frozen=True)
-class Program:
-    """Everything a compiled audit depends on but array shapes: two grids with equal programs share a compilation."""
-
-    learner: Learner
-    steps: int
-    kinds: tuple[Kind, ...]
-    paths: tuple[tuple[str, tuple[str, ...]], ...]
-    execution: Execution = "vmap"
-    devices: tuple[jax.Device, ...] = ()
-
-
-@struct.dataclass
-class Lanes:
-    """L lanes side by side.
-
-    Attributes:
-      seed: uint32 `[L]`.
-      disturbance: what each lane does, leading axis L; None for the baseline, whose program has no perturbations.
-    """
-
-    seed: Any
-    disturbance: Disturbance | None
+from jaxaudit.program import Execution, ForkInputs, Inputs, Lanes, Program, telemetry_shapes, whole_vectors
+from jaxaudit.sites import Sites, find_sites
+from jaxaudit.taps import OFFERED, Disturbance, Kind, Windows
 
 
 @dataclass(frozen=True)
@@ -341,169 +281,6 @@ def disturbance(condition: Condition, program: Program, steps: int) -> Disturban
     return Disturbance(np.array(magnitudes, np.float32), Windows(*columns), tuple(targets))
 
 
-@struct.dataclass
-class LaneState:
-    """What a lane carries from step to step.
-
-    Attributes:
-      learner: the learner's state.
-      memory: what its perturbations remember; empty in the baseline.
-    """
-
-    learner: State
-    memory: Memory
-
-
-def initial(program: Program, seeds: jax.Array) -> LaneState:
-    """The baseline's first states for `seeds` `[L]`; randomness from the seed alone."""
-    init = program.learner.init
-    return LaneState(jax.vmap(lambda seed: init(jax.random.fold_in(jax.random.key(seed), 0)))(seeds), {})
-
-
-def forked(program: Program, baseline: LaneState, positions: jax.Array | np.ndarray) -> LaneState:
-    """The states of lanes that begin as the baseline's of the seeds at `positions` `[L]`."""
-    return remembering(program, LaneState(jax.tree.map(lambda x: x[positions], baseline.learner), {}), len(positions))
-
-
-def remembering(program: Program, states: LaneState, lanes: int) -> LaneState:
-    """The states of `lanes` lanes as a fork group's, whose perturbations have nothing behind them."""
-    blank = memory(program)
-    return LaneState(states.learner, jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *jnp.shape(x))), blank))
-
-
-def memory(program: Program) -> Memory:
-    """What the perturbations of a lane remember when their windows open."""
-    if all(kind.memory is None for kind in program.kinds):
-        return {}
-    return initial_memory(program.kinds, find_sites(program.learner, program.steps))
-
-
-def lane_step(
-    program: Program, data: Any, state: LaneState, lane: Lanes, step: jax.Array, any_open: jax.Array | None
-) -> tuple[LaneState, Telemetry]:
-    """One step of one lane. The learner's key depends on (seed, step), a perturbation's on its kind besides.
-
-    `data` is the learner's.
-    `any_open` says for each kind whether any lane's window is open; it must not be batched.
-    """
-    remembered = state.memory
-    if remembered and lane.disturbance is not None:
-        remembered = forget(remembered, program.kinds, lane.disturbance.windows, step, memory(program))
-    seed = jax.random.key(lane.seed)
-    learner_key = jax.random.fold_in(jax.random.fold_in(seed, 1), step)
-    taps = Taps(
-        step,
-        program.steps,
-        data=data,
-        kinds=program.kinds if lane.disturbance is not None else (),
-        paths=dict(program.paths),
-        key=jax.random.fold_in(jax.random.fold_in(seed, 2), step),
-        lane=lane.disturbance,
-        any_open=any_open,
-        memory=remembered,
-    )
-    learner, telemetry = program.learner.step(state.learner, learner_key, taps)
-    return LaneState(learner, taps.memory or {}), {
-        name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()
-    }
-
-
-@functools.lru_cache(maxsize=64)
-def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
-    """The shape of one lane's value in each channel."""
-
-    def one(seed: jax.Array, data: Any) -> Telemetry:
-        state = LaneState(program.learner.init(jax.random.key(seed)), {})
-        return lane_step(program, data, state, Lanes(seed, None), jnp.int32(0), None)[1]
-
-    shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), np.uint32), program.learner.shapes.tree)
-    if PERFORMANCE not in shapes:
-        raise ValueError(f"the learner's telemetry has no '{PERFORMANCE}'; it has: {', '.join(sorted(shapes))}")
-    return {name: value.shape for name, value in shapes.items()}
-
-
-def telemetry_rows(program: Program, rows: int, lanes: int) -> Telemetry:
-    """Empty telemetry, NaN, float32 `[rows, lanes, ...]`."""
-    shapes = telemetry_shapes(program)
-    return {name: jnp.full((rows, lanes, *shape), jnp.nan, jnp.float32) for name, shape in shapes.items()}
-
-
-def advance(
-    program: Program, data: Any, states: LaneState, lanes: Lanes, start: Any, stop: Any, rows: Telemetry, first: Any
-) -> tuple[LaneState, Telemetry]:
-    """Trains lanes from step `start` to `stop` (traced: any span runs the same program).
-
-    `data` is the learner's; `states` and `lanes` have a leading axis L; the telemetry of step t goes to row
-    t - `first` of `rows`.
-    """
-
-    def shard(data, states, lanes, start, stop, rows, first):
-        def body(step, carry):
-            states, rows = carry
-            disturbance = lanes.disturbance
-            any_open = None if disturbance is None else jnp.any(disturbance.windows.open(step), axis=0)
-            states, row = _each_lane(
-                lambda state, lane: lane_step(program, data, state, lane, step, any_open), program.execution
-            )(states, lanes)
-            return states, {name: rows[name].at[step - first].set(row[name]) for name in rows}
-
-        return jax.lax.fori_loop(start, stop, body, (states, rows))
-
-    bounds = (jnp.int32(start), jnp.int32(stop), jnp.int32(first))
-    lane, row, none = PartitionSpec("lanes"), PartitionSpec(None, "lanes"), PartitionSpec()
-    split = on_devices(program, shard, (none, lane, lane, none, none, row, none), (lane, row))
-    return split(data, states, lanes, bounds[0], bounds[1], rows, bounds[2])
-
-
-def on_devices(program: Program, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """A function of lanes that each device runs for its own; the mesh axis is "lanes"."""
-    if len(program.devices) <= 1:
-        return function
-    mesh = Mesh(np.array(program.devices), ("lanes",))
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _each_lane(function: Callable, execution: Execution) -> Callable:
-    if execution in ("vmap", "auto"):
-        return jax.vmap(function)
-    batch = None if execution == "map" else whole_vectors(int(execution))
-    return lambda states, lanes: jax.lax.map(lambda pair: function(*pair), (states, lanes), batch_size=batch)
-
-
-@struct.dataclass
-class ForkInputs:
-    """The data of all fork groups of one width, leading axis the group.
-
-    Attributes:
-      onset: int32 `[G]`.
-      position: index of the group's onset among all onsets, int32 `[G]`.
-      lanes: `[G, L]`.
-      seeds: each lane's position among the seeds, int32 `[G, L]`.
-    """
-
-    onset: Any
-    position: Any
-    lanes: Lanes
-    seeds: Any
-
-
-@struct.dataclass
-class Inputs:
-    """The data of a whole grid: change it as you like, nothing recompiles.
-
-    Attributes:
-      data: the learner's.
-      baseline: the undisturbed lanes, `[S]`.
-      segments: the baseline's spans between onsets, int32 `[O + 1, 2]`.
-      forks: one entry for every width of fork group.
-    """
-
-    data: Any
-    baseline: Lanes
-    segments: Any
-    forks: tuple[ForkInputs, ...]
-
-
 def inputs(grid: Grid) -> Inputs:
     """The grid's data, as NumPy arrays; every group in one batch."""
     grid = replace(grid, batch=None)
@@ -516,35 +293,6 @@ def inputs(grid: Grid) -> Inputs:
     forks = tuple(jax.tree.map(lambda *leaves: np.stack(leaves), *group) for group in by_width.values())
     segments = np.array(list(itertools.pairwise(edges)), np.int32)
     return Inputs(grid.program.learner.data, grid.lanes(Phase(None))[0], segments, forks)
-
-
-def run(program: Program, inputs: Inputs) -> tuple[Telemetry, tuple[Telemetry, ...]]:
-    """The whole grid, pure and jittable: the baseline's telemetry `[T, S, ...]`, and `[G, T, L, ...]` for every width.
-
-    Rows that were not computed (the baseline's after its end, a fork's before its onset) are NaN.
-    """
-    states = initial(program, jnp.asarray(inputs.baseline.seed))
-    rows = telemetry_rows(program, program.steps, inputs.baseline.seed.shape[0])
-
-    def segment(carry, span):
-        states, rows = advance(program, inputs.data, carry[0], inputs.baseline, span[0], span[1], carry[1], 0)
-        return (states, rows), states
-
-    (_, baseline), at_onset = jax.lax.scan(segment, (states, rows), jnp.asarray(inputs.segments))
-
-    def fork(group: ForkInputs) -> Telemetry:
-        baseline = jax.tree.map(lambda x: x[group.position], at_onset)
-        states = forked(program, baseline, group.seeds)
-        rows = telemetry_rows(program, program.steps, group.lanes.seed.shape[0])
-        return advance(program, inputs.data, states, group.lanes, group.onset, program.steps, rows, 0)[1]
-
-    return baseline, tuple(jax.lax.map(fork, group) for group in inputs.forks)
-
-
-@functools.lru_cache(maxsize=64)
-def compiled(program: Program) -> Callable[[Inputs], tuple]:
-    """`run` for a program, jitted once for all data of the same shapes."""
-    return jax.jit(functools.partial(run, program))
 
 
 def arrange(grid: Grid, baseline: Telemetry, forks: tuple[Telemetry, ...]) -> dict[str, np.ndarray]:

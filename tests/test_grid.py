@@ -8,7 +8,6 @@ import pytest
 from quadratic import quadratic
 
 import jaxaudit as ja
-from jaxaudit import grid as grids
 from jaxaudit import registry
 from jaxaudit.metrics import MetricSettings
 
@@ -182,7 +181,7 @@ def test_the_result_has_metrics_per_lane_and_per_condition():
         ({"seeds": [1, 1]}, "all different"),
         ({"seeds": "eight"}, "seeds must be a positive whole number"),
         ({"seeds": 8.0}, "seeds must be a positive whole number"),
-        ({"execution": "pmap"}, "execution must be 'vmap', 'map' or a batch size"),
+        ({"execution": "pmap"}, "execution must be 'auto', 'vmap', 'map' or a batch size"),
         ({"execution": 0}, "execution must be"),
         ({"perturbations": []}, "at least one perturbation"),
         ({"perturbations": [ja.reward_noise()]}, "acts at site 'reward', which the learner does not tap"),
@@ -288,7 +287,7 @@ def test_equal_learners_and_kinds_share_one_compiled_program():
     first = ja.plan(LEARNER, PERTURBATIONS, seeds=3, steps=30)
     second = ja.plan(LEARNER, [*PERTURBATIONS[1:], ja.lr_spike(ja.sweep(5.0, 7.0), onset=5)], seeds=3, steps=30)
     assert first.program == second.program
-    assert grids.compiled(first.program) is grids.compiled(second.program)
+    assert ja.compiled(first.program) is ja.compiled(second.program)
 
 
 def test_a_registered_metric_is_measured_and_a_registered_task_is_made(monkeypatch):

@@ -14,7 +14,8 @@ import pytest
 
 import jaxaudit as ja
 from jaxaudit import registry
-from jaxaudit.grid import arrange, compiled, inputs, plan, site_misfit
+from jaxaudit.grid import arrange, inputs, plan, site_misfit
+from jaxaudit.program import compiled
 from jaxaudit.sites import find_sites
 from jaxaudit.text import Text
 

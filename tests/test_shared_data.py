@@ -6,7 +6,8 @@ import numpy as np
 
 import jaxaudit as ja
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase, compiled, inputs
+from jaxaudit.grid import Phase, inputs
+from jaxaudit.program import compiled
 
 ENTRIES = 500_000
 

@@ -14,7 +14,8 @@ import pytest
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase, arrange, compiled, inputs, plan
+from jaxaudit.grid import Phase, arrange, inputs, plan
+from jaxaudit.program import compiled
 from jaxaudit.specification.trial import misfits
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes

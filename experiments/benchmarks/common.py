@@ -120,7 +120,7 @@ class Advance:
     """
 
     def __init__(self, program: Any, lanes: Any, rows: int):
-        from jaxaudit.grid import advance, initial, remembering, telemetry_rows
+        from jaxaudit.program import advance, initial, remembering, telemetry_rows
 
         def begin(seeds):
             states = initial(program, seeds)

@@ -35,8 +35,9 @@ def main() -> None:
 def build(arguments) -> dict:
     """The candidates by name, compiled and warm."""
     import jaxaudit as ja
-    from jaxaudit import grid, registry
+    from jaxaudit import grid, registry, sites
     from jaxaudit.perturbations.core import chain, conditions, control
+    from jaxaudit.program import Lanes
 
     run = 1000
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
@@ -48,9 +49,9 @@ def build(arguments) -> dict:
         return state, {"performance": telemetry["performance"]}
 
     bare = dataclasses.replace(basic, step=only_performance)
-    sites = grid.find_sites(basic, run)
+    found = sites.find_sites(basic, run)
     standard = [registry.perturbations[name] for name in registry.perturbations]
-    fitting = [f for f in standard if grid.site_misfit(f.default, sites) is None]
+    fitting = [f for f in standard if grid.site_misfit(f.default, found) is None]
     # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.
     every = chain(*(f(f.default.neutral, onset=0, duration="end") for f in fitting))
     plan = grid.plan(basic, [every], seeds=arguments.lanes, steps=run)
@@ -58,7 +59,7 @@ def build(arguments) -> dict:
 
     def lanes(condition):
         column = grid.disturbance(condition, plan.program, run)
-        return grid.Lanes(seeds, jax.tree.map(lambda x: np.stack([x] * len(seeds)), column))
+        return Lanes(seeds, jax.tree.map(lambda x: np.stack([x] * len(seeds)), column))
 
     never, always = lanes(control(0)), lanes(conditions([every], run)[0])
 
@@ -77,8 +78,8 @@ def build(arguments) -> dict:
     tapped, closed = candidate(basic, never)
     kinds = len(plan.program.kinds)
     return {
-        BARE: candidate(bare, grid.Lanes(seeds, None))[1],
-        "(a) basic telemetry, no kinds": candidate(basic, grid.Lanes(seeds, None))[1],
+        BARE: candidate(bare, Lanes(seeds, None))[1],
+        "(a) basic telemetry, no kinds": candidate(basic, Lanes(seeds, None))[1],
         f"(b) basic telemetry, {kinds} kinds, windows closed": closed,
         f"(c) basic telemetry, {kinds} kinds, all windows open": timed(tapped, always),
         f"(d) full telemetry, {kinds} kinds, windows closed": candidate(full, never)[1],

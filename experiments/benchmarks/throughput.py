@@ -75,6 +75,7 @@ def build(arguments):
     """The grid, a call that runs all of it, and the seconds its compilation took."""
     import jaxaudit as ja
     from jaxaudit import grid
+    from jaxaudit.program import compiled
 
     learner = getattr(ja.learners, arguments.learner)(common.TASK, evaluations=0)
     duration = max(1, min(10, arguments.steps // 2))
@@ -84,7 +85,7 @@ def build(arguments):
     plan = grid.plan(learner, [spike], seeds=arguments.seeds, steps=arguments.steps, tail=tail)
     data = grid.inputs(plan)
     begun = time.perf_counter()
-    program = grid.compiled(plan.program).lower(data).compile()
+    program = compiled(plan.program).lower(data).compile()
     compile_seconds = time.perf_counter() - begun
     placed = jax.tree.map(jax.device_put, (data,), program.input_shardings[0])
 

@@ -12,22 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxaudit.grid import (
-    Grid,
-    Lanes,
-    LaneState,
-    Phase,
-    Program,
-    advance,
-    disturbance,
-    initial,
-    on_devices,
-    remembering,
-    telemetry_rows,
-)
+from jaxaudit.grid import Grid, Phase, disturbance
 from jaxaudit.learner import Telemetry
 from jaxaudit.machine import give_back
 from jaxaudit.perturbations.core import control
+from jaxaudit.program import Lanes, LaneState, Program, advance, initial, on_devices, remembering, telemetry_rows
 
 PIECE = 2**26
 """Bytes of the states that go to and from a checkpoint at once; more where one lane has more."""

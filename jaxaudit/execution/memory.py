@@ -12,7 +12,8 @@ import jax
 
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import VECTOR, WHOLE_VECTORS_FROM, Grid, Phase, telemetry_shapes
+from jaxaudit.grid import Grid, Phase
+from jaxaudit.program import VECTOR, WHOLE_VECTORS_FROM, telemetry_shapes
 
 SHARE = 0.9
 """How much of the free memory batches are made for: other processes come to need some, too."""

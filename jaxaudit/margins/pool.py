@@ -14,11 +14,12 @@ import numpy as np
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine, Piece, Source
 from jaxaudit.execution.schedule import is_onset, schedule
-from jaxaudit.grid import Grid, Lanes, Phase, lanes_of
+from jaxaudit.grid import Grid, Phase, lanes_of
 from jaxaudit.learner import PERFORMANCE
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
 from jaxaudit.metrics import MetricSettings, collapse_time
 from jaxaudit.perturbations.core import control
+from jaxaudit.program import Lanes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax
 
 from jaxaudit.execution.choice import settle
 from jaxaudit.execution.schedule import chunk_size
-from jaxaudit.grid import Execution, Grid, plan
+from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
 from jaxaudit.margins.pool import baseline, fit, rounds
 from jaxaudit.margins.rays import rays
@@ -19,6 +19,7 @@ from jaxaudit.margins.rounds import Plan, Probe
 from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
+from jaxaudit.program import Execution
 
 Criterion = Literal["divergence", "collapse"]
 CRITERIA: tuple[Criterion, ...] = ("divergence", "collapse")

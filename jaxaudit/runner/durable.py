@@ -20,9 +20,10 @@ from jaxaudit.execution import memory
 from jaxaudit.execution.choice import settle
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.schedule import Chunk, chunk_size, is_onset, schedule
-from jaxaudit.grid import Fork, Grid, Phase, telemetry_shapes
+from jaxaudit.grid import Fork, Grid, Phase
 from jaxaudit.learner import PERFORMANCE
 from jaxaudit.machine import give_back, resident
+from jaxaudit.program import telemetry_shapes
 from jaxaudit.runner import checkpoint
 from jaxaudit.runner.begin import beginning
 from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable

@@ -14,7 +14,8 @@ from pathlib import Path
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine, Piece, Source
 from jaxaudit.execution.schedule import Chunk, is_onset
-from jaxaudit.grid import LaneState, Phase
+from jaxaudit.grid import Phase
+from jaxaudit.program import LaneState
 from jaxaudit.runner import checkpoint
 from jaxaudit.runner.store import Folder
 

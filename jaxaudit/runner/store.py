@@ -24,9 +24,10 @@ import zarr
 from jaxaudit import results
 from jaxaudit.errors import UserError
 from jaxaudit.execution.memory import readable
-from jaxaudit.grid import Fork, Grid, Phase, place, telemetry_shapes
+from jaxaudit.grid import Fork, Grid, Phase, place
 from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.machine import processor
+from jaxaudit.program import telemetry_shapes
 from jaxaudit.runner.checkpoint import UNFINISHED
 
 try:

@@ -1,0 +1,24 @@
+"""Whitening of latents by the covariance of clean runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def whitening(latents: Any) -> np.ndarray:
+    """Matrix `[d, d]` by which clean latents become uncorrelated with unit variance (`h @ matrix`).
+
+    Args:
+        latents: `[..., d]`, latents of clean runs; more than d of them.
+
+    Raises:
+        ValueError: their covariance is not finite or is singular, so that no such matrix exists.
+    """
+    h = np.asarray(latents, np.float64)
+    covariance = np.atleast_2d(np.cov(h.reshape(-1, h.shape[-1]), rowvar=False))
+    if not np.isfinite(covariance).all() or np.linalg.matrix_rank(covariance, hermitian=True) < h.shape[-1]:
+        raise ValueError("the clean latents' covariance is singular or not finite: they cannot be whitened")
+    values, vectors = np.linalg.eigh(covariance)
+    return vectors / np.sqrt(values)
