@@ -11,6 +11,7 @@ from jaxaudit import registry
 from jaxaudit.perturbations import Factory
 from jaxaudit.specification.sections import learner_settings, task_names
 from jaxaudit.specification.tables import to_value
+from jaxaudit.text.documents import BUILT_IN
 
 TABLE_S5 = (
     "collapse_time",
@@ -24,11 +25,13 @@ TABLE_S5 = (
 
 
 def tasks() -> list[str]:
-    """The tasks, one a line, and the other packages' that a spec may name."""
+    """The tasks, one a line, the other packages' that a spec may name, and texts."""
     from jaxaudit.tasks import foreign  # slow, so not before it is needed
 
     families = [(f"{kind}:<name>", family.about) for kind, family in foreign.FAMILIES.items()]
-    return task_names() + aligned(families)
+    texts = [(name, _summary(read)) for name, read in BUILT_IN.items()]
+    texts.append(("<path>", "a file or folder of .txt, or of tokens .bin (nanoGPT's or llm.c's)"))
+    return task_names() + aligned(families) + ['kind "text":', *(f"  {line}" for line in aligned(texts))]
 
 
 def learners() -> list[str]:

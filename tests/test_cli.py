@@ -133,7 +133,7 @@ SPECS = {
     ),
     "execution": (
         ("steps", 'execution = "pmap"\nsteps'),
-        'execution must be a whole number or "vmap" or "map"',
+        'execution must be a whole number or "auto" or "vmap" or "map"',
     ),
     "execution = 0": (("steps", "execution = 0\nsteps"), "execution must be from 1 to"),
     "a negative size": (
@@ -373,6 +373,7 @@ def test_help(option, capsys):
     ("what", "words"),
     [
         (["tasks"], "InvertedPendulum-v5"),
+        (["tasks"], "python-stdlib"),
         (["learners"], "clip_value true"),
         (["perturbations"], "weight_noise parametric params 0.01 once"),
         (["metrics"], "collapse_time T_c"),

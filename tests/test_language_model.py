@@ -1,6 +1,7 @@
 """The language-model learner: its gradient, optimizer, batches, measurements and settings."""
 
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import jaxaudit as ja
+from jaxaudit import registry
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Phase, plan
@@ -219,3 +221,18 @@ def test_without_a_second_corpus_a_shift_is_refused():
     text = text.replace("lr_spike", "distribution_shift").replace('"language_model"', '"language_model"\nsize = "nano"')
     with pytest.raises(UserError, match="'distribution_shift' needs second_corpus at site 'tokens'"):
         parse(text).build()
+
+
+@pytest.mark.slow
+def test_compile_time_does_not_grow_with_depth(corpus, monkeypatch):
+    names = ["lr_spike", "momentum_noise", "gradient_sign_flip", "weight_noise", "layer_reset", "token_corruption"]
+    seconds = {}
+    for depth in (12, 36):
+        monkeypatch.setitem(gpt2.SIZES, "nano", gpt2.Size(32, depth, 2))
+        learner = ja.learners.language_model(corpus, **SMALL)
+        kinds = [registry.perturbations[name](onset=1, duration=1) for name in names]
+        engine = Engine(plan(learner, kinds, seeds=1, steps=4, lanes=1), 1)
+        begun = time.perf_counter()
+        engine.program(Phase(0))
+        seconds[depth] = time.perf_counter() - begun
+    assert seconds[36] < 1.5 * seconds[12], seconds

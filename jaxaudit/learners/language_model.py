@@ -34,6 +34,7 @@ class LanguageModelSettings:
     Attributes:
       size: of the model.
       context: tokens a sequence has.
+      positions: places the model has an embedding for, at least the context; 0: as many. GPT-2's files have 1024.
       batch_size: sequences in a step.
       accumulation: microbatches a step's sequences are dealt with in; x_grad is measured over them, from two on.
       learning_rate: AdamW's, at its peak.
@@ -54,6 +55,7 @@ class LanguageModelSettings:
 
     size: Literal["nano", "mini", "124m", "355m", "774m"] = "124m"
     context: int = 1024
+    positions: int = 0
     batch_size: int = 32
     accumulation: int = 4
     learning_rate: float = 5e-4
@@ -74,11 +76,13 @@ class LanguageModelSettings:
 
     def __post_init__(self):
         checks.at_least_one(self, "context", "batch_size", "accumulation", "held_out", "validation")
-        checks.not_negative(self, "weight_decay", "evaluations")
+        checks.not_negative(self, "positions", "weight_decay", "evaluations")
         checks.positive(self, "learning_rate", "epsilon", "max_grad_norm")
         checks.fractions(self, "warmup", "final_rate", "beta1", "beta2")
         checks.telemetry(self.telemetry)
         checks.one_of(self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"))
+        if 0 < self.positions < self.context:
+            raise ValueError(f"positions must be at least the context, {self.context}, not {self.positions}")
         if self.batch_size % self.accumulation:
             raise ValueError(f"accumulation {self.accumulation} does not divide the batch_size {self.batch_size}")
 
@@ -238,7 +242,7 @@ class LanguageModel:
 def model_of(vocabulary: int, settings: LanguageModelSettings) -> gpt2.GPT2:
     """The model of some settings."""
     size, dtype = gpt2.SIZES[settings.size], jnp.dtype(settings.precision)
-    return gpt2.GPT2(vocabulary, settings.context, size, dtype, settings.remat)
+    return gpt2.GPT2(vocabulary, settings.positions or settings.context, size, dtype, settings.remat)
 
 
 def decays(params: Params) -> Any:
