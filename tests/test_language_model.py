@@ -165,6 +165,8 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
     for lane in range(2):
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[lane], y), states.params, params)  # noqa: B023
     assert learner.provenance.keys() == {"corpus", "checkpoint"}
+    shorter = ja.learners.language_model(corpus, checkpoint=str(tmp_path), positions=16, **SMALL | {"context": 8})
+    assert jax.eval_shape(shorter.init, KEY).params["wpe"]["embedding"].shape == (16, 96)
     with pytest.raises(
         ValueError, match=r"'transformer.wpe.weight' has shape \[16, 96\], and this model's has \[8, 96\]"
     ):
@@ -175,6 +177,7 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
     ("settings", "sentence"),
     [
         ({"size": "huge"}, "size must be nano, mini, 124m, 355m, 774m, not 'huge'"),
+        ({"positions": 8}, "positions must be at least the context, 16, not 8"),
         ({"accumulation": 3}, "accumulation 3 does not divide the batch_size 8"),
         ({"context": 10**6}, "tokens to train on, and a sequence has 1000001"),
         ({"precision": "float16"}, "precision must be float32, bfloat16"),
