@@ -4,6 +4,7 @@
     python figures.py onset OUT ppo=runs/e
     python figures.py entropy OUT 0=runs/f 0.01=runs/g 0.1=runs/h
     python figures.py returns OUT returns/curves returns/sb3_curves
+    python figures.py language-models OUT nano=runs/i mini=runs/j
 
 Figures as PNG in the folder OUT, tables as Markdown on standard output.
 """
@@ -202,6 +203,79 @@ def entropy_bars(runs: dict[str, Run], out: Path) -> None:
     save((bars + points).properties(width=80, height=200).facet(column=column), out / "entropy.png")
 
 
+AROUND = (20, 60)
+"""Steps before and after an injection that are drawn."""
+
+
+def around_injection(runs: dict[str, Run], channel: str, title: str, out: Path) -> None:
+    """A channel of each perturbation's strongest condition, aligned at its onset: a panel each, a line a run."""
+    colors = dict(zip(runs, style.ramp(len(runs)), strict=True))
+    strongest = [c for run in runs.values() for c in strongest_conditions(run)]
+    panels = []
+    for condition in dict.fromkeys(strongest):
+        rows = []
+        for name, run in runs.items():
+            if condition in run.summary.index:
+                rows += aligned(run, condition, channel, name) + aligned(
+                    run, run.control(condition), channel, name, True
+                )
+        base = alt.Chart(pd.DataFrame(rows)).encode(
+            x=alt.X("step:Q", title="steps since the injection"),
+            color=alt.Color("run:N", title=None, scale=alt.Scale(domain=list(colors), range=list(colors.values()))),
+        )
+        lines = base.mark_line(strokeWidth=1.5).encode(
+            y=alt.Y("median:Q", title=title, scale=alt.Scale(zero=False)),
+            strokeDash=alt.StrokeDash("control:N", title="control", scale=alt.Scale(range=[[1, 0], [3, 3]])),
+        )
+        band = base.transform_filter("!datum.control").mark_area(opacity=0.14).encode(y="low:Q", y2="high:Q")
+        rule = alt.Chart(pd.DataFrame({"step": [0]})).mark_rule(color=style.INK, strokeWidth=0.8).encode(x="step:Q")
+        panels.append(alt.layer(band, lines, rule).properties(title=condition, width=200, height=140))
+    save(alt.concat(*panels, columns=4), out / f"{channel}.png")
+
+
+def strongest_conditions(run: Run) -> list[str]:
+    """Of every perturbation the condition of the largest magnitude."""
+    disturbed = run.summary[run.summary["perturbation"] != "control"]
+    return [str(c) for c in disturbed.sort_values("magnitude").groupby("perturbation", sort=False)["condition"].last()]
+
+
+def aligned(run: Run, condition: str, channel: str, name: str, control: bool = False) -> list[dict]:
+    """Median and quartiles over seeds of a channel around a condition's onset."""
+    onset = int(run.summary.loc[condition, "onset"])
+    steps = range(max(0, onset - AROUND[0]), min(onset + AROUND[1], run.data.sizes["step"]))
+    values = run.data[channel].sel(condition=condition).values[:, steps.start : steps.stop]
+    low, middle, high = np.nanquantile(values, [0.25, 0.5, 0.75], axis=0)
+    return [
+        {"step": step - onset, "low": a, "median": b, "high": c, "run": name, "control": control}
+        for step, a, b, c in zip(steps, low, middle, high, strict=True)
+    ]
+
+
+def responses(runs: dict[str, Run]) -> None:
+    """Table 1: recovery time and spike intensity; what x_grad did at once; who collapsed; what was lost."""
+    rows = []
+    for name, run in runs.items():
+        for condition, row in run.summary.iterrows():
+            if row["perturbation"] == "control":
+                continue
+            onset, control = int(row["onset"]), run.control(str(condition))
+            at_once = [run.data["x_grad"].sel(condition=c).values[:, onset : onset + 10] for c in (condition, control)]
+            moved = statistics.bootstrap(np.nanmean(at_once[0] - at_once[1], axis=1))
+            lost = run.loss(str(condition))
+            rows.append(
+                {
+                    "run": name,
+                    "condition": condition,
+                    "x_grad in ten steps, less control's": f"{moved.value:+.2f} [{moved.low:+.2f}, {moved.high:+.2f}]",
+                    "RT, median": row["recovery_time_median"],
+                    "SIP, median": row["spike_intensity_median"],
+                    "collapsed": run.collapsed(str(condition)),
+                    "share of the gain lost": f"{lost.value:+.0%} [{lost.low:+.0%}, {lost.high:+.0%}]",
+                }
+            )
+    print(markdown(pd.DataFrame(rows)))
+
+
 def returns(ours: Path, theirs: Path, out: Path) -> None:
     """Learning curves of our learners, beside Stable-Baselines3's where it was run, and the table of their ends."""
     for folder in (ours, theirs):
@@ -275,6 +349,10 @@ def main(what: str, out: str, *given: str) -> None:
         onset_curves(runs, folder)
     elif what == "entropy":
         entropy_bars(runs, folder)
+    elif what == "language-models":
+        for channel, title in (("x_grad", "x_grad"), ("x_inst", "x_inst"), ("performance", "minus the loss")):
+            around_injection(runs, channel, title, folder)
+        responses(runs)
     else:
         raise SystemExit(__doc__)
 
