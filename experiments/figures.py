@@ -236,7 +236,10 @@ def around_injection(runs: dict[str, Run], channel: str, title: str, out: Path) 
 def strongest_conditions(run: Run) -> list[str]:
     """Of every perturbation the condition of the largest magnitude."""
     disturbed = run.summary[run.summary["perturbation"] != "control"]
-    return [str(c) for c in disturbed.sort_values("magnitude").groupby("perturbation", sort=False)["condition"].last()]
+    fewer_is_more = disturbed["perturbation"].str.startswith("quantize")  # bits
+    strength = disturbed["magnitude"].where(~fewer_is_more, -disturbed["magnitude"])
+    ordered = disturbed.assign(strength=strength).sort_values("strength")
+    return [str(c) for c in ordered.groupby("perturbation", sort=False)["condition"].last()]
 
 
 def aligned(run: Run, condition: str, channel: str, name: str, control: bool = False) -> list[dict]:

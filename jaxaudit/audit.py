@@ -62,11 +62,15 @@ def audit(
         tail=chosen.window,
         lanes=lanes,
     )
-    engine, _ = memory.fit(settle(grid)[0], steps, resident=True)
+    grid, measured = settle(grid, steps, resident=True)
+    engine, _ = memory.fit(grid, steps, resident=True)
     arrays, trained = _train(engine)
     arrays |= results.derived(arrays[PERFORMANCE], chosen)
     data = results.telemetry(grid, arrays)
     data["baseline_performance"] = (("seed", "step"), trained)
+    data.attrs["execution"] = grid.program.execution
+    if measured:
+        data.attrs["measured"] = measured
     data.attrs["noise_floor"] = results.noise_floor(data, trained, grid.forks[-1].onset)
     return results.Result(data, chosen)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -54,6 +54,7 @@ class Grid:
       tail: steps the baseline goes on after the last onset, to compare it with that group's control.
       sites: where the learner can be disturbed.
       batch: the most lanes of a group that run side by side; None: all.
+      data: the learner's.
     """
 
     program: Program
@@ -63,6 +64,7 @@ class Grid:
     tail: int
     sites: Sites
     batch: int | None = None
+    data: Any = field(default=None, compare=False, repr=False)
 
     @property
     def steps(self) -> int:
@@ -177,14 +179,14 @@ def plan(
         if reason := site_misfit(part, sites):
             raise ValueError(reason)
     program = Program(
-        learner,
+        learner.without_data,
         steps,
         _kinds(unrolled),
         tuple(sorted((site, tuple(paths)) for site, paths in sites.paths.items())),
         _execution(execution),
         tuple(devices if devices is not None else jax.devices()),
     )
-    return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites, _batch(lanes))
+    return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites, _batch(lanes), learner.data)
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
@@ -292,7 +294,7 @@ def inputs(grid: Grid) -> Inputs:
         by_width.setdefault(grid.width(position), []).append(entry)
     forks = tuple(jax.tree.map(lambda *leaves: np.stack(leaves), *group) for group in by_width.values())
     segments = np.array(list(itertools.pairwise(edges)), np.int32)
-    return Inputs(grid.program.learner.data, grid.lanes(Phase(None))[0], segments, forks)
+    return Inputs(grid.data, grid.lanes(Phase(None))[0], segments, forks)
 
 
 def arrange(grid: Grid, baseline: Telemetry, forks: tuple[Telemetry, ...]) -> dict[str, np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -42,11 +42,12 @@ class Learner:
       step_unit: what one step is, in words, e.g. "2048 env steps".
       performance_name: what `performance` measures, in words.
       samples_per_step: environment steps or tokens in one step, for rates; 0 where it means nothing.
+      sample: what such a sample is, in the plural.
       vectors: for telemetry that is a vector, its dimension's name and labels: {"layer_norm": ("layer", ("a", "b"))}.
       data: arrays that all lanes read, e.g. a corpus: a pytree that a step finds in `taps.data`. They are kept once a
         device, and are no constants of the program.
-      provenance: what a run depends on beside its spec, in words, e.g. a corpus's hash; recorded, and compared at a
-        replay.
+      provenance: what a run depends on beside its spec, in words, e.g. a corpus's hash; recorded. A run goes on with
+        the same alone.
       shapes: of `data`.
     """
 
@@ -56,6 +57,7 @@ class Learner:
     step_unit: str = "step"
     performance_name: str = "performance"
     samples_per_step: int = 0
+    sample: str = "env steps"
     vectors: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
     data: Any = field(default=None, compare=False, repr=False)
     provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -65,3 +67,8 @@ class Learner:
         leaves, structure = jax.tree.flatten(self.data)
         shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves)
         object.__setattr__(self, "shapes", Shapes(structure, shapes))
+
+    @property
+    def without_data(self) -> Learner:
+        """The learner with shapes in the place of its data: all that a program depends on, and light to keep."""
+        return replace(self, data=self.shapes.tree)

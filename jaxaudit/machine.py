@@ -36,7 +36,11 @@ def has_cuda_plugin() -> bool:
 
 def caches() -> Path:
     """The folder of what is worth keeping between runs and can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxaudit"
+    try:
+        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # nobody's home
+        place = Path(tempfile.gettempdir())
+    return place / "jaxaudit"
 
 
 @contextlib.contextmanager

@@ -43,7 +43,10 @@ def whole_vectors(lanes: int) -> int:
 
 @dataclass(frozen=True)
 class Program:
-    """Everything a compiled audit depends on but array shapes: two grids with equal programs share a compilation."""
+    """Everything a compiled audit depends on but arrays and the shapes of lanes: equal ones share a compilation.
+
+    The learner is one `without_data`.
+    """
 
     learner: Learner
     steps: int

@@ -90,9 +90,13 @@ class Sites:
         return site in self.paths
 
 
-@functools.lru_cache(maxsize=64)
 def find_sites(learner: Learner, steps: int | None = None) -> Sites:
     """Traces one step abstractly (no computation) and returns the sites it taps."""
+    return _found(learner.without_data, steps)
+
+
+@functools.lru_cache(maxsize=64)
+def _found(learner: Learner, steps: int | None) -> Sites:
     recorder = Recorder(steps=steps)
     trace(learner, recorder)
     return recorder.sites

@@ -115,8 +115,14 @@ def dominant_share(gradients: PyTree) -> jax.Array:
     Returns:
         scalar in [1/K, 1]; NaN when every gradient is zero.
     """
-    units, count = _units(gradients)
-    return largest_eigenvalue(gram(units)) / jnp.where(count > 0, count, jnp.nan)
+    gradients = _float32(gradients)
+    largest = jax.vmap(_largest)(gradients)
+    scale = jnp.where(largest == 0, 1, largest)
+    # Scaled leaf by leaf, and made unit vectors' in the end: no second stack is held.
+    inner = gram(jax.tree.map(lambda leaf: leaf / scale.reshape(-1, *(1,) * (leaf.ndim - 1)), gradients))
+    lengths = jnp.sqrt(jnp.where(largest == 0, 1, jnp.diagonal(inner)))
+    count = (largest != 0).sum()
+    return largest_eigenvalue(inner / jnp.outer(lengths, lengths)) / jnp.where(count > 0, count, jnp.nan)
 
 
 def largest_eigenvalue(matrix: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ BLOCK_ENTRIES = 2**24
 
 class CrossEntropy(NamedTuple):
     """Attributes:
-    loss: weighted sum over the tokens, scalar; the only part with a gradient.
+    loss: weighted sum over the tokens, scalar; the only part that is differentiable.
     losses: of each token, `[N]`, without its weight.
     square: mean square of the logits, scalar.
     """
@@ -38,14 +38,15 @@ def cross_entropy(
 ) -> CrossEntropy:
     """`sum_n w_n H(q_n, softmax(h_n E^T))`, q_n = (1 - smoothing) onehot(label) + smoothing / V.
 
-    Differentiable once, by `hidden` and `embedding`. The products are in the inputs' precision, all else in float32.
+    Differentiable once, by `hidden`, `embedding` and `weights`. The products are in the inputs' precision, all else in
+    float32.
 
     Args:
         hidden: `[N, D]`.
         embedding: `[V, D]`.
         labels: int, `[N]`, each from 0 to V - 1.
         weights: float32 `[N]`; 1 / N makes the loss a mean.
-        smoothing: scalar in [0, 1] (Szegedy et al., 2016).
+        smoothing: scalar in [0, 1] (Szegedy et al., 2016); a constant to the gradient.
         block: tokens at a time; as many as have `BLOCK_ENTRIES` logits unless given.
 
     Returns:
@@ -66,8 +67,8 @@ def _forward(block, *inputs):
 
 
 def _backward(block, gradients, cotangent):
-    by_hidden, by_embedding = (cotangent.loss * gradient for gradient in gradients)
-    return by_hidden.astype(gradients[0].dtype), by_embedding.astype(gradients[1].dtype), None, None, None
+    by_hidden, by_embedding, by_weights = ((cotangent.loss * g).astype(g.dtype) for g in gradients)
+    return by_hidden, by_embedding, None, by_weights, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
@@ -94,7 +95,8 @@ def _losses_and_gradients(block, hidden, embedding, labels, weights, smoothing):
     by_embedding, outputs = jax.lax.scan(one, zeros, _split(block, hidden, labels, weights))
     losses, squares, by_hidden = outputs
     by_hidden = by_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    return _result(weights, losses, squares), (by_hidden, by_embedding.astype(embedding.dtype))
+    result = _result(weights, losses, squares)
+    return result, (by_hidden, by_embedding.astype(embedding.dtype), result.losses)
 
 
 class _Logits:

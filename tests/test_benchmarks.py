@@ -10,8 +10,21 @@ FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["fork_savings", "kernels", "lanes", "overhead"])
-def test_a_script_runs(script):
-    done = subprocess.run([sys.executable, f"{script}.py", "--quick"], cwd=FOLDER, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["fork_savings"],
+        ["kernels"],
+        ["lanes"],
+        ["overhead"],
+        ["language_model", "--parts", "losses", "memory"],
+        ["language_model", "--parts", "lanes"],
+    ],
+    ids="-".join,
+)
+def test_a_script_runs(command):
+    script, *options = command
+    command = [sys.executable, f"{script}.py", "--quick", *options]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "| --- |" in done.stdout

@@ -6,6 +6,7 @@ from quadratic import quadratic
 from test_durable import SPEC
 
 import jaxaudit as ja
+from jaxaudit.errors import UserError
 from jaxaudit.execution import choice
 from jaxaudit.runner import durable, replay
 from jaxaudit.runner.store import Folder
@@ -19,11 +20,11 @@ def grid(execution, devices=2):
 
 @pytest.mark.parametrize("fastest", ["vmap", "map", "map on one device"])
 def test_the_fastest_is_taken(monkeypatch, fastest):
-    candidates = choice._candidates(grid("auto"))
+    candidates = choice.candidates(grid("auto"))
     speeds = {id(candidate): 2.0 if name == fastest else 1.0 for name, candidate in candidates.items()}
-    monkeypatch.setattr(choice, "_candidates", lambda grid: candidates)
-    monkeypatch.setattr(choice, "_speed", lambda candidate: speeds[id(candidate)])
-    chosen, measured = choice.settle(grid("auto"))
+    monkeypatch.setattr(choice, "candidates", lambda grid: candidates)
+    monkeypatch.setattr(choice, "_speed", lambda candidate, rows: speeds[id(candidate)])
+    chosen, measured = choice.settle(grid("auto"), 12)
     assert measured == {name: 2.0 if name == fastest else 1.0 for name in candidates}
     assert chosen.program.execution == fastest.split()[0]
     assert len(chosen.program.devices) == (1 if "one" in fastest else 2)
@@ -31,23 +32,49 @@ def test_the_fastest_is_taken(monkeypatch, fastest):
 
 def test_what_was_chosen_is_not_measured():
     for execution in ("vmap", "map", 2):
-        chosen, measured = choice.settle(grid(execution))
+        chosen, measured = choice.settle(grid(execution), 12)
         assert chosen == grid(execution)
         assert measured == {}
 
 
+def test_what_does_not_fit_is_left_out(monkeypatch):
+    def speed(grid, rows):
+        if grid.program.execution == "vmap":
+            raise UserError("too much")
+        if len(grid.program.devices) > 1 or crowded:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return 1.0
+
+    monkeypatch.setattr(choice, "_speed", speed)
+    crowded = False
+    chosen, measured = choice.settle(grid("auto"), 12)
+    assert measured == {"map on one device": 1.0}
+    assert len(chosen.program.devices) == 1
+    crowded = True
+    with pytest.raises(UserError, match="no way to run the lanes fits in memory: RESOURCE_EXHAUSTED"):
+        choice.settle(grid("auto", devices=1), 12)
+
+
+def test_an_audit_tells_what_was_chosen():
+    spikes = [ja.lr_spike(2.0, onset=3, duration=2)]
+    chosen = ja.audit(quadratic(None), spikes, seeds=2, steps=12, execution="auto").telemetry.attrs
+    assert chosen["execution"] in ("vmap", "map")
+    assert chosen["execution"] == max(chosen["measured"], key=chosen["measured"].get).split()[0]
+    assert "measured" not in ja.audit(quadratic(None), spikes, seeds=2, steps=12).telemetry.attrs
+
+
 def test_speeds_are_lane_steps_per_second():
-    chosen, measured = choice.settle(grid("auto"))
+    chosen, measured = choice.settle(grid("auto"), 12)
     assert set(measured) == {"vmap", "map", "map on one device"}
     assert all(0 < speed < 1e7 for speed in measured.values())
     assert chosen.program.execution in ("vmap", "map")
-    alone, measured = choice.settle(grid("auto", devices=1))
+    alone, measured = choice.settle(grid("auto", devices=1), 12)
     assert set(measured) == {"vmap", "map"}
     assert len(alone.program.devices) == 1
 
 
 def test_a_run_records_it_and_is_replayed_by_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "_speed", lambda grid: 2.0 if grid.program.execution == "map" else 1.0)
+    monkeypatch.setattr(choice, "_speed", lambda grid, rows, **_: 2.0 if grid.program.execution == "map" else 1.0)
     text = SPEC.replace("[audit]", '[audit]\nexecution = "auto"')
     durable.run(parse(text), tmp_path / "run")
     recorded = Folder(tmp_path / "run").read_environment()

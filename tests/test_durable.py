@@ -134,7 +134,7 @@ def assert_same(folder, reference):
     assert {p.name for p in folder.iterdir()} == {p.name for p in reference.iterdir()}
     then, now = (Folder(f).read_environment() for f in (reference, folder))
     assert now["status"] == "finished"
-    assert now["env_steps"] == then["env_steps"]
+    assert now["samples"] == then["samples"]
     assert not list(folder.rglob("*.partial"))
 
 

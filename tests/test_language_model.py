@@ -1,7 +1,9 @@
 """The language-model learner: its gradient, optimizer, batches, measurements and settings."""
 
+import dataclasses
 import itertools
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,17 @@ from jaxaudit import registry
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Phase, plan
-from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings, decays
+from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings
 from jaxaudit.learners.optimizer import warmup_cosine
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.paths import paths_of
+from jaxaudit.report.load import load as load_run
+from jaxaudit.runner import durable
 from jaxaudit.specification.document import parse
 from jaxaudit.text import Text, load
 
 SMALL = {"size": "nano", "context": 16, "batch_size": 8, "accumulation": 4, "held_out": 2, "validation": 4}
 KEY = jax.random.key(0)
+EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "language_models"
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +97,6 @@ def test_smoothing_moves_the_gradient_as_its_formula_says(made):
     )
 
 
-def test_decay_is_of_kernels_and_embeddings(made):
-    _, params, _, _ = made
-    chosen = jax.tree.map(lambda leaf, yes: jnp.full(leaf.shape, yes), params, decays(params))
-    leaves = [bool(leaf.all()) for leaf in jax.tree.leaves(chosen)]
-    names = [path.split("/")[-1] for path in paths_of(jax.tree.map(lambda _: 0, params["h"].layers))]
-    assert set(names) == {"kernel", "bias", "scale"}
-    decayed = {p[-1].key for (p, leaf) in jax.tree_util.tree_flatten_with_path(decays(params))[0] if leaf}
-    assert decayed == {"kernel", "embedding"}
-    assert any(leaves)
-
-
 def test_the_rate_rises_and_falls_along_a_cosine():
     rate = warmup_cosine(2.0, 0.1, 0.25)
     assert [float(rate(jnp.float32(p))) for p in (0.0, 0.05, 0.1)] == pytest.approx([0.0, 1.0, 2.0])
@@ -144,6 +137,67 @@ def test_it_learns_the_text_and_is_measured_on_text_it_does_not_read(made, corpu
     assert (rows["clipped_fraction"] == (rows["gradient_norm"] > 1.0)).all()
 
 
+def test_what_is_disturbed_is_measured_where_it_acts_and_never_in_the_performance(made):
+    """The held-out text is read whole and with its own labels, and norms by layer are those of the gradient used."""
+    model, _, _, learner = made
+    disturbed = ja.chain(
+        ja.label_smoothing(0.5, onset=1, duration="end"),
+        ja.token_corruption(0.9, onset=1, duration="end"),
+        ja.gradient_mask(0.9, onset=1, duration="end"),
+    )
+    engine = Engine(plan(learner, [disturbed], seeds=1, steps=3), 3)
+    states, rows = engine.advance(Phase(0), engine.initial(Phase(0)), 0, 3)
+    assert rows["loss"][2, 0] != rows["loss"][2, 1]
+    for lane in range(2):
+        params = jax.tree.map(lambda x: x[lane], states.learner.params)  # noqa: B023
+        held_out = losses(model, params, learner.data.held_out.astype(jnp.int32))
+        assert float(rows["performance"][2, lane]) == pytest.approx(-float(held_out), rel=1e-5)
+    by_layer = np.sqrt((np.asarray(rows["layer_gradient_norm"]) ** 2).sum(-1))
+    np.testing.assert_allclose(by_layer, rows["gradient_norm"], rtol=1e-4)
+
+
+class Noted:
+    """Taps that change nothing and keep what a site was offered."""
+
+    def __init__(self, data):
+        self.data, self.offered = data, {}
+
+    def __call__(self, site, value, **offered):
+        self.offered[site] = offered
+        return value
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_token_is_masked_by_the_end_of_text(corpus, tokenizer):
+    text = dataclasses.replace(corpus, tokenizer=tokenizer, vocabulary=300 if tokenizer == "bpe" else None)
+    found = load(text)
+    learner = ja.learners.language_model(text, **SMALL)
+    noted = Noted(learner.data)
+    learner.step.__self__.read(KEY, noted)
+    assert noted.offered["tokens"]["mask"] == found.end_of_text
+    assert (found.end_of_text == 256) == (tokenizer == "bytes")
+
+
+def test_in_half_precision_with_layers_computed_again_parameters_stay_whole(corpus):
+    learner = ja.learners.language_model(corpus, precision="bfloat16", remat=True, **SMALL)
+    states, rows = train(learner, 2)
+    assert {x.dtype for x in jax.tree.leaves(states.learner.params)} == {np.dtype(np.float32)}
+    assert {x.dtype for x in jax.tree.leaves(states.learner.optimizer)} <= {np.dtype(np.float32), np.dtype(np.int32)}
+    for name, values in rows.items():
+        assert np.isfinite(values[:2]).all() or name == "validation_perplexity", name
+    alone = lambda state: learner.step(state, KEY, ja.Taps(data=learner.data))  # noqa: E731
+    step = str(jax.make_jaxpr(alone)(jax.eval_shape(learner.init, KEY)))
+    assert "remat" in step
+    assert "bf16" in step
+
+
+def test_outside_a_run_the_rate_is_at_its_peak(made):
+    *_, learner = made
+    state = jax.jit(learner.init)(KEY)
+    _, telemetry = jax.jit(lambda state: learner.step(state, KEY, ja.Taps(data=learner.data)))(state)
+    assert float(telemetry["learning_rate"]) == pytest.approx(5e-4)
+
+
 def test_stopped_and_resumed_it_reads_the_same_batches(made):
     *_, learner = made
     grid = plan(learner, [ja.lr_spike(1.0, onset=5, duration=1)], seeds=2, steps=6)
@@ -164,7 +218,7 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
     states = jax.jit(jax.vmap(learner.init))(jax.random.split(KEY, 2))
     for lane in range(2):
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[lane], y), states.params, params)  # noqa: B023
-    assert learner.provenance.keys() == {"corpus", "checkpoint"}
+    assert learner.provenance.keys() == {"corpus", "tokens", "checkpoint"}
     shorter = ja.learners.language_model(corpus, checkpoint=str(tmp_path), positions=16, **SMALL | {"context": 8})
     assert jax.eval_shape(shorter.init, KEY).params["wpe"]["embedding"].shape == (16, 96)
     with pytest.raises(
@@ -179,7 +233,10 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
         ({"size": "huge"}, "size must be nano, mini, 124m, 355m, 774m, not 'huge'"),
         ({"positions": 8}, "positions must be at least the context, 16, not 8"),
         ({"accumulation": 3}, "accumulation 3 does not divide the batch_size 8"),
-        ({"context": 10**6}, "tokens to train on, and a sequence has 1000001"),
+        ({"context": 10**6}, "the corpus has [0-9,]+ tokens to train on, and one batch has 8,000,001"),
+        ({"context": 1500, "batch_size": 4}, "the second corpus has 1,[0-9]+ tokens to train on, and one batch"),
+        ({"held_out": 1000}, "held_out = 1000 sequences have 17,000"),
+        ({"beta2": 1.0}, r"beta2 must lie in \[0, 1\)"),
         ({"precision": "float16"}, "precision must be float32, bfloat16"),
         ({"warmup": 1.5}, r"warmup must lie in \[0, 1\]"),
     ],
@@ -224,6 +281,66 @@ def test_without_a_second_corpus_a_shift_is_refused():
     text = text.replace("lr_spike", "distribution_shift").replace('"language_model"', '"language_model"\nsize = "nano"')
     with pytest.raises(UserError, match="'distribution_shift' needs second_corpus at site 'tokens'"):
         parse(text).build()
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_specs_of_the_experiments_are_valid(path):
+    spec = parse(path.read_text())
+    assert spec.task.kind == "text"
+    assert (spec.task.shift is not None) == any(e.kind.startswith("distribution") for e in spec.perturbations)
+
+
+RUN = """
+[audit]
+seeds = 2
+steps = 8
+[task]
+kind = "text"
+name = "a.txt"
+[learner]
+kind = "language_model"
+size = "nano"
+context = 8
+batch_size = 4
+accumulation = 2
+held_out = 2
+validation = 2
+[metrics]
+window = 2
+hold = 2
+horizon = 2
+[run]
+chunk = 2
+[[perturbation]]
+kind = "lr_spike"
+onset = 4
+duration = 2
+"""
+
+
+def test_a_run_is_gone_on_with_from_anywhere_on_the_same_text_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    text = tmp_path / "a.txt"
+    text.write_text("it is stable until it falls over. " * 100)
+    monkeypatch.chdir(tmp_path)
+    durable.run(parse(RUN), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "at_onset", stopping)
+        with pytest.raises(durable.Interrupted):
+            durable.run(parse(RUN), tmp_path / "stopped")
+    monkeypatch.chdir("/")
+    kept = text.read_text()
+    text.write_text(kept + "and more")
+    with pytest.raises(UserError, match=r"began with another corpus: [0-9a-f]{64}, and now it is"):
+        durable.resume(tmp_path / "stopped")
+    text.write_text(kept)
+    durable.resume(tmp_path / "stopped")
+    whole, resumed = (load_run(tmp_path / name).telemetry for name in ("whole", "stopped"))
+    assert whole.equals(resumed)
+
+
+def stopping(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow

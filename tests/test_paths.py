@@ -88,6 +88,13 @@ def test_a_reset_draws_a_layer_of_the_stack_and_leaves_the_rest():
     assert different[:, 3, 1].all()
 
 
+def test_a_reset_of_what_is_no_layer_resets_it_where_nothing_else_is_aimed_at():
+    _, (embedding, bias, kernel) = seen(ja.layer_reset(1.0, onset=2, target="embedding"))
+    assert (embedding[:, 1] != embedding[:, 0]).any()
+    for same in (bias, kernel):
+        np.testing.assert_array_equal(same[:, 1], same[:, 0])
+
+
 def test_drawn_layers_are_uniform():
     value, apply = fresh(KEY), registry.perturbations["layer_reset"].default.apply
     everywhere = jnp.ones(9, bool)

@@ -166,6 +166,12 @@ def test_every_standard_perturbation_is_in_a_grid():
     assert fitting | {"lr_spike"} == set(registry.perturbations)
 
 
+def test_a_learner_is_disturbed_at_all_its_sites(case):
+    sites = {registry.perturbations[name].default.site for name in case.names}
+    own = {"ppo": {"observation", "action", "reward", "dynamics"}, "language_model": {"tokens", "objective"}}
+    assert sites >= own[case.learner.name] | {"gradient", "clip_norm", "optimizer_state", "params", "learning_rate"}
+
+
 def test_identity_a_neutral_lane_is_bitwise_the_control(case):
     chosen = []
     for perturbation in case.perturbations():

@@ -136,7 +136,7 @@ def test_a_fork_computes_its_suffixes_alone(copied, counted, tmp_path):
     for name in ("metrics.csv", "summary.csv"):
         assert (out / name).read_bytes() == (copied / name).read_bytes()
     environment = Folder(out).read_environment()
-    assert environment["env_steps"] == 9 * 15 + 12 * 10
+    assert environment["samples"] == 9 * 15 + 12 * 10
     assert environment["forked_from"] == str(copied)
 
 

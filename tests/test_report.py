@@ -108,7 +108,7 @@ def write(folder, conditions, *, seeds=8, steps=400, performance=None, status="f
     (folder / "spec.toml").write_text(spec)
     environment = {
         "jaxaudit": "0.1.0", "packages": {"jax": "0.10.1"}, "device_kind": "cpu", "devices": 2,
-        "wall_seconds": 123.4, "compile_seconds": 20.1, "env_steps": 4300800, "status": status,
+        "wall_seconds": 123.4, "compile_seconds": 20.1, "samples": 4300800, "sample": "env steps", "status": status,
     }  # fmt: skip
     (folder / "environment.json").write_text(json.dumps(environment))
     return metrics, summary

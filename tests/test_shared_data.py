@@ -57,10 +57,14 @@ def test_other_shapes_are_another_program():
 
 def test_the_engine_gives_what_the_audit_gives_on_one_device_and_on_two():
     given = learner(numbers(0))
-    whole = np.asarray(compiled(grid(given).program)(inputs(grid(given)))[0]["performance"])
+    baseline, forks = compiled(grid(given).program)(inputs(grid(given)))
+    whole, suffixes = np.asarray(baseline["performance"]), np.asarray(forks[0]["performance"])[0]
     for devices in (1, 2):
-        engine = Engine(grid(given, devices), 7)
-        states = engine.initial(Phase(None))
-        states, _ = engine.advance(Phase(None), states, 0, 7)
-        _, rows = engine.advance(Phase(None), states, 7, 9)
-        np.testing.assert_allclose(rows["performance"][0, :4], whole[7], rtol=1e-5)
+        engine = Engine(grid(given, devices), 14)
+        states, rows = engine.advance(Phase(None), engine.initial(Phase(None)), 0, 2)
+        np.testing.assert_allclose(rows["performance"][:2, :4], whole[:2], rtol=1e-5)
+        pieces = engine.copies(Phase(None), states)
+        _, rows = engine.advance(Phase(None), states, 2, 9)
+        np.testing.assert_allclose(rows["performance"][:7, :4], whole[2:9], rtol=1e-5)
+        _, rows = engine.advance(Phase(0), engine.forked(lambda seeds, pieces=pieces: pieces, Phase(0)), 2, 14)
+        np.testing.assert_allclose(rows["performance"][:12, :12], suffixes[2:14, :12], rtol=1e-5)

@@ -1,13 +1,14 @@
 """Corpora: every format against files written here, wrong ones, and batches."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.text import Text, batches, corpus, load, token_files
+from jaxaudit.text import Text, batches, corpus, load, token_files, tokenizers
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from it "
 
@@ -73,11 +74,11 @@ def test_shards_are_read_in_order_and_validation_has_files_of_its_own(tmp_path, 
 
 
 def test_a_large_corpus_is_thinned_out_to_pieces_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "MOST_TOKENS", 1000)
     monkeypatch.setattr(corpus, "PIECES", 10)
     for shard in range(4):
         nanogpt(tmp_path / f"{shard}.bin", np.arange(shard * 5000, (shard + 1) * 5000, dtype=np.uint16))
-    found = load(Text(name=str(tmp_path), vocabulary=2**16))
+    found = load(Text(name=str(tmp_path), vocabulary=2**16, most_tokens=1000))
+    assert found.available == 19000
     pieces = found.train.reshape(10, 100).astype(int)
     assert (np.diff(pieces, axis=1) == 1).all()
     assert pieces[0, 0] == 0
@@ -94,7 +95,8 @@ def test_a_large_corpus_is_thinned_out_to_pieces_in_order(tmp_path, monkeypatch)
         (lambda p: llmc(p, numbers(900), magic=20240801), r"20240801.*32 bits"),
         (lambda p: llmc(p, numbers(900), magic=7), "begins with the number 7, not 20240520"),
         (lambda p: llmc(p, numbers(900), version=2), "version 2"),
-        (lambda p: llmc(p, numbers(900), count=1000), "should hold 1000 tokens by its header and holds 900"),
+        (lambda p: llmc(p, numbers(900), count=1000), "should hold 1000 tokens by its header and is cut off"),
+        (lambda p: llmc(p, numbers(900), count=800), "should hold 800 tokens by its header and is longer than that"),
         (lambda p: p.write_bytes(llmc(p, numbers(900)).read_bytes()[:600]), "cut off within its header"),
         (lambda p: nanogpt(p, numbers(900, most=1100)), "has token 10[0-9]+; the vocabulary's are 0 to 999"),
     ],
@@ -136,20 +138,79 @@ def test_byte_pairs_are_trained_kept_and_read_again(tmp_path):
     assert words.replace("\u0120", " ") == WORDS * 50 + "<|endoftext|>"
     assert len(tokens) < len(WORDS) * 50 / 2
     assert found.vocabulary == len(vocabulary) <= 300
+    assert vocabulary[found.end_of_text] == "<|endoftext|>"
     again, loaded = load(text), load(Text(name=str(path), tokenizer=str(kept)))
     assert again.sha256 == loaded.sha256 == found.sha256
+    (kept / "merges.txt").unlink()
+    assert load(text).sha256 == found.sha256
+    assert (kept / "merges.txt").is_file()
 
 
-def test_tokens_are_kept_by_content(tmp_path):
+def test_an_end_of_text_that_is_spelled_out_is_text_the_first_time_and_later(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(f"{WORDS}<|endoftext|>" * 50)
+    text = Text(name=str(path), tokenizer="bpe", vocabulary=300)
+    first, again = load(text), load(text)
+    assert first.sha256 == again.sha256
+    assert (first.train == first.end_of_text).sum() == 0
+    assert first.validation[-1] == first.end_of_text
+
+
+def test_a_second_corpus_has_the_tokens_of_the_first_ones_pairs(tmp_path):
+    """Two corpora with one second corpus: each has it in its own tokens, the first time and later."""
+    written = {"a": WORDS, "b": "colourless green ideas sleep furiously ", "c": "the quick lazy dog jumps over it "}
+    for name, text in written.items():
+        (tmp_path / f"{name}.txt").write_text(text * 50)
+    texts = [
+        Text(name=str(tmp_path / f"{name}.txt"), shift=str(tmp_path / "c.txt"), tokenizer="bpe", vocabulary=300)
+        for name in "ab"
+    ]
+    one, other = (load(text) for text in texts)
+    assert len(one.shift) != len(other.shift)
+    assert [load(text).sha256 for text in texts] == [one.sha256, other.sha256]
+
+
+def test_long_documents_are_encoded_in_pieces_that_end_with_lines(tmp_path, monkeypatch):
+    text = "\n".join(f"{i} {WORDS}" for i in range(40)) + "\n" + "x" * 500 + "\nend"
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text(WORDS)
+    pairs = tokenizers.trained([text.encode()], 300, tmp_path / "kept")
+    documents = [text.encode(), WORDS.encode()]
+    whole = pairs.encode(documents)
+    monkeypatch.setattr(tokenizers, "PIECE", 200)
+    monkeypatch.setattr(tokenizers, "BATCH", 300)
+    pieces = pairs.encode(documents)
+    assert all(len(piece) <= 200 for piece, _ in tokenizers._pieces(text))
+    assert sum(piece.endswith("\n") for piece, _ in tokenizers._pieces(text)) > 10
+    assert pairs.encoder.decode(list(pieces)) == pairs.encoder.decode(list(whole))
+    assert (pieces == pairs.end_of_text).sum() == 2
+
+
+def test_tokens_are_made_once_for_a_content(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     kept = tmp_path / "caches" / "jaxaudit" / "tokens"
+    made = []
+    encode = tokenizers.Bytes.encode
+    monkeypatch.setattr(tokenizers.Bytes, "encode", lambda self, d: made.append(d) or encode(self, d))
     path.write_text(WORDS)
     first = load(str(path)).sha256
-    assert len(list(kept.iterdir())) == 1
     assert load(str(path)).sha256 == first
+    assert len(made) == 1
     path.write_text(WORDS + "more")
     assert load(str(path)).sha256 != first
-    assert len(list(kept.iterdir())) == 2
+    assert len(made) == 2
+    for damaged in (b"", b"nonsense", next(kept.iterdir()).read_bytes()[:140]):
+        for file in kept.iterdir():
+            file.write_bytes(damaged)
+        path.write_text(WORDS)
+        assert load(str(path)).sha256 == first
+    assert len(made) == 5
+    assert load(str(path)).sha256 == first
+    assert len(made) == 5
+
+
+def nobodys():
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_without_a_place_to_keep_tokens_they_are_made_each_time(tmp_path, monkeypatch):
@@ -158,6 +219,48 @@ def test_without_a_place_to_keep_tokens_they_are_made_each_time(tmp_path, monkey
     (tmp_path / "a.txt").write_text(WORDS)
     assert len(load(str(tmp_path / "a.txt")).train) > 0
     assert len(load(Text(name=str(tmp_path / "a.txt"), tokenizer="bpe", vocabulary=270)).train) > 0
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobodys)
+    assert len(load(str(tmp_path / "a.txt")).train) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"name": ""}, "must not be empty"),
+        ({"vocabulary": 300}, "vocabulary is for tokenizer 'bpe' and for files of tokens; 'bytes' has its own"),
+        ({"vocabulary": 2**16 + 1, "tokenizer": "bpe"}, "from 2 to 65536"),
+        ({"vocabulary": 200, "tokenizer": "bpe"}, "from 257 to 65536"),
+        ({"most_tokens": 7}, "most_tokens must be at least"),
+    ],
+)
+def test_settings_that_make_no_sense(tmp_path, settings, sentence):
+    (tmp_path / "a.txt").write_text(WORDS)
+    with pytest.raises(ValueError, match=sentence):
+        load(Text(**{"name": str(tmp_path / "a.txt")} | settings))
+
+
+def test_a_tokenizer_with_tokens_of_more_than_16_bits(tmp_path):
+    (tmp_path / "a.txt").write_text(WORDS)
+    load(Text(name=str(tmp_path / "a.txt"), tokenizer="bpe", vocabulary=270))
+    (kept,) = (tmp_path / "caches" / "jaxaudit" / "tokenizers").iterdir()
+    vocabulary = json.loads((kept / "vocab.json").read_text())
+    (kept / "vocab.json").write_text(json.dumps(vocabulary | {"more": 2**16}))
+    with pytest.raises(ValueError, match="has token 65536; those below 65536 can be read"):
+        load(Text(name=str(tmp_path / "a.txt"), tokenizer=str(kept)))
+
+
+def test_text_to_validate_on_may_have_files_of_its_own(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for name, text in (("train", WORDS), ("TinyStories-valid", "apart"), ("medieval_0", "old")):
+        (tmp_path / "corpus" / f"{name}.txt").write_text(text)
+    found = load(str(tmp_path / "corpus"))
+    assert len(found.train) == len(WORDS) + 1 + len("old") + 1
+    assert bytes(found.validation[:-1].astype(np.uint8)) == b"apart"
+    (tmp_path / "corpus" / "train.txt").unlink()
+    (tmp_path / "corpus" / "medieval_0.txt").unlink()
+    with pytest.raises(ValueError, match="has files to validate on alone"):
+        load(str(tmp_path / "corpus"))
 
 
 @pytest.mark.parametrize("missing", ["vocab.json", "merges.txt"])
@@ -204,9 +307,6 @@ def test_evenly_spaced_sequences_do_not_overlap():
     rows = batches.evenly_spaced(tokens, 5, 20)
     assert rows.shape == (5, 20)
     assert len(np.unique(rows)) == 100
-    assert batches.evenly_spaced(tokens, 99, 20).shape == (5, 20)
-    with pytest.raises(ValueError, match="103 tokens to validate on, and a sequence has 104"):
-        batches.evenly_spaced(tokens, 1, 104)
 
 
 def test_llmc_tokens_are_mapped_not_copied(tmp_path):

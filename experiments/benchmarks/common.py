@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from jaxaudit.machine import cores, processor
+
 TASK = "HalfCheetah-v5"
 
 
@@ -30,11 +32,6 @@ def parser(description: str, repetitions: int = 5) -> argparse.ArgumentParser:
     made.add_argument("--repetitions", type=int, default=repetitions, help="timed rounds (%(default)s)")
     made.add_argument("--devices", type=int, default=cores(), help="CPU devices (%(default)s, one per core)")
     return made
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare_jax(devices: int) -> None:
@@ -113,6 +110,8 @@ def elsewhere(python: str, script: str, arguments: Sequence[Any], processes: int
 class Advance:
     """Lanes of a program, compiled: `advance(start, stop)` trains them from their warm state and waits.
 
+    The learner is one without data.
+
     Args:
       program: a grid's.
       lanes: L of them.
@@ -130,11 +129,10 @@ class Advance:
         states = jax.jit(begin)(lanes.seed)
         self._rows = telemetry_rows(program, rows, lanes.seed.shape[0])
 
-        def run(data, states, lanes, start, stop, rows):
-            return advance(program, data, states, lanes, start, stop, rows, start)
+        def run(states, lanes, start, stop, rows):
+            return advance(program, None, states, lanes, start, stop, rows, start)
 
-        self._data = program.learner.data
-        arguments = (self._data, states, lanes, 0, 1, self._rows)
+        arguments = (states, lanes, 0, 1, self._rows)
         begun = time.perf_counter()
         self.compiled = jax.jit(run).lower(*arguments).compile()
         self.compile_seconds = time.perf_counter() - begun
@@ -143,7 +141,7 @@ class Advance:
 
     def __call__(self, start: int, stop: int, lanes: Any = None) -> Any:
         """States and telemetry at `stop`; `lanes` may differ from the first in data."""
-        arguments = (self._data, self._states, self._lanes if lanes is None else lanes, start, stop, self._rows)
+        arguments = (self._states, self._lanes if lanes is None else lanes, start, stop, self._rows)
         placed = jax.tree.map(jax.device_put, arguments, self.compiled.input_shardings[0])
         return jax.block_until_ready(self.compiled(*placed))
 
@@ -158,21 +156,13 @@ def machine() -> dict[str, Any]:
     """What a number depends on."""
     names = ("jaxaudit", "jax", "jaxlib", "flax", "optax", "mujoco")
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores(),
         "devices": [str(device) for device in jax.devices()],
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names},
         "load_average": os.getloadavg()[0],
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def finish(arguments: argparse.Namespace, markdown: str, data: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tokens per second of GPT-2, beside PyTorch's; blockwise cross entropy beside the plain one; memory of a step.
+"""Tokens per second of GPT-2, beside PyTorch's, and of its lanes; blockwise cross entropy beside the plain one; memory.
 
 Both train in float32 on random tokens, without dropout, with AdamW and clipping, on the same threads. A "training step"
 is what PyTorch does; an "audited step" measures besides: a held-out sequence, norms, coherence of two microbatches.
@@ -25,7 +25,7 @@ def main() -> None:
     """Runs the benchmark."""
     options = common.parser(__doc__.splitlines()[0], repetitions=3)
     options.add_argument("--python", default=sys.executable, help="Python with torch and transformers (this one)")
-    options.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    options.add_argument("--parts", nargs="+", default=list(PARTS)[:-1], choices=PARTS, help="lanes: apart from others")
     options.add_argument("--size", default="124m")
     options.add_argument("--length", type=int, default=1024, help="tokens of a sequence (%(default)s)")
     options.add_argument("--batch", type=int, default=2, help="sequences of a step (%(default)s)")
@@ -35,7 +35,7 @@ def main() -> None:
     if arguments.quick:
         arguments.size, arguments.sizes, arguments.length, arguments.steps = "nano", ["nano"], 16, 1
         arguments.repetitions = 1
-    common.prepare_jax(1)
+    common.prepare_jax(arguments.devices if arguments.parts == ["lanes"] else 1)
     found = [PARTS[part](arguments) for part in arguments.parts]
     common.finish(
         arguments, "\n\n".join(table for table, _ in found), {k: v for _, data in found for k, v in data.items()}
@@ -105,7 +105,7 @@ def sizes_of(candidate) -> str:
     return f"{(needed + sizes.temp_size_in_bytes) / 2**30:.2f} GiB"
 
 
-def learner_of(size: str, batch: int, length: int, audited: bool, **settings):
+def learner_of(size: str, batch: int, length: int, audited: bool, vocabulary: int = VOCABULARY, **settings):
     """A learner on random tokens, and its algorithm."""
     from jaxaudit.learner import Learner
     from jaxaudit.learners.language_model import Data, LanguageModel, LanguageModelSettings
@@ -114,9 +114,9 @@ def learner_of(size: str, batch: int, length: int, audited: bool, **settings):
     made = LanguageModelSettings(
         size=size, context=length, batch_size=batch, held_out=1, validation=1, evaluations=0, **chosen | settings
     )
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, 50 * length).astype(np.uint16)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, 50 * length).astype(np.uint16)
     held_out = tokens[None, : length + 1]
-    algorithm = LanguageModel(VOCABULARY, made)
+    algorithm = LanguageModel(vocabulary, made)
     return Learner(algorithm.init, algorithm.step, data=Data(tokens, held_out, held_out, None)), algorithm
 
 
@@ -180,7 +180,43 @@ def memory(arguments) -> tuple[str, dict]:
     return common.table(header, rows), {"memory": data}
 
 
-PARTS = {"training": training, "losses": losses, "memory": memory}
+def lanes(arguments) -> tuple[str, dict]:
+    """Lanes of a model of 11M parameters, run in every way; what "auto" takes, by its own short measurement."""
+    import jaxaudit as ja
+    from jaxaudit.execution import choice
+    from jaxaudit.execution.engine import Engine
+    from jaxaudit.grid import Phase, plan
+
+    size, length, steps = ("nano", 16, 2) if arguments.quick else ("mini", 128, 5)
+    learner, _ = learner_of(size, 8, length, True, vocabulary=2048)
+    grid = plan(learner, [ja.lr_spike(10.0, onset=1)], seeds=2, steps=100, execution="auto")
+    _, measured = choice.settle(grid, steps)
+
+    def going(grid):
+        engine = Engine(grid, steps)
+        states = engine.initial(Phase(0))
+
+        def once() -> None:
+            nonlocal states
+            states, _ = engine.advance(Phase(0), states, 0, steps)
+
+        once()
+        return once
+
+    ways = {name: going(candidate) for name, candidate in choice.candidates(grid).items()}
+    timings = common.interleave(ways, arguments.repetitions)
+    best = min(timings.values(), key=lambda timing: timing.median)
+    taken = max(measured, key=measured.__getitem__)
+    work = grid.count(0) * steps * 8 * length
+    rows = [
+        (name + (" (taken)" if name == taken else ""), timing.rate(work), str(common.paired_ratio(best, timing)))
+        for name, timing in timings.items()
+    ]
+    header = (f"{grid.count(0)} lanes of {size}, 8 x {length}", "tokens/s", "x of the fastest")
+    return common.table(header, rows), {"lanes": timings, "taken": taken, "measured": measured}
+
+
+PARTS = {"training": training, "losses": losses, "memory": memory, "lanes": lanes}
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def deviations(folder: Path) -> dict[str, float]:
     gradient, telemetry = jax.jit(learner.gradient)(params, tokens[0], jnp.zeros(()))
     found = gpt2_checkpoint.tensors(gradient)
     wanted = {name: reference[f"gradient.{name}"] for name in found}
-    losses = np.array(train(learner, params, tokens))
+    trained, losses = train(learner, params, tokens)
+    trained, begun = gpt2_checkpoint.tensors(trained), gpt2_checkpoint.tensors(params)
     return {
         "logits, absolute": np.abs(logits - reference["logits"]).max(),
         "loss, absolute": abs(float(telemetry["loss"]) - float(reference["loss"])),
@@ -43,6 +44,10 @@ def deviations(folder: Path) -> dict[str, float]:
             np.abs(found[name] - wanted[name]).max() / np.abs(wanted[name]).max() for name in found
         ),
         f"loss over {len(losses)} AdamW steps, relative": np.abs(losses / reference["losses"] - 1).max(),
+        "what these steps changed, root mean square, relative": max(
+            rms(trained[name] - reference[f"trained.{name}"]) / rms(reference[f"trained.{name}"] - begun[name])
+            for name in trained
+        ),
     }
 
 
@@ -64,8 +69,13 @@ def read(folder: Path) -> tuple[LanguageModel, gpt2.Params]:
     return learner, gpt2_checkpoint.load(folder, learner.model)
 
 
-def train(learner: LanguageModel, params: gpt2.Params, tokens: np.ndarray) -> list[float]:
-    """The loss before each step on the batches `[steps, B, T + 1]`."""
+def rms(x: np.ndarray) -> float:
+    """Root mean square."""
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+
+
+def train(learner: LanguageModel, params: gpt2.Params, tokens: np.ndarray) -> tuple[gpt2.Params, np.ndarray]:
+    """The parameters after a step on each of the batches `[steps, B, T + 1]`, and the loss before each."""
 
     @jax.jit
     def step(params, optimizer, batch, index):
@@ -78,7 +88,7 @@ def train(learner: LanguageModel, params: gpt2.Params, tokens: np.ndarray) -> li
     for index, batch in enumerate(tokens):
         params, optimizer, loss = step(params, optimizer, batch, jnp.int32(index))
         losses.append(float(loss))
-    return losses
+    return params, np.array(losses)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python transformers_reference.py SIZE OUT [--batch 2] [--length 64]
 
 OUT gets `model.safetensors` and `config.json` (random weights), and `reference.npz`: tokens `[steps, B, T + 1]`, logits
-of the first batch, its loss and every parameter's gradient, and the losses of AdamW steps from these weights with
-clipping at 1, decay of 0.1 on matrices alone, and a warmup of 5 steps before a cosine.
+of the first batch, its loss and every parameter's gradient, and the losses of AdamW steps from these weights, and the
+parameters they lead to, with clipping at 1, decay of 0.1 on matrices alone, and a warmup of 5 steps before a cosine.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ def main() -> None:
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("out", type=Path)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--length", type=int, help="64, or as many as the model has places for")
     given = parser.parse_args()
     torch.manual_seed(0)
+    vocabulary, context, *_ = SIZES[given.size]
     model = build(*SIZES[given.size])
     model.save_pretrained(given.out)
-    tokens = torch.randint(0, SIZES[given.size][0], (STEPS, given.batch, given.length + 1))
+    length = given.length or min(64, context)
+    tokens = torch.randint(0, vocabulary, (STEPS, given.batch, length + 1))
     logits = model(tokens[0, :, :-1]).logits
     loss = loss_of(model, tokens[0])
     loss.backward()
     gradients = {f"gradient.{name}": p.grad.numpy() for name, p in model.named_parameters()}
     first = {"tokens": tokens.numpy(), "logits": logits.detach().numpy(), "loss": loss.item(), **gradients}
     first = {name: np.array(value) for name, value in first.items()}
-    np.savez_compressed(given.out / "reference.npz", **first, losses=train(model, tokens))
+    losses = train(model, tokens)
+    trained = {f"trained.{name}": p.detach().numpy() for name, p in model.named_parameters()}
+    np.savez_compressed(given.out / "reference.npz", **first, losses=losses, **trained)
 
 
 def build(vocabulary: int, context: int, width: int, layers: int, heads: int) -> GPT2LMHeadModel:

@@ -4,31 +4,53 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
-from jaxaudit.execution.engine import Engine
+import jax
+
+from jaxaudit.errors import UserError
+from jaxaudit.execution import memory
 from jaxaudit.grid import Grid, Phase
+from jaxaudit.machine import give_back
 
-LANES = 4
-"""Lanes of each device in a measurement; fewer where the grid has fewer."""
-
-WARM, TIMED = 1, 2
-"""Steps."""
+TIMED = 3
+"""Steps that are timed, after one that is not; the fastest counts."""
 
 
-def settle(grid: Grid) -> tuple[Grid, dict[str, float]]:
+def settle(grid: Grid, rows: int, **fitting: Any) -> tuple[Grid, dict[str, float]]:
     """A grid with its execution chosen, and lane steps per second of what was tried; none if it was chosen before.
 
     All devices run their lanes side by side ("vmap") or one after the other ("map"), or one device does one lane
-    after the other with all threads to itself. The widest fork group is what is measured, on its first steps.
+    after the other with all threads to itself. Each is measured on the widest fork group's first steps, with as many
+    lanes at a time as it would have; what does not fit in memory is left out.
+
+    Args:
+      grid: what is to run.
+      rows: the engine's.
+      **fitting: as for `memory.fit`.
+
+    Raises:
+      UserError: too little memory for any.
     """
     if grid.program.execution != "auto":
         return grid, {}
-    found = {name: (candidate, _speed(candidate)) for name, candidate in _candidates(grid).items()}
-    best = max(found, key=lambda name: found[name][1])
-    return found[best][0], {name: speed for name, (_, speed) in found.items()}
+    tried = candidates(grid)
+    found: dict[str, float] = {}
+    for name, candidate in tried.items():
+        try:
+            found[name] = _speed(candidate, rows, **fitting)
+        except (UserError, jax.errors.JaxRuntimeError) as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            misfit = error
+        give_back()
+    if not found:
+        raise UserError(f"no way to run the lanes fits in memory: {misfit}")
+    return tried[max(found, key=found.__getitem__)], found
 
 
-def _candidates(grid: Grid) -> dict[str, Grid]:
+def candidates(grid: Grid) -> dict[str, Grid]:
+    """The ways there are to run a grid, by name."""
     devices = grid.program.devices
     programs = {name: replace(grid.program, execution=name) for name in ("vmap", "map")}
     if len(devices) > 1 and devices[0].platform == "cpu":
@@ -36,13 +58,14 @@ def _candidates(grid: Grid) -> dict[str, Grid]:
     return {name: replace(grid, program=program) for name, program in programs.items()}
 
 
-def _speed(grid: Grid) -> float:
+def _speed(grid: Grid, rows: int, **fitting: Any) -> float:
     """Lane steps per second."""
+    engine, _ = memory.fit(grid, rows, **fitting)
     widest = max(grid.groups(baseline=False), key=grid.count)
-    lanes = min(grid.batch or grid.count(widest), LANES * len(grid.program.devices))
-    engine = Engine(replace(grid, batch=lanes), TIMED)
-    phase = Phase(widest)
-    states, _ = engine.advance(phase, engine.initial(phase), 0, WARM)
-    begun = time.perf_counter()
-    engine.advance(phase, states, WARM, WARM + TIMED)
-    return TIMED * engine.grid.share(widest) / (time.perf_counter() - begun)
+    phase, seconds = Phase(widest), []
+    states = engine.initial(phase)
+    for step in range(1 + TIMED):
+        begun = time.perf_counter()
+        states, _ = engine.advance(phase, states, min(step, grid.steps - 1), min(step + 1, grid.steps))
+        seconds.append(time.perf_counter() - begun)
+    return engine.grid.share(widest) / min(seconds[1:])

@@ -135,7 +135,7 @@ class Engine:
         """The learner's data, on every device."""
         if self._data is None:
             program = self.grid.program
-            self._data = jax.device_put(program.learner.data, _sharding(program))
+            self._data = jax.device_put(self.grid.data, _sharding(program))
         return self._data
 
     def program(self, phase: Phase) -> jax.stages.Compiled:

@@ -48,9 +48,10 @@ class LanguageModelSettings:
       checkpoint: a folder or safetensors file with GPT-2's parameters to begin with; "": random ones.
       held_out: sequences whose mean loss, negative, is the performance: the same ones in every lane and step.
       evaluations: how often in a run the validation perplexity is measured, evenly spaced; 0: never.
-      validation: the most sequences of it.
-      telemetry: "basic", or "full", which adds norms by layer, the dominant share of the gradients' Gram matrix, the
-        noise scale, logits, attention and second moments.
+      validation: the most sequences it is of, evenly spaced; 0: all of the corpus's validation text.
+      gram: whether "full" telemetry has the dominant share of the microbatches' gradients, which takes as much memory
+        as all of them.
+      telemetry: "basic", or "full", which adds norms by layer, the noise scale, logits, attention and second moments.
     """
 
     size: Literal["nano", "mini", "124m", "355m", "774m"] = "124m"
@@ -71,14 +72,16 @@ class LanguageModelSettings:
     checkpoint: str = ""
     held_out: int = 8
     evaluations: int = 10
-    validation: int = 256
+    validation: int = 0
+    gram: bool = True
     telemetry: str = "full"
 
     def __post_init__(self):
-        checks.at_least_one(self, "context", "batch_size", "accumulation", "held_out", "validation")
-        checks.not_negative(self, "positions", "weight_decay", "evaluations")
+        checks.at_least_one(self, "context", "batch_size", "accumulation", "held_out")
+        checks.not_negative(self, "positions", "weight_decay", "evaluations", "validation")
         checks.positive(self, "learning_rate", "epsilon", "max_grad_norm")
-        checks.fractions(self, "warmup", "final_rate", "beta1", "beta2")
+        checks.fractions(self, "warmup", "final_rate")
+        checks.below_one(self, "beta1", "beta2")
         checks.telemetry(self.telemetry)
         checks.one_of(self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"))
         if 0 < self.positions < self.context:
@@ -123,11 +126,19 @@ class LanguageModel:
     Args:
       vocabulary: of the corpus.
       settings: as given.
+      end_of_text: the token that ends a document; the vocabulary's last unless given.
       start: the parameters to begin with; None: random ones.
     """
 
-    def __init__(self, vocabulary: int, settings: LanguageModelSettings, start: Params | None = None):
+    def __init__(
+        self,
+        vocabulary: int,
+        settings: LanguageModelSettings,
+        end_of_text: int | None = None,
+        start: Params | None = None,
+    ):
         self.settings = settings
+        self.end_of_text = vocabulary - 1 if end_of_text is None else end_of_text
         self.start = start
         self.model = model_of(vocabulary, settings)
         self.observing = self.model.clone(observe=settings.telemetry == "full")
@@ -138,6 +149,7 @@ class LanguageModel:
             ),
             warmup_cosine(settings.learning_rate, settings.warmup, settings.final_rate),
             settings.max_grad_norm,
+            outside=settings.warmup,
         )
 
     def init_params(self, key: jax.Array) -> Params:
@@ -161,7 +173,8 @@ class LanguageModel:
         tokens = self.read(key, taps)
         smoothing = taps("objective", jnp.zeros(()))
         gradient, telemetry = self.gradient(before, tokens, smoothing)
-        params, optimizer, update = self.optimizer.update(before, optimizer, gradient, taps)
+        gradient = self.optimizer.disturb_gradient(gradient, taps)
+        params, optimizer, update = self.optimizer.follow(before, optimizer, gradient, taps)
         held_out, entropies = self.losses(self.observing, params, taps.data.held_out.astype(jnp.int32))
         telemetry |= {
             "performance": -held_out.loss,
@@ -190,7 +203,7 @@ class LanguageModel:
         """A batch of text, int32 `[batch_size, context + 1]`, disturbed or not."""
         settings, data = self.settings, taps.data
         size = settings.batch_size, settings.context + 1
-        offered: dict[str, Any] = {"mask": self.model.vocabulary - 1, "vocabulary": self.model.vocabulary}
+        offered: dict[str, Any] = {"mask": self.end_of_text, "vocabulary": self.model.vocabulary}
         if data.second_corpus is not None:
             offered["second_corpus"] = lambda key: batches.draw(key, data.second_corpus, *size)
         return taps("tokens", batches.draw(key, data.train, *size), **offered)
@@ -210,13 +223,14 @@ class LanguageModel:
 
         def one(total: CoherenceSum, tokens: jax.Array):
             value, gradient = value_and_gradient(params, tokens)
-            return total.add(gradient), (value, gradient if settings.telemetry == "full" else None)
+            return total.add(gradient), (value, gradient if settings.telemetry == "full" and settings.gram else None)
 
         total, (values, gradients) = jax.lax.scan(one, CoherenceSum.zeros(params), microbatches)
         telemetry = {"loss": jnp.mean(values), "x_grad": total.mean_pairwise_cosine()}
         if settings.telemetry == "full":
             noise_scale = total.noise_scale(settings.batch_size // settings.accumulation).noise_scale
-            telemetry |= {"x_grad_dominant": dominant_share(gradients), "gradient_noise_scale": noise_scale}
+            telemetry |= {"gradient_noise_scale": noise_scale}
+            telemetry |= {"x_grad_dominant": dominant_share(gradients)} if settings.gram else {}
         return jax.tree.map(lambda g: g / settings.accumulation, total.gradient_sum), telemetry
 
     def losses(
@@ -269,23 +283,24 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
     """GPT-2 on a text: `language_model("python-stdlib", size="nano", context=128, batch_size=8)`.
 
     Args:
-      task: a corpus's name, a `Text`, or a [task] table of a spec.
+      task: a corpus's name, or a `Text`.
       **settings: fields of `LanguageModelSettings`.
 
     Raises:
       ValueError: for a corpus, checkpoint or setting that does not exist or makes no sense.
     """
     if not isinstance(task, str | Text):
-        raise ValueError(f"learner 'language_model' trains on a task of kind 'text', not {task.kind!r}")
+        kind = getattr(task, "kind", task)
+        raise ValueError(f"learner 'language_model' trains on a task of kind 'text', not {kind!r}")
     chosen = LanguageModelSettings(**settings)
     corpus = load(task)
     start = None
-    provenance = {"corpus": corpus.sha256}
+    provenance = {"corpus": corpus.sha256, "tokens": f"{len(corpus.train):,} of {corpus.available:,}"}
     if chosen.checkpoint:
         start = gpt2_checkpoint.load(chosen.checkpoint, model_of(corpus.vocabulary, chosen))
         leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(start)]
         provenance["checkpoint"] = hashlib.sha256(b"".join(leaves)).hexdigest()
-    made = LanguageModel(corpus.vocabulary, chosen, start)
+    made = LanguageModel(corpus.vocabulary, chosen, corpus.end_of_text, start)
     groups = groups_of(jax.eval_shape(made.init_params, jax.random.key(0)))
     layers = tuple(group for group in groups if group.startswith("h/"))
     by_group = ("layer_gradient_norm", "layer_update_norm", "layer_params_norm")
@@ -297,6 +312,7 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         step_unit=f"{chosen.step_tokens} tokens",
         performance_name="minus the loss on held-out text",
         samples_per_step=chosen.step_tokens,
+        sample="tokens",
         vectors=vectors if chosen.telemetry == "full" else {},
         data=data_of(corpus, chosen),
         provenance=provenance,
@@ -304,15 +320,22 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
 
 
 def data_of(corpus: Corpus, settings: LanguageModelSettings) -> Data:
-    """What the lanes read of a corpus. Raises ValueError where it is too short for one sequence."""
+    """What the lanes read of a corpus. Raises ValueError where it is too short for one batch."""
     length = settings.context + 1
-    for tokens in (corpus.train, corpus.shift):
-        if tokens is not None and len(tokens) < length:
-            raise ValueError(f"the corpus has {len(tokens)} tokens to train on, and a sequence has {length}")
+    least = settings.batch_size * settings.context + 1
+    for what, tokens in (("corpus", corpus.train), ("second corpus", corpus.shift)):
+        if tokens is not None and len(tokens) < least:
+            raise ValueError(f"the {what} has {len(tokens):,} tokens to train on, and one batch has {least:,}")
+    most = len(corpus.validation) // length
+    if most < settings.held_out:
+        raise ValueError(
+            f"the corpus has {len(corpus.validation):,} tokens to validate on, and held_out = {settings.held_out} "
+            f"sequences have {settings.held_out * length:,}"
+        )
     return Data(
         corpus.train,
         batches.evenly_spaced(corpus.validation, settings.held_out, length),
-        batches.evenly_spaced(corpus.validation, settings.validation, length),
+        batches.evenly_spaced(corpus.validation, min(settings.validation or most, most), length),
         corpus.shift,
     )
 

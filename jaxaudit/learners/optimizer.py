@@ -42,15 +42,17 @@ class Optimizer:
 
     Attributes:
       transform: the direction of the update, without a learning rate: `optax.scale_by_adam(eps=1e-5)`.
-      learning_rate: a number, or a schedule of the run's progress in [0, 1]; outside a run, of zero.
+      learning_rate: a number, or a schedule of the run's progress in [0, 1].
       max_norm: threshold on the gradient's global norm, or None for no clipping.
       label: begins the paths of this optimizer's values, so that `target` can tell optimizers apart.
+      outside: the progress that stands for steps outside a run, whose length is not known.
     """
 
     transform: optax.GradientTransformation
     learning_rate: float | Callable[[jax.Array], jax.Array] = 3e-4
     max_norm: float | None = None
     label: str = ""
+    outside: float = 0.0
 
     def init(self, params: Params) -> Any:
         """The transformation's state."""
@@ -68,7 +70,14 @@ class Optimizer:
 
     def update(self, params: Params, state: Any, gradient: Params, taps: Taps) -> tuple[Params, Any, Update]:
         """One update with `gradient`, tapping gradient, clip_norm and learning_rate: (params, state, what it did)."""
-        gradient = taps("gradient", gradient, label=self.label)
+        return self.follow(params, state, self.disturb_gradient(gradient, taps), taps)
+
+    def disturb_gradient(self, gradient: Params, taps: Taps) -> Params:
+        """The gradient as it is used: disturbed or not, before clipping."""
+        return taps("gradient", gradient, label=self.label)
+
+    def follow(self, params: Params, state: Any, gradient: Params, taps: Taps) -> tuple[Params, Any, Update]:
+        """As `update`, with a gradient that has been tapped."""
         norm = optax.tree.norm(gradient)
         clipped = jnp.zeros(())
         if self.max_norm is not None:
@@ -85,7 +94,7 @@ class Optimizer:
         schedule = self.learning_rate
         if not callable(schedule):
             return taps("learning_rate", jnp.float32(schedule), label=self.label)
-        progress = jnp.asarray(taps.step, jnp.float32) / taps.steps if taps.steps else jnp.zeros(())
+        progress = jnp.asarray(taps.step, jnp.float32) / taps.steps if taps.steps else jnp.float32(self.outside)
         rate = jnp.asarray(schedule(progress), jnp.float32)
         return taps("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
 

@@ -33,6 +33,13 @@ def fractions(settings: Any, *names: str) -> None:
             raise ValueError(f"{name} must lie in [0, 1], not {getattr(settings, name)}")
 
 
+def below_one(settings: Any, *names: str) -> None:
+    """The fields lie in [0, 1)."""
+    for name in names:
+        if not 0 <= getattr(settings, name) < 1:
+            raise ValueError(f"{name} must lie in [0, 1), not {getattr(settings, name)}")
+
+
 def one_of(settings: Any, **allowed: tuple[str, ...]) -> None:
     """Each field is one of the words it allows."""
     for name, words in allowed.items():

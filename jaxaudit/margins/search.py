@@ -98,7 +98,7 @@ def margin(
     """
     chosen, windows = Settings(**search), settings or MetricSettings()
     grid = plan(learner, perturbations, seeds=seeds, steps=steps, execution=execution, devices=devices, tail=0)
-    grid, _ = settle(grid)
+    grid, _ = settle(grid, chunk_size(steps))
     engine, lines = fit(grid, lay_out(grid, perturbations, chosen), chunk_size(steps), baseline=True)
     stages = baseline(engine, windows)
     probes: list[Probe] = []

@@ -100,7 +100,8 @@ class Perturbation:
       neutral: the magnitude at which nothing is disturbed.
       when: its `Window`.
       target: None, or a path pattern that limits it to part of the value's tree, e.g. "critic".
-      needs: context names `apply` takes from the tap: the learner's, "selected" (bool `[leaves]`: the target) or
+      needs: context names `apply` takes from the tap: the learner's, "selected" (bool `[paths]`, the target; see
+        `jaxaudit.paths`) or
         "elapsed" (the share of the window that has passed, in (0, 1]).
       limits: (lowest, highest) magnitude that means something.
       memory: None, or `memory(value) -> pytree`, what is remembered when the window opens, in the lane.

@@ -33,27 +33,29 @@ def layer_reset(key, value, magnitude, *, reinitialise, selected):
     """Re-initialises `magnitude` layers, drawn at random from those in the target (Table S4: one layer).
 
     A layer is one of a `Stack`'s or, in a tree without one, the parameters that share a parent (a kernel and its
-    bias). Other parameters, as a policy's standard deviation beside its networks, are no layer unless there is
-    nothing else.
+    bias). Other parameters, as embeddings beside a `Stack` or a policy's standard deviation beside its networks, are
+    layers where the target has nothing else. The optimizer's moments stay.
     """
-    parents = _layers(value)
-    layers = sorted(set(parents) - {""}) or [""]
-    selected = selected & jnp.array([parent in layers for parent in parents])
-    layer_of = jnp.array([layers.index(parent) if parent in layers else 0 for parent in parents])
-    in_target = jnp.zeros(len(layers), bool).at[layer_of].max(selected)
+    unit_of, is_layer = _units(value)
+    names = sorted(set(unit_of))
+    position = jnp.array([names.index(unit) for unit in unit_of])
+    in_target = jnp.zeros(len(names), bool).at[position].max(selected)
+    layers = in_target & jnp.zeros(len(names), bool).at[position].max(jnp.array(is_layer))
+    drawn_from = jnp.where(layers.any(), layers, in_target)
     draw_key, init_key = jax.random.split(key)
-    draw = jnp.where(in_target, jax.random.uniform(draw_key, (len(layers),)), jnp.inf)
-    chosen = (jnp.argsort(jnp.argsort(draw)) < magnitude) & in_target
-    picked = along_paths(chosen[layer_of] & selected, value)
+    draw = jnp.where(drawn_from, jax.random.uniform(draw_key, (len(names),)), jnp.inf)
+    chosen = (jnp.argsort(jnp.argsort(draw)) < magnitude) & drawn_from
+    picked = along_paths(chosen[position] & selected, value)
     return jax.tree.map(jnp.where, picked, reinitialise(init_key), value)
 
 
-def _layers(value: Any) -> list[str]:
-    """The layer that each path belongs to, or ""."""
+def _units(value: Any) -> tuple[list[str], list[bool]]:
+    """What each path belongs to, a layer or what is none, and whether it is one."""
     places = [place for leaf in places_of(value) for place in leaf]
-    if any(place.layer for place in places):
-        return [place.layer for place in places]
-    return [place.path.rpartition("/")[0] for place in places]
+    parents = [place.path.rpartition("/")[0] for place in places]
+    stacked = any(place.layer for place in places)
+    units = [place.layer or parent or place.path for place, parent in zip(places, parents, strict=True)]
+    return units, [bool(place.layer if stacked else parent) for place, parent in zip(places, parents, strict=True)]
 
 
 @perturbation(

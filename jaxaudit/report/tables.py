@@ -144,8 +144,8 @@ def key_numbers(run: Run) -> list[tuple[str, str]]:
         ("conditions", f"{count}"),
         ("steps", f"{run.steps}"),
     ]
-    if _is_number(env.get("env_steps")):
-        found.append(("env steps", short(env["env_steps"])))
+    if _is_number(env.get("samples")):
+        found.append((str(env.get("sample", "samples")), short(env["samples"])))
     if _is_number(env.get("wall_seconds")):
         found.append(("wall time", duration(env["wall_seconds"])))
     if _is_number(env.get("compile_seconds")):

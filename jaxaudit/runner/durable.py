@@ -58,6 +58,7 @@ def resume(folder: Path) -> None:
         raise UserError(f"the run in {folder} is already finished")
     if not store.telemetry.exists():
         raise UserError(f"{folder} has lost its telemetry.zarr, so the run cannot go on; run its spec again")
+    _check_provenance(store, grid)
     with store.held():
         changed = differences(store.read_environment(), grid)
         for what, then, now in changed:
@@ -79,6 +80,7 @@ def fork(folder: Path, spec: Spec, out: Path) -> None:
     source, old, old_grid = open_run(folder)
     if not is_finished(source):
         raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
+    _check_provenance(source, old_grid)
     differing = [t for t in ("task", "learner") if getattr(old, t) != getattr(spec, t)]
     differing += [k for k in ("seeds", "steps", "telemetry") if getattr(old.audit, k) != getattr(spec.audit, k)]
     if differing:
@@ -115,6 +117,14 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     return store, spec, replace(grid, batch=batch, tail=0 if recorded.get("forked_from") else grid.tail)
 
 
+def _check_provenance(store: Folder, grid: Grid) -> None:
+    """Raises UserError where what the learner is made from, e.g. a corpus, is not what the run began with."""
+    then = store.read_environment().get("provenance", {})
+    for what, now in grid.program.learner.provenance.items():
+        if then.get(what) != now:
+            raise UserError(f"the run in {store.path} began with another {what}: {then.get(what)}, and now it is {now}")
+
+
 def is_finished(store: Folder) -> bool:
     """Whether a run got to its end."""
     return store.read_environment().get("status") == "finished"
@@ -130,8 +140,8 @@ def _start(
             # Before anything is compiled: as it is with the fewest lanes at a time, where that is still open.
             fewest = replace(grid, batch=grid.batch or len(grid.program.devices))
             check_space(fewest, Engine(fewest, rows).lane_bytes, folder)
-            _announce(spec, grid)
-            grid, measured = interruptible(partial(settle, grid))
+            grid, measured = interruptible(partial(settle, grid, rows, baseline=source is None))
+            _announce(spec, grid, measured)
             engine, _ = interruptible(partial(memory.fit, grid, rows, baseline=source is None))
             grid = engine.grid
             check_space(grid, engine.lane_bytes, folder)
@@ -171,8 +181,9 @@ def _execute(store: Folder, spec: Spec, engine: Engine) -> None:
         _train(store, spec, engine, chunks, clock)
         _finish(store, spec, grid)
         lanes = sum(len(grid.numbers(chunk.phase)) * (chunk.stop - chunk.start) for chunk in chunks)
-        samples = lanes * grid.program.learner.samples_per_step
-        store.update_environment(status="finished", **clock(), env_steps=samples)
+        learner = grid.program.learner
+        samples = lanes * learner.samples_per_step
+        store.update_environment(status="finished", **clock(), samples=samples, sample=learner.sample)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped at once; go on with: jaxaudit resume {store.path}") from None
 
@@ -220,7 +231,7 @@ def _clock(recorded: dict[str, Any], engine: Engine) -> Callable[[], dict[str, f
     }
 
 
-def _announce(spec: Spec, grid: Grid) -> None:
+def _announce(spec: Spec, grid: Grid, measured: dict[str, float] | None = None) -> None:
     """What is about to run, on stderr."""
     lanes = len(grid.seeds) * len(grid.conditions)
     unit = grid.program.learner.step_unit
@@ -230,6 +241,11 @@ def _announce(spec: Spec, grid: Grid) -> None:
         f"{grid.program.devices[0].platform} device(s)",
         file=sys.stderr,
     )
+    if measured:
+        speeds = ", ".join(f"{name} {speed:.3g}" for name, speed in measured.items())
+        print(f"lanes run by {grid.program.execution!r}; lane steps per second: {speeds}", file=sys.stderr)
+    for what, value in grid.program.learner.provenance.items():
+        print(f"{what}: {value}", file=sys.stderr)
     for onset in sorted({f.onset for f in grid.forks}):
         for sentence in spec.metrics.validate(grid.steps, onset):
             print(f"note: {sentence}", file=sys.stderr)

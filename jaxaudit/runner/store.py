@@ -216,7 +216,7 @@ def environment(grid: Grid) -> dict[str, Any]:
             "fork_widths": [grid.width(fork) for fork in range(len(grid.forks))],
         },
         "byteorder": sys.byteorder,
-        **grid.program.learner.provenance,
+        "provenance": dict(grid.program.learner.provenance),
     }
 
 

@@ -7,13 +7,14 @@ import re
 import typing
 import unicodedata
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.specification.tables import Table, given
-from jaxaudit.text import Text
+from jaxaudit.text import BUILT_IN, TOKENIZERS, Text
 
 MOST_STEPS = 2**31 - 1
 MOST_SEEDS = 1_000_000
@@ -149,14 +150,22 @@ def read_task(sections: Table) -> TaskSpec | Text:
 
 
 def _read_text(table: Table) -> Text:
-    standard = Text()
+    chosen: dict[str, Any] = {key: table.get(key, kind) for key, kind in TEXT_KEYS.items() if key in table}
+    for key in ("name", "tokenizer", "shift"):
+        if key in chosen:
+            chosen[key] = _absolute(chosen[key])
     with placed(table.place):
-        return Text(
-            name=table.get("name", str),
-            tokenizer=table.get("tokenizer", str, standard.tokenizer),
-            vocabulary=table.get("vocabulary", int, standard.vocabulary),
-            shift=table.get("shift", str, None),
-        )
+        return Text(**chosen)
+
+
+TEXT_KEYS = {"name": str, "tokenizer": str, "vocabulary": int, "shift": str, "most_tokens": int}
+
+
+def _absolute(name: str) -> str:
+    """The path of what exists, as it holds wherever a run is gone on with from; words that mean something stay."""
+    if name in ("", *TOKENIZERS, *BUILT_IN) or not Path(name).exists():
+        return name
+    return str(Path(name).absolute())
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,8 @@ def read_learner(sections: Table, audit: AuditSpec) -> LearnerSpec:
     types = typing.get_type_hints(settings)
     table = _section(sections, "learner", ["kind", *(f.name for f in fields if f.name != "telemetry")])
     chosen = {f.name: table.get(f.name, types[f.name]) for f in fields if f.name in table or _required(f)}
+    if "checkpoint" in chosen:
+        chosen["checkpoint"] = _absolute(chosen["checkpoint"])
     if "telemetry" in types:
         chosen["telemetry"] = audit.telemetry
     elif audit.telemetry != AuditSpec.telemetry:

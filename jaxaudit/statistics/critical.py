@@ -110,8 +110,8 @@ def critical_magnitude(
         level: coverage.
         resamples: bootstrap resamples.
         seed: of the resampling.
-        missing: see the module; `n` and `n_missing` count seeds, a seed being missing where any of its
-            entries is NaN. With "count" its known entries still take part.
+        missing: see `jaxaudit.statistics.intervals`; `n` and `n_missing` count seeds, a seed being missing where any
+            of its entries is NaN. With "count" its known entries still take part.
 
     Returns:
         estimate in units of the magnitude. Where one half is not crossed on the tested magnitudes the value

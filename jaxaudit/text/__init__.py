@@ -3,3 +3,5 @@
 from jaxaudit.text.corpus import Corpus as Corpus
 from jaxaudit.text.corpus import Text as Text
 from jaxaudit.text.corpus import load as load
+from jaxaudit.text.documents import BUILT_IN as BUILT_IN
+from jaxaudit.text.tokenizers import TOKENIZERS as TOKENIZERS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from jaxaudit.text.tokenizers import Tokenizer
 VALIDATION = 0.05
 """The share of a corpus's tokens, its last, that is not trained on."""
 
-MOST_TOKENS = 2**28
-"""Tokens that are kept of a corpus (512 MiB of memory); a larger one is thinned out to so many."""
+VOCABULARY = 50257
+"""GPT-2's."""
 
 PIECES = 4096
 """Of a corpus that is thinned out, evenly spaced."""
@@ -37,19 +36,26 @@ class Text:
         `.txt`, or of tokens `.bin` (nanoGPT's or llm.c's).
       tokenizer: "bytes"; "bpe", byte pairs trained on the corpus; or a folder with vocab.json and merges.txt. Tokens
         are taken as they are.
-      vocabulary: tokens that "bpe" is to have; of files of tokens, those there can be.
+      vocabulary: tokens that "bpe" is to have; of files of tokens those there can be, the last of which ends a text;
+        None: 50257, as GPT-2's.
       shift: None, or the corpus that the perturbation distribution_shift takes text from, with the same tokenizer.
+      most_tokens: to train on that are kept in memory, two bytes each; a larger corpus is thinned out to so many.
     """
 
     kind: Literal["text"] = "text"
     name: str = "python-stdlib"
     tokenizer: str = "bytes"
-    vocabulary: int = 50257
+    vocabulary: int | None = None
     shift: str | None = None
+    most_tokens: int = 2**28
 
     def __post_init__(self):
-        if not 1 < self.vocabulary <= 2**16:
-            raise ValueError(f"vocabulary must be from 2 to 65536, not {self.vocabulary}")
+        if "" in (self.name, self.tokenizer, self.shift):
+            raise ValueError("name, tokenizer and shift must not be empty")
+        if self.vocabulary is not None and not 1 < self.vocabulary <= tokenizers.MOST_TOKENS:
+            raise ValueError(f"vocabulary must be from 2 to {tokenizers.MOST_TOKENS}, not {self.vocabulary}")
+        if self.most_tokens < PIECES:
+            raise ValueError(f"most_tokens must be at least {PIECES}, not {self.most_tokens}")
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class Corpus:
       validation: `[M]`, none of them in `train`.
       shift: `[S]`, tokens of another corpus, or None.
       vocabulary: every token is below it.
+      end_of_text: the token that ends a document.
+      available: tokens to train on that there are; more than N where the corpus was thinned out.
       sha256: of all these tokens.
     """
 
@@ -68,6 +76,8 @@ class Corpus:
     validation: np.ndarray
     shift: np.ndarray | None
     vocabulary: int
+    end_of_text: int
+    available: int
     sha256: str
 
 
@@ -79,7 +89,7 @@ class _Row:
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if self._parts else 0
 
     def cut(self, begin: int, end: int) -> np.ndarray:
         """Tokens `begin` to `end`."""
@@ -87,11 +97,11 @@ class _Row:
         pieces = [p[max(0, begin - s) : max(0, end - s)] for p, s in zip(self._parts, starts, strict=True)]
         return np.concatenate(pieces)
 
-    def thinned(self, begin: int, end: int) -> np.ndarray:
-        """Tokens `begin` to `end`, or `MOST_TOKENS` of them, in `PIECES` evenly spaced."""
-        if end - begin <= MOST_TOKENS:
+    def thinned(self, begin: int, end: int, most: int) -> np.ndarray:
+        """Tokens `begin` to `end`, or `most` of them, in `PIECES` evenly spaced."""
+        if end - begin <= most:
             return self.cut(begin, end)
-        length = MOST_TOKENS // PIECES
+        length = most // PIECES
         firsts = np.linspace(begin, end - length, PIECES).astype(np.int64)
         return np.concatenate([self.cut(first, first + length) for first in firsts])
 
@@ -103,66 +113,74 @@ def load(text: Text | str) -> Corpus:
       ValueError: in one sentence: no such corpus, an empty or damaged one, tokens beyond the vocabulary.
     """
     text = Text(name=text) if isinstance(text, str) else text
+    names = [name for name in (text.name, text.shift) if name is not None]
     if _has_tokens(text.name):
         if text.shift is not None and not _has_tokens(text.shift):
             raise ValueError(f"corpus {text.name!r} is of tokens, and shift {text.shift!r} is of text")
-        vocabulary, read = text.vocabulary, _read_tokens
+        vocabulary = text.vocabulary or VOCABULARY
+        end_of_text = vocabulary - 1
+        rows = [[_read(paths) for paths in files(name, (token_files.SUFFIX,))] for name in names]
     else:
-        tokenizer = _tokenizer(text)
-        vocabulary, read = tokenizer.vocabulary, functools.partial(_tokenised, tokenizer)
-    train, validation = _parted(*read(text.name))
-    shift = None if text.shift is None else _parted(*read(text.shift))[0]
+        read = [documents(name) for name in names]
+        tokenizer = _tokenizer(text, read[0][0])
+        vocabulary, end_of_text = tokenizer.vocabulary, tokenizer.end_of_text
+        rows = [[_tokenised(tokenizer, part) for part in parts] for parts in read]
+    train, validation, available = _parted(*rows[0], text.most_tokens)
+    shift = None if text.shift is None else _parted(*rows[1], text.most_tokens)[0]
     parts = {text.name: train, f"{text.name} (validation)": validation, text.shift or "": shift}
     for name, part in parts.items():
         if part is not None and part.size and (largest := int(part.max())) >= vocabulary:
             raise ValueError(f"corpus {name!r} has token {largest}; the vocabulary's are 0 to {vocabulary - 1}")
     digests = [hashlib.sha256(np.ascontiguousarray(part).data).digest() for part in parts.values() if part is not None]
-    return Corpus(train, validation, shift, vocabulary, hashlib.sha256(b"".join(digests)).hexdigest())
+    content = hashlib.sha256(b"".join(digests)).hexdigest()
+    return Corpus(train, validation, shift, vocabulary, end_of_text, available, content)
 
 
 def _has_tokens(name: str) -> bool:
     """Whether a corpus is of tokens, not of text."""
     path = Path(name)
-    return name not in BUILT_IN and (path.suffix == token_files.SUFFIX or any(path.rglob(f"*{token_files.SUFFIX}")))
+    if not name or name in BUILT_IN:
+        return False
+    return path.suffix == token_files.SUFFIX or any(path.rglob(f"*{token_files.SUFFIX}"))
 
 
-def _read_tokens(name: str) -> tuple[_Row, _Row | None]:
-    """The tokens of files, and those of the files that have "val" in their names, if there are any."""
-    found = files(name, (token_files.SUFFIX,))
-    apart = [path for path in found if "val" in path.name and len(found) > 1]
-    train = [path for path in found if path not in apart]
-    if not train:
-        raise ValueError(f"corpus {name!r} has files to validate on alone")
-    rows = [_Row([token_files.read(path) for path in paths]) for paths in (train, apart) if paths]
-    return rows[0], rows[1] if apart else None
+def _read(paths: Sequence[Path]) -> _Row:
+    """The tokens of files."""
+    return _Row([token_files.read(path) for path in paths])
 
 
-def _tokenised(tokenizer: Tokenizer, name: str) -> tuple[_Row, None]:
-    """The tokens of a text, made once and kept."""
-    read = documents(name)
-    content = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in read))
+def _tokenised(tokenizer: Tokenizer, documents: Sequence[bytes]) -> _Row:
+    """The tokens of documents, made once and kept."""
+    if not documents:
+        return _Row([])
+    content = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in documents))
     content.update(tokenizer.identity.encode())
     kept = machine.caches() / "tokens" / f"{content.hexdigest()}.npy"
-    if kept.is_file():
-        return _Row([np.load(kept, mmap_mode="r")]), None
-    tokens = tokenizer.encode(read)
+    with contextlib.suppress(OSError, ValueError, EOFError):  # nothing is there, or it is damaged
+        tokens = np.load(kept, mmap_mode="r")
+        if tokens.dtype == np.uint16 and tokens.ndim == 1:
+            return _Row([tokens])
+    tokens = tokenizer.encode(documents)
     with contextlib.suppress(OSError), machine.written_whole(kept) as part:
         np.save(part, tokens)
-    return _Row([tokens]), None
+    return _Row([tokens])
 
 
-def _tokenizer(text: Text) -> Tokenizer:
+def _tokenizer(text: Text, documents: Sequence[bytes]) -> Tokenizer:
+    if text.tokenizer != "bpe" and text.vocabulary is not None:
+        raise ValueError(f"vocabulary is for tokenizer 'bpe' and for files of tokens; {text.tokenizer!r} has its own")
     if text.tokenizer == "bytes":
         return tokenizers.Bytes()
     if text.tokenizer != "bpe":
         return tokenizers.read(Path(text.tokenizer))
-    read = documents(text.name)
-    content = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in read)).hexdigest()
-    return tokenizers.trained(read, text.vocabulary, machine.caches() / "tokenizers" / f"{content}-{text.vocabulary}")
+    content = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in documents)).hexdigest()
+    vocabulary = text.vocabulary or VOCABULARY
+    return tokenizers.trained(documents, vocabulary, machine.caches() / "tokenizers" / f"{content}-{vocabulary}")
 
 
-def _parted(row: _Row, validation: _Row | None) -> tuple[np.ndarray, np.ndarray]:
-    """What is trained on, and what is validated on: the row's last tokens unless there is a row for it."""
-    cut = len(row) if validation else len(row) - int(VALIDATION * len(row))
-    train = row.thinned(0, cut)
-    return train, validation.thinned(0, len(validation)) if validation else row.thinned(cut, len(row))
+def _parted(row: _Row, validation: _Row, most: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """What is trained on, what is validated on (the last tokens unless there is a row for it), and what there is."""
+    cut = len(row) if len(validation) else len(row) - int(VALIDATION * len(row))
+    train = row.thinned(0, cut, most)
+    apart = validation.thinned(0, len(validation), most) if len(validation) else row.thinned(cut, len(row), most)
+    return train, apart, cut

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 TEXT_FILES = (".txt",)
+VALIDATION_FILE = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)
 _NO_SOURCES = ("site-packages", "dist-packages", "test", "tests", "__pycache__")
 
 
@@ -42,24 +44,32 @@ BUILT_IN: dict[str, Callable[[], Iterator[bytes]]] = {
 """Corpora that need no download, by name."""
 
 
-def documents(name: str) -> list[bytes]:
-    """A corpus's documents, in an order that has nothing to do with their names.
+def documents(name: str) -> tuple[list[bytes], list[bytes]]:
+    """A corpus's documents to train on, and those to validate on, in an order that has nothing to do with their names.
 
     Args:
-      name: a built-in corpus, a `.txt` file, or a folder with such files, each of them a document.
+      name: a built-in corpus, a `.txt` file, or a folder with such files, each of them a document; see `files`.
 
     Raises:
       ValueError: there is no such corpus, or nothing in it.
     """
-    found = BUILT_IN[name]() if name in BUILT_IN else (path.read_bytes() for path in files(name, TEXT_FILES))
-    ordered = sorted((document for document in found if document), key=lambda d: hashlib.sha256(d).digest())
-    if not ordered:
+    found: tuple[Iterable[bytes], ...]
+    if name in BUILT_IN:
+        found = BUILT_IN[name](), ()
+    else:
+        found = tuple((path.read_bytes() for path in paths) for paths in files(name, TEXT_FILES))
+    train, validation = (sorted(filter(None, part), key=lambda d: hashlib.sha256(d).digest()) for part in found)
+    if not train:
         raise ValueError(f"corpus {name!r} is empty")
-    return ordered
+    return train, validation
 
 
-def files(name: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The file of that name, or all files in the folder, that end so. Raises ValueError if there are none."""
+def files(name: str, suffixes: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
+    """The file of that name, or all files in the folder, that end so; apart from them those to validate on.
+
+    Those are files of a folder with "val", "valid" or "validation" as a word in their names. Raises ValueError if there
+    are no files, or none to train on.
+    """
     path = Path(name)
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
@@ -68,4 +78,7 @@ def files(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     if not found:
         what = "has no" if path.is_dir() else "is no" if path.exists() else "is neither a built-in corpus nor a"
         raise ValueError(f"corpus {name!r} {what} {' or '.join(suffixes)} file; built-in: {', '.join(BUILT_IN)}")
-    return found
+    apart = [p for p in found if p != path and VALIDATION_FILE.search(p.stem)]
+    if len(apart) == len(found):
+        raise ValueError(f"corpus {name!r} has files to validate on alone")
+    return [p for p in found if p not in apart], apart

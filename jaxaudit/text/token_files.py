@@ -42,7 +42,8 @@ def read(path: Path) -> np.ndarray:
         raise ValueError(f"{path} has version {header[1]} of llm.c's format; {VERSION} can be read")
     tokens = words[2 * HEADER :]
     if len(tokens) != header[2]:
-        raise ValueError(f"{path} should hold {header[2]} tokens by its header and holds {len(tokens)}: it is cut off")
+        what = "cut off" if len(tokens) < header[2] else "longer than that"
+        raise ValueError(f"{path} should hold {header[2]} tokens by its header and is {what}: it holds {len(tokens)}")
     return tokens
 
 

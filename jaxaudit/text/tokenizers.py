@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,8 +15,18 @@ import numpy as np
 
 from jaxaudit import machine
 
+TOKENIZERS = ("bytes", "bpe")
+"""Those that need no files."""
+
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY_FILES = ("vocab.json", "merges.txt")
+
+MOST_TOKENS = 2**16
+"""Tokens are of 16 bits."""
+
+PIECE, BATCH = 2**20, 2**23
+"""Characters of a text that are made into byte pairs as a whole, and of all texts at a time: it takes 30 times as much
+memory. Longer ones are cut at ends of lines, where a token may then end that would have gone on."""
 
 
 class Tokenizer(Protocol):
@@ -23,6 +35,10 @@ class Tokenizer(Protocol):
     @property
     def vocabulary(self) -> int:
         """Tokens there are."""
+
+    @property
+    def end_of_text(self) -> int:
+        """The token that ends a document."""
 
     @property
     def identity(self) -> str:
@@ -37,52 +53,86 @@ class Bytes:
     """Every byte is a token; 256 ends a document."""
 
     vocabulary: int = 257
+    end_of_text: int = 256
     identity: str = "bytes"
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """The documents in a row, each ended by the end of text, uint16 `[N]`."""
-        parts = [part for d in documents for part in (np.frombuffer(d, np.uint8), np.array([256], np.uint16))]
+        end = np.array([self.end_of_text], np.uint16)
+        parts = [part for d in documents for part in (np.frombuffer(d, np.uint8), end)]
         return np.concatenate(parts, dtype=np.uint16)
 
 
 @dataclass(frozen=True)
 class BytePairs:
-    """Byte-level pairs, as GPT-2 has them."""
+    """Byte-level pairs, as GPT-2 has them. An end of text that is spelled out in a document is text like all else."""
 
     encoder: Any
     vocabulary: int
+    end_of_text: int
     identity: str
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """The documents in a row, each ended by the end of text, uint16 `[N]`; what is not UTF-8 is replaced."""
-        end = np.array([self.encoder.token_to_id(END_OF_TEXT)], np.uint16)
-        encoded = self.encoder.encode_batch([d.decode("utf-8", "replace") for d in documents])
-        return np.concatenate([part for e in encoded for part in (np.array(e.ids, np.uint16), end)])
+        end, parts = np.array([self.end_of_text], np.uint16), []
+        for batch in _batches(documents):
+            encoded = self.encoder.encode_batch([text for text, _ in batch])
+            for pairs, (_, ends) in zip(encoded, batch, strict=True):
+                parts += [np.array(pairs.ids, np.uint16), end] if ends else [np.array(pairs.ids, np.uint16)]
+        return np.concatenate(parts)
+
+
+def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces of documents, and whether a document ends with them, as many as are encoded at a time."""
+    batch, size = [], 0
+    for document in documents:
+        for piece, ends in _pieces(document.decode("utf-8", "replace")):
+            batch.append((piece, ends))
+            size += len(piece)
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """A text in pieces of at most `PIECE` characters that end with a line, and whether it is the last."""
+    begin = 0
+    while len(text) - begin > PIECE:
+        line = text.rfind("\n", begin, begin + PIECE) + 1
+        end = line if line > begin else begin + PIECE
+        yield text[begin:end], False
+        begin = end
+    yield text[begin:], True
 
 
 def trained(documents: Sequence[bytes], vocabulary: int, kept: Path) -> BytePairs:
-    """As `train`, once; a folder keeps what it gave."""
-    if kept.is_dir():
+    """Byte pairs that are frequent in some documents, trained once; a folder keeps their files.
+
+    Raises ValueError for a vocabulary they cannot have.
+    """
+    with contextlib.suppress(ValueError):  # nothing is there, or it is damaged
         return read(kept)
-    pairs = train(documents, vocabulary)
-    with contextlib.suppress(OSError), machine.written_whole(kept) as part:
-        part.mkdir()
-        pairs.encoder.save_model(str(part))
-    return pairs
+    with tempfile.TemporaryDirectory() as place:
+        _train(documents, vocabulary).save_model(place)
+        with contextlib.suppress(OSError), machine.written_whole(kept) as part:
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(place, part)
+        return read(Path(place))  # as every later run will
 
 
-def train(documents: Sequence[bytes], vocabulary: int) -> BytePairs:
-    """Byte pairs that are frequent in some documents. Raises ValueError for a vocabulary they cannot have."""
+def _train(documents: Sequence[bytes], vocabulary: int) -> Any:
     from tokenizers import ByteLevelBPETokenizer
 
-    if not 257 <= vocabulary <= 2**16:
-        raise ValueError(f"a vocabulary of byte pairs has from 257 to 65536 tokens, not {vocabulary}")
+    if not 257 <= vocabulary <= MOST_TOKENS:
+        raise ValueError(f"a vocabulary of byte pairs has from 257 to {MOST_TOKENS} tokens, not {vocabulary}")
     encoder = ByteLevelBPETokenizer()
     texts = (d.decode("utf-8", "replace") for d in documents)
     encoder.train_from_iterator(
         texts, vocab_size=vocabulary, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
     )
-    return BytePairs(encoder, encoder.get_vocab_size(), f"pairs {vocabulary}")
+    return encoder
 
 
 def read(folder: Path) -> BytePairs:
@@ -97,9 +147,11 @@ def read(folder: Path) -> BytePairs:
         encoder = ByteLevelBPETokenizer(*map(str, paths))
     except Exception as error:  # of the library's own kinds
         raise ValueError(f"tokenizer {str(folder)!r} cannot be read: {error}") from None
-    if encoder.token_to_id(END_OF_TEXT) is None:
+    end_of_text = encoder.token_to_id(END_OF_TEXT)
+    if end_of_text is None:
         raise ValueError(f"tokenizer {str(folder)!r} has no token {END_OF_TEXT!r}")
-    if encoder.get_vocab_size() > 2**16:
-        raise ValueError(f"tokenizer {str(folder)!r} has {encoder.get_vocab_size()} tokens; at most 65536 can be read")
+    largest = max(encoder.get_vocab().values())
+    if largest >= MOST_TOKENS:
+        raise ValueError(f"tokenizer {str(folder)!r} has token {largest}; those below {MOST_TOKENS} can be read")
     content = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-    return BytePairs(encoder, encoder.get_vocab_size(), f"pairs {content}")
+    return BytePairs(encoder, largest + 1, end_of_text, f"pairs {content}")
