@@ -119,12 +119,13 @@ def load(text: Text | str) -> Corpus:
             raise ValueError(f"corpus {text.name!r} is of tokens, and shift {text.shift!r} is of text")
         vocabulary = text.vocabulary or VOCABULARY
         end_of_text = vocabulary - 1
-        rows = [[_read(paths) for paths in files(name, (token_files.SUFFIX,))] for name in names]
+        found = [files(name, (token_files.SUFFIX,)) for name in names]
+        rows = [(_read(train), _read(apart)) for train, apart in found]
     else:
         read = [documents(name) for name in names]
         tokenizer = _tokenizer(text, read[0][0])
         vocabulary, end_of_text = tokenizer.vocabulary, tokenizer.end_of_text
-        rows = [[_tokenised(tokenizer, part) for part in parts] for parts in read]
+        rows = [(_tokenised(tokenizer, train), _tokenised(tokenizer, apart)) for train, apart in read]
     train, validation, available = _parted(*rows[0], text.most_tokens)
     shift = None if text.shift is None else _parted(*rows[1], text.most_tokens)[0]
     parts = {text.name: train, f"{text.name} (validation)": validation, text.shift or "": shift}
