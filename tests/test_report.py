@@ -1,5 +1,6 @@
 """The report against synthetic run folders: self-contained, faithful to the stored numbers, hard to break."""
 
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,6 +13,8 @@ import xarray as xr
 from jaxaudit import report, results
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.report import series, style
+from jaxaudit.report.load import load
+from jaxaudit.report.verdict import _without_effect, verdict
 
 KINDS = {
     "lr_spike": ("optimization", (3.0, 10.0, 30.0, 100.0), 14.0),
@@ -191,6 +194,22 @@ def test_lines_are_the_medians_over_seeds(typical):
     expected = np.quantile(performance[:, 4].astype(float), [0.5, 0.25, 0.75], axis=0)
     for step in (119, 130, 399):
         assert strongest[step] == pytest.approx(expected[:, step], rel=1e-5)
+
+
+def test_a_condition_that_changed_nothing_is_told(tmp_path):
+    conditions = grid()
+    performance = simulate(conditions, 5, 400)
+    disturbed = conditions.index[conditions.perturbation != "control"]
+    performance[:, disturbed[0]] = performance[:, conditions.index[conditions.perturbation == "control"][0]]
+    write(tmp_path, conditions, performance=performance)
+    run = load(tmp_path)
+    assert not _without_effect(run), "another channel differs"
+    alone = run.telemetry[["performance", "layer_gradient_norm", "evaluation_return"]]
+    run = dataclasses.replace(run, telemetry=alone)
+    assert _without_effect(run) == [conditions.condition[disturbed[0]]]
+    (sentence,) = (s for s in verdict(run, series.panels(run)).sentences if "Nothing at all" in s)
+    name = conditions.condition[disturbed[0]]
+    assert sentence == f"Nothing at all changed under <b>{name}</b>: every channel is bitwise the control's."
 
 
 def test_verdict_names_the_culprits(typical):

@@ -175,6 +175,9 @@ def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
     if (share := control_share(run)) > 0:
         text = "The undisturbed control itself collapses in up to {} of its seeds; read the rest against that."
         found.append(Markup(text).format(f"{share:.0%}"))
+    if nothing := _without_effect(run):
+        text = "Nothing at all changed under {}: every channel is bitwise the control's."
+        found.append(Markup(text).format(_names(nothing)))
     window = run.setting("window", 50)
     if moving := [onset for onset in sorted({p.onset for p in groups}) if _trend(run, onset, window) > 0.5]:
         text = "In the {} steps before step {} performance was itself rising or falling, which widens the band that a "
@@ -185,6 +188,23 @@ def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
         text = "Numerical noise floor: in the {} steps from the last onset control and baseline, which are the same "
         text += "but for rounding, come to differ by up to {} in performance."
         found.append(Markup(text).format(window, f"{float(floor):.3g}"))
+    return found
+
+
+def _without_effect(run: Run) -> list[str]:
+    """Disturbed conditions whose lanes are bitwise their controls': what they aim at was not there to disturb."""
+    channels = [x.transpose("condition", ...) for x in run.telemetry.data_vars.values() if "condition" in x.dims]
+    # From the shortest on: nearly every condition differs in the first.
+    stored = [x.values for x in sorted((x for x in channels if "step" in x.dims), key=lambda x: x.size)]
+    if not run.finished or not stored:
+        return []
+    found = []
+    for _, group in run.conditions.groupby("onset"):
+        is_control = group["perturbation"] == "control"
+        disturbed = group[~is_control & (group["magnitude"] != group["neutral"])]
+        for control in group.index[is_control]:
+            same = (all(np.array_equal(x[i], x[control], equal_nan=True) for x in stored) for i in disturbed.index)
+            found += [str(condition) for condition, equal in zip(disturbed["condition"], same, strict=True) if equal]
     return found
 
 
