@@ -61,14 +61,17 @@ class Run:
         return f"{round(share * row['seeds'])}/{row['seeds']}" if np.isfinite(share) else "-"
 
     def loss(self, condition: str) -> statistics.Estimate:
-        """Performance lost at the end against the control of the same seed, as a share of what the controls gained."""
+        """Performance lost at the end against the control of the same seed, as a share of what the controls gained.
+
+        NaN where the controls gained nothing.
+        """
         of = lambda c: self.lanes[self.lanes["condition"] == c].sort_values("seed")  # noqa: E731
         disturbed, control = of(condition), of(self.control(condition))
         series = self.data["performance"].sel(condition=self.control(condition)).values
         first = np.array([row[np.isfinite(row)][0] for row in series])
         gain = float(np.median(control["final_performance"].to_numpy() - first))
         lost = control["final_performance"].to_numpy() - disturbed["final_performance"].to_numpy()
-        return statistics.bootstrap(lost / gain)
+        return statistics.bootstrap(lost / (gain if gain > 0 else np.nan))
 
 
 def panel(frame: pd.DataFrame, title: str, onset: float, colors: dict[str, str]) -> alt.LayerChart:
