@@ -294,6 +294,7 @@ RUN = """
 [audit]
 seeds = 2
 steps = 8
+telemetry = "basic"
 [task]
 kind = "text"
 name = "a.txt"
@@ -304,7 +305,7 @@ context = 8
 batch_size = 4
 accumulation = 2
 held_out = 2
-validation = 2
+evaluations = 0
 [metrics]
 window = 2
 hold = 2

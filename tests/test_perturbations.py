@@ -266,6 +266,8 @@ SITE_VALUES = {
     "optimizer_state": {"mu": jnp.linspace(0.0, 1.0, 5), "nu": jnp.linspace(1.0, 2.0, 5)},
     "params": {"a": {"kernel": jnp.linspace(-1.0, 1.0, 5)}, "critic": {"kernel": jnp.linspace(0.0, 1.0, 5)}},
     "gradient": {"a": jnp.linspace(-1.0, 1.0, 5)},
+    "tokens": jnp.arange(12).reshape(3, 4),
+    "objective": jnp.zeros(()),
 }
 CONTEXT = {
     "begins": jnp.array([False, True, False, False]),
@@ -276,6 +278,9 @@ CONTEXT = {
     "schedule": lambda progress: 1e-3 * (1.0 - progress),
     "progress": jnp.float32(0.5),
     "elapsed": jnp.float32(0.5),
+    "mask": 99,
+    "vocabulary": 100,
+    "second_corpus": lambda key: jax.random.randint(key, (3, 4), 50, 60),
     "selected": jnp.array([True, True]),
     "reinitialise": lambda key: jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), SITE_VALUES["params"]),
 }
@@ -287,7 +292,8 @@ def test_every_perturbation_is_the_same_alone_and_under_jit_and_vmap():
     def all_of_them(key, factor):
         changed = {}
         for name, default in defaults.items():
-            value = jax.tree.map(lambda x: x * factor, SITE_VALUES[default.site])
+            is_text = default.site == "tokens"
+            value = jax.tree.map(lambda x, own=not is_text: x * factor if own else x, SITE_VALUES[default.site])
             given = {need: CONTEXT[need] for need in default.needs}
             if default.memory is None:
                 changed[name] = default.apply(key, value, default.magnitude, **given)
