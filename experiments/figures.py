@@ -73,6 +73,17 @@ class Run:
         lost = control["final_performance"].to_numpy() - disturbed["final_performance"].to_numpy()
         return statistics.bootstrap(lost / (gain if gain > 0 else np.nan))
 
+    def cell(self, condition: str) -> str:
+        """What a table says of a condition: its loss and collapses; of a control its final return."""
+        row = self.summary.loc[condition]
+        if row["perturbation"] == "control":
+            final = (row[f"iqm_final_performance{end}"] for end in ("", "_low", "_high"))
+            return "{:,.0f} [{:,.0f}, {:,.0f}]".format(*final)
+        lost = self.loss(condition)
+        if not np.isfinite(lost.value):
+            return f"no gain to lose, {self.collapsed(condition)}"
+        return f"{lost.value:+.0%} [{lost.low:+.0%}, {lost.high:+.0%}], {self.collapsed(condition)}"
+
 
 def panel(frame: pd.DataFrame, title: str, onset: float, colors: dict[str, str]) -> alt.LayerChart:
     """Bands and medians of several conditions."""
@@ -101,15 +112,22 @@ def learner_curves(runs: dict[str, Run], perturbation: str, out: Path) -> None:
     save(chart.properties(title=perturbation), out / f"{perturbation}.png")
 
 
+def loss_table(runs: dict[str, Run]) -> str:
+    """Condition x run: share of the gain lost at the end, and how many seeds collapsed; the control's final return."""
+    summary = next(iter(runs.values())).summary
+    frame = pd.DataFrame({"condition": summary["condition"]})
+    for name, run in runs.items():
+        frame[NAMES.get(name, name)] = [run.cell(str(condition)) for condition in summary["condition"]]
+    return markdown(frame)
+
+
 def cross_table(runs: dict[str, Run], out: Path) -> None:
-    """Perturbation x learner: share of the gain lost at the end, and how many seeds collapsed."""
+    """Perturbation x learner as a figure: share of the gain lost at the end, and how many seeds collapsed."""
     conditions = [c for c in next(iter(runs.values())).summary["condition"] if not str(c).startswith("control")]
-    cells, lines = [], [f"| condition | {' | '.join(NAMES.get(n, n) for n in runs)} |", "|---" * (len(runs) + 1) + "|"]
+    cells = []
     for condition in conditions:
-        words = []
         for name, run in runs.items():
             lost, collapsed = run.loss(condition), run.collapsed(condition)
-            words.append(f"{lost.value:+.0%} [{lost.low:+.0%}, {lost.high:+.0%}], {collapsed}")
             cells.append(
                 {
                     "condition": condition,
@@ -118,8 +136,6 @@ def cross_table(runs: dict[str, Run], out: Path) -> None:
                     "text": f"{lost.value:+.0%} ({collapsed})",
                 }
             )
-        lines.append(f"| {condition} | {' | '.join(words)} |")
-    print("\n".join(lines))
     frame = pd.DataFrame(cells)
     base = alt.Chart(frame).encode(
         x=alt.X("learner:N", sort=list(NAMES.values()), title=None, axis=alt.Axis(orient="top", labelAngle=0)),
@@ -187,12 +203,9 @@ def entropy_bars(runs: dict[str, Run], out: Path) -> None:
                         "lost": lost.value,
                         "low": lost.low,
                         "high": lost.high,
-                        "collapsed": run.collapsed(str(condition)),
-                        "control": run.summary.loc[run.control(str(condition)), "iqm_final_performance"],
                     }
                 )
     frame = pd.DataFrame(rows)
-    print(markdown(frame))
     color = alt.Color(
         "coefficient:N", sort=None, scale=alt.Scale(range=style.ramp(len(runs))), title="entropy coefficient"
     )
@@ -267,7 +280,6 @@ def responses(runs: dict[str, Run]) -> None:
             onset, control = int(row["onset"]), run.control(str(condition))
             at_once = [run.data["x_grad"].sel(condition=c).values[:, onset : onset + 10] for c in (condition, control)]
             moved = statistics.bootstrap(np.nanmean(at_once[0] - at_once[1], axis=1))
-            lost = run.loss(str(condition))
             rows.append(
                 {
                     "run": name,
@@ -275,8 +287,7 @@ def responses(runs: dict[str, Run]) -> None:
                     "x_grad in ten steps, less control's": f"{moved.value:+.2f} [{moved.low:+.2f}, {moved.high:+.2f}]",
                     "RT, median": row["recovery_time_median"],
                     "SIP, median": row["spike_intensity_median"],
-                    "collapsed": run.collapsed(str(condition)),
-                    "share of the gain lost": f"{lost.value:+.0%} [{lost.low:+.0%}, {lost.high:+.0%}]",
+                    "share of the gain lost, collapsed": run.cell(str(condition)),
                 }
             )
     print(markdown(pd.DataFrame(rows)))
@@ -351,10 +362,12 @@ def main(what: str, out: str, *given: str) -> None:
         for perturbation in ("lr_spike", "action_noise", "reward_scale"):
             learner_curves(runs, perturbation, folder)
         cross_table(runs, folder)
+        print(loss_table(runs))
     elif what == "onset":
         onset_curves(runs, folder)
     elif what == "entropy":
         entropy_bars(runs, folder)
+        print(loss_table(runs))
     elif what == "language-models":
         for channel, title in (("x_grad", "x_grad"), ("x_inst", "x_inst"), ("performance", "minus the loss")):
             around_injection(runs, channel, title, folder)
