@@ -112,7 +112,7 @@ def lane_step(
     """One step of one lane. The learner's key depends on (seed, step), a perturbation's on its kind besides.
 
     `data` is the learner's.
-    `any_open` says for each kind whether any lane's window is open; it must not be batched.
+    `any_open` says for each kind whether the window of any lane computed with this one is open; it must not be batched.
     """
     remembered = state.memory
     if remembered and lane.disturbance is not None:
@@ -168,11 +168,15 @@ def advance(
     def shard(data, states, lanes, start, stop, rows, first):
         def body(step, carry):
             states, rows = carry
-            disturbance = lanes.disturbance
-            any_open = None if disturbance is None else jnp.any(disturbance.windows.open(step), axis=0)
-            states, row = _each_lane(
-                lambda state, lane: lane_step(program, data, state, lane, step, any_open), program.execution
-            )(states, lanes)
+            some_open = None if lanes.disturbance is None else jnp.any(lanes.disturbance.windows.open(step), axis=0)
+
+            def one(state: LaneState, lane: Lanes) -> tuple[LaneState, Telemetry]:
+                # A lane on its own pays for its own open windows alone.
+                alone = program.execution == "map" and lane.disturbance is not None
+                any_open = lane.disturbance.windows.open(step) if alone else some_open
+                return lane_step(program, data, state, lane, step, any_open)
+
+            states, row = _each_lane(one, program.execution)(states, lanes)
             return states, {name: rows[name].at[step - first].set(row[name]) for name in rows}
 
         return jax.lax.fori_loop(start, stop, body, (states, rows))

@@ -17,7 +17,6 @@ from jaxaudit import registry
 from jaxaudit.grid import arrange, inputs, plan, site_misfit
 from jaxaudit.program import compiled
 from jaxaudit.sites import find_sites
-from jaxaudit.text import Text
 
 FORK, OPEN, CLOSE, STEPS = 3, 5, 7, 10
 # Some standard magnitudes do little within a window of two short steps; these are felt at once.
@@ -55,9 +54,7 @@ def ppo(**settings):
     )
 
 
-@functools.cache
-def language_model(**settings):
-    text = Text(name="python-docstrings", shift="python-stdlib")
+def language_model(text, **settings):
     return ja.learners.language_model(
         text,
         size="nano",
@@ -121,7 +118,7 @@ class Case:
         return self.train(self.perturbations())
 
 
-def ppo_case():
+def ppo_case(_):
     infinite = float("inf")
     return Case(
         ppo(evaluations=1, evaluation_episodes=1),
@@ -132,11 +129,11 @@ def ppo_case():
     )
 
 
-def language_model_case():
+def language_model_case(text):
     infinite = float("inf")
     return Case(
-        language_model(evaluations=1),
-        language_model(evaluations=0, telemetry="basic"),
+        language_model(text, evaluations=1),
+        language_model(text, evaluations=0, telemetry="basic"),
         {"momentum_noise": infinite, "weight_noise": infinite, "lr_spike": infinite},
         ("performance", "loss", "params_norm", "update_norm"),
         "h/1",
@@ -144,8 +141,8 @@ def language_model_case():
 
 
 @pytest.fixture(scope="module", params=[ppo_case, language_model_case], ids=["ppo", "language_model"])
-def case(request):
-    return request.param()
+def case(request, corpus):
+    return request.param(corpus)
 
 
 def telemetry(grid):
@@ -161,8 +158,8 @@ def lane_same(arrays, other, condition, start=0, stop=STEPS):
     return all(same(arrays[k][:, condition, start:stop], other[k][:, condition, start:stop]) for k in arrays)
 
 
-def test_every_standard_perturbation_is_in_a_grid():
-    fitting = {name for make in (ppo_case, language_model_case) for name in make().names}
+def test_every_standard_perturbation_is_in_a_grid(corpus):
+    fitting = {name for make in (ppo_case, language_model_case) for name in make(corpus).names}
     assert fitting | {"lr_spike"} == set(registry.perturbations)
 
 

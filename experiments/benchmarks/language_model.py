@@ -73,27 +73,30 @@ class trainer:
         from jaxaudit.learners.language_model import LanguageModelState
 
         self.learner, algorithm = learner_of(arguments.size, arguments.batch, arguments.length, audited)
-        self.steps = arguments.steps
 
-        def train(state, data, index):
+        def step(index, state, data):
             from jaxaudit import Taps
 
             taps, key = Taps(index, 100, data=data), jax.random.fold_in(jax.random.key(0), index)
             if audited:
-                return self.learner.step(state, key, taps)
+                state, telemetry = self.learner.step(state, key, taps)
+                return state, telemetry["loss"]
             gradient, telemetry = algorithm.gradient(state.params, algorithm.read(key, taps), jnp.zeros(()))
             params, optimizer, _ = algorithm.optimizer.update(state.params, state.optimizer, gradient, taps)
-            return LanguageModelState(params, optimizer), telemetry
+            return LanguageModelState(params, optimizer), telemetry["loss"]
+
+        def train(state, data, first):
+            body = lambda index, carry: step(index, carry[0], data)  # noqa: E731
+            return jax.lax.fori_loop(first, first + arguments.steps, body, (state, jnp.float32(0)))
 
         self.state = jax.jit(self.learner.init)(jax.random.key(0))
         self.compiled = jax.jit(train, donate_argnums=0).lower(self.state, self.learner.data, jnp.int32(1)).compile()
         self()
 
     def __call__(self) -> None:
-        """Some steps."""
-        for index in range(self.steps):
-            self.state, telemetry = self.compiled(self.state, self.learner.data, jnp.int32(1 + index))
-        jax.block_until_ready(telemetry)
+        """Some steps, in one program, as an audit's."""
+        self.state, loss = self.compiled(self.state, self.learner.data, jnp.int32(1))
+        jax.block_until_ready(loss)
 
 
 def sizes_of(candidate) -> str:

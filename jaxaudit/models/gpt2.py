@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxaudit.kernels.attention import causal_attention
 from jaxaudit.paths import Stack
 
 Params = dict[str, Any]
@@ -117,7 +118,7 @@ class Attention(nn.Module):
         width = x.shape[-1]
         joined = dense(3 * width, 0.02, self.dtype, "c_attn")(x)
         query, key, value = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(joined, 3, axis=-1))
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        mixed = causal_attention(query, key, value)
         change = dense(width, self.output_std, self.dtype, "c_proj")(mixed.reshape(x.shape))
         return change, attention_entropy(query, key) if self.observe else jnp.zeros(())
 
