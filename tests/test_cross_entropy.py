@@ -102,8 +102,8 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, embedding, labels, weights).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    small, large = temporaries(8192, 5_000), temporaries(8192, 80_000)
-    logits = 4 * 8192 * 80_000
+    small, large = temporaries(65536, 5_000), temporaries(65536, 80_000)
+    logits = 4 * 65536 * 80_000
     gradient = 4 * 16 * (80_000 - 5_000)
     assert large < logits / 10
     assert large - small < 3 * gradient

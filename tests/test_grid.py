@@ -33,6 +33,15 @@ def test_every_execution_gives_the_same_lanes(expected, execution):
     np.testing.assert_allclose(performance(execution=execution), expected, rtol=1e-5)
 
 
+def test_one_after_the_other_a_lane_with_nothing_open_is_bitwise_its_control():
+    later = ja.chain(ja.lr_spike(1.0, onset=5), ja.weight_noise(0.5, onset=12))
+    result = ja.audit(LEARNER, [ja.lr_spike(1.0, onset=5), later], seeds=3, steps=30, execution="map")
+    control, neutral, noisy = np.moveaxis(result.telemetry["performance"].values, 1, 0)
+    assert (neutral == control).all()
+    assert (noisy[:, :12] == control[:, :12]).all()
+    assert (noisy[:, 13:] != control[:, 13:]).all()
+
+
 def test_one_device_gives_the_same_lanes_as_two(expected):
     assert len(jax.devices()) == 2
     np.testing.assert_allclose(performance(devices=jax.devices()[:1]), expected, rtol=1e-5)
