@@ -22,7 +22,7 @@ from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.report.load import load as load_run
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import parse
-from jaxaudit.text import Text, load
+from jaxaudit.text import load
 
 SMALL = {"size": "nano", "context": 16, "batch_size": 8, "accumulation": 4, "held_out": 2, "validation": 4}
 KEY = jax.random.key(0)

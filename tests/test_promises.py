@@ -15,6 +15,7 @@ import pytest
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.grid import arrange, inputs, plan, site_misfit
+from jaxaudit.models import gpt2
 from jaxaudit.program import compiled
 from jaxaudit.sites import find_sites
 
@@ -55,17 +56,19 @@ def ppo(**settings):
 
 
 def language_model(text, **settings):
-    return ja.learners.language_model(
-        text,
-        size="nano",
-        context=8,
-        batch_size=4,
-        accumulation=2,
-        held_out=2,
-        validation=2,
-        max_grad_norm=0.5,
-        **settings,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gpt2.SIZES, "nano", gpt2.Size(16, 2, 2))
+        return ja.learners.language_model(
+            text,
+            size="nano",
+            context=8,
+            batch_size=4,
+            accumulation=2,
+            held_out=2,
+            validation=2,
+            max_grad_norm=0.5,
+            **settings,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,8 +133,14 @@ class Perceptron(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[B, T, width]` to the same."""
-        inner = nn.gelu(dense(4 * x.shape[-1], 0.02, self.dtype, "c_fc")(x), approximate=True)
+        inner = _gelu(dense(4 * x.shape[-1], 0.02, self.dtype, "c_fc")(x))
         return dense(x.shape[-1], self.output_std, self.dtype, "c_proj")(inner)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _gelu(x: jax.Array) -> jax.Array:
+    """Computed again in the backward pass: to keep its parts for every layer takes longer."""
+    return nn.gelu(x, approximate=True)
 
 
 def norm(dtype: Any, name: str) -> nn.LayerNorm:
