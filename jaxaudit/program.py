@@ -168,12 +168,16 @@ def advance(
     def shard(data, states, lanes, start, stop, rows, first):
         def body(step, carry):
             states, rows = carry
-            some_open = None if lanes.disturbance is None else jnp.any(lanes.disturbance.windows.open(step), axis=0)
+
+            def opened(disturbance: Disturbance | None) -> jax.Array | None:
+                return None if disturbance is None else disturbance.windows.open(step)
+
+            anywhere = opened(lanes.disturbance)
+            anywhere = None if anywhere is None else jnp.any(anywhere, axis=0)
 
             def one(state: LaneState, lane: Lanes) -> tuple[LaneState, Telemetry]:
                 # A lane on its own pays for its own open windows alone.
-                alone = program.execution == "map" and lane.disturbance is not None
-                any_open = lane.disturbance.windows.open(step) if alone else some_open
+                any_open = opened(lane.disturbance) if program.execution == "map" else anywhere
                 return lane_step(program, data, state, lane, step, any_open)
 
             states, row = _each_lane(one, program.execution)(states, lanes)

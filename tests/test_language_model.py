@@ -36,6 +36,7 @@ def made(corpus):
     learner = ja.learners.language_model(corpus, **SMALL)
     model = LanguageModel(257, settings)
     tokens = model.read(KEY, ja.Taps(data=learner.data))
+    model.gradient = jax.jit(model.gradient)  # compiled once for all tests
     return model, model.init_params(KEY), tokens, learner
 
 
@@ -47,7 +48,7 @@ def losses(model, params, tokens):
 
 def test_the_gradient_is_the_whole_batchs_and_coherence_its_microbatches(made):
     model, params, tokens, _ = made
-    gradient, telemetry = jax.jit(model.gradient)(params, tokens, jnp.zeros(()))
+    gradient, telemetry = model.gradient(params, tokens, jnp.zeros(()))
     whole_loss, whole = jax.jit(jax.value_and_grad(lambda p: losses(model, p, tokens)))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), gradient, whole)
     np.testing.assert_allclose(telemetry["loss"], whole_loss, rtol=1e-5)
@@ -68,13 +69,13 @@ def test_without_accumulation_there_is_no_coherence(made):
     alone = LanguageModel(257, LanguageModelSettings(**SMALL | {"accumulation": 1, "telemetry": "basic"}))
     gradient, telemetry = jax.jit(alone.gradient)(params, tokens, jnp.zeros(()))
     assert np.isnan(telemetry["x_grad"])
-    wanted, _ = jax.jit(model.gradient)(params, tokens, jnp.zeros(()))
+    wanted, _ = model.gradient(params, tokens, jnp.zeros(()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), gradient, wanted)
 
 
 def test_smoothing_moves_the_gradient_as_its_formula_says(made):
     model, params, tokens, _ = made
-    smooth, _ = jax.jit(model.gradient)(params, tokens, jnp.float32(0.2))
+    smooth, _ = model.gradient(params, tokens, jnp.float32(0.2))
 
     def wanted(params):
         logits = gpt2.apply(model.model, params, tokens[:, :-1])[0] @ params["wte"]["embedding"].T
@@ -185,11 +186,11 @@ def test_in_half_precision_with_layers_computed_again_parameters_stay_whole(corp
     assert "bf16" in step
 
 
-def test_outside_a_run_the_rate_is_at_its_peak(corpus):
-    learner = ja.learners.language_model(corpus, **SMALL | {"accumulation": 1, "telemetry": "basic"})
-    state = jax.jit(learner.init)(KEY)
-    _, telemetry = jax.jit(lambda state: learner.step(state, KEY, ja.Taps(data=learner.data)))(state)
-    assert float(telemetry["learning_rate"]) == pytest.approx(5e-4)
+def test_outside_a_run_the_rate_is_at_its_peak(made):
+    model, params, *_ = made
+    optimizer = model.optimizer
+    update = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params, ja.Taps())[2])
+    assert float(update(params).learning_rate) == pytest.approx(5e-4)
 
 
 def test_stopped_and_resumed_it_reads_the_same_batches(trained):
@@ -267,9 +268,11 @@ def test_a_spec_with_a_text_is_written_with_its_defaults(corpus):
     assert 'tokenizer = "bytes"' in spec.to_toml()
 
 
-def test_without_a_second_corpus_a_shift_is_refused():
-    text = SPEC.format(kind="text", name="python-docstrings", learner="language_model")
-    text = text.replace("lr_spike", "distribution_shift").replace('"language_model"', '"language_model"\nsize = "nano"')
+def test_without_a_second_corpus_a_shift_is_refused(corpus):
+    text = SPEC.format(kind="text", name=corpus.name, learner="language_model")
+    text = text.replace("lr_spike", "distribution_shift").replace(
+        '"language_model"', '"language_model"\nsize = "nano"\ncontext = 16'
+    )
     with pytest.raises(UserError, match="'distribution_shift' needs second_corpus at site 'tokens'"):
         parse(text).build()
 

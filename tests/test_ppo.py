@@ -166,6 +166,7 @@ def data_of(data, rows):
     return jax.tree.map(lambda x: x[rows], data)
 
 
+@pytest.mark.slow
 def test_ppo_learns_inverted_pendulum():
     """Evaluation return of at least 950 within 150k env steps on at least 7 of 8 seeds."""
     learner = ja.learners.ppo("InvertedPendulum-v5", num_envs=4, rollout_length=128, evaluations=6, telemetry="basic")
