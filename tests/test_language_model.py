@@ -172,6 +172,7 @@ def test_a_token_is_masked_by_the_end_of_text(corpus, tokenizer):
     assert (found.end_of_text == 256) == (tokenizer == "bytes")
 
 
+@pytest.mark.slow
 def test_in_half_precision_with_layers_computed_again_parameters_stay_whole(corpus):
     learner = ja.learners.language_model(corpus, precision="bfloat16", remat=True, **SMALL)
     engine = engine_of(learner, 2)
