@@ -70,13 +70,12 @@ class trainer:
     """A compiled step that goes on from state to state."""
 
     def __init__(self, arguments, audited: bool):
+        from jaxaudit import Taps
         from jaxaudit.learners.language_model import LanguageModelState
 
         self.learner, algorithm = learner_of(arguments.size, arguments.batch, arguments.length, audited)
 
         def step(index, state, data):
-            from jaxaudit import Taps
-
             taps, key = Taps(index, 100, data=data), jax.random.fold_in(jax.random.key(0), index)
             if audited:
                 state, telemetry = self.learner.step(state, key, taps)
@@ -86,7 +85,9 @@ class trainer:
             return LanguageModelState(params, optimizer), telemetry["loss"]
 
         def train(state, data, first):
-            body = lambda index, carry: step(index, carry[0], data)  # noqa: E731
+            def body(index, carry):
+                return step(index, carry[0], data)
+
             return jax.lax.fori_loop(first, first + arguments.steps, body, (state, jnp.float32(0)))
 
         self.state = jax.jit(self.learner.init)(jax.random.key(0))

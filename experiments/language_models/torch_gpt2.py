@@ -11,7 +11,7 @@ import time
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers_reference import build
 
 
 def main(
@@ -19,17 +19,7 @@ def main(
 ) -> None:
     """Trains."""
     torch.set_num_threads(threads)
-    config = GPT2Config(
-        vocab_size=vocabulary,
-        n_positions=length,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    model = GPT2LMHeadModel(config)
+    model = build(vocabulary, length, width, layers, heads)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=1e-4)
 
     def step() -> None:
