@@ -47,10 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The console's entry: `main`, and out; after Ctrl-C without waiting for a computation still running."""
+    """The console's entry: `main`, and out.
+
+    After Ctrl-C or a failure at once: a computation still running is not waited for, and no library has a word after
+    the sentence (what Orbax leaves of a save that failed speaks when the interpreter takes it apart).
+    """
     signal.signal(signal.SIGINT, interrupt)
     code = main()
-    if code == 130:
+    if code:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -301,6 +301,11 @@ def one_sentence(done, code, *words):
     return last
 
 
+def test_the_sentence_is_the_last_word(server, tmp_path):
+    first = "import atexit, os; atexit.register(os.write, 2, b'RuntimeError: Event loop is closed')"
+    one_sentence(server("resume", tmp_path / "nothing", first=first), 2, "nothing")
+
+
 def quota(size):
     return f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
 
