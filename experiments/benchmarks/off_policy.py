@@ -3,17 +3,25 @@
 Both have Table S2's settings and one update for each env step, which is nearly all they do. The lanes are those of an
 audit, with full telemetry; Stable-Baselines3 runs with one environment, its default, or eight, with one PyTorch thread
 or one per core, and as one process or one per core. Neither side evaluates its policy, and both learn from the first
-steps on. The second table is what a replay buffer costs: time, for it must be written in place, and memory.
+steps on. "Products alone" trains nothing: it is as many products of hidden layers as an update has, by themselves,
+which is what the machine allows. The second table is what a replay buffer costs: time, for it must be written in place,
+and memory.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 
 import common
+import jax
+from jax.sharding import PartitionSpec as P
 
 LEARNERS = ("sac", "td3")
+PRODUCTS = {"sac": (8, 5, 3), "td3": (12, 6, 5)}
+"""Of hidden layers, in as many updates as `UPDATES` says: forward, for the inputs' gradients, for the kernels'."""
+UPDATES = {"sac": 1, "td3": 2}  # TD3's actor learns at every second
 SMALL = {"hidden": (8, 8), "batch_size": 8, "iteration_steps": 512}
 
 
@@ -50,6 +58,9 @@ def compare(arguments, name: str) -> dict:
             candidates[called] = functools.partial(untimed, advance, 1, 2)
             work[called] = lanes * arguments.env_steps
             compile_seconds[called] = advance.compile_seconds
+    called = f"products alone: {max(arguments.lanes)} lanes"
+    candidates[called] = products(arguments, name, max(arguments.lanes))
+    work[called] = max(arguments.lanes) * arguments.env_steps
     variants = [
         (processes, threads, envs)
         for processes, threads in sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
@@ -74,6 +85,39 @@ def compare(arguments, name: str) -> dict:
         "env_steps_per_second": rates,
         "compile_seconds": compile_seconds,
     }
+
+
+def products(arguments, name: str, lanes: int) -> Callable[[], None]:
+    """The 256 x 256 x 256 products of one iteration's updates: forward, for the inputs and for the kernels."""
+    forward, inputs, kernels = PRODUCTS[name]
+    devices = next(n for n in range(arguments.devices, 0, -1) if lanes % n == 0)
+    mesh = jax.make_mesh((devices,), ("lanes",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def update(carry, _):
+        x, kernel = carry
+        out, gradient = x, kernel
+        for _ in range(forward):
+            out = out @ kernel
+        for _ in range(inputs):
+            out = out @ kernel.T
+        for _ in range(kernels):
+            gradient = out.T @ gradient
+        return (x + 1e-9 * out, kernel + 1e-9 * gradient), None
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("lanes"), out_specs=P("lanes"))
+    def run(carry):
+        return jax.vmap(lambda c: jax.lax.scan(update, c, None, arguments.env_steps // UPDATES[name])[0])(carry)
+
+    carry = tuple(jax.random.normal(jax.random.key(i), (lanes, 256, 256)) / 64 for i in range(2))
+    carry = jax.device_put(carry, jax.NamedSharding(mesh, P("lanes")))
+    jax.block_until_ready(run(carry))
+    return functools.partial(wait_for, run, carry)
+
+
+def wait_for(run: Callable, carry) -> None:
+    """Runs it to its end."""
+    jax.block_until_ready(run(carry))
 
 
 def untimed(advance: common.Advance, start: int, stop: int) -> None:
