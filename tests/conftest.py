@@ -1,4 +1,9 @@
-"""Two CPU devices for every test, as the command line sets them on a two-core machine; a text to train on."""
+"""Two CPU devices for every test, as the command line sets them on a two-core machine; a text to train on.
+
+What was compiled in one test is not compiled again in another, nor in the next run of the tests.
+"""
+
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -7,6 +12,7 @@ import pytest
 from jaxaudit.text import Text
 
 jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))
 
 
 @pytest.fixture(scope="session")
