@@ -15,6 +15,16 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))
 
 
+LONG = ("promises", "durable", "off_policy_audit", "language_model", "ppo", "replay", "on_policy", "off_policy", "trpo")
+"""Files of minutes. A worker runs whole files: begun late, one of these would keep it when all others are done."""
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first."""
+    order = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A text with structure, and another."""
