@@ -340,7 +340,10 @@ def stopping(*_):
 
 
 @pytest.mark.slow
-def test_compile_time_does_not_grow_with_depth(corpus, monkeypatch):
+def test_compile_time_does_not_grow_with_depth(corpus, monkeypatch, request):
+    kept = jax.config.jax_persistent_cache_min_compile_time_secs
+    request.addfinalizer(lambda: jax.config.update("jax_persistent_cache_min_compile_time_secs", kept))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))  # nothing kept: compiled every time
     names = ["lr_spike", "momentum_noise", "gradient_sign_flip", "weight_noise", "layer_reset", "token_corruption"]
     seconds = {}
     for depth in (12, 36):
