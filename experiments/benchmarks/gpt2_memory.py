@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import common
+import jax
 import language_model
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -29,7 +30,7 @@ def main(size: str, length: int) -> None:
     engine = Engine(plan(learner, [ja.lr_spike(10.0, onset=1, duration=1)], seeds=1, steps=4), 1)
     lane = Phase(None)
     planned = engine.program_bytes(lane)
-    states = engine.initial(lane)
+    states = jax.block_until_ready(engine.initial(lane))
     state_bytes = engine.lane_bytes(lane)
     give_back()
     held = _bytes("VmRSS") - state_bytes

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit.kernels.attention import causal_attention
+from jaxaudit.kernels.layer_norm import layer_norm
 from jaxaudit.paths import Stack
 
 Params = dict[str, Any]
@@ -72,7 +73,7 @@ class GPT2(nn.Module):
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
         layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth)
         x, entropies = layers(self.size, self.dtype, self.observe, name="h")(x, None)
-        return norm(self.dtype, "ln_f")(x), entropies
+        return Norm(self.dtype, name="ln_f")(x), entropies
 
     def _embedding(self, name: str, entries: int) -> nn.Embed:
         return nn.Embed(
@@ -95,9 +96,9 @@ class Layer(nn.Module):
         """The stream `[B, T, width]` after this layer, and the attention's entropy."""
         std = 0.02 / np.sqrt(2 * self.size.depth)
         attention = Attention(self.size.heads, std, self.dtype, self.observe, name="attn")
-        change, entropy = attention(norm(self.dtype, "ln_1")(x))
+        change, entropy = attention(Norm(self.dtype, name="ln_1")(x))
         x = x + change
-        return x + Perceptron(std, self.dtype, name="mlp")(norm(self.dtype, "ln_2")(x)), entropy
+        return x + Perceptron(std, self.dtype, name="mlp")(Norm(self.dtype, name="ln_2")(x)), entropy
 
 
 class Attention(nn.Module):
@@ -143,9 +144,17 @@ def _gelu(x: jax.Array) -> jax.Array:
     return nn.gelu(x, approximate=True)
 
 
-def norm(dtype: Any, name: str) -> nn.LayerNorm:
-    """Layer normalisation, computed in float32."""
-    return nn.LayerNorm(epsilon=1e-5, dtype=dtype, name=name)
+class Norm(nn.Module):
+    """Layer normalisation, computed in float32; `dtype` is the result's."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[B, T, width]` to the same."""
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
+        return layer_norm(x, scale, bias, 1e-5, self.dtype)
 
 
 def dense(features: int, std: float, dtype: Any, name: str) -> nn.Dense:

@@ -1,0 +1,62 @@
+"""Layer normalisation and its gradients against float64, and against flax's."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaudit.kernels.layer_norm import layer_norm
+
+EPSILON = 1e-5
+
+
+def inputs(dtype=jnp.float32, width=40):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = 3.0 + 2.0 * jax.random.normal(keys[0], (2, 7, width), dtype)
+    scale, bias = (jax.random.normal(key, (width,)) for key in keys[1:3])
+    return x, scale, bias, jax.random.normal(keys[3], x.shape, dtype)
+
+
+def reference(x, scale, bias, weights):
+    """The result, and its gradients, from the normalisation's Jacobian, written out, in float64."""
+    x, scale, bias, weights = (np.asarray(a, np.float64) for a in (x, scale, bias, weights))
+    width = x.shape[-1]
+    centred = x - x.mean(-1, keepdims=True)
+    deviation = np.sqrt((centred**2).mean(-1) + EPSILON)[..., None]
+    normal = centred / deviation
+    jacobian = (np.eye(width) - 1 / width - normal[..., :, None] * normal[..., None, :] / width) / deviation[..., None]
+    by_x = np.einsum("btij,bti->btj", jacobian, weights * scale)
+    return normal * scale + bias, (by_x, (weights * normal).sum((0, 1)), weights.sum((0, 1)))
+
+
+def mine(x, scale, bias, weights):
+    result, back = jax.vjp(lambda *a: layer_norm(*a, EPSILON, x.dtype), x, scale, bias)
+    return result, back(weights)
+
+
+def by_flax(x, scale, bias, weights):
+    module = nn.LayerNorm(epsilon=EPSILON, dtype=x.dtype)
+    result, back = jax.vjp(lambda x, s, b: module.apply({"params": {"scale": s, "bias": b}}, x), x, scale, bias)
+    return result, back(weights)
+
+
+def test_against_float64():
+    for got, wanted in zip(jax.tree.leaves(jax.jit(mine)(*inputs())), jax.tree.leaves(reference(*inputs())), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_as_flaxs_does(dtype):
+    for got, wanted in zip(
+        jax.tree.leaves(jax.jit(mine)(*inputs(dtype))), jax.tree.leaves(jax.jit(by_flax)(*inputs(dtype))), strict=True
+    ):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(
+            got.astype(jnp.float32), wanted.astype(jnp.float32), atol=1e-4 if dtype == jnp.float32 else 0.05
+        )
+
+
+def test_a_constant_row_becomes_the_bias():
+    x, scale, bias, _ = inputs()
+    np.testing.assert_allclose(layer_norm(jnp.ones_like(x), scale, bias, EPSILON, x.dtype)[0, 0], bias, atol=1e-3)
