@@ -140,8 +140,9 @@ def _start(
             # Before anything is compiled: as it is with the fewest lanes at a time, where that is still open.
             fewest = replace(grid, batch=grid.batch or len(grid.program.devices))
             check_space(fewest, Engine(fewest, rows).lane_bytes, folder)
+            _announce(spec, grid)
             grid, measured = interruptible(partial(settle, grid, rows, baseline=source is None))
-            _announce(spec, grid, measured)
+            _tell_choice(grid, measured)
             engine, _ = interruptible(partial(memory.fit, grid, rows, baseline=source is None))
             grid = engine.grid
             check_space(grid, engine.lane_bytes, folder)
@@ -231,7 +232,7 @@ def _clock(recorded: dict[str, Any], engine: Engine) -> Callable[[], dict[str, f
     }
 
 
-def _announce(spec: Spec, grid: Grid, measured: dict[str, float] | None = None) -> None:
+def _announce(spec: Spec, grid: Grid) -> None:
     """What is about to run, on stderr."""
     lanes = len(grid.seeds) * len(grid.conditions)
     unit = grid.program.learner.step_unit
@@ -241,14 +242,24 @@ def _announce(spec: Spec, grid: Grid, measured: dict[str, float] | None = None) 
         f"{grid.program.devices[0].platform} device(s)",
         file=sys.stderr,
     )
-    if measured:
-        speeds = ", ".join(f"{name} {speed:.3g}" for name, speed in measured.items())
-        print(f"lanes run by {grid.program.execution!r}; lane steps per second: {speeds}", file=sys.stderr)
     for what, value in grid.program.learner.provenance.items():
         print(f"{what}: {value}", file=sys.stderr)
     for onset in sorted({f.onset for f in grid.forks}):
         for sentence in spec.metrics.validate(grid.steps, onset):
             print(f"note: {sentence}", file=sys.stderr)
+    if grid.program.execution == "auto":
+        print('measuring how the lanes run fastest (execution = "auto")', file=sys.stderr)
+
+
+def _tell_choice(grid: Grid, measured: dict[str, float]) -> None:
+    """What was found to be fastest, on stderr."""
+    if measured:
+        speeds = ", ".join(f"{name} {speed:.3g}" for name, speed in measured.items())
+        print(
+            f"lanes run by {grid.program.execution!r} on {len(grid.program.devices)} device(s); "
+            f"lane steps per second: {speeds}",
+            file=sys.stderr,
+        )
 
 
 def _tell(engine: Engine, phases: Collection[Phase], done: int, chunks: int) -> None:
