@@ -72,7 +72,7 @@ def _serve() -> None:
 
     import jaxaudit.learners
     import jaxaudit.report
-    import jaxaudit.runner
+    import jaxaudit.runner.durable
     import jaxaudit.tasks
     from jaxaudit import cli
 

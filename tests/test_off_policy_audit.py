@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lanes import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit import registry
@@ -36,7 +37,9 @@ FADING = ja.perturbations.Perturbation(
 
 
 def when(perturbation):
-    return dataclasses.replace(perturbation, when=ja.window(OPEN, CLOSE - OPEN))
+    """In a window that opens later than the lanes part."""
+    disturbed = dataclasses.replace(perturbation, when=ja.window(OPEN, CLOSE - OPEN))
+    return ja.chain(ja.lr_spike(1.0, onset=0, duration=1), disturbed)
 
 
 def named(*names):
@@ -64,9 +67,8 @@ def audited(name, **settings):
     broken = ja.weight_noise(float("inf"), target="actor")
     felt = [dataclasses.replace(p, target=None) for p in SITES[name]]
     chosen = [*neutral, spike, broken, FADING, *felt]
-    result = ja.audit(learner, [when(p) for p in chosen], seeds=1, steps=STEPS, settings=ja.metrics.MetricSettings(2))
-    telemetry = {k: v.values[0] for k, v in result.telemetry.items() if v.dims[:3] == ("seed", "condition", "step")}
-    return learner, telemetry, len(neutral)
+    telemetry = train_from_the_start(learner, [when(p) for p in chosen], seeds=1, steps=STEPS)
+    return learner, {k: v[0] for k, v in telemetry.items()}, len(neutral)
 
 
 @pytest.fixture(scope="module", params=["sac", "td3"])
