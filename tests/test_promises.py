@@ -144,7 +144,7 @@ def ppo_case(_):
 
 def quick_ppo_case(corpus):
     common = {name for name in registry.perturbations if registry.perturbations[name].default.site in COMMON}
-    return dataclasses.replace(ppo_case(corpus), left_out=frozenset({"lr_spike", "lr_schedule_error"} | common - KEPT))
+    return dataclasses.replace(ppo_case(corpus), left_out=frozenset({"lr_spike"} | common - KEPT))
 
 
 def language_model_case(text):
