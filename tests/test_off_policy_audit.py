@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lanes import train_from_the_start
+from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit import registry

@@ -12,7 +12,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from lanes import train_from_the_start
+from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit import registry

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import common
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +33,7 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     """By name: the size in words, and one call."""
     from jaxaudit.kernels.coherence import CoherenceSum, dominant_share, mean_pairwise_cosine
     from jaxaudit.kernels.gae import gae
+    from jaxaudit.kernels.layer_norm import layer_norm
     from jaxaudit.kernels.orthogonal import orthogonal
 
     def call(function: Callable, *arguments) -> Callable[[], None]:
@@ -64,6 +66,16 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     def gae_of(*arguments: jax.Array) -> jax.Array:
         return gae(*arguments, 0.99, 0.95)
 
+    def gradients_of(norm: Callable) -> Callable[[], None]:
+        return wait(jax.jit(lambda x, scale, bias, g: jax.vjp(norm, x, scale, bias)[1](g)), *norm_inputs)
+
+    def mine(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+        return layer_norm(x, scale, bias, 1e-5, x.dtype)
+
+    def by_flax(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+        return nn.LayerNorm(epsilon=1e-5).apply({"params": {"scale": scale, "bias": bias}}, x)  # type: ignore[return-value]
+
+    norm_inputs = normal(1, 1024, 768), normal(768), normal(768), normal(1, 1024, 768)
     whole = f"{lanes} x [{steps}, {envs}]"
     gradients = f"{lanes} x 32 gradients of {parameters:,}"
     # QR is not vmapped: batched LAPACK calls can block one another on a CPU.
@@ -74,6 +86,8 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
         "coherence.mean_pairwise_cosine": (gradients, call(mean_pairwise_cosine, stack)),
         "coherence.CoherenceSum, streamed": (gradients, call(streamed, stack)),
         "coherence.dominant_share": (gradients, call(dominant_share, stack)),
+        "layer_norm, with its gradients": ("[1024, 768]", gradients_of(mine)),
+        "flax's layer norm, with its gradients": ("[1024, 768]", gradients_of(by_flax)),
         "orthogonal": (f"{lanes} x [64, 64]", call(lambda key: orthogonal(key, (64, 64)), keys)),
         "jax.nn orthogonal (QR, one by one)": (f"{lanes} x [64, 64]", wait(qr, keys)),
     }
