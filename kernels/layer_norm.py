@@ -1,7 +1,7 @@
 """Layer normalisation with a backward rule of its own.
 
-Its sums over a row are products with ones: XLA for CPUs is slow at sums of products over the last axis (its benchmark is
-`kernels.py`, in experiments/benchmarks).
+Its sums over a row are products with ones: XLA for CPUs is slow at sums of products over the last axis
+(measured by `kernels.py` in experiments/benchmarks).
 """
 
 from __future__ import annotations
