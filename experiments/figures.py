@@ -81,9 +81,12 @@ class Run:
             final = (row[f"iqm_final_performance{end}"] for end in ("", "_low", "_high"))
             return "{:,.0f} [{:,.0f}, {:,.0f}]".format(*final)
         lost = self.loss(condition)
-        if not np.isfinite(lost.value):
-            return f"no gain to lose, {self.collapsed(condition)}"
-        return f"{lost.value:+.0%} [{lost.low:+.0%}, {lost.high:+.0%}], {self.collapsed(condition)}"
+        if np.isfinite(lost.value):
+            said = with_interval(lost, "+.0%")
+        else:
+            gained = np.isfinite(self.loss(self.control(condition)).value)
+            said = "became NaN" if gained else "no gain to lose"
+        return f"{said}, {self.collapsed(condition)}"
 
 
 def panel(frame: pd.DataFrame, title: str, onset: float, colors: dict[str, str]) -> alt.LayerChart:
@@ -284,13 +287,20 @@ def responses(runs: dict[str, Run]) -> None:
                 {
                     "run": name,
                     "condition": condition,
-                    "x_grad in ten steps, less control's": f"{moved.value:+.2f} [{moved.low:+.2f}, {moved.high:+.2f}]",
+                    "x_grad in ten steps, less control's": with_interval(moved, "+.2f"),
                     "RT, median": recovery(row["recovery_time_median"]),
                     "SIP, median": row["spike_intensity_median"],
                     "share of the gain lost, collapsed": run.cell(str(condition)),
                 }
             )
     print(markdown(pd.DataFrame(rows)))
+
+
+def with_interval(estimate: statistics.Estimate, form: str) -> str:
+    """A value and its interval, where it has one: two seeds give none."""
+    if not np.isfinite(estimate.low):
+        return format(estimate.value, form)
+    return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"
 
 
 def recovery(steps: float) -> str:

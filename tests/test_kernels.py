@@ -8,6 +8,7 @@ import pytest
 from jaxaudit.kernels import coherence
 from jaxaudit.kernels.conjugate_gradient import conjugate_gradient
 from jaxaudit.kernels.gae import gae
+from jaxaudit.kernels.linear_scan import linear_scan
 from jaxaudit.kernels.orthogonal import orthogonal
 from jaxaudit.kernels.shuffle import shuffled
 
@@ -306,3 +307,34 @@ def test_conjugate_gradients_take_trees_and_keep_lanes_apart():
     assert np.isnan(broken).all()
     for leaf, whole in zip(jax.tree.leaves(solve(as_tree(g))), jax.tree.leaves(as_tree(solve(g))), strict=True):
         np.testing.assert_allclose(leaf, whole, rtol=1e-6)
+
+
+def linear_recurrence(decay, inputs, initial):
+    """h_t = a_t h_{t-1} + b_t, step by step in double precision."""
+    h, out = initial, []
+    for a, b in zip(np.broadcast_to(decay, inputs.shape), inputs, strict=True):
+        h = a * h + b
+        out.append(h)
+    return np.array(out)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 777, 5000])
+def test_linear_scan_equals_the_recurrence(steps):
+    random = np.random.default_rng(steps)
+    modulus, phase = 1 - np.geomspace(1e-3, 0.9, 6), random.uniform(0, np.pi, 6)
+    decay = modulus * np.exp(1j * phase)
+    inputs = np.sqrt(1 - modulus**2) * (random.normal(size=(steps, 6)) + 1j * random.normal(size=(steps, 6)))
+    initial = random.normal(size=6) + 0j
+    found = jax.jit(linear_scan)(*(jnp.asarray(x, jnp.complex64) for x in (decay, inputs, initial)))
+    rounded = (np.asarray(x, np.complex64).astype(np.complex128) for x in (decay, inputs, initial))
+    np.testing.assert_allclose(found, linear_recurrence(*rounded), atol=1e-5)
+
+
+def test_linear_scan_with_a_decay_of_each_step_holds_the_latest_value():
+    random = np.random.default_rng(0)
+    seen = (random.random((100, 3)) < 0.3).astype(np.float32)
+    values = random.normal(size=(100, 3)).astype(np.float32)
+    found = linear_scan(1 - seen, seen * values, np.full(3, 7.0))
+    latest = [[max((s for s in range(t + 1) if seen[s, c]), default=-1) for c in range(3)] for t in range(100)]
+    wanted = [[values[s, c] if s >= 0 else 7.0 for c, s in enumerate(row)] for row in latest]
+    np.testing.assert_array_equal(found, np.array(wanted, np.float32))

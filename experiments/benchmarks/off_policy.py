@@ -3,9 +3,9 @@
 Both have Table S2's settings and one update for each env step, which is nearly all they do. The lanes are those of an
 audit, with full telemetry; Stable-Baselines3 runs with one environment, its default, or eight, with one PyTorch thread
 or one per core, and as one process or one per core. Neither side evaluates its policy, and both learn from the first
-steps on. "Products alone" trains nothing: it is as many products of hidden layers as an update has, by themselves,
-which is what the machine allows. The second table is what a replay buffer costs: time, for it must be written in place,
-and memory.
+steps on. "Updates alone" are the same lanes' updates of one minibatch over and over, written down with optax and
+nothing else: no environment, no replay buffer, no taps, no telemetry. The second table is what a replay buffer costs:
+time, for it must be written in place, and memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from collections.abc import Callable
 
 import common
 import jax
+import optax
 from jax.sharding import PartitionSpec as P
 
 LEARNERS = ("sac", "td3")
-PRODUCTS = {"sac": (8, 5, 3), "td3": (12, 6, 5)}
-"""Of hidden layers, in as many updates as `UPDATES` says: forward, for the inputs' gradients, for the kernels'."""
-UPDATES = {"sac": 1, "td3": 2}  # TD3's actor learns at every second
 SMALL = {"hidden": (8, 8), "batch_size": 8, "iteration_steps": 512}
 
 
@@ -58,8 +56,8 @@ def compare(arguments, name: str) -> dict:
             candidates[called] = functools.partial(untimed, advance, 1, 2)
             work[called] = lanes * arguments.env_steps
             compile_seconds[called] = advance.compile_seconds
-    called = f"products alone: {max(arguments.lanes)} lanes"
-    candidates[called] = products(arguments, name, max(arguments.lanes))
+    called = f"updates alone: {max(arguments.lanes)} lanes"
+    candidates[called] = updates_alone(arguments, name, max(arguments.lanes))
     work[called] = max(arguments.lanes) * arguments.env_steps
     variants = [
         (processes, threads, envs)
@@ -87,37 +85,55 @@ def compare(arguments, name: str) -> dict:
     }
 
 
-def products(arguments, name: str, lanes: int) -> Callable[[], None]:
-    """The 256 x 256 x 256 products of one iteration's updates: forward, for the inputs and for the kernels."""
-    forward, inputs, kernels = PRODUCTS[name]
+def updates_alone(arguments, name: str, lanes: int) -> Callable[[], None]:
+    """As many updates of networks as an iteration has: gradients, Adam and target networks."""
+    from jaxaudit.learners.off_policy import Networks
+    from jaxaudit.learners.replay_buffer import Transitions
+    from jaxaudit.learners.sac import SAC, SACSettings
+    from jaxaudit.learners.td3 import TD3, TD3Settings
+    from jaxaudit.tasks import make
+
+    algorithm, settings = {"sac": (SAC, SACSettings()), "td3": (TD3, TD3Settings())}[name]
+    env = make(common.TASK)
+    learner = algorithm(env, env.max_episode_steps, settings)
+    adam = optax.adam(settings.learning_rate)
+    turns = [("critic", learner.critic_loss)] * settings.actor_delay + [("actor", learner.actor_loss)]
+
+    def begin(key):
+        params = learner.init_params(key)
+        optimizer = {part: adam.init(params[part]) for part in params}
+        widths = {"observation": (env.observation_size,), "next_observation": (env.observation_size,)}
+        shapes = {field: widths.get(field, ()) for field in Transitions._fields} | {"action": (env.action_size,)}
+        drawn = {field: jax.random.uniform(key, (settings.batch_size, *shape)) for field, shape in shapes.items()}
+        return Networks(params, {part: params[part] for part in learner.targets}, optimizer), Transitions(**drawn)
+
+    def update(networks, key, batch):
+        params, optimizer = networks.params, networks.optimizer
+        for part, loss in turns:
+            now = Networks(params, networks.target, optimizer)
+            gradient, _ = jax.grad(loss, has_aux=True)(params[part], now, batch, key)
+            change, state = adam.update(gradient, optimizer[part])
+            params = params | {part: optax.apply_updates(params[part], change)}
+            optimizer = optimizer | {part: state}
+        online = {part: params[part] for part in learner.targets}
+        return Networks(params, optax.incremental_update(online, networks.target, settings.tau), optimizer), None
+
+    def train(networks, batch, key):
+        keys = jax.random.split(key, arguments.env_steps // settings.actor_delay)
+        return jax.lax.scan(functools.partial(update, batch=batch), networks, keys)[0]
+
     devices = next(n for n in range(arguments.devices, 0, -1) if lanes % n == 0)
     mesh = jax.make_mesh((devices,), ("lanes",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def update(carry, _):
-        x, kernel = carry
-        out, gradient = x, kernel
-        for _ in range(forward):
-            out = out @ kernel
-        for _ in range(inputs):
-            out = out @ kernel.T
-        for _ in range(kernels):
-            gradient = out.T @ gradient
-        return (x + 1e-9 * out, kernel + 1e-9 * gradient), None
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("lanes"), out_specs=P("lanes"))
-    def run(carry):
-        return jax.vmap(lambda c: jax.lax.scan(update, c, None, arguments.env_steps // UPDATES[name])[0])(carry)
-
-    carry = tuple(jax.random.normal(jax.random.key(i), (lanes, 256, 256)) / 64 for i in range(2))
-    carry = jax.device_put(carry, jax.NamedSharding(mesh, P("lanes")))
-    jax.block_until_ready(run(carry))
-    return functools.partial(wait_for, run, carry)
+    run = jax.jit(jax.shard_map(jax.vmap(train), mesh=mesh, in_specs=P("lanes"), out_specs=P("lanes")))
+    keys = jax.random.split(jax.random.key(0), lanes)
+    ready = jax.device_put((*jax.vmap(begin)(keys), keys), jax.NamedSharding(mesh, P("lanes")))
+    jax.block_until_ready(run(*ready))
+    return functools.partial(wait_for, run, *ready)
 
 
-def wait_for(run: Callable, carry) -> None:
+def wait_for(run: Callable, *arguments) -> None:
     """Runs it to its end."""
-    jax.block_until_ready(run(carry))
+    jax.block_until_ready(run(*arguments))
 
 
 def untimed(advance: common.Advance, start: int, stop: int) -> None:

@@ -1,0 +1,41 @@
+"""Thresholds with a guaranteed false-alarm rate, from clean runs a monitor was not trained on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def threshold(scores: ArrayLike, alpha: float) -> float:
+    """The value that a further clean run's score is above with a probability of at most alpha.
+
+    A run's score is its largest of all steps: steps of a run depend on one another, runs do not. The threshold is
+    the ceil((n + 1) (1 - alpha))-th smallest (split conformal prediction; Vovk et al., 2005): if the n runs and the
+    further one are exchangeable, nothing else needs to hold, of the model or of the scores.
+
+    Args:
+      scores: of n clean runs that the monitor was not trained on; infinite for a run that went out of bounds.
+      alpha: false alarms per clean run, in (0, 1).
+
+    Raises:
+      ValueError: for NaN among the scores, alpha outside (0, 1), or too few runs for alpha: n >= 1 / alpha - 1.
+    """
+    ordered = np.sort(np.asarray(scores, np.float64).ravel())
+    if np.isnan(ordered).any():
+        raise ValueError("a clean run's score is NaN: it cannot be ordered")
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must lie in (0, 1), not {alpha}")
+    rank = math.ceil((len(ordered) + 1) * (1 - alpha) - 1e-9)
+    if rank > len(ordered):
+        raise ValueError(
+            f"{len(ordered)} clean runs are too few for a false-alarm rate of {alpha:g}: "
+            f"it takes {fewest_runs(alpha)}, or an alpha of {1 / (len(ordered) + 1):.3g} and above"
+        )
+    return float(ordered[max(rank, 1) - 1])
+
+
+def fewest_runs(alpha: float) -> int:
+    """The fewest clean runs from which a threshold for alpha can be had: n >= 1 / alpha - 1."""
+    return math.ceil(1 / alpha - 1 - 1e-9)

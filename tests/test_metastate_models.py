@@ -1,0 +1,133 @@
+"""Meta-state models: one interface, online as offline, and the linear-Gaussian one against statsmodels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from statsmodels.tsa.statespace.kalman_filter import KalmanFilter
+
+from jaxaudit.metastate.gru import GRU
+from jaxaudit.metastate.kalman import LEAST_VARIANCE, Kalman
+from jaxaudit.metastate.lru import LRU
+from jaxaudit.metastate.model import follow
+
+MODELS = {"lru": LRU(), "gru": GRU(), "kalman": Kalman()}
+CHANNELS, STEPS = 5, 200
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return MODELS[request.param]
+
+
+def telemetry(seed, steps=STEPS, share=0.8):
+    """Channels that wander together, some values missing."""
+    random = np.random.default_rng(seed)
+    common = np.cumsum(random.normal(size=(steps, 1)), axis=0) / np.sqrt(steps)
+    y = common * random.normal(size=CHANNELS) + 0.3 * random.normal(size=(steps, CHANNELS))
+    return y.astype(np.float32), (random.random((steps, CHANNELS)) < share).astype(np.float32)
+
+
+def test_step_by_step_is_all_at_once(model):
+    y, seen = telemetry(0)
+    params = model.init(jax.random.key(0), CHANNELS)
+    latents, found = jax.jit(lambda *a: follow(model, *a))(params, y, seen)
+
+    @jax.jit
+    def one(state, y, seen):
+        innovations = model.innovations(params, state, y, seen)
+        state = model.advance(params, state, y, seen)
+        return state, model.latent(params, state), innovations
+
+    state = model.initial(params)
+    for t in range(STEPS):
+        state, latent, innovations = one(state, y[t], seen[t])
+        np.testing.assert_allclose(latents[t], latent, rtol=1e-4, atol=1e-5)
+        for whole, alone in zip(found, innovations, strict=True):
+            np.testing.assert_allclose(whole[t], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_seen_does_not_matter(model):
+    y, seen = telemetry(1)
+    params = model.init(jax.random.key(0), CHANNELS)
+    run = jax.jit(lambda y: follow(model, params, y, seen))
+    for one, other in zip(jax.tree.leaves(run(y)), jax.tree.leaves(run(np.where(seen, y, 1e6))), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not np.asarray(run(y)[1].standardised)[seen == 0].any()
+
+
+def test_the_future_does_not_matter(model):
+    y, seen = telemetry(2)
+    params = model.init(jax.random.key(0), CHANNELS)
+    run = jax.jit(lambda y: follow(model, params, y, seen))
+    later = np.where(np.arange(STEPS)[:, None] < 150, y, y + 3)
+    for one, other in zip(jax.tree.leaves(run(y)), jax.tree.leaves(run(later)), strict=True):
+        np.testing.assert_allclose(one[:150], other[:150], rtol=1e-5, atol=1e-6)
+        assert np.isfinite(other).all()
+
+
+def test_a_likelihood_is_that_of_a_normal(model):
+    """The density of one step integrates to one, whatever the state."""
+    y, seen = telemetry(3)
+    params = model.init(jax.random.key(0), CHANNELS)
+    state = model.initial(params)
+    for t in range(5):
+        state = model.advance(params, state, y[t], seen[t])
+    only = jnp.zeros(CHANNELS).at[2].set(1.0)
+    values = jnp.linspace(-30, 30, 20001)
+    density = jax.vmap(lambda v: jnp.exp(model.innovations(params, state, only * v, only).log_likelihood))(values)
+    assert float(jnp.trapezoid(density, values)) == pytest.approx(1.0, abs=1e-3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(-(2.0**100), 2.0**100, width=32), st.floats(-(2.0**100), 2.0**100, width=32))
+def test_the_recurrence_is_stable_for_every_parameter(nu, theta):
+    decay = MODELS["lru"].decay({"nu": jnp.float32(nu), "theta": jnp.float32(theta)})
+    assert float(jnp.abs(decay)) < 1.0
+
+
+def test_the_recurrence_is_that_of_its_formula():
+    """5,000 steps against float64 NumPy."""
+    model = MODELS["lru"]
+    y, seen = telemetry(4, steps=5000)
+    params = model.init(jax.random.key(1), CHANNELS)
+    found, _ = jax.jit(lambda *a: follow(model, *a))(params, y, seen)
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    decay = np.asarray(model.decay(params), np.complex128)
+    np.testing.assert_allclose(np.abs(decay), np.exp(-np.exp(p["nu"]) - 1e-5), rtol=1e-6)
+    np.testing.assert_allclose(np.exp(p["gamma"]) ** 2 + np.exp(-2 * np.exp(p["nu"])), 1.0, rtol=1e-5)
+    kernel = np.exp(p["gamma"])[:, None] * (p["input_real"] + 1j * p["input_imaginary"])
+    h = np.zeros(model.size, complex)
+    for t in range(5000):
+        h = decay * h + kernel @ np.concatenate([seen[t] * y[t], seen[t]]).astype(np.float64)
+        np.testing.assert_allclose(found[t], np.concatenate([h.real, h.imag]), rtol=0, atol=1e-5 * max(1, abs(h).max()))
+
+
+def test_kalman_is_statsmodels():
+    y, seen = telemetry(5)
+    with jax.enable_x64(True):
+        model = Kalman(size=4)
+        random = np.random.default_rng(6)
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), model.init(jax.random.key(2), CHANNELS))
+        params["transition"] = jnp.asarray(0.95 * np.linalg.qr(random.normal(size=(4, 4)))[0])
+        params["initial_mean"] = jnp.asarray(random.normal(size=4))
+        double = jnp.asarray(y, jnp.float64), jnp.asarray(seen, jnp.float64)
+        latents, found = jax.jit(lambda *a: follow(model, *a))(params, *double)
+        latents, likelihood, squared = map(np.asarray, (latents, found.log_likelihood, found.squared))
+    p = jax.tree.map(np.asarray, params)
+    reference = KalmanFilter(k_endog=CHANNELS, k_states=4, k_posdef=4)
+    reference.bind(np.where(seen, y, np.nan).astype(np.float64))
+    reference["design"], reference["transition"], reference["selection"] = p["observation"], p["transition"], np.eye(4)
+    reference["obs_cov"] = np.diag(LEAST_VARIANCE + np.exp(p["log_observation_variance"]))
+    reference["state_cov"] = np.diag(np.exp(p["log_transition_variance"]))
+    reference.initialize_known(p["initial_mean"], np.diag(np.exp(p["log_initial_variance"])))
+    result = reference.filter()
+    np.testing.assert_allclose(latents, result.predicted_state.T[1:], rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(likelihood, result.llf_obs, rtol=1e-6)
+    for t in range(STEPS):
+        kept = seen[t] > 0
+        gap = result.forecasts_error[kept, t]
+        wanted = gap @ np.linalg.solve(result.forecasts_error_cov[:, :, t][np.ix_(kept, kept)], gap)
+        assert squared[t] == pytest.approx(wanted, rel=1e-6, abs=1e-9)
