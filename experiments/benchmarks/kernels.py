@@ -34,6 +34,7 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     from jaxaudit.kernels.coherence import CoherenceSum, dominant_share, mean_pairwise_cosine
     from jaxaudit.kernels.gae import gae
     from jaxaudit.kernels.layer_norm import layer_norm
+    from jaxaudit.kernels.linear_scan import linear_scan
     from jaxaudit.kernels.orthogonal import orthogonal
 
     def call(function: Callable, *arguments) -> Callable[[], None]:
@@ -75,6 +76,21 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     def by_flax(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         return nn.LayerNorm(epsilon=1e-5).apply({"params": {"scale": scale, "bias": bias}}, x)  # type: ignore[return-value]
 
+    def step_by_step(decay: jax.Array, inputs: jax.Array) -> jax.Array:
+        def step(h: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+            h = decay * h + b
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros_like(decay), inputs)[1]
+
+    def scan_gradients(scan: Callable) -> Callable[[], None]:
+        def total(decay: jax.Array, inputs: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.abs(jax.vmap(scan)(decay, inputs)) ** 2)
+
+        return wait(jax.jit(jax.grad(total, argnums=(0, 1))), decays, drives)
+
+    decays = jnp.asarray(0.99 * np.exp(1j * random.random((lanes, 8))), jnp.complex64)
+    drives = jnp.asarray(random.normal(size=(lanes, 500, 8)), jnp.complex64)
     norm_inputs = normal(1, 1024, 768), normal(768), normal(768), normal(1, 1024, 768)
     whole = f"{lanes} x [{steps}, {envs}]"
     gradients = f"{lanes} x 32 gradients of {parameters:,}"
@@ -88,6 +104,8 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
         "coherence.dominant_share": (gradients, call(dominant_share, stack)),
         "layer_norm, with its gradients": ("[1024, 768]", gradients_of(mine)),
         "flax's layer norm, with its gradients": ("[1024, 768]", gradients_of(by_flax)),
+        "linear_scan, with its gradients": (f"{lanes} x [500, 8] complex", scan_gradients(linear_scan)),
+        "lax.scan of the same": (f"{lanes} x [500, 8] complex", scan_gradients(step_by_step)),
         "orthogonal": (f"{lanes} x [64, 64]", call(lambda key: orthogonal(key, (64, 64)), keys)),
         "jax.nn orthogonal (QR, one by one)": (f"{lanes} x [64, 64]", wait(qr, keys)),
     }
