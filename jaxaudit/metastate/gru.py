@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.metastate.model import Innovations, Params
+from jaxaudit.metastate.model import Innovations, Params, one_by_one
 from jaxaudit.metastate.readout import Readout
 
 
@@ -64,6 +64,10 @@ class GRU:
         inputs = jnp.concatenate([seen * y, seen], axis=-1)
         hidden: Any = self.cell.apply({"params": params["cell"]}, state.hidden, inputs)
         return GRUState(hidden[0], (1.0 - seen) * state.last + seen * y)
+
+    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> GRUState:
+        """All steps: `[T, d]` to leaves `[T, ...]`."""
+        return one_by_one(self, params, y, seen)
 
     def innovations(self, params: Params, state: GRUState, y: jax.Array, seen: jax.Array) -> Innovations:
         """A step's telemetry against the readout."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.metastate.model import Innovations, Params
+from jaxaudit.metastate.model import Innovations, Params, one_by_one
 
 LEAST_VARIANCE = 1e-4
 """Of the observation noise, in units of a channel's own variance."""
@@ -64,6 +64,10 @@ class Kalman:
         covariance = transition @ corrected.covariance @ transition.T
         noise = jnp.diag(jnp.exp(params["log_transition_variance"]))
         return KalmanState(transition @ corrected.mean, 0.5 * (covariance + covariance.T) + noise)
+
+    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> KalmanState:
+        """All steps: `[T, d]` to leaves `[T, ...]`."""
+        return one_by_one(self, params, y, seen)
 
     def innovations(self, params: Params, state: KalmanState, y: jax.Array, seen: jax.Array) -> Innovations:
         """A step's telemetry against the filter's prediction."""

@@ -51,6 +51,9 @@ class MetaStateModel(Protocol):
     def advance(self, params: Params, state: State, y: jax.Array, seen: jax.Array) -> State:
         """The state after a step's telemetry, `[d]`."""
 
+    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> State:
+        """The states after each of T steps, leaves `[T, ...]`; `y` and `seen` are `[T, d]`."""
+
     def innovations(self, params: Params, state: State, y: jax.Array, seen: jax.Array) -> Innovations:
         """A step's telemetry `[d]`, against what the state before it expects."""
 
@@ -58,14 +61,8 @@ class MetaStateModel(Protocol):
         """The meta-state, `[n]`."""
 
 
-def states(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array) -> State:
-    """The states after each of T steps, leaves `[T, ...]`; `y` and `seen` are `[T, d]`.
-
-    A model that can take all steps at once has a method `advance_all`, with the same arguments.
-    """
-    at_once = getattr(model, "advance_all", None)
-    if at_once is not None:
-        return at_once(params, y, seen)
+def one_by_one(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array) -> State:
+    """`advance_all` of a model that can only take a step after the other."""
 
     def step(state: State, row: tuple[jax.Array, jax.Array]) -> tuple[State, State]:
         state = model.advance(params, state, *row)
@@ -86,7 +83,7 @@ def follow(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array)
     Returns:
       the latents after each step `[T, n]`, and each step's innovations, given the steps before it.
     """
-    after = states(model, params, y, seen)
+    after = model.advance_all(params, y, seen)
     before = jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest[:-1]]), model.initial(params), after)
     found = jax.vmap(model.innovations, in_axes=(None, 0, 0, 0))(params, before, y, seen)
     return jax.vmap(model.latent, in_axes=(None, 0))(params, after), found

@@ -85,16 +85,8 @@ def train_members(
 ) -> tuple[Params, np.ndarray]:
     """Several models side by side, in one program: folds, seeds, or both.
 
-    Args:
-      model: the model.
-      settings: how.
-      y: standardised telemetry, `[lanes, T, d]`.
-      seen: `[lanes, T, d]`.
-      weights: each member's weights of the lanes, `[members, lanes]`.
-      seed: of their keys; no two members have the same.
-
-    Returns:
-      parameters, leaves `[members, ...]`, and losses `[members, iterations]`.
+    The arguments are those of `train`, but `weights`, `[members, lanes]`, and `seed`, of the members' keys. So are
+    the results, with a leading axis `[members]`.
     """
     weights = jnp.asarray(weights, jnp.float32)
     keys = jax.random.split(jax.random.key(seed), len(weights))
