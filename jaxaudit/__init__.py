@@ -7,6 +7,7 @@ from jaxaudit.learner import Learner
 from jaxaudit.learners.optimizer import Optimizer
 from jaxaudit.margins.search import margin
 from jaxaudit.margins.table import Margins
+from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.perturbations import *  # noqa: F403
 from jaxaudit.perturbations import __all__ as _perturbations
 from jaxaudit.program import compiled, run
@@ -20,6 +21,7 @@ __all__ = [
     "SITES",
     "Learner",
     "Margins",
+    "Monitor",
     "Optimizer",
     "Result",
     "Taps",

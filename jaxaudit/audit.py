@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,9 +16,11 @@ from jaxaudit.execution.engine import Engine, Piece
 from jaxaudit.execution.schedule import is_onset, schedule
 from jaxaudit.grid import blank_telemetry, place, plan
 from jaxaudit.learner import PERFORMANCE, Learner
+from jaxaudit.metastate.monitor import Monitor
+from jaxaudit.metastate.watch import MonitorWatch
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
-from jaxaudit.program import Execution
+from jaxaudit.program import Execution, Program, telemetry_shapes
 
 
 def audit(
@@ -30,6 +33,8 @@ def audit(
     devices: Sequence[jax.Device] | None = None,
     lanes: int | Literal["auto"] = "auto",
     settings: MetricSettings | None = None,
+    monitor: Monitor | None = None,
+    alpha: float = 0.05,
 ) -> results.Result:
     """Trains a learner on every seed, disturbs a copy of it for every condition, and measures.
 
@@ -43,6 +48,8 @@ def audit(
       devices: lanes are spread evenly over these; all of JAX's by default.
       lanes: the most that are on the devices at a time; "auto": as many as their memory can hold.
       settings: windows of the metrics.
+      monitor: follows every lane, and raises the alarms that interventions wait for.
+      alpha: its false alarms per clean run, at most.
 
     Returns:
       telemetry and metrics, dims (seed, condition, step); condition 0 is the undisturbed control.
@@ -61,6 +68,7 @@ def audit(
         devices=devices,
         tail=chosen.window,
         lanes=lanes,
+        watch=None if monitor is None else partial(watched_by, monitor, alpha),
     )
     grid, measured = settle(grid, steps, resident=True)
     engine, _ = memory.fit(grid, steps, resident=True)
@@ -73,6 +81,11 @@ def audit(
         data.attrs["measured"] = measured
     data.attrs["noise_floor"] = results.noise_floor(data, trained, grid.forks[-1].onset)
     return results.Result(data, chosen)
+
+
+def watched_by(monitor: Monitor, alpha: float, program: Program) -> MonitorWatch:
+    """A monitor as the watch of a program."""
+    return MonitorWatch.of(monitor, alpha, telemetry_shapes(program), program.learner.vectors)
 
 
 def _train(engine: Engine) -> tuple[dict[str, np.ndarray], np.ndarray]:

@@ -27,7 +27,7 @@ TRACEBACK = "JAXAUDIT_TRACEBACK"
 NO_SPACE = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """What a file system says when it, a quota or a limit is reached, with its words."""
 
-LISTS = ("tasks", "learners", "perturbations", "metrics")
+LISTS = ("tasks", "learners", "perturbations", "interventions", "metrics")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,6 +111,18 @@ def _parser() -> argparse.ArgumentParser:
     margin.add_argument("--lanes", type=int, metavar="N", help="lanes side by side")
     replay.add_argument("--seed", type=int, metavar="N", help="compare this seed alone")
     replay.add_argument("--condition", metavar="LABEL", help="compare this condition (or its number) alone")
+    detect = add("detect", _detect, "how well a monitor and its baselines notice the disturbances of finished runs")
+    detect.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="runs' folders; a learner's count as one")
+    detect.add_argument("--alpha", type=float, default=0.05, metavar="X", help="false alarms per clean run (0.05)")
+    detect.add_argument("--folds", type=int, default=4, metavar="N", help="of the seeds (4)")
+    watch = add("monitor", _monitor, "score logs of your own training runs by a monitor of your earlier ones")
+    watch.add_argument("files", metavar="LOG", type=Path, nargs="+", help="CSV, JSON lines or TensorBoard")
+    watch.add_argument("--clean", metavar="LOG", type=Path, nargs="+", required=True, help="earlier, sound runs")
+    watch.add_argument("--step", metavar="NAME", help="the column that counts steps")
+    watch.add_argument("--alpha", type=float, metavar="X", help="false alarms per clean run (0.05)")
+    for command in (detect, watch):
+        command.add_argument("--channels", metavar="A,B,...", type=_names, help="what is read (all there is)")
+        command.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")
     names = add("list", _list, "what a spec can name")
     names.add_argument("what", nargs="?", choices=LISTS, help="all of them if none is named")
     return parser
@@ -200,6 +212,41 @@ def _report(arguments: argparse.Namespace) -> int:
     if not (arguments.folder / "telemetry.zarr").exists():
         raise UserError(f"the run in {arguments.folder} has no telemetry yet, so there is nothing to report")
     return _write_report(arguments.folder)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _detect(arguments: argparse.Namespace) -> int:
+    for folder in arguments.folders:
+        _check_run(folder)
+    prepare_jax()
+    from jaxaudit.detection.comparison import Settings
+    from jaxaudit.detection.folder import detect
+    from jaxaudit.detection.learned import MetaState
+    from jaxaudit.errors import placed
+
+    with placed("jaxaudit detect"):
+        settings = Settings(folds=arguments.folds, alpha=arguments.alpha)
+    folders = detect(arguments.folders, arguments.out, MetaState(), settings, arguments.channels)
+    from jaxaudit.report.detection import build
+
+    for folder in folders:
+        print(f"report: {build(folder)}")
+    return 0
+
+
+def _monitor(arguments: argparse.Namespace) -> int:
+    prepare_jax()
+    from jaxaudit.detection.monitored import Options, monitor
+
+    options = Options(channels=arguments.channels, step=arguments.step, alpha=arguments.alpha)
+    monitor(arguments.files, arguments.clean, arguments.out, options)
+    from jaxaudit.report.detection import build
+
+    print(f"report: {build(arguments.out)}")
+    return 0
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxaudit.learner import Learner, Telemetry
 from jaxaudit.paths import matches
 from jaxaudit.perturbations.core import Chain, Condition, Perturbation, conditions, control
-from jaxaudit.program import Execution, ForkInputs, Inputs, Lanes, Program, telemetry_shapes, whole_vectors
+from jaxaudit.program import Execution, ForkInputs, Inputs, Lanes, Program, Watch, telemetry_shapes, whole_vectors
 from jaxaudit.sites import Sites, find_sites
 from jaxaudit.taps import OFFERED, Disturbance, Kind, Windows
 
@@ -157,8 +157,11 @@ def plan(
     devices: Sequence[jax.Device] | None = None,
     tail: int = 50,
     lanes: int | Literal["auto"] = "auto",
+    watch: Callable[[Program], Watch] | None = None,
 ) -> Grid:
     """Lays out a grid, in batches of at most `lanes`; "auto" is left to who runs it, and all in one batch until then.
+
+    `watch` makes what follows the lanes of a program and raises the alarms that interventions wait for.
 
     Raises ValueError, in one sentence, where learner and perturbations do not fit together.
     """
@@ -166,18 +169,18 @@ def plan(
         raise ValueError(f"steps must be a positive whole number, not {steps!r}")
     chosen = _seeds(seeds)
     unrolled = conditions(perturbations, steps)
-    if not unrolled:
-        raise ValueError("an audit needs at least one perturbation")
     sites = find_sites(learner, steps)
     ordered: list[Condition] = []
     forks: list[Fork] = []
-    for onset in sorted({c.onset for c in unrolled}):
+    for onset in sorted({c.onset for c in unrolled}) or [0]:
         members = [control(onset), *(c for c in unrolled if c.onset == onset)]
         forks.append(Fork(onset, tuple(range(len(ordered), len(ordered) + len(members)))))
         ordered += members
     for part in (part for condition in unrolled for part in condition.parts):
         if reason := site_misfit(part, sites):
             raise ValueError(reason)
+        if "alarm" in part.needs and watch is None:
+            raise ValueError(f"'{part.name}' waits for a monitor's alarm, and there is no monitor")
     program = Program(
         learner.without_data,
         steps,
@@ -186,6 +189,8 @@ def plan(
         _execution(execution),
         tuple(devices if devices is not None else jax.devices()),
     )
+    if watch is not None:
+        program = replace(program, watch=watch(program))
     return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites, _batch(lanes), learner.data)
 
 

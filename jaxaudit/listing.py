@@ -48,9 +48,18 @@ def learners() -> list[str]:
 
 def perturbations() -> list[str]:
     """The perturbations, with their standard magnitudes and durations."""
+    return _factories(registry.perturbations)
+
+
+def interventions() -> list[str]:
+    """The interventions, with their standard magnitudes."""
+    return _factories(registry.interventions)
+
+
+def _factories(known: registry.Registry) -> list[str]:
     rows = [("name", "dimension", "site", "magnitude", "duration", "what it does")]
-    for name in registry.perturbations:
-        factory = registry.perturbations[name]
+    for name in known:
+        factory = known[name]
         if isinstance(factory, Factory):
             d = factory.default
             magnitudes = ", ".join(f"{m:g}" for m in d.magnitudes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry
 from jaxaudit.sites import find_sites, initial_memory
-from jaxaudit.taps import Disturbance, Kind, Memory, Taps, forget
+from jaxaudit.taps import STATE, Disturbance, Kind, Memory, Taps, forget
 
 Execution = str | int
 """How the lanes of one device run: "vmap", "map" (one after the other), or a batch size (above 16 in whole eights).
@@ -27,6 +27,14 @@ Execution = str | int
 "auto" is left to who runs a grid, and "vmap" until then.
 """
 
+
+SCORE, ALARM = "monitor_score", "alarm"
+"""Channels of a lane that is watched: how unusual it is after a step, and whether an alarm was on during it."""
+
+RESERVED = frozenset(
+    ("seed", "condition", "step", "perturbation", "magnitude", "neutral", "onset", "duration", "dimension", "target")
+)
+"""Names of a grid's coordinates, which no channel can have."""
 
 VECTOR = 8
 WHOLE_VECTORS_FROM = 16
@@ -41,11 +49,34 @@ def whole_vectors(lanes: int) -> int:
     return lanes if lanes <= WHOLE_VECTORS_FROM else -(-lanes // VECTOR) * VECTOR
 
 
+class Watch(Protocol):
+    """What follows a lane's telemetry and raises an alarm; hashable, and its arrays are constants of the program."""
+
+    def begin(self) -> Any:
+        """What it carries, before the first step."""
+
+    def follow(self, watched: Any, telemetry: Telemetry) -> tuple[Any, jax.Array]:
+        """A step's telemetry: what is carried on, and how unusual the lane is, a scalar; above zero is an alarm."""
+
+
+@struct.dataclass
+class Watched:
+    """What a lane carries for the watch.
+
+    Attributes:
+      following: the watch's own.
+      alarm: bool, whether the last step raised it.
+    """
+
+    following: Any
+    alarm: Any
+
+
 @dataclass(frozen=True)
 class Program:
     """Everything a compiled audit depends on but arrays and the shapes of lanes: equal ones share a compilation.
 
-    The learner is one `without_data`.
+    The learner is one `without_data`; `watch` is what interventions wait for.
     """
 
     learner: Learner
@@ -54,6 +85,7 @@ class Program:
     paths: tuple[tuple[str, tuple[str, ...]], ...]
     execution: Execution = "vmap"
     devices: tuple[jax.Device, ...] = ()
+    watch: Watch | None = None
 
 
 @struct.dataclass
@@ -76,27 +108,43 @@ class LaneState:
     Attributes:
       learner: the learner's state.
       memory: what its perturbations remember; empty in the baseline.
+      watched: what the watch knows of it; None without one.
     """
 
     learner: State
     memory: Memory
+    watched: Watched | None = None
 
 
 def initial(program: Program, seeds: jax.Array) -> LaneState:
     """The baseline's first states for `seeds` `[L]`; randomness from the seed alone."""
-    init = program.learner.init
-    return LaneState(jax.vmap(lambda seed: init(jax.random.fold_in(jax.random.key(seed), 0)))(seeds), {})
+
+    def one(seed: jax.Array) -> LaneState:
+        return first_state(program, jax.random.fold_in(jax.random.key(seed), 0))
+
+    return jax.vmap(one)(seeds)
+
+
+def first_state(program: Program, key: jax.Array) -> LaneState:
+    """A lane of the baseline before its first step."""
+    watched = None if program.watch is None else Watched(program.watch.begin(), jnp.zeros((), bool))
+    return LaneState(program.learner.init(key), {}, watched)
 
 
 def forked(program: Program, baseline: LaneState, positions: jax.Array | np.ndarray) -> LaneState:
     """The states of lanes that begin as the baseline's of the seeds at `positions` `[L]`."""
-    return remembering(program, LaneState(jax.tree.map(lambda x: x[positions], baseline.learner), {}), len(positions))
+
+    def taken(states: Any) -> Any:
+        return jax.tree.map(lambda x: x[positions], states)
+
+    return remembering(program, LaneState(taken(baseline.learner), {}, taken(baseline.watched)), len(positions))
 
 
 def remembering(program: Program, states: LaneState, lanes: int) -> LaneState:
     """The states of `lanes` lanes as a fork group's, whose perturbations have nothing behind them."""
     blank = memory(program)
-    return LaneState(states.learner, jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *jnp.shape(x))), blank))
+    filled = jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *jnp.shape(x))), blank)
+    return LaneState(states.learner, filled, states.watched)
 
 
 def memory(program: Program) -> Memory:
@@ -129,11 +177,17 @@ def lane_step(
         lane=lane.disturbance,
         any_open=any_open,
         memory=remembered,
+        alarm=None if state.watched is None else state.watched.alarm,
     )
-    learner, telemetry = program.learner.step(state.learner, learner_key, taps)
-    return LaneState(learner, taps.memory or {}), {
-        name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()
-    }
+    learner, telemetry = program.learner.step(taps(STATE, state.learner), learner_key, taps)
+    telemetry = {name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()}
+    watched = state.watched
+    if watched is not None:
+        assert program.watch is not None, "or there would be nothing watched"
+        following, unusual = program.watch.follow(watched.following, telemetry)
+        telemetry |= {SCORE: unusual, ALARM: watched.alarm.astype(jnp.float32)}
+        watched = Watched(following, unusual > 0)
+    return LaneState(learner, taps.memory or {}, watched), telemetry
 
 
 @functools.lru_cache(maxsize=64)
@@ -141,12 +195,14 @@ def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
     """The shape of one lane's value in each channel."""
 
     def one(seed: jax.Array, data: Any) -> Telemetry:
-        state = LaneState(program.learner.init(jax.random.key(seed)), {})
+        state = first_state(program, jax.random.key(seed))
         return lane_step(program, data, state, Lanes(seed, None), jnp.int32(0), None)[1]
 
     shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), np.uint32), program.learner.shapes.tree)
     if PERFORMANCE not in shapes:
         raise ValueError(f"the learner's telemetry has no '{PERFORMANCE}'; it has: {', '.join(sorted(shapes))}")
+    if taken := sorted(shapes.keys() & RESERVED):
+        raise ValueError(f"the learner's telemetry has a channel '{taken[0]}', a name that a grid's coordinates have")
     return {name: value.shape for name, value in shapes.items()}
 
 

@@ -60,12 +60,13 @@ def unknown(what: str, given: object, allowed: list[str]) -> str:
 tasks = Registry("task")
 learners = Registry("learner")
 perturbations = Registry("perturbation")
+interventions = Registry("intervention")
 metrics = Registry("metric")
 
 
 def register(kind: str, name: str) -> Callable[[Any], Any]:
-    """Decorator that registers a task, learner, perturbation or metric: `@register("learner", "my_learner")`."""
-    registries = {r.what: r for r in (tasks, learners, perturbations, metrics)}
+    """Decorator that registers an entry of a kind, e.g. a learner: `@register("learner", "my_learner")`."""
+    registries = {r.what: r for r in (tasks, learners, perturbations, interventions, metrics)}
     if kind not in registries:
         raise UnknownName(unknown("kind of entry", kind, list(registries)))
     return registries[kind].register(name)

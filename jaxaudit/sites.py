@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxaudit.learner import Learner
 from jaxaudit.paths import paths_of
-from jaxaudit.taps import ROOT, Kind, Memory
+from jaxaudit.taps import ROOT, STATE, Kind, Memory
 
 
 @dataclass
@@ -108,6 +108,7 @@ def trace(learner: Learner, recorder: Recorder) -> None:
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
     def traced(state, key, index, data):
         recorder.step, recorder.data = index, data
+        recorder(STATE, state)
         return learner.step(state, key, recorder)  # type: ignore[arg-type]  # it stands in for taps
 
     key = jax.random.key(0)

@@ -33,6 +33,9 @@ SITES = (
 )
 """The standard sites; a learner may add its own."""
 
+STATE = "state"
+"""The site that every learner has: its whole state, before a step."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -110,8 +113,8 @@ class Disturbance:
     targets: tuple[Any, ...]
 
 
-OFFERED = ("selected", "elapsed")
-"""Context every tap offers: which paths the target selects (bool `[paths]`), and `Windows.elapsed`."""
+OFFERED = ("selected", "elapsed", "alarm")
+"""Context every tap offers: the paths the target selects (bool `[paths]`), `Windows.elapsed`, and the lane's alarm."""
 
 Memory = dict[str, dict[str, Any]]
 """What stateful kinds remember in one lane, by the kind's id and the tap's label (ROOT where it has none)."""
@@ -142,6 +145,7 @@ class Taps:
         lane: Disturbance | None = None,
         any_open: Any = None,
         memory: Memory | None = None,
+        alarm: jax.Array | None = None,
     ):
         self.memory = memory
         self.step = step
@@ -152,6 +156,7 @@ class Taps:
         self._key = key
         self._lane = lane
         self._any_open = any_open
+        self._alarm = alarm
         self._calls: dict[str, int] = {}
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
@@ -231,6 +236,7 @@ class Taps:
             lane=self._lane,
             any_open=self._any_open,
             memory=memory,
+            alarm=self._alarm,
         )
         taps._calls = dict(self._calls)
         return taps
@@ -255,7 +261,8 @@ class Taps:
             windows = jax.tree.map(lambda field: field[index], lane.windows)
             active = windows.open(step) & (magnitude != kind.neutral)
             selected = lane.targets[index][rows]
-            offered = {"selected": selected, "elapsed": windows.elapsed(step), **context}
+            alarm = jnp.zeros((), bool) if self._alarm is None else self._alarm
+            offered = {"selected": selected, "elapsed": windows.elapsed(step), "alarm": alarm, **context}
             given = {name: offered[name] for name in kind.needs}
             own = jax.random.fold_in(jax.random.fold_in(key, kind.stream), call)
             if kind.memory is None:
@@ -305,6 +312,7 @@ def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
     """`new` at the paths that are `chosen`, `old` elsewhere, in old's dtypes."""
 
     def one(picked: jax.Array, new: Any, old: jax.Array) -> jax.Array:
-        return jnp.where(picked, jnp.asarray(new).astype(old.dtype), old)
+        new = jnp.asarray(new)
+        return jnp.where(picked, new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
     return jax.tree.map(one, along_paths(chosen, old), new, old)

@@ -1,5 +1,7 @@
 """Numerical kernels against float64 NumPy references written from their definitions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -318,14 +320,16 @@ def linear_recurrence(decay, inputs, initial):
     return np.array(out)
 
 
+@pytest.mark.parametrize("method", ["auto", "associative", "sequential"])
 @pytest.mark.parametrize("steps", [1, 2, 777, 5000])
-def test_linear_scan_equals_the_recurrence(steps):
+def test_linear_scan_equals_the_recurrence(steps, method):
     random = np.random.default_rng(steps)
     modulus, phase = 1 - np.geomspace(1e-3, 0.9, 6), random.uniform(0, np.pi, 6)
     decay = modulus * np.exp(1j * phase)
     inputs = np.sqrt(1 - modulus**2) * (random.normal(size=(steps, 6)) + 1j * random.normal(size=(steps, 6)))
     initial = random.normal(size=6) + 0j
-    found = jax.jit(linear_scan)(*(jnp.asarray(x, jnp.complex64) for x in (decay, inputs, initial)))
+    scan = jax.jit(functools.partial(linear_scan, method=method))
+    found = scan(*(jnp.asarray(x, jnp.complex64) for x in (decay, inputs, initial)))
     rounded = (np.asarray(x, np.complex64).astype(np.complex128) for x in (decay, inputs, initial))
     np.testing.assert_allclose(found, linear_recurrence(*rounded), atol=1e-5)
 

@@ -138,7 +138,7 @@ def test_channels_are_standardised_by_clean_runs():
     )
     with pytest.raises(ValueError, match="reads channel 'loss', which is not there"):
         channels.select(whole.sel(channel=["seldom"]))
-    with pytest.raises(ValueError, match="none of the channels varies in the clean runs: rate"):
+    with pytest.raises(ValueError, match="none of the channels differs between the clean runs: rate"):
         Channels.of(["rate"], whole.sel(channel=["rate"]).values)
 
 

@@ -58,7 +58,7 @@ def test_the_surrogate_loss_matches_float64_numpy():
     near = batch.value + np.clip(value - batch.value, -0.2, 0.2)
     critic = 0.5 * np.maximum((value - batch.target) ** 2, (near - batch.target) ** 2).mean()
     entropy = stats.norm(0, np.exp(log_std)).entropy().sum()
-    loss, parts = agent.loss(params, batch)
+    loss, parts = agent.loss(params, batch, agent.settings.entropy_coefficient)
     np.testing.assert_allclose(parts["policy_loss"], policy, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(parts["value_loss"], critic, rtol=1e-4)
     np.testing.assert_allclose(loss, policy + 0.5 * critic - 0.01 * entropy, rtol=1e-4, atol=1e-6)

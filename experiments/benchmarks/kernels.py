@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import common
@@ -94,6 +95,7 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     norm_inputs = normal(1, 1024, 768), normal(768), normal(768), normal(1, 1024, 768)
     whole = f"{lanes} x [{steps}, {envs}]"
     gradients = f"{lanes} x 32 gradients of {parameters:,}"
+    associative = functools.partial(linear_scan, method="associative")
     # QR is not vmapped: batched LAPACK calls can block one another on a CPU.
     qr = jax.jit(lambda key: jax.lax.map(lambda k: jax.nn.initializers.orthogonal()(k, (64, 64)), key))
     return {
@@ -104,7 +106,7 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
         "coherence.dominant_share": (gradients, call(dominant_share, stack)),
         "layer_norm, with its gradients": ("[1024, 768]", gradients_of(mine)),
         "flax's layer norm, with its gradients": ("[1024, 768]", gradients_of(by_flax)),
-        "linear_scan, with its gradients": (f"{lanes} x [500, 8] complex", scan_gradients(linear_scan)),
+        "linear_scan, with its gradients": (f"{lanes} x [500, 8] complex", scan_gradients(associative)),
         "lax.scan of the same": (f"{lanes} x [500, 8] complex", scan_gradients(step_by_step)),
         "orthogonal": (f"{lanes} x [64, 64]", call(lambda key: orthogonal(key, (64, 64)), keys)),
         "jax.nn orthogonal (QR, one by one)": (f"{lanes} x [64, 64]", wait(qr, keys)),

@@ -258,7 +258,8 @@ def _put(block: LaneState, piece: LaneState, places: jax.Array, count: jax.Array
     A piece without a memory leaves the block's.
     """
     learner = _filled(block.learner, piece.learner, places, count)
-    return LaneState(learner, _filled(block.memory, piece.memory, places, count) if piece.memory else block.memory)
+    memory = _filled(block.memory, piece.memory, places, count) if piece.memory else block.memory
+    return LaneState(learner, memory, _filled(block.watched, piece.watched, places, count))
 
 
 def _filled(block: Any, piece: Any, places: jax.Array, count: jax.Array) -> Any:

@@ -71,7 +71,8 @@ class PPO(OnPolicy):
         """Epochs of minibatch updates: where they end, and what they tell."""
 
         def minibatch(taps: Taps, carry: tuple[Any, Any], batch: Samples):
-            gradient, parts = jax.grad(self.loss, has_aux=True)(carry[0], batch)
+            weight = taps("entropy_coefficient", jnp.float32(self.settings.entropy_coefficient))
+            gradient, parts = jax.grad(self.loss, has_aux=True)(carry[0], batch, weight)
             params, optimizer, update = self.optimizer.update(*carry, gradient, taps)
             return (params, optimizer), (parts, update)
 
@@ -85,13 +86,16 @@ class PPO(OnPolicy):
         """How far the gradients of the first epoch's minibatches agree, all taken where the epoch begins."""
 
         def gradient(rows: jax.Array) -> Any:
-            return jax.grad(self.loss, has_aux=True)(params, jax.tree.map(lambda x: x[rows], data))[0]
+            batch = jax.tree.map(lambda x: x[rows], data)
+            return jax.grad(self.loss, has_aux=True)(params, batch, self.settings.entropy_coefficient)[0]
 
         data = self.flat(samples)
         first_epoch = jax.random.split(key, self.settings.epochs)[0]
         return gradient_coherence(gradient, self.order(first_epoch), self.settings.telemetry)
 
-    def loss(self, params: Any, batch: Samples) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(
+        self, params: Any, batch: Samples, entropy_coefficient: float | jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Clipped surrogate, value loss and entropy bonus of one minibatch: scalar, and its parts."""
         settings = self.settings
         mean, log_std = self.policy(params, batch.observation)
@@ -111,7 +115,7 @@ class PPO(OnPolicy):
         loss = (
             policy_loss
             + settings.value_coefficient * value_loss
-            - settings.entropy_coefficient * gaussian_entropy(log_std)
+            - entropy_coefficient * gaussian_entropy(log_std)
         )
         return loss, {
             "loss": loss,

@@ -25,15 +25,20 @@ def threshold(scores: ArrayLike, alpha: float) -> float:
     ordered = np.sort(np.asarray(scores, np.float64).ravel())
     if np.isnan(ordered).any():
         raise ValueError("a clean run's score is NaN: it cannot be ordered")
+    return float(ordered[rank(len(ordered), alpha) - 1])
+
+
+def rank(runs: int, alpha: float) -> int:
+    """Which of the scores of n clean runs is the threshold, counted from 1. Raises ValueError as `threshold` does."""
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must lie in (0, 1), not {alpha}")
-    rank = math.ceil((len(ordered) + 1) * (1 - alpha) - 1e-9)
-    if rank > len(ordered):
+    place = math.ceil((runs + 1) * (1 - alpha) - 1e-9)
+    if place > runs:
         raise ValueError(
-            f"{len(ordered)} clean runs are too few for a false-alarm rate of {alpha:g}: "
-            f"it takes {fewest_runs(alpha)}, or an alpha of {1 / (len(ordered) + 1):.3g} and above"
+            f"{runs} clean runs are too few for a false-alarm rate of {alpha:g}: "
+            f"it takes {fewest_runs(alpha)}, or an alpha of {1 / (runs + 1):.3g} and above"
         )
-    return float(ordered[max(rank, 1) - 1])
+    return max(place, 1)
 
 
 def fewest_runs(alpha: float) -> int:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xarray as xr
+
+DERIVED = ("baseline_performance", "x_gen", "x_inst", "monitor_score", "alarm")
+"""Channels that a step does not measure: another lane's, functions of performance, and what a monitor says itself."""
+
+ROUNDING = 1e-5
+"""Relative, by which runs of different programs may differ in what is the same."""
 
 
 def series(telemetry: xr.Dataset, names: Sequence[str] | None = None) -> xr.DataArray:
@@ -14,7 +21,7 @@ def series(telemetry: xr.Dataset, names: Sequence[str] | None = None) -> xr.Data
 
     Args:
       telemetry: variables along "step", and others of "seed", "condition" or a vector's own dimension.
-      names: the variables; None: all.
+      names: the variables; None: all but DERIVED.
 
     Raises:
       ValueError: for a name that is not there.
@@ -25,7 +32,7 @@ def series(telemetry: xr.Dataset, names: Sequence[str] | None = None) -> xr.Data
         raise ValueError(f"no channel '{unknown[0]}'; there are: {', '.join(sorted(known))}")
     lanes = [dim for dim in ("seed", "condition", "step") if dim in telemetry.dims]
     parts = []
-    for name in known if names is None else names:
+    for name in [name for name in known if name not in DERIVED] if names is None else names:
         values = telemetry[name].astype(np.float32)
         vector = [str(dim) for dim in values.dims if dim not in lanes]
         if vector:
@@ -37,6 +44,18 @@ def series(telemetry: xr.Dataset, names: Sequence[str] | None = None) -> xr.Data
             values.transpose(*lanes, "channel").drop_vars(vector, errors="ignore").assign_coords(channel=entries)
         )
     return xr.concat(parts, "channel")
+
+
+def measured(runs: np.ndarray) -> np.ndarray:
+    """Which channels of runs `[n, T, d]` differ between runs at some step, by more than float32 rounds: bool `[d]`.
+
+    Of one run alone, those that vary.
+    """
+    lowest, highest = (np.where(np.isfinite(runs), runs, end) for end in (np.inf, -np.inf))
+    axis = 0 if len(runs) > 1 else 1
+    low, high = lowest.min(axis), highest.max(axis)
+    with np.errstate(invalid="ignore"):
+        return (high - low > ROUNDING * np.maximum(np.abs(low), np.abs(high))).any(axis=0)
 
 
 def _labels(values: xr.DataArray, dims: Sequence[str]) -> list[tuple]:
@@ -52,7 +71,8 @@ class Channels:
       names: of the d series, in order.
       center: median of the clean runs' values, `[d]`.
       scale: their interquartile range, as the standard deviation of a normal that has it, `[d]`.
-      complete: whether every step of every clean run had a value, `[d]`; without one there later, something is wrong.
+      complete: whether every step of a clean run that had any value had one of it, `[d]`; a run that has none at a step
+        has diverged.
     """
 
     names: tuple[str, ...]
@@ -62,23 +82,27 @@ class Channels:
 
     @classmethod
     def of(cls, names: Sequence[str], clean: np.ndarray) -> Channels:
-        """Those of clean runs, `[..., T, d]`, that vary: a channel that is constant or never there is left out.
+        """Those of clean runs, `[..., T, d]`, that were measured.
+
+        Left out is what is never there, and what is the same in all runs at every step: it was set, as a schedule of
+        the learning rate is. To read a setting would be to be told of a disturbance of it.
 
         Raises:
           ValueError: none is left.
         """
-        values = np.asarray(clean, np.float64).reshape(-1, len(names))
-        values = np.where(np.isfinite(values), values, np.nan)
-        there = np.isfinite(values)
-        kept = np.array([len(np.unique(column[here])) > 1 for column, here in zip(values.T, there.T, strict=True)])
+        runs = np.asarray(clean, np.float64).reshape(-1, *np.shape(clean)[-2:])
+        runs = np.where(np.isfinite(runs), runs, np.nan)
+        kept = measured(runs)
         if not kept.any():
-            raise ValueError(f"none of the channels varies in the clean runs: {', '.join(names)}")
-        values, there = values[:, kept], there[:, kept]
+            raise ValueError(f"none of the channels differs between the clean runs: {', '.join(names)}")
+        values = runs.reshape(-1, len(names))[:, kept]
+        there = np.isfinite(values)
+        complete = there[there.any(axis=1)].all(axis=0)
         quarters = np.nanpercentile(values, [25, 50, 75], axis=0)
         spread = (quarters[2] - quarters[0]) / 1.349
         spread = np.where(spread > 0, spread, np.nanstd(values, axis=0))
         chosen = tuple(name for name, keep in zip(names, kept, strict=True) if keep)
-        return cls(chosen, quarters[1], spread, np.asarray(there.all(axis=0)))
+        return cls(chosen, quarters[1], spread, np.asarray(complete))
 
     def select(self, values: xr.DataArray) -> np.ndarray:
         """These series out of `[..., step, channel]`, as `[..., T, d]`.
@@ -94,13 +118,22 @@ class Channels:
             )
         return values.sel(channel=list(self.names)).transpose(..., "step", "channel").values
 
+    def pick(self, values: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """These series out of `[..., d]`, whose channels have the names; as they were in `of`."""
+        return values[..., [list(names).index(name) for name in self.names]]
+
     def standardise(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What a model reads of `[..., T, d]`: values in units of the clean runs' spread, and which there are.
 
         Beyond a few spreads they grow as a logarithm (arsinh), so that what a collapsing run writes stays finite and
         does not drown what it wrote before. A value that is not there is zero.
         """
-        seen = np.isfinite(values)
-        with np.errstate(over="ignore", invalid="ignore"):
-            y = np.arcsinh((np.where(seen, values, self.center).astype(np.float64) - self.center) / self.scale)
+        with np.errstate(over="ignore"):
+            y, seen = standardise(values, self.center, self.scale, np)
         return y.astype(np.float32), seen.astype(np.float32)
+
+
+def standardise(values: Any, center: Any, scale: Any, numpy: Any) -> tuple[Any, Any]:
+    """`Channels.standardise` in NumPy or `jax.numpy`, whichever `numpy` is; which values there are is bool."""
+    seen = numpy.isfinite(values)
+    return numpy.arcsinh((numpy.where(seen, values, center) - center) / scale), seen

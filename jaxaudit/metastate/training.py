@@ -90,6 +90,12 @@ def train_members(
     """
     weights = jnp.asarray(weights, jnp.float32)
     keys = jax.random.split(jax.random.key(seed), len(weights))
-    run = jax.jit(jax.vmap(partial(train, model, settings), in_axes=(None, None, 0, 0)))
-    params, losses = run(jnp.asarray(y), jnp.asarray(seen), keys, weights)
+    params, losses = _train_members(model, settings, jnp.asarray(y), jnp.asarray(seen), keys, weights)
     return params, np.asarray(losses)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _train_members(
+    model: MetaStateModel, settings: Training, y: jax.Array, seen: jax.Array, keys: jax.Array, weights: jax.Array
+) -> tuple[Params, jax.Array]:
+    return jax.vmap(partial(train, model, settings), in_axes=(None, None, 0, 0))(y, seen, keys, weights)

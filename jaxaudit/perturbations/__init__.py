@@ -32,6 +32,14 @@ from jaxaudit.perturbations.data import (
     token_replacement,
 )
 from jaxaudit.perturbations.factory import Factory, perturbation
+from jaxaudit.perturbations.interventions import (
+    intervention,
+    lower_learning_rate,
+    raise_entropy,
+    reset_moments,
+    roll_back,
+    tighten_clip,
+)
 from jaxaudit.perturbations.optimization import (
     clip_failure,
     gradient_scale,
@@ -78,8 +86,10 @@ __all__ = [
     "gradient_mask",
     "gradient_scale",
     "gradient_sign_flip",
+    "intervention",
     "label_smoothing",
     "layer_reset",
+    "lower_learning_rate",
     "lr_schedule_error",
     "lr_spike",
     "momentum_noise",
@@ -90,13 +100,17 @@ __all__ = [
     "perturbation",
     "quantize",
     "quantize_float",
+    "raise_entropy",
+    "reset_moments",
     "retime",
     "reward_delay",
     "reward_flip",
     "reward_noise",
     "reward_scale",
+    "roll_back",
     "second_moment_drift",
     "sweep",
+    "tighten_clip",
     "token_corruption",
     "token_replacement",
     "weight_noise",

@@ -13,6 +13,9 @@ from jaxaudit.taps import Kind
 DIMENSIONS = ("optimization", "data", "parametric", "signal")
 """The four stability dimensions (Table S1)."""
 
+INTERVENTION = "intervention"
+"""In the place of a dimension: what a monitor's alarm sets off."""
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -122,7 +125,7 @@ class Perturbation:
     whole: bool = False
 
     def __post_init__(self):
-        if self.dimension not in DIMENSIONS:
+        if self.dimension not in (*DIMENSIONS, INTERVENTION):
             raise ValueError(f"dimension {self.dimension!r} of '{self.name}' is none of {', '.join(DIMENSIONS)}")
         low, high = self.limits
         for value in self.magnitudes:
@@ -160,8 +163,8 @@ class Chain:
 
     @property
     def dimension(self) -> str:
-        """The parts' dimension, or "mixed"."""
-        found = {part.dimension for part in self.parts}
+        """The parts' dimension, interventions apart, or "mixed"."""
+        found = {part.dimension for part in self.parts} - {INTERVENTION} or {INTERVENTION}
         return found.pop() if len(found) == 1 else "mixed"
 
 

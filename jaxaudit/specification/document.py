@@ -154,9 +154,7 @@ def _read_entries(sections: Table, steps: int) -> tuple[Entry, ...]:
         raise UserError(f"{sections.place}: [perturbation] must be written [[perturbation]], in two brackets")
     if entries is not None and not isinstance(entries, list):
         raise UserError(f"{sections.place}: perturbation must be tables [[perturbation]], not {given(entries)}")
-    if not entries:
-        raise UserError(f"{sections.place}: an audit needs at least one [[perturbation]]")
-    return tuple(read_entry(e, _place(sections.place, i), steps) for i, e in enumerate(entries, 1))
+    return tuple(read_entry(e, _place(sections.place, i), steps) for i, e in enumerate(entries or (), 1))
 
 
 def _place(source: str, number: int) -> str:

@@ -214,7 +214,8 @@ def _each(onset: Onsets | None) -> tuple[Onset, ...]:
 
 
 def _factory(kind: str) -> Factory:
-    factory = registry.perturbations[kind]
+    known = registry.interventions if kind in registry.interventions else registry.perturbations
+    factory = known[kind]
     if not isinstance(factory, Factory):
         raise ValueError(f"perturbation '{kind}' was not made by the decorator `perturbation`")
     return factory

@@ -1,0 +1,39 @@
+"""The detectors that a learned monitor has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxaudit.detection.change_point import BOCPD
+from jaxaudit.detection.control_charts import CUSUM, SingleChannel, SixSigma, ZClip
+from jaxaudit.detection.detector import Detector
+from jaxaudit.detection.slowing_down import Autocorrelation, RollingVariance
+from jaxaudit.learner import PERFORMANCE
+
+
+def standard(channels: Sequence[str]) -> tuple[Detector, ...]:
+    """The baselines for telemetry of these channels: each channel alone, and what the literature and trainers use.
+
+    Detectors of performance, loss or gradient norm are left out where there is no such channel.
+    """
+    detectors: list[Detector] = [SingleChannel(channel) for channel in channels]
+    norm = gradient_norm(channels)
+    if PERFORMANCE in channels:
+        detectors += [kind(PERFORMANCE) for kind in (CUSUM, RollingVariance, Autocorrelation, BOCPD)]
+    if norm:
+        detectors += [CUSUM(norm), BOCPD(norm)]
+    if "loss" in channels:
+        detectors.append(SixSigma("loss"))
+    elif PERFORMANCE in channels:
+        detectors.append(SixSigma(PERFORMANCE, sign=-1.0))
+    if norm:
+        detectors += [SixSigma(norm), ZClip(norm)]
+    return tuple(detectors)
+
+
+def gradient_norm(channels: Sequence[str]) -> str | None:
+    """The channel of the gradient's norm: that name, else the first that starts or ends in it; not a layer's."""
+    if "gradient_norm" in channels:
+        return "gradient_norm"
+    alike = (c for c in channels if c.startswith("gradient_norm") or c.endswith("gradient_norm"))
+    return next((c for c in alike if "[" not in c), None)

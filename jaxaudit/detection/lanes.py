@@ -1,0 +1,119 @@
+"""The lanes of stored runs, as detectors are compared on them: clean ones and disturbed ones of one learner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from jaxaudit.errors import UserError
+from jaxaudit.metastate.channels import series
+from jaxaudit.report.load import CONTROL, Run, load
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Clean and disturbed trainings of one learner on one task.
+
+    Attributes:
+      learner: "ppo on InvertedPendulum-v5".
+      channels: d names.
+      values: telemetry, float32 `[lanes, T, d]`, not finite where there is no value.
+      table: a row for each lane: seed, clean (bool), condition, perturbation, magnitude, onset (step), collapse_time
+        (step, or infinite).
+    """
+
+    learner: str
+    channels: tuple[str, ...]
+    values: np.ndarray
+    table: pd.DataFrame
+
+
+def gather(folders: Sequence[Path], channels: Sequence[str] | None = None) -> list[Lanes]:
+    """The lanes of finished runs, those of the same learner, task and number of steps together.
+
+    A seed's first control is its clean lane, and a seed that is in several runs is the same training.
+
+    Args:
+      folders: of the runs.
+      channels: which to read; None: all.
+
+    Raises:
+      UserError: a folder holds no finished run, runs of one learner differ in their channels, or there are no
+        disturbed or too few clean lanes.
+    """
+    groups: dict[str, list[Run]] = {}
+    for folder in folders:
+        run = _finished(folder)
+        groups.setdefault(_same(run), []).append(run)
+    return [_lanes(runs, channels) for runs in groups.values()]
+
+
+def _finished(folder: Path) -> Run:
+    try:
+        run = load(folder)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(str(error)) from None
+    if not run.finished or run.metrics is None:
+        raise UserError(f"the run in {folder} is not finished; go on with: jaxaudit resume {folder}")
+    return run
+
+
+def _same(run: Run) -> str:
+    """What runs of one learner have in common."""
+    return repr((run.spec.get("task"), run.spec.get("learner"), run.steps))
+
+
+def _lanes(runs: Sequence[Run], channels: Sequence[str] | None) -> Lanes:
+    known: set[int] = set()
+    values, tables = [], []
+    names: tuple[str, ...] = ()
+    for run in runs:
+        found = _series(run, channels)
+        here = tuple(str(name) for name in found.channel.values)
+        if names and here != names:
+            other = sorted(set(names) ^ set(here))
+            raise UserError(f"{run.folder} and {runs[0].folder} differ in their channels: {', '.join(other)}")
+        names = here
+        table = _table(run, known)
+        known |= set(table.seed)
+        cells = found.values.reshape(-1, *found.shape[2:])
+        values.append(cells[table.index])
+        tables.append(table)
+    return Lanes(_title(runs[0]), names, np.concatenate(values), pd.concat(tables, ignore_index=True))
+
+
+def _series(run: Run, channels: Sequence[str] | None) -> xr.DataArray:
+    try:
+        return series(run.telemetry.load(), channels).transpose("seed", "condition", "step", "channel")
+    except ValueError as error:
+        raise UserError(f"{run.folder}: {error}") from None
+
+
+def _table(run: Run, known: set[int]) -> pd.DataFrame:
+    """A row for each lane that counts; the index is its number, condition after condition within a seed."""
+    assert run.metrics is not None, "a finished run has them"
+    conditions = run.conditions
+    whole = pd.DataFrame(
+        [
+            {"seed": int(seed), **row, "clean": row["perturbation"] == CONTROL}
+            for seed in run.telemetry["seed"].values
+            for row in conditions.to_dict("records")
+        ]
+    )
+    times = run.metrics.set_index(["seed", "condition"])["collapse_time"]
+    whole["collapse_time"] = [times.get(key, np.nan) for key in zip(whole.seed, whole.condition, strict=True)]
+    first = whole.clean & ~whole.duplicated(["seed", "clean"]) & ~whole.seed.isin(known)
+    disturbed = ~whole.clean & (whole.magnitude != whole.neutral)
+    columns = ["seed", "clean", "condition", "perturbation", "magnitude", "onset", "collapse_time"]
+    return whole.loc[first | disturbed, columns]
+
+
+def _title(run: Run) -> str:
+    sections: dict[str, Any] = run.spec
+    return f"{sections.get('learner', {}).get('kind', run.name)} on {sections.get('task', {}).get('name', 'a task')}"

@@ -1,0 +1,115 @@
+"""Figures of a comparison of detectors, each with an interval over seeds, and paired against the best baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from jaxaudit.detection.comparison import NEVER
+from jaxaudit.statistics import Estimate, wilson
+
+REPETITIONS = 1000
+"""Of the bootstrap over seeds."""
+
+
+def summary(said: pd.DataFrame, mine: str, seed: int = 0) -> pd.DataFrame:
+    """A row for each detector, the best by AUROC first.
+
+    Args:
+      said: what `compare` gave, of one learner.
+      mine: the detector that all others are the baselines of.
+      seed: of the bootstrap.
+
+    Returns:
+      columns false_alarms and detected (shares, with Wilson's intervals over lanes), auroc, lead_time (median over
+      the lanes that collapsed, of the steps from the alarm to the collapse; minus infinity without an alarm), each
+      with _low and _high; and gain_auroc, gain_lead_time: `mine` minus this one, paired, with theirs.
+    """
+    draws = _draws(said.seed.unique(), seed)
+    tables = {name: table.sort_values("lane") for name, table in said.groupby("detector", sort=False)}
+    figures = {name: _figures(table, draws) for name, table in tables.items()}
+    rows = []
+    for name, table in tables.items():
+        row = {"detector": name, **_shares(table)}
+        for figure in ("auroc", "lead_time"):
+            row |= _interval(figure, figures[name][figure])
+            row |= _interval(f"gain_{figure}", _less(figures[mine][figure], figures[name][figure]))
+        rows.append(row)
+    return pd.DataFrame(rows).sort_values("auroc", ascending=False, ignore_index=True)
+
+
+def by_condition(said: pd.DataFrame, detectors: Sequence[str]) -> pd.DataFrame:
+    """The share of lanes detected, and of clean lanes with a false alarm, by condition: a column for each detector."""
+    shown = said[said.detector.isin(detectors)]
+    hit = np.where(shown.clean, shown.alarm != NEVER, shown.late_alarm != NEVER)
+    rows = shown.assign(condition=shown.condition.where(~shown.clean, "clean"), hit=hit)
+    return rows.pivot_table(index="condition", columns="detector", values="hit", sort=False)[list(detectors)]
+
+
+def _shares(table: pd.DataFrame) -> dict[str, float]:
+    false = table.alarm[table.clean] != NEVER
+    true = table.late_alarm[~table.clean] != NEVER
+    row: dict[str, float] = {}
+    for name, hits in (("false_alarms", false), ("detected", true)):
+        estimate: Estimate = wilson(int(hits.sum()), len(hits))
+        row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return row
+
+
+def _draws(seeds: np.ndarray, seed: int) -> pd.DataFrame:
+    """How often each seed is drawn, in the sample itself (row 0) and in its bootstrap repetitions."""
+    counts = np.random.default_rng(seed).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), REPETITIONS)
+    return pd.DataFrame(np.vstack([np.ones(len(seeds), int), counts]), columns=seeds)
+
+
+def _figures(table: pd.DataFrame, draws: pd.DataFrame) -> dict[str, np.ndarray]:
+    """AUROC and median lead time of every draw."""
+    weights = draws[table.seed].to_numpy(float)
+    return {"auroc": _auroc(table, weights), "lead_time": _lead_time(table, weights)}
+
+
+def _auroc(table: pd.DataFrame, weights: np.ndarray) -> np.ndarray:
+    """The share of pairs of a disturbed and a clean lane of one fold in which the disturbed one's score is higher."""
+    clean = table.clean.to_numpy()
+    score, fold = table.score.to_numpy(), table.fold.to_numpy()
+    above = np.sign(_order(score)[clean][None] - _order(score)[~clean][:, None])
+    concordant = 0.5 - 0.5 * above
+    same = fold[clean][None] == fold[~clean][:, None]
+    disturbed, control = weights[:, ~clean], weights[:, clean]
+    with np.errstate(invalid="ignore"):
+        return ((disturbed @ (concordant * same)) * control).sum(1) / ((disturbed @ same) * control).sum(1)
+
+
+def _order(score: np.ndarray) -> np.ndarray:
+    """Ranks, so that infinite scores can be subtracted; equal scores share one."""
+    return np.unique(score, return_inverse=True)[1]
+
+
+def _lead_time(table: pd.DataFrame, weights: np.ndarray) -> np.ndarray:
+    """Weighted median of the steps from the first alarm since the onset to the collapse."""
+    collapsed = (~table.clean & np.isfinite(table.collapse_time)).to_numpy()
+    alarm = table.late_alarm.to_numpy()[collapsed]
+    lead = np.where(alarm == NEVER, -np.inf, table.collapse_time.to_numpy()[collapsed] - alarm)
+    if not len(lead):
+        return np.full(len(weights), np.nan)
+    order = np.argsort(lead)
+    reached = weights[:, collapsed][:, order].cumsum(axis=1)
+    half = (reached >= reached[:, -1:] / 2).argmax(axis=1)
+    return np.where(reached[:, -1] > 0, lead[order][half], np.nan)
+
+
+def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The difference; of two that are the same infinity, zero."""
+    with np.errstate(invalid="ignore"):
+        return np.where(a == b, 0.0, a - b)
+
+
+def _interval(name: str, values: np.ndarray) -> dict[str, float]:
+    """The sample's own value, and the percentiles of its repetitions."""
+    repeated = np.sort(values[1:][~np.isnan(values[1:])])
+    if not len(repeated):
+        return {name: values[0], f"{name}_low": np.nan, f"{name}_high": np.nan}
+    low, high = (repeated[round(q * (len(repeated) - 1))] for q in (0.025, 0.975))
+    return {name: values[0], f"{name}_low": low, f"{name}_high": high}

@@ -1,0 +1,91 @@
+"""What clean runs are like at every step: their mean, and how far they spread about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+LARGEST = 1e38
+"""Values beyond are taken for it, so that their squares stay finite."""
+
+HALF_WIDTH = 5
+"""Steps to either side whose spread is pooled with a step's, so that 20 runs are enough."""
+
+FLOOR = 0.01
+"""The least spread of a step, in parts of the spread of all steps together."""
+
+
+@struct.dataclass
+class Envelope:
+    """Mean and standard deviation at each of T steps.
+
+    Attributes:
+      mean: `[T, ...]`, of the runs at that step; NaN where none has a value.
+      std: `[T, ...]`, likewise.
+    """
+
+    mean: Any
+    std: Any
+
+    @classmethod
+    def of(cls, clean: np.ndarray) -> Envelope:
+        """That of clean runs `[n, T, ...]`; values that are not finite are left out.
+
+        The mean is of one step alone, for it may move fast; distances from it are pooled over the neighbouring steps.
+        """
+        seen = np.isfinite(clean)
+        x = np.where(seen, clean, 0.0).astype(np.float64)
+        count = seen.sum(axis=0)
+        with np.errstate(invalid="ignore"):
+            mean = np.where(count > 0, x.sum(axis=0) / count, np.nan)
+            squares = np.where(seen, (x - mean) ** 2, 0.0).sum(axis=0)
+            pooled = _pooled(squares) / np.maximum(_pooled(np.maximum(count - 1, 0)), 1)
+            std = np.where(count > 0, np.maximum(np.sqrt(pooled), least_spread(clean)), np.nan)
+        return cls(mean, std)
+
+    def standardise_step(self, values: jax.Array, step: jax.Array) -> jax.Array:
+        """Values `[...]` of a step in standard deviations from the mean, 0 where there is nothing to compare.
+
+        A step later than the clean runs' is compared to their last.
+        """
+        row = jnp.minimum(step, len(self.mean) - 1)
+        z = (values - jnp.asarray(self.mean)[row]) / jnp.asarray(self.std)[row]
+        return jnp.where(jnp.isfinite(z), z, 0.0)
+
+    def standardise(self, values: np.ndarray) -> np.ndarray:
+        """The same for all steps of runs `[n, T', ...]`."""
+        rows = np.minimum(np.arange(values.shape[1]), len(self.mean) - 1)
+        z = (values - self.mean[rows]) / self.std[rows]
+        return np.where(np.isfinite(z), z, 0.0)
+
+
+def least_spread(clean: np.ndarray) -> np.ndarray:
+    """The smallest standard deviation to divide by, for each entry of clean runs `[n, T, ...]`; positive, `[...]`."""
+    there = np.isfinite(clean)
+    x = np.where(there, clean, 0.0).astype(np.float64)
+    count = np.maximum(there.sum(axis=(0, 1)), 1)
+    mean = x.sum(axis=(0, 1)) / count
+    spread = np.sqrt(np.where(there, (x - mean) ** 2, 0.0).sum(axis=(0, 1)) / count)
+    # What never moves is held to its rounding errors, in float32.
+    least = np.maximum(np.maximum(FLOOR * spread, 1e-6 * np.abs(x).max(axis=(0, 1))), 1e-12)
+    return np.where(there.any(axis=(0, 1)), least, 1.0)
+
+
+def forward_filled(values: np.ndarray) -> np.ndarray:
+    """Runs `[n, T, ...]` with the latest value where there is none, float64; NaN before the first."""
+    seen = np.isfinite(values)
+    steps = np.arange(values.shape[1]).reshape(-1, *(1,) * (values.ndim - 2))
+    latest = np.maximum.accumulate(np.where(seen, steps, -1), axis=1)
+    filled = np.take_along_axis(np.asarray(values, np.float64), np.maximum(latest, 0), axis=1)
+    return np.where(latest >= 0, np.clip(filled, -LARGEST, LARGEST), np.nan)
+
+
+def _pooled(x: np.ndarray) -> np.ndarray:
+    """Sums of `[T, ...]` over each step's neighbourhood, cut off at the ends."""
+    total = np.concatenate([np.zeros_like(x[:1]), np.cumsum(x, axis=0)])
+    steps = np.arange(len(x))
+    return total[np.minimum(steps + HALF_WIDTH + 1, len(x))] - total[np.maximum(steps - HALF_WIDTH, 0)]

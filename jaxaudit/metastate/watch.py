@@ -1,0 +1,85 @@
+"""A monitor inside a training program: it follows a lane step by step, and raises an alarm."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaudit.metastate.channels import standardise
+from jaxaudit.metastate.monitor import Expectation, Monitor
+from jaxaudit.metastate.scores import Progress, begin, score
+
+
+@dataclass(frozen=True, eq=False)
+class MonitorWatch:
+    """A monitor as a program's `Watch`. One is equal to itself alone, so that a program is compiled for it.
+
+    Attributes:
+      expectation: the monitor's.
+      threshold: the score above which there is an alarm.
+      places: where each of its channels is in the telemetry: the variable, and the entry, flattened.
+    """
+
+    expectation: Expectation
+    threshold: float
+    places: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(
+        cls,
+        monitor: Monitor,
+        alpha: float,
+        shapes: Mapping[str, tuple[int, ...]],
+        vectors: Mapping[str, tuple[str, tuple[str, ...]]],
+    ) -> MonitorWatch:
+        """For a learner's telemetry.
+
+        Args:
+          monitor: it.
+          alpha: false alarms per clean run, at most.
+          shapes: of the telemetry's variables.
+          vectors: the labels of those that are vectors, as a `Learner` has them.
+
+        Raises:
+          ValueError: the telemetry lacks a channel the monitor reads, or it was calibrated on too few runs for alpha.
+        """
+        known = {
+            channel: (name, entry)
+            for name, shape in shapes.items()
+            for entry, channel in enumerate(_channels(name, shape, vectors))
+        }
+        names = monitor.expectation.channels.names
+        missing = [name for name in names if name not in known]
+        if missing:
+            raise ValueError(
+                f"the monitor reads channel '{missing[0]}', which the learner's step does not give; fit it to "
+                f"channels it does: {', '.join(sorted(known))}"
+            )
+        return cls(monitor.expectation, monitor.threshold(alpha), tuple(known[name] for name in names))
+
+    def begin(self) -> Progress:
+        """Before the first step."""
+        return begin(self.expectation.model, self.expectation.params, len(self.places))
+
+    def follow(self, watched: Progress, telemetry: Mapping[str, jax.Array]) -> tuple[Progress, jax.Array]:
+        """A step on: what is carried, and the score less the threshold."""
+        known = self.expectation
+        values = jnp.stack([telemetry[name].reshape(-1)[entry] for name, entry in self.places])
+        center, scale = (np.float32(x) for x in (known.channels.center, known.channels.scale))
+        y, seen = standardise(values, center, scale, jnp)
+        watched, scores = score(known.model, known.params, known.reference, watched, y, seen.astype(jnp.float32))
+        gone = jnp.any(~seen & known.channels.complete)
+        return watched, jnp.where(gone, jnp.inf, known.yardstick.combine(scores) - self.threshold)
+
+
+def _channels(name: str, shape: tuple[int, ...], vectors: Mapping[str, tuple[str, tuple[str, ...]]]) -> list[str]:
+    """What `channels.series` calls the entries of a variable, flattened."""
+    if not shape:
+        return [name]
+    labels = [vectors[name][1]] if name in vectors else [range(size) for size in shape]
+    return [f"{name}[{', '.join(map(str, entry))}]" for entry in itertools.product(*labels)]

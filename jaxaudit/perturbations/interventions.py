@@ -1,0 +1,129 @@
+"""Interventions: transforms at the same sites as perturbations, which act while a monitor's alarm is on.
+
+They are chained with what they are to help against: `chain(lr_spike(100.0), lower_learning_rate(0.1))`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxaudit import registry
+from jaxaudit.perturbations import transforms
+from jaxaudit.perturbations.core import INTERVENTION, Perturbation, Window
+from jaxaudit.perturbations.factory import Factory
+
+SNAPSHOTS = 3
+"""States of a lane that `roll_back` keeps."""
+
+
+def intervention(
+    site: str,
+    *,
+    magnitude: float,
+    neutral: float,
+    limits: tuple[float, float],
+    memory: Callable[[Any], Any] | None = None,
+    whole: bool = False,
+) -> Callable[[Callable[..., Any]], Factory]:
+    """Decorator: makes `f(key, value, magnitude) -> value` an intervention named like `f`.
+
+    Its window is open from the onset to the end, and it changes nothing there but while the alarm is on. With a memory
+    it is `f(key, value, magnitude, memory, *, alarm) -> (value, memory)`, and sees to that itself.
+    """
+
+    def decorate(apply: Callable[..., Any]) -> Factory:
+        @functools.wraps(apply)
+        def on_alarm(key, value, magnitude, *, alarm):
+            changed = apply(key, value, magnitude)
+            return jax.tree.map(lambda new, old: jnp.where(alarm, new, old), changed, value)
+
+        standard = Perturbation(
+            name=apply.__name__,
+            dimension=INTERVENTION,
+            site=site,
+            apply=on_alarm if memory is None else apply,
+            magnitude=magnitude,
+            neutral=neutral,
+            when=Window(0.3, "end"),
+            needs=("alarm",),
+            limits=limits,
+            memory=memory,
+            whole=whole,
+        )
+        factory = Factory(standard)
+        functools.update_wrapper(factory, apply, updated=())
+        return registry.interventions.register(apply.__name__, factory)
+
+    return decorate
+
+
+@intervention("learning_rate", magnitude=0.1, neutral=1.0, limits=(0.0, math.inf))
+def lower_learning_rate(key, value, magnitude):
+    """Multiplies the learning rate by `magnitude` while the alarm is on; zero skips the update."""
+    return transforms.scale(value, magnitude)
+
+
+@intervention("clip_norm", magnitude=0.1, neutral=1.0, limits=(0.0, math.inf))
+def tighten_clip(key, value, magnitude):
+    """Multiplies the gradient-clipping threshold by `magnitude` while the alarm is on."""
+    return transforms.scale(value, magnitude)
+
+
+@intervention("optimizer_state", magnitude=1.0, neutral=0.0, limits=(0.0, 1.0))
+def reset_moments(key, value, magnitude):
+    """Moves the optimizer's state to (1 - magnitude) of itself at the beginning of every step with an alarm.
+
+    At 1 it is zero in every entry, counts of steps too: what optax's Adam begins from.
+    """
+    return jax.tree.map(lambda x: jnp.asarray((1.0 - magnitude) * x).astype(x.dtype), value)
+
+
+@intervention("entropy_coefficient", magnitude=10.0, neutral=1.0, limits=(0.0, math.inf))
+def raise_entropy(key, value, magnitude):
+    """Multiplies the weight of the entropy bonus by `magnitude` while the alarm is on."""
+    return transforms.scale(value, magnitude)
+
+
+@struct.dataclass
+class Snapshots:
+    """Recent states of a lane, a ring.
+
+    Attributes:
+      states: leaves `[SNAPSHOTS, ...]`.
+      taken: how many were written since the ring was begun or last restored.
+      wait: steps until the next is taken, or until the ring may be restored again.
+    """
+
+    states: Any
+    taken: Any
+    wait: Any
+
+
+def no_snapshots(value: Any) -> Snapshots:
+    """A ring for states like `value`."""
+    states = jax.tree.map(lambda x: jnp.zeros((SNAPSHOTS, *x.shape), x.dtype), value)
+    return Snapshots(states, jnp.int32(0), jnp.int32(0))
+
+
+@intervention("state", magnitude=10, neutral=0, limits=(0, math.inf), memory=no_snapshots, whole=True)
+def roll_back(key, value, magnitude, memory, *, alarm):
+    """Goes back to the learner's state of `magnitude` steps ago, or up to half as many more, when an alarm is raised.
+
+    Until there is one so old, to the oldest there is. While the alarm stays on it goes back every `magnitude` steps.
+    """
+    every = jnp.maximum(jnp.ceil(magnitude / (SNAPSHOTS - 1)).astype(jnp.int32), 1)
+    due = memory.wait <= 0
+    restore, take = alarm & due & (memory.taken > 0), ~alarm & due
+    oldest = jnp.where(memory.taken < SNAPSHOTS, 0, memory.taken % SNAPSHOTS)
+    back = jax.tree.map(lambda ring, now: jnp.where(restore, ring[oldest], now), memory.states, value)
+    place = memory.taken % SNAPSHOTS
+    states = jax.tree.map(lambda ring, now: ring.at[place].set(jnp.where(take, now, ring[place])), memory.states, value)
+    wait = jnp.where(restore, magnitude.astype(jnp.int32), jnp.where(take, every, memory.wait)) - 1
+    return back, Snapshots(states, memory.taken + take, wait)

@@ -1,0 +1,56 @@
+"""Telemetry of a known law with a disturbance planted at a known step."""
+
+import numpy as np
+import pandas as pd
+
+from jaxaudit.detection.lanes import Lanes
+
+CHANNELS = 12
+STEPS, ONSET = 200, 80
+
+
+class System:
+    """Twelve autoregressive channels that share three sources of noise."""
+
+    def __init__(self, seed=7):
+        random = np.random.default_rng(seed)
+        self.decay = random.uniform(0.5, 0.9, CHANNELS)
+        self.loading = 0.6 * random.normal(size=(CHANNELS, 3))
+        self.sign = random.choice([-1, 1], CHANNELS)
+        self.std = np.sqrt((1 + (self.loading**2).sum(1)) / (1 - self.decay**2))
+
+    def runs(self, count, seed, kind="clean", size=0.0):
+        """`[count, STEPS, CHANNELS]`; from ONSET on disturbed.
+
+        "drift": every channel moves by `size` of its standard deviations, within 40 steps. "ramp": the first channel's
+        noise grows by the factor 1 + `size` within 80 steps. "fold": the first channel's decay goes to 1, as before a
+        saddle-node bifurcation, and it escapes beyond.
+        """
+        random = np.random.default_rng(seed)
+        x, rows = np.zeros((count, CHANNELS)), np.empty((count, STEPS, CHANNELS))
+        for t in range(-60, STEPS):
+            since = max(t - ONSET, 0)
+            noise = random.normal(size=(count, CHANNELS)) + random.normal(size=(count, 3)) @ self.loading.T
+            decay = np.tile(self.decay, (count, 1))
+            if kind == "ramp":
+                noise[:, 0] *= 1 + size * min(since / 80, 1)
+            if kind == "fold":
+                decay[:, 0] += (1.0 + size - decay[:, 0]) * min(since / 100, 1)
+            x = x * decay + noise
+            if t >= 0:
+                rows[:, t] = x
+        if kind == "drift":
+            rows[:, ONSET:] += size * self.std * self.sign * np.clip(np.arange(STEPS - ONSET) / 40, 0, 1)[:, None]
+        return rows.astype(np.float32)
+
+    def lanes(self, clean, disturbed, seed=0, **kinds):
+        """`Lanes` of so many clean runs, and disturbed ones of each kind of this size; all of different seeds."""
+        parts = [self.runs(clean, seed)]
+        table = [{"seed": i, "clean": True, "condition": "control"} for i in range(clean)]
+        for number, (kind, size) in enumerate(kinds.items(), 1):
+            parts.append(self.runs(disturbed, seed + 1000 * number, kind, size))
+            first = len(table)
+            table += [{"seed": first + i, "clean": False, "condition": kind} for i in range(disturbed)]
+        rows = pd.DataFrame(table).assign(magnitude=1.0, onset=ONSET, collapse_time=np.inf)
+        names = ("performance", "gradient_norm", *(f"c{i}" for i in range(CHANNELS - 2)))
+        return Lanes("planted", names, np.concatenate(parts), rows.assign(perturbation=rows.condition))

@@ -1,0 +1,146 @@
+"""Detectors compared: the figures against closed forms, and disturbances of known kind and onset."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from planted import CHANNELS, ONSET, System
+from scipy import stats
+
+from jaxaudit.detection.baselines import standard
+from jaxaudit.detection.comparison import NEVER, Settings, compare, splits
+from jaxaudit.detection.learned import MetaState
+from jaxaudit.detection.summary import by_condition, summary
+from jaxaudit.metastate.lru import LRU
+from jaxaudit.metastate.training import Training
+
+SETTINGS = Settings(folds=2, fitted=0.5)
+MINE = MetaState(LRU(size=4, hidden=(16,)), Training(iterations=120))
+
+
+class Level:
+    """Scores of the first channel's value itself."""
+
+    name = "level"
+
+    def fit(self, clean, channels):
+        return lambda runs: runs[..., 0]
+
+
+@pytest.fixture(scope="module")
+def planted():
+    """A drift that all channels share, and a ramp of one channel's noise."""
+    return System().lanes(160, 40, drift=0.5, ramp=1.5, fold=0.05)
+
+
+@pytest.fixture(scope="module")
+def said(planted):
+    return compare(planted, [MINE, *standard(planted.channels)], SETTINGS)
+
+
+def test_no_seed_is_on_both_sides(planted):
+    tested = []
+    for split in splits(planted, SETTINGS):
+        seeds = [set(planted.table.seed.iloc[part]) for part in (split.fit, split.calibrate, split.test)]
+        assert not seeds[0] & seeds[1]
+        assert not (seeds[0] | seeds[1]) & seeds[2]
+        assert planted.table.clean.iloc[[*split.fit, *split.calibrate]].all()
+        tested += list(split.test)
+    assert sorted(tested) == list(range(len(planted.table)))
+
+
+def test_too_few_clean_lanes_are_refused():
+    few = System().lanes(20, 2, drift=1.0)
+    with pytest.raises(ValueError, match=r"20 clean lanes are too few for 0\.05 false alarms per run in 2 folds: "):
+        splits(few, SETTINGS)
+
+
+def test_alarms_are_the_first_scores_above_the_threshold(planted):
+    said = compare(planted, [Level()], SETTINGS).sort_values("lane")
+    values = planted.values[..., 0]
+    np.testing.assert_array_equal(said.score, values.max(axis=1))
+    for lane, limit, alarm, late in zip(said.lane, said.threshold, said.alarm, said.late_alarm, strict=True):
+        above = np.flatnonzero(values[lane] > limit)
+        assert alarm == (above[0] if len(above) else NEVER)
+        above = above[above >= ONSET]
+        assert late == (above[0] if len(above) else NEVER)
+
+
+def table(clean, disturbed, leads=None, detector="x"):
+    """What `compare` gives, of one fold: scores, and each disturbed lane's lead time."""
+    lead = np.zeros(len(disturbed)) if leads is None else np.asarray(leads, float)
+    alarm = np.where(np.isfinite(lead), 50, NEVER)
+    return pd.DataFrame(
+        {
+            "detector": detector,
+            "seed": np.arange(len(clean) + len(disturbed)),
+            "lane": np.arange(len(clean) + len(disturbed)),
+            "clean": [True] * len(clean) + [False] * len(disturbed),
+            "score": [*clean, *disturbed],
+            "fold": 0,
+            "alarm": [NEVER] * len(clean) + list(alarm),
+            "late_alarm": [NEVER] * len(clean) + list(alarm),
+            "collapse_time": [np.inf] * len(clean) + [50 + x if np.isfinite(x) else 90 for x in lead],
+        }
+    )
+
+
+def test_auroc_is_the_rank_statistic():
+    random = np.random.default_rng(0)
+    clean, disturbed = random.normal(size=80).round(1), random.normal(0.7, 1, size=60).round(1)
+    disturbed[:3] = np.inf
+    found = summary(table(clean, disturbed), "x").iloc[0]
+    assert found.auroc == pytest.approx(stats.mannwhitneyu(disturbed, clean).statistic / (80 * 60))
+    # Hanley and McNeil's standard error, for the interval's width
+    a = found.auroc
+    q1, q2 = a / (2 - a), 2 * a * a / (1 + a)
+    error = np.sqrt((a * (1 - a) + 59 * (q1 - a * a) + 79 * (q2 - a * a)) / (80 * 60))
+    assert (found.auroc_high - found.auroc_low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.2)
+    assert found.gain_auroc == found.gain_auroc_low == found.gain_auroc_high == 0
+
+
+def test_lead_time_is_the_median_and_no_alarm_the_worst():
+    lead = [10, 3, 7, -4, -np.inf]
+    assert summary(table(np.zeros(5), np.ones(5), lead), "x").lead_time[0] == 3
+    lead = [10, -np.inf, 7, -np.inf, -np.inf]
+    found = summary(table(np.zeros(5), np.ones(5), lead), "x")
+    assert found.lead_time[0] == -np.inf
+    assert found.gain_lead_time[0] == 0
+    both = pd.concat([table(np.zeros(5), np.ones(5), [4] * 5), table(np.zeros(5), np.ones(5), [1] * 5, "y")])
+    found = summary(both, "x").set_index("detector")
+    assert found.gain_lead_time["y"] == found.gain_lead_time_low["y"] == 3
+
+
+def test_the_gain_is_paired():
+    """Two detectors that agree but for a shift differ by nothing, however wide each one's interval."""
+    random = np.random.default_rng(1)
+    clean, disturbed = random.normal(size=30), random.normal(0.5, 1, size=30)
+    both = pd.concat([table(clean, disturbed), table(clean + 5, disturbed + 5, detector="y")])
+    found = summary(both, "x").set_index("detector")
+    assert found.auroc_high["y"] - found.auroc_low["y"] > 0.1
+    assert found.gain_auroc_low["y"] == found.gain_auroc_high["y"] == 0
+
+
+def test_a_drift_of_all_channels_together_is_seen_by_the_monitor_alone(said):
+    """At the same false alarms, each channel alone and each baseline misses most of what the monitor finds."""
+    found = by_condition(said, list(said.detector.unique())).loc["drift"]
+    others = found.drop(MINE.name)
+    assert len(others) == CHANNELS + 9
+    assert found[MINE.name] >= 0.8
+    assert others.max() <= 0.4
+    mine = said[said.detector == MINE.name]
+    alarms = mine.late_alarm[(mine.condition == "drift") & (mine.late_alarm != NEVER)]
+    assert (alarms - ONSET).median() < 80
+
+
+def test_what_one_channel_shows_the_monitor_sees_too(said):
+    found = by_condition(said, [MINE.name])[MINE.name]
+    assert found["ramp"] >= 0.9
+    assert found["fold"] >= 0.6
+
+
+def test_false_alarms_are_as_many_as_stated_for_every_detector(said):
+    """The mean over detectors, and each within what 160 runs allow."""
+    clean = said[said.clean]
+    shares = (clean.alarm != NEVER).groupby(clean.detector).mean()
+    assert shares.mean() == pytest.approx(0.05, abs=0.02)
+    assert (shares <= stats.binom.ppf(0.9999, 160, 0.05) / 160 + 0.03).all()

@@ -1,0 +1,151 @@
+"""The monitor: calibrated scores, kept in a file that nothing is unpickled from."""
+
+import io
+
+import jax
+import numpy as np
+import pytest
+import xarray as xr
+from planted import System
+
+from jaxaudit.metastate.channels import Channels
+from jaxaudit.metastate.gru import GRU
+from jaxaudit.metastate.kalman import Kalman
+from jaxaudit.metastate.lru import LRU
+from jaxaudit.metastate.monitor import Expectation, Monitor
+from jaxaudit.metastate.scores import SCORES, Yardstick, begin, refer, score, score_all
+from jaxaudit.metastate.training import Training
+from jaxaudit.metrics import meta_state_deviation
+
+SHORT = Training(iterations=60)
+S = len(SCORES)
+
+
+def runs(count, seed, **kind):
+    found = System().lanes(count, 1, seed, **(kind or {"drift": 1.0}))
+    values = found.values[:-1] if not kind else found.values[count:]
+    return xr.DataArray(values[:, :100], dims=("run", "step", "channel"), coords={"channel": list(found.channels)})
+
+
+@pytest.fixture(scope="module")
+def monitor():
+    return Monitor.fit(runs(60, 0), model=LRU(size=2, hidden=(8,)), training=SHORT)
+
+
+def test_a_score_is_of_the_steps_up_to_it(monitor):
+    """One step at a time is all at once, and later steps change nothing."""
+    known = monitor.expectation
+    y, seen = known.channels.standardise(runs(3, 5000).values)
+    whole, latents = jax.jit(lambda y, seen: score_all(known.model, known.params, known.reference, y, seen))(
+        y[0], seen[0]
+    )
+    step = jax.jit(lambda carry, y, seen: score(known.model, known.params, known.reference, carry, y, seen))
+    carry = begin(known.model, known.params, y.shape[-1])
+    for t in range(40):
+        carry, one = step(carry, y[0, t], seen[0, t])
+        np.testing.assert_allclose(one, whole[t], rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(known.model.latent(known.params, carry.state), latents[t], rtol=2e-4, atol=1e-5)
+
+
+def test_scores_of_clean_runs_are_what_they_are_said_to_be(monitor):
+    """Squares of what is standardised and whitened by clean runs: about one each, of runs not fitted to too."""
+    known = monitor.expectation
+    scores, _ = known.scores(runs(40, 9000).values)
+    mean = dict(zip(SCORES, scores[:, 20:].mean(axis=(0, 1)), strict=True))
+    for name in ("surprise_1", "surprise_0.1", "departure_1", "deviation_1"):
+        assert mean[name] == pytest.approx(1, abs=0.35), name
+    assert mean["burst_1"] > 3  # the largest of twelve
+
+
+def test_deviation_is_the_whitened_drift_corrected_msd(monitor):
+    """Of Table S5, with the clean runs' mean path for the twin, and each step's own spread."""
+    known = monitor.expectation
+    scores, latents = known.scores(runs(4, 9000).values)
+    reference, onset = known.reference, 30
+    matrix = np.asarray(reference.decorrelate[1], np.float64)
+    scaled = latents / reference.latents.std[:100]
+    path = np.broadcast_to((reference.latents.mean / reference.latents.std)[:100], scaled.shape)
+    for run in range(4):
+        distance = np.linalg.norm((scaled - path)[run].astype(np.float64) @ matrix, axis=-1)
+        np.testing.assert_allclose(scores[run, :, SCORES.index("deviation_1")] * 4, distance**2, rtol=1e-3)
+        moved = (scaled - path)[run] - (scaled - path)[run, onset]
+        wanted = np.linalg.norm(moved[onset:].astype(np.float64) @ matrix, axis=-1).max()
+        found = meta_state_deviation(scaled[run], onset, whitening=matrix, control=path[run])
+        assert float(found) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_the_most_unusual_kind_is_told(monitor):
+    found = monitor.score(runs(1, 77, drift=8.0))
+    after = found.isel(run=0, step=slice(95, 100))
+    assert (after.score > monitor.threshold(0.05)).all()
+    assert set(after.most.values) <= set(SCORES)
+    yardstick = Yardstick(np.zeros(2), np.ones(2))
+    assert float(yardstick.combine(np.array([1.0, np.e]))) == pytest.approx(1)
+
+
+def test_a_run_that_stops_being_finite_is_an_alarm(monitor):
+    broken = runs(2, 5000)
+    broken[0, 50:, 3] = np.nan
+    found = monitor.score(broken).score
+    assert np.isfinite(found[0, :50]).all()
+    assert (found[0, 50:] == np.inf).all()
+    assert np.isfinite(found[1]).all()
+
+
+def test_steps_that_were_not_recorded_are_no_alarm():
+    """Where a monitor allows for gaps; in clean runs too."""
+    clean = runs(40, 0)
+    clean[3, 60:] = np.nan
+    clean[5, 10:20] = np.nan
+    monitor = Monitor.fit(clean, model=LRU(size=2, hidden=(8,)), training=SHORT, gaps=True)
+    assert np.isfinite(monitor.clean).all()
+    new = runs(1, 5000)
+    new[0, 30:40] = np.nan
+    new[0, 70, 2] = np.nan
+    found = monitor.score(new).score.values[0]
+    assert np.isnan(found[30:40]).all()
+    assert found[70] == np.inf  # the others were recorded there
+    assert np.isfinite(np.delete(found, [*range(30, 40), 70])).all()
+
+
+@pytest.mark.parametrize("model", [LRU(size=2), GRU(size=3, hidden=(4,)), Kalman(size=2)], ids=["lru", "gru", "kalman"])
+def test_a_saved_monitor_says_the_same(tmp_path, model):
+    clean = runs(8, 0).isel(step=slice(20))
+    channels = Channels.of([str(name) for name in clean.channel.values], clean.values)
+    y, seen = channels.standardise(clean.values)
+    params = model.init(jax.random.key(0), y.shape[-1])
+    known = Expectation(model, channels, params, refer(model, params, y, seen), Yardstick(np.zeros(S), np.ones(S)))
+    monitor = Monitor(known, np.arange(9.0), gaps=True)
+    monitor.save(tmp_path / "monitor.npz")
+    again = Monitor.load(tmp_path / "monitor.npz")
+    assert monitor.score(clean).identical(again.score(clean))
+    assert again.threshold(0.2) == monitor.threshold(0.2)
+    assert (again.gaps, again.expectation.model) == (True, model)
+
+
+def test_a_file_that_is_no_monitor_is_refused(tmp_path, monitor):
+    path = tmp_path / "x.npz"
+    path.write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"x\.npz is not a monitor's file"):
+        Monitor.load(path)
+    buffer = io.BytesIO()
+    np.savez(buffer, description=np.array([{"pickled": 1}], dtype=object))
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(ValueError, match=r"x\.npz is not a monitor's file"):
+        Monitor.load(path)
+    monitor.save(path)
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays["description"] = np.array(str(arrays["description"]).replace('"version": 1', '"version": 99'))
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match="holds a monitor of version 99, and this package reads 1"):
+        Monitor.load(path)
+
+
+def test_what_a_monitor_cannot_be_fitted_to_is_refused(monitor):
+    with pytest.raises(ValueError, match="takes two clean runs or more"):
+        Monitor.fit(runs(1, 0), training=SHORT)
+    with pytest.raises(ValueError, match=r"30 clean runs are too few for a false-alarm rate of 0\.01: it takes 99"):
+        monitor.threshold(0.01)
+    with pytest.raises(ValueError, match="the monitor reads channel 'performance', which is not there"):
+        monitor.score(runs(1, 0).drop_isel(channel=0))

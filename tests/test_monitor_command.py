@@ -1,0 +1,191 @@
+"""`jaxaudit monitor` and `jaxaudit detect`, as a user calls them."""
+
+import json
+
+import noisy  # noqa: F401  registers its learner
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+from jaxaudit.cli import main
+from jaxaudit.metastate.monitor import Monitor
+
+STEPS = 60
+
+
+def write(folder, name, seed, spike=None, steps=STEPS):
+    """A run's log: a falling loss, a gradient norm that goes with it, a clock, and a schedule."""
+    random = np.random.default_rng(seed)
+    t = np.arange(steps)
+    noise = random.normal(size=(steps, 2)) * 0.05
+    loss = 1 + np.exp(-t / 20) + noise[:, 0]
+    norm = 0.5 + 0.3 * np.exp(-t / 20) + 0.5 * noise[:, 0] + noise[:, 1]
+    if spike is not None:
+        loss[spike:] += 1.0
+    frame = {"step": 10 * t, "loss": loss, "gradient_norm": norm, "seconds": 0.3 * t + random.random()}
+    path = folder / name
+    pd.DataFrame(frame | {"rate": 1e-3 * (1 - t / steps)}).to_csv(path, index=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logs")
+    clean = [write(folder, f"clean{i}.csv", i) for i in range(40)]
+    return clean, write(folder, "good.csv", 100), write(folder, "bad.csv", 101, spike=30)
+
+
+@pytest.fixture(scope="module")
+def monitored(logs, tmp_path_factory):
+    clean, good, bad = logs
+    out = tmp_path_factory.mktemp("out") / "scored"
+    code = main(["monitor", str(good), str(bad), "--clean", *map(str, clean), "-o", str(out)])
+    return code, out
+
+
+def test_a_run_that_went_wrong_is_told_from_one_that_did_not(monitored):
+    code, out = monitored
+    assert code == 0
+    alarms = pd.read_csv(out / "alarms.csv")
+    assert [path.rsplit("/")[-1] for path in alarms.run] == ["bad.csv"]
+    assert 300 <= alarms.step[0] <= 330
+    assert alarms.channels[0].startswith("loss ")
+    told = json.loads((out / "monitored.json").read_text())
+    assert told["channels"] == ["loss", "gradient_norm"]  # the rate is set, and the clock rises
+    assert (told["clean_runs"], told["calibrated_on"], told["alpha"]) == (40, 20, 0.05)
+    assert any("seconds" in note for note in told["notes"])
+    data = xr.open_zarr(out / "monitored.zarr")
+    assert dict(data.sizes) == {"run": 2, "step": STEPS, "channel": 2, "component": 2, "quantile": 3}
+    assert float(abs(data.distance.sel(channel="loss").isel(run=1, step=-1))) > 8
+    again = Monitor.load(out / "monitor.npz")
+    assert again.threshold(0.05) == told["threshold"]
+    page = (out / "report.html").read_text()
+    assert "bad.csv" in page
+    assert "alarm" in page
+
+
+def sentence(capsys, *arguments):
+    """Exit code and what is on stderr."""
+    code = main([str(a) for a in arguments])
+    return code, capsys.readouterr().err
+
+
+def test_what_a_user_can_mistake_is_one_sentence(logs, tmp_path, capsys):
+    clean, good, _ = logs
+    few = list(clean[:4])
+    out = tmp_path / "out"
+    short = tmp_path / "short.csv"
+    short.write_text("step,reward\n0,1.5\n1,2.5\n2,2.0\n")
+    cases = [
+        ([tmp_path / "no.csv", "--clean", *few], "no.csv"),
+        ([good, "--clean", clean[0]], "a monitor learns from two earlier runs or more, not 1"),
+        ([good, "--clean", *few, "--channels", "lss"], "did you mean 'loss'?"),
+        ([short, "--clean", *few], "no channel"),
+        ([good, "--clean", *few, "--alpha", "0.05"], "too few for a false-alarm rate of 0.05: it takes 19"),
+        ([good, "--clean", *few, "--channels", "rate"], "no channel differs between the earlier runs"),
+    ]
+    for arguments, words in cases:
+        code, error = sentence(capsys, "monitor", *arguments, "-o", out)
+        assert (code, words in error, error.count("\n")) == (2, True, 1), error
+        assert not out.exists()
+    out.mkdir()
+    code, error = sentence(capsys, "monitor", good, "--clean", *few, "-o", out)
+    assert (code, "exists; name another folder" in error) == (2, True)
+
+
+def test_gaps_and_repeated_steps_are_notes(logs, tmp_path, capsys):
+    clean, _, _ = logs
+    frame = pd.read_csv(clean[0])
+    frame = pd.concat([frame[:20], frame[19:20], frame[30:]])
+    odd = tmp_path / "odd.csv"
+    frame.to_csv(odd, index=False)
+    out = tmp_path / "out"
+    assert main(["monitor", str(odd), "--clean", *map(str, clean[:6]), "-o", str(out)]) == 0
+    said = capsys.readouterr().out
+    notes = json.loads((out / "monitored.json").read_text())["notes"]
+    for words in ("there twice", "from step 200 to 290", "allow 25.0% false alarms per clean run, not 5%"):
+        assert any(words in note for note in notes), words
+        assert words in said
+
+
+SPEC = """
+[audit]
+name = "noisy"
+seeds = {seeds}
+steps = 60
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "noisy_descent"
+[metrics]
+window = 10
+hold = 10
+{perturbation}
+"""
+
+SPIKE = """
+[[perturbation]]
+kind = "lr_spike"
+magnitude = 60
+onset = 0.5
+duration = "end"
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Clean trainings in one folder, disturbed ones of other seeds in another."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = []
+    for name, seeds, perturbation in (("clean", 60, ""), ("disturbed", list(range(1000, 1012)), SPIKE)):
+        spec = folder / f"{name}.toml"
+        spec.write_text(SPEC.format(seeds=seeds, perturbation=perturbation))
+        assert main(["run", str(spec), "-o", str(folder / name)]) == 0
+        made.append(folder / name)
+    return made
+
+
+def test_runs_are_compared(runs, tmp_path, capsys):
+    assert main(["detect", *map(str, runs), "-o", str(tmp_path / "out"), "--folds", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "72 clean and 12 disturbed lanes" in said
+    (folder,) = (tmp_path / "out").iterdir()
+    detectors = pd.read_csv(folder / "detectors.csv")
+    mine = detectors[detectors.detector == "meta-state (LRU)"].iloc[0]
+    assert mine.detected == 1
+    assert mine.false_alarms <= 0.2
+    assert mine.auroc > 0.98
+    conditions = pd.read_csv(folder / "conditions.csv")
+    assert list(conditions.condition) == ["clean", "lr_spike 60"]
+    assert list(conditions.lanes) == [72, 12]
+    assert conditions.collapsed[1] == 12
+    lanes = pd.read_csv(folder / "lanes.csv")
+    assert len(lanes) == 84 * len(detectors)
+    data = xr.open_zarr(folder / "trajectories.zarr")
+    assert list(data.condition.values) == ["clean", "lr_spike 60"]
+    assert int(data.onset[1]) == 30
+    assert (data.score.isel(condition=1, step=-1, quantile=1) > data.threshold).all()
+    assert (folder / "report.html").exists()
+
+
+def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, capsys):
+    clean, disturbed = runs
+    code, error = sentence(capsys, "detect", clean, "-o", tmp_path / "out")
+    assert (code, "no lane is disturbed" in error) == (2, True)
+    code, error = sentence(capsys, "detect", disturbed, "-o", tmp_path / "out")
+    assert (code, "12 clean lanes are too few" in error) == (2, True)
+    code, error = sentence(capsys, "detect", tmp_path, "-o", tmp_path / "out")
+    assert (code, "is not a run's folder" in error) == (2, True)
+    code, error = sentence(capsys, "detect", *runs, "-o", tmp_path / "out", "--channels", "los")
+    assert (code, "no channel 'los'" in error) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_of_seeds_needs_no_perturbation(runs):
+    data = xr.open_zarr(runs[0] / "telemetry.zarr")
+    assert list(data.condition.values) == ["control"]
+    assert dict(data.sizes)["seed"] == 60
+    assert np.isfinite(data.performance.values).all()
+    assert (runs[0] / "report.html").exists()
