@@ -96,10 +96,6 @@ SPECS = {
     ),
     "missing table": (('[learner]\nkind = "quadratic"', ""), "the table [learner] is missing"),
     "missing steps": (("steps = 20", ""), "[audit]: 'steps' is missing"),
-    "no perturbation at all": (
-        (GOOD[GOOD.index("[[") :], ""),
-        "an audit needs at least one [[perturbation]]",
-    ),
     "single brackets": (("[[perturbation]]", "[perturbation]"), "must be written [[perturbation]]"),
     "a perturbation that is a number": (
         (GOOD, GOOD[: GOOD.index("[[")].replace("[audit]", "perturbation = [3]\n[audit]")),
@@ -376,6 +372,7 @@ def test_help(option, capsys):
         (["tasks"], "python-stdlib"),
         (["learners"], "clip_value true"),
         (["perturbations"], "weight_noise parametric params 0.01 once"),
+        (["interventions"], "roll_back intervention state 10 end"),
         (["metrics"], "collapse_time T_c"),
         ([], "perturbations: name "),
     ],

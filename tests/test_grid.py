@@ -28,6 +28,13 @@ def expected():
     return performance()
 
 
+def test_without_perturbations_every_seed_is_trained_undisturbed(expected):
+    """One call sweeps seeds; the control is what it is in a grid that disturbs others."""
+    found = ja.audit(LEARNER, [], seeds=3, steps=30).telemetry
+    assert list(found.condition.values) == ["control"]
+    np.testing.assert_allclose(found["performance"].values[:, 0], expected[:, 0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("execution", ["map", 1, 2, 5, 100])
 def test_every_execution_gives_the_same_lanes(expected, execution):
     np.testing.assert_allclose(performance(execution=execution), expected, rtol=1e-5)
@@ -192,7 +199,6 @@ def test_the_result_has_metrics_per_lane_and_per_condition():
         ({"seeds": 8.0}, "seeds must be a positive whole number"),
         ({"execution": "pmap"}, "execution must be 'auto', 'vmap', 'map' or a batch size"),
         ({"execution": 0}, "execution must be"),
-        ({"perturbations": []}, "at least one perturbation"),
         ({"perturbations": [ja.reward_noise()]}, "acts at site 'reward', which the learner does not tap"),
         ({"perturbations": [ja.weight_noise(target="actor")]}, "target 'actor' of 'weight_noise' is in none"),
         ({"perturbations": [ja.lr_spike(onset=95, duration=10)]}, "ends past the run's 100 steps"),

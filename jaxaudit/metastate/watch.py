@@ -51,7 +51,7 @@ class MonitorWatch:
         known = {
             channel: (name, entry)
             for name, shape in shapes.items()
-            for entry, channel in enumerate(_channels(name, shape, vectors))
+            for entry, channel in enumerate(channel_names(name, shape, vectors))
         }
         names = monitor.expectation.channels.names
         missing = [name for name in names if name not in known]
@@ -77,7 +77,7 @@ class MonitorWatch:
         return watched, jnp.where(gone, jnp.inf, known.yardstick.combine(scores) - self.threshold)
 
 
-def _channels(name: str, shape: tuple[int, ...], vectors: Mapping[str, tuple[str, tuple[str, ...]]]) -> list[str]:
+def channel_names(name: str, shape: tuple[int, ...], vectors: Mapping[str, tuple[str, tuple[str, ...]]]) -> list[str]:
     """What `channels.series` calls the entries of a variable, flattened."""
     if not shape:
         return [name]

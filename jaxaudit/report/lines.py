@@ -21,7 +21,7 @@ CHANNELS = {
 }
 
 
-def _mark_lost(data: pd.DataFrame, floor: float) -> pd.DataFrame:
+def mark_lost(data: pd.DataFrame, floor: float) -> pd.DataFrame:
     """Column `lost`: the last finite point of a median that turns non-finite; bands reach down to `floor`."""
     data = data.copy()
     gone = np.isneginf(data["median"].to_numpy())
@@ -93,7 +93,7 @@ def performance(run: Run, groups: list[Panel]) -> Figure:
         )
         extra, drawn = _threshold(run, panel, name)
         limits |= drawn
-        charts.append(draw(panel, _mark_lost(data, ends[0]), axes, _title(panel), extra))
+        charts.append(draw(panel, mark_lost(data, ends[0]), axes, _title(panel), extra))
     chart = style.finish(charts, 3, shared=False, width=270, limit=560, gutter=76)
     return Figure("performance", "", chart, _performance_caption(run, cut, limits))
 
@@ -144,7 +144,7 @@ def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], place: int) 
         if not np.isfinite(data["median"]).any():
             continue
         data["step"] -= panel.onset
-        data, scale = _channel_scale(data)
+        data, scale = channel_scale(data)
         data["lost"] = np.nan
         heading = alt.TitleParams(CHANNELS[name], fontSize=11.5, fontWeight="normal", color=style.MUTED)
         axes = Axes(True, None, (first, min(last, run.step[-1] - panel.onset)), scale,
@@ -153,7 +153,7 @@ def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], place: int) 
     return charts
 
 
-def _channel_scale(data: pd.DataFrame) -> tuple[pd.DataFrame, alt.Scale]:
+def channel_scale(data: pd.DataFrame) -> tuple[pd.DataFrame, alt.Scale]:
     """A linear axis without extremes; a logarithmic one for positive values over a wide range."""
     columns = ["median", "low", "high"]
     x = data[columns].to_numpy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,8 +135,8 @@ def load(folder: Path) -> Run:
         spec_text=text,
         environment=json.loads(environment) if environment else {},
         telemetry=telemetry,
-        metrics=_table(folder / "metrics.csv"),
-        summary=_intervals(_table(folder / "summary.csv"), telemetry.sizes["seed"]),
+        metrics=table(folder / "metrics.csv"),
+        summary=_intervals(table(folder / "summary.csv"), telemetry.sizes["seed"]),
     )
 
 
@@ -150,14 +151,12 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def _table(path: Path) -> pd.DataFrame | None:
+def table(path: Path, words: Collection[str] = (*_TEXT, "reason")) -> pd.DataFrame | None:
+    """A CSV file, all columns but those of `words` as numbers; None where it is not there or has no rows."""
     if not path.exists() or not path.stat().st_size:
         return None
-    table = pd.read_csv(path, keep_default_na=False)
-    words = {*_TEXT, "reason"} & set(table.columns)
-    for column in table.columns.difference(list(words)):
-        if not pd.api.types.is_bool_dtype(table[column]):
-            table[column] = pd.to_numeric(table[column], errors="coerce")
-    for column in words:
-        table[column] = table[column].astype(str)
-    return table if len(table) else None
+    found = pd.read_csv(path, keep_default_na=False, dtype=dict.fromkeys(words, str))
+    for column in found.columns.difference(list(words)):
+        if not pd.api.types.is_bool_dtype(found[column]):
+            found[column] = pd.to_numeric(found[column], errors="coerce")
+    return found if len(found) else None

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import vl_convert
-from markupsafe import Markup
-
-from jaxaudit.report import critical, glossary, lines, probability, style, tables
+from jaxaudit.report import critical, glossary, lines, probability, tables
 from jaxaudit.report.load import Run, load
-from jaxaudit.report.panel import Figure
+from jaxaudit.report.output import write_figures, write_page
 from jaxaudit.report.series import band_name, panels
 from jaxaudit.report.verdict import verdict
-
-VEGA_LITE = "6.4"
 
 
 def build(folder: Path) -> Path:
@@ -42,59 +35,36 @@ def build(folder: Path) -> Path:
         "channels": lines.channels(run, groups),
     }
     _write_figures(run.folder / "figures", figures)
-    page = run.folder / "report.html"
-    partial = page.with_suffix(".html.part")
-    partial.write_text(_render(run, figures), encoding="utf-8")
-    partial.replace(page)
-    return page
-
-
-def _all(figures: dict[str, Any]) -> list[Figure]:
-    flat = [figures["performance"], figures["map"], figures["dose"], *figures["channels"]]
-    return [figure for figure in flat if figure is not None]
+    return write_page(run.folder / "report.html", "page.html", **_context(run, figures))
 
 
 def _write_figures(folder: Path, figures: dict[str, Any]) -> None:
-    folder.mkdir(exist_ok=True)
-    for figure in _all(figures):
-        svg = vl_convert.vegalite_to_svg(
-            style.static(figure.spec, figure.title), vl_version=VEGA_LITE, allowed_base_urls=[]
-        )
-        (folder / f"{figure.file}.svg").write_text(svg, encoding="utf-8")
-        (folder / f"{figure.file}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
+    flat = [figures["performance"], figures["map"], figures["dose"], *figures["channels"]]
+    write_figures(folder, [figure for figure in flat if figure is not None])
 
 
-def _render(run: Run, figures: dict[str, Any]) -> str:
+def _context(run: Run, figures: dict[str, Any]) -> dict[str, Any]:
+    """What the template is filled with."""
     groups = panels(run)
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     words = glossary.entries(
         run.setting("window", 50), run.setting("hold", 100), run.setting("horizon", 500), run.steps
     )
-    return environment.get_template("page.html").render(
-        run=run,
-        env=run.environment,
-        banner=_banner(run),
-        verdict=verdict(run, groups),
-        keys=tables.key_numbers(run),
-        figures=figures,
-        criticals=_criticals(run, groups),
-        metrics=tables.conditions(run),
-        lanes=tables.lanes(run),
-        channels=tables.channels(run),
-        commands=_commands(run),
-        glossary=words,
-        band=band_name(run.seeds),
-        number=tables.number,
-        bundle=_bundle(),
-    )
-
-
-@functools.cache
-def _bundle() -> Markup:
-    """Vega, Vega-Lite and Vega-Embed in one script, safe inside a script element."""
-    script = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]
-    return Markup(script.replace("</script", "<\\/script"))
+    return {
+        "run": run,
+        "env": run.environment,
+        "banner": _banner(run),
+        "verdict": verdict(run, groups),
+        "keys": tables.key_numbers(run),
+        "figures": figures,
+        "criticals": _criticals(run, groups),
+        "metrics": tables.conditions(run),
+        "lanes": tables.lanes(run),
+        "channels": tables.channels(run),
+        "commands": _commands(run),
+        "glossary": words,
+        "band": band_name(run.seeds),
+        "number": tables.number,
+    }
 
 
 def _banner(run: Run) -> str:

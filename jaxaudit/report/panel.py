@@ -41,6 +41,7 @@ class Axes:
       pick: its legend selection.
       mark: a suffix for names inside the figure; views need explicit ones: Altair's own go stale.
       owner: whether it declares `pick`; only one panel of a figure may, as it is bound to a legend.
+      letters: about how many characters a row of the legend has room for.
     """
 
     aligned: bool
@@ -51,6 +52,7 @@ class Axes:
     pick: Any
     mark: str
     owner: bool = True
+    letters: int = 62
 
     @property
     def x_title(self) -> str:
@@ -68,19 +70,19 @@ def pick(name: str) -> alt.Parameter:
     return alt.selection_point(name=name, fields=["label"], bind="legend")
 
 
-def _colour(panel: Panel) -> alt.Color:
+def _colour(panel: Panel, letters: int) -> alt.Color:
     disturbed = panel.disturbed
     labels = [line.label for line in panel.lines]
     colours = [style.GREY] * (len(labels) - len(disturbed)) + style.ramp(len(disturbed))
     longest = max((len(label) for label in labels), default=0)
-    one_row = sum(len(label) + 5 for label in labels) <= 62
+    one_row = sum(len(label) + 5 for label in labels) <= letters
     legend = alt.Legend(
         orient="top",
         title=None,
         labelFontSize=11,
         columnPadding=9,
         offset=4,
-        columns=len(labels) if one_row else max(1, 62 // (longest + 5)),
+        columns=len(labels) if one_row else max(1, letters // (longest + 5)),
         symbolStrokeWidth=2.5,
         symbolType="stroke",
         symbolOpacity=1,
@@ -103,7 +105,7 @@ def _layers(panel: Panel, axes: Axes) -> list[alt.Chart]:
     """Bands, medians, end marks and an invisible rule per step that carries the tooltip."""
     owned = [axes.pick, axes.zoom] if axes.owner else [axes.zoom]
     x = alt.X("step:Q", title=axes.x_title, scale=alt.Scale(domain=list(axes.x), nice=False))
-    colour = _colour(panel)
+    colour = _colour(panel, axes.letters)
     y: dict[str, Any] = {"title": axes.y_title, "scale": axes.y}
     strong, faint = alt.when(axes.pick).then(alt.value(1.0)), alt.when(axes.pick).then(alt.value(0.16))
     base = alt.Chart()

@@ -53,11 +53,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Column headings, whether each is a number, the rows, and numbered notes to them."""
+    """Column headings, whether each is a number, the rows, numbered notes to them, and the row that stands out."""
 
     head: list[tuple[str, bool]]
     rows: list[list[Cell]]
     notes: tuple[str, ...] = ()
+    marked: int | None = None
 
 
 def number(value: float, name: str = "", digits: int = 4) -> str:

@@ -244,7 +244,7 @@ def _announce(spec: Spec, grid: Grid) -> None:
     )
     for what, value in grid.program.learner.provenance.items():
         print(f"{what}: {value}", file=sys.stderr)
-    for onset in sorted({f.onset for f in grid.forks}):
+    for onset in sorted({f.onset for f in grid.forks if len(f.conditions) > 1}):
         for sentence in spec.metrics.validate(grid.steps, onset):
             print(f"note: {sentence}", file=sys.stderr)
     if grid.program.execution == "auto":
