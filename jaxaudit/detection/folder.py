@@ -52,7 +52,7 @@ def detect(
             say(f"{lanes.learner}: {lanes.table.clean.sum()} clean and {(~lanes.table.clean).sum()} disturbed lanes")
             said = compare(lanes, [detector, *standard(_read(lanes))], settings)
         written.append(out / _slug(lanes.learner))
-        _write(written[-1], lanes, said, detector, settings, folders)
+        _write(written[-1], lanes, said, detector, settings)
     return written
 
 
@@ -67,9 +67,7 @@ def _read(lanes: Lanes) -> list[str]:
     return [name for name, there in zip(lanes.channels, differ, strict=True) if there]
 
 
-def _write(
-    folder: Path, lanes: Lanes, said: pd.DataFrame, detector: MetaState, settings: Settings, runs: Sequence[Path]
-) -> None:
+def _write(folder: Path, lanes: Lanes, said: pd.DataFrame, detector: MetaState, settings: Settings) -> None:
     folder.mkdir(parents=True)
     said.drop(columns="learner").to_csv(folder / "lanes.csv", index=False)
     figures = summary(said, detector.name)
@@ -86,7 +84,7 @@ def _write(
         "clean": len(clean),
         "disturbed": len(lanes.values) - len(clean),
         "steps": lanes.values.shape[1],
-        "runs": [str(run) for run in runs],
+        "runs": [str(run) for run in lanes.runs],
         "channels": _read(lanes),
         **asdict(settings),
     }

@@ -26,12 +26,14 @@ class Lanes:
       values: telemetry, float32 `[lanes, T, d]`, not finite where there is no value.
       table: a row for each lane: seed, clean (bool), condition, perturbation, magnitude, onset (step), collapse_time
         (step, or infinite).
+      runs: the folders they come from.
     """
 
     learner: str
     channels: tuple[str, ...]
     values: np.ndarray
     table: pd.DataFrame
+    runs: tuple[Path, ...] = ()
 
 
 def gather(folders: Sequence[Path], channels: Sequence[str] | None = None) -> list[Lanes]:
@@ -85,7 +87,8 @@ def _lanes(runs: Sequence[Run], channels: Sequence[str] | None) -> Lanes:
         cells = found.values.reshape(-1, *found.shape[2:])
         values.append(cells[table.index])
         tables.append(table)
-    return Lanes(_title(runs[0]), names, np.concatenate(values), pd.concat(tables, ignore_index=True))
+    table = pd.concat(tables, ignore_index=True)
+    return Lanes(_title(runs[0]), names, np.concatenate(values), table, tuple(run.folder for run in runs))
 
 
 def _series(run: Run, channels: Sequence[str] | None) -> xr.DataArray:

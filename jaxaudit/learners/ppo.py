@@ -112,11 +112,7 @@ class PPO(OnPolicy):
             near = batch.value + jnp.clip(value - batch.value, -settings.clip, settings.clip)
             squared_error = jnp.maximum(squared_error, (near - batch.target) ** 2)
         value_loss = 0.5 * jnp.mean(squared_error)
-        loss = (
-            policy_loss
-            + settings.value_coefficient * value_loss
-            - entropy_coefficient * gaussian_entropy(log_std)
-        )
+        loss = policy_loss + settings.value_coefficient * value_loss - entropy_coefficient * gaussian_entropy(log_std)
         return loss, {
             "loss": loss,
             "policy_loss": policy_loss,

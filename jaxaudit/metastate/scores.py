@@ -23,8 +23,8 @@ from jaxaudit.metastate.model import MetaStateModel, Params, State, follow
 from jaxaudit.statistics.whitening import whitening
 
 SURPRISE = (1.0, 0.1)
-SHIFT = (0.2, 0.05)
-DEPARTURE = (1.0, 0.1)
+SHIFT = (0.2, 0.05, 0.02)
+DEPARTURE = (1.0, 0.1, 0.03)
 """Rates of the moving averages that scores are taken of; at 1, of the step alone."""
 
 SCORES = tuple(
