@@ -146,8 +146,8 @@ def test_x_grad_is_that_of_the_first_epochs_minibatches_where_it_begins(telemetr
     rows = agents[0].order(jax.random.split(key, agents[0].settings.epochs)[0])
     data = agents[0].flat(samples)
     assert sorted(np.ravel(rows)) == list(range(128))
-    weight = agents[0].settings.entropy_coefficient
-    gradient = jax.jit(lambda rows: jax.grad(agents[0].loss, has_aux=True)(state.params, data_of(data, rows), weight)[0])
+    bonus = agents[0].settings.entropy_coefficient
+    gradient = jax.jit(lambda rows: jax.grad(agents[0].loss, has_aux=True)(state.params, data_of(data, rows), bonus)[0])
     stack = np.array([np.concatenate([np.ravel(g) for g in jax.tree.leaves(gradient(r))]) for r in rows], np.float64)
     units = stack / np.linalg.norm(stack, axis=1, keepdims=True)
     cosines = units @ units.T
