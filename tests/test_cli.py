@@ -90,6 +90,10 @@ SPECS = {
         ("lr_spike", "lr_spikes"),
         "1: unknown perturbation 'lr_spikes' (did you mean 'lr_spike'?)",
     ),
+    "an intervention": (
+        ('kind = "lr_spike"', 'kind = "lower_learning_rate"'),
+        "'lower_learning_rate' waits for a monitor's alarm, which a spec has none of",
+    ),
     "unknown dimension": (
         ("[[perturbation]]", '[[perturbation]]\ndimension = "data set"\n[[perturbation]]'),
         "unknown dimension 'data set' (did you mean 'data'?); allowed: data, optimization",

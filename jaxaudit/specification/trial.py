@@ -34,7 +34,7 @@ class _Trial(Recorder):
 
     def _try(self, index: int, perturbation: Perturbation, value: Any, label: str, context: dict) -> None:
         selected = jnp.ones(len(paths_of(value, label)), bool)
-        offered = {"selected": selected, "elapsed": jnp.float32(1.0), **context}
+        offered = {"selected": selected, "elapsed": jnp.float32(1.0), "alarm": jnp.bool_(True), **context}
         given = {name: offered[name] for name in perturbation.needs}
         memory = () if perturbation.memory is None else (perturbation.memory(value),)
         magnitude = jnp.float32(perturbation.magnitudes[0])
@@ -49,6 +49,14 @@ def misfits(learner: Learner, perturbations: Sequence[Perturbation | Chain], ste
     parts = [part for perturbation in perturbations for part in perturbation.parts]
     trial = _Trial(steps=steps, perturbations=parts)
     trace(learner, trial)
-    reasons = iter([trial.refused.get(i) or site_misfit(part, trial.sites) for i, part in enumerate(parts)])
+    reasons = iter(
+        [trial.refused.get(i) or site_misfit(part, trial.sites) or _waits(part) for i, part in enumerate(parts)]
+    )
     by_perturbation = [[next(reasons) for _ in perturbation.parts] for perturbation in perturbations]
     return [next(filter(None, found), None) for found in by_perturbation]
+
+
+def _waits(part: Perturbation) -> str | None:
+    if "alarm" not in part.needs:
+        return None
+    return f"'{part.name}' waits for a monitor's alarm, which a spec has none of; ja.audit(..., monitor=...) has"
