@@ -418,7 +418,7 @@ def test_a_learners_sites_are_found_without_running_it():
         return x, {"performance": taps("my_site", x)}
 
     sites = find_sites(ja.Learner(lambda key: jnp.zeros(3), step))
-    assert sites.paths == {"params": ("critic/w",), "my_site": ("",)}
+    assert sites.paths == {"state": ("",), "params": ("critic/w",), "my_site": ("",)}
     assert sites.context["params"] == {"reinitialise"}
 
 

@@ -356,7 +356,7 @@ def test_any_spec_is_a_plan_or_a_sentence(document):
         return
     assert all(0 <= fork.onset < grid.steps for fork in grid.forks)
     assert all(grid.conditions[fork.conditions[0]].name == "control" for fork in grid.forks)
-    assert len(grid.conditions) > len(grid.forks)
+    assert len(grid.conditions) > len(grid.forks) or not document.get("perturbation")  # a sweep of seeds
 
 
 def attempt(text: str) -> tuple[str, Grid | None]:
