@@ -24,8 +24,8 @@ def linear_scan(
         decay: a, real or complex, `[T, ...]`; `[...]` or `[1, ...]` where it is the same at every step.
         inputs: b, `[T, ...]`.
         initial: h before the first step, `[...]`; zero if not given.
-        method: "associative", a scan of log2(T) rounds; "sequential", step after step, which CPUs run and compile in
-            about half the time; "auto", the one for the platform.
+        method: "associative", a scan of log2(T) rounds; "sequential", step after step, which CPUs run in about half
+            the time; "auto", the one for the platform.
 
     Returns:
         h, `[T, ...]`.

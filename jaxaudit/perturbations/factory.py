@@ -88,8 +88,13 @@ def perturbation(
             memory=memory,
             whole=whole,
         )
-        factory = Factory(standard)
-        functools.update_wrapper(factory, apply, updated=())
-        return registry.perturbations.register(apply.__name__, factory)
+        return registered(registry.perturbations, apply, standard)
 
     return decorate
+
+
+def registered(known: registry.Registry, apply: Callable[..., Any], standard: Perturbation) -> Factory:
+    """The factory of a standard perturbation, documented as `apply` is and registered under its name."""
+    factory = Factory(standard)
+    functools.update_wrapper(factory, apply, updated=())
+    return known.register(standard.name, factory)

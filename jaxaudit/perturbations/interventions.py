@@ -17,7 +17,7 @@ from flax import struct
 from jaxaudit import registry
 from jaxaudit.perturbations import transforms
 from jaxaudit.perturbations.core import INTERVENTION, Perturbation, Window
-from jaxaudit.perturbations.factory import Factory
+from jaxaudit.perturbations.factory import Factory, registered
 
 SNAPSHOTS = 3
 """States of a lane that `roll_back` keeps."""
@@ -57,9 +57,7 @@ def intervention(
             memory=memory,
             whole=whole,
         )
-        factory = Factory(standard)
-        functools.update_wrapper(factory, apply, updated=())
-        return registry.interventions.register(apply.__name__, factory)
+        return registered(registry.interventions, apply, standard)
 
     return decorate
 
