@@ -256,7 +256,7 @@ def _list(arguments: argparse.Namespace) -> int:
         if not arguments.what:
             print(f"{name}:")
         for line in getattr(listing, name)():
-            print(line if arguments.what else f"  {line}".rstrip())
+            print((line if arguments.what else f"  {line}").rstrip())
     return 0
 
 

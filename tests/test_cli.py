@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import quadratic  # noqa: F401  registers the learner
 
-from jaxaudit import cli
+from jaxaudit import cli, registry
 from jaxaudit.runner import durable
 from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
@@ -386,6 +386,12 @@ def test_list(what, words, capsys):
     out = capsys.readouterr().out
     assert words in " ".join(out.split())
     assert not any(line != line.rstrip() for line in out.splitlines())
+
+
+def test_a_learner_that_says_nothing_of_itself_is_listed_by_its_name(monkeypatch, capsys):
+    monkeypatch.setitem(registry.learners._entries, "silent", lambda task: None)
+    assert cli.main(["list", "learners"]) == 0
+    assert "silent" in capsys.readouterr().out.splitlines()
 
 
 def shell(*argv: str, **environment: str) -> subprocess.CompletedProcess:
