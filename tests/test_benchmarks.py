@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
         ["fork_savings"],
         ["kernels"],
         ["lanes"],
+        ["monitor"],
         ["overhead"],
         ["language_model", "--parts", "losses", "memory"],
         ["language_model", "--parts", "lanes"],

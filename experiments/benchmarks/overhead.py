@@ -75,9 +75,6 @@ def build(arguments) -> dict:
 
         return once
 
-    watched = dataclasses.replace(plan.program, learner=full)
-    watched = dataclasses.replace(watched, watch=watch_of(watched))
-    advance = common.Advance(watched, never, arguments.steps)
     tapped, closed = candidate(basic, never)
     kinds = len(plan.program.kinds)
     return {
@@ -86,25 +83,7 @@ def build(arguments) -> dict:
         f"(b) basic telemetry, {kinds} kinds, windows closed": closed,
         f"(c) basic telemetry, {kinds} kinds, all windows open": timed(tapped, always),
         f"(d) full telemetry, {kinds} kinds, windows closed": candidate(full, never)[1],
-        "(e) as (d), and a monitor that reads all of it": timed(advance, never),
     }
-
-
-def watch_of(program):
-    """A monitor of all channels of a program's telemetry; what it was fitted to changes nothing of what it costs."""
-    import xarray as xr
-
-    from jaxaudit.audit import watched_by
-    from jaxaudit.metastate.monitor import Monitor
-    from jaxaudit.metastate.training import Training
-    from jaxaudit.metastate.watch import channel_names
-    from jaxaudit.program import telemetry_shapes
-
-    shapes, vectors = telemetry_shapes(program), program.learner.vectors
-    names = [channel for name, shape in shapes.items() for channel in channel_names(name, shape, vectors)]
-    noise = np.random.default_rng(0).normal(size=(40, 60, len(names)))
-    clean = xr.DataArray(noise, dims=("run", "step", "channel"), coords={"channel": names})
-    return watched_by(Monitor.fit(clean, training=Training(iterations=1)), 0.05, program)
 
 
 if __name__ == "__main__":

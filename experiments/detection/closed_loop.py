@@ -18,15 +18,9 @@ import jaxaudit as ja
 from jaxaudit.cli import prepare_jax
 from jaxaudit.metrics import MetricSettings
 
-STEPS, ONSET = 240, 0.5
-DISTURBANCES = {
-    "weight_noise 0.3": lambda: ja.weight_noise(0.3, onset=ONSET),
-    "lr_spike 1000": lambda: ja.lr_spike(1000.0, onset=ONSET),
-}
-INTERVENTIONS = {
-    "roll_back 10": lambda: ja.roll_back(10, onset=ONSET),
-    "lower_learning_rate 0": lambda: ja.lower_learning_rate(0.0, onset=ONSET),
-}
+STEPS, ONSET = 240, 0.4
+DISTURBANCES = (ja.weight_noise(0.3, onset=ONSET), ja.lr_spike(1000.0, onset=ONSET))
+INTERVENTIONS = (ja.roll_back(10, onset=ONSET), ja.lower_learning_rate(0.0, onset=ONSET))
 
 
 def main() -> None:
@@ -43,9 +37,9 @@ def main() -> None:
         "InvertedPendulum-v5", num_envs=4, rollout_length=64, evaluations=2, evaluation_episodes=2
     )
     grid = []
-    for disturb in DISTURBANCES.values():
-        grid += [disturb(), *(ja.chain(disturb(), intervene()) for intervene in INTERVENTIONS.values())]
-    grid += [intervene() for intervene in INTERVENTIONS.values()]
+    for disturb in DISTURBANCES:
+        grid += [disturb, *(ja.chain(disturb, intervene) for intervene in INTERVENTIONS)]
+    grid += INTERVENTIONS
     seeds = range(5000, 5000 + arguments.seeds)
     found = ja.audit(
         learner, grid, seeds=seeds, steps=STEPS, monitor=monitor, settings=MetricSettings(window=30, hold=50)
@@ -58,28 +52,42 @@ def main() -> None:
 
 
 def tell(found: ja.Result) -> pd.DataFrame:
-    """A row for each condition: collapses (Wilson), alarms since the onset, and what an intervention prevents."""
-    collapsed = np.isfinite(found.metrics.collapse_time.values)
+    """A row for each condition: collapses (Wilson), alarms since the onset, and what an intervention prevents.
+
+    P_div is Table S5's: the share of seeds that have collapsed by half of the training.
+    """
+    times = found.metrics.collapse_time.values
+    collapsed, early = np.isfinite(times), times < STEPS / 2
     onset = int(found.telemetry.onset[-1])
     alarmed = (found.telemetry.alarm.values[..., onset:] > 0).any(-1)
     rows = []
     each = 1 + len(INTERVENTIONS)
     for column, condition in enumerate(found.telemetry.condition.values):
-        share = ja.statistics.wilson(int(collapsed[:, column].sum()), len(collapsed))
         row = {
             "condition": condition,
-            "collapsed": f"{share.value:.2f} [{share.low:.2f}, {share.high:.2f}]",
+            "P_div": share(early[:, column]),
+            "collapsed": share(collapsed[:, column]),
             "alarmed": f"{alarmed[:, column].mean():.2f}",
             "final performance, median": f"{np.median(found.metrics.final_performance.values[:, column]):.0f}",
         }
         alone = 1 + (column - 1) // each * each
         if 0 < column < 1 + each * len(DISTURBANCES) and column != alone:
-            less = ja.statistics.paired_difference(
-                collapsed[:, column].astype(float), collapsed[:, alone].astype(float), statistic=np.mean
-            )
-            row["collapses it prevents"] = f"{-less.value:.2f} [{-less.high:.2f}, {-less.low:.2f}]"
+            row["less P_div"] = less(early[:, alone], early[:, column])
+            row["less collapsed"] = less(collapsed[:, alone], collapsed[:, column])
         rows.append(row)
     return pd.DataFrame(rows).fillna("")
+
+
+def share(hits: np.ndarray) -> str:
+    """Of seeds, with Wilson's interval."""
+    found = ja.statistics.wilson(int(hits.sum()), len(hits))
+    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def less(without: np.ndarray, with_it: np.ndarray) -> str:
+    """How much smaller the share is with an intervention, paired by seed, with a bootstrap interval."""
+    found = ja.statistics.paired_difference(without.astype(float), with_it.astype(float), statistic=np.mean)
+    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
 def unlike(telemetry: xr.Dataset) -> str:

@@ -1,0 +1,105 @@
+"""What a monitor costs: inside PPO's training loop, and to be fitted.
+
+Targets: at most 1.05 times the time of a PPO step with full telemetry; 60 seconds to fit one to 100 trainings of 500
+steps and 12 channels, compilation included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import common
+import jax
+import numpy as np
+import xarray as xr
+
+from jaxaudit import statistics
+
+WITHOUT, WITH = "full telemetry", "full telemetry, read by a monitor"
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = common.parser(__doc__.splitlines()[0], repetitions=60)
+    options.add_argument("--lanes", type=int, default=8, help="side by side, on all devices (%(default)s)")
+    arguments = options.parse_args()
+    if arguments.quick:
+        arguments.repetitions, arguments.lanes = 2, 2
+    common.prepare_jax(arguments.devices)
+    fitting = {model: fit(model, arguments.quick) for model in ("lru", "gru")}
+    timings = common.interleave(inside(arguments), arguments.repetitions)
+    ratio = common.paired_ratio(timings[WITH], timings[WITHOUT])
+    typical = statistics.bootstrap(ratio.seconds, statistic=np.median)
+    rows = [(name, timing, "") for name, timing in timings.items()]
+    rows[-1] = (WITH, timings[WITH], f"{typical.value:.3f} [{typical.low:.3f}, {typical.high:.3f}]")
+    work = f"seconds for an iteration of {arguments.lanes} lanes"
+    print(common.table(("program", work, "ratio, paired: median [95%]"), rows), end="\n\n")
+    markdown = common.table(("model", "seconds to fit"), [(name, f"{s:.1f}") for name, s in fitting.items()])
+    common.finish(arguments, markdown, {"seconds": timings, "ratio": ratio, "fitting": fitting})
+
+
+def inside(arguments) -> dict:
+    """A step of PPO with and without a monitor, compiled and warm."""
+    import jaxaudit as ja
+    from jaxaudit import grid
+    from jaxaudit.perturbations.core import control
+    from jaxaudit.program import Lanes
+
+    small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
+    learner = ja.learners.ppo(common.TASK, telemetry="full", evaluations=0, **small)
+    program = grid.plan(learner, [ja.lr_spike(10.0)], seeds=arguments.lanes, steps=1000).program
+    column = grid.disturbance(control(0), program, 1000)
+    lanes = Lanes(
+        np.arange(arguments.lanes, dtype=np.uint32), jax.tree.map(lambda x: np.stack([x] * arguments.lanes), column)
+    )
+    programs = {WITHOUT: program, WITH: dataclasses.replace(program, watch=watch_of(program))}
+
+    def candidate(program):
+        advance = common.Advance(program, lanes, 1)
+
+        def once() -> None:
+            advance(1, 2, lanes)
+
+        return once
+
+    return {name: candidate(program) for name, program in programs.items()}
+
+
+def watch_of(program):
+    """A monitor of all channels of a program's telemetry; what it was fitted to changes nothing of what it costs."""
+    from jaxaudit.metastate.monitor import Monitor
+    from jaxaudit.metastate.training import Training
+    from jaxaudit.metastate.watch import MonitorWatch, channel_names
+    from jaxaudit.program import telemetry_shapes
+
+    shapes, vectors = telemetry_shapes(program), program.learner.vectors
+    names = [channel for name, shape in shapes.items() for channel in channel_names(name, shape, vectors)]
+    noise = np.random.default_rng(0).normal(size=(40, 60, len(names)))
+    monitor = Monitor.fit(named(noise, names), training=Training(iterations=1))
+    return MonitorWatch.of(monitor, 0.05, shapes, vectors)
+
+
+def fit(model: str, quick: bool) -> float:
+    """Seconds to fit a monitor to 100 trainings, nearly all of them for its parameters."""
+    from jaxaudit.metastate.monitor import MODELS, Monitor
+    from jaxaudit.metastate.training import Training
+
+    runs, steps, channels = (8, 20, 3) if quick else (100, 500, 12)
+    values = np.random.default_rng(0).normal(size=(runs, steps, channels))
+    for step in range(1, steps):
+        values[:, step] += 0.9 * values[:, step - 1]
+    clean = named(values, [f"channel {number}" for number in range(channels)])
+    training = Training(iterations=2) if quick else Training()
+    begun = time.perf_counter()
+    Monitor.fit(clean, model=MODELS[model](), training=training, held_out=0.02)
+    return time.perf_counter() - begun
+
+
+def named(values: np.ndarray, channels: list[str]) -> xr.DataArray:
+    """Runs `[n, T, d]`, labelled."""
+    return xr.DataArray(values, dims=("run", "step", "channel"), coords={"channel": channels})
+
+
+if __name__ == "__main__":
+    main()
