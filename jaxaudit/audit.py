@@ -20,7 +20,7 @@ from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.metastate.watch import MonitorWatch
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
-from jaxaudit.program import Execution, Program, telemetry_shapes
+from jaxaudit.program import Execution
 
 
 def audit(
@@ -68,7 +68,7 @@ def audit(
         devices=devices,
         tail=chosen.window,
         lanes=lanes,
-        watch=None if monitor is None else partial(watched_by, monitor, alpha),
+        watch=None if monitor is None else partial(MonitorWatch.of, monitor, alpha),
     )
     grid, measured = settle(grid, steps, resident=True)
     engine, _ = memory.fit(grid, steps, resident=True)
@@ -81,11 +81,6 @@ def audit(
         data.attrs["measured"] = measured
     data.attrs["noise_floor"] = results.noise_floor(data, trained, grid.forks[-1].onset)
     return results.Result(data, chosen)
-
-
-def watched_by(monitor: Monitor, alpha: float, program: Program) -> MonitorWatch:
-    """A monitor as the watch of a program."""
-    return MonitorWatch.of(monitor, alpha, telemetry_shapes(program), program.learner.vectors)
 
 
 def _train(engine: Engine) -> tuple[dict[str, np.ndarray], np.ndarray]:

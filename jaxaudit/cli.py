@@ -115,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     detect.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="runs' folders; a learner's count as one")
     detect.add_argument("--alpha", type=float, default=0.05, metavar="X", help="false alarms per clean run (0.05)")
     detect.add_argument("--folds", type=int, default=4, metavar="N", help="of the seeds (4)")
+    detect.add_argument(
+        "--fitted", type=float, default=0.35, metavar="SHARE", help="of a fold's clean lanes, fitted to (0.35)"
+    )
     watch = add("monitor", _monitor, "score logs of your own training runs by a monitor of your earlier ones")
     watch.add_argument("files", metavar="LOG", type=Path, nargs="+", help="CSV, JSON lines or TensorBoard")
     watch.add_argument("--clean", metavar="LOG", type=Path, nargs="+", required=True, help="earlier, sound runs")
@@ -228,7 +231,7 @@ def _detect(arguments: argparse.Namespace) -> int:
     from jaxaudit.errors import placed
 
     with placed("jaxaudit detect"):
-        settings = Settings(folds=arguments.folds, alpha=arguments.alpha)
+        settings = Settings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
     folders = detect(arguments.folders, arguments.out, MetaState(), settings, arguments.channels)
     from jaxaudit.report.detection import build
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,9 @@ from jaxaudit.perturbations.core import Chain, Condition, Perturbation, conditio
 from jaxaudit.program import Execution, ForkInputs, Inputs, Lanes, Program, Watch, telemetry_shapes, whole_vectors
 from jaxaudit.sites import Sites, find_sites
 from jaxaudit.taps import OFFERED, Disturbance, Kind, Windows
+
+TelemetryShapes = Mapping[str, tuple[int, ...]]
+Vectors = Mapping[str, tuple[str, tuple[str, ...]]]
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,12 @@ class Grid:
         """Learner steps the whole grid computes, padding not counted."""
         suffixes = sum(len(fork.conditions) * (self.steps - fork.onset) for fork in self.forks)
         return len(self.seeds) * (self.baseline_steps + suffixes)
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """What a run of it depends on beside its spec, in words."""
+        watch = self.program.watch
+        return {**self.program.learner.provenance, **({} if watch is None else {"monitor": watch.provenance})}
 
     def groups(self, baseline: bool = True) -> list[int | None]:
         """What is trained one after the other: the baseline (None) and the fork groups' positions."""
@@ -157,11 +166,12 @@ def plan(
     devices: Sequence[jax.Device] | None = None,
     tail: int = 50,
     lanes: int | Literal["auto"] = "auto",
-    watch: Callable[[Program], Watch] | None = None,
+    watch: Callable[[TelemetryShapes, Vectors], Watch] | None = None,
 ) -> Grid:
     """Lays out a grid, in batches of at most `lanes`; "auto" is left to who runs it, and all in one batch until then.
 
-    `watch` makes what follows the lanes of a program and raises the alarms that interventions wait for.
+    `watch` makes what follows the lanes and raises the alarms that interventions wait for, from the shapes of the
+    learner's telemetry and the labels of its vectors.
 
     Raises ValueError, in one sentence, where learner and perturbations do not fit together.
     """
@@ -190,7 +200,7 @@ def plan(
         tuple(devices if devices is not None else jax.devices()),
     )
     if watch is not None:
-        program = replace(program, watch=watch(program))
+        program = replace(program, watch=watch(telemetry_shapes(program), learner.vectors))
     return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites, _batch(lanes), learner.data)
 
 

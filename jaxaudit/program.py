@@ -52,6 +52,10 @@ def whole_vectors(lanes: int) -> int:
 class Watch(Protocol):
     """What follows a lane's telemetry and raises an alarm; hashable, and its arrays are constants of the program."""
 
+    @property
+    def provenance(self) -> str:
+        """Tells it from others that raise other alarms."""
+
     def begin(self) -> Any:
         """What it carries, before the first step."""
 

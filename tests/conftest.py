@@ -3,6 +3,7 @@
 What was compiled in one test is not compiled again in another, nor in the next run of the tests.
 """
 
+import sys
 from pathlib import Path
 
 import jax
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from jaxaudit.text import Text
+
+sys.path.append(str(Path(__file__).parents[1] / "experiments" / "detection"))  # planted.py
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))

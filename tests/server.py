@@ -68,7 +68,8 @@ class Server:
 
 
 def _serve() -> None:
-    import quadratic  # noqa: F401  registers the learner
+    import noisy  # noqa: F401  registers its learner
+    import quadratic  # noqa: F401  so does this
 
     import jaxaudit.learners
     import jaxaudit.report

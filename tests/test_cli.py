@@ -94,6 +94,24 @@ SPECS = {
         ('kind = "lr_spike"', 'kind = "lower_learning_rate"'),
         "'lower_learning_rate' waits for a monitor's alarm, which a spec has none of",
     ),
+    "unknown intervention": (("lr_spike", "rollback"), "unknown perturbation 'rollback' (did you mean 'roll_back'?)"),
+    "a monitor without a file": (("[metrics]", "[monitor]\n[metrics]"), "[monitor]: 'file' is missing; it must be a s"),
+    "a monitor that is not there": (
+        ("[metrics]", '[monitor]\nfile = "no/monitor.npz"\n[metrics]'),
+        "[monitor]: there is no file no/monitor.npz",
+    ),
+    "a monitor that is a folder": (
+        ("[metrics]", '[monitor]\nfile = "."\n[metrics]'),
+        "[monitor]: . cannot be read: Is",
+    ),
+    "a monitor that is none": (
+        ("[metrics]", '[monitor]\nfile = "spec.toml"\n[metrics]'),
+        "[monitor]: spec.toml is not a monitor's file",
+    ),
+    "an alpha of 1": (
+        ("[metrics]", '[monitor]\nfile = "m.npz"\nalpha = 1\n[metrics]'),
+        "[monitor]: alpha must lie between 0 and 1, not 1",
+    ),
     "unknown dimension": (
         ("[[perturbation]]", '[[perturbation]]\ndimension = "data set"\n[[perturbation]]'),
         "unknown dimension 'data set' (did you mean 'data'?); allowed: data, optimization",

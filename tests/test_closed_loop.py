@@ -1,16 +1,33 @@
 """A monitor inside the training program, and the interventions it sets off."""
 
+import dataclasses
+import json
+import shutil
+
 import jax
 import numpy as np
 import pytest
+import xarray as xr
 from noisy import noisy_descent
+from test_durable import arrays, assert_same, kill_through, one_sentence, server  # noqa: F401
 
 import jaxaudit as ja
+from jaxaudit.detection.lanes import gather
+from jaxaudit.errors import UserError
+from jaxaudit.margins.folder import margin_of
+from jaxaudit.margins.search import Settings
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.training import Training
+from jaxaudit.metrics import MetricSettings
+from jaxaudit.report.load import load as load_run
+from jaxaudit.report.series import panels
+from jaxaudit.report.verdict import verdict
+from jaxaudit.runner import durable
+from jaxaudit.specification.document import load
 from jaxaudit.taps import Kind, Taps
 
 STEPS, ONSET, ALPHA = 80, 40, 0.05
+WINDOWS = MetricSettings(window=10, hold=10, horizon=20)
 SMALL = LRU(size=2, hidden=(8,))
 
 
@@ -40,8 +57,10 @@ def rescued(monitor):
             spike(60.0),
             ja.chain(spike(60.0), ja.lower_learning_rate(0.02, onset=ONSET)),
             ja.lower_learning_rate(0.02, onset=ONSET),
+            ja.chain(spike(60.0), ja.roll_back(10, onset=ONSET)),
         ],
         seeds=12,
+        settings=WINDOWS,
     )
 
 
@@ -128,3 +147,182 @@ def test_a_monitor_of_other_channels_is_refused(monitor):
 
 def test_outside_an_audit_there_is_no_alarm():
     assert Taps()("learning_rate", 0.1) == 0.1
+
+
+SPEC = """
+[audit]
+name = "watched"
+seeds = 12
+steps = 80
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "noisy_descent"
+[monitor]
+file = "fitted.npz"
+[metrics]
+window = 10
+hold = 10
+horizon = 20
+[run]
+chunk = 8
+[[perturbation]]
+kind = "lr_spike"
+magnitude = 1.2
+onset = 40
+duration = "end"
+[[perturbation]]
+onset = 40
+chain = [
+  {kind = "lr_spike", magnitude = 1.2, duration = "end"},
+  {kind = "lower_learning_rate", magnitude = 0.02},
+]
+[[perturbation]]
+kind = "lr_spike"
+magnitude = 60
+onset = 40
+duration = "end"
+[[perturbation]]
+onset = 40
+chain = [
+  {kind = "lr_spike", magnitude = 60, duration = "end"},
+  {kind = "lower_learning_rate", magnitude = 0.02},
+]
+[[perturbation]]
+kind = "lower_learning_rate"
+magnitude = 0.02
+onset = 40
+[[perturbation]]
+onset = 40
+chain = [{kind = "lr_spike", magnitude = 60, duration = "end"}, {kind = "roll_back", magnitude = 10}]
+"""
+"""The grid of `rescued`."""
+CHUNKS = 5 + 2 + 5
+
+
+@pytest.fixture(scope="module")
+def finished(server, monitor, tmp_path_factory):  # noqa: F811
+    """A run whose spec and monitor are gone: its folder is all there is."""
+    place = tmp_path_factory.mktemp("watched")
+    monitor.save(place / "fitted.npz")
+    (place / "spec.toml").write_text(SPEC)
+    done = server("run", place / "spec.toml", "-o", place / "run")
+    assert done.code == 0, done.err
+    (place / "fitted.npz").unlink()
+    (place / "spec.toml").unlink()
+    return place / "run"
+
+
+def test_a_spec_trains_what_audit_trains(finished, rescued):
+    stored = xr.open_zarr(finished / "telemetry.zarr").load()
+    assert list(stored.condition.values) == list(rescued.condition.values)
+    for name in rescued.data_vars:
+        np.testing.assert_array_equal(stored[name].transpose(*rescued[name].dims), rescued[name])
+    assert (stored.alarm.isel(condition=6) > 0).any("step").all()
+    assert not np.array_equal(stored.performance.isel(condition=6), stored.performance.isel(condition=3))
+
+
+def test_lanes_with_an_intervention_are_not_what_detectors_are_compared_on(finished, rescued):
+    (lanes,) = gather([finished])
+    helped = [name for name in rescued.condition.values if "roll_back" in name or "lower_learning_rate" in name]
+    assert helped
+    assert set(lanes.table.condition) == set(rescued.condition.values) - set(helped)
+    assert not {"alarm", "monitor_score"} & set(lanes.channels)
+
+
+def test_a_monitored_run_is_replayed_and_forked_from_its_folder_alone(server, finished, tmp_path):  # noqa: F811
+    shutil.copytree(finished, tmp_path / "moved")
+    done = server("replay", tmp_path / "moved")
+    assert (done.code, done.out) == (0, "bitwise equal: 84 lanes, 3960 lane steps\n")
+    (tmp_path / "spec.toml").write_text(SPEC.replace("fitted.npz", "moved/monitor.npz"))
+    done = server("fork", tmp_path / "moved", tmp_path / "spec.toml", "-o", tmp_path / "fork")
+    assert done.code == 0, done.err
+    ours, theirs = arrays(tmp_path / "fork"), arrays(finished)
+    assert [name for name in theirs if not name.startswith("chunk") and ours[name] != theirs[name]] == []
+    assert (tmp_path / "fork" / "monitor.npz").read_bytes() == (finished / "monitor.npz").read_bytes()
+
+
+def test_a_monitored_run_is_killed_and_resumed(server, finished, tmp_path):  # noqa: F811
+    shutil.copy(finished / "monitor.npz", tmp_path / "fitted.npz")
+    folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills=4)
+    assert len(landed) >= 3
+    assert_same(folder, finished)
+
+
+def test_the_report_tells_what_interventions_did(finished, rescued):
+    run = load_run(finished)
+    told = verdict(run, panels(run))
+    assert "roll_back" not in told.lead
+    assert "lower_learning_rate" not in told.lead
+    times = run.metrics.pivot(index="seed", columns="condition", values="collapse_time")
+    lost = np.isfinite(times).sum()
+    helped, alone = lost["lr_spike+lower_learning_rate 60 0.02"], lost["lr_spike 60"]
+    assert alone == 12
+    words = f"{alone} of 12 seeds collapse without the intervention and {helped} with it (share prevented "
+    words += f"{(alone - helped) / 12:.2f}"
+    (sentence,) = [str(s) for s in told.sentences if "lower_learning_rate 60 0.02" in s]
+    assert words in sentence
+    assert sentence.endswith("; 12 have an alarm.")
+    alarmed = (rescued.alarm.values[:, 5, ONSET:] > 0).any(-1).sum()
+    idle = f"<b>lower_learning_rate 0.02</b> with nothing disturbed: {alarmed} of 12 seeds have an alarm, 95% interval"
+    assert any(str(s).startswith(idle) for s in told.sentences)
+    assert not any("bitwise the control's" in s and "lower_learning_rate 0.02</b>" in s for s in told.sentences)
+
+
+def spec_with(monitor, place, alpha=0.05, learner="noisy_descent"):
+    """A spec and its monitor, in a folder."""
+    monitor.save(place / "fitted.npz")
+    text = SPEC.replace('"fitted.npz"', f'"fitted.npz"\nalpha = {alpha}').replace("noisy_descent", learner)
+    (place / "spec.toml").write_text(text)
+    return load(place / "spec.toml")
+
+
+def refused(words, act, *arguments):
+    with pytest.raises(UserError, match=words) as raised:
+        act(*arguments)
+    assert "\n" not in str(raised.value)
+
+
+def rewritten(path, **changed):
+    """A monitor's file with another description."""
+    with np.load(path) as file:
+        held = dict(file)
+    description = json.loads(str(held.pop("description")))
+    kept = {name: value for name, value in (description | changed).items() if value is not None}
+    np.savez(path, description=np.array(json.dumps(kept)), **held)
+
+
+def test_a_monitor_that_cannot_be_used_is_refused_and_nothing_is_made(monitor, tmp_path):
+    spec, out = spec_with(monitor, tmp_path), tmp_path / "run"
+    rewritten(tmp_path / "fitted.npz", version=99)
+    refused(r"spec.toml: \[monitor\]: .*fitted.npz holds a monitor of version 99, and this package reads", spec.build)
+    rewritten(tmp_path / "fitted.npz", version=None)
+    refused("fitted.npz is not a monitor's file", spec.build)
+    np.save(tmp_path / "fitted.npy", np.zeros(3))
+    (tmp_path / "fitted.npy").replace(tmp_path / "fitted.npz")
+    refused("fitted.npz is not a monitor's file", spec.build)
+    spec = spec_with(monitor, tmp_path, alpha=0.01)
+    refused(r"spec.toml: \[monitor\]: 30 clean runs are too few for a false-alarm rate of 0.01", durable.run, spec, out)
+    spec = spec_with(monitor, tmp_path, learner="quadratic")
+    refused(r"spec.toml: \[monitor\]: the monitor reads channel 'distance\[a\]', which the", durable.run, spec, out)
+    assert not out.exists()
+
+
+def test_what_goes_on_from_a_run_keeps_its_monitor(monitor, finished, tmp_path):
+    out = tmp_path / "fork"
+    refused(r"must keep the run's \[monitor\], .*/run/monitor.npz, and its alpha", durable.fork, finished,
+            spec_with(monitor, tmp_path, alpha=0.1), out)  # fmt: skip
+    refused(r"must keep the run's \[monitor\]", margin_of, finished, load(tmp_path / "spec.toml"), out, Settings())
+    other = dataclasses.replace(monitor, clean=monitor.clean + 1)
+    refused("must keep the run's", durable.fork, finished, spec_with(other, tmp_path), out)
+    without = SPEC[: SPEC.index("[monitor]")] + SPEC[SPEC.index("[run]") : SPEC.index("[[perturbation]]\nonset")]
+    (tmp_path / "without.toml").write_text(without)
+    refused("must keep the run's", durable.fork, finished, load(tmp_path / "without.toml"), out)
+    shutil.copytree(finished, tmp_path / "changed")
+    other.save(tmp_path / "changed" / "monitor.npz")
+    refused("began with another monitor", durable.fork, tmp_path / "changed", spec_with(monitor, tmp_path), out)
+    (tmp_path / "changed" / "spec.toml").write_text(without)
+    refused("has no monitor to go on with, and the spec has a", durable.fork, tmp_path / "changed",
+            spec_with(monitor, tmp_path), out)  # fmt: skip
+    assert not out.exists()

@@ -120,22 +120,30 @@ def test_the_gain_is_paired():
     assert found.gain_auroc_low["y"] == found.gain_auroc_high["y"] == 0
 
 
+def interval(row):
+    return f"{row.detected:.3f} [{row.detected_low:.3f}, {row.detected_high:.3f}]"
+
+
 def test_a_drift_of_all_channels_together_is_seen_by_the_monitor_alone(said):
     """At the same false alarms, each channel alone and each baseline misses most of what the monitor finds."""
-    found = by_condition(said, list(said.detector.unique())).loc["drift"]
+    found = by_condition(said, list(said.detector.unique())).set_index(["condition", "detector"]).loc["drift"]
     others = found.drop(MINE.name)
     assert len(others) == CHANNELS + 9
-    assert found[MINE.name] >= 0.8
-    assert others.max() <= 0.4
+    best = others.loc[others.detected.idxmax()]
+    mine = found.loc[MINE.name]
+    print(f"drift: {interval(mine)}; best of {len(others)} baselines, {best.name}: {interval(best)}")
+    assert mine.detected_low > others.detected_high.max()
+    assert mine.auroc_low > others.auroc_high.max()
     mine = said[said.detector == MINE.name]
     alarms = mine.late_alarm[(mine.condition == "drift") & (mine.late_alarm != NEVER)]
     assert (alarms - ONSET).median() < 80
 
 
 def test_what_one_channel_shows_the_monitor_sees_too(said):
-    found = by_condition(said, [MINE.name])[MINE.name]
-    assert found["ramp"] >= 0.9
-    assert found["fold"] >= 0.6
+    found = by_condition(said, [MINE.name]).set_index("condition")
+    print(*(f"{kind}: {interval(found.loc[kind])}" for kind in ("ramp", "fold")))
+    assert found.detected_low["ramp"] > 0.8
+    assert found.detected_low["fold"] > 0.5
 
 
 def test_false_alarms_are_as_many_as_stated_for_every_detector(said):

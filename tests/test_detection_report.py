@@ -1,5 +1,6 @@
 """The pages of compared detectors and of monitored runs, against synthetic folders."""
 
+import html
 import io
 import json
 import re
@@ -81,6 +82,9 @@ def write_comparison(folder, *, learner="ppo on InvertedPendulum-v5", table=None
     shown["lanes"], shown["collapsed"] = [64] + [24] * len(conditions), [0, *rng.integers(0, 24, len(conditions))]
     for name in ("CUSUM of performance", MINE, "deviation of gradient_norm", "BOCPD of gradient_norm"):
         shown[name] = [0.047, *rng.integers(0, 25, len(conditions)) / 24]
+        shown[f"{name} detected_low"], shown[f"{name} detected_high"] = shown[name] / 2, (1 + shown[name]) / 2
+        shown[f"{name} auroc"] = [np.nan, *rng.uniform(0.4, 1, len(conditions))]
+        shown[f"{name} auroc_low"], shown[f"{name} auroc_high"] = shown[f"{name} auroc"] - 0.1, 1.0
     shown.to_csv(folder / "conditions.csv", index=False)
     about = {"learner": learner, "monitor": MINE, "alpha": 0.05, "folds": 4, "clean": 64, "disturbed": 192}
     about |= {"steps": 240, "runs": ["runs/ppo-clean", "runs/ppo-disturbed"], "channels": list(CHANNELS)}
@@ -180,6 +184,16 @@ def table_rows(page):
     return re.findall(r"<tr.*?</tr>", body, re.S)
 
 
+def rows_of(page, heading):
+    """The table under a heading: its head and rows, as texts."""
+    part = page.split(f"<h2>{heading}</h2>")[1].split("</section>")[0]
+    rows = [
+        re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row, re.S)
+        for row in re.findall(r"<tr>.*?</tr>|<tr .*?</tr>", part, re.S)
+    ]
+    return [[html.unescape(re.sub("<.*?>", "", cell)) for cell in row] for row in rows]
+
+
 def drawn(spec):
     """The data of a figure, as frames."""
     texts = [text for text in spec["datasets"].values() if isinstance(text, str)]
@@ -268,6 +282,50 @@ def test_shares_by_condition(compared):
     stored = conditions.set_index("condition").loc["lr_spike 100"]
     assert told[MINE] == pytest.approx(stored[MINE], rel=1e-5)
     assert f"{stored.collapsed:.0f} of 24" in set(cells.share)
+
+
+def test_the_table_by_condition_has_the_monitor_and_the_best_baseline(compared):
+    _, page, conditions = compared
+    head, *shown = rows_of(page, "Which disturbance is detected")
+    assert head[3:] == [f"{name}: {what}" for name in (MINE, "CUSUM of performance") for what in ("detected", "AUROC")]
+    stored = conditions.set_index("condition").loc["lr_spike 100"]
+    row = next(row for row in shown if "lr_spike 100" in row[0])
+    assert row[3].startswith(f"{100 * stored[MINE]:.1f}%")
+    low, high = (100 * stored[f"{MINE} detected_{end}"] for end in ("low", "high"))
+    assert row[3].endswith(f"{low:.1f}% to {high:.1f}%")
+    assert row[6].startswith(f"{stored['CUSUM of performance auroc']:.3f}")
+    assert shown[0][0] == "clean: false alarms"
+    assert shown[0][4] == shown[0][6] == ""
+
+
+def test_monitors_of_other_learners(tmp_path, page_alone):
+    """Every learner's page has the rows in which it is tested, its own monitor's first and marked."""
+    for name in ("ppo", "sac"):
+        write_comparison(
+            tmp_path / name, learner=f"{name} on Ant-v5", seen=what_was_seen(("x 1",), 12, 6), conditions=("x 1",)
+        )
+    assert "Fitted to other learners</h2>" not in page_alone(tmp_path / "sac")
+    ways = ["own", "as it is", "recalibrated", "restandardised", "untrained"]
+    rows = pd.DataFrame({"way": ways * 2, "tested": ["ppo on Ant-v5"] * 5 + ["sac on Ant-v5"] * 5})
+    rows["fitted_to"] = ["ppo on Ant-v5", *["sac on Ant-v5"] * 3, "nothing", "sac on Ant-v5", *["<ppo>"] * 3, "nothing"]
+    for name in ("auroc", "gain_auroc", "false_alarms", "detected"):
+        rows[name] = np.linspace(0.1, 0.9, len(rows))
+        rows[f"{name}_low"], rows[f"{name}_high"] = rows[name] - 0.05, rows[name] + 0.05
+    rows.loc[8, ["auroc_low", "auroc_high"]] = np.nan
+    rows.to_csv(tmp_path / "transfer.csv", index=False)
+    page = page_alone(tmp_path / "sac")
+    assert '<a href="#learner-1-transfer">' in page
+    head, *shown = rows_of(page, "Fitted to other learners")
+    assert head[2:] == ["AUROC", "own monitor's gain in AUROC", "false alarms per clean run", "detected"]
+    assert [row[0] for row in shown] == ["sac on Ant-v5", *["<ppo>"] * 3, "nothing"]
+    assert shown[0][1] == "fitted to and calibrated on its own clean lanes"
+    assert [row[2] for row in shown] == [
+        f"{x:.3f}" + (f" {x - 0.05:.3f} to {x + 0.05:.3f}" if place != 3 else "")
+        for place, x in enumerate(rows.auroc[5:])
+    ]
+    assert shown[0][3] == ""
+    assert shown[1][3].startswith(f"+{rows.gain_auroc[6]:.3f}")
+    assert page_alone(tmp_path).count("Fitted to other learners</h2>") == 2
 
 
 def test_series_around_the_onset_are_the_stored_ones(compared):

@@ -209,6 +209,18 @@ def test_rays_of_sweeps_and_chains():
     assert [ray.name for ray in onsets] == ["weight_noise @20", "weight_noise @30"]
 
 
+def test_an_intervention_grows_no_harsher_on_a_ray():
+    helped = ja.chain(ja.lr_spike(5.0, onset=20), ja.roll_back(ja.sweep(4, 8), onset=20))
+    found = rays([helped, ja.roll_back(4, onset=20)], 100, 4, 10.0)
+    assert [ray.name for ray in found] == ["lr_spike 5 + roll_back 4", "lr_spike 5 + roll_back 8"]
+    assert found[1].magnitudes(math.log(2)) == (10.0, 8.0)
+    assert found[1].magnitudes(found[1].range.low) == (1.0, 8.0)
+    assert found[1].magnitudes(found[1].range.high) == (50.0, 8.0)
+    ran = found[1].condition(math.log(2))
+    assert found[1].position(ran, 100) == pytest.approx(math.log(2))
+    assert found[0].position(ran, 100) is None
+
+
 @pytest.mark.parametrize(
     ("first", "low", "safety", "verdict"),
     [

@@ -12,7 +12,7 @@ import jaxaudit as ja
 from jaxaudit.learners.replay_buffer import Transitions
 from jaxaudit.learners.sac import SAC, SACSettings
 from jaxaudit.learners.td3 import TD3, TD3Settings
-from jaxaudit.taps import Taps
+from jaxaudit.taps import Disturbance, Taps, Windows
 
 GAMMA = 0.9
 TEMPERATURE = 0.02
@@ -167,6 +167,11 @@ def float32(batch):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
 
 
+def losing(agent, networks, batch, key):
+    """What an undisturbed loss takes after its parameters."""
+    return networks, float32(batch), key, agent.coefficients(networks.params)
+
+
 def squashed(output, noise):
     mean, log_std = np.split(output, 2, axis=1)
     action = np.tanh(mean + np.exp(log_std) * noise)
@@ -183,13 +188,13 @@ def test_sacs_losses_match_float64_numpy():
     after = critics(exact.target["critic"], batch.next_observation, action).min(0) - 0.2 * log_density
     target = batch.reward + GAMMA * (1 - batch.terminated) * after
     values = critics(exact.params["critic"], batch.observation, batch.action)
-    loss, told = agent.critic_loss(networks.params["critic"], networks, float32(batch), key)
+    loss, told = agent.critic_loss(networks.params["critic"], *losing(agent, networks, batch, key))
     np.testing.assert_allclose(loss, 0.5 * ((values - target) ** 2).mean(1).sum(), rtol=1e-4)
     np.testing.assert_allclose(told["q_mean"], values.mean(), rtol=1e-4)
 
     action, log_density = squashed(dense(exact.params["actor"], batch.observation), noise)
     value = critics(exact.params["critic"], batch.observation, action).min(0)
-    loss, told = agent.actor_loss(networks.params["actor"], networks, float32(batch), key)
+    loss, told = agent.actor_loss(networks.params["actor"], *losing(agent, networks, batch, key))
     np.testing.assert_allclose(loss, (0.2 * log_density - value).mean(), rtol=1e-4)
     np.testing.assert_allclose(told["entropy"], -log_density.mean(), rtol=1e-4)
 
@@ -204,11 +209,11 @@ def test_td3s_losses_smooth_the_target_and_match_float64_numpy():
     after = critics(exact.target["critic"], batch.next_observation, action).min(0)
     target = batch.reward + GAMMA * (1 - batch.terminated) * after
     values = critics(exact.params["critic"], batch.observation, batch.action)
-    loss, _ = agent.critic_loss(networks.params["critic"], networks, float32(batch), key)
+    loss, _ = agent.critic_loss(networks.params["critic"], *losing(agent, networks, batch, key))
     np.testing.assert_allclose(loss, ((values - target) ** 2).mean(1).sum(), rtol=1e-4)
 
     action = np.tanh(dense(exact.params["actor"], batch.observation))
-    loss, _ = agent.actor_loss(networks.params["actor"], networks, float32(batch), key)
+    loss, _ = agent.actor_loss(networks.params["actor"], *losing(agent, networks, batch, key))
     np.testing.assert_allclose(loss, -critics(exact.params["critic"], batch.observation, action)[0].mean(), rtol=1e-4)
 
 
@@ -253,6 +258,32 @@ def test_lanes_side_by_side_learn_as_alone_and_the_actor_is_delayed():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), mine, alone)
         assert (int(mine.optimizer["critic"].count), int(mine.optimizer["actor"].count)) == (8, 4)
     assert single._cache_size() == many._cache_size() == 1
+
+
+def test_raise_entropy_multiplies_the_temperature_of_sacs_losses_while_the_alarm_is_on():
+    """With the alarm on, updates at a temperature of 1/4 are those at 2, bit for bit; off, they are not."""
+    agent = SAC(Rooms(), 4, SACSettings(**SMALL))
+    store = jax.random.normal(jax.random.key(0), agent.buffer.init().shape)
+    networks, _ = networks_of(agent)
+    lane = Disturbance(jnp.array([8.0]), Windows(*jnp.array([[0], [9], [9], [9]])), (jnp.array([True]),))
+
+    @jax.jit
+    def learn(temperature, alarm):
+        agent.temperature = lambda params: temperature
+        taps = Taps(
+            kinds=(ja.raise_entropy().kind(),),
+            paths={"entropy_coefficient": ("",)},
+            key=jax.random.key(2),
+            lane=lane,
+            any_open=jnp.array([True]),
+            alarm=alarm,
+        )
+        return agent.learn(taps, networks, buffer=store, key=jax.random.key(1), count=jnp.int32(40))[0].params
+
+    raised, hot, cold = learn(0.25, True), learn(2.0, False), learn(0.25, False)
+    for part in ("actor", "critic"):
+        jax.tree.map(np.testing.assert_array_equal, raised[part], hot[part])
+        assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), raised[part], cold[part])))
 
 
 @pytest.mark.parametrize(

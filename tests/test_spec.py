@@ -47,6 +47,16 @@ def test_defaults_are_written_out():
     assert text.count("telemetry") == 1
 
 
+def test_a_monitor_lies_in_the_specs_folder(tmp_path):
+    (tmp_path / "spec.toml").write_text(HEAD.format(learner="quadratic") + '[monitor]\nfile = "m.npz"')
+    spec = load(tmp_path / "spec.toml")
+    assert spec.monitor.path == tmp_path / "m.npz"
+    assert '[monitor]\nfile = "m.npz"\nalpha = 0.05\n' in spec.to_toml()
+    elsewhere = parse(spec.to_toml().replace('"m.npz"', '"/m.npz"'), folder=tmp_path)
+    assert str(elsewhere.monitor.path) == "/m.npz"
+    assert "monitor" not in spec_of(ENTRY).to_toml()
+
+
 def test_every_perturbations_standard_is_written_out():
     for kind in registry.perturbations:
         (entry,) = spec_of(f'[[perturbation]]\nkind = "{kind}"').perturbations
@@ -82,6 +92,8 @@ ENTRY = '[[perturbation]]\nkind = "lr_spike"\n'
           {kind = "lr_spike", magnitude = [2, 3]}, {kind = "weight_noise", onset = 60, target = "a/*"}
         ]""",
         '[[perturbation]]\nduration = 4\nchain = [{kind = "lr_spike", onset = 1}, {kind = "gradient_mask"}]',
+        '[monitor]\nfile = "a/b.npz"\nalpha = 0.2\n' + ENTRY,
+        '[[perturbation]]\nonset = 9\nchain = [{kind = "lr_spike"}, {kind = "roll_back", magnitude = [4, 8]}]',
         "[metrics]\nwindow = 5\n[run]\nchunk = 10\ncheckpoint_every = 3\n" + ENTRY,
     ],
 )

@@ -23,7 +23,8 @@ class Settings:
     Attributes:
       folds: of the seeds; each is tested by detectors that saw none of it.
       alpha: false alarms per clean run.
-      fitted: share of a fold's other clean runs that detectors are fitted to; on the rest they are calibrated.
+      fitted: share of a fold's other clean runs that detectors are fitted to, in (0, 1); on the rest they are
+        calibrated.
       seed: of the split.
     """
 
@@ -37,6 +38,8 @@ class Settings:
             raise ValueError(f"folds must be at least 2, not {self.folds}")
         if not 0 < self.alpha < 1:
             raise ValueError(f"alpha must lie in (0, 1), not {self.alpha:g}")
+        if not 0 < self.fitted < 1:
+            raise ValueError(f"fitted must lie in (0, 1), not {self.fitted:g}")
 
 
 @dataclass(frozen=True)
@@ -78,19 +81,38 @@ def compare(lanes: Lanes, detectors: Sequence[Detector], settings: Settings) -> 
       a row for each detector and lane, with the lane's columns and: fold; score, its largest; threshold; alarm, the
       first step above it, or NEVER; late_alarm, the first at or after the onset.
     """
+    parts = splits(lanes, settings)
     rows = []
-    for fold, split in enumerate(splits(lanes, settings)):
-        for detector in detectors:
-            score = detector.fit(lanes.values[split.fit], lanes.channels)
-            limit = threshold(score(lanes.values[split.calibrate]).max(axis=1), settings.alpha)
-            rows.append(_said(detector.name, lanes, split.test, score(lanes.values[split.test]), limit, fold))
+    for detector in detectors:
+        scores = [detector.fit(lanes.values[part.fit], lanes.channels)(lanes.values) for part in parts]
+        rows.append(judged(detector.name, lanes, scores, parts, thresholds(scores, parts, settings.alpha)))
     return pd.concat(rows, ignore_index=True)
 
 
-def _said(
-    detector: str, lanes: Lanes, numbers: np.ndarray, scores: np.ndarray, limit: float, fold: int
+def thresholds(scores: Sequence[np.ndarray], parts: Sequence[Split], alpha: float) -> list[float]:
+    """The threshold of every fold, from its scores `[lanes, T]` of the clean lanes it calibrates on."""
+    return [threshold(found[part.calibrate].max(axis=1), alpha) for found, part in zip(scores, parts, strict=True)]
+
+
+def judged(
+    detector: str, lanes: Lanes, scores: Sequence[np.ndarray], parts: Sequence[Split], limits: Sequence[float]
 ) -> pd.DataFrame:
-    table = lanes.table.iloc[numbers].assign(learner=lanes.learner, detector=detector, lane=numbers, fold=fold)
+    """What one detector says of every lane, in the columns of `compare`.
+
+    Args:
+      detector: its name.
+      lanes: the lanes.
+      scores: for every fold, of all lanes, `[lanes, T]`; read are those of the lanes that the fold tests.
+      parts: the folds.
+      limits: the threshold in each.
+    """
+    folds = zip(scores, parts, limits, strict=True)
+    rows = [_said(lanes, part.test, found[part.test], limit, fold) for fold, (found, part, limit) in enumerate(folds)]
+    return pd.concat(rows, ignore_index=True).assign(detector=detector)
+
+
+def _said(lanes: Lanes, numbers: np.ndarray, scores: np.ndarray, limit: float, fold: int) -> pd.DataFrame:
+    table = lanes.table.iloc[numbers].assign(learner=lanes.learner, lane=numbers, fold=fold)
     above = scores > limit
     since = above & (np.arange(scores.shape[1]) >= table.onset.to_numpy()[:, None])
     return table.assign(score=scores.max(axis=1), threshold=limit, alarm=_first(above), late_alarm=_first(since))

@@ -8,22 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
-import xarray as xr
 
 from jaxaudit.detection import view
 from jaxaudit.detection.baselines import standard
-from jaxaudit.detection.comparison import Settings, compare
+from jaxaudit.detection.comparison import Settings, compare, judged, splits, thresholds
 from jaxaudit.detection.lanes import Lanes, gather
 from jaxaudit.detection.learned import MetaState
-from jaxaudit.detection.summary import by_condition, summary
+from jaxaudit.detection.summary import CLEAN, by_condition, summary
 from jaxaudit.detection.trajectories import trajectories
+from jaxaudit.detection.transfer import transfer
 from jaxaudit.errors import UserError, placed
 from jaxaudit.metastate.channels import measured
 from jaxaudit.metastate.monitor import Monitor
 
 SHOWN = 5
-"""Detectors, the monitor among them, whose shares detected are told condition by condition."""
+"""Detectors, the monitor among them, whose figures are told condition by condition."""
 
 
 def detect(
@@ -36,29 +37,73 @@ def detect(
 ) -> list[Path]:
     """Compares the monitor with its baselines on the lanes of finished runs, learner by learner.
 
-    Writes `out/LEARNER/`: lanes.csv, what each detector says of each lane; detectors.csv and conditions.csv, the
-    figures; trajectories.zarr; comparison.json; and monitor.npz, fitted to half of the clean lanes. Gives these
-    folders.
+    Gives the folders that `write_comparisons` writes.
 
     Raises:
       UserError: a run is not finished, lanes are too few, a channel is not there, or `out` exists.
     """
     if out.exists():
         raise UserError(f"{out} exists; name another folder with -o")
+    return write_comparisons(gather(folders, channels), out, detector, settings, say)
+
+
+def write_comparisons(
+    learners: Sequence[Lanes],
+    out: Path,
+    detector: MetaState,
+    settings: Settings,
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Compares the monitor with its baselines on each learner's lanes.
+
+    Writes `out/LEARNER/`: lanes.csv, what each detector says of each lane; detectors.csv and conditions.csv, the
+    figures; trajectories.zarr; comparison.json; and monitor.npz, the first fold's, calibrated on all clean lanes that
+    it was not fitted to. Of several learners also `out/transfer.csv`: monitors of some tested on another. Gives the
+    learners' folders.
+
+    Raises:
+      UserError: lanes are too few, or none is disturbed.
+    """
+    for lanes in learners:
+        _check(lanes, settings)
     written = []
-    for lanes in gather(folders, channels):
-        with placed(lanes.learner):
-            _check(lanes)
-            say(f"{lanes.learner}: {lanes.table.clean.sum()} clean and {(~lanes.table.clean).sum()} disturbed lanes")
-            said = compare(lanes, [detector, *standard(_read(lanes))], settings)
+    for lanes in learners:
+        say(f"{lanes.learner}: {lanes.table.clean.sum()} clean and {(~lanes.table.clean).sum()} disturbed lanes")
         written.append(out / _slug(lanes.learner))
-        _write(written[-1], lanes, said, detector, settings)
+        with placed(lanes.learner):
+            _compare(written[-1], lanes, detector, settings)
+    if len(learners) > 1:
+        _transfer(out, learners, detector, settings, say)
     return written
 
 
-def _check(lanes: Lanes) -> None:
+def _check(lanes: Lanes, settings: Settings) -> None:
     if lanes.table.clean.all():
         raise UserError(f"{lanes.learner}: no lane is disturbed, so there is nothing to detect")
+    with placed("jaxaudit detect"):
+        splits(lanes, settings)
+
+
+def _transfer(
+    out: Path, learners: Sequence[Lanes], detector: MetaState, settings: Settings, say: Callable[[str], None]
+) -> None:
+    rows = transfer(learners, detector, settings, say)
+    if rows.empty:
+        say("the learners have no channel in common, so no monitor of one is tested on another")
+    else:
+        rows.to_csv(out / "transfer.csv", index=False)
+
+
+def _compare(folder: Path, lanes: Lanes, detector: MetaState, settings: Settings) -> None:
+    parts = splits(lanes, settings)
+    known = [detector.expect(lanes.values[part.fit], lanes.channels) for part in parts]
+    scores = [one.score(one.channels.pick(lanes.values, lanes.channels)) for one in known]
+    mine = judged(detector.name, lanes, scores, parts, thresholds(scores, parts, settings.alpha))
+    said = pd.concat([mine, compare(lanes, standard(_read(lanes)), settings)], ignore_index=True)
+    _write(folder, lanes, said, detector, settings)
+    view.write(trajectories(lanes, known[0], settings), folder / "trajectories.zarr")
+    further = np.setdiff1d(np.flatnonzero(lanes.table.clean), parts[0].fit)
+    Monitor(known[0], scores[0][further].max(axis=1)).save(folder / "monitor.npz")
 
 
 def _read(lanes: Lanes) -> list[str]:
@@ -74,15 +119,11 @@ def _write(folder: Path, lanes: Lanes, said: pd.DataFrame, detector: MetaState, 
     figures.to_csv(folder / "detectors.csv", index=False)
     best = [detector.name, *figures.detector[figures.detector != detector.name][: SHOWN - 1]]
     _conditions(lanes, said, best).to_csv(folder / "conditions.csv")
-    view.write(trajectories(lanes, detector, settings), folder / "trajectories.zarr")
-    clean = lanes.values[lanes.table.clean.to_numpy()]
-    runs_of = xr.DataArray(clean, dims=("run", "step", "channel"), coords={"channel": list(lanes.channels)})
-    Monitor.fit(runs_of, model=detector.model, training=detector.training).save(folder / "monitor.npz")
     described = {
         "learner": lanes.learner,
         "monitor": detector.name,
-        "clean": len(clean),
-        "disturbed": len(lanes.values) - len(clean),
+        "clean": int(lanes.table.clean.sum()),
+        "disturbed": int((~lanes.table.clean).sum()),
         "steps": lanes.values.shape[1],
         "runs": [str(run) for run in lanes.runs],
         "channels": _read(lanes),
@@ -92,12 +133,24 @@ def _write(folder: Path, lanes: Lanes, said: pd.DataFrame, detector: MetaState, 
 
 
 def _conditions(lanes: Lanes, said: pd.DataFrame, detectors: Sequence[str]) -> pd.DataFrame:
-    table = lanes.table.assign(condition=lanes.table.condition.where(~lanes.table.clean, "clean"))
-    groups = table.groupby("condition", sort=False).collapse_time
-    counts = pd.DataFrame({"lanes": groups.size(), "collapsed": groups.agg(lambda times: (times < float("inf")).sum())})
-    shares = by_condition(said, detectors)
-    order = ["clean", *(name for name in shares.index if name != "clean")]
-    return counts.join(shares).loc[order].rename_axis("condition")
+    """A row for each condition: what it is, and for each detector the share detected and AUROC, with intervals.
+
+    A detector's share is in the column of its name, the rest in columns that begin with it.
+    """
+    table = lanes.table.assign(condition=lanes.table.condition.where(~lanes.table.clean, CLEAN))
+    groups = table.groupby("condition", sort=False)
+    counts = (
+        groups[["perturbation", "magnitude"]]
+        .first()
+        .assign(lanes=groups.size(), collapsed=groups.collapse_time.agg(lambda times: (times < float("inf")).sum()))
+    )
+    figures = by_condition(said, detectors)
+    for name in detectors:
+        found = figures[figures.detector == name].set_index("condition").drop(columns="detector")
+        counts = counts.join(found.rename(columns=lambda column, name=name: f"{name} {column}"))
+        counts = counts.rename(columns={f"{name} detected": name})
+    order = [CLEAN, *(condition for condition in counts.index if condition != CLEAN)]
+    return counts.loc[order].rename_axis("condition")
 
 
 def _slug(learner: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from jaxaudit import registry
 from jaxaudit.errors import UserError
 from jaxaudit.metastate.channels import series
 from jaxaudit.report.load import CONTROL, Run, load
@@ -21,7 +22,7 @@ class Lanes:
     """Clean and disturbed trainings of one learner on one task.
 
     Attributes:
-      learner: "ppo on InvertedPendulum-v5".
+      learner: "ppo on InvertedPendulum-v5"; with a number where several of those compared are called so.
       channels: d names.
       values: telemetry, float32 `[lanes, T, d]`, not finite where there is no value.
       table: a row for each lane: seed, clean (bool), condition, perturbation, magnitude, onset (step), collapse_time
@@ -53,7 +54,8 @@ def gather(folders: Sequence[Path], channels: Sequence[str] | None = None) -> li
     for folder in folders:
         run = _finished(folder)
         groups.setdefault(_same(run), []).append(run)
-    return [_lanes(runs, channels) for runs in groups.values()]
+    titles = _distinct([_title(runs[0]) for runs in groups.values()])
+    return [_lanes(title, runs, channels) for title, runs in zip(titles, groups.values(), strict=True)]
 
 
 def _finished(folder: Path) -> Run:
@@ -71,7 +73,7 @@ def _same(run: Run) -> str:
     return repr((run.spec.get("task"), run.spec.get("learner"), run.steps))
 
 
-def _lanes(runs: Sequence[Run], channels: Sequence[str] | None) -> Lanes:
+def _lanes(title: str, runs: Sequence[Run], channels: Sequence[str] | None) -> Lanes:
     known: set[int] = set()
     values, tables = [], []
     names: tuple[str, ...] = ()
@@ -88,7 +90,7 @@ def _lanes(runs: Sequence[Run], channels: Sequence[str] | None) -> Lanes:
         values.append(cells[table.index])
         tables.append(table)
     table = pd.concat(tables, ignore_index=True)
-    return Lanes(_title(runs[0]), names, np.concatenate(values), table, tuple(run.folder for run in runs))
+    return Lanes(title, names, np.concatenate(values), table, tuple(run.folder for run in runs))
 
 
 def _series(run: Run, channels: Sequence[str] | None) -> xr.DataArray:
@@ -99,7 +101,10 @@ def _series(run: Run, channels: Sequence[str] | None) -> xr.DataArray:
 
 
 def _table(run: Run, known: set[int]) -> pd.DataFrame:
-    """A row for each lane that counts; the index is its number, condition after condition within a seed."""
+    """A row for each lane that counts; the index is its number, condition after condition within a seed.
+
+    A lane with an intervention does not count: what it shows is the help too.
+    """
     assert run.metrics is not None, "a finished run has them"
     conditions = run.conditions
     whole = pd.DataFrame(
@@ -112,7 +117,8 @@ def _table(run: Run, known: set[int]) -> pd.DataFrame:
     times = run.metrics.set_index(["seed", "condition"])["collapse_time"]
     whole["collapse_time"] = [times.get(key, np.nan) for key in zip(whole.seed, whole.condition, strict=True)]
     first = whole.clean & ~whole.duplicated(["seed", "clean"]) & ~whole.seed.isin(known)
-    disturbed = ~whole.clean & (whole.magnitude != whole.neutral)
+    helped = [any(part in registry.interventions for part in name.split("+")) for name in whole.perturbation]
+    disturbed = ~whole.clean & (whole.magnitude != whole.neutral) & ~np.array(helped)
     columns = ["seed", "clean", "condition", "perturbation", "magnitude", "onset", "collapse_time"]
     return whole.loc[first | disturbed, columns]
 
@@ -120,3 +126,9 @@ def _table(run: Run, known: set[int]) -> pd.DataFrame:
 def _title(run: Run) -> str:
     sections: dict[str, Any] = run.spec
     return f"{sections.get('learner', {}).get('kind', run.name)} on {sections.get('task', {}).get('name', 'a task')}"
+
+
+def _distinct(titles: Sequence[str]) -> list[str]:
+    """The titles, those that are there already with a number."""
+    counts = [titles[:place].count(title) for place, title in enumerate(titles)]
+    return [f"{title} ({count + 1})" if count else title for title, count in zip(titles, counts, strict=True)]

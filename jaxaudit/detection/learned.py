@@ -33,7 +33,11 @@ class MetaState:
         """In tables."""
         return f"meta-state ({type(self.model).__name__})"
 
+    def expect(self, clean: np.ndarray, channels: Sequence[str]) -> Expectation:
+        """What the model expects, fitted to clean runs `[n, T, d]`."""
+        return Expectation.of(clean, channels, self.model, self.training, self.seed)
+
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:
         """A score from clean runs `[n, T, d]`."""
-        expectation = Expectation.of(clean, channels, self.model, self.training, self.seed)
+        expectation = self.expect(clean, channels)
         return lambda runs: expectation.score(expectation.channels.pick(runs, channels))

@@ -13,6 +13,12 @@ from jaxaudit.statistics import Estimate, wilson
 REPETITIONS = 1000
 """Of the bootstrap over seeds."""
 
+FEWEST_SEEDS = 5
+"""Clean ones and disturbed ones, for an interval of the bootstrap."""
+
+CLEAN = "clean"
+"""The condition of the lanes that nothing disturbs."""
+
 
 def summary(said: pd.DataFrame, mine: str, seed: int = 0) -> pd.DataFrame:
     """A row for each detector, the best by AUROC first.
@@ -34,28 +40,47 @@ def summary(said: pd.DataFrame, mine: str, seed: int = 0) -> pd.DataFrame:
     for name, table in tables.items():
         row = {"detector": name, **_shares(table)}
         for figure in ("auroc", "lead_time"):
-            row |= _interval(figure, figures[name][figure])
-            row |= _interval(f"gain_{figure}", _less(figures[mine][figure], figures[name][figure]))
+            row |= _interval(figure, figures[name][figure], _enough(table))
+            row |= _interval(f"gain_{figure}", _less(figures[mine][figure], figures[name][figure]), _enough(table))
         rows.append(row)
     return pd.DataFrame(rows).sort_values("auroc", ascending=False, ignore_index=True)
 
 
-def by_condition(said: pd.DataFrame, detectors: Sequence[str]) -> pd.DataFrame:
-    """The share of lanes detected, and of clean lanes with a false alarm, by condition: a column for each detector."""
-    shown = said[said.detector.isin(detectors)]
-    hit = np.where(shown.clean, shown.alarm != NEVER, shown.late_alarm != NEVER)
-    rows = shown.assign(condition=shown.condition.where(~shown.clean, "clean"), hit=hit)
-    return rows.pivot_table(index="condition", columns="detector", values="hit", sort=False)[list(detectors)]
+def by_condition(said: pd.DataFrame, detectors: Sequence[str], seed: int = 0) -> pd.DataFrame:
+    """A row for each detector and condition, the clean lanes first.
+
+    Args:
+      said: what `compare` gave, of one learner.
+      detectors: which.
+      seed: of the bootstrap.
+
+    Returns:
+      columns detector, condition; detected, the share of lanes, of clean ones that with a false alarm, with Wilson's
+      interval; auroc, of the condition's lanes against the clean ones, with the bootstrap's: each with _low and _high.
+    """
+    draws = _draws(said.seed.unique(), seed)
+    rows = []
+    for name in detectors:
+        table = said[said.detector == name]
+        clean = table[table.clean]
+        rows.append({"detector": name, "condition": CLEAN, **_share("detected", clean.alarm)})
+        for condition, lanes in table[~table.clean].groupby("condition", sort=False):
+            both = pd.concat([clean, lanes])
+            auroc = _auroc(both, draws[both.seed].to_numpy(float))
+            shown = {**_share("detected", lanes.late_alarm), **_interval("auroc", auroc, _enough(both))}
+            rows.append({"detector": name, "condition": condition, **shown})
+    return pd.DataFrame(rows)
 
 
 def _shares(table: pd.DataFrame) -> dict[str, float]:
-    false = table.alarm[table.clean] != NEVER
-    true = table.late_alarm[~table.clean] != NEVER
-    row: dict[str, float] = {}
-    for name, hits in (("false_alarms", false), ("detected", true)):
-        estimate: Estimate = wilson(int(hits.sum()), len(hits))
-        row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    return row
+    false, true = table.alarm[table.clean], table.late_alarm[~table.clean]
+    return _share("false_alarms", false) | _share("detected", true)
+
+
+def _share(name: str, alarms: pd.Series) -> dict[str, float]:
+    """Of lanes with an alarm."""
+    estimate: Estimate = wilson(int((alarms != NEVER).sum()), len(alarms))
+    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
 def _draws(seeds: np.ndarray, seed: int) -> pd.DataFrame:
@@ -106,10 +131,15 @@ def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(a == b, 0.0, a - b)
 
 
-def _interval(name: str, values: np.ndarray) -> dict[str, float]:
-    """The sample's own value, and the percentiles of its repetitions."""
+def _enough(table: pd.DataFrame) -> bool:
+    """Whether clean and disturbed lanes are each of seeds enough for an interval."""
+    return bool(table.groupby("clean").seed.nunique().min() >= FEWEST_SEEDS)
+
+
+def _interval(name: str, values: np.ndarray, enough: bool) -> dict[str, float]:
+    """The sample's own value, and the percentiles of its repetitions, where the seeds are `enough` for them."""
     repeated = np.sort(values[1:][~np.isnan(values[1:])])
-    if not len(repeated):
+    if not enough or not len(repeated):
         return {name: values[0], f"{name}_low": np.nan, f"{name}_high": np.nan}
     low, high = (repeated[round(q * (len(repeated) - 1))] for q in (0.025, 0.975))
     return {name: values[0], f"{name}_low": low, f"{name}_high": high}

@@ -7,7 +7,6 @@ import xarray as xr
 
 from jaxaudit.detection.comparison import Settings, splits
 from jaxaudit.detection.lanes import Lanes
-from jaxaudit.detection.learned import MetaState
 from jaxaudit.detection.view import QUANTILES, over_lanes, plane
 from jaxaudit.learner import PERFORMANCE
 from jaxaudit.metastate.calibration import threshold
@@ -17,8 +16,13 @@ SAMPLES = 4
 CLEAN = "clean"
 
 
-def trajectories(lanes: Lanes, detector: MetaState, settings: Settings) -> xr.Dataset:
+def trajectories(lanes: Lanes, known: Expectation, settings: Settings) -> xr.Dataset:
     """The lanes that the first fold's monitor was not fitted to, by condition; the clean ones first.
+
+    Args:
+      lanes: the lanes.
+      known: what that monitor expects.
+      settings: of the comparison.
 
     Returns:
       latent_samples (condition, sample, step, component), up to SAMPLES lanes, and latent, its quantiles (condition,
@@ -27,7 +31,6 @@ def trajectories(lanes: Lanes, detector: MetaState, settings: Settings) -> xr.Da
       the clean runs' mean in the place of the undisturbed twin; coordinate onset; attribute threshold.
     """
     split = splits(lanes, settings)[0]
-    known = Expectation.of(lanes.values[split.fit], lanes.channels, detector.model, detector.training, detector.seed)
     scores, latents = known.scores(known.channels.pick(lanes.values, lanes.channels))
     score = np.asarray(known.yardstick.combine(scores))
     latent = known.reference.latents.standardise(latents) @ known.reference.decorrelate[1]

@@ -27,6 +27,7 @@ from jaxaudit.tasks.episodes import Episodes, EpisodeState
 
 Params = Any
 Told = dict[str, jax.Array]
+Coefficients = dict[str, jax.Array]
 
 UPDATES_PER_PROBE = 64
 FEWEST_PROBES, MOST_PROBES = 4, 16
@@ -185,12 +186,18 @@ class OffPolicy:
         """The action to try in training: `[..., O]` to `[..., A]`."""
         raise NotImplementedError
 
-    def next_value(self, networks: Networks, batch: Transitions, key: jax.Array) -> jax.Array:
+    def coefficients(self, params: Params) -> Coefficients:
+        """What terms of the losses are weighed by, by the site where it can be disturbed."""
+        return {}
+
+    def next_value(
+        self, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
+    ) -> jax.Array:
         """What the target networks say the next observations are worth: `[batch]`."""
         raise NotImplementedError
 
     def actor_loss(
-        self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array
+        self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
     ) -> tuple[jax.Array, Told]:
         """The actor's loss on a minibatch, and what it tells."""
         raise NotImplementedError
@@ -310,7 +317,8 @@ class OffPolicy:
         def improve_critics(taps: Taps, networks: Networks, key: jax.Array):
             sample_key, noise_key = jax.random.split(key)
             batch = self.buffer.sample(buffer, sample_key, settings.batch_size, count)
-            loss = partial(self.critic_loss, networks=networks, batch=batch, key=noise_key)
+            coefficients = self.tapped_coefficients(taps, networks)
+            loss = partial(self.critic_loss, networks=networks, batch=batch, key=noise_key, coefficients=coefficients)
             networks, told, update = self.improve(taps, networks, "critic", loss)
             return networks, (batch, told, update)
 
@@ -345,15 +353,21 @@ class OffPolicy:
         self, taps: Taps, networks: Networks, batch: Transitions, key: jax.Array
     ) -> tuple[Networks, Told, dict[str, Update]]:
         """One update of the actor, and of what else is trained as often."""
-        loss = partial(self.actor_loss, networks=networks, batch=batch, key=key)
+        coefficients = self.tapped_coefficients(taps, networks)
+        loss = partial(self.actor_loss, networks=networks, batch=batch, key=key, coefficients=coefficients)
         networks, told, update = self.improve(taps, networks, "actor", loss)
         return networks, told, {"actor": update}
 
+    def tapped_coefficients(self, taps: Taps, networks: Networks) -> Coefficients:
+        """The coefficients as an update finds them."""
+        return {site: taps(site, value) for site, value in self.coefficients(networks.params).items()}
+
     def critic_loss(
-        self, critic: Params, networks: Networks, batch: Transitions, key: jax.Array
+        self, critic: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
     ) -> tuple[jax.Array, Told]:
         """Both critics' mean squared distance from the same target, added up; a time limit does not end the value."""
-        target = batch.reward + self.settings.gamma * (1.0 - batch.terminated) * self.next_value(networks, batch, key)
+        following = self.next_value(networks, batch, key, coefficients)
+        target = batch.reward + self.settings.gamma * (1.0 - batch.terminated) * following
         values = self.q(critic, batch.observation, batch.action)
         loss = self.critic_loss_weight * jnp.sum(jnp.mean((values - target) ** 2, axis=-1))
         return loss, {"critic_loss": loss, "q_mean": jnp.mean(values)}
@@ -389,17 +403,14 @@ class OffPolicy:
         def gradient(key: jax.Array) -> dict[str, Params]:
             sample_key, noise_key = jax.random.split(key)
             batch = self.buffer.sample(buffer, sample_key, self.settings.batch_size, count)
-            losses = {"actor": self.actor_loss, "critic": self.critic_loss}
-            return {
-                name: jax.grad(partial(loss, networks=networks, batch=batch, key=noise_key), has_aux=True)(
-                    networks.params[name]
-                )[0]
-                for name, loss in losses.items()
-            }
+            at = {"networks": networks, "batch": batch, "key": noise_key, "coefficients": coefficients}
+            losses = {"actor": partial(self.actor_loss, **at), "critic": partial(self.critic_loss, **at)}
+            return {name: jax.grad(loss, has_aux=True)(networks.params[name])[0] for name, loss in losses.items()}
 
         def directions(gradient: dict[str, Params]) -> dict[str, Params]:
             return {name: unit_gradient(part)[0] for name, part in gradient.items()}
 
+        coefficients = self.coefficients(networks.params)
         keys = jax.random.split(key, self.settings.probes)
         return gradient_coherence(gradient, keys, self.settings.telemetry, directions)
 

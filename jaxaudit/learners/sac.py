@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxaudit import registry
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
-from jaxaudit.learners.off_policy import Networks, OffPolicy, OffPolicySettings, Params, Told
+from jaxaudit.learners.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params, Told
 from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.optimizer import Update
 from jaxaudit.learners.replay_buffer import Transitions
@@ -71,6 +71,10 @@ class SAC(OffPolicy):
             return jnp.exp(params["temperature"])
         return jnp.float32(self.settings.entropy_coefficient)
 
+    def coefficients(self, params: Params) -> Coefficients:
+        """The temperature, at PPO's site for it."""
+        return {"entropy_coefficient": self.temperature(params)}
+
     def policy(self, actor: Params, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mean and log standard deviation before squashing: `[..., A]` each."""
         output: Any = self.actor.apply({"params": actor}, observation)
@@ -89,21 +93,29 @@ class SAC(OffPolicy):
         """A draw from the policy."""
         return self.sample(params["actor"], observation, key)[0]
 
-    def next_value(self, networks: Networks, batch: Transitions, key: jax.Array) -> jax.Array:
+    def next_value(
+        self, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
+    ) -> jax.Array:
         """The soft value: the lesser target critic's of a fresh action, with the entropy of having drawn it."""
         action, log_probability = self.sample(networks.params["actor"], batch.next_observation, key)
         value = jnp.min(self.q(networks.target["critic"], batch.next_observation, action), axis=0)
-        return value - self.temperature(networks.params) * log_probability
+        return value - coefficients["entropy_coefficient"] * log_probability
 
     def actor_loss(
-        self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array
+        self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
     ) -> tuple[jax.Array, Told]:
-        """alpha log pi(a|s) - Q(s, a), with a drawn from the policy and Q the lesser critic."""
+        """alpha log pi(a|s) - Q(s, a), with a drawn from the policy and Q the lesser critic.
+
+        The temperature it tells is the undisturbed one.
+        """
         action, log_probability = self.sample(actor, batch.observation, key)
         value = jnp.min(self.q(networks.params["critic"], batch.observation, action), axis=0)
-        temperature = self.temperature(networks.params)
-        loss = jnp.mean(temperature * log_probability - value)
-        return loss, {"actor_loss": loss, "entropy": -jnp.mean(log_probability), "temperature": temperature}
+        loss = jnp.mean(coefficients["entropy_coefficient"] * log_probability - value)
+        return loss, {
+            "actor_loss": loss,
+            "entropy": -jnp.mean(log_probability),
+            "temperature": self.temperature(networks.params),
+        }
 
     def improve_actor(
         self, taps: Taps, networks: Networks, batch: Transitions, key: jax.Array

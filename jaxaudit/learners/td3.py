@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxaudit import registry
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
-from jaxaudit.learners.off_policy import Networks, OffPolicy, OffPolicySettings, Params, Told
+from jaxaudit.learners.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params, Told
 from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.replay_buffer import Transitions
 from jaxaudit.models.mlp import MLP
@@ -72,7 +72,9 @@ class TD3(OffPolicy):
         action = self.act(params, observation)
         return jnp.clip(action + self.settings.exploration_noise * jax.random.normal(key, action.shape), -1.0, 1.0)
 
-    def next_value(self, networks: Networks, batch: Transitions, key: jax.Array) -> jax.Array:
+    def next_value(
+        self, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
+    ) -> jax.Array:
         """The lesser target critic's value of the target actor's action, with clipped noise (target smoothing)."""
         action = self.mu(networks.target["actor"], batch.next_observation)
         limit = self.settings.target_noise_clip
@@ -81,9 +83,9 @@ class TD3(OffPolicy):
         return jnp.min(self.q(networks.target["critic"], batch.next_observation, smoothed), axis=0)
 
     def actor_loss(
-        self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array
+        self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
     ) -> tuple[jax.Array, Told]:
-        """-Q(s, mu(s)) under the first critic; `key` is not needed."""
+        """-Q(s, mu(s)) under the first critic; neither `key` nor `coefficients` are needed."""
         value: Any = self.critic.apply(
             {"params": networks.params["critic"]},
             batch.observation,

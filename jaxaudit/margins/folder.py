@@ -26,7 +26,7 @@ from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.runner import checkpoint
 from jaxaudit.runner.checkpoint import UNFINISHED
-from jaxaudit.runner.durable import is_finished, open_run
+from jaxaudit.runner.durable import check_monitor, is_finished, open_run
 from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
 from jaxaudit.runner.restore import at_onset, onset_paths
 from jaxaudit.runner.store import Folder, environment
@@ -170,6 +170,7 @@ def _open(folder: Path, spec: Spec | None) -> _Run:
         raise UserError(f"the spec must keep the run's {' and '.join(differing)}")
     spec = spec.expanded()
     grid = spec.build()
+    check_monitor(folder, ran, grid)
     stored = [fork.onset for fork in ran.forks]
     for onset in (fork.onset for fork in grid.forks):
         if onset not in stored:

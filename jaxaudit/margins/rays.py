@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from jaxaudit import registry
 from jaxaudit.margins.staircase import Range
 from jaxaudit.perturbations import Chain, Condition, Factory, Perturbation
+from jaxaudit.perturbations.core import INTERVENTION
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,16 @@ class Axis:
 
     A magnitude of the neutral one's sign is a *factor*: u moves its logarithm away from the neutral one's, so
     exp(u) is the ratio to the reference, or the reference's to it where less is worse (bits, moments that
-    shrink). Any other is an *amount*: its distance from neutral is exp(u) times the reference's.
+    shrink). Any other is an *amount*: its distance from neutral is exp(u) times the reference's. An intervention's
+    is the reference at every u.
     """
 
     part: Perturbation
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it is an intervention's: what helps grows no harsher."""
+        return self.part.dimension == INTERVENTION
 
     @property
     def _reference(self) -> float:
@@ -63,6 +70,8 @@ class Axis:
     def magnitude(self, u: float) -> float:
         """The magnitude at u: neutral below `lowest`, the limit above `highest`."""
         neutral = self.part.neutral
+        if self.fixed:
+            return self._reference
         if u >= self.highest:
             return self.part.limits[1 if self.up else 0]
         if self.factor:
@@ -120,7 +129,8 @@ class Ray:
             return None
         if any(not _same(axis, part, steps) for axis, part in zip(self.axes, condition.parts, strict=True)):
             return None
-        found = [axis.u(float(p.magnitude)) for axis, p in zip(self.axes, condition.parts, strict=True)]  # type: ignore[arg-type]
+        parts = zip(self.axes, condition.parts, strict=True)
+        found = [axis.u(float(p.magnitude)) for axis, p in parts if not axis.fixed]  # type: ignore[arg-type]
         if max(found) - min(found) > 1e-9 or self.range.snap(found[0]) - found[0] > 1e-9:
             return None
         return found[0]
@@ -136,12 +146,14 @@ def rays(perturbations: Sequence[Perturbation | Chain], steps: int, seeds: int, 
 
     A sweep's magnitudes on one side of neutral are points of one ray, whose reference is the kind's standard
     magnitude if that is on this side, else the first given. Every combination of a chain's is a ray. A ray reaches
-    `reach` times beyond its points, or to the magnitude's limit. Neutral and infinite magnitudes are passed over.
+    `reach` times beyond its points, or to the magnitude's limit. Neutral and infinite magnitudes are passed over, and
+    so is what has interventions alone.
 
     Raises:
       ValueError: a perturbation has no other magnitudes, and so neither a direction nor a distance.
     """
-    found = [ray for one in perturbations for ray in _rays(one, steps, tuple(range(seeds)), reach)]
+    disturbing = [one for one in perturbations if one.dimension != INTERVENTION]
+    found = [ray for one in disturbing for ray in _rays(one, steps, tuple(range(seeds)), reach)]
     return [replace(ray, name=name) for ray, name in zip(found, _names(found, steps), strict=True)]
 
 
@@ -166,7 +178,9 @@ def _rays(one: Perturbation | Chain, steps: int, seeds: tuple[int, ...], reach: 
 
 
 def _usable(part: Perturbation) -> list[float]:
-    """The magnitudes that have a direction and a distance from neutral."""
+    """The magnitudes that have a direction and a distance from neutral; of an intervention, all."""
+    if part.dimension == INTERVENTION:
+        return list(part.magnitudes)
     found = [m for m in part.magnitudes if m != part.neutral and math.isfinite(m)]
     if not found:
         magnitude = part.magnitudes[0]
@@ -191,8 +205,9 @@ def _standard(part: Perturbation) -> float | None:
 
 
 def _range(axes: tuple[Axis, ...], points: tuple[float, ...], reach: float) -> Range:
-    neutral = min(axis.lowest for axis in axes)
-    high = min(max(points) + math.log(reach), max(axis.highest for axis in axes))
+    free = [axis for axis in axes if not axis.fixed]
+    neutral = min(axis.lowest for axis in free)
+    high = min(max(points) + math.log(reach), max(axis.highest for axis in free))
     low = neutral if math.isfinite(neutral) else min(points) - math.log(reach)
     found = Range(low, high, math.isfinite(neutral))
     if len(axes) > 1:
@@ -205,6 +220,8 @@ def _same(axis: Axis, part: Perturbation, steps: int) -> bool:
     mine, theirs = ((p.name, p.site, p.apply, p.neutral, p.target, p.when.resolve(steps)) for p in (axis.part, part))
     magnitude = float(part.magnitude)  # type: ignore[arg-type]
     own = float(axis.part.magnitude)  # type: ignore[arg-type]
+    if axis.fixed:
+        return mine == theirs and magnitude == own
     usable = magnitude != part.neutral and math.isfinite(magnitude)
     return mine == theirs and usable and _side(part, magnitude) == _side(part, own)
 

@@ -93,8 +93,8 @@ def margin(
       `table`, one row for every perturbation, and `outcomes`, every lane that was trained.
 
     Raises:
-      ValueError: as `audit`; a perturbation with neutral or infinite magnitudes alone; an onset before step 2, where
-        J_pre is undefined.
+      ValueError: as `audit`; a perturbation with neutral or infinite magnitudes alone, or none at all; an onset before
+        step 2, where J_pre is undefined.
     """
     chosen, windows = Settings(**search), settings or MetricSettings()
     grid = plan(learner, perturbations, seeds=seeds, steps=steps, execution=execution, devices=devices, tail=0)
@@ -113,6 +113,8 @@ def lay_out(grid: Grid, perturbations: Sequence[Perturbation | Chain], chosen: S
     if early:
         raise ValueError(f"onset {early[0]} leaves no steps to measure J_pre on, which takes 2; take a later one")
     found = rays(perturbations, grid.steps, len(grid.seeds), chosen.reach)
+    if not found:
+        raise ValueError("nothing is disturbed, so there is no margin to search")
     limits = {fork.onset: limit(chosen.criterion, fork.onset, grid.steps) for fork in grid.forks}
     lanes = chosen.lanes or _lanes(grid, len(found) * len(grid.seeds))
     return Plan(tuple(found), limits, chosen.tolerance, chosen.level, lanes)

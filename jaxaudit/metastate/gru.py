@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.metastate.model import Innovations, Params, one_by_one
+from jaxaudit.metastate.model import Innovations, Params, innovations_all, one_by_one
 from jaxaudit.metastate.readout import Readout
 
 
@@ -65,9 +65,10 @@ class GRU:
         hidden: Any = self.cell.apply({"params": params["cell"]}, state.hidden, inputs)
         return GRUState(hidden[0], (1.0 - seen) * state.last + seen * y)
 
-    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> GRUState:
+    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> tuple[GRUState, Innovations]:
         """All steps: `[T, d]` to leaves `[T, ...]`."""
-        return one_by_one(self, params, y, seen)
+        after = one_by_one(self, params, y, seen)
+        return after, innovations_all(self, params, after, y, seen)
 
     def innovations(self, params: Params, state: GRUState, y: jax.Array, seen: jax.Array) -> Innovations:
         """A step's telemetry against the readout."""

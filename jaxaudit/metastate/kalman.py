@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.metastate.model import Innovations, Params, one_by_one
+from jaxaudit.metastate.model import Innovations, Params
 
 LEAST_VARIANCE = 1e-4
 """Of the observation noise, in units of a channel's own variance."""
@@ -59,15 +60,17 @@ class Kalman:
 
     def advance(self, params: Params, state: KalmanState, y: jax.Array, seen: jax.Array) -> KalmanState:
         """One step: corrected by the telemetry, and predicted."""
-        corrected, _ = self._correct(params, state, y, seen)
-        transition = params["transition"]
-        covariance = transition @ corrected.covariance @ transition.T
-        noise = jnp.diag(jnp.exp(params["log_transition_variance"]))
-        return KalmanState(transition @ corrected.mean, 0.5 * (covariance + covariance.T) + noise)
+        return self._predict(params, self._correct(params, state, y, seen)[0])
 
-    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> KalmanState:
-        """All steps: `[T, d]` to leaves `[T, ...]`."""
-        return one_by_one(self, params, y, seen)
+    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> tuple[KalmanState, Innovations]:
+        """All steps: `[T, d]` to leaves `[T, ...]`; a correction gives the state and the innovations at once."""
+
+        def step(state: KalmanState, row: tuple[jax.Array, jax.Array]) -> tuple[KalmanState, Any]:
+            corrected, found = self._correct(params, state, *row)
+            state = self._predict(params, corrected)
+            return state, (state, found)
+
+        return jax.lax.scan(step, self.initial(params), (y, seen))[1]
 
     def innovations(self, params: Params, state: KalmanState, y: jax.Array, seen: jax.Array) -> Innovations:
         """A step's telemetry against the filter's prediction."""
@@ -76,6 +79,12 @@ class Kalman:
     def latent(self, params: Params, state: KalmanState) -> jax.Array:
         """The mean, `[n]`."""
         return state.mean
+
+    def _predict(self, params: Params, corrected: KalmanState) -> KalmanState:
+        transition = params["transition"]
+        covariance = transition @ corrected.covariance @ transition.T
+        noise = jnp.diag(jnp.exp(params["log_transition_variance"]))
+        return KalmanState(transition @ corrected.mean, 0.5 * (covariance + covariance.T) + noise)
 
     def _correct(
         self, params: Params, state: KalmanState, y: jax.Array, seen: jax.Array

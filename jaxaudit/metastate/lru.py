@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.kernels.linear_scan import linear_scan
-from jaxaudit.metastate.model import Innovations, Params
+from jaxaudit.metastate.model import Innovations, Params, innovations_all
 from jaxaudit.metastate.readout import Readout
 
 LEAST_DECAY = 1e-5
@@ -81,11 +81,11 @@ class LRU:
         hidden = self.decay(params) * state.hidden + self._driven(params, y, seen)
         return LRUState(hidden, (1.0 - seen) * state.last + seen * y)
 
-    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> LRUState:
+    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> tuple[LRUState, Innovations]:
         """All steps at once: `[T, d]` to leaves `[T, ...]`."""
-        return LRUState(
-            linear_scan(self.decay(params), self._driven(params, y, seen)), linear_scan(1.0 - seen, seen * y)
-        )
+        hidden = linear_scan(self.decay(params), self._driven(params, y, seen))
+        after = LRUState(hidden, linear_scan(1.0 - seen, seen * y))
+        return after, innovations_all(self, params, after, y, seen)
 
     def innovations(self, params: Params, state: LRUState, y: jax.Array, seen: jax.Array) -> Innovations:
         """A step's telemetry against the readout."""

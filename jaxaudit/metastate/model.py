@@ -51,8 +51,8 @@ class MetaStateModel(Protocol):
     def advance(self, params: Params, state: State, y: jax.Array, seen: jax.Array) -> State:
         """The state after a step's telemetry, `[d]`."""
 
-    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> State:
-        """The states after each of T steps, leaves `[T, ...]`; `y` and `seen` are `[T, d]`."""
+    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> tuple[State, Innovations]:
+        """States after each of T steps, leaves `[T, ...]`, and all innovations; `y` and `seen` are `[T, d]`."""
 
     def innovations(self, params: Params, state: State, y: jax.Array, seen: jax.Array) -> Innovations:
         """A step's telemetry `[d]`, against what the state before it expects."""
@@ -62,13 +62,19 @@ class MetaStateModel(Protocol):
 
 
 def one_by_one(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array) -> State:
-    """`advance_all` of a model that can only take a step after the other."""
+    """The states of `advance_all`, of a model that can only take a step after the other."""
 
     def step(state: State, row: tuple[jax.Array, jax.Array]) -> tuple[State, State]:
         state = model.advance(params, state, *row)
         return state, state
 
     return jax.lax.scan(step, model.initial(params), (y, seen))[1]
+
+
+def innovations_all(model: MetaStateModel, params: Params, after: State, y: jax.Array, seen: jax.Array) -> Innovations:
+    """The innovations of `advance_all`, all at once from the states after each step."""
+    before = jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest[:-1]]), model.initial(params), after)
+    return jax.vmap(model.innovations, in_axes=(None, 0, 0, 0))(params, before, y, seen)
 
 
 def follow(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array) -> tuple[jax.Array, Innovations]:
@@ -83,7 +89,5 @@ def follow(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array)
     Returns:
       the latents after each step `[T, n]`, and each step's innovations, given the steps before it.
     """
-    after = model.advance_all(params, y, seen)
-    before = jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest[:-1]]), model.initial(params), after)
-    found = jax.vmap(model.innovations, in_axes=(None, 0, 0, 0))(params, before, y, seen)
+    after, found = model.advance_all(params, y, seen)
     return jax.vmap(model.latent, in_axes=(None, 0))(params, after), found

@@ -25,7 +25,7 @@ from jaxaudit.metastate.kalman import Kalman
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.model import MetaStateModel, Params
 from jaxaudit.metastate.scores import SCORES, Reference, Yardstick, refer, score_all
-from jaxaudit.metastate.training import Training, train_members
+from jaxaudit.metastate.training import Training, train_one
 
 MODELS: dict[str, type] = {"lru": LRU, "gru": GRU, "kalman": Kalman}
 
@@ -62,8 +62,13 @@ class Expectation:
         """Fitted to clean runs `[n, T, d]` with channels of these names."""
         channels = Channels.of(names, clean)
         y, seen = channels.standardise(channels.pick(clean, names))
-        members, _ = train_members(model, training, y, seen, np.ones((1, len(y))), seed)
-        params = jax.tree.map(lambda x: x[0], members)
+        return cls.among(clean, names, model, train_one(model, training, y, seen, seed))
+
+    @classmethod
+    def among(cls, clean: np.ndarray, names: Sequence[str], model: MetaStateModel, params: Params) -> Expectation:
+        """A model whose parameters are known, among clean runs `[n, T, d]`: all but the parameters is from these."""
+        channels = Channels.of(names, clean)
+        y, seen = channels.standardise(channels.pick(clean, names))
         yardstick = Yardstick.of(_by_other_half(model, params, y, seen))
         return cls(model, channels, params, refer(model, params, y, seen), yardstick)
 
@@ -229,12 +234,11 @@ class Monitor:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             description = json.loads(str(arrays.pop("description")))
-        except (KeyError, ValueError, EOFError, zipfile.BadZipFile):
+            version, scores = description["version"], tuple(description["scores"])
+        except (AttributeError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile):
             raise ValueError(f"{path} is not a monitor's file") from None
-        if description["version"] != VERSION or tuple(description["scores"]) != SCORES:
-            raise ValueError(
-                f"{path} holds a monitor of version {description['version']}, and this package reads {VERSION}"
-            )
+        if version != VERSION or scores != SCORES:
+            raise ValueError(f"{path} holds a monitor of version {version}, and this package reads {VERSION}")
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in description["settings"].items()}
         tree = unflatten_dict(arrays, sep="/")
         channels = Channels(tuple(description["channels"]), **tree["channels"])

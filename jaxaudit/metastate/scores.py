@@ -19,7 +19,7 @@ from flax import struct
 from jax.typing import ArrayLike
 
 from jaxaudit.metastate.envelope import Envelope, forward_filled
-from jaxaudit.metastate.model import MetaStateModel, Params, State, follow
+from jaxaudit.metastate.model import Innovations, MetaStateModel, Params, State, follow
 from jaxaudit.statistics.whitening import whitening
 
 SURPRISE = (1.0, 0.1)
@@ -190,10 +190,15 @@ def score_all(
 
 def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray) -> Reference:
     """The reference from clean runs `[n, T, d]`."""
-    latents, found = jax.jit(jax.vmap(partial(follow, model, params)))(y, seen)
+    latents, found = _followed(model, params, y, seen)
     absent = np.where(seen > 0, 0.0, np.nan)
     series = (np.asarray(found.standardised) + absent, np.asarray(latents), forward_filled(y + absent))
     envelopes = [Envelope.of(x) for x in series]
     matrices = [whitening(e.standardise(x), SHRINKAGE) for e, x in zip(envelopes, series, strict=True)]
     reference = Reference(envelopes[0], envelopes[1], envelopes[2], (matrices[0], matrices[1], matrices[2]))
     return jax.tree.map(np.float32, reference)
+
+
+@partial(jax.jit, static_argnums=0)
+def _followed(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array) -> tuple[jax.Array, Innovations]:
+    return jax.vmap(partial(follow, model, params))(y, seen)

@@ -94,6 +94,12 @@ def train_members(
     return params, np.asarray(losses)
 
 
+def train_one(model: MetaStateModel, settings: Training, y: ArrayLike, seen: ArrayLike, seed: int = 0) -> Params:
+    """The parameters of one model, trained on all lanes `[lanes, T, d]`; the arguments are those of `train`."""
+    members, _ = train_members(model, settings, y, seen, np.ones((1, np.shape(y)[0])), seed)
+    return jax.tree.map(lambda x: x[0], members)
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def _train_members(
     model: MetaStateModel, settings: Training, y: jax.Array, seen: jax.Array, keys: jax.Array, weights: jax.Array

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,17 @@ class MonitorWatch:
                 f"channels it does: {', '.join(sorted(known))}"
             )
         return cls(monitor.expectation, monitor.threshold(alpha), tuple(known[name] for name in names))
+
+    @cached_property
+    def provenance(self) -> str:
+        """A hash of all that its alarms depend on, SHA-256 in hexadecimal."""
+        known = self.expectation
+        channels = known.channels
+        arrays = (channels.center, channels.scale, channels.complete, known.params, known.reference, known.yardstick)
+        found = hashlib.sha256(repr((known.model, channels.names, self.threshold)).encode())
+        for leaf in jax.tree.leaves(arrays):
+            found.update(np.asarray(leaf).tobytes())
+        return found.hexdigest()
 
     def begin(self) -> Progress:
         """Before the first step."""

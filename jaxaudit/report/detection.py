@@ -13,6 +13,7 @@ import xarray as xr
 from markupsafe import Markup
 
 from jaxaudit.report import detection_figures, monitored, style
+from jaxaudit.report.detection_tables import condition_table, told, transfer_table
 from jaxaudit.report.detectors import detector_table, further, verdict
 from jaxaudit.report.load import table
 from jaxaudit.report.output import write_figures, write_page
@@ -20,6 +21,12 @@ from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Table
 
 COMPARISON = "comparison.json"
+
+TRANSFER = "transfer.csv"
+"""In the folder that holds the learners': monitors of some tested on another."""
+
+BESIDE = 1
+"""Baselines beside the monitor in the table by condition, so that it stays legible."""
 
 GLOSSARY = [
     ("clean run", "A training that nothing disturbs. Detectors are fitted to some and calibrated on others."),
@@ -51,6 +58,13 @@ GLOSSARY = [
         "clean runs have a standard deviation of 1 in every direction.",
     ),
     ("onset", "The step at which the perturbation's window opens."),
+    (
+        "fitted to other learners",
+        "Over the channels that all learners have, a monitor is fitted to clean lanes of other learners. Not touched, "
+        "it measures in their units; recalibrated, only its threshold is this learner's; with their parameters alone, "
+        "channels' scales, the envelopes of clean runs at each step and the threshold are this learner's. Several "
+        "learners' runs are cut to the shortest; a step later than theirs is compared to their last.",
+    ),
 ]
 
 
@@ -95,6 +109,7 @@ class Learner:
       detectors: a row for each, the best AUROC first; None where it is not stored.
       conditions: a row for each, or None.
       seen: what the monitor saw of each condition, or None.
+      transfer: a row for each monitor fitted to other learners' lanes, or None.
     """
 
     slug: str
@@ -102,6 +117,7 @@ class Learner:
     detectors: pd.DataFrame | None
     conditions: pd.DataFrame | None
     seen: xr.Dataset | None
+    transfer: pd.DataFrame | None
 
     @property
     def name(self) -> str:
@@ -152,14 +168,36 @@ class Learner:
         rest = None if self.detectors is None else self.detectors[further(self.detectors)]
         return None if rest is None or rest.empty else detector_table(rest, self.mine)
 
+    @property
+    def by_condition(self) -> Table | None:
+        """The monitor's figures of every condition, and the best baseline's."""
+        if self.conditions is None or not (names := told(self.conditions)):
+            return None
+        others = [name for name in names if name != self.mine]
+        return condition_table(self.conditions, [*(name for name in names if name == self.mine), *others[:BESIDE]])
+
+    @property
+    def transferred(self) -> Table | None:
+        """Monitors of other learners' lanes, tested on this one's."""
+        return None if self.transfer is None else transfer_table(self.transfer)
+
 
 def _load(folder: Path) -> Learner:
     store = folder / "trajectories.zarr"
     detectors = table(folder / "detectors.csv", ("detector",))
+    about = json.loads((folder / COMPARISON).read_text(encoding="utf-8"))
     return Learner(
         slug=style.slug(folder.resolve().name),
-        about=json.loads((folder / COMPARISON).read_text(encoding="utf-8")),
+        about=about,
         detectors=None if detectors is None else detectors.sort_values("auroc", ascending=False, kind="stable"),
-        conditions=table(folder / "conditions.csv", ("condition",)),
+        conditions=table(folder / "conditions.csv", ("condition", "perturbation")),
         seen=xr.open_zarr(store, chunks=None) if store.exists() else None,
+        transfer=_transfer(folder.resolve().parent / TRANSFER, about.get("learner")),
     )
+
+
+def _transfer(file: Path, learner: str | None) -> pd.DataFrame | None:
+    """The rows in which this learner is tested, or None."""
+    rows = table(file, ("tested", "fitted_to", "way"))
+    found = None if rows is None else rows[rows["tested"] == learner]
+    return None if found is None or found.empty else found

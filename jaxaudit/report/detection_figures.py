@@ -10,6 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from jaxaudit.report import latent, lines, style
+from jaxaudit.report.detection_tables import CLEAN, told
 from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
 from jaxaudit.report.scored import at_edge, names_of, score_scale, steps, values
 from jaxaudit.report.series import CONTROL_KEY, Line, Panel, thin
@@ -17,7 +18,6 @@ from jaxaudit.report.series import CONTROL_KEY, Line, Panel, thin
 PICKED = 6
 """Most conditions that are drawn."""
 
-CLEAN = "clean"
 COLLAPSED = "lanes that collapsed"
 LABEL = "split(replace(datum.label, '[', ' of ['), ' of ')"
 """A detector's name in rows: what it does, the channel, the entry."""
@@ -158,7 +158,7 @@ def _scaled(
 
 def shares(table: pd.DataFrame, mine: str, file: str) -> Figure | None:
     """Condition by detector: the share of lanes detected, and of clean lanes with a false alarm."""
-    detectors = [name for name in table.columns if name not in ("condition", "lanes", "collapsed")]
+    detectors = told(table)
     if not detectors:
         return None
     detectors.sort(key=lambda name: name != mine)

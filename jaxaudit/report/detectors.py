@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ def verdict(rows: pd.DataFrame | None, mine: str, alpha: float | None, clean: in
         return Markup("No detector has an AUROC yet, so there is no verdict.")
     best = rows.iloc[0]
     text = Markup("<b>{}</b> has the highest AUROC, {:.3f}{}.").format(
-        best["detector"], best["auroc"], _interval(best, "auroc", _share)
+        best["detector"], best["auroc"], _interval(best, "auroc", share)
     )
     own, others = rows[rows["detector"] == mine], rows[rows["detector"] != mine]
     if own.empty:
@@ -50,13 +52,13 @@ def verdict(rows: pd.DataFrame | None, mine: str, alpha: float | None, clean: in
 
 
 def _false_alarms(row: pd.Series, alpha: float | None, clean: int | None) -> Markup:
-    share = float(row.get("false_alarms", np.nan))
-    if math.isnan(share):
+    alarms = float(row.get("false_alarms", np.nan))
+    if math.isnan(alarms):
         return Markup("")
     allowed = "" if alpha is None else f", where {number(100 * alpha, digits=3)}% was allowed"
     runs = "clean runs" if clean is None else f"{clean} clean runs"
     return Markup(" The monitor gave a false alarm in {} of {}{}{}.").format(
-        _percent(share), runs, _interval(row, "false_alarms", _percent), allowed
+        percent(alarms), runs, _interval(row, "false_alarms", percent), allowed
     )
 
 
@@ -70,10 +72,10 @@ def _against(baseline: pd.Series, leads: bool) -> Markup:
     if low > 0 or high < 0:
         verb = "beats" if low > 0 else "is beaten by"
         return Markup(" {} {} {}, by {}{}.").format(
-            who, verb, best, f"{abs(gain):.3f}", _interval(baseline, "gain_auroc", _share, flip=high < 0)
+            who, verb, best, f"{abs(gain):.3f}", _interval(baseline, "gain_auroc", share, flip=high < 0)
         )
     return Markup(" {} cannot be told from {}: its AUROC differs by {}{}.").format(
-        who, best, _signed(gain), _interval(baseline, "gain_auroc", _signed)
+        who, best, signed(gain), _interval(baseline, "gain_auroc", signed)
     )
 
 
@@ -103,26 +105,32 @@ def _cell(row: pd.Series, name: str, mine: str) -> Cell:
         return Cell("")
     show = COLUMNS[name][1]
     value, low, high = (float(row.get(f"{name}{end}", np.nan)) for end in ("", "_low", "_high"))
+    if math.isnan(value) and "lead_time" in name:
+        return Cell("none collapsed", reason="no disturbed lane collapsed, so there is nothing to be ahead of")
+    cell = figure(value, low, high, show=show)
+    return replace(cell, text="no alarm in most") if name == "lead_time" and value == -math.inf else cell
+
+
+def figure(value: float, low: float, high: float, *, show: Callable[[float], str]) -> Cell:
+    """A figure with its interval, where it has one."""
     if math.isnan(value):
-        if "lead_time" in name:
-            return Cell("none collapsed", reason="no disturbed lane collapsed, so there is nothing to be ahead of")
         return Cell("n/a", reason="not defined here")
     known = not (math.isnan(low) or math.isnan(high) or (math.isinf(low) and low == high))
-    interval = f"{show(low)} to {show(high)}" if known else ""
-    if name == "lead_time" and value == -math.inf:
-        return Cell("no alarm in most", interval, "-inf")
-    return Cell(show(value), interval, repr(value))
+    return Cell(show(value), f"{show(low)} to {show(high)}" if known else "", repr(value))
 
 
-def _share(value: float) -> str:
+def share(value: float) -> str:
+    """A share or a probability."""
     return f"{value:.3f}"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
+def percent(value: float) -> str:
+    """A share in percent."""
+    return f"{100 * value:.1f}%"
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A difference of shares."""
     if math.isinf(value):
         return f"{'+' if value > 0 else MINUS}\N{INFINITY}"
     return f"{value:+.3f}".replace("-", MINUS)
@@ -137,10 +145,10 @@ def _gain(value: float) -> str:
 
 
 COLUMNS: dict[str, tuple[str, Any]] = {
-    "auroc": ("AUROC", _share),
-    "gain_auroc": ("monitor's gain in AUROC", _signed),
-    "false_alarms": ("false alarms per clean run", _percent),
-    "detected": ("detected", _percent),
+    "auroc": ("AUROC", share),
+    "gain_auroc": ("monitor's gain in AUROC", signed),
+    "false_alarms": ("false alarms per clean run", percent),
+    "detected": ("detected", percent),
     "lead_time": ("lead time (steps)", _lead),
     "gain_lead_time": ("monitor's gain in lead time", _gain),
 }

@@ -8,7 +8,9 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from jaxaudit.perturbations.core import INTERVENTION
 from jaxaudit.report.critical import control_share, critical_of, rows
+from jaxaudit.report.helped import effect
 from jaxaudit.report.load import Run
 from jaxaudit.report.series import Panel
 
@@ -39,16 +41,20 @@ def verdict(run: Run, groups: list[Panel]) -> Verdict:
         return Verdict(Markup("The metrics are not computed yet, so there is no verdict."), [])
     if not groups:
         return Verdict(Markup("Only the undisturbed control was run; nothing was put to the test."), [])
-    outcomes = [_outcome(run, panel) for panel in groups]
+    effects = [effect(run, panel) for panel in groups]
+    outcomes = [_outcome(run, panel) for panel, told in zip(groups, effects, strict=True) if told is None]
     sentences = [o.sentence for kind in ("collapses", "sometimes", "harmed") for o in outcomes if o.kind == kind]
     sentences += _unharmed(run, [o for o in outcomes if o.kind == "unharmed"])
     sentences += [o.sentence for o in outcomes if o.kind == "unknown"]
+    sentences += [sentence for told in effects if told for sentence in told]
     return Verdict(_lead(run, outcomes), [*sentences, *_caveats(run, groups)])
 
 
 def _lead(run: Run, outcomes: list[_Outcome]) -> Markup:
     names = {kind: [o.panel.title for o in outcomes if o.kind == kind] for kind in ("collapses", "unharmed")}
     total = len(outcomes)
+    if not outcomes:
+        return Markup("Nothing was disturbed: interventions waited for an alarm.")
     if not names["collapses"]:
         text = Markup("Nothing that was tried collapses this learner in half of its seeds or more.")
         if run.seeds == 1:
@@ -201,7 +207,8 @@ def _without_effect(run: Run) -> list[str]:
     found = []
     for _, group in run.conditions.groupby("onset"):
         is_control = group["perturbation"] == "control"
-        disturbed = group[~is_control & (group["magnitude"] != group["neutral"])]
+        nothing = is_control | (group["dimension"] == INTERVENTION) | (group["magnitude"] == group["neutral"])
+        disturbed = group[~nothing]
         for control in group.index[is_control]:
             same = (all(np.array_equal(x[i], x[control], equal_nan=True) for x in stored) for i in disturbed.index)
             found += [str(condition) for condition, equal in zip(disturbed["condition"], same, strict=True) if equal]

@@ -87,6 +87,7 @@ def fork(folder: Path, spec: Spec, out: Path) -> None:
         raise UserError(f"the spec to fork must keep the run's {' and '.join(differing)}")
     spec = spec.expanded()
     grid = replace(spec.build(), tail=0)
+    check_monitor(Path(folder), old_grid, grid)
     stored = {f.onset: f for f in old_grid.forks}
     for onset in (f.onset for f in grid.forks):
         if onset not in stored:
@@ -118,11 +119,20 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
 
 
 def _check_provenance(store: Folder, grid: Grid) -> None:
-    """Raises UserError where what the learner is made from, e.g. a corpus, is not what the run began with."""
+    """Raises UserError where what a run depends on, e.g. a corpus or a monitor, is not what it began with."""
     then = store.read_environment().get("provenance", {})
-    for what, now in grid.program.learner.provenance.items():
+    for what, now in grid.provenance.items():
         if then.get(what) != now:
             raise UserError(f"the run in {store.path} began with another {what}: {then.get(what)}, and now it is {now}")
+
+
+def check_monitor(folder: Path, ran: Grid, grid: Grid) -> None:
+    """Raises UserError where a grid that goes on from a run's onsets has another monitor than the run."""
+    then, now = (one.provenance.get("monitor") for one in (ran, grid))
+    if then is None and now is not None:
+        raise UserError(f"the run in {folder} has no monitor to go on with, and the spec has a [monitor]")
+    if then != now:
+        raise UserError(f"the spec must keep the run's [monitor], {Folder(folder).monitor}, and its alpha")
 
 
 def is_finished(store: Folder) -> bool:
@@ -152,8 +162,17 @@ def _start(
             store.create_telemetry(grid, telemetry_shapes(grid.program), rows)
             if source and stored:
                 _copy_onsets(source, stored, store, grid)
+            spec = _with_its_monitor(spec, store)
             store.write(store.spec, spec.to_toml())
         _execute(store, spec, engine)
+
+
+def _with_its_monitor(spec: Spec, store: Folder) -> Spec:
+    """The spec as it is stored: its monitor, if it has one, is a copy in the run's folder."""
+    if spec.monitor is None:
+        return spec
+    shutil.copyfile(spec.monitor.path, store.monitor)
+    return replace(spec, monitor=replace(spec.monitor, file=store.monitor.name, folder=store.path))
 
 
 def _copy_onsets(source: Folder, stored: dict[int, Fork], store: Folder, grid: Grid) -> None:
@@ -242,7 +261,7 @@ def _announce(spec: Spec, grid: Grid) -> None:
         f"{grid.program.devices[0].platform} device(s)",
         file=sys.stderr,
     )
-    for what, value in grid.program.learner.provenance.items():
+    for what, value in grid.provenance.items():
         print(f"{what}: {value}", file=sys.stderr)
     for onset in sorted({f.onset for f in grid.forks if len(f.conditions) > 1}):
         for sentence in spec.metrics.validate(grid.steps, onset):

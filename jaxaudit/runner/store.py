@@ -56,6 +56,7 @@ class Folder:
         self.path = path
         self.spec = path / "spec.toml"
         self.environment = path / "environment.json"
+        self.monitor = path / "monitor.npz"
         self.checkpoints = path / "checkpoints"
         self.telemetry = path / "telemetry.zarr"
         self.metrics = path / "metrics.csv"
@@ -216,7 +217,7 @@ def environment(grid: Grid) -> dict[str, Any]:
             "fork_widths": [grid.width(fork) for fork in range(len(grid.forks))],
         },
         "byteorder": sys.byteorder,
-        "provenance": dict(grid.program.learner.provenance),
+        "provenance": grid.provenance,
     }
 
 

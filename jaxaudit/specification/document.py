@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
 from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
+from jaxaudit.metastate.watch import MonitorWatch
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.specification.entries import DimensionSpec, Entry, Explicit, read_entry
 from jaxaudit.specification.sections import (
     AuditSpec,
     LearnerSpec,
+    MonitorSpec,
     RunSpec,
     TaskSpec,
     read_audit,
     read_learner,
     read_metrics,
+    read_monitor,
     read_run,
     read_task,
 )
@@ -43,18 +47,21 @@ class Spec:
     perturbations: tuple[Entry, ...]
     metrics: MetricSettings = field(default_factory=MetricSettings)
     run: RunSpec = field(default_factory=RunSpec)
+    monitor: MonitorSpec | None = None
     source: str = field(default="spec", compare=False)
 
     def to_toml(self) -> str:
         """TOML text with every default written out; `parse` gives the same spec again."""
         settings = dataclasses.asdict(self.learner.settings)
         settings.pop("telemetry", None)
+        watched = [("[monitor]", {"file": m.file, "alpha": m.alpha})] if (m := self.monitor) else []
         return to_text(
             [
                 ("[audit]", dataclasses.asdict(self.audit)),
                 ("[task]", dataclasses.asdict(self.task)),
                 ("[learner]", {"kind": self.learner.kind, **settings}),
                 ("[metrics]", dataclasses.asdict(self.metrics)),
+                *watched,
                 ("[run]", dataclasses.asdict(self.run)),
                 *(("[[perturbation]]", entry.values()) for entry in self.perturbations),
             ]
@@ -82,6 +89,7 @@ class Spec:
                 execution=audit.execution,
                 lanes=audit.lanes,
                 tail=self.metrics.window,
+                watch=self._watch(),
             )
 
     def _learner(self) -> Learner:
@@ -90,12 +98,27 @@ class Spec:
         with placed(f"{self.source}: [task] and [learner]"):
             return registry.learners[self.learner.kind](self.task, **chosen)
 
+    def _watch(self) -> Callable[..., MonitorWatch] | None:
+        """What makes the monitor the watch of a learner's telemetry. Raises UserError, as it does itself."""
+        if self.monitor is None:
+            return None
+        place, alpha = f"{self.source}: [monitor]", self.monitor.alpha
+        with placed(place):
+            monitor = self.monitor.read()
+
+        def watch(*telemetry: Any) -> MonitorWatch:
+            with placed(place):
+                return MonitorWatch.of(monitor, alpha, *telemetry)
+
+        return watch
+
     def _fitting(self, learner: Learner) -> list[Explicit]:
         """The entries, dimensions replaced by what the learner's sites allow. Raises UserError."""
         entries = [(_place(self.source, i), entry) for i, entry in enumerate(self.perturbations, 1)]
         options = [(place, entry, one) for place, entry in entries for one in _options(entry)]
         with placed(self.source):
-            reasons = misfits(learner, [one.perturbations()[0] for *_, one in options], self.audit.steps)
+            tried = [one.perturbations()[0] for *_, one in options]
+            reasons = misfits(learner, tried, self.audit.steps, monitored=self.monitor is not None)
         fitting: dict[str, list[Explicit]] = {place: [] for place, _ in entries}
         for (place, entry, one), reason in zip(options, reasons, strict=True):
             if reason is None:
@@ -124,18 +147,18 @@ def load(path: str | Path) -> Spec:
         raise UserError(f"{path} is not UTF-8 text: byte {error.start} cannot be read") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return parse(text, str(path))
+    return parse(text, str(path), Path(path).parent)
 
 
-def parse(text: str, source: str = "spec") -> Spec:
-    """Reads a spec from TOML text; `source` begins the sentence of every UserError."""
+def parse(text: str, source: str = "spec", folder: Path = Path()) -> Spec:
+    """Reads a spec from TOML text; `source` begins the sentence of every UserError, `folder` a monitor's path."""
     try:
         document = tomllib.loads(text)
     except RecursionError:
         raise UserError(f"{source} is nested too deeply") from None
     except ValueError as error:
         raise UserError(f"{source} is not TOML: {error}") from None
-    sections = Table(document, source, ("audit", "task", "learner", "metrics", "run", "perturbation"))
+    sections = Table(document, source, ("audit", "task", "learner", "metrics", "run", "monitor", "perturbation"))
     audit = read_audit(sections)
     return Spec(
         audit=audit,
@@ -144,6 +167,7 @@ def parse(text: str, source: str = "spec") -> Spec:
         perturbations=_read_entries(sections, audit.steps),
         metrics=read_metrics(sections),
         run=read_run(sections),
+        monitor=read_monitor(sections, folder),
         source=source,
     )
 

@@ -214,7 +214,10 @@ def _each(onset: Onsets | None) -> tuple[Onset, ...]:
 
 
 def _factory(kind: str) -> Factory:
-    known = registry.interventions if kind in registry.interventions else registry.perturbations
+    kinds = (registry.perturbations, registry.interventions)
+    known = next((registered for registered in kinds if kind in registered), None)
+    if known is None:
+        raise registry.UnknownName(registry.unknown("perturbation", kind, [name for known in kinds for name in known]))
     factory = known[kind]
     if not isinstance(factory, Factory):
         raise ValueError(f"perturbation '{kind}' was not made by the decorator `perturbation`")

@@ -1,4 +1,4 @@
-"""A spec's tables [audit], [task], [learner], [metrics] and [run], each with its reader."""
+"""A spec's tables [audit], [task], [learner], [metrics], [monitor] and [run], each with its reader."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 import re
 import typing
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
+from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.specification.tables import Table, given
 from jaxaudit.text import BUILT_IN, TOKENIZERS, Text
@@ -83,6 +84,35 @@ class RunSpec:
 
     chunk: int = 0
     checkpoint_every: int = 1
+
+
+@dataclass(frozen=True)
+class MonitorSpec:
+    """[monitor]: what follows every lane, and raises the alarms that interventions wait for.
+
+    Attributes:
+      file: what `Monitor.save` wrote; a relative path begins at `folder`.
+      alpha: false alarms per clean run, at most.
+      folder: the spec's.
+    """
+
+    file: str
+    alpha: float = 0.05
+    folder: Path = field(default=Path(), compare=False)
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return self.folder / self.file
+
+    def read(self) -> Monitor:
+        """The monitor. Raises ValueError if it cannot be read."""
+        try:
+            return Monitor.load(self.path)
+        except FileNotFoundError:
+            raise ValueError(f"there is no file {self.path}") from None
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be read: {error.strerror or error}") from None
 
 
 def read_audit(sections: Table) -> AuditSpec:
@@ -216,6 +246,19 @@ def read_metrics(sections: Table) -> MetricSettings:
         _at_least(table, name, value, 1)
     with placed(sections.place):
         return MetricSettings(**chosen)
+
+
+def read_monitor(sections: Table, folder: Path) -> MonitorSpec | None:
+    """Reads [monitor] of a spec in a folder; None if it has none. Raises UserError."""
+    if "monitor" not in sections:
+        return None
+    table = _section(sections, "monitor", ["file", "alpha"])
+    spec = MonitorSpec(table.get("file", str), table.get("alpha", float, MonitorSpec.alpha), folder)
+    if not spec.file or not spec.file.isprintable():
+        raise UserError(f"{table.place}: file must be a path, not {given(spec.file)}")
+    if not 0 < spec.alpha < 1:
+        raise UserError(f"{table.place}: alpha must lie between 0 and 1, not {spec.alpha:g}")
+    return spec
 
 
 def read_run(sections: Table) -> RunSpec:

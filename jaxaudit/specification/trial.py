@@ -44,13 +44,21 @@ class _Trial(Recorder):
             self.refused[index] = str(error)
 
 
-def misfits(learner: Learner, perturbations: Sequence[Perturbation | Chain], steps: int) -> list[str | None]:
-    """For each perturbation None, or a sentence on why the learner cannot be disturbed by it."""
+def misfits(
+    learner: Learner, perturbations: Sequence[Perturbation | Chain], steps: int, monitored: bool = False
+) -> list[str | None]:
+    """For each perturbation None, or a sentence on why the learner cannot be disturbed by it.
+
+    `monitored` says whether there are alarms for interventions to wait for.
+    """
     parts = [part for perturbation in perturbations for part in perturbation.parts]
     trial = _Trial(steps=steps, perturbations=parts)
     trace(learner, trial)
     reasons = iter(
-        [trial.refused.get(i) or site_misfit(part, trial.sites) or _waits(part) for i, part in enumerate(parts)]
+        [
+            trial.refused.get(i) or site_misfit(part, trial.sites) or (None if monitored else _waits(part))
+            for i, part in enumerate(parts)
+        ]
     )
     by_perturbation = [[next(reasons) for _ in perturbation.parts] for perturbation in perturbations]
     return [next(filter(None, found), None) for found in by_perturbation]
@@ -59,4 +67,4 @@ def misfits(learner: Learner, perturbations: Sequence[Perturbation | Chain], ste
 def _waits(part: Perturbation) -> str | None:
     if "alarm" not in part.needs:
         return None
-    return f"'{part.name}' waits for a monitor's alarm, which a spec has none of; ja.audit(..., monitor=...) has"
+    return f"'{part.name}' waits for a monitor's alarm, which a spec has none of without a table [monitor]"

@@ -1,0 +1,52 @@
+"""Telemetry of a known law, disturbed at a known step: how much of it the monitor and every baseline detect.
+
+    python experiments/detection/known_answer.py -o OUT
+
+Three disturbances (planted.py says of what): a drift of all channels together, a growing noise of one channel, and
+one channel on its way to a fold. Shares have Wilson's intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+from planted import System
+
+from jaxaudit.cli import prepare_jax
+from jaxaudit.detection.baselines import standard
+from jaxaudit.detection.comparison import Settings, compare
+from jaxaudit.detection.learned import MetaState
+from jaxaudit.detection.summary import by_condition
+
+SIZES = {"drift": 0.5, "ramp": 1.5, "fold": 0.05}
+"""Of the disturbances, in the units of `System.runs`."""
+
+
+def main() -> None:
+    """Compares, prints and writes the table."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("-o", dest="out", type=Path, required=True, help="folder of the results")
+    options.add_argument("--clean", type=int, default=400, metavar="N", help="clean runs (%(default)s)")
+    options.add_argument("--disturbed", type=int, default=100, metavar="N", help="runs of each kind (%(default)s)")
+    options.add_argument("--alpha", type=float, default=0.05, metavar="X", help="false alarms per clean run")
+    arguments = options.parse_args()
+    prepare_jax()
+    lanes = System().lanes(arguments.clean, arguments.disturbed, **SIZES)
+    said = compare(lanes, [MetaState(), *standard(lanes.channels)], Settings(alpha=arguments.alpha))
+    found = by_condition(said, list(said.detector.unique()))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found.to_csv(arguments.out / "known_answer.csv", index=False)
+    print(in_words(found).to_string())
+
+
+def in_words(found: pd.DataFrame) -> pd.DataFrame:
+    """A row for each detector and a column for each condition: the share detected, of clean runs with a false alarm."""
+    share = "{detected:.2f} [{detected_low:.2f}, {detected_high:.2f}]"
+    told = found.assign(share=[share.format(**row) for row in found.to_dict("records")])
+    return told.pivot_table(index="detector", columns="condition", values="share", aggfunc="first", sort=False)
+
+
+if __name__ == "__main__":
+    main()
