@@ -1,6 +1,7 @@
-"""PPO with a monitor in its training loop: does intervening at its alarms keep trainings from collapse?
+"""A monitor in the training loop: does intervening at its alarms keep trainings from collapse?
 
-    python experiments/detection/closed_loop.py runs/ppo-clean -o OUT
+    python experiments/detection/closed_loop.py ppo runs/ppo-clean -o OUT
+    python experiments/detection/closed_loop.py gpt2 runs/gpt2-clean -o OUT
 
 The monitor is fitted to half of the clean run's lanes and calibrated on the others; trained are other seeds.
 """
@@ -17,36 +18,44 @@ import xarray as xr
 import jaxaudit as ja
 from jaxaudit.cli import prepare_jax
 from jaxaudit.metrics import MetricSettings
+from jaxaudit.specification.document import load
 
-STEPS, ONSET = 240, 0.4
-DISTURBANCES = (ja.weight_noise(0.3, onset=ONSET), ja.lr_spike(1000.0, onset=ONSET))
+ONSET = 0.4
+DISTURBANCES = {
+    "ppo": (ja.weight_noise(0.3, onset=ONSET), ja.lr_spike(1000.0, onset=ONSET)),
+    "gpt2": (ja.momentum_noise(0.1, onset=ONSET), ja.lr_spike(100.0, onset=ONSET)),
+}
 INTERVENTIONS = (ja.roll_back(10, onset=ONSET), ja.lower_learning_rate(0.0, onset=ONSET))
 
 
 def main() -> None:
     """Trains, and writes the table."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("clean", type=Path, help="the folder of experiments/detection/ppo-clean.toml's run")
+    options.add_argument("learner", choices=tuple(DISTURBANCES), help="which")
+    options.add_argument("clean", type=Path, help="the folder of its clean run's, experiments/detection/*-clean.toml")
     options.add_argument("-o", dest="out", type=Path, required=True, help="folder of the results")
     options.add_argument("--seeds", type=int, default=16, help="(%(default)s)")
     arguments = options.parse_args()
     prepare_jax()
     clean = xr.open_zarr(arguments.clean / "telemetry.zarr").load()
     monitor = ja.Monitor.fit(clean.isel(condition=0))
-    learner = ja.learners.ppo(
-        "InvertedPendulum-v5", num_envs=4, rollout_length=64, evaluations=2, evaluation_episodes=2
-    )
+    spec = load(arguments.clean / "spec.toml")
     grid = []
-    for disturb in DISTURBANCES:
+    for disturb in DISTURBANCES[arguments.learner]:
         grid += [disturb, *(ja.chain(disturb, intervene) for intervene in INTERVENTIONS)]
     grid += INTERVENTIONS
-    seeds = range(5000, 5000 + arguments.seeds)
     found = ja.audit(
-        learner, grid, seeds=seeds, steps=STEPS, monitor=monitor, settings=MetricSettings(window=30, hold=50)
+        spec.build().program.learner,
+        grid,
+        seeds=range(5000, 5000 + arguments.seeds),
+        steps=spec.audit.steps,
+        execution=spec.audit.execution,
+        monitor=monitor,
+        settings=MetricSettings(window=30, hold=50),
     )
     arguments.out.mkdir(parents=True, exist_ok=True)
     table = tell(found)
-    table.to_csv(arguments.out / "closed_loop.csv", index=False)
+    table.to_csv(arguments.out / f"closed_loop_{arguments.learner}.csv", index=False)
     print(table.to_string(index=False))
     print("without an alarm, and not bitwise as without interventions:", unlike(found.telemetry))
 
@@ -57,21 +66,22 @@ def tell(found: ja.Result) -> pd.DataFrame:
     P_div is Table S5's: the share of seeds that have collapsed by half of the training.
     """
     times = found.metrics.collapse_time.values
-    collapsed, early = np.isfinite(times), times < STEPS / 2
+    collapsed, early = np.isfinite(times), times < found.telemetry.sizes["step"] / 2
     onset = int(found.telemetry.onset[-1])
     alarmed = (found.telemetry.alarm.values[..., onset:] > 0).any(-1)
     rows = []
     each = 1 + len(INTERVENTIONS)
+    disturbed = found.telemetry.sizes["condition"] - len(INTERVENTIONS)
     for column, condition in enumerate(found.telemetry.condition.values):
         row = {
             "condition": condition,
             "P_div": share(early[:, column]),
             "collapsed": share(collapsed[:, column]),
             "alarmed": f"{alarmed[:, column].mean():.2f}",
-            "final performance, median": f"{np.median(found.metrics.final_performance.values[:, column]):.0f}",
+            "final performance, median": f"{np.median(found.metrics.final_performance.values[:, column]):.4g}",
         }
         alone = 1 + (column - 1) // each * each
-        if 0 < column < 1 + each * len(DISTURBANCES) and column != alone:
+        if 0 < column < disturbed and column != alone:
             row["less P_div"] = less(early[:, alone], early[:, column])
             row["less collapsed"] = less(collapsed[:, alone], collapsed[:, column])
         rows.append(row)
@@ -93,8 +103,9 @@ def less(without: np.ndarray, with_it: np.ndarray) -> str:
 def unlike(telemetry: xr.Dataset) -> str:
     """Of the lanes that had no alarm, how many differ from their twin whose interventions are switched off."""
     each, last = 1 + len(INTERVENTIONS), telemetry.sizes["condition"]
-    twins = [(1 + d * each + i, 1 + d * each) for d in range(len(DISTURBANCES)) for i in range(1, each)]
-    twins += [(column, 0) for column in range(last - len(INTERVENTIONS), last)]
+    disturbed = last - len(INTERVENTIONS)
+    twins = [(d + i, d) for d in range(1, disturbed, each) for i in range(1, each)]
+    twins += [(column, 0) for column in range(disturbed, last)]
     onset = int(telemetry.onset[-1])
     quiet = differ = 0
     own = [name for name in telemetry.data_vars if "condition" in telemetry[name].dims]
