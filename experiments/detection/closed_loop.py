@@ -18,12 +18,27 @@ import xarray as xr
 import jaxaudit as ja
 from jaxaudit.cli import prepare_jax
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.specification.document import load
 
 ONSET = 0.4
 DISTURBANCES = {
     "ppo": (ja.weight_noise(0.3, onset=ONSET), ja.lr_spike(1000.0, onset=ONSET)),
     "gpt2": (ja.momentum_noise(0.1, onset=ONSET), ja.lr_spike(100.0, onset=ONSET)),
+}
+LEARNERS = {
+    "ppo": lambda: ja.learners.ppo(
+        "InvertedPendulum-v5", num_envs=4, rollout_length=64, evaluations=2, evaluation_episodes=2
+    ),
+    "gpt2": lambda: ja.learners.language_model(
+        "python-stdlib",
+        size="nano",
+        context=32,
+        batch_size=4,
+        accumulation=4,
+        learning_rate=3e-3,
+        warmup=0.05,
+        held_out=8,
+        validation=64,
+    ),
 }
 INTERVENTIONS = (ja.roll_back(10, onset=ONSET), ja.lower_learning_rate(0.0, onset=ONSET))
 
@@ -39,17 +54,16 @@ def main() -> None:
     prepare_jax()
     clean = xr.open_zarr(arguments.clean / "telemetry.zarr").load()
     monitor = ja.Monitor.fit(clean.isel(condition=0))
-    spec = load(arguments.clean / "spec.toml")
     grid = []
     for disturb in DISTURBANCES[arguments.learner]:
         grid += [disturb, *(ja.chain(disturb, intervene) for intervene in INTERVENTIONS)]
     grid += INTERVENTIONS
     found = ja.audit(
-        spec.build().program.learner,
+        LEARNERS[arguments.learner](),
         grid,
         seeds=range(5000, 5000 + arguments.seeds),
-        steps=spec.audit.steps,
-        execution=spec.audit.execution,
+        steps=clean.sizes["step"],
+        execution="map" if arguments.learner == "gpt2" else "vmap",
         monitor=monitor,
         settings=MetricSettings(window=30, hold=50),
     )

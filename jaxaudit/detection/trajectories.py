@@ -7,13 +7,13 @@ import xarray as xr
 
 from jaxaudit.detection.comparison import Settings, splits
 from jaxaudit.detection.lanes import Lanes
+from jaxaudit.detection.summary import CLEAN
 from jaxaudit.detection.view import QUANTILES, over_lanes, plane
 from jaxaudit.learner import PERFORMANCE
 from jaxaudit.metastate.calibration import threshold
 from jaxaudit.metastate.monitor import Expectation
 
 SAMPLES = 4
-CLEAN = "clean"
 
 
 def trajectories(lanes: Lanes, known: Expectation, settings: Settings) -> xr.Dataset:
