@@ -330,7 +330,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.parametrize("free", [0, 8, 100])
+@pytest.mark.parametrize("free", [0, *(pytest.param(free, marks=pytest.mark.slow) for free in (8, 100))])
 def test_a_full_disk(free, server, reference, small_disk, tmp_path):
     """With so many KiB free when training begins; the memory check is told that there is room."""
     folder = small_disk / "run"
@@ -495,7 +495,7 @@ def test_resumed_on_something_else(server, stopped, reference, tmp_path):
     assert_same(folder, reference)
 
 
-@pytest.mark.parametrize("devices", ["1", "3"])
+@pytest.mark.parametrize("devices", ["1", pytest.param("3", marks=pytest.mark.slow)])
 def test_resumed_on_other_devices(devices, server, stopped, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(stopped, folder)

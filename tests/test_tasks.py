@@ -24,7 +24,7 @@ from jaxaudit.tasks._brax import Env, State, mjx
 from jaxaudit.tasks.engine import PhysicsState
 
 NAMES = sorted(TASKS)
-MJX_QUICK = ("HalfCheetah-v5", "InvertedPendulum-v5", "Reacher-v5")  # to compile
+MJX_QUICK = ("InvertedPendulum-v5", "Reacher-v5")  # to compile
 ON_BOTH = pytest.mark.parametrize(
     ("name", "physics"),
     [pytest.param(name, "c", id=f"{name}-c") for name in NAMES]
