@@ -35,7 +35,7 @@ class Axis:
 
     @property
     def _reference(self) -> float:
-        return float(self.part.magnitude)  # type: ignore[arg-type]
+        return _magnitude(self.part)
 
     @property
     def factor(self) -> bool:
@@ -130,7 +130,7 @@ class Ray:
         if any(not _same(axis, part, steps) for axis, part in zip(self.axes, condition.parts, strict=True)):
             return None
         parts = zip(self.axes, condition.parts, strict=True)
-        found = [axis.u(float(p.magnitude)) for axis, p in parts if not axis.fixed]  # type: ignore[arg-type]
+        found = [axis.u(_magnitude(part)) for axis, part in parts if not axis.fixed]
         if max(found) - min(found) > 1e-9 or self.range.snap(found[0]) - found[0] > 1e-9:
             return None
         return found[0]
@@ -215,11 +215,15 @@ def _range(axes: tuple[Axis, ...], points: tuple[float, ...], reach: float) -> R
     return replace(found, low=low if found.neutral else axes[0].snap(low), snap=axes[0].snap)
 
 
+def _magnitude(part: Perturbation) -> float:
+    """The one magnitude of a part whose sweep is unrolled."""
+    return float(part.magnitude)  # type: ignore[arg-type]
+
+
 def _same(axis: Axis, part: Perturbation, steps: int) -> bool:
     """Whether `part` is what the axis varies, at some magnitude on its side."""
     mine, theirs = ((p.name, p.site, p.apply, p.neutral, p.target, p.when.resolve(steps)) for p in (axis.part, part))
-    magnitude = float(part.magnitude)  # type: ignore[arg-type]
-    own = float(axis.part.magnitude)  # type: ignore[arg-type]
+    magnitude, own = _magnitude(part), _magnitude(axis.part)
     if axis.fixed:
         return mine == theirs and magnitude == own
     usable = magnitude != part.neutral and math.isfinite(magnitude)
