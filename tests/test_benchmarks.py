@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
         ["kernels"],
         ["lanes"],
         ["monitor"],
+        ["off_policy", "--no-sb3"],
         ["overhead"],
         ["language_model", "--parts", "losses", "memory"],
         ["language_model", "--parts", "lanes"],

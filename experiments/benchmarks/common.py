@@ -146,6 +146,41 @@ class Advance:
         return jax.block_until_ready(self.compiled(*placed))
 
 
+class Audit:
+    """A grid of one onset, compiled: called, it trains the baseline and, from its states at the onset, every lane.
+
+    The learner is one without data.
+    """
+
+    def __init__(self, plan: Any):
+        from jaxaudit.execution.engine import Engine
+        from jaxaudit.grid import Phase
+
+        self._plan = plan
+        self._engine = Engine(plan, plan.steps)
+        self._baseline, self._forks = Phase(None), Phase(0)
+        self._train(onset=1, tail=0, stop=2)
+
+    def __call__(self) -> None:
+        """Trains the grid."""
+        plan = self._plan
+        onset = plan.forks[0].onset
+        self._train(onset, plan.baseline_steps - onset, plan.steps)
+
+    def whole(self, stop: int | None = None) -> None:
+        """Trains the same lanes from step 0, each for itself, by the same program; called first, it compiles."""
+        start = self._engine.initial(self._forks)
+        self._engine.advance(self._forks, start, 0, self._plan.steps if stop is None else stop)
+
+    def _train(self, onset: int, tail: int, stop: int) -> None:
+        engine = self._engine
+        states, _ = engine.advance(self._baseline, engine.initial(self._baseline), 0, onset)
+        held = engine.copies(self._baseline, states)
+        if tail:
+            engine.advance(self._baseline, states, onset, onset + tail)
+        engine.advance(self._forks, engine.forked(lambda seeds: held, self._forks), onset, stop)
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A markdown table."""
     lines = [header, ["---"] * len(header), *rows]

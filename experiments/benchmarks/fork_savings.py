@@ -41,28 +41,15 @@ def build(arguments, onset: float):
     """The grid, and calls that run it forked and whole, by the same compiled programs."""
     import jaxaudit as ja
     from jaxaudit import grid
-    from jaxaudit.execution.engine import Engine
 
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
     learner = ja.learners.ppo(common.TASK, evaluations=0, **small)
     spike = ja.lr_spike(ja.sweep(3.0, 10.0, 30.0), onset=onset, duration=2)
     batch = "vmap" if arguments.execution == "vmap" else math.ceil(arguments.seeds / arguments.devices)
     plan = grid.plan(learner, [spike], seeds=arguments.seeds, steps=arguments.steps, execution=batch, tail=0)
-    engine = Engine(plan, plan.steps)
-    baseline, group, begin = grid.Phase(None), grid.Phase(0), plan.forks[0].onset
-
-    def forked(onset: int = begin, stop: int = plan.steps) -> None:
-        states, _ = engine.advance(baseline, engine.initial(baseline), 0, onset)
-        held = engine.copies(baseline, states)
-        engine.advance(group, engine.forked(lambda seeds: held, group), onset, stop)
-
-    def whole(stop: int = plan.steps) -> None:
-        engine.advance(group, engine.initial(group), 0, stop)
-
-    # Everything that either side calls is compiled here.
-    forked(1, 2)
-    whole(1)
-    return plan, {"whole": whole, "forked": forked}
+    audit = common.Audit(plan)
+    audit.whole(1)
+    return plan, {"whole": audit.whole, "forked": audit}
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 Both have Table S2's settings and one update for each env step, which is nearly all they do. The lanes are those of an
 audit, with full telemetry; Stable-Baselines3 runs with one environment, its default, or eight, with one PyTorch thread
 or one per core, and as one process or one per core. Neither side evaluates its policy, and both learn from the first
-steps on. "Updates alone" are the same lanes' updates of one minibatch over and over, written down with optax and
-nothing else: no environment, no replay buffer, no taps, no telemetry. The second table is what a replay buffer costs:
-time, for it must be written in place, and memory.
+steps on. "Audit" is a grid of 2 seeds x 15 conditions, as many as experiments/four_learners has, that fork from their
+seed's baseline at 30%; its env steps are those of all 30 lanes' whole trainings, as a user without forks would have to
+train them. "Updates alone" are the lanes' updates of one minibatch over and over, written down with optax and nothing
+else: no environment, no replay buffer, no taps, no telemetry. The second table is what a replay buffer costs: time, for
+it must be written in place, and memory.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ def main() -> None:
     """Runs the benchmark."""
     options = common.parser(__doc__.splitlines()[0], repetitions=3)
     options.add_argument("--python", default=sys.executable, help="Python with stable-baselines3 (this one)")
+    options.add_argument("--no-sb3", action="store_true", help="without Stable-Baselines3")
     options.add_argument("--learners", nargs="+", default=list(LEARNERS), choices=LEARNERS)
     options.add_argument("--lanes", type=int, nargs="+", default=[4, 8])
     options.add_argument("--execution", nargs="+", default=["vmap"], help="vmap, map, batch size")
@@ -56,6 +59,9 @@ def compare(arguments, name: str) -> dict:
             candidates[called] = functools.partial(untimed, advance, 1, 2)
             work[called] = lanes * arguments.env_steps
             compile_seconds[called] = advance.compile_seconds
+    audit, env_steps = audit_of(arguments, name)
+    candidates[called := "jaxaudit: audit, shared prefix counted for every lane"] = audit
+    work[called] = env_steps
     called = f"updates alone: {max(arguments.lanes)} lanes"
     candidates[called] = updates_alone(arguments, name, max(arguments.lanes))
     work[called] = max(arguments.lanes) * arguments.env_steps
@@ -64,7 +70,7 @@ def compare(arguments, name: str) -> dict:
         for processes, threads in sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
         for envs in (1, 8)
     ]
-    for processes, threads, envs in variants[: 1 if arguments.quick else None]:
+    for processes, threads, envs in [] if arguments.no_sb3 else variants[: 1 if arguments.quick else None]:
         called = f"SB3: processes {processes}, threads {threads}, environments {envs}"
         candidates[called] = functools.partial(
             common.sb3, arguments.python, name, arguments.sb3_steps, processes, threads, envs
@@ -72,9 +78,8 @@ def compare(arguments, name: str) -> dict:
         work[called] = processes * arguments.sb3_steps
     timings = common.interleave(candidates, arguments.repetitions)
     rates = {called: work[called] / timing.median for called, timing in timings.items()}
-    alone = [called for called in rates if called.startswith("SB3: processes 1,")]
-    best = max(alone, key=rates.__getitem__)
-    rows = [(called, t.rate(work[called]), f"{rates[called] / rates[best]:.2f}") for called, t in timings.items()]
+    best = max((rate for called, rate in rates.items() if called.startswith("SB3: processes 1,")), default=float("nan"))
+    rows = [(called, t.rate(work[called]), f"{rates[called] / best:.2f}") for called, t in timings.items()]
     header = (name, "env steps/s: median (lowest - highest)", "x of the fastest single process")
     return {
         "table": common.table(header, rows),
@@ -83,6 +88,19 @@ def compare(arguments, name: str) -> dict:
         "env_steps_per_second": rates,
         "compile_seconds": compile_seconds,
     }
+
+
+def audit_of(arguments, name: str) -> tuple[common.Audit, int]:
+    """A grid with all that an audit trains, in batches of 4 lanes, and the env steps of its lanes' whole trainings."""
+    import jaxaudit as ja
+    from jaxaudit import grid
+
+    settings = {"iteration_steps": max(64, arguments.env_steps // 4), "learning_starts": 0, "buffer_size": 100_000}
+    learner = getattr(ja.learners, name)(common.TASK, evaluations=0, **settings)
+    magnitudes = [float(1 + m) for m in range(1 if arguments.quick else 14)]
+    spikes = ja.lr_spike(ja.sweep(*magnitudes), onset=0.3, duration=2)
+    plan = grid.plan(learner, [spikes], seeds=2, steps=10, execution=2, tail=0)
+    return common.Audit(plan), len(plan.seeds) * len(plan.conditions) * plan.steps * settings["iteration_steps"]
 
 
 def updates_alone(arguments, name: str, lanes: int) -> Callable[[], None]:
@@ -111,7 +129,7 @@ def updates_alone(arguments, name: str, lanes: int) -> Callable[[], None]:
         params, optimizer = networks.params, networks.optimizer
         for part, loss in turns:
             now = Networks(params, networks.target, optimizer)
-            gradient, _ = jax.grad(loss, has_aux=True)(params[part], now, batch, key)
+            gradient, _ = jax.grad(loss, has_aux=True)(params[part], now, batch, key, learner.coefficients(params))
             change, state = adam.update(gradient, optimizer[part])
             params = params | {part: optax.apply_updates(params[part], change)}
             optimizer = optimizer | {part: state}
