@@ -418,6 +418,9 @@ def evaluate(
     return values
 
 
+_evaluate = jax.jit(evaluate, static_argnames="settings")
+
+
 def explain(
     series: Any,
     onset: int,
@@ -441,7 +444,7 @@ def explain(
     chosen = settings or MetricSettings()
     x = np.asarray(series, np.float64)
     if values is None:
-        values = evaluate(series, onset, settings=chosen, latents=latents)
+        values = _evaluate(series, onset, settings=chosen, latents=latents)
     missing = [name for name, value in values.items() if np.isnan(float(value))]
     return {name: _reason(name, x, int(onset), chosen) for name in missing}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -194,9 +194,18 @@ def lane_step(
     return LaneState(learner, taps.memory or {}, watched), telemetry
 
 
-@functools.lru_cache(maxsize=64)
+def undisturbed(program: Program) -> Program:
+    """The program of a baseline, which is the same whatever disturbs its forks."""
+    return replace(program, kinds=(), paths=())
+
+
 def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
     """The shape of one lane's value in each channel."""
+    return _telemetry_shapes(undisturbed(program))
+
+
+@functools.lru_cache(maxsize=64)
+def _telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
 
     def one(seed: jax.Array, data: Any) -> Telemetry:
         state = first_state(program, jax.random.key(seed))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -73,7 +74,7 @@ def derived(performance: np.ndarray, settings: metrics.MetricSettings) -> dict[s
     x_gen is the exponential moving average with the window's span, begun at the first finite value.
     """
     flat = performance.reshape(-1, performance.shape[-1])
-    x_inst = np.asarray(jax.jit(jax.vmap(partial(metrics.instability_index, window=settings.window)))(flat))
+    x_inst = np.asarray(_instability(settings.window)(flat))
     rate = 2.0 / (settings.window + 1.0)
     x_gen = np.full_like(flat, np.nan)
     current = flat[:, 0]
@@ -82,6 +83,18 @@ def derived(performance: np.ndarray, settings: metrics.MetricSettings) -> dict[s
             current = np.where(np.isnan(current), flat[:, t], current + rate * (flat[:, t] - current))
             x_gen[:, t] = current
     return {"x_inst": x_inst.reshape(performance.shape), "x_gen": x_gen.reshape(performance.shape)}
+
+
+@cache
+def _instability(window: int) -> Callable[..., Any]:
+    """`instability_index` of lanes `[L, T]`; kept, or every call would compile it again."""
+    return jax.jit(jax.vmap(partial(metrics.instability_index, window=window)))
+
+
+@cache
+def _evaluation(settings: metrics.MetricSettings) -> Callable[..., Any]:
+    """`evaluate` of lanes `[S, C, T]`, whose conditions have onsets `[C]`; kept, too."""
+    return jax.jit(jax.vmap(jax.vmap(partial(metrics.evaluate, settings=settings)), in_axes=(0, None)))
 
 
 def telemetry(grid: Grid, arrays: dict[str, np.ndarray]) -> xr.Dataset:
@@ -110,8 +123,7 @@ def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Datas
     """
     series = data[PERFORMANCE].transpose(*DIMS).values
     onsets = data["onset"].values
-    evaluate = jax.jit(jax.vmap(jax.vmap(partial(metrics.evaluate, settings=settings)), in_axes=(0, None)))
-    values = {name: np.asarray(x) for name, x in evaluate(series, onsets).items()}
+    values = {name: np.asarray(x) for name, x in _evaluation(settings)(series, onsets).items()}
     for name in registry.metrics:
         each_lane = jax.vmap(jax.vmap(registry.metrics[name]), in_axes=(0, None))
         values[name] = np.asarray(jax.jit(each_lane)(series, onsets))

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "experiments" / "detection"))  #
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # small programs, too: every file has the same ones
 
 
 LONG = ("promises", "durable", "off_policy_audit", "language_model", "ppo", "replay", "on_policy", "off_policy", "trpo")

@@ -3,7 +3,7 @@
 import jax
 import pytest
 from quadratic import quadratic
-from test_durable import SPEC
+from test_durable import FEW
 
 import jaxaudit as ja
 from jaxaudit.errors import UserError
@@ -12,14 +12,22 @@ from jaxaudit.runner import durable, replay
 from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
 
+LEARNER = quadratic(None, adam=False)
+
 
 def grid(execution, devices=2):
     spikes = [ja.lr_spike(ja.sweep(2.0, 3.0), onset=3, duration=2)]
-    return ja.plan(quadratic(None), spikes, seeds=3, steps=12, execution=execution, devices=jax.devices()[:devices])
+    return ja.plan(LEARNER, spikes, seeds=3, steps=12, execution=execution, devices=jax.devices()[:devices])
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Collecting the garbage of all tests takes a while, and has no part in what is chosen."""
+    monkeypatch.setattr(choice, "give_back", lambda: None)
 
 
 @pytest.mark.parametrize("fastest", ["vmap", "map", "map on one device"])
-def test_the_fastest_is_taken(monkeypatch, fastest):
+def test_the_fastest_is_taken(monkeypatch, quick, fastest):
     candidates = choice.candidates(grid("auto"))
     speeds = {id(candidate): 2.0 if name == fastest else 1.0 for name, candidate in candidates.items()}
     monkeypatch.setattr(choice, "candidates", lambda grid: candidates)
@@ -37,7 +45,7 @@ def test_what_was_chosen_is_not_measured():
         assert measured == {}
 
 
-def test_what_does_not_fit_is_left_out(monkeypatch):
+def test_what_does_not_fit_is_left_out(monkeypatch, quick):
     def speed(grid, rows):
         if grid.program.execution == "vmap":
             raise UserError("too much")
@@ -56,11 +64,11 @@ def test_what_does_not_fit_is_left_out(monkeypatch):
 
 
 def test_an_audit_tells_what_was_chosen():
-    spikes = [ja.lr_spike(2.0, onset=3, duration=2)]
-    chosen = ja.audit(quadratic(None), spikes, seeds=2, steps=12, execution="auto").telemetry.attrs
+    spikes = [ja.lr_spike(ja.sweep(2.0, 3.0), onset=3, duration=2)]  # the programs of `grid`
+    chosen = ja.audit(LEARNER, spikes, seeds=3, steps=12, execution="auto").telemetry.attrs
     assert chosen["execution"] in ("vmap", "map")
     assert chosen["execution"] == max(chosen["measured"], key=chosen["measured"].get).split()[0]
-    assert "measured" not in ja.audit(quadratic(None), spikes, seeds=2, steps=12).telemetry.attrs
+    assert "measured" not in ja.audit(LEARNER, spikes, seeds=3, steps=12).telemetry.attrs
 
 
 def test_speeds_are_lane_steps_per_second():
@@ -75,7 +83,7 @@ def test_speeds_are_lane_steps_per_second():
 
 def test_a_run_records_it_and_is_replayed_by_it(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "_speed", lambda grid, rows, **_: 2.0 if grid.program.execution == "map" else 1.0)
-    text = SPEC.replace("[audit]", '[audit]\nexecution = "auto"')
+    text = FEW.replace("[audit]", '[audit]\nexecution = "auto"')
     durable.run(parse(text), tmp_path / "run")
     recorded = Folder(tmp_path / "run").read_environment()
     assert recorded["lane_layout"]["execution"] == "map"

@@ -104,14 +104,24 @@ def test_lanes_that_would_diverge_are_rescued(rescued):
     assert (final.isel(condition=4).values > -100).all()
 
 
-@pytest.mark.parametrize("name", ["tighten_clip", "reset_moments", "roll_back", "lower_learning_rate"])
-def test_every_intervention_acts_on_alarm_alone(monitor, name):
-    act = getattr(ja, name)(onset=ONSET)
-    found = watched(monitor, [spike(60.0), ja.chain(spike(60.0), act), act], seeds=6)
-    alarmed, equal = pairs(found, 1, 2)
+ACTS = ["tighten_clip", "reset_moments", "roll_back", "lower_learning_rate"]
+
+
+@pytest.fixture(scope="module")
+def acting(monitor):
+    """The control, a destructive spike, and for each intervention the spike with it and it alone."""
+    acts = [getattr(ja, name)(onset=ONSET) for name in ACTS]
+    helped = [condition for act in acts for condition in (ja.chain(spike(60.0), act), act)]
+    return watched(monitor, [spike(60.0), *helped], seeds=12, settings=WINDOWS)
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_every_intervention_acts_on_alarm_alone(acting, name):
+    helped = 2 + 2 * ACTS.index(name)
+    alarmed, equal = pairs(acting, 1, helped)
     assert alarmed.all()
     assert not equal.any()
-    alarmed, equal = pairs(found, 0, 3)
+    alarmed, equal = pairs(acting, 0, helped + 1)
     assert equal[~alarmed].all()
     assert (~alarmed).any()
 
@@ -245,8 +255,8 @@ def test_a_monitored_run_is_replayed_and_forked_from_its_folder_alone(server, fi
 
 def test_a_monitored_run_is_killed_and_resumed(server, finished, tmp_path):  # noqa: F811
     shutil.copy(finished / "monitor.npz", tmp_path / "fitted.npz")
-    folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills=4)
-    assert len(landed) >= 3
+    folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills=3)
+    assert len(landed) >= 2
     assert_same(folder, finished)
 
 

@@ -1,5 +1,7 @@
 """The grid as a program: execution modes, devices, several onsets, what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,12 @@ import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.metrics import MetricSettings
 
-LEARNER = quadratic(None)
+SLOW = pytest.mark.slow
+LEARNER = quadratic(None, adam=False)
 PERTURBATIONS = [
     ja.lr_spike(ja.sweep(3.0, 10.0), onset=5),
-    ja.weight_noise(0.5, onset=5),
-    ja.gradient_sign_flip(0.3, onset=12, duration=3),
+    ja.weight_noise(0.5, onset=12),
+    ja.lr_spike(0.3, onset=12, duration=3),
 ]
 
 
@@ -24,8 +27,13 @@ def performance(**options):
 
 
 @pytest.fixture(scope="module")
-def expected():
-    return performance()
+def audited():
+    return ja.audit(LEARNER, PERTURBATIONS, seeds=3, steps=30)
+
+
+@pytest.fixture(scope="module")
+def expected(audited):
+    return audited.telemetry["performance"].values
 
 
 def test_without_perturbations_every_seed_is_trained_undisturbed(expected):
@@ -35,7 +43,7 @@ def test_without_perturbations_every_seed_is_trained_undisturbed(expected):
     np.testing.assert_allclose(found["performance"].values[:, 0], expected[:, 0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("execution", ["map", 1, 2, 5, 100])
+@pytest.mark.parametrize("execution", ["map", 2, *(pytest.param(size, marks=SLOW) for size in (1, 5, 100))])
 def test_every_execution_gives_the_same_lanes(expected, execution):
     np.testing.assert_allclose(performance(execution=execution), expected, rtol=1e-5)
 
@@ -54,28 +62,27 @@ def test_one_device_gives_the_same_lanes_as_two(expected):
     np.testing.assert_allclose(performance(devices=jax.devices()[:1]), expected, rtol=1e-5)
 
 
-def test_several_onsets_each_have_a_control_and_share_the_baseline():
-    result = ja.audit(LEARNER, PERTURBATIONS, seeds=3, steps=30)
-    data = result.telemetry
+def test_several_onsets_each_have_a_control_and_share_the_baseline(audited):
+    data = audited.telemetry
     assert list(data["condition"].values) == [
         "control @5",
         "lr_spike 3 @5",
         "lr_spike 10 @5",
-        "weight_noise 0.5 @5",
         "control @12",
-        "gradient_sign_flip 0.3 @12",
+        "weight_noise 0.5 @12",
+        "lr_spike 0.3 @12",
     ]
     values = data["performance"].values
     assert (values[:, :, :5] == values[:, :1, :5]).all()
-    assert (values[:, 5, :12] == values[:, 4, :12]).all()
-    np.testing.assert_allclose(values[:, 4], values[:, 0], rtol=1e-5)
+    assert (values[:, 3:, :12] == values[:, 3:4, :12]).all()
+    np.testing.assert_allclose(values[:, 3], values[:, 0], rtol=1e-5)
     assert data.attrs["noise_floor"] < 1e-4
 
 
 def test_forks_of_unequal_width_are_each_of_their_own_program():
-    plan = ja.plan(LEARNER, PERTURBATIONS, seeds=3, steps=30)
-    assert [plan.width(fork) for fork in (0, 1)] == [12, 6]
-    assert plan.lane_steps == 3 * (30 + 4 * 25 + 2 * 18)
+    plan = ja.plan(LEARNER, PERTURBATIONS[:2], seeds=3, steps=30)
+    assert [plan.width(fork) for fork in (0, 1)] == [10, 6]
+    assert plan.lane_steps == 3 * (30 + 3 * 25 + 2 * 18)
 
 
 def test_wide_groups_fill_whole_vectors():
@@ -109,16 +116,25 @@ def small_network():
     return ja.Learner(init, step)
 
 
+NETWORK = small_network()
+
+
 @pytest.mark.parametrize(
     ("execution", "lanes", "width"),
-    [(4, 5, 8), (4, 3, 3), ("map", 19, 19), (17, 40, 48), (17, 20, 24), ("vmap", 17, 24)],
+    [
+        (4, 5, 8),
+        ("vmap", 17, 24),
+        (17, 20, 24),
+        pytest.param(4, 3, 3, marks=SLOW),
+        pytest.param("map", 19, 19, marks=SLOW),
+        pytest.param(17, 40, 48, marks=SLOW),
+    ],
 )
 def test_a_neutral_lane_is_its_control_however_lanes_are_executed(execution, lanes, width):
     neutral = [ja.lr_spike(1.0, onset=5, duration=10)] * (lanes - 1)
     options = {"seeds": 1, "steps": 30, "execution": execution, "devices": jax.devices()[:1]}
-    learner = small_network()
-    assert ja.plan(learner, neutral, **options).width(0) == width
-    values = ja.audit(learner, neutral, **options).telemetry["performance"].values
+    assert ja.plan(NETWORK, neutral, **options).width(0) == width
+    values = ja.audit(NETWORK, neutral, **options).telemetry["performance"].values
     assert values.shape[1] == lanes
     assert (values == values[:, :1]).all()
 
@@ -152,12 +168,12 @@ def weights_told():
 
 def test_a_learner_may_keep_a_key_of_any_generator():
     def step(state, key, taps):
-        return state, {"performance": jax.random.normal(jax.random.fold_in(state["key"], 1)) + taps("reward", 0.0)}
+        drawn = [jax.random.normal(jax.random.fold_in(kept, 1)) for kept in state]
+        return state, {"performance": sum(drawn) + taps("reward", 0.0)}
 
-    for name in ("rbg", "threefry2x32"):
-        learner = ja.Learner(lambda key, name=name: {"key": jax.random.key(3, impl=name)}, step)
-        told = ja.audit(learner, [ja.reward_scale(2.0, onset=2)], seeds=1, steps=4).telemetry["performance"].values
-        assert (told == told[0, 0, 0]).all()
+    learner = ja.Learner(lambda key: [jax.random.key(3, impl=name) for name in ("rbg", "threefry2x32")], step)
+    told = ja.audit(learner, [ja.reward_scale(2.0, onset=2)], seeds=1, steps=4).telemetry["performance"].values
+    assert (told == told[0, 0, 0]).all()
 
 
 def test_a_loops_body_that_may_be_skipped_knows_the_runs_length():
@@ -170,22 +186,22 @@ def test_a_loops_body_that_may_be_skipped_knows_the_runs_length():
 
 
 def test_seeds_may_be_listed_and_a_seed_means_the_same_lane(expected):
-    listed = ja.audit(LEARNER, PERTURBATIONS, seeds=[2, 40], steps=30).telemetry
-    assert list(listed["seed"].values) == [2, 40]
+    listed = ja.audit(LEARNER, PERTURBATIONS, seeds=[2, 40, 7], steps=30).telemetry
+    assert list(listed["seed"].values) == [2, 40, 7]
     np.testing.assert_allclose(listed["performance"].values[0], expected[2], rtol=1e-5)
 
 
 def test_the_onset_may_be_the_first_step():
-    values = ja.audit(LEARNER, [ja.weight_noise(1.0, onset=0)], seeds=2, steps=10).telemetry["performance"].values
+    first = [ja.weight_noise(1.0, onset=0), ja.lr_spike(3.0, onset=0)]
+    values = ja.audit(LEARNER, first, seeds=3, steps=30).telemetry["performance"].values
     assert np.isfinite(values).all()
     assert (values[:, 0] != values[:, 1]).all()
 
 
-def test_the_result_has_metrics_per_lane_and_per_condition():
-    result = ja.audit(LEARNER, PERTURBATIONS, seeds=4, steps=200)
-    assert result.metrics["collapse_time"].dims == ("seed", "condition")
-    assert result.metrics["divergence_probability"].dims == ("condition",)
-    assert {"x_inst", "x_gen", "baseline_performance"} <= set(result.telemetry)
+def test_the_result_has_metrics_per_lane_and_per_condition(audited):
+    assert audited.metrics["collapse_time"].dims == ("seed", "condition")
+    assert audited.metrics["divergence_probability"].dims == ("condition",)
+    assert {"x_inst", "x_gen", "baseline_performance"} <= set(audited.telemetry)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +248,7 @@ def test_what_makes_no_sense_is_refused_where_it_is_written(make):
         make()
 
 
+@functools.cache
 def steady(threshold, up):
     """Performance is 1 until a tapped magnitude on the wrong side of a threshold makes it 0 for good."""
 
@@ -265,12 +282,13 @@ def test_the_critical_magnitude_is_looked_for_in_the_direction_of_harm():
     for up, neutral in ((True, 0.0), (False, 64.0)):
         found = collapses(steady(5.0, up), told(neutral, 2.0, 4.0, 8.0, 16.0)).critical_magnitude("told")
         assert found[:3] == pytest.approx((32**0.5, 4.0, 8.0))
-    with pytest.raises(ValueError, match="the magnitudes lie on both sides of 5, which disturbs nothing"):
-        collapses(steady(5.0, True), told(5.0, 2.0, 8.0)).critical_magnitude("told")
+    with pytest.raises(ValueError, match="the magnitudes lie on both sides of 64, which disturbs nothing"):
+        collapses(steady(5.0, False), told(64.0, 2.0, 4.0, 8.0, 128.0)).critical_magnitude("told")
 
 
 def test_the_critical_magnitude_is_that_of_one_onset_and_one_target():
-    found = collapses(steady(5.0, True), told(0.0, 4.0, 8.0), told(0.0, 2.0, 8.0, onset=80))
+    late = told(0.0, 1.0, 2.0, 8.0, 16.0, onset=80)
+    found = collapses(steady(5.0, True), told(0.0, 2.0, 4.0, 8.0, 16.0), late)
     with pytest.raises(ValueError, match="'told' was tried at several onsets, give one of them: 60, 80"):
         found.critical_magnitude("told")
     assert found.critical_magnitude("told", onset=80).value == pytest.approx(4.0)
@@ -279,15 +297,15 @@ def test_the_critical_magnitude_is_that_of_one_onset_and_one_target():
 
 
 def test_the_summarys_medians_have_intervals_and_count_what_is_undefined():
-    found = collapses(steady(5.0, True), told(0.0, 8.0))
-    row, lanes = found.summary.iloc[1], found.lanes.isel(condition=1)
+    found = collapses(steady(5.0, True), told(0.0, 2.0, 4.0, 8.0, 16.0))
+    row, lanes = found.summary.iloc[3], found.lanes.isel(condition=3)
     assert (row.never_left, row.never_back) == (0, 5)
     assert (row.recovery_time_median, row.recovery_time_median_low) == (np.inf, np.inf)
     assert row.recovery_rate_undefined == np.isnan(lanes["recovery_rate"]).sum() > 0
     intensity = np.sort(lanes["spike_intensity"].values)
     names = [f"spike_intensity_median{end}" for end in ("_low", "", "_high")]
     np.testing.assert_allclose([row[name] for name in names], intensity[[0, 2, 4]])
-    row = collapses(steady(5.0, True), told(0.0, 8.0, onset=1)).summary.iloc[1]
+    row = collapses(steady(5.0, True), told(0.0, 2.0, 4.0, 8.0, 16.0, onset=1)).summary.iloc[3]
     assert np.isnan(row.recovery_rate_median)
     assert "recovery_rate_median: none of the 5 seeds has a value" in row.reason
 
@@ -315,9 +333,9 @@ def test_a_registered_metric_is_measured_and_a_registered_task_is_made(monkeypat
         after = jnp.arange(series.shape[0]) >= onset
         return series[onset] - jnp.min(jnp.where(after, series, series[onset]))
 
-    result = ja.audit(LEARNER, PERTURBATIONS, seeds=2, steps=30)
+    result = ja.audit(LEARNER, PERTURBATIONS, seeds=3, steps=30)
     values = result.telemetry["performance"].values
-    expected = values[:, 3, 5] - values[:, 3, 5:].min(axis=1)
-    np.testing.assert_allclose(result.metrics["largest_drop"].values[:, 3], expected)
+    expected = values[:, 2, 5] - values[:, 2, 5:].min(axis=1)
+    np.testing.assert_allclose(result.metrics["largest_drop"].values[:, 2], expected)
     ja.register("task", "mine")(lambda: "an environment")
     assert ja.tasks.make("mine") == "an environment"

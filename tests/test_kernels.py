@@ -39,11 +39,14 @@ def rollout(seed, steps=60, envs=5):
     return rewards, values, next_values, terminated, terminated | truncated
 
 
+lanes_gae = jax.jit(jax.vmap(gae, in_axes=(0, 0, 0, 0, 0, None, None)))
+
+
 @pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
 def test_gae_equals_the_explicit_sum(gamma, lam):
     batch = [rollout(seed) for seed in range(3)]
     stacked = [np.stack(parts) for parts in zip(*batch, strict=True)]
-    found = jax.jit(jax.vmap(lambda *a: gae(*a, gamma, lam)))(*stacked)
+    found = lanes_gae(*stacked, gamma, lam)
     for lane, parts in enumerate(batch):
         np.testing.assert_allclose(found[lane], reference_gae(*parts, gamma, lam), rtol=1e-4, atol=1e-5)
 
@@ -54,16 +57,16 @@ def test_gae_with_lambda_one_is_return_minus_value():
     terminated[-1] = True
     next_values = np.concatenate([values[1:], np.full((1, 1), 99.0, np.float32)])
     returns = sum(0.9**k * np.pad(rewards, ((0, k), (0, 0)))[k:] for k in range(60))
-    found = gae(rewards, values, next_values, terminated, terminated, 0.9, 1.0)
+    found = jax.jit(gae)(rewards, values, next_values, terminated, terminated, 0.9, 1.0)
     np.testing.assert_allclose(found, returns - values, rtol=1e-4, atol=1e-5)
 
 
 def test_gae_bootstraps_at_truncation_and_not_at_termination():
-    one = jnp.ones((1, 1))
-    yes, no = one > 0, one < 0
-    assert gae(one, 0 * one, 10 * one, no, yes, 0.5, 0.9)[0, 0] == 6
-    assert gae(one, 0 * one, 10 * one, yes, yes, 0.5, 0.9)[0, 0] == 1
-    assert gae(one, 0 * one, jnp.nan * one, yes, yes, 0.5, 0.9)[0, 0] == 1
+    one, nan = np.ones((3, 1, 1), np.float32), np.float32(np.nan)
+    following = np.array([10, 10, nan], np.float32).reshape(3, 1, 1)
+    terminated = np.array([False, True, True]).reshape(3, 1, 1)
+    found = lanes_gae(one, 0 * one, following, terminated, one > 0, 0.5, 0.9)
+    np.testing.assert_array_equal(found[:, 0, 0], [6, 1, 1])
 
 
 def test_gae_keeps_a_nan_inside_its_episode():
@@ -71,7 +74,7 @@ def test_gae_keeps_a_nan_inside_its_episode():
     terminated[:, :], done[:, :] = False, False
     done[30, 0] = True
     rewards[40, 0] = np.nan
-    found = np.asarray(gae(rewards, values, next_values, terminated, done, 0.99, 0.95))
+    found = np.asarray(jax.jit(gae)(rewards, values, next_values, terminated, done, 0.99, 0.95))
     assert np.isfinite(found[:31, 0]).all()
     assert np.isnan(found[31:41, 0]).all()
     assert np.isfinite(found[41:, 0]).all()
@@ -113,51 +116,52 @@ MEASURES = {
 }
 
 
-@pytest.mark.parametrize("measure", MEASURES)
+@jax.jit
+def measured(lanes):
+    """All measures of stacks of gradients, `[lanes, K, ...]`."""
+    return {name: jax.vmap(found)(lanes) for name, (found, _) in MEASURES.items()}
+
+
+def assert_measured(lanes, expected, **tolerance):
+    """All measures of four lanes of six gradients; any other shape is another program."""
+    for name, values in measured(as_tree(np.stack(lanes))).items():
+        wanted = [MEASURES[name][1](g) for g in expected]
+        np.testing.assert_allclose(values, wanted, err_msg=name, **tolerance)
+
+
 @pytest.mark.parametrize("shared", [0.0, 0.3, 10.0])
-def test_coherence_equals_the_reference(measure, shared):
-    found, expected = MEASURES[measure]
-    lanes = np.stack([gradients(seed, shared=shared) for seed in range(4)])
-    for shape in (lambda g: g, as_tree):
-        values = jax.jit(jax.vmap(found))(shape(lanes))
-        np.testing.assert_allclose(values, [expected(g) for g in lanes], rtol=2e-5, atol=2e-6)
+def test_coherence_equals_the_reference(shared):
+    lanes = [gradients(seed, shared=shared) for seed in range(4)]
+    assert_measured(lanes, lanes, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-@pytest.mark.parametrize("measure", MEASURES)
-def test_coherence_does_not_depend_on_the_scale(measure, scale):
-    found, expected = MEASURES[measure]
+def test_coherence_does_not_depend_on_the_scale():
     g = gradients(0)
-    assert float(found(as_tree(g * np.float32(scale)))) == pytest.approx(expected(g), rel=1e-4)
+    assert_measured([g * np.float32(scale) for scale in (1e-30, 1e-3, 1e3, 1e30)], [g] * 4, rtol=1e-4, atol=0)
 
 
 def test_sign_flips_change_the_cosine_and_not_the_dominant_share():
     g = gradients(3, shared=3.0)
     flipped = g * np.where(np.arange(6) % 2, 1, -1)[:, None].astype(np.float32)
-    assert coherence.mean_pairwise_cosine(flipped) < 0 < coherence.mean_pairwise_cosine(g)
-    assert float(coherence.dominant_share(flipped)) == pytest.approx(float(coherence.dominant_share(g)), rel=1e-5)
+    found = measured(as_tree(np.stack([flipped, g, g, g])))
+    assert found["cosine"][0] < 0 < found["cosine"][1]
+    assert float(found["share"][0]) == pytest.approx(float(found["share"][1]), rel=1e-5)
 
 
 def test_closed_forms():
-    same, orthogonal = jnp.ones((4, 9)), jnp.eye(4)
+    found = measured(np.stack([np.ones((4, 4)), np.eye(4)]).astype(np.float32))
     for measure, of_same, of_orthogonal in (("cosine", 1, 0), ("share", 1, 0.25), ("m", 4, 1)):
-        assert float(MEASURES[measure][0](same)) == pytest.approx(of_same, rel=1e-6)
-        assert float(MEASURES[measure][0](orthogonal)) == pytest.approx(of_orthogonal, rel=1e-6)
+        assert list(map(float, found[measure])) == pytest.approx([of_same, of_orthogonal], rel=1e-6)
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_zero_gradients_are_left_out_and_nan_is_shown(measure):
-    found, expected = MEASURES[measure]
-    g = gradients(1)
-    with_zeros = np.concatenate([g, np.zeros_like(g[:2])])
-    assert float(found(as_tree(with_zeros))) == pytest.approx(expected(g), rel=1e-5)
-    assert np.isnan(found(np.zeros_like(g)))
-    for bad in (np.nan, np.inf):
-        broken = np.stack([g, g])
-        broken[0, 2, 5] = bad
-        values = jax.vmap(found)(as_tree(broken))
-        assert np.isnan(values[0])
-        assert float(values[1]) == pytest.approx(expected(g), rel=1e-5)
+def test_zero_gradients_are_left_out_and_nan_is_shown():
+    g = gradients(1, k=4)
+    with_zeros, lost, infinite = (np.concatenate([g, np.zeros_like(g[:2])]) for _ in range(3))
+    lost[2, 5], infinite[2, 5] = np.nan, np.inf
+    found = measured(as_tree(np.stack([with_zeros, lost, np.zeros_like(lost), infinite])))
+    for name, values in found.items():
+        assert float(values[0]) == pytest.approx(MEASURES[name][1](g), rel=1e-5), name
+        assert np.isnan(values[1:]).all(), name
 
 
 def test_gram_equals_the_product():
@@ -165,6 +169,7 @@ def test_gram_equals_the_product():
     np.testing.assert_allclose(coherence.gram(as_tree(g)), g.astype(np.float64) @ g.T, rtol=1e-4, atol=1e-4)
 
 
+@functools.partial(jax.jit, static_argnames="raw")
 def summed(tree, raw=True):
     first = jax.tree.map(lambda leaf: leaf[0], tree)
     empty = coherence.CoherenceSum.zeros(first, raw=raw)
@@ -173,12 +178,12 @@ def summed(tree, raw=True):
 
 @pytest.mark.parametrize("zeros", [0, 3])
 def test_the_running_sum_equals_the_stack(zeros):
-    g = gradients(2)
+    g = gradients(2, k=6 - zeros)
     stack = np.concatenate([g, np.zeros((zeros, 37), np.float32)])
-    carry = jax.jit(summed)(as_tree(stack))
+    carry = summed(as_tree(stack))
     assert float(carry.mean_pairwise_cosine()) == pytest.approx(reference_cosine(g), rel=1e-4)
     assert float(carry.m_coherence()) == pytest.approx(reference_m(g), rel=1e-5)
-    assert (int(carry.count), int(carry.nonzero)) == (6 + zeros, 6)
+    assert (int(carry.count), int(carry.nonzero)) == (6, 6 - zeros)
     noise = carry.noise_scale(32)
     small = (stack.astype(np.float64) ** 2).sum(1).mean()
     big = (stack.astype(np.float64).mean(0) ** 2).sum()
@@ -230,9 +235,13 @@ def test_gradient_noise_scale_without_a_signal_is_nan():
     assert np.isnan(coherence.gradient_noise_scale(jnp.nan, 1.0, 1, 8).noise_scale)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (17, 64), (64, 3), (1, 5), (64, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(17, 64), (64, 3), (1, 5), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((64, 64), (64, 1)))],
+)
 def test_orthogonal_matrices_are_orthonormal(shape):
-    matrices = np.asarray(jax.vmap(lambda key: orthogonal(key, shape, 2.0))(jax.random.split(jax.random.key(0), 16)))
+    draw = jax.jit(jax.vmap(lambda key: orthogonal(key, shape, 2.0)))
+    matrices = np.asarray(draw(jax.random.split(jax.random.key(0), 16)))
     small = matrices if shape[0] <= shape[1] else matrices.transpose(0, 2, 1)
     products = small @ small.transpose(0, 2, 1)
     np.testing.assert_allclose(products, np.broadcast_to(4.0 * np.eye(min(shape)), products.shape), atol=2e-5)
@@ -240,20 +249,21 @@ def test_orthogonal_matrices_are_orthonormal(shape):
 
 def test_orthogonal_matrices_are_uniform():
     """Entries of a Haar matrix have mean zero, variance 1/n, and no preferred sign on the diagonal."""
-    matrices = np.asarray(jax.vmap(lambda key: orthogonal(key, (8, 8)))(jax.random.split(jax.random.key(1), 4000)))
+    draw = jax.jit(jax.vmap(lambda key: orthogonal(key, (8, 8))))
+    matrices = np.asarray(draw(jax.random.split(jax.random.key(1), 4000)))
     assert np.abs(matrices.mean(0)).max() < 5 * np.sqrt(1 / 8 / 4000)
     np.testing.assert_allclose((matrices**2).mean(0), 1 / 8, atol=0.02)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 2048])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 7, 2048])
 def test_a_shuffle_is_a_permutation(n):
-    orders = np.asarray(jax.vmap(lambda key: shuffled(key, n))(jax.random.split(jax.random.key(0), 20)))
+    orders = np.asarray(jax.jit(jax.vmap(lambda key: shuffled(key, n)))(jax.random.split(jax.random.key(0), 20)))
     np.testing.assert_array_equal(np.sort(orders, axis=1), np.broadcast_to(np.arange(n), orders.shape))
 
 
 def test_shuffles_are_uniform():
     """Each of the 24 orders of four elements comes equally often (chi-squared, 23 degrees of freedom, p > 0.001)."""
-    orders = np.asarray(jax.vmap(lambda key: shuffled(key, 4))(jax.random.split(jax.random.key(1), 24_000)))
+    orders = np.asarray(jax.jit(jax.vmap(lambda key: shuffled(key, 4)))(jax.random.split(jax.random.key(1), 24_000)))
     _, counts = np.unique(orders, axis=0, return_counts=True)
     assert counts.size == 24
     assert ((counts - 1000) ** 2 / 1000).sum() < 49.7
@@ -280,9 +290,9 @@ def definite_system(seed, n, condition):
     return matrix.astype(np.float32), rng.normal(size=n).astype(np.float32)
 
 
-@pytest.mark.parametrize("condition", [1.0, 30.0])
-def test_conjugate_gradients_solve_the_system(condition):
-    matrices, sides = map(np.stack, zip(*(definite_system(seed, 37, condition) for seed in range(4)), strict=True))
+def test_conjugate_gradients_solve_the_system():
+    systems = [definite_system(seed, 37, condition) for condition in (1.0, 30.0) for seed in range(4)]
+    matrices, sides = map(np.stack, zip(*systems, strict=True))
     solve = jax.vmap(lambda a, b: conjugate_gradient(lambda v: a @ v, b, steps=60))
     expected = np.linalg.solve(matrices.astype(np.float64), sides[..., None])[..., 0]
     error = np.linalg.norm(jax.jit(solve)(matrices, sides) - expected, axis=-1)
@@ -293,8 +303,9 @@ def test_conjugate_gradients_keep_their_textbook_promise():
     """After k steps the error in the A-norm is at most 2 ((sqrt(c) - 1) / (sqrt(c) + 1))^k of the first."""
     matrix, side = definite_system(0, 37, 30.0)
     exact = np.linalg.solve(matrix.astype(np.float64), side)
+    solve = jax.jit(lambda side, steps: conjugate_gradient(lambda v: matrix @ v, side, steps))
     for steps in (1, 5, 15):
-        error = np.asarray(conjugate_gradient(lambda v: matrix @ v, side, steps)) - exact
+        error = np.asarray(solve(side, steps)) - exact
         bound = 2 * ((30**0.5 - 1) / (30**0.5 + 1)) ** steps
         assert (error @ matrix @ error / (exact @ matrix @ exact)) ** 0.5 < bound
 
@@ -302,7 +313,7 @@ def test_conjugate_gradients_keep_their_textbook_promise():
 def test_conjugate_gradients_take_trees_and_keep_lanes_apart():
     g = gradients(0, k=3)
     g[1], g[2, 4] = 0.0, np.nan
-    solve = jax.vmap(lambda b: conjugate_gradient(lambda v: jax.tree.map(lambda x: 4.0 * x, v), b, steps=5))
+    solve = jax.jit(jax.vmap(lambda b: conjugate_gradient(lambda v: jax.tree.map(lambda x: 4.0 * x, v), b, steps=5)))
     solved, zero, broken = solve(g)
     np.testing.assert_allclose(solved, g[0] / 4, rtol=1e-6)
     assert (np.asarray(zero) == 0).all()
@@ -321,7 +332,7 @@ def linear_recurrence(decay, inputs, initial):
 
 
 @pytest.mark.parametrize("method", ["auto", "associative", "sequential"])
-@pytest.mark.parametrize("steps", [1, 2, 777, 5000])
+@pytest.mark.parametrize("steps", [1, 2, 777, pytest.param(5000, marks=pytest.mark.slow)])
 def test_linear_scan_equals_the_recurrence(steps, method):
     random = np.random.default_rng(steps)
     modulus, phase = 1 - np.geomspace(1e-3, 0.9, 6), random.uniform(0, np.pi, 6)
@@ -338,7 +349,7 @@ def test_linear_scan_with_a_decay_of_each_step_holds_the_latest_value():
     random = np.random.default_rng(0)
     seen = (random.random((100, 3)) < 0.3).astype(np.float32)
     values = random.normal(size=(100, 3)).astype(np.float32)
-    found = linear_scan(1 - seen, seen * values, np.full(3, 7.0))
+    found = jax.jit(linear_scan)(1 - seen, seen * values, np.full(3, 7.0))
     latest = [[max((s for s in range(t + 1) if seen[s, c]), default=-1) for c in range(3)] for t in range(100)]
     wanted = [[values[s, c] if s >= 0 else 7.0 for c, s in enumerate(row)] for row in latest]
     np.testing.assert_array_equal(found, np.array(wanted, np.float32))

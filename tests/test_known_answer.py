@@ -52,8 +52,9 @@ def test_the_critical_magnitude_is_within_two_percent(spiked):
 def test_a_spike_that_ends_is_recovered_from_at_the_rate_of_the_descent():
     """Ten steps at factor f multiply x by (1 - r f c)^10; the descent needs a known number of steps to undo it."""
     factor, onset, steps = 150.0, 100, 600
-    result = ja.audit(LEARNER, [ja.lr_spike(factor, onset=onset, duration=10)], seeds=4, steps=steps)
-    x0 = np.array([np.asarray(init(jax.random.fold_in(jax.random.key(s), 0))) for s in range(4)], np.float64)
+    result = ja.audit(LEARNER, [ja.lr_spike(factor, onset=onset, duration=10)], seeds=8, steps=steps)
+    begin = jax.jit(jax.vmap(lambda seed: init(jax.random.fold_in(jax.random.key(seed), 0))))
+    x0 = np.asarray(begin(np.arange(8, dtype=np.uint32)), np.float64)
     calm, spiked = 1 - RATE * CURVATURE, 1 - RATE * factor * CURVATURE
     exponents = np.arange(1, steps + 1)
     disturbed = np.clip(exponents - onset, 0, 10)
@@ -71,28 +72,32 @@ def interval(values, level=0.99):
     return stats.t.interval(level, len(values) - 1, values.mean(), stats.sem(values))
 
 
-def test_weight_noise_adds_its_variance_to_the_squared_norm():
-    std, onset, seeds = 0.3, 20, 512
-    result = ja.audit(LEARNER, [ja.weight_noise(std, onset=onset)], seeds=seeds, steps=60)
-    squared = squared_norms(result)
-    added = squared[:, 1] - squared[:, 0]
-    assert (added[:, :onset] == 0).all()
+STD, SHARES, DURATION, ONSET = 0.3, (0.1, 0.5), 10, 20
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    """|x|^2 `[seed, condition, step]`: control, weight noise, and a share of signs flipped for some steps."""
+    flips = ja.gradient_sign_flip(ja.sweep(*SHARES), onset=ONSET, duration=DURATION)
+    return squared_norms(ja.audit(LEARNER, [ja.weight_noise(STD, onset=ONSET), flips], seeds=512, steps=60))
+
+
+def test_weight_noise_adds_its_variance_to_the_squared_norm(noisy):
+    added = noisy[:, 1] - noisy[:, 0]
+    assert (added[:, :ONSET] == 0).all()
     for later in (0, 5, 30):
-        expected = DIMENSION * std**2 * (1 - RATE * CURVATURE) ** (2 * (later + 1))
-        low, high = interval(added[:, onset + later])
+        expected = DIMENSION * STD**2 * (1 - RATE * CURVATURE) ** (2 * (later + 1))
+        low, high = interval(added[:, ONSET + later])
         assert low <= expected <= high, (later, low, expected, high)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
-def test_flipped_signs_multiply_the_squared_norm_as_expected(share):
-    duration, onset, seeds = 10, 20, 512
-    flip = ja.gradient_sign_flip(share, onset=onset, duration=duration)
-    squared = squared_norms(ja.audit(LEARNER, [flip], seeds=seeds, steps=60))
-    ratio = squared[:, 1] / squared[:, 0]
+@pytest.mark.parametrize(("condition", "share"), enumerate(SHARES, 2))
+def test_flipped_signs_multiply_the_squared_norm_as_expected(condition, share, noisy):
+    ratio = noisy[:, condition] / noisy[:, 0]
     calm, wrong = (1 - RATE * CURVATURE) ** 2, (1 + RATE * CURVATURE) ** 2
-    for steps in (1, duration, 30):
-        expected = ((1 - share) + share * wrong / calm) ** min(steps, duration)
-        low, high = interval(ratio[:, onset + steps - 1])
+    for steps in (1, DURATION, 30):
+        expected = ((1 - share) + share * wrong / calm) ** min(steps, DURATION)
+        low, high = interval(ratio[:, ONSET + steps - 1])
         assert low <= expected <= high, (steps, low, expected, high)
 
 

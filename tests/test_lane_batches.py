@@ -22,7 +22,7 @@ from jaxaudit.grid import Phase
 from jaxaudit.perturbations import Perturbation
 from jaxaudit.specification.document import parse
 
-LEARNER = quadratic(None)
+LEARNER = quadratic(None, adam=False)
 PERTURBATIONS = [
     ja.lr_spike(ja.sweep(1.0, 3.0, 10.0), onset=5, duration=3),
     ja.weight_noise(ja.sweep(0.0, 0.5), onset=5, duration=3),
@@ -73,14 +73,14 @@ def test_lanes_that_fill_a_batch_up_are_controls():
     assert (lanes.disturbance.windows.stop.any(axis=1) == [True, True, False, False]).all()
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("lanes", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_batches_change_nothing_but_the_rounding(lanes, audited):
     for name, values in audited("auto").items():
         np.testing.assert_allclose(audited(lanes)[name], values, rtol=WIDTH_TOLERANCE, err_msg=name)
     assert audited(lanes).attrs["noise_floor"] < 1e-5
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("lanes", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_identity_and_pairing_hold_across_batches(lanes, audited):
     data = audited(lanes)
     for name in ("performance", "update_norm"):
@@ -159,24 +159,25 @@ def _start(value):
     return jnp.ones_like(value)
 
 
+def init_keyed(key):
+    x = jax.random.normal(key, (3,))
+    return {"x": x, "target": x, "key": jax.random.fold_in(key, 1)}
+
+
+def step_keyed(state, key, taps):
+    x = taps("params", state["x"])
+    own = jax.random.fold_in(state["key"], 0)
+    x = 0.9 * x + 0.1 * jax.random.normal(own, (3,))
+    return {"x": x, "target": x, "key": own}, {"performance": -jnp.sum(x**2)}
+
+
 @pytest.mark.parametrize("piece", [1, 100, 2**26])
 def test_states_go_through_pieces_unchanged(piece, monkeypatch):
     """Random keys, one array in two places, and what perturbations remember, on two devices."""
     monkeypatch.setattr(engines, "PIECE", piece)
-
-    def init(key):
-        x = jax.random.normal(key, (3,))
-        return {"x": x, "target": x, "key": jax.random.fold_in(key, 1)}
-
-    def step(state, key, taps):
-        x = taps("params", state["x"])
-        own = jax.random.fold_in(state["key"], 0)
-        x = 0.9 * x + 0.1 * jax.random.normal(own, (3,))
-        return {"x": x, "target": x, "key": own}, {"performance": -jnp.sum(x**2)}
-
     drift = Perturbation("drift", "parametric", "params", _drifting, ja.sweep(0.1, 0.2), memory=_start)
     drifts = [replace(drift, when=ja.window(3, 4))]
-    plan = ja.plan(ja.Learner(init, step), drifts, seeds=3, steps=8, lanes=5)
+    plan = ja.plan(ja.Learner(init_keyed, step_keyed), drifts, seeds=3, steps=8, lanes=5)
     engine, baseline = Engine(plan, 8), Phase(None)
     states, _ = engine.advance(baseline, engine.initial(baseline), 0, 3)
     assert jnp.issubdtype(states.learner["key"].dtype, jax.dtypes.prng_key)
@@ -190,7 +191,7 @@ def test_states_go_through_pieces_unchanged(piece, monkeypatch):
     assert (len(copies) == 1) == (piece == 2**26)
     again = engine.restored(iter(copies), phase)
     for a, b in zip(jax.tree.leaves(engines._as_data(states)), jax.tree.leaves(engines._as_data(again)), strict=True):
-        assert a.sharding == b.sharding
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         np.testing.assert_array_equal(a[:4], b[:4])
     assert np.ptp(jax.tree.leaves(states.memory)[0]) > 0
     rows = [engine.advance(phase, each, 5, 8)[1]["performance"][:, :4] for each in (states, again)]
@@ -229,7 +230,7 @@ print(json.dumps(apart))
 
 QUADRATIC = """
 from quadratic import quadratic
-learner, steps = quadratic(None), 12
+learner, steps = quadratic(None, adam=False), 12
 perturbations = [ja.lr_spike(ja.sweep(3.0, 10.0), onset=5, duration=3), ja.weight_noise(0.5, onset=5)]
 """
 

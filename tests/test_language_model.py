@@ -1,7 +1,9 @@
 """The language-model learner: its gradient, optimizer, batches, measurements and settings."""
 
 import dataclasses
+import functools
 import itertools
+import sys
 import time
 from pathlib import Path
 
@@ -26,33 +28,46 @@ from jaxaudit.text import load
 
 SMALL = {"size": "nano", "context": 16, "batch_size": 8, "accumulation": 4, "held_out": 2, "validation": 4}
 KEY = jax.random.key(0)
+PHASE = Phase(0)
 EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "language_models"
 
 
 @pytest.fixture(scope="module")
 def made(corpus):
-    """The learner's parts: the algorithm, its parameters, a batch, and the learner."""
-    settings = LanguageModelSettings(**SMALL)
-    learner = ja.learners.language_model(corpus, **SMALL)
-    model = LanguageModel(257, settings)
-    tokens = model.read(KEY, ja.Taps(data=learner.data))
+    """The learner's parts: the algorithm, its parameters, and a batch."""
+    data = ja.learners.language_model(corpus, **SMALL).data
+    model = LanguageModel(257, LanguageModelSettings(**SMALL))
+    tokens = jax.jit(lambda data: model.read(KEY, ja.Taps(data=data)))(data)
     model.gradient = jax.jit(model.gradient)  # compiled once for all tests
-    return model, model.init_params(KEY), tokens, learner
+    return model, jax.jit(model.init_params)(KEY), tokens
 
 
-def losses(model, params, tokens):
+@functools.partial(jax.jit, static_argnums=0)
+def losses(model, params, tokens, smoothing=0.0):
     """Mean loss of sequences `[B, T + 1]`, from logits that are all there."""
-    logits = gpt2.apply(model.model, params, tokens[:, :-1])[0] @ params["wte"]["embedding"].T
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    logits = gpt2.apply(model.model, params, tokens[:, :-1].astype(jnp.int32))[0] @ params["wte"]["embedding"].T
+    target = optax.smooth_labels(jax.nn.one_hot(tokens[:, 1:], 257), smoothing)
+    return optax.softmax_cross_entropy(logits, target).mean()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def by_microbatch(model, params, tokens, smoothing):
+    """Loss and gradient of each of four microbatches."""
+    of = lambda tokens: jax.value_and_grad(lambda params: losses(model, params, tokens, smoothing))(params)  # noqa: E731
+    return jax.vmap(of)(tokens.reshape(4, 2, 17))
+
+
+def assert_is_mean(gradient, each):
+    """Of gradients with a leading axis."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.mean(b, axis=0), rtol=1e-3, atol=1e-6), gradient, each)
 
 
 def test_the_gradient_is_the_whole_batchs_and_coherence_its_microbatches(made):
-    model, params, tokens, _ = made
-    gradient, telemetry = model.gradient(params, tokens, jnp.zeros(()))
-    whole_loss, whole = jax.jit(jax.value_and_grad(lambda p: losses(model, p, tokens)))(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), gradient, whole)
-    np.testing.assert_allclose(telemetry["loss"], whole_loss, rtol=1e-5)
-    each = jax.jit(jax.vmap(lambda t: jax.grad(lambda p: losses(model, p, t))(params)))(tokens.reshape(4, 2, 17))
+    model, params, tokens = made
+    gradient, telemetry = model.gradient(params, tokens, np.float32(0))
+    loss, each = by_microbatch(model, params, tokens, np.float32(0))
+    assert_is_mean(gradient, each)
+    np.testing.assert_allclose(telemetry["loss"], np.mean(loss), rtol=1e-5)
     flat = np.concatenate([np.asarray(x, np.float64).reshape(4, -1) for x in jax.tree.leaves(each)], axis=1)
     units = flat / np.linalg.norm(flat, axis=1, keepdims=True)
     cosines = [units[i] @ units[j] for i, j in itertools.combinations(range(4), 2)]
@@ -65,26 +80,17 @@ def test_the_gradient_is_the_whole_batchs_and_coherence_its_microbatches(made):
 
 
 def test_without_accumulation_there_is_no_coherence(made):
-    model, params, tokens, _ = made
+    model, params, tokens = made
     alone = LanguageModel(257, LanguageModelSettings(**SMALL | {"accumulation": 1, "telemetry": "basic"}))
-    gradient, telemetry = jax.jit(alone.gradient)(params, tokens, jnp.zeros(()))
+    gradient, telemetry = jax.jit(alone.gradient)(params, tokens, np.float32(0))
     assert np.isnan(telemetry["x_grad"])
-    wanted, _ = model.gradient(params, tokens, jnp.zeros(()))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), gradient, wanted)
+    assert_is_mean(gradient, by_microbatch(model, params, tokens, np.float32(0))[1])
 
 
 def test_smoothing_moves_the_gradient_as_its_formula_says(made):
-    model, params, tokens, _ = made
-    smooth, _ = model.gradient(params, tokens, jnp.float32(0.2))
-
-    def wanted(params):
-        logits = gpt2.apply(model.model, params, tokens[:, :-1])[0] @ params["wte"]["embedding"].T
-        target = optax.smooth_labels(jax.nn.one_hot(tokens[:, 1:], 257), 0.2)
-        return optax.softmax_cross_entropy(logits, target).mean()
-
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), smooth, jax.jit(jax.grad(wanted))(params)
-    )
+    model, params, tokens = made
+    smooth, _ = model.gradient(params, tokens, np.float32(0.2))
+    assert_is_mean(smooth, by_microbatch(model, params, tokens, np.float32(0.2))[1])
 
 
 def test_the_rate_rises_and_falls_along_a_cosine():
@@ -95,16 +101,19 @@ def test_the_rate_rises_and_falls_along_a_cosine():
     assert float(warmup_cosine(2.0, 0.0, 0.0)(jnp.float32(0.0))) == 2.0
 
 
-def engine_of(learner, steps):
-    return Engine(plan(learner, [ja.lr_spike(1.0, onset=steps - 1, duration=1)], seeds=2, steps=steps), steps)
-
-
 @pytest.fixture(scope="module")
 def trained(corpus):
-    """A learner, the engine that trained it for 60 steps, the final states, and the telemetry."""
+    """A learner, the engine that trained it for 60 steps, the final states, and the telemetry.
+
+    The first two lanes are controls; the last two are disturbed at three sites from the last step but one on.
+    """
     learner = ja.learners.language_model(corpus, **SMALL | {"learning_rate": 3e-3, "evaluations": 2, "warmup": 0.1})
-    engine = engine_of(learner, 60)
-    states, rows = engine.advance(Phase(None), engine.initial(Phase(None)), 0, 60)
+    window = {"onset": 58, "duration": "end"}
+    disturbed = ja.chain(
+        ja.label_smoothing(0.5, **window), ja.token_corruption(0.9, **window), ja.gradient_mask(0.9, **window)
+    )
+    engine = Engine(plan(learner, [disturbed], seeds=2, steps=60), 60)
+    states, rows = engine.advance(PHASE, engine.initial(PHASE), 0, 60)
     return learner, engine, states, rows
 
 
@@ -116,11 +125,11 @@ def test_it_learns_the_text_and_is_measured_on_text_it_does_not_read(made, train
     unigram = -np.sum(counts[counts > 0] * np.log(counts[counts > 0]))
     assert (rows["performance"][-1, :2] > -unigram + 0.8).all()
     params = jax.tree.map(lambda x: x[0], states.learner.params)
-    held_out = losses(model, params, learner.data.held_out.astype(jnp.int32))
+    held_out = losses(model, params, learner.data.held_out)
     assert float(rows["performance"][-1, 0]) == pytest.approx(-float(held_out), rel=1e-4)
     perplexity = np.asarray(rows["validation_perplexity"])
     np.testing.assert_array_equal(np.isfinite(perplexity[:, 0]), [(t + 1) % 30 == 0 for t in range(60)])
-    wanted = np.exp(losses(model, params, learner.data.validation.astype(jnp.int32)))
+    wanted = np.exp(np.mean([losses(model, params, two) for two in np.split(np.asarray(learner.data.validation), 2)]))
     assert float(perplexity[-1, 0]) == pytest.approx(float(wanted), rel=1e-4)
     labels = dict(learner.vectors.values())
     for name in ("layer_gradient_norm", "layer_update_norm", "layer_params_norm"):
@@ -131,21 +140,16 @@ def test_it_learns_the_text_and_is_measured_on_text_it_does_not_read(made, train
     assert (rows["clipped_fraction"] == (rows["gradient_norm"] > 1.0)).all()
 
 
-def test_what_is_disturbed_is_measured_where_it_acts_and_never_in_the_performance(made):
+def test_what_is_disturbed_is_measured_where_it_acts_and_never_in_the_performance(made, trained):
     """The held-out text is read whole and with its own labels, and norms by layer are those of the gradient used."""
-    model, _, _, learner = made
-    disturbed = ja.chain(
-        ja.label_smoothing(0.5, onset=1, duration="end"),
-        ja.token_corruption(0.9, onset=1, duration="end"),
-        ja.gradient_mask(0.9, onset=1, duration="end"),
-    )
-    engine = Engine(plan(learner, [disturbed], seeds=1, steps=3), 3)
-    states, rows = engine.advance(Phase(0), engine.initial(Phase(0)), 0, 3)
-    assert rows["loss"][2, 0] != rows["loss"][2, 1]
-    for lane in range(2):
+    learner, _, states, rows = trained
+    for name, values in rows.items():
+        np.testing.assert_array_equal(values[:58, :2], values[:58, 2:], err_msg=name)
+    assert (rows["loss"][58:, :2] != rows["loss"][58:, 2:]).all()
+    for lane in range(4):
         params = jax.tree.map(lambda x: x[lane], states.learner.params)  # noqa: B023
-        held_out = losses(model, params, learner.data.held_out.astype(jnp.int32))
-        assert float(rows["performance"][2, lane]) == pytest.approx(-float(held_out), rel=1e-5)
+        held_out = losses(made[0], params, learner.data.held_out)
+        assert float(rows["performance"][-1, lane]) == pytest.approx(-float(held_out), rel=1e-5)
     by_layer = np.sqrt((np.asarray(rows["layer_gradient_norm"]) ** 2).sum(-1))
     np.testing.assert_allclose(by_layer, rows["gradient_norm"], rtol=1e-4)
 
@@ -175,7 +179,7 @@ def test_a_token_is_masked_by_the_end_of_text(corpus, tokenizer):
 @pytest.mark.slow
 def test_in_half_precision_with_layers_computed_again_parameters_stay_whole(corpus):
     learner = ja.learners.language_model(corpus, precision="bfloat16", remat=True, **SMALL)
-    engine = engine_of(learner, 2)
+    engine = Engine(plan(learner, [ja.lr_spike(1.0, onset=1, duration=1)], seeds=2, steps=2), 2)
     states, rows = engine.advance(Phase(None), engine.initial(Phase(None)), 0, 2)
     assert {x.dtype for x in jax.tree.leaves(states.learner.params)} == {np.dtype(np.float32)}
     assert {x.dtype for x in jax.tree.leaves(states.learner.optimizer)} <= {np.dtype(np.float32), np.dtype(np.int32)}
@@ -188,7 +192,7 @@ def test_in_half_precision_with_layers_computed_again_parameters_stay_whole(corp
 
 
 def test_outside_a_run_the_rate_is_at_its_peak(made):
-    model, params, *_ = made
+    model, params, _ = made
     optimizer = model.optimizer
     update = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params, ja.Taps())[2])
     assert float(update(params).learning_rate) == pytest.approx(5e-4)
@@ -196,16 +200,16 @@ def test_outside_a_run_the_rate_is_at_its_peak(made):
 
 def test_stopped_and_resumed_it_reads_the_same_batches(trained):
     _, engine, _, whole = trained
-    states, _ = engine.advance(Phase(None), engine.initial(Phase(None)), 0, 30)
-    kept = engine.copies(Phase(None), states)
-    _, rest = engine.advance(Phase(None), engine.restored(kept, Phase(None)), 30, 60)
+    states, _ = engine.advance(PHASE, engine.initial(PHASE), 0, 30)
+    kept = engine.copies(PHASE, states)
+    _, rest = engine.advance(PHASE, engine.restored(kept, PHASE), 30, 60)
     for name in whole:
-        np.testing.assert_array_equal(whole[name][30:60, :2], rest[name][:30, :2])
+        np.testing.assert_array_equal(whole[name][30:60], rest[name][:30])
     assert (whole["loss"][:, 0] != whole["loss"][:, 1]).all()
 
 
 def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
-    model, params, _, _ = made
+    model, params, _ = made
     gpt2_checkpoint.save(tmp_path, params, model.model)
     learner = ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL)
     states = jax.jit(jax.vmap(learner.init))(jax.random.split(KEY, 2))
@@ -315,7 +319,30 @@ duration = 2
 
 
 def test_a_run_is_gone_on_with_from_anywhere_on_the_same_text_alone(tmp_path, monkeypatch):
+    """Up to what would be compiled."""
+    begun = []
+    monkeypatch.setattr(durable.memory, "fit", lambda grid, rows, **_: (Engine(grid, rows), None))
+    monkeypatch.setattr(durable, "_execute", lambda store, *_: begun.append(store.path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    text, folder = tmp_path / "a.txt", tmp_path / "run"
+    text.write_text("it is stable until it falls over. " * 100)
+    monkeypatch.chdir(tmp_path)
+    durable.run(parse(RUN), folder)
+    monkeypatch.chdir("/")
+    kept = text.read_text()
+    text.write_text(kept + "and more")
+    with pytest.raises(UserError, match=r"began with another corpus: [0-9a-f]{64}, and now it is"):
+        durable.resume(folder)
+    text.write_text(kept)
+    durable.resume(folder)
+    assert begun == [folder, folder]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_gone_on_with_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    # One object for equal settings, whose programs are compiled once.
+    monkeypatch.setattr(sys.modules[LanguageModel.__module__], "LanguageModel", functools.cache(LanguageModel))
     text, folder = tmp_path / "a.txt", tmp_path / "stopped"
     text.write_text("it is stable until it falls over. " * 100)
     monkeypatch.chdir(tmp_path)
@@ -325,11 +352,6 @@ def test_a_run_is_gone_on_with_from_anywhere_on_the_same_text_alone(tmp_path, mo
         with pytest.raises(durable.Interrupted):
             durable.run(parse(RUN), folder)
     monkeypatch.chdir("/")
-    kept = text.read_text()
-    text.write_text(kept + "and more")
-    with pytest.raises(UserError, match=r"began with another corpus: [0-9a-f]{64}, and now it is"):
-        durable.resume(folder)
-    text.write_text(kept)
     durable.resume(folder)
     whole, resumed = (load_run(place).telemetry for place in (tmp_path / "whole", folder))
     assert whole.equals(resumed)

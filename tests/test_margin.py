@@ -326,30 +326,42 @@ def test_the_interval_covers_the_true_median_in_at_least_90_of_100_audits():
 # What can go otherwise.
 
 
-def of_rate(collapses):
-    """A learner that stays at zero, or falls where `collapses(rate, key)`."""
-
-    def init(key):
-        return key
-
-    def step(key, step_key, taps):
-        rate = taps("learning_rate", jnp.float32(1.0))
-        return key, {"performance": jnp.where(collapses(rate, key, taps.step), -1.0, 0.0)}
-
-    return ja.Learner(init, step)
+def init_key(key):
+    return key
 
 
-def chance(key):
-    return jax.random.uniform(key)
+def step_of_rate(key, step_key, taps):
+    rules, t = taps.data, taps.step
+    rate, chance = taps("learning_rate", jnp.float32(1.0)), jax.random.uniform(key)
+    falls = rate > rules["above"] * jnp.exp(rules["spread"] * jax.random.normal(key))
+    falls |= (rate > rules["between"][0]) & (rate < rules["between"][1])
+    falls |= (rate > rules["late"]) & (t >= 60)
+    falls |= (chance < rules["undisturbed"]) & (t >= 30)
+    gap = (chance < rules["gap"]) & (t == 15)
+    return key, {"performance": jnp.where(gap, jnp.nan, jnp.where(falls, -1.0, 0.0))}
 
 
-def margins_of(collapses, *factors, onset=20, **settings):
-    usual = {"seeds": 6, "steps": 100, "settings": SHORT, "devices": jax.devices()[:1]}
-    return ja.margin(of_rate(collapses), [spike(*factors, onset=onset)], **(usual | settings))
+NEVER = {
+    "above": math.inf,  # falls where the rate is above this,
+    "spread": 0.0,  # which is lognormal over the seeds,
+    "between": (math.inf, math.inf),  # or between these,
+    "late": math.inf,  # or above this from step 60 on;
+    "undisturbed": 0.0,  # this share of the seeds falls at step 30 at any rate,
+    "gap": 0.0,  # and this share has no performance at step 15
+}
+
+
+def margins_of(rules, *factors, onset=20, **settings):
+    """Margins of a learner that stays at zero, or falls by `rules`: they are its data, and one program serves all."""
+    usual = {"seeds": 6, "steps": 100, "settings": SHORT, "devices": jax.devices()[:1], "lanes": 6}
+    data = jax.tree.map(np.float32, NEVER | rules)
+    return ja.margin(
+        ja.Learner(init_key, step_of_rate, data=data), [spike(*factors, onset=onset)], **(usual | settings)
+    )
 
 
 def test_outcomes_that_are_not_monotone_are_counted_and_widen_the_interval():
-    found = margins_of(lambda rate, key, t: ((rate > 4) & (rate < 6)) | (rate > 40), 5.0, 20.0, 100.0)
+    found = margins_of({"between": (4.0, 6.0), "above": 40.0}, 5.0, 20.0, 100.0)
     row = found.table.iloc[0]
     assert row.contradictory == 6
     assert row.margin == pytest.approx(4.0, rel=0.02)
@@ -359,29 +371,19 @@ def test_outcomes_that_are_not_monotone_are_counted_and_widen_the_interval():
 
 
 def test_seeds_that_collapse_undisturbed_have_no_margin_left():
-    all_fall = margins_of(lambda rate, key, t: (t >= 30) & (chance(key) < 2), 5.0)
+    all_fall = margins_of({"undisturbed": 2.0}, 5.0)
     assert all_fall.table.iloc[0].verdict == "half of the seeds collapse undisturbed"
     assert all_fall.table.iloc[0].collapse_undisturbed == 6
     assert all_fall.table.iloc[0].safety_factor == 0
     assert all_fall.table.iloc[0].margin == 1.0
     assert len(all_fall.probes) == 12, "nothing is searched once that is known"
-    some = margins_of(lambda rate, key, t: ((t >= 30) & (chance(key) < 0.3)) | (rate > 7), 5.0, seeds=20).table.iloc[0]
+    some = margins_of({"undisturbed": 0.3, "above": 7.0}, 5.0, seeds=20).table.iloc[0]
     assert 0 < some.collapse_undisturbed < 10
     assert some.margin == pytest.approx(7.0, rel=0.02)
 
 
 def test_a_seed_without_a_level_before_the_onset_is_left_out_and_counted():
-    def collapses(rate, key, t):
-        return rate > 7
-
-    learner = of_rate(collapses)
-
-    def step(key, step_key, taps):
-        key, telemetry = learner.step(key, step_key, taps)
-        gap = (taps.step == 15) & (chance(key) < 0.3)
-        return key, {"performance": jnp.where(gap, jnp.nan, telemetry["performance"])}
-
-    found = ja.margin(ja.Learner(learner.init, step), [spike(5.0)], seeds=20, steps=100, settings=SHORT)
+    found = margins_of({"gap": 0.3, "above": 7.0}, 5.0, seeds=20)
     row = found.table.iloc[0]
     assert 0 < row.unknown < 20
     assert row.margin == pytest.approx(7.0, rel=0.02)
@@ -389,18 +391,16 @@ def test_a_seed_without_a_level_before_the_onset_is_left_out_and_counted():
 
 
 def test_an_onset_in_the_second_half_leaves_any_collapse_to_count():
-    found = margins_of(lambda rate, key, t: rate > 7, 5.0, onset=60)
+    found = margins_of({"above": 7.0}, 5.0, onset=60)
     assert found.table.iloc[0].margin == pytest.approx(7.0, rel=0.02)
     assert found.table.iloc[0].limit == math.inf
     assert "onset 60: no step of the run's first half follows, so any collapse counts" in str(found)
 
 
 def test_the_criterion_decides_what_counts():
-    def late(rate, key, t):
-        return ((t >= 60) & (rate > 3)) | (rate > 9)
-
-    assert margins_of(late, 5.0).table.iloc[0].margin == pytest.approx(9.0, rel=0.02)
-    assert margins_of(late, 5.0, criterion="collapse").table.iloc[0].margin == pytest.approx(3.0, rel=0.02)
+    rules = {"late": 3.0, "above": 9.0}
+    assert margins_of(rules, 5.0).table.iloc[0].margin == pytest.approx(9.0, rel=0.02)
+    assert margins_of(rules, 5.0, criterion="collapse").table.iloc[0].margin == pytest.approx(3.0, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -413,20 +413,20 @@ def test_the_criterion_decides_what_counts():
     ],
 )
 def test_verdicts(critical, verdict):
-    found = margins_of(lambda rate, key, t: rate > critical, 10.0)
+    found = margins_of({"above": critical}, 10.0)
     assert found.table.iloc[0].verdict == verdict
 
 
 def test_thresholds_around_the_standard_are_too_close_to_tell():
-    found = margins_of(lambda rate, key, t: rate > 6 * jnp.exp(jax.random.normal(key)), 10.0, seeds=12)
+    found = margins_of({"above": 6.0, "spread": 1.0}, 10.0, seeds=20)
     assert found.table.iloc[0].verdict == "too close to the standard magnitude to tell"
 
 
 def test_few_seeds_say_what_they_can():
-    one = margins_of(lambda rate, key, t: rate > 7, 10.0, seeds=1)
+    one = margins_of({"above": 7.0}, 10.0, seeds=1)
     assert one.table.iloc[0].verdict == "collapses below the standard magnitude, on one seed"
     assert math.isnan(one.table.iloc[0].low)
-    four = margins_of(lambda rate, key, t: rate > 7, 10.0, seeds=4)
+    four = margins_of({"above": 7.0}, 10.0, seeds=4)
     assert "exact coverage 87.5% (4 seeds allow no more; 95% takes 6)" in str(four)
 
 
@@ -448,7 +448,7 @@ def test_wrong_settings(change, words):
     change = dict(change)
     factors = change.pop("factors", [5.0])
     with pytest.raises(ValueError, match=words):
-        margins_of(lambda rate, key, t: rate > 7, *factors, **change)
+        margins_of({"above": 7.0}, *factors, **change)
 
 
 def test_no_round_compiles_anything():

@@ -18,12 +18,18 @@ from jaxaudit.grid import Phase
 MIB = 2**20
 
 
+LEARNER = ring.ring(None, 10_000)
+
+
+def plan_on(devices):
+    chosen = jax.devices()[:devices]
+    return ja.plan(LEARNER, [ja.weight_noise(0.5, onset=4, duration=2)], seeds=2, steps=8, devices=chosen)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_states_are_trained_in_place(devices):
     """Every leaf of them; the buffer is neither copied in a step nor between a baseline and its forks."""
-    chosen = jax.devices()[:devices]
-    learner = ring.ring(None, 10_000)
-    plan = ja.plan(learner, [ja.weight_noise(0.5, onset=4, duration=2)], seeds=2, steps=8, devices=chosen)
+    plan = plan_on(devices)
     engine = Engine(plan, 4)
     held = []
     for phase in plan.phases():
@@ -43,10 +49,7 @@ def pointers(array):
 
 
 def test_a_piece_that_is_let_go_costs_no_copy_and_one_that_is_held_stays_as_it_was():
-    plan = ja.plan(
-        ring.ring(None, 10_000), [ja.weight_noise(0.5, onset=4)], seeds=1, steps=8, devices=jax.devices()[:1]
-    )
-    engine, phase = Engine(plan, 8), Phase(None)
+    engine, phase = Engine(plan_on(devices=1), 4), Phase(None)
     states = engine.initial(phase)
     place = pointers(states.learner["buffer"])
     for piece in engine.pieces(phase, states):

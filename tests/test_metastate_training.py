@@ -1,6 +1,6 @@
 """Channels, training and thresholds of the meta-state monitor, on data whose law is known."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jaxaudit.metastate.training import Training, log_likelihood, train_members
 
 LANES, STEPS, CHANNELS = 48, 100, 4
 TRUE = Kalman(size=2)
+WEIGHTS = np.tile(np.float32(np.arange(LANES) < 32), (2, 1))
+"""Two members, trained on the same of the lanes."""
 
 
 def truth():
@@ -47,8 +49,19 @@ def linear():
     return y, (random.random(y.shape) < 0.9).astype(np.float32)
 
 
+@pytest.fixture(scope="module")
+def trained(linear):
+    """Parameters and losses of a model, trained once for all tests."""
+    return cache(lambda model: train_members(model, Training(), *linear, WEIGHTS))
+
+
+@partial(jax.jit, static_argnums=0)
+def likelihoods(model, params, y, seen):
+    return jax.vmap(partial(log_likelihood, model, params))(y, seen)
+
+
 def mean_likelihood(model, params, y, seen):
-    likelihood, values = jax.jit(jax.vmap(partial(log_likelihood, model, params)))(y, seen)
+    likelihood, values = likelihoods(model, params, y, seen)
     return float(likelihood.sum() / values.sum())
 
 
@@ -57,12 +70,10 @@ def mean_likelihood(model, params, y, seen):
     [(Kalman(size=2), 0.02), (LRU(size=4), 0.08), pytest.param(GRU(size=8), 0.08, marks=pytest.mark.slow)],
     ids=["kalman", "lru", "gru"],
 )
-def test_a_trained_model_expects_nearly_what_the_true_one_does(linear, model, short_of):
+def test_a_trained_model_expects_nearly_what_the_true_one_does(linear, trained, model, short_of):
     """Likelihood of lanes it was not trained on, against that of the law they were drawn from; in nats a value."""
     y, seen = linear
-    trained_on = np.zeros((2, LANES))
-    trained_on[:, :32] = 1
-    params, losses = train_members(model, Training(), y, seen, trained_on)
+    params, losses = trained(model)
     best = mean_likelihood(TRUE, truth(), y[32:], seen[32:])
     for member in range(2):
         mine = jax.tree.map(lambda x: x[member], params)  # noqa: B023
@@ -80,13 +91,11 @@ def test_innovations_of_the_true_model_are_standard_normals(linear):
     assert stats.kstest(np.asarray(found.squared)[whole], "chi2", args=(CHANNELS,)).pvalue > 1e-3
 
 
-def test_a_lane_of_no_weight_is_not_trained_on(linear):
+def test_a_lane_of_no_weight_is_not_trained_on(linear, trained):
     y, seen = linear
-    weights = (np.arange(LANES) < 8).astype(np.float32)[None]
-    model, settings = Kalman(size=2), Training(iterations=3)
-    params, _ = train_members(model, settings, y, seen, weights)
-    other, _ = train_members(model, settings, np.where(weights[0][:, None, None] > 0, y, 50.0), seen, weights)
-    jax.tree.map(np.testing.assert_array_equal, params, other)
+    another = np.where(WEIGHTS[0][:, None, None] > 0, y, np.float32(50))
+    other, _ = train_members(TRUE, Training(), another, seen, WEIGHTS)
+    jax.tree.map(np.testing.assert_array_equal, trained(TRUE)[0], other)
 
 
 def telemetry():

@@ -11,6 +11,9 @@ from jaxaudit import metrics
 
 STEPS, WINDOW, HOLD = 240, 20, 30
 SETTINGS = metrics.MetricSettings(window=WINDOW, hold=HOLD, horizon=60)
+EVALUATE = jax.jit(metrics.evaluate, static_argnames="settings")
+LANES = jax.jit(jax.vmap(lambda x, onset: metrics.evaluate(x, onset, settings=SETTINGS)))
+DEVIATION = jax.jit(metrics.meta_state_deviation, static_argnames="horizon")
 NAMES = (
     "pre_mean",
     "pre_std",
@@ -173,9 +176,7 @@ def evaluated():
     cases = [(name, *pair) for name, pair in HAND_MADE.items()] + list(random_curves())
     names, curves, onsets = zip(*cases, strict=True)
     series = np.stack(curves).astype(np.float32)
-    lanes = jax.jit(jax.vmap(lambda x, o: metrics.evaluate(x, o, settings=SETTINGS)))
-    found = jax.tree.map(np.asarray, lanes(series, jnp.array(onsets)))
-    return names, series, onsets, found
+    return names, series, onsets, jax.tree.map(np.asarray, LANES(series, np.array(onsets)))
 
 
 @pytest.mark.parametrize("metric", NAMES)
@@ -251,7 +252,7 @@ def test_reasons_name_the_cause(name, metric, words):
 
 @pytest.mark.parametrize("onset", [-1, STEPS, STEPS + 5])
 def test_onset_outside_the_run_is_nan(onset):
-    values = metrics.evaluate(flat()[0], onset, settings=SETTINGS, latents=np.zeros((STEPS, 2)))
+    values = EVALUATE(flat()[0], onset, settings=SETTINGS, latents=np.zeros((STEPS, 3)))
     for name in set(values) - {"collapse_censored", "pre_mean", "pre_std"}:
         assert np.isnan(values[name]), name
         assert "outside" in metrics.explain(flat()[0], onset, settings=SETTINGS, values=values)[name]
@@ -271,32 +272,33 @@ def test_instability_index_equals_the_naive_reference(bad):
 
 def test_huge_offset_keeps_its_small_standard_deviation():
     x = (1e4 + 1e-2 * np.random.default_rng(0).normal(size=STEPS)).astype(np.float32)
-    _, std = metrics.pre_onset_level(x, 100)
+    _, std = jax.jit(metrics.pre_onset_level)(x, 100)
     assert float(std) == pytest.approx(x[50:100].astype(np.float64).std(), rel=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_level_survives_extreme_scales(scale):
     x = (scale * np.random.default_rng(0).normal(size=STEPS)).astype(np.float32)
-    mean, std = metrics.pre_onset_level(x, 100)
+    mean, std = jax.jit(metrics.pre_onset_level)(x, 100)
     assert float(mean) == pytest.approx(x[50:100].astype(np.float64).mean(), rel=1e-4)
     assert float(std) == pytest.approx(x[50:100].astype(np.float64).std(), rel=1e-5)
 
 
 def test_windows_longer_than_the_run_give_nan_not_an_error():
-    values = metrics.evaluate(np.arange(10.0), 5)
+    values = EVALUATE(np.arange(10.0), 5)
     assert np.isnan(values["spike_intensity"])
     assert np.isinf(values["collapse_time"])
-    assert np.isnan(metrics.instability_index(np.arange(10.0))).all()
+    assert np.isnan(jax.jit(metrics.instability_index)(np.arange(10.0))).all()
 
 
 def test_defaults_are_those_of_table_s5():
     curve = np.concatenate([np.sin(np.arange(300.0)), -9 + np.zeros(99), np.sin(np.arange(200.0))])
-    assert np.isinf(metrics.collapse_time(curve, 250))
+    collapse_time = jax.jit(metrics.collapse_time)
+    assert np.isinf(collapse_time(curve, 250))
     curve[399] = -9
-    assert metrics.collapse_time(curve, 250) == 300
+    assert collapse_time(curve, 250) == 300
     assert metrics.MetricSettings() == metrics.MetricSettings(window=50, hold=100, horizon=500)
-    for name, value in metrics.evaluate(curve, 250).items():
+    for name, value in EVALUATE(curve, 250).items():
         expected = naive_metrics(curve.astype(np.float32), 250, 50, 100)[name]
         np.testing.assert_allclose(float(value), expected, rtol=1e-4, err_msg=name)
 
@@ -328,7 +330,7 @@ def test_meta_state_deviation(onset, options):
     given = {"control": control, "matrix": rng.normal(size=(4, 4))}
     expected = naive_deviation(h, onset, 60, **{k: given[k] for k in options})
     names = {"control": "control", "matrix": "whitening"}
-    found = metrics.meta_state_deviation(h, onset, horizon=60, **{names[k]: given[k] for k in options})
+    found = DEVIATION(h, onset, horizon=60, **{names[k]: given[k] for k in options})
     assert float(found) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
@@ -336,18 +338,18 @@ def test_meta_state_deviation_shows_a_nan_in_its_horizon_only():
     h = np.zeros((STEPS, 3))
     h[100] = np.nan
     for onset, hidden in ((20, True), (100, False), (101, True), (40, False)):
-        assert np.isnan(metrics.meta_state_deviation(h, onset, horizon=60)) != hidden
-    values = metrics.evaluate(flat()[0], 60, settings=SETTINGS, latents=h)
+        assert np.isnan(DEVIATION(h, onset, horizon=60)) != hidden
+    values = EVALUATE(flat()[0], 60, settings=SETTINGS, latents=h)
     reasons = metrics.explain(flat()[0], 60, settings=SETTINGS, values=values)
     assert "latent" in reasons["meta_state_deviation"]
 
 
-def test_one_lane_s_nan_reaches_no_other():
-    clean = np.random.default_rng(0).normal(size=(4, STEPS)).astype(np.float32)
+def test_one_lane_s_nan_reaches_no_other(evaluated):
+    _, series, onsets, _ = evaluated
+    clean = np.random.default_rng(0).normal(size=series.shape).astype(np.float32)
     broken = clean.copy()
     broken[1, 90:] = np.nan
-    lanes = jax.jit(jax.vmap(lambda x: metrics.evaluate(x, 60, settings=SETTINGS)))
-    a, b = lanes(clean), lanes(broken)
+    a, b = (LANES(curves, np.full(len(onsets), 60)) for curves in (clean, broken))
     for name in a:
         np.testing.assert_array_equal(np.delete(a[name], 1), np.delete(b[name], 1), err_msg=name)
 

@@ -9,65 +9,81 @@ import xarray as xr
 from planted import System
 
 from jaxaudit.metastate.channels import Channels
+from jaxaudit.metastate.envelope import Envelope
 from jaxaudit.metastate.gru import GRU
 from jaxaudit.metastate.kalman import Kalman
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.monitor import Expectation, Monitor
-from jaxaudit.metastate.scores import SCORES, Yardstick, begin, refer, score, score_all
+from jaxaudit.metastate.scores import SCORES, Reference, Yardstick, begin, score
 from jaxaudit.metastate.training import Training
 from jaxaudit.metrics import meta_state_deviation
 
-SHORT = Training(iterations=60)
+# Runs, model and training are those of test_detection.py, which takes the same programs.
+MODEL = LRU(size=4, hidden=(16,))
+SHORT = Training(iterations=120)
 S = len(SCORES)
+NAMES = System().lanes(1, 1, drift=1.0).channels
 
 
-def runs(count, seed, **kind):
-    found = System().lanes(count, 1, seed, **(kind or {"drift": 1.0}))
-    values = found.values[:-1] if not kind else found.values[count:]
-    return xr.DataArray(values[:, :100], dims=("run", "step", "channel"), coords={"channel": list(found.channels)})
+def runs(seed, kind="clean", size=0.0, count=20):
+    """Any other count is another program."""
+    values = System().runs(count, seed, kind, size)
+    return xr.DataArray(values, dims=("run", "step", "channel"), coords={"channel": list(NAMES)})
+
+
+def fitted(clean, **settings):
+    """To 40 of 60 runs."""
+    return Monitor.fit(clean, model=MODEL, training=SHORT, held_out=1 / 3, **settings)
 
 
 @pytest.fixture(scope="module")
 def monitor():
-    return Monitor.fit(runs(60, 0), model=LRU(size=2, hidden=(8,)), training=SHORT)
+    return fitted(runs(0, count=60))
 
 
-def test_a_score_is_of_the_steps_up_to_it(monitor):
+@pytest.fixture(scope="module")
+def scored(monitor):
+    """Scores and latents of clean runs that the monitor has not seen."""
+    return monitor.expectation.scores(runs(9000).values)
+
+
+def test_a_score_is_of_the_steps_up_to_it(monitor, scored):
     """One step at a time is all at once, and later steps change nothing."""
     known = monitor.expectation
-    y, seen = known.channels.standardise(runs(3, 5000).values)
-    whole, latents = jax.jit(lambda y, seen: score_all(known.model, known.params, known.reference, y, seen))(
-        y[0], seen[0]
-    )
-    step = jax.jit(lambda carry, y, seen: score(known.model, known.params, known.reference, carry, y, seen))
+    y, seen = known.channels.standardise(runs(9000).values)
+    scores, latents = scored
+
+    @jax.jit
+    def step(carry, y, seen):
+        carry, one = score(known.model, known.params, known.reference, carry, y, seen)
+        return carry, one, known.model.latent(known.params, carry.state)
+
     carry = begin(known.model, known.params, y.shape[-1])
     for t in range(40):
-        carry, one = step(carry, y[0, t], seen[0, t])
-        np.testing.assert_allclose(one, whole[t], rtol=2e-4, atol=1e-5)
-        np.testing.assert_allclose(known.model.latent(known.params, carry.state), latents[t], rtol=2e-4, atol=1e-5)
+        carry, one, latent = step(carry, y[0, t], seen[0, t])
+        np.testing.assert_allclose(one, scores[0, t], rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(latent, latents[0, t], rtol=2e-4, atol=1e-5)
 
 
-def test_scores_of_clean_runs_are_what_they_are_said_to_be(monitor):
+def test_scores_of_clean_runs_are_what_they_are_said_to_be(scored):
     """Squares of what is standardised and whitened by clean runs: about one each, of runs not fitted to too."""
-    known = monitor.expectation
-    scores, _ = known.scores(runs(40, 9000).values)
-    mean = dict(zip(SCORES, scores[:, 20:].mean(axis=(0, 1)), strict=True))
+    mean = dict(zip(SCORES, scored[0][:, 20:].mean(axis=(0, 1)), strict=True))
     for name in ("surprise_1", "surprise_0.1", "departure_1", "deviation_1"):
         assert mean[name] == pytest.approx(1, abs=0.35), name
     assert mean["burst_1"] > 3  # the largest of twelve
 
 
-def test_deviation_is_the_whitened_drift_corrected_msd(monitor):
+def test_deviation_is_the_whitened_drift_corrected_msd(monitor, scored):
     """Of Table S5, with the clean runs' mean path for the twin, and each step's own spread."""
-    known = monitor.expectation
-    scores, latents = known.scores(runs(4, 9000).values)
-    reference, onset = known.reference, 30
+    reference, onset = monitor.expectation.reference, 30
+    scores, latents = scored
     matrix = np.asarray(reference.decorrelate[1], np.float64)
-    scaled = latents / reference.latents.std[:100]
-    path = np.broadcast_to((reference.latents.mean / reference.latents.std)[:100], scaled.shape)
+    scaled = latents / reference.latents.std
+    path = np.broadcast_to(reference.latents.mean / reference.latents.std, scaled.shape)
     for run in range(4):
         distance = np.linalg.norm((scaled - path)[run].astype(np.float64) @ matrix, axis=-1)
-        np.testing.assert_allclose(scores[run, :, SCORES.index("deviation_1")] * 4, distance**2, rtol=1e-3)
+        squared = scores[run, :, SCORES.index("deviation_1")] * latents.shape[-1]
+        np.testing.assert_allclose(squared, distance**2, rtol=1e-3)
         moved = (scaled - path)[run] - (scaled - path)[run, onset]
         wanted = np.linalg.norm(moved[onset:].astype(np.float64) @ matrix, axis=-1).max()
         found = meta_state_deviation(scaled[run], onset, whitening=matrix, control=path[run])
@@ -75,31 +91,31 @@ def test_deviation_is_the_whitened_drift_corrected_msd(monitor):
 
 
 def test_the_most_unusual_kind_is_told(monitor):
-    found = monitor.score(runs(1, 77, drift=8.0))
-    after = found.isel(run=0, step=slice(95, 100))
+    found = monitor.score(runs(77, "drift", 8.0))
+    after = found.isel(step=slice(95, 100))
     assert (after.score > monitor.threshold(0.05)).all()
-    assert set(after.most.values) <= set(SCORES)
+    assert set(after.most.values.ravel()) <= set(SCORES)
     yardstick = Yardstick(np.zeros(2), np.ones(2))
     assert float(yardstick.combine(np.array([1.0, np.e]))) == pytest.approx(1)
 
 
 def test_a_run_that_stops_being_finite_is_an_alarm(monitor):
-    broken = runs(2, 5000)
+    broken = runs(5000)
     broken[0, 50:, 3] = np.nan
     found = monitor.score(broken).score
     assert np.isfinite(found[0, :50]).all()
     assert (found[0, 50:] == np.inf).all()
-    assert np.isfinite(found[1]).all()
+    assert np.isfinite(found[1:]).all()
 
 
 def test_steps_that_were_not_recorded_are_no_alarm():
     """Where a monitor allows for gaps; in clean runs too."""
-    clean = runs(40, 0)
+    clean = runs(0, count=60)
     clean[3, 60:] = np.nan
     clean[5, 10:20] = np.nan
-    monitor = Monitor.fit(clean, model=LRU(size=2, hidden=(8,)), training=SHORT, gaps=True)
+    monitor = fitted(clean, gaps=True)
     assert np.isfinite(monitor.clean).all()
-    new = runs(1, 5000)
+    new = runs(5000)
     new[0, 30:40] = np.nan
     new[0, 70, 2] = np.nan
     found = monitor.score(new).score.values[0]
@@ -109,18 +125,31 @@ def test_steps_that_were_not_recorded_are_no_alarm():
 
 
 @pytest.mark.parametrize("model", [LRU(size=2), GRU(size=3, hidden=(4,)), Kalman(size=2)], ids=["lru", "gru", "kalman"])
-def test_a_saved_monitor_says_the_same(tmp_path, model):
-    clean = runs(8, 0).isel(step=slice(20))
-    channels = Channels.of([str(name) for name in clean.channel.values], clean.values)
-    y, seen = channels.standardise(clean.values)
-    params = model.init(jax.random.key(0), y.shape[-1])
-    known = Expectation(model, channels, params, refer(model, params, y, seen), Yardstick(np.zeros(S), np.ones(S)))
+def test_a_saved_monitor_is_the_same(tmp_path, model):
+    random = np.random.default_rng(0)
+    envelopes = [Envelope(*random.normal(size=(2, 9, 4)).astype(np.float32)) for _ in range(3)]
+    reference = Reference(*envelopes, tuple(random.normal(size=(3, 4, 4))))
+    channels = Channels.of(NAMES, runs(0).values)
+    params = jax.jit(lambda key: model.init(key, len(NAMES)))(jax.random.key(0))
+    known = Expectation(model, channels, params, reference, Yardstick(np.zeros(S), np.ones(S)))
     monitor = Monitor(known, np.arange(9.0), gaps=True)
     monitor.save(tmp_path / "monitor.npz")
     again = Monitor.load(tmp_path / "monitor.npz")
-    assert monitor.score(clean).identical(again.score(clean))
+    jax.tree.map(np.testing.assert_array_equal, arrays_of(monitor), arrays_of(again))
+    assert (again.gaps, again.expectation.model, again.expectation.channels.names) == (True, model, NAMES)
+
+
+def arrays_of(monitor):
+    known = monitor.expectation
+    channels = known.channels.center, known.channels.scale, known.channels.complete
+    return monitor.clean, channels, known.params, known.reference, known.yardstick
+
+
+def test_a_saved_monitor_says_the_same(tmp_path, monitor):
+    monitor.save(tmp_path / "monitor.npz")
+    again = Monitor.load(tmp_path / "monitor.npz")
+    assert monitor.score(runs(5000)).identical(again.score(runs(5000)))
     assert again.threshold(0.2) == monitor.threshold(0.2)
-    assert (again.gaps, again.expectation.model) == (True, model)
 
 
 def test_a_file_that_is_no_monitor_is_refused(tmp_path, monitor):
@@ -144,8 +173,8 @@ def test_a_file_that_is_no_monitor_is_refused(tmp_path, monitor):
 
 def test_what_a_monitor_cannot_be_fitted_to_is_refused(monitor):
     with pytest.raises(ValueError, match="takes two clean runs or more"):
-        Monitor.fit(runs(1, 0), training=SHORT)
-    with pytest.raises(ValueError, match=r"30 clean runs are too few for a false-alarm rate of 0\.01: it takes 99"):
+        Monitor.fit(runs(0, count=1), training=SHORT)
+    with pytest.raises(ValueError, match=r"20 clean runs are too few for a false-alarm rate of 0\.01: it takes 99"):
         monitor.threshold(0.01)
     with pytest.raises(ValueError, match="the monitor reads channel 'performance', which is not there"):
-        monitor.score(runs(1, 0).drop_isel(channel=0))
+        monitor.score(runs(0, count=1).drop_isel(channel=0))

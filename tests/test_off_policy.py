@@ -25,9 +25,10 @@ SMALL = {
     "learning_rate": 1e-3,
     "gamma": GAMMA,
     "tau": 0.02,
-    "hidden": (32, 32),
+    "hidden": (32,),
     "telemetry": "basic",
 }
+DEEP = SMALL | {"hidden": (32, 32)}  # learns the values within so few updates
 
 
 def trained(agent, iterations):
@@ -42,14 +43,14 @@ def trained(agent, iterations):
 
 @pytest.fixture(scope="module")
 def sac():
-    settings = SACSettings(**SMALL, entropy_coefficient=TEMPERATURE)
+    settings = SACSettings(**DEEP, entropy_coefficient=TEMPERATURE)
     agent = SAC(Rooms(), Rooms.max_episode_steps, settings)
     return agent, *trained(agent, 90)
 
 
 @pytest.fixture(scope="module")
 def td3():
-    agent = TD3(Rooms(), Rooms.max_episode_steps, TD3Settings(**SMALL, exploration_noise=0.3))
+    agent = TD3(Rooms(), Rooms.max_episode_steps, TD3Settings(**DEEP, exploration_noise=0.3))
     return agent, *trained(agent, 90)
 
 
@@ -145,7 +146,7 @@ def batch_of(rng, n=64):
     return Transitions(observation, action, reward, following, (rng.random(n) < 0.3).astype(float))
 
 
-def dense(params, x, hidden=2):
+def dense(params, x, hidden=1):
     for layer in range(hidden):
         x = np.maximum(x @ params[f"Dense_{layer}"]["kernel"] + params[f"Dense_{layer}"]["bias"], 0.0)
     return x @ params[f"Dense_{hidden}"]["kernel"] + params[f"Dense_{hidden}"]["bias"]
@@ -163,13 +164,16 @@ def networks_of(agent):
     return networks, jax.tree.map(lambda x: np.asarray(x, np.float64), networks)
 
 
-def float32(batch):
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
+def losses(agent, networks, batch, key):
+    """The undisturbed losses of critics and actor, and what they tell."""
 
+    @jax.jit
+    def both(networks, batch):
+        given = networks, batch, key, agent.coefficients(networks.params)
+        params = networks.params
+        return agent.critic_loss(params["critic"], *given), agent.actor_loss(params["actor"], *given)
 
-def losing(agent, networks, batch, key):
-    """What an undisturbed loss takes after its parameters."""
-    return networks, float32(batch), key, agent.coefficients(networks.params)
+    return both(networks, jax.tree.map(np.float32, batch))
 
 
 def squashed(output, noise):
@@ -188,15 +192,14 @@ def test_sacs_losses_match_float64_numpy():
     after = critics(exact.target["critic"], batch.next_observation, action).min(0) - 0.2 * log_density
     target = batch.reward + GAMMA * (1 - batch.terminated) * after
     values = critics(exact.params["critic"], batch.observation, batch.action)
-    loss, told = agent.critic_loss(networks.params["critic"], *losing(agent, networks, batch, key))
+    (loss, told), (actor_loss, actor_told) = losses(agent, networks, batch, key)
     np.testing.assert_allclose(loss, 0.5 * ((values - target) ** 2).mean(1).sum(), rtol=1e-4)
     np.testing.assert_allclose(told["q_mean"], values.mean(), rtol=1e-4)
 
     action, log_density = squashed(dense(exact.params["actor"], batch.observation), noise)
     value = critics(exact.params["critic"], batch.observation, action).min(0)
-    loss, told = agent.actor_loss(networks.params["actor"], *losing(agent, networks, batch, key))
-    np.testing.assert_allclose(loss, (0.2 * log_density - value).mean(), rtol=1e-4)
-    np.testing.assert_allclose(told["entropy"], -log_density.mean(), rtol=1e-4)
+    np.testing.assert_allclose(actor_loss, (0.2 * log_density - value).mean(), rtol=1e-4)
+    np.testing.assert_allclose(actor_told["entropy"], -log_density.mean(), rtol=1e-4)
 
 
 def test_td3s_losses_smooth_the_target_and_match_float64_numpy():
@@ -209,55 +212,60 @@ def test_td3s_losses_smooth_the_target_and_match_float64_numpy():
     after = critics(exact.target["critic"], batch.next_observation, action).min(0)
     target = batch.reward + GAMMA * (1 - batch.terminated) * after
     values = critics(exact.params["critic"], batch.observation, batch.action)
-    loss, _ = agent.critic_loss(networks.params["critic"], *losing(agent, networks, batch, key))
+    (loss, _), (actor_loss, _) = losses(agent, networks, batch, key)
     np.testing.assert_allclose(loss, ((values - target) ** 2).mean(1).sum(), rtol=1e-4)
 
     action = np.tanh(dense(exact.params["actor"], batch.observation))
-    loss, _ = agent.actor_loss(networks.params["actor"], *losing(agent, networks, batch, key))
-    np.testing.assert_allclose(loss, -critics(exact.params["critic"], batch.observation, action)[0].mean(), rtol=1e-4)
+    expected = -critics(exact.params["critic"], batch.observation, action)[0].mean()
+    np.testing.assert_allclose(actor_loss, expected, rtol=1e-4)
 
 
 def test_target_networks_follow_in_closed_form():
     agent = TD3(Rooms(), 4, TD3Settings(**SMALL))
     networks, exact = networks_of(agent)
-    moved = networks
-    for _ in range(10):
-        moved = agent.move_targets(moved)
+    moved = jax.jit(lambda networks: jax.lax.fori_loop(0, 10, lambda _, n: agent.move_targets(n), networks))(networks)
     left = (1 - SMALL["tau"]) ** 10
     online = {name: exact.params[name] for name in ("actor", "critic")}
     expected = jax.tree.map(lambda fast, slow: fast + left * (slow - fast), online, exact.target)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), moved.target, expected)
 
 
-def test_target_networks_move_once_for_each_delayed_update():
+@pytest.fixture(scope="module")
+def learn():
+    """TD3's updates after a vector step, jitted, at a learning rate that is data; and three buffers to learn from."""
+    agent = TD3(Rooms(), 4, TD3Settings(**SMALL))
+
+    def learn(networks, store, key, rate):
+        agent.optimizers = {k: dataclasses.replace(o, learning_rate=rate) for k, o in agent.optimizers.items()}
+        return agent.learn(Taps(), networks, buffer=store, key=key, count=jnp.int32(40))[0]
+
+    store = np.random.default_rng(0).normal(size=(3, *agent.buffer.init().shape)).astype(np.float32)
+    return agent, jax.jit(learn), store
+
+
+def test_target_networks_move_once_for_each_delayed_update(learn):
     """Eight updates of the critics, one in two of the actor: with nothing learned, four moves of the targets."""
-    agent = TD3(Rooms(), 4, TD3Settings(**SMALL | {"learning_rate": 1e-12}))
+    agent, learn, store = learn
     networks, exact = networks_of(agent)
-    store = jax.random.normal(jax.random.key(0), agent.buffer.init().shape)
-    learn = jax.jit(lambda: agent.learn(Taps(), networks, buffer=store, key=jax.random.key(1), count=jnp.int32(40))[0])
     left = (1 - SMALL["tau"]) ** 4
     online = {name: exact.params[name] for name in ("actor", "critic")}
     expected = jax.tree.map(lambda fast, slow: fast + left * (slow - fast), online, exact.target)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), learn().target, expected)
+    target = learn(networks, store[0], jax.random.key(1), np.float32(1e-12)).target
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), target, expected)
 
 
-def test_lanes_side_by_side_learn_as_alone_and_the_actor_is_delayed():
-    agent = TD3(Rooms(), 4, TD3Settings(**SMALL))
-    store = jax.random.normal(jax.random.key(0), (3, *agent.buffer.init().shape))
-    keys = jax.random.split(jax.random.key(1), 3)
-
-    def learn(key, store):
-        networks = agent.init(key).networks
-        return agent.learn(Taps(), networks, buffer=store, key=key, count=jnp.int32(40))[0]
-
-    single, many = jax.jit(learn), jax.jit(jax.vmap(learn))
-    together = many(keys, store)
+def test_lanes_side_by_side_learn_as_alone_and_the_actor_is_delayed(learn):
+    agent, learn, store = learn
+    keys, rate = jax.random.split(jax.random.key(1), 3), np.float32(SMALL["learning_rate"])
+    networks = jax.jit(jax.vmap(lambda key: agent.init(key).networks))(keys)
+    many = jax.jit(jax.vmap(learn, (0, 0, 0, None)))
+    together = many(networks, store, keys, rate)
     for lane in range(3):
-        alone = single(keys[lane], store[lane])
-        mine = jax.tree.map(lambda x, lane=lane: x[lane], together)
+        begin, mine = (jax.tree.map(lambda x, lane=lane: x[lane], tree) for tree in (networks, together))
+        alone = learn(begin, store[lane], keys[lane], rate)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), mine, alone)
         assert (int(mine.optimizer["critic"].count), int(mine.optimizer["actor"].count)) == (8, 4)
-    assert single._cache_size() == many._cache_size() == 1
+    assert learn._cache_size() == many._cache_size() == 1
 
 
 def test_raise_entropy_multiplies_the_temperature_of_sacs_losses_while_the_alarm_is_on():

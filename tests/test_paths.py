@@ -38,18 +38,31 @@ def descent():
 
 
 LEARNER = descent()
+TARGETS = ["h/2", "h/2/kernel", "kernel", "embedding", None]
+CONDITIONS = [
+    *(ja.weight_noise(1.0, onset=2, target=target) for target in TARGETS),
+    ja.layer_reset(ja.sweep(1.0, 3.0), onset=2),
+    ja.layer_reset(1.0, onset=2, target="h/1"),
+    ja.layer_reset(1.0, onset=2, target="embedding"),
+    ja.momentum_noise(1.0, onset=2, duration=1, target="mu/h/1"),
+]
+RESETS, EMBEDDING_RESET, MOMENTUM = [6, 7, 8], 9, 10
 
 
-def seen(*perturbations):
-    """Embedding, biases and kernels at the onset: of the control, and of each condition."""
-    grid = ja.plan(LEARNER, list(perturbations), seeds=2, steps=4)
-    telemetry = ja.audit(LEARNER, list(perturbations), seeds=2, steps=4).telemetry
-    leaves = [telemetry[f"{i}"].values[:, :, 2] for i in range(3)]
-    return grid, leaves
+@pytest.fixture(scope="module")
+def seen():
+    """Embedding, biases and kernels at every step, `[seed, condition, step, ...]`: of the control, then of each."""
+    telemetry = ja.audit(LEARNER, CONDITIONS, seeds=2, steps=4).telemetry
+    return [telemetry[f"{i}"].values for i in range(3)]
 
 
-def test_every_layer_has_paths_of_its_own():
-    assert paths_of(fresh(KEY), "actor") == (
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(fresh)(KEY)
+
+
+def test_every_layer_has_paths_of_its_own(params):
+    assert paths_of(params, "actor") == (
         "actor/embedding",
         *(f"actor/h/{i}/bias" for i in range(DEPTH)),
         *(f"actor/h/{i}/kernel" for i in range(DEPTH)),
@@ -57,18 +70,17 @@ def test_every_layer_has_paths_of_its_own():
     assert paths_of(Stack(jnp.zeros((2, 3)))) == ("0", "1")
 
 
-def test_what_is_handed_out_along_paths_broadcasts_against_the_leaves():
-    handed = along_paths(jnp.arange(9.0), fresh(KEY))
+def test_what_is_handed_out_along_paths_broadcasts_against_the_leaves(params):
+    handed = along_paths(np.arange(9.0), params)
     assert handed["embedding"].shape == ()
     np.testing.assert_array_equal(handed["h"].layers["bias"].ravel(), [1, 2, 3, 4])
     assert handed["h"].layers["kernel"].shape == (DEPTH, 1, 1)
     np.testing.assert_array_equal(handed["h"].layers["kernel"].ravel(), [5, 6, 7, 8])
 
 
-@pytest.mark.parametrize("target", ["h/2", "h/2/kernel", "kernel", "embedding", None])
-def test_a_target_is_a_layer_a_parameter_or_both(target):
-    noise = ja.weight_noise(1.0, onset=2, target=target)
-    _, (embedding, bias, kernel) = seen(noise)
+@pytest.mark.parametrize(("condition", "target"), enumerate(TARGETS, 1))
+def test_a_target_is_a_layer_a_parameter_or_both(condition, target, seen):
+    embedding, bias, kernel = (leaf[:, [0, condition], 2] for leaf in seen)
     changed = {"embedding": (embedding[:, 0] != embedding[:, 1]).any()}
     for layer in range(DEPTH):
         changed[f"h/{layer}/bias"] = (bias[:, 0, layer] != bias[:, 1, layer]).any()
@@ -78,9 +90,8 @@ def test_a_target_is_a_layer_a_parameter_or_both(target):
     }
 
 
-def test_a_reset_draws_a_layer_of_the_stack_and_leaves_the_rest():
-    resets = [ja.layer_reset(ja.sweep(1.0, 3.0), onset=2), ja.layer_reset(1.0, onset=2, target="h/1")]
-    _, (embedding, bias, kernel) = seen(*resets)
+def test_a_reset_draws_a_layer_of_the_stack_and_leaves_the_rest(seen):
+    embedding, bias, kernel = (leaf[:, [0, *RESETS], 2] for leaf in seen)
     np.testing.assert_array_equal(embedding, np.broadcast_to(embedding[:, :1], embedding.shape))
     different = (kernel != kernel[:, :1]).any((3, 4))
     np.testing.assert_array_equal(different, (bias != bias[:, :1]).any(3))
@@ -88,22 +99,21 @@ def test_a_reset_draws_a_layer_of_the_stack_and_leaves_the_rest():
     assert different[:, 3, 1].all()
 
 
-def test_a_reset_of_what_is_no_layer_resets_it_where_nothing_else_is_aimed_at():
-    _, (embedding, bias, kernel) = seen(ja.layer_reset(1.0, onset=2, target="embedding"))
+def test_a_reset_of_what_is_no_layer_resets_it_where_nothing_else_is_aimed_at(seen):
+    embedding, bias, kernel = (leaf[:, [0, EMBEDDING_RESET], 2] for leaf in seen)
     assert (embedding[:, 1] != embedding[:, 0]).any()
     for same in (bias, kernel):
         np.testing.assert_array_equal(same[:, 1], same[:, 0])
 
 
-def test_drawn_layers_are_uniform():
-    value, apply = fresh(KEY), registry.perturbations["layer_reset"].default.apply
-    everywhere = jnp.ones(9, bool)
+def test_drawn_layers_are_uniform(params):
+    apply, everywhere = registry.perturbations["layer_reset"].default.apply, np.ones(9, bool)
 
     def drawn(key):
-        reset = apply(key, value, 1.0, reinitialise=fresh, selected=everywhere)
-        return (reset["h"].layers["bias"] != value["h"].layers["bias"]).any(1)
+        reset = apply(key, params, 1.0, reinitialise=fresh, selected=everywhere)
+        return (reset["h"].layers["bias"] != params["h"].layers["bias"]).any(1)
 
-    counts = np.asarray(jax.vmap(drawn)(jax.random.split(KEY, 2000))).sum(0)
+    counts = np.asarray(jax.jit(jax.vmap(drawn))(jax.random.split(KEY, 2000))).sum(0)
     assert counts.sum() == 2000
     assert (abs(counts - 500) < 4 * np.sqrt(2000 * 0.25 * 0.75)).all()
 
@@ -114,12 +124,10 @@ def test_each_layer_is_rounded_to_a_range_of_its_own():
     np.testing.assert_allclose(rounded, [[1.0, 1 / 3], [100.0, 100 / 3]], rtol=1e-6)
 
 
-def test_moments_of_a_stack_can_be_aimed_at():
-    noise = ja.momentum_noise(1.0, onset=2, duration=1, target="mu/h/1")
-    grid = ja.plan(LEARNER, [noise], seeds=1, steps=4)
+def test_moments_of_a_stack_can_be_aimed_at(seen):
+    grid = ja.plan(LEARNER, CONDITIONS, seeds=1, steps=4)
     paths = dict(grid.program.paths)["optimizer_state"]
     assert "0/mu/h/1/kernel" in paths or "mu/h/1/kernel" in paths
-    telemetry = ja.audit(LEARNER, [noise], seeds=1, steps=4).telemetry
-    kernel = telemetry["2"].values[0, :, 3]
-    different = (kernel[0] != kernel[1]).any((1, 2))
+    kernel = seen[2][0, :, 3]
+    different = (kernel[0] != kernel[MOMENTUM]).any((1, 2))
     np.testing.assert_array_equal(different, [False, True, False, False])

@@ -1,7 +1,5 @@
 """PPO's parts against independent implementations, its entropy bonus, and PPO on a real task."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +12,17 @@ import jaxaudit as ja
 from jaxaudit.learners.normalizer import Moments
 from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
 from jaxaudit.learners.ppo import PPO, PPOSettings
+from jaxaudit.learners.rollout import Samples
 from jaxaudit.models.mlp import gaussian_entropy, gaussian_log_probability
 from jaxaudit.taps import Taps
 
+SMALL = PLAIN | {"hidden": (16,)}
 
-@pytest.mark.parametrize("coefficient", [0.08, 0.5])
+
+@pytest.mark.parametrize("coefficient", [0.08, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_the_entropy_bonus_holds_the_policy_at_its_known_width(coefficient):
     """E[-(a - 0.5)^2] + c log(std) is greatest at std = sqrt(c / 2)."""
-    settings = PPOSettings(**PLAIN, entropy_coefficient=coefficient, normalize_advantages=False)
+    settings = PPOSettings(**SMALL, entropy_coefficient=coefficient, normalize_advantages=False)
     agent = PPO(Probe(lambda a: -((a - 0.5) ** 2), True), 16, settings)
     state, _ = jax.jit(lambda: train(agent, 300))()
     assert float(jnp.exp(state.params["log_std"][0])) == pytest.approx((coefficient / 2) ** 0.5, rel=0.1)
@@ -40,9 +41,9 @@ def test_gaussian_log_probability_and_entropy_match_scipy():
 def test_the_surrogate_loss_matches_float64_numpy():
     rng = np.random.default_rng(1)
     agent = PPO(Probe(lambda a: a, True), 16, PPOSettings())
-    params = agent.init_params(jax.random.key(0))
+    params = jax.jit(agent.init_params)(jax.random.key(0))
     n = 64
-    batch = SimpleNamespace(
+    batch = Samples(
         observation=rng.normal(size=(n, 1)),
         action=rng.normal(size=(n, 1)),
         log_probability=rng.normal(-1.4, 0.3, n),
@@ -50,15 +51,15 @@ def test_the_surrogate_loss_matches_float64_numpy():
         advantage=rng.normal(1.0, 2.0, n),
         target=rng.normal(size=n),
     )
-    mean, log_std = (np.asarray(x, np.float64) for x in agent.policy(params, batch.observation.astype(np.float32)))
-    value = np.asarray(agent.value(params, batch.observation.astype(np.float32)), np.float64)
+    seen = jax.jit(lambda params, x: (*agent.policy(params, x), agent.value(params, x)))
+    mean, log_std, value = (np.asarray(x, np.float64) for x in seen(params, np.float32(batch.observation)))
     ratio = np.exp(stats.norm(mean, np.exp(log_std)).logpdf(batch.action).sum(-1) - batch.log_probability)
     advantage = (batch.advantage - batch.advantage.mean()) / (batch.advantage.std() + 1e-8)
     policy = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage).mean()
     near = batch.value + np.clip(value - batch.value, -0.2, 0.2)
     critic = 0.5 * np.maximum((value - batch.target) ** 2, (near - batch.target) ** 2).mean()
     entropy = stats.norm(0, np.exp(log_std)).entropy().sum()
-    loss, parts = agent.loss(params, batch, agent.settings.entropy_coefficient)
+    loss, parts = jax.jit(agent.loss)(params, jax.tree.map(np.float32, batch), agent.settings.entropy_coefficient)
     np.testing.assert_allclose(parts["policy_loss"], policy, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(parts["value_loss"], critic, rtol=1e-4)
     np.testing.assert_allclose(loss, policy + 0.5 * critic - 0.01 * entropy, rtol=1e-4, atol=1e-6)
@@ -72,11 +73,13 @@ def test_the_optimizer_is_optax_adam_behind_a_clip():
     schedule = optax.linear_schedule(0.01, 0.0, 20)
     theirs = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule, eps=1e-5))
     their_state, my_state = theirs.init(params), optimizer.init(params)
+    ours = jax.jit(lambda params, state, gradient, index: optimizer.update(params, state, gradient, Taps(index, 20)))
+    their_update = jax.jit(theirs.update)
     for index in range(20):
         gradient = {"w": jnp.asarray(rng.normal(size=(4, 3)) * (0.1 if index % 2 else 10), jnp.float32)}
-        change, their_state = theirs.update(gradient, their_state, expected)
+        change, their_state = their_update(gradient, their_state, expected)
         expected = optax.apply_updates(expected, change)
-        mine, my_state, done = optimizer.update(mine, my_state, gradient, Taps(index, 20))
+        mine, my_state, done = ours(mine, my_state, gradient, index)
         norm = float(np.linalg.norm(gradient["w"]))
         assert float(done.gradient_norm) == pytest.approx(norm, rel=1e-5)
         assert float(done.clipped) == (norm > 0.5)
@@ -131,36 +134,39 @@ def test_outside_a_run_a_schedule_stands_at_its_beginning():
     assert float(done.learning_rate) == 0.5
 
 
-@pytest.mark.parametrize("telemetry", ["basic", "full"])
-def test_x_grad_is_that_of_the_first_epochs_minibatches_where_it_begins(telemetry):
-    """However far the updates go."""
-    settings = PLAIN | {"telemetry": telemetry, "minibatch_size": 16}
-    agents = [PPO(Probe(lambda a: a, True), 16, PPOSettings(**settings | {"learning_rate": r})) for r in (1e-4, 0.3)]
-    state = agents[0].init(jax.random.key(0))
-    state, samples = jax.jit(lambda: agents[0].collect(state, jax.random.key(1), Taps()))()
+def test_x_grad_is_that_of_the_first_epochs_minibatches_where_it_begins():
+    """However far the updates go, and whatever the telemetry."""
+    settings = SMALL | {"minibatch_size": 16, "learning_rate": 0.3}
+    agents = {
+        name: PPO(Probe(lambda a: a, True), 16, PPOSettings(**settings | {"telemetry": name}))
+        for name in ("basic", "full")
+    }
+    agent = agents["full"]
+    state = jax.jit(agent.init)(jax.random.key(0))
+    state, samples = jax.jit(lambda state: agent.collect(state, jax.random.key(1), Taps()))(state)
     key = jax.random.key(2)
-    found = [
-        jax.jit(lambda agent=agent: agent.improve(state.params, state.optimizer, samples, key, Taps(1, 10))[2])()
-        for agent in agents
-    ]
-    rows = agents[0].order(jax.random.split(key, agents[0].settings.epochs)[0])
-    data = agents[0].flat(samples)
+    found = {
+        name: jax.jit(lambda state, agent=a: agent.improve(state.params, state.optimizer, samples, key, Taps(1, 10)))
+        for name, a in agents.items()
+    }
+    found = {name: improve(state)[2] for name, improve in found.items()}
+    rows = agent.order(jax.random.split(key, agent.settings.epochs)[0])
+    data = agent.flat(samples)
     assert sorted(np.ravel(rows)) == list(range(128))
-    bonus = agents[0].settings.entropy_coefficient
-    gradient = jax.jit(lambda rows: jax.grad(agents[0].loss, has_aux=True)(state.params, data_of(data, rows), bonus)[0])
+    bonus = agent.settings.entropy_coefficient
+    gradient = jax.jit(lambda rows: jax.grad(agent.loss, has_aux=True)(state.params, data_of(data, rows), bonus)[0])
     stack = np.array([np.concatenate([np.ravel(g) for g in jax.tree.leaves(gradient(r))]) for r in rows], np.float64)
     units = stack / np.linalg.norm(stack, axis=1, keepdims=True)
     cosines = units @ units.T
     expected = cosines[np.triu_indices(len(rows), 1)].mean()
-    for told in found:
+    for told in found.values():
         assert float(told["x_grad"]) == pytest.approx(expected, abs=1e-5)
-    if telemetry == "full":
-        largest = np.linalg.eigvalsh(cosines)[-1] / len(rows)
-        assert float(found[1]["x_grad_dominant"]) == pytest.approx(largest, abs=1e-4)
-        sizes = [np.size(p) for p in jax.tree.leaves(state.params)]
-        layers = np.split(stack, np.cumsum(sizes)[:-1], axis=1)
-        norms = [np.sqrt((layer**2).sum(1).mean()) for layer in layers]
-        np.testing.assert_allclose(found[1]["layer_gradient_norm"], norms, rtol=1e-4, atol=1e-7)
+    largest = np.linalg.eigvalsh(cosines)[-1] / len(rows)
+    assert float(found["full"]["x_grad_dominant"]) == pytest.approx(largest, abs=1e-4)
+    sizes = [np.size(p) for p in jax.tree.leaves(state.params)]
+    layers = np.split(stack, np.cumsum(sizes)[:-1], axis=1)
+    norms = [np.sqrt((layer**2).sum(1).mean()) for layer in layers]
+    np.testing.assert_allclose(found["full"]["layer_gradient_norm"], norms, rtol=1e-4, atol=1e-7)
 
 
 def data_of(data, rows):

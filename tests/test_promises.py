@@ -1,25 +1,31 @@
-"""The promises, each over all standard perturbations at once, on PPO and on a language model.
+"""The promises, each over all standard perturbations at once on a tiny learner, and on PPO and a language model.
 
 A learner's grid is one compiled program, fed different data: it has every perturbation that fits the learner as one
 condition, forked at step 3, its window open from step 5 to step 7; the chain with an lr_spike of factor one at step 3
-is what opens the fork before the window. Of perturbations that fit both learners PPO's grid has a few; all, when the
-slow tests are run.
+is what opens the fork before the window. The tiny learner has all sites. Of the others' a grid has one perturbation
+of each site that many learners have, and all that fit when the slow tests are run.
 """
 
 import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.grid import arrange, inputs, plan, site_misfit
+from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
 from jaxaudit.models import gpt2
 from jaxaudit.program import compiled
 from jaxaudit.sites import find_sites
+from jaxaudit.taps import SITES
+from jaxaudit.tasks._brax import Env, State
+from jaxaudit.tasks.episodes import Episodes
 
 FORK, OPEN, CLOSE, STEPS = 3, 5, 7, 10
 # Some standard magnitudes do little within a window of two short steps; these are felt at once.
@@ -36,10 +42,19 @@ STRONG = {
 }
 
 
-COMMON = {"gradient", "clip_norm", "optimizer_state", "params"}
-"""Sites of every learner."""
-KEPT = {"gradient_sign_flip", "clip_failure", "momentum_noise", "weight_noise", "critic_reset"}
-"""Of the perturbations there, those that PPO's grid always has: one of each site, and one that only critics know."""
+SHARED = set(SITES) - {"tokens", "objective"}
+"""Sites that one optimizer or one wrapper of environments serves for all learners."""
+KEPT = {
+    "observation_stuck",
+    "action_delayed",
+    "reward_noise",
+    "dynamics_drift",
+    "gradient_sign_flip",
+    "clip_failure",
+    "momentum_noise",
+    "weight_noise",
+}
+"""Of the perturbations there, those that every grid has: one of each site but the learning rate, which has lr_spike."""
 
 
 def chained(name, magnitude=None, rate=1.0, fork=FORK):
@@ -50,6 +65,77 @@ def chained(name, magnitude=None, rate=1.0, fork=FORK):
     )
 
 
+class Point(Env):
+    """A point that actions push; an episode ends where it is far."""
+
+    cheap_reset = True
+    observation_size, action_size, backend = 8, 1, "none"
+    dynamics = dict.fromkeys(("mass", "gear"), np.float32(1.0))
+
+    def reset(self, rng):
+        return State(None, jax.random.normal(rng, (8,)), jnp.float32(0), jnp.float32(0), {}, {})
+
+    def step(self, state, action):
+        mass = state.info.get("dynamics", self.dynamics)["mass"]
+        place = 0.9 * state.obs + action[0] / mass
+        far = (jnp.abs(place).max() > 2.0).astype(jnp.float32)
+        return state.replace(obs=place, reward=-jnp.mean(place**2), done=far)
+
+
+EPISODES = Episodes(Point(), 2, 6)
+OPTIMIZER = Optimizer(optax.scale_by_adam(), linear_to_zero(0.01), max_norm=0.05)
+
+
+def fresh(key):
+    """An actor and a critic, linear in the observation."""
+    actor, critic = jax.random.normal(key, (2, 8))
+    return {"actor": {"kernel": actor}, "critic": {"kernel": critic}}
+
+
+def tiny_init(key):
+    params = fresh(key)
+    return params, OPTIMIZER.init(params), EPISODES.init(key)
+
+
+def tiny_step(state, key, taps):
+    """One update from four steps of two environments and a few tokens; all standard sites are tapped."""
+    before, memory = OPTIMIZER.disturb(*state[:2], taps, fresh)
+
+    def value(params, observation):
+        return observation @ params["critic"]["kernel"]
+
+    def act(params, observation):
+        return jnp.tanh(observation @ params["actor"]["kernel"])[:, None]
+
+    def turn(taps, episodes, index):
+        action = act(before, episodes.observation)
+        return EPISODES.step(
+            episodes, jax.random.fold_in(key, index), action, taps, lambda seen: value(before, seen), 0.9
+        )
+
+    episodes, seen = taps.scan(turn, state[2], jnp.arange(4))
+    tokens = taps(
+        "tokens",
+        jax.random.randint(key, (4, 8), 0, 50),
+        mask=99,
+        vocabulary=100,
+        second_corpus=lambda key: jax.random.randint(key, (4, 8), 50, 99),
+    )
+    smoothing = taps("objective", jnp.float32(0.0))
+
+    def loss(params):
+        wanted = (1 - smoothing) * seen.reward + jnp.mean(tokens) / 100
+        moved = jax.vmap(act, (None, 0))(params, seen.observation) - seen.final_observation
+        return jnp.mean((value(params, seen.observation) - wanted) ** 2) + jnp.mean(moved**2)
+
+    params, memory, done = OPTIMIZER.update(before, memory, jax.grad(loss)(before), taps)
+    norm = optax.tree.norm(params)
+    return (params, memory, episodes), {"performance": -norm, "params_norm": norm, "update_norm": done.update_norm}
+
+
+TINY = ja.Learner(tiny_init, tiny_step, name="tiny")
+
+
 def ppo(**settings):
     return ja.learners.ppo(
         "InvertedPendulum-v5",
@@ -57,7 +143,7 @@ def ppo(**settings):
         rollout_length=32,
         minibatch_size=32,
         epochs=2,
-        hidden=(8, 8),
+        hidden=(8,),
         max_grad_norm=0.05,
         **settings,
     )
@@ -136,15 +222,10 @@ def ppo_case(_):
     return Case(
         ppo(evaluations=1, evaluation_episodes=1),
         ppo(evaluations=0, telemetry="basic"),  # what is measured besides does not change the training
-        {"reward_scale": infinite, "weight_noise": infinite, "lr_spike": infinite},
+        {"momentum_noise": infinite, "weight_noise": infinite, "lr_spike": infinite},
         ("performance", "policy_loss", "value_loss", "entropy", "params_norm", "update_norm"),
         "actor",
     )
-
-
-def quick_ppo_case(corpus):
-    common = {name for name in registry.perturbations if registry.perturbations[name].default.site in COMMON}
-    return dataclasses.replace(ppo_case(corpus), left_out=frozenset({"lr_spike"} | common - KEPT))
 
 
 def language_model_case(text):
@@ -158,16 +239,42 @@ def language_model_case(text):
     )
 
 
+def tiny_case(_):
+    infinite = float("inf")
+    return Case(
+        TINY,
+        TINY,
+        {"reward_scale": infinite, "weight_noise": infinite, "lr_spike": infinite},
+        ("performance", "params_norm", "update_norm"),
+        "actor",
+    )
+
+
+def quick(case):
+    """With what is kept, of the perturbations at shared sites."""
+    shared = {name for name in registry.perturbations if registry.perturbations[name].default.site in SHARED}
+    return dataclasses.replace(case, left_out=frozenset({"lr_spike"} | shared - KEPT))
+
+
 CASES = {
-    "ppo": quick_ppo_case,
-    "language_model": language_model_case,
-    "ppo, everything": pytest.param(ppo_case, marks=pytest.mark.slow),
+    "tiny": tiny_case,
+    "ppo": lambda corpus: quick(ppo_case(corpus)),
+    "language_model": lambda corpus: quick(language_model_case(corpus)),
+    "ppo, everything": ppo_case,
+    "language_model, everything": language_model_case,
 }
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def cases(*slow):
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in CASES]
+
+
+EVERYTHING = [name for name in CASES if "everything" in name]
+
+
+@pytest.fixture(scope="module", params=cases(*EVERYTHING))
 def case(request, corpus):
-    return request.param(corpus)
+    return CASES[request.param](corpus)
 
 
 def telemetry(grid):
@@ -183,15 +290,16 @@ def lane_same(arrays, other, condition, start=0, stop=STEPS):
     return all(same(arrays[k][:, condition, start:stop], other[k][:, condition, start:stop]) for k in arrays)
 
 
-def test_every_standard_perturbation_is_in_a_grid(corpus):
-    fitting = {name for make in (quick_ppo_case, language_model_case) for name in make(corpus).names}
+def test_every_standard_perturbation_fits_the_tiny_learner_and_another(corpus):
+    assert {*tiny_case(None).names, "lr_spike"} == set(registry.perturbations)
+    fitting = {name for make in (ppo_case, language_model_case) for name in make(corpus).names}
     assert fitting | {"lr_spike"} == set(registry.perturbations)
 
 
 def test_a_learner_is_disturbed_at_all_its_sites(case):
     sites = {registry.perturbations[name].default.site for name in case.names}
-    own = {"ppo": {"observation", "action", "reward", "dynamics"}, "language_model": {"tokens", "objective"}}
-    assert sites >= own[case.learner.name] | {"gradient", "clip_norm", "optimizer_state", "params", "learning_rate"}
+    sites |= {"learning_rate"}  # lr_spike is in every grid
+    assert sites == set(find_sites(case.learner, STEPS)) & set(SITES)
 
 
 def test_identity_a_neutral_lane_is_bitwise_the_control(case):
@@ -276,6 +384,7 @@ def test_exact_replay_the_same_program_gives_the_same_bits(case):
     assert all(same(baseline[k], case.strong[1][k]) for k in baseline)
 
 
+@pytest.mark.parametrize("case", cases("ppo", "language_model", *EVERYTHING), indirect=True, scope="module")
 def test_common_randomness_adding_a_condition_leaves_the_others_equal_but_for_rounding(case):
     """A grid of some of the conditions, at another width and from step 0 on, follows the same path at first."""
     few = ["weight_noise", "gradient_sign_flip", *[n for n in case.names if n in ("reward_noise", "observation_stuck")]]

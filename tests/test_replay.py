@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import quadratic  # noqa: F401  registers the learner
 import zarr
-from test_durable import SPEC, arrays, assert_same, flip, one_sentence, server  # noqa: F401
+from test_durable import FEW, SPEC, arrays, assert_same, flip, here, one_sentence, server  # noqa: F401
 
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
@@ -19,6 +19,7 @@ from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
 
 ONE = SPEC.replace("[5, 10]", "10")  # one onset, four conditions
+LANES, LANE_STEPS = 24, 3 * 14 + 12 * 15 + 12 * 10
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +53,17 @@ def test_all_of_a_run(finished, counted):
     replayed = replay(finished)
     assert replayed.equal
     assert replayed.differences == ()
-    assert (replayed.lanes, replayed.steps) == (21, 3 * 14 + 9 * 15 + 12 * 10)
+    assert (replayed.lanes, replayed.steps) == (LANES, LANE_STEPS)
     assert sum(counted) == replayed.steps
-    assert str(replayed) == "bitwise equal: 21 lanes, 297 lane steps"
+    assert str(replayed) == "bitwise equal: 24 lanes, 342 lane steps"
 
 
 @pytest.mark.parametrize(
     ("seed", "condition", "lanes", "steps", "computed"),
     [
-        (1, None, 7, 14 + 3 * 15 + 4 * 10, 297),
-        (None, "lr_spike 30 @5", 3, 3 * 15, 9 * 15),
-        (2, "lr_spike 30 @5", 1, 15, 9 * 15),
+        (1, None, 8, 14 + 4 * 15 + 4 * 10, LANE_STEPS),
+        (None, "lr_spike 30 @5", 3, 3 * 15, 12 * 15),
+        (2, "lr_spike 30 @5", 1, 15, 12 * 15),
         (0, "6", 1, 10, 12 * 10),
     ],
 )
@@ -83,7 +84,7 @@ def test_a_changed_value_is_found(copied):
     replayed = replay(copied)
     assert replayed.deviations == {"performance": pytest.approx(0.5), "update_norm": pytest.approx(0.25)}
     words = str(replayed)
-    assert "not equal: 21 lanes, 297 lane steps; largest deviation 0.5 in performance" in words
+    assert "not equal: 24 lanes, 342 lane steps; largest deviation 0.5 in performance" in words
     assert words.endswith(
         "why:\n  software, device and lane layout are as recorded: the program is not deterministic here"
     )
@@ -129,14 +130,14 @@ def test_a_fork_computes_its_suffixes_alone(copied, counted, tmp_path):
     """The same conditions at the same width give the same bits; new ones begin where the run was."""
     out = tmp_path / "fork"
     durable.fork(copied, parse(SPEC), out)
-    assert sum(counted) == 9 * 15 + 12 * 10
+    assert sum(counted) == 12 * 15 + 12 * 10
     ours, theirs = arrays(out), arrays(copied)
     channels = [name for name in theirs if not name.startswith("chunk")]
     assert [name for name in channels if ours[name] != theirs[name]] == []
     for name in ("metrics.csv", "summary.csv"):
         assert (out / name).read_bytes() == (copied / name).read_bytes()
     environment = Folder(out).read_environment()
-    assert environment["samples"] == 9 * 15 + 12 * 10
+    assert environment["samples"] == 12 * 15 + 12 * 10
     assert environment["forked_from"] == str(copied)
 
 
@@ -148,7 +149,7 @@ def test_new_conditions(copied, counted, tmp_path):
     assert list(new["condition"].values) == ["control", "lr_spike 100", "weight_noise 0.1"]
     for name in ("performance", "update_norm"):
         for condition in range(3):
-            np.testing.assert_array_equal(new[name][:, condition, :10], old[name][:, 3, :10])
+            np.testing.assert_array_equal(new[name][:, condition, :10], old[name][:, 4, :10])
         assert not np.array_equal(new[name][:, 1, 10:], new[name][:, 0, 10:])
         assert np.isfinite(new[name]).all()
 
@@ -176,15 +177,12 @@ def test_a_fork_stands_alone(copied, tmp_path, monkeypatch):
     assert replay(tmp_path / "again").equal
 
 
-FEW = ONE.replace("chunk = 1", "chunk = 5")
-
-
 def free_memory(monkeypatch, lanes):
     """Lets so many lanes of FEW be in memory at a time, and hardly a byte more; None: all."""
     free = None
     if lanes:
         grid = replace(parse(FEW).build(), batch=lanes)
-        free = int(memory.needs(Engine(grid, 5), grid.phases()).total / memory.SHARE) + 1
+        free = int(memory.needs(Engine(grid, 4), grid.phases()).total / memory.SHARE) + 1
     monkeypatch.setattr(memory, "available_memory", lambda devices: free)
 
 
@@ -239,15 +237,21 @@ def test_a_fork_of_a_damaged_onset(copied, tmp_path):
     assert replay(tmp_path / "fork").equal
 
 
-def test_by_the_command_line(server, copied, tmp_path):  # noqa: F811
+def test_by_the_command_line(here, copied, tmp_path):  # noqa: F811
     (tmp_path / "one.toml").write_text(ONE)
-    done = server("fork", copied, tmp_path / "one.toml", "-o", tmp_path / "fork")
+    done = here("fork", copied, tmp_path / "one.toml", "-o", tmp_path / "fork")
     assert done.code == 0, done.err
-    done = server("replay", tmp_path / "fork")
+    done = here("replay", tmp_path / "fork")
     assert (done.code, done.out) == (0, "bitwise equal: 12 lanes, 120 lane steps\n")
     change(copied, "performance", (0, 0, 19), 1.0)
-    done = server("replay", copied, "--seed", "0", "--condition", "control @5")
+    done = here("replay", copied, "--seed", "0", "--condition", "control @5")
     assert done.code == 1
     assert "largest deviation 1 in performance" in done.out
     (tmp_path / "other.toml").write_text(ONE.replace("seeds = 3", "seeds = [0, 1, 3]"))
-    one_sentence(server("fork", copied, tmp_path / "other.toml", "-o", tmp_path / "no"), 2, "must keep the run's seeds")
+    one_sentence(here("fork", copied, tmp_path / "other.toml", "-o", tmp_path / "no"), 2, "must keep the run's seeds")
+
+
+def test_by_another_process(server, copied):  # noqa: F811
+    done = server("replay", copied)
+    assert done.code == 0, done.err
+    assert done.out.startswith("bitwise equal: 24 lanes, 342 lane steps\n")

@@ -126,6 +126,12 @@ def outside_scripts(page):
     return re.sub(r"<script.*?</script>", "", page, flags=re.S)
 
 
+@pytest.fixture
+def page_alone(monkeypatch):
+    """Figures take the most time of a report; where a test looks at its page alone, their files are not made."""
+    monkeypatch.setattr("jaxaudit.report.page._write_figures", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def typical(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "typical"
@@ -243,7 +249,7 @@ def verdict_of(folder, *times):
     return re.sub(r"<.*?>", "", re.search(r'<ul class="verdict">(.*?)</ul>', page, re.S).group(1)), page
 
 
-def test_late_collapses_are_called_late_where_most_are(tmp_path):
+def test_late_collapses_are_called_late_where_most_are(tmp_path, page_alone):
     text, _ = verdict_of(tmp_path / "late", [150, 250, 260, 270, None, None, None])
     assert "Most of these collapses come after T_max / 2" in text
     text, _ = verdict_of(tmp_path / "early", [150, 160, 170, 270, None, None, None])
@@ -251,14 +257,14 @@ def test_late_collapses_are_called_late_where_most_are(tmp_path):
     assert "T_max / 2" not in text
 
 
-def test_a_critical_magnitude_that_is_not_there_is_bounded_on_the_right_side(tmp_path):
+def test_a_critical_magnitude_that_is_not_there_is_bounded_on_the_right_side(tmp_path, page_alone):
     """All seeds fall at 3, none elsewhere: made monotone, fewer than half do anywhere."""
     _, page = verdict_of(tmp_path, *([[None] * 6, [150] * 6] + [[None] * 6] * 2))
     said = "the fitted share of collapsed seeds stays below one half: the critical magnitude lies above 27"
     assert said in page
 
 
-def test_a_learner_that_improves_before_the_onset_hides_collapses_and_is_told(tmp_path):
+def test_a_learner_that_improves_before_the_onset_hides_collapses_and_is_told(tmp_path, page_alone):
     conditions, performance = collapses([None] * 6)
     write(tmp_path / "steady", conditions, performance=performance)
     performance += np.arange(400, dtype=np.float32)
@@ -268,14 +274,14 @@ def test_a_learner_that_improves_before_the_onset_hides_collapses_and_is_told(tm
     assert said in report.build(tmp_path / "rising").read_text()
 
 
-def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path):
+def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path, page_alone):
     text, _ = verdict_of(tmp_path, [None] * 3)
     assert "3 seeds are too few for 95% intervals of performance, so its differences are not judged" in text
     assert "collapses no seed at any magnitude tried (which" in text
     assert "than its interval" not in text
 
 
-def test_targets_of_a_perturbation_are_panels_of_their_own(tmp_path):
+def test_targets_of_a_perturbation_are_panels_of_their_own(tmp_path, page_alone):
     conditions = grid({"weight_noise": ("parametric", (1.0, 1.0), 9.0)})
     conditions["target"] = ["", "actor", "critic"]
     conditions["condition"] = ["control", "a", "b"]
@@ -365,8 +371,7 @@ def test_telemetry_alone_and_nothing_at_all(tmp_path):
         report.build(tmp_path / "other")
 
 
-def test_large_grid_stays_small(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxaudit.report.page._write_figures", lambda *_: None)
+def test_large_grid_stays_small(tmp_path, page_alone):
     kinds = {f"kind_{i}": ("data", (0.1, 0.2, 0.4, 0.8), 0.3) for i in range(10)}
     write(tmp_path, grid(kinds), steps=500)
     size = report.build(tmp_path).stat().st_size

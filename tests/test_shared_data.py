@@ -12,14 +12,19 @@ from jaxaudit.program import compiled
 ENTRIES = 500_000
 
 
-def learner(data):
-    def step(x, key, taps):
-        drawn = taps.data["numbers"][jax.random.randint(key, (), 0, ENTRIES)]
-        _, again = taps.scan(lambda taps, carry, _: (carry, taps.data["numbers"][0]), x, length=2)
-        x = x + taps("gradient", drawn) + again.sum()
-        return x, {"performance": x}
+def init(key):
+    return jnp.float32(0.0)
 
-    return ja.Learner(lambda key: jnp.float32(0.0), step, data=data)
+
+def step(x, key, taps):
+    drawn = taps.data["numbers"][jax.random.randint(key, (), 0, ENTRIES)]
+    _, again = taps.scan(lambda taps, carry, _: (carry, taps.data["numbers"][0]), x, length=2)
+    x = x + taps("gradient", drawn) + again.sum()
+    return x, {"performance": x}
+
+
+def learner(data):
+    return ja.Learner(init, step, data=data)
 
 
 def numbers(seed):
@@ -34,8 +39,7 @@ def grid(given, devices=1):
 
 
 def test_a_step_reads_it_and_new_data_compile_nothing():
-    first = learner(numbers(0))
-    second = ja.Learner(first.init, first.step, data=numbers(1))
+    first, second = learner(numbers(0)), learner(numbers(1))
     assert first == second
     plans = [grid(first), grid(second)]
     run = compiled(plans[0].program)
@@ -52,7 +56,7 @@ def test_it_is_no_constant_of_the_program():
 
 def test_other_shapes_are_another_program():
     small, large = (learner({"numbers": np.zeros(n, np.float32)}) for n in (10, 20))
-    assert ja.Learner(small.init, small.step, data=large.data) != small
+    assert large != small
 
 
 def test_the_engine_gives_what_the_audit_gives_on_one_device_and_on_two():

@@ -319,10 +319,10 @@ learner = st.one_of(
     table(
         {"kind": st.just("quadratic")},
         {
-            "learning_rate": st.floats(1e-4, 1),
-            "size": st.integers(1, 5),
+            "learning_rate": st.sampled_from([1e-4, 1]),  # few learners, for each is traced
+            "size": st.sampled_from([1, 5]),
             "adam": st.booleans(),
-            "label": st.text(max_size=4),
+            "label": st.sampled_from(["", 'ü\n"']),
         },
     ),
     table({"kind": st.just("quadratic")}),
@@ -354,7 +354,7 @@ outcomes: list[str] = []
 
 @given(document)
 @settings(
-    max_examples=1000,
+    max_examples=500,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -14,8 +14,7 @@ import pytest
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase, arrange, inputs, plan
-from jaxaudit.program import compiled
+from jaxaudit.grid import Phase, blank_telemetry, place, plan
 from jaxaudit.specification.trial import misfits
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes
@@ -86,9 +85,22 @@ def grid():
 
 
 @pytest.fixture(scope="module")
-def lanes(grid):
-    """What every lane saw: float32 `[seed, condition, steps, turns, envs, ...]`."""
-    return arrange(grid, *compiled(grid.program)(inputs(grid)))
+def forked(grid):
+    """The engine of the grid, and the baseline's telemetry and states at the onset."""
+    engine, phase = Engine(grid, rows=STEPS), Phase(None)
+    states, rows = engine.advance(phase, engine.initial(phase), 0, ONSET)
+    return engine, rows, engine.copies(phase, states)
+
+
+@pytest.fixture(scope="module")
+def lanes(grid, forked):
+    """What every lane saw, trained in one go: float32 `[seed, condition, steps, turns, envs, ...]`."""
+    engine, baseline, pieces = forked
+    _, rows = engine.advance(Phase(0), engine.forked(lambda seeds: pieces, Phase(0)), ONSET, STEPS)
+    arrays = blank_telemetry(grid)
+    place(arrays.__getitem__, grid, Phase(None), baseline, 0, ONSET)
+    place(arrays.__getitem__, grid, Phase(0), rows, ONSET, STEPS)
+    return arrays
 
 
 def pairs(lanes, name, magnitude, when):
@@ -201,11 +213,10 @@ def test_stuck_entries_stay_at_the_opening_value_through_resets(lanes, name, sha
             assert len(sets) == 1 or not (sets[0] == sets[1]).all(), "each opening draws anew"
 
 
-def test_a_run_in_chunks_remembers_across_them(grid, lanes):
+def test_a_run_in_chunks_remembers_across_them(grid, forked, lanes):
     """As the runner trains: to and from what a checkpoint holds, every three steps."""
-    engine, phase = Engine(grid, rows=3), Phase(0)
-    baseline, _ = engine.advance(Phase(None), engine.initial(Phase(None)), 0, ONSET)
-    states = engine.forked(lambda seeds: engine.pieces(Phase(None), baseline), phase)
+    (engine, _, pieces), phase = forked, Phase(0)
+    states = engine.forked(lambda seeds: pieces, phase)
     width = SEEDS * (1 + len(CASES))
     for begin in range(ONSET, STEPS, 3):
         end = min(begin + 3, STEPS)

@@ -1,5 +1,6 @@
 """Corpora: every format against files written here, wrong ones, and batches."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.text import Text, batches, corpus, load, token_files, tokenizers
+from jaxaudit.text import Text, batches, corpus, documents, load, token_files, tokenizers
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from it "
 
@@ -283,23 +284,32 @@ def test_the_second_corpus_has_the_first_ones_tokens(tmp_path):
     assert found.sha256 != alone.sha256
 
 
-def test_the_python_corpora_are_on_this_machine():
-    code, prose = load("python-stdlib"), load("python-docstrings")
+def test_the_python_corpora_are_on_this_machine(monkeypatch):
+    code = load("python-stdlib")
     assert len(code.train) > 5_000_000
-    assert len(prose.train) > 500_000
     assert code.train.max() <= 256
+    few = list(itertools.islice(documents.python_stdlib(), 50))  # all would take long to parse
+    monkeypatch.setattr(documents, "python_stdlib", lambda: few)
+    prose = load("python-docstrings")
+    assert 10_000 < len(prose.train) < sum(map(len, few)) / 2
+
+
+@pytest.mark.slow
+def test_all_docstrings_are_a_corpus():
+    assert len(load("python-docstrings").train) > 500_000
 
 
 def test_sequences_begin_anywhere_and_depend_on_the_key_alone():
     tokens = jnp.arange(50, dtype=jnp.uint16)
-    drawn = batches.draw(jax.random.key(0), tokens, 4000, 8)
-    assert drawn.dtype == jnp.int32
+    draw = jax.jit(lambda key: batches.draw(key, tokens, 4000, 8))
+    drawn = np.asarray(draw(jax.random.key(0)))
+    assert drawn.dtype == np.int32
     np.testing.assert_array_equal(drawn - drawn[:, :1], np.broadcast_to(np.arange(8), (4000, 8)))
     starts = np.bincount(drawn[:, 0], minlength=43)
     assert len(starts) == 43
     assert abs(starts - 4000 / 43).max() < 5 * np.sqrt(4000 / 43)
-    np.testing.assert_array_equal(drawn, batches.draw(jax.random.key(0), tokens, 4000, 8))
-    assert (drawn != batches.draw(jax.random.key(1), tokens, 4000, 8)).any()
+    np.testing.assert_array_equal(drawn, draw(jax.random.key(0)))
+    assert (drawn != draw(jax.random.key(1))).any()
 
 
 def test_evenly_spaced_sequences_do_not_overlap():

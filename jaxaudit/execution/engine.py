@@ -16,7 +16,17 @@ from jaxaudit.grid import Grid, Phase, disturbance
 from jaxaudit.learner import Telemetry
 from jaxaudit.machine import give_back
 from jaxaudit.perturbations.core import control
-from jaxaudit.program import Lanes, LaneState, Program, advance, initial, on_devices, remembering, telemetry_rows
+from jaxaudit.program import (
+    Lanes,
+    LaneState,
+    Program,
+    advance,
+    initial,
+    on_devices,
+    remembering,
+    telemetry_rows,
+    undisturbed,
+)
 
 PIECE = 2**26
 """Bytes of the states that go to and from a checkpoint at once; more where one lane has more."""
@@ -156,7 +166,8 @@ class Engine:
         return len(self.grid.program.devices) * (sizes.argument_size_in_bytes + results + sizes.temp_size_in_bytes)
 
     def _key(self, phase: Phase) -> tuple[Program, int, bool]:
-        return self.grid.program, self.grid.width(phase.fork), phase.fork is not None
+        program = self.grid.program if phase.fork is not None else undisturbed(self.grid.program)
+        return program, self.grid.width(phase.fork), phase.fork is not None
 
     def _timed(self, compile: Callable[..., jax.stages.Compiled], *key: Any) -> jax.stages.Compiled:
         begun = time.perf_counter()
