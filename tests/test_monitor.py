@@ -116,12 +116,16 @@ def test_steps_that_were_not_recorded_are_no_alarm():
     monitor = fitted(clean, gaps=True)
     assert np.isfinite(monitor.clean).all()
     new = runs(5000)
-    new[0, 30:40] = np.nan
+    whole = monitor.score(new).score.values
+    new[:, 30:40] = np.nan
     new[0, 70, 2] = np.nan
-    found = monitor.score(new).score.values[0]
-    assert np.isnan(found[30:40]).all()
-    assert found[70] == np.inf  # the others were recorded there
-    assert np.isfinite(np.delete(found, [*range(30, 40), 70])).all()
+    found = monitor.score(new).score.values
+    assert np.isnan(found[:, 30:40]).all()
+    assert found[0, 70] == np.inf  # the others were recorded there
+    assert np.isfinite(np.delete(found[0], [*range(30, 40), 70])).all()
+    early, late = ((x[1:, 40:].max(1) > monitor.threshold(0.05)).sum() for x in (whole, found))
+    assert late <= early  # as if nothing had been left out
+    assert np.median(np.abs(found[1:, 80] - whole[1:, 80])) < 0.2
 
 
 @pytest.mark.parametrize("model", [LRU(size=2), GRU(size=3, hidden=(4,)), Kalman(size=2)], ids=["lru", "gru", "kalman"])

@@ -47,13 +47,17 @@ class Envelope:
             std = np.where(count > 0, np.maximum(np.sqrt(pooled), least_spread(clean)), np.nan)
         return cls(mean, std)
 
+    def mean_at(self, step: jax.Array) -> jax.Array:
+        """The mean `[...]` at a step; at a step later than the clean runs', at their last."""
+        return jnp.asarray(self.mean)[jnp.minimum(step, len(self.mean) - 1)]
+
     def standardise_step(self, values: jax.Array, step: jax.Array) -> jax.Array:
         """Values `[...]` of a step in standard deviations from the mean, 0 where there is nothing to compare.
 
         A step later than the clean runs' is compared to their last.
         """
         row = jnp.minimum(step, len(self.mean) - 1)
-        z = (values - jnp.asarray(self.mean)[row]) / jnp.asarray(self.std)[row]
+        z = (values - self.mean_at(step)) / jnp.asarray(self.std)[row]
         return jnp.where(jnp.isfinite(z), z, 0.0)
 
     def standardise(self, values: np.ndarray) -> np.ndarray:

@@ -109,6 +109,7 @@ class Progress:
       departures: of the telemetry's distance, `[rates, d]`.
       last: the latest telemetry of each channel, `[d]`.
       weight: sum of squared weights of each moving average of shifts, `[rates]`.
+      gap: whether the step before was in a gap.
     """
 
     step: jax.Array
@@ -119,6 +120,7 @@ class Progress:
     weight: jax.Array
     departures: jax.Array
     last: jax.Array
+    gap: jax.Array
 
 
 def begin(model: MetaStateModel, params: Params, channels: int) -> Progress:
@@ -132,18 +134,30 @@ def begin(model: MetaStateModel, params: Params, channels: int) -> Progress:
         weight=jnp.zeros(len(SHIFT)),
         departures=jnp.zeros((len(DEPARTURE), channels)),
         last=jnp.zeros(channels),
+        gap=jnp.bool_(False),
     )
 
 
 def score(
     model: MetaStateModel, params: Params, reference: Reference, progress: Progress, y: jax.Array, seen: jax.Array
 ) -> tuple[Progress, jax.Array]:
-    """A step's scores `[len(SCORES)]`, given standardised telemetry `[d]` and which of it was there."""
+    """A step's scores `[len(SCORES)]`, given standardised telemetry `[d]` and which of it was there.
+
+    In a gap, steps without any where clean runs had some, a run is taken to be what they are on average: a model that
+    saw nothing would be somewhere else when the run goes on. What it expects of the first step after is not held
+    against that.
+    """
+    recorded = jnp.isfinite(reference.innovations.mean_at(progress.step))
+    gap = ~jnp.any(seen > 0) & jnp.any(recorded)
+    y = jnp.where(gap, jnp.nan_to_num(reference.telemetry.mean_at(progress.step)), y)
+    seen = jnp.where(gap, recorded, seen)
+
     found = model.innovations(params, progress.state, y, seen)
     state = model.advance(params, progress.state, y, seen)
     for_innovations, for_latents, for_telemetry = reference.decorrelate
 
-    innovation = seen * reference.innovations.standardise_step(found.standardised, progress.step)
+    expected = seen * ~(gap | progress.gap)
+    innovation = expected * reference.innovations.standardise_step(found.standardised, progress.step)
     square = jnp.mean((innovation @ for_innovations) ** 2)
     squares = _averaged(progress.squares, SURPRISE, square)
     bursts = _averaged(progress.bursts, SURPRISE, innovation**2)
@@ -167,7 +181,7 @@ def score(
             jnp.mean(latent**2)[None],
         ]
     )
-    return Progress(progress.step + 1, state, squares, bursts, shifts, weight, departures, last), scores
+    return Progress(progress.step + 1, state, squares, bursts, shifts, weight, departures, last, gap), scores
 
 
 def _averaged(average: jax.Array, rates: tuple[float, ...], value: jax.Array) -> jax.Array:
@@ -189,10 +203,21 @@ def score_all(
 
 
 def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray) -> Reference:
-    """The reference from clean runs `[n, T, d]`."""
-    latents, found = _followed(model, params, y, seen)
+    """The reference from clean runs `[n, T, d]`; what `score` does not hold against a run is not in it."""
     absent = np.where(seen > 0, 0.0, np.nan)
-    series = (np.asarray(found.standardised) + absent, np.asarray(latents), forward_filled(y + absent))
+    recorded = (seen > 0).any(0)
+    gap = ~(seen > 0).any(-1, keepdims=True) & recorded.any(-1, keepdims=True)
+    telemetry = np.where(gap, np.nan, forward_filled(y + absent))
+    if gap.any():
+        usual = np.nan_to_num(Envelope.of(telemetry).mean)
+        y, seen = np.where(gap, usual, y).astype(y.dtype), np.where(gap, recorded, seen).astype(seen.dtype)
+    latents, found = _followed(model, params, y, seen)
+    unexpected = gap | np.pad(gap, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    series = (
+        np.where(unexpected, np.nan, np.asarray(found.standardised) + absent),
+        np.where(gap, np.nan, np.asarray(latents)),
+        telemetry,
+    )
     envelopes = [Envelope.of(x) for x in series]
     matrices = [whitening(e.standardise(x), SHRINKAGE) for e, x in zip(envelopes, series, strict=True)]
     reference = Reference(envelopes[0], envelopes[1], envelopes[2], (matrices[0], matrices[1], matrices[2]))
