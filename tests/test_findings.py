@@ -6,11 +6,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from jaxaudit import registry
+
 FOLDER = Path(__file__).parent.parent / "experiments" / "findings"
 
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
+    """They are found by name, and what one registers is not known to other tests."""
+    monkeypatch.setattr(registry.perturbations, "_entries", dict(registry.perturbations._entries))
     for folder in (FOLDER.parent, FOLDER):
         monkeypatch.syspath_prepend(str(folder))
 
