@@ -19,7 +19,17 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # small programs, too: every file has the same ones
 
 
-LONG = ("promises", "durable", "off_policy_audit", "language_model", "report", "off_policy", "closed_loop", "tasks", "replay")
+LONG = (
+    "promises",
+    "durable",
+    "off_policy_audit",
+    "language_model",
+    "report",
+    "off_policy",
+    "closed_loop",
+    "tasks",
+    "replay",
+)
 """Files of minutes. A worker runs whole files: begun late, one of these would keep it when all others are done."""
 
 
