@@ -69,7 +69,10 @@ def test_large_logits_and_a_scaled_loss():
 def test_lanes_with_smoothings_of_their_own():
     hidden, *rest = case(2)
     smoothings = np.float32([0.0, 0.3])
-    of_hidden = lambda smoothing: jax.grad(lambda h: cross_entropy(h, *rest, smoothing, 16).loss)(hidden)  # noqa: E731
+
+    def of_hidden(smoothing):
+        return jax.grad(lambda h: cross_entropy(h, *rest, smoothing, 16).loss)(hidden)
+
     for lane, smoothing in zip(jax.jit(jax.vmap(of_hidden))(smoothings), smoothings, strict=True):
         wanted = reference(hidden, *rest, float(smoothing))[3]
         assert np.abs(lane - wanted).max() < 1e-5 * np.abs(wanted).max()

@@ -53,7 +53,10 @@ def losses(model, params, tokens, smoothing=0.0):
 @functools.partial(jax.jit, static_argnums=0)
 def by_microbatch(model, params, tokens, smoothing):
     """Loss and gradient of each of four microbatches."""
-    of = lambda tokens: jax.value_and_grad(lambda params: losses(model, params, tokens, smoothing))(params)  # noqa: E731
+
+    def of(tokens):
+        return jax.value_and_grad(lambda params: losses(model, params, tokens, smoothing))(params)
+
     return jax.vmap(of)(tokens.reshape(4, 2, 17))
 
 
