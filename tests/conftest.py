@@ -9,7 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from server import Done, Server
 
+import jaxaudit.report
+from jaxaudit import cli
 from jaxaudit.text import Text
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments" / "detection"))  # planted.py
@@ -37,6 +40,28 @@ def pytest_collection_modifyitems(items):
     """The longest files first."""
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """Runs commands in processes of their own."""
+    serving = Server(tmp_path_factory.mktemp("server"))
+    yield serving
+    serving.close()
+
+
+@pytest.fixture
+def here(capsys, monkeypatch):
+    """Runs a command in this process, where most programs are compiled already."""
+
+    def command(*argv):
+        capsys.readouterr()
+        code = cli.main([str(a) for a in argv])
+        return Done(code, *capsys.readouterr(), 0.0)
+
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
+    monkeypatch.setattr(jaxaudit.report, "build", lambda folder: folder)
+    return command
 
 
 @pytest.fixture(scope="session")

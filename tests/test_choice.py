@@ -3,7 +3,7 @@
 import jax
 import pytest
 from quadratic import quadratic
-from test_durable import FEW
+from small_runs import FEW
 
 import jaxaudit as ja
 from jaxaudit.errors import UserError

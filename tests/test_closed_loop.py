@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from noisy import noisy_descent
-from test_durable import arrays, assert_same, kill_through, one_sentence, server  # noqa: F401
+from small_runs import arrays, assert_same, kill_through
 
 import jaxaudit as ja
 from jaxaudit.detection.lanes import gather
@@ -212,7 +212,7 @@ CHUNKS = 5 + 2 + 5
 
 
 @pytest.fixture(scope="module")
-def finished(server, monitor, tmp_path_factory):  # noqa: F811
+def finished(server, monitor, tmp_path_factory):
     """A run whose spec and monitor are gone: its folder is all there is."""
     place = tmp_path_factory.mktemp("watched")
     monitor.save(place / "fitted.npz")
@@ -241,7 +241,7 @@ def test_lanes_with_an_intervention_are_not_what_detectors_are_compared_on(finis
     assert not {"alarm", "monitor_score"} & set(lanes.channels)
 
 
-def test_a_monitored_run_is_replayed_and_forked_from_its_folder_alone(server, finished, tmp_path):  # noqa: F811
+def test_a_monitored_run_is_replayed_and_forked_from_its_folder_alone(server, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "moved")
     done = server("replay", tmp_path / "moved")
     assert (done.code, done.out) == (0, "bitwise equal: 84 lanes, 3960 lane steps\n")
@@ -253,7 +253,7 @@ def test_a_monitored_run_is_replayed_and_forked_from_its_folder_alone(server, fi
     assert (tmp_path / "fork" / "monitor.npz").read_bytes() == (finished / "monitor.npz").read_bytes()
 
 
-def test_a_monitored_run_is_killed_and_resumed(server, finished, tmp_path):  # noqa: F811
+def test_a_monitored_run_is_killed_and_resumed(server, finished, tmp_path):
     shutil.copy(finished / "monitor.npz", tmp_path / "fitted.npz")
     folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills=3)
     assert len(landed) >= 2

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quadratic import quadratic
-from test_durable import SPEC
+from small_runs import SPEC
 
 import jaxaudit as ja
 from jaxaudit.errors import UserError

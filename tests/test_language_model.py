@@ -372,8 +372,8 @@ def test_compile_time_does_not_grow_with_depth(corpus, monkeypatch, request):
     names = ["lr_spike", "momentum_noise", "gradient_sign_flip", "weight_noise", "layer_reset", "token_corruption"]
     seconds = {}
     for depth in (12, 36):
-        monkeypatch.setitem(gpt2.SIZES, "nano", gpt2.Size(32, depth, 2))
-        learner = ja.learners.language_model(corpus, **SMALL)
+        monkeypatch.setitem(gpt2.SIZES, f"{depth} layers", gpt2.Size(32, depth, 2))
+        learner = ja.learners.language_model(corpus, **SMALL | {"size": f"{depth} layers"})
         kinds = [registry.perturbations[name](onset=1, duration=1) for name in names]
         engine = Engine(plan(learner, kinds, seeds=1, steps=4, lanes=1), 1)
         begun = time.perf_counter()

@@ -137,32 +137,15 @@ TINY = ja.Learner(tiny_init, tiny_step, name="tiny")
 
 
 def ppo(**settings):
-    return ja.learners.ppo(
-        "InvertedPendulum-v5",
-        num_envs=2,
-        rollout_length=32,
-        minibatch_size=32,
-        epochs=2,
-        hidden=(8,),
-        max_grad_norm=0.05,
-        **settings,
-    )
+    small = {"num_envs": 2, "rollout_length": 32, "minibatch_size": 32, "epochs": 2, "hidden": (8,)}
+    return ja.learners.ppo("InvertedPendulum-v5", **{**small, "max_grad_norm": 0.05, **settings})
 
 
 def language_model(text, **settings):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(gpt2.SIZES, "nano", gpt2.Size(16, 2, 2))
-        return ja.learners.language_model(
-            text,
-            size="nano",
-            context=8,
-            batch_size=4,
-            accumulation=2,
-            held_out=2,
-            validation=2,
-            max_grad_norm=0.5,
-            **settings,
-        )
+        patch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 2, 2))
+        small = {"size": "tiny", "context": 8, "batch_size": 4, "accumulation": 2, "held_out": 2, "validation": 2}
+        return ja.learners.language_model(text, **{**small, "max_grad_norm": 0.5, **settings})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,10 +211,10 @@ def ppo_case(_):
     )
 
 
-def language_model_case(text):
+def language_model_case(text, telemetry="full"):
     infinite = float("inf")
     return Case(
-        language_model(text, evaluations=1),
+        language_model(text, evaluations=1, telemetry=telemetry),
         language_model(text, evaluations=0, telemetry="basic"),
         {"momentum_noise": infinite, "weight_noise": infinite, "lr_spike": infinite},
         ("performance", "loss", "params_norm", "update_norm"),
@@ -259,7 +242,7 @@ def quick(case):
 CASES = {
     "tiny": tiny_case,
     "ppo": lambda corpus: quick(ppo_case(corpus)),
-    "language_model": lambda corpus: quick(language_model_case(corpus)),
+    "language_model": lambda corpus: quick(language_model_case(corpus, telemetry="basic")),
     "ppo, everything": ppo_case,
     "language_model, everything": language_model_case,
 }
@@ -375,6 +358,17 @@ def test_one_program_new_magnitudes_windows_and_targets_compile_nothing(case):
     assert compilations, "the listener hears compilations"
     condition = case.conditions.index("weight_noise")
     assert not lane_same(arrays, strong[0], condition), "the target was ignored"
+
+
+def test_equal_settings_make_equal_learners_which_share_one_program(corpus):
+    pairs = [(ppo(), ppo(hidden=[8])), (language_model(corpus), language_model(corpus))]
+    for one, same_again in pairs:
+        assert one == same_again
+        spikes = [ja.lr_spike(onset=FORK, duration=1)]
+        first, second = (plan(learner, spikes, seeds=1, steps=STEPS) for learner in (one, same_again))
+        assert compiled(first.program) is compiled(second.program)
+    assert ppo() != ppo(epochs=3)
+    assert language_model(corpus) != language_model(corpus, accumulation=4)
 
 
 def test_exact_replay_the_same_program_gives_the_same_bits(case):

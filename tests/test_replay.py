@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import quadratic  # noqa: F401  registers the learner
 import zarr
-from test_durable import FEW, SPEC, arrays, assert_same, flip, here, one_sentence, server  # noqa: F401
+from small_runs import FEW, SPEC, arrays, assert_same, flip, one_sentence
 
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
@@ -237,7 +236,7 @@ def test_a_fork_of_a_damaged_onset(copied, tmp_path):
     assert replay(tmp_path / "fork").equal
 
 
-def test_by_the_command_line(here, copied, tmp_path):  # noqa: F811
+def test_by_the_command_line(here, copied, tmp_path):
     (tmp_path / "one.toml").write_text(ONE)
     done = here("fork", copied, tmp_path / "one.toml", "-o", tmp_path / "fork")
     assert done.code == 0, done.err
@@ -251,7 +250,7 @@ def test_by_the_command_line(here, copied, tmp_path):  # noqa: F811
     one_sentence(here("fork", copied, tmp_path / "other.toml", "-o", tmp_path / "no"), 2, "must keep the run's seeds")
 
 
-def test_by_another_process(server, copied):  # noqa: F811
+def test_by_another_process(server, copied):
     done = server("replay", copied)
     assert done.code == 0, done.err
     assert done.out.startswith("bitwise equal: 24 lanes, 342 lane steps\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -300,7 +301,9 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         start = gpt2_checkpoint.load(chosen.checkpoint, model_of(corpus.vocabulary, chosen))
         leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(start)]
         provenance["checkpoint"] = hashlib.sha256(b"".join(leaves)).hexdigest()
-    made = LanguageModel(corpus.vocabulary, chosen, corpus.end_of_text, start)
+        made = LanguageModel(corpus.vocabulary, chosen, corpus.end_of_text, start)
+    else:
+        made = _from_scratch(corpus.vocabulary, chosen, corpus.end_of_text)
     groups = groups_of(jax.eval_shape(made.init_params, jax.random.key(0)))
     layers = tuple(group for group in groups if group.startswith("h/"))
     by_group = ("layer_gradient_norm", "layer_update_norm", "layer_params_norm")
@@ -317,6 +320,12 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         data=data_of(corpus, chosen),
         provenance=provenance,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _from_scratch(vocabulary: int, settings: LanguageModelSettings, end_of_text: int) -> LanguageModel:
+    """The same object for equal arguments, for its methods are what programs are known by."""
+    return LanguageModel(vocabulary, settings, end_of_text)
 
 
 def data_of(corpus: Corpus, settings: LanguageModelSettings) -> Data:

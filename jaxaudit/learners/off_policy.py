@@ -79,7 +79,7 @@ class OffPolicySettings:
         checks.positive(self, "learning_rate", "updates_per_step")
         checks.not_negative(self, "learning_starts", "max_grad_norm", "evaluations")
         checks.fractions(self, "gamma", "tau")
-        checks.widths(self.hidden)
+        checks.widths(self)
         checks.telemetry(self.telemetry)
         ReplayBuffer(1, 1, self.num_envs, self.buffer_size, self.buffer_dtype)
         if self.iteration_steps % self.num_envs:

@@ -62,7 +62,7 @@ class OnPolicySettings:
         checks.at_least_one(self, "num_envs", "rollout_length", "minibatch_size", "evaluation_episodes")
         checks.not_negative(self, "evaluations")
         checks.fractions(self, "gamma", "gae_lambda")
-        checks.widths(self.hidden)
+        checks.widths(self)
         checks.telemetry(self.telemetry)
         if self.batch_size > 2**16:
             raise ValueError(f"num_envs * rollout_length must be at most 65536, not {self.batch_size}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,12 @@ from jaxaudit.text import Text
 
 
 def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any, name: str, env_steps: int) -> Learner:
-    """The learner `name`: `algorithm(env, max_episode_steps, settings)` on a task.
+    """The learner `name`: `algorithm(env, max_episode_steps, settings)` on a task; equal ones share compilations.
 
     Args:
       algorithm: makes an object with `init`, `step` and `layers`, the names of its parameters.
       task: a task's name, or a [task] table of a spec.
-      settings: the algorithm's.
+      settings: the algorithm's, hashable.
       name: the learner's.
       env_steps: environment steps in one iteration.
 
@@ -25,8 +26,8 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
     """
     if isinstance(task, Text):
         raise ValueError(f"learner '{name}' trains on environments, not on a task of kind 'text'")
-    env = make(task) if isinstance(task, str) else make(task.name, physics=task.physics)
-    made = algorithm(env, env.max_episode_steps, settings)
+    task_name, physics = (task, "auto") if isinstance(task, str) else (task.name, task.physics)
+    made = _made(algorithm, task_name, physics, settings)
     return Learner(
         made.init,
         made.step,
@@ -36,3 +37,10 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
         samples_per_step=env_steps,
         vectors={"layer_gradient_norm": ("layer", made.layers)} if settings.telemetry == "full" else {},
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _made(algorithm: Callable[[Any, int, Any], Any], task: str, physics: str, settings: Any) -> Any:
+    """The algorithm's object; the same one for equal arguments, for its methods are what programs are known by."""
+    env = make(task, physics)
+    return algorithm(env, env.max_episode_steps, settings)

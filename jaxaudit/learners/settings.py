@@ -47,10 +47,11 @@ def one_of(settings: Any, **allowed: tuple[str, ...]) -> None:
             raise ValueError(f"{name} must be {', '.join(words)}, not {getattr(settings, name)!r}")
 
 
-def widths(hidden: tuple[int, ...]) -> None:
-    """The widths of a network's hidden layers."""
-    if not hidden or min(hidden) < 1:
-        raise ValueError(f"hidden must be widths of at least 1, not {list(hidden)}")
+def widths(settings: Any) -> None:
+    """`hidden` is widths of a network's layers; a list of them becomes a tuple, so that the settings are hashable."""
+    object.__setattr__(settings, "hidden", tuple(settings.hidden))
+    if not settings.hidden or min(settings.hidden) < 1:
+        raise ValueError(f"hidden must be widths of at least 1, not {list(settings.hidden)}")
 
 
 def telemetry(chosen: str) -> None:

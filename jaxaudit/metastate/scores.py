@@ -208,17 +208,16 @@ def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray
     recorded = (seen > 0).any(0)
     gap = ~(seen > 0).any(-1, keepdims=True) & recorded.any(-1, keepdims=True)
     telemetry = np.where(gap, np.nan, forward_filled(y + absent))
-    if gap.any():
-        usual = np.nan_to_num(Envelope.of(telemetry).mean)
-        y, seen = np.where(gap, usual, y).astype(y.dtype), np.where(gap, recorded, seen).astype(seen.dtype)
-    latents, found = _followed(model, params, y, seen)
+    usual = Envelope.of(telemetry)
+    filled = np.where(gap, np.nan_to_num(usual.mean), y).astype(y.dtype)
+    latents, found = _followed(model, params, filled, np.where(gap, recorded, seen).astype(seen.dtype))
     unexpected = gap | np.pad(gap, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     series = (
         np.where(unexpected, np.nan, np.asarray(found.standardised) + absent),
         np.where(gap, np.nan, np.asarray(latents)),
         telemetry,
     )
-    envelopes = [Envelope.of(x) for x in series]
+    envelopes = [*(Envelope.of(x) for x in series[:2]), usual]
     matrices = [whitening(e.standardise(x), SHRINKAGE) for e, x in zip(envelopes, series, strict=True)]
     reference = Reference(envelopes[0], envelopes[1], envelopes[2], (matrices[0], matrices[1], matrices[2]))
     return jax.tree.map(np.float32, reference)
