@@ -60,11 +60,14 @@ def simulate(conditions, seeds, steps, offset=0.0, rng_seed=0):
 
 
 def tables(conditions, performance, steps):
-    lanes = results.lane_metrics(dataset(conditions, performance, extra=()), MetricSettings())
+    lanes = results.lane_metrics(dataset(conditions, performance, ()), MetricSettings())
     return results.lane_table(lanes), results.summary_table(lanes, steps)
 
 
-def dataset(conditions, performance, extra=("x_grad", "x_inst", "x_mem", "gradient_norm")):
+CHANNELS = ("x_grad", "x_inst", "x_mem", "gradient_norm")
+
+
+def dataset(conditions, performance, channels):
     seeds, _, steps = performance.shape
     rng = np.random.default_rng(1)
     dims = ("seed", "condition", "step")
@@ -79,7 +82,7 @@ def dataset(conditions, performance, extra=("x_grad", "x_inst", "x_mem", "gradie
         "gradient_norm": np.exp(3 * pulse + 0.2 * noise),
     }
     variables = {"performance": (dims, performance)}
-    variables |= {name: (dims, made[name].astype(np.float32)) for name in extra}
+    variables |= {name: (dims, made[name].astype(np.float32)) for name in channels}
     layers = np.ones((*performance.shape, 2), np.float32)
     variables["layer_gradient_norm"] = ((*dims, "layer"), layers)
     evaluation = np.full(performance.shape, np.nan, np.float32)
@@ -96,12 +99,14 @@ def dataset(conditions, performance, extra=("x_grad", "x_inst", "x_mem", "gradie
     return xr.Dataset(variables, coords, attrs)
 
 
-def write(folder, conditions, *, seeds=8, steps=400, performance=None, status="finished", name="ppo-pendulum"):
+def write(
+    folder, conditions, *, seeds=8, steps=400, performance=None, status="finished", name="ppo-pendulum", channels=()
+):
     folder.mkdir(parents=True, exist_ok=True)
     if performance is None:
         performance = simulate(conditions, seeds, steps)
     seeds = performance.shape[0]
-    dataset(conditions, performance).to_zarr(folder / "telemetry.zarr", mode="w")
+    dataset(conditions, performance, channels).to_zarr(folder / "telemetry.zarr", mode="w")
     metrics, summary = tables(conditions, performance, steps)
     metrics.to_csv(folder / "metrics.csv", index=False)
     summary.to_csv(folder / "summary.csv", index=False)
@@ -137,7 +142,7 @@ def typical(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "typical"
     performance = simulate(grid(), 8, 400)
     performance[0, 7, 300:] = np.nan
-    metrics, summary = write(folder, grid(), performance=performance)
+    metrics, summary = write(folder, grid(), performance=performance, channels=CHANNELS)
     path = report.build(folder)
     return folder, path.read_text(), metrics, summary
 
@@ -207,7 +212,7 @@ def test_a_condition_that_changed_nothing_is_told(tmp_path):
     performance = simulate(conditions, 5, 400)
     disturbed = conditions.index[conditions.perturbation != "control"]
     performance[:, disturbed[0]] = performance[:, conditions.index[conditions.perturbation == "control"][0]]
-    write(tmp_path, conditions, performance=performance)
+    write(tmp_path, conditions, performance=performance, channels=CHANNELS)
     run = load(tmp_path)
     assert not _without_effect(run), "another channel differs"
     alone = run.telemetry[["performance", "layer_gradient_norm", "evaluation_return"]]
@@ -326,7 +331,7 @@ def test_unusual_values(tmp_path):
     performance[:, 1, 150:] = np.nan
     performance[0, 2, 130:] = np.inf
     performance[:, 3, 140:] *= 1e9
-    write(tmp_path, conditions, performance=performance)
+    write(tmp_path, conditions, performance=performance, channels=("x_grad", "x_mem"))
     telemetry = xr.load_dataset(tmp_path / "telemetry.zarr", engine="zarr")
     telemetry["x_mem"][:] = np.nan
     telemetry["x_grad"][:, 1:] = np.nan
@@ -362,7 +367,7 @@ def test_telemetry_alone_and_nothing_at_all(tmp_path):
         report.build(tmp_path)
     conditions = grid({"lr_spike": KINDS["lr_spike"]})
     performance = simulate(conditions, 2, 60)
-    dataset(conditions.assign(onset=20), performance, extra=()).to_zarr(tmp_path / "telemetry.zarr")
+    dataset(conditions.assign(onset=20), performance, ()).to_zarr(tmp_path / "telemetry.zarr")
     page = report.build(tmp_path).read_text()
     assert "not computed yet" in page
     assert 'id="metrics"' not in page
@@ -373,7 +378,7 @@ def test_telemetry_alone_and_nothing_at_all(tmp_path):
 
 def test_large_grid_stays_small(tmp_path, page_alone):
     kinds = {f"kind_{i}": ("data", (0.1, 0.2, 0.4, 0.8), 0.3) for i in range(10)}
-    write(tmp_path, grid(kinds), steps=500)
+    write(tmp_path, grid(kinds), steps=500, channels=CHANNELS)
     size = report.build(tmp_path).stat().st_size
     assert size < 6e6
 
