@@ -30,7 +30,7 @@ METRICS = [
     (
         "P_div",
         "divergence probability",
-        "Share of seeds with T_c < T_max / 2, T_max the run's total number of steps ({half:g} here).",
+        "Share of seeds with T_c < T_max / 2 ({half:g} here), T_max being the run's total number of steps.",
     ),
     (
         "R_rec",
