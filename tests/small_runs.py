@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxaudit.runner.store import Folder
 
-SPEC = """
+HEADER = """
 [audit]
 name = "small"
 seeds = 3
@@ -30,7 +30,11 @@ kind = "quadratic"
 window = 4
 hold = 4
 horizon = 4
-[run]
+"""
+
+SPEC = (
+    HEADER
+    + """[run]
 chunk = 2
 [[perturbation]]
 kind = "lr_spike"
@@ -42,11 +46,14 @@ kind = "weight_noise"
 magnitude = 1.0
 onset = [5, 10]
 """
+)
 CHUNKS = 8 + 8 + 5  # the baseline goes on for a window after the last onset; chunks end at onsets
 
 FEW = (
-    SPEC[: SPEC.index("[[")].replace("chunk = 2", "chunk = 4")
-    + """[[perturbation]]
+    HEADER
+    + """[run]
+chunk = 4
+[[perturbation]]
 kind = "weight_noise"
 magnitude = [1.0, 0.1, 0.01]
 onset = 10

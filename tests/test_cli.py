@@ -6,33 +6,22 @@ import sys
 from pathlib import Path
 
 import pytest
-import quadratic  # noqa: F401  registers the learner
+from small_runs import HEADER
 
 from jaxaudit import cli, registry
 from jaxaudit.runner import durable
 from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
 
-GOOD = """
-[audit]
-name = "small"
-seeds = 2
-steps = 20
-[task]
-kind = "mujoco"
-name = "InvertedPendulum-v5"
-[learner]
-kind = "quadratic"
-[metrics]
-window = 4
-hold = 4
-horizon = 4
-[[perturbation]]
+GOOD = (
+    HEADER.replace("seeds = 3", "seeds = 2")
+    + """[[perturbation]]
 kind = "lr_spike"
 magnitude = [3, 30]
 onset = 10
 duration = 2
 """
+)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import CHUNKS, FEW, SPEC, assert_same, chunks_done, flip, kill_through, killing, one_sentence
+from small_runs import CHUNKS, FEW, HEADER, SPEC, assert_same, chunks_done, flip, kill_through, killing, one_sentence
 
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
@@ -20,26 +20,17 @@ from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
 
 EARLY, LATE = 6, CHUNKS - 2
-
 BATCHES = FEW.replace("steps = 20", "steps = 20\nlanes = 2")
 
-PPO = """
-[audit]
-name = "ppo"
-seeds = 2
-steps = 40
-[task]
-kind = "mujoco"
-name = "InvertedPendulum-v5"
-[learner]
-kind = "ppo"
+TRAINING = """kind = "ppo"
 num_envs = 2
 rollout_length = 32
-[metrics]
-window = 4
-hold = 4
-horizon = 4
-[run]
+"""
+PPO = (
+    HEADER.replace("seeds = 3", "seeds = 2")
+    .replace("steps = 20", "steps = 40")
+    .replace('kind = "quadratic"\n', TRAINING)
+    + """[run]
 chunk = 1
 [[perturbation]]
 kind = "lr_spike"
@@ -52,6 +43,7 @@ magnitude = 0.5
 onset = 10
 duration = "end"
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -295,7 +295,6 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         raise ValueError(f"learner 'language_model' trains on a task of kind 'text', not {kind!r}")
     chosen = LanguageModelSettings(**settings)
     corpus = load(task)
-    start = None
     provenance = {"corpus": corpus.sha256, "tokens": f"{len(corpus.train):,} of {corpus.available:,}"}
     if chosen.checkpoint:
         start = gpt2_checkpoint.load(chosen.checkpoint, model_of(corpus.vocabulary, chosen))
