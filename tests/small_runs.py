@@ -16,24 +16,28 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxaudit.runner.store import Folder
 
-HEADER = """
+
+def header(*, seeds: int = 3, steps: int = 20, learner: str = 'kind = "quadratic"') -> str:
+    """A small run's spec, but for its perturbations."""
+    return f"""
 [audit]
 name = "small"
-seeds = 3
-steps = 20
+seeds = {seeds}
+steps = {steps}
 [task]
 kind = "mujoco"
 name = "InvertedPendulum-v5"
 [learner]
-kind = "quadratic"
+{learner}
 [metrics]
 window = 4
 hold = 4
 horizon = 4
 """
 
+
 SPEC = (
-    HEADER
+    header()
     + """[run]
 chunk = 2
 [[perturbation]]
@@ -50,7 +54,7 @@ onset = [5, 10]
 CHUNKS = 8 + 8 + 5  # the baseline goes on for a window after the last onset; chunks end at onsets
 
 FEW = (
-    HEADER
+    header()
     + """[run]
 chunk = 4
 [[perturbation]]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import HEADER
+from small_runs import header
 
 from jaxaudit import cli, registry
 from jaxaudit.runner import durable
@@ -14,7 +14,7 @@ from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
 
 GOOD = (
-    HEADER.replace("seeds = 3", "seeds = 2")
+    header(seeds=2)
     + """[[perturbation]]
 kind = "lr_spike"
 magnitude = [3, 30]

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import CHUNKS, FEW, HEADER, SPEC, assert_same, chunks_done, flip, kill_through, killing, one_sentence
+from small_runs import CHUNKS, FEW, SPEC, assert_same, chunks_done, flip, header, kill_through, killing, one_sentence
 
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
@@ -24,12 +24,9 @@ BATCHES = FEW.replace("steps = 20", "steps = 20\nlanes = 2")
 
 TRAINING = """kind = "ppo"
 num_envs = 2
-rollout_length = 32
-"""
+rollout_length = 32"""
 PPO = (
-    HEADER.replace("seeds = 3", "seeds = 2")
-    .replace("steps = 20", "steps = 40")
-    .replace('kind = "quadratic"\n', TRAINING)
+    header(seeds=2, steps=40, learner=TRAINING)
     + """[run]
 chunk = 1
 [[perturbation]]

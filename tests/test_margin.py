@@ -1,31 +1,18 @@
-"""Stability margins: thresholds theory gives, intervals that cover them, and searches that stop and go on."""
+"""Stability margins: thresholds theory gives, intervals that cover them, and what a search counts and says."""
 
 import dataclasses
 import itertools
-import json
 import math
-import os
-import random
-import shutil
-import signal
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pandas as pd
 import pytest
-import quadratic  # noqa: F401  registers the learner
 from scipy import stats
-from server import Server
-from test_cli import refusal
 from test_known_answer import CURVATURE, LEARNER, RATE
 
 import jaxaudit as ja
-from jaxaudit import cli, registry
-from jaxaudit.execution.engine import Engine
-from jaxaudit.margins import folder as margin_folder
+from jaxaudit import registry
 from jaxaudit.margins.pool import baseline, fit, rounds
 from jaxaudit.margins.rays import Axis, rays
 from jaxaudit.margins.rounds import CONTROL, Plan, found, next_round
@@ -33,7 +20,6 @@ from jaxaudit.margins.search import Settings, lay_out
 from jaxaudit.margins.staircase import bracket, contradictory, envelope
 from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.runner.store import Folder
 from jaxaudit.statistics import ranks, seeds_for
 
 CRITICAL = 2 / (RATE * CURVATURE)
@@ -472,225 +458,3 @@ def test_no_round_compiles_anything():
     assert len(seen) > 5
     assert seen[1] > 0, "or this counts nothing"
     assert set(seen.values()) == {seen[1]}
-
-
-# A finished run's margins, by the command line.
-
-SPEC = """
-[audit]
-name = "small"
-seeds = 6
-steps = 40
-[task]
-kind = "mujoco"
-name = "InvertedPendulum-v5"
-[learner]
-kind = "quadratic"
-adam = false
-[metrics]
-window = 4
-hold = 4
-horizon = 4
-[run]
-chunk = 10
-[[perturbation]]
-kind = "lr_spike"
-magnitude = [1, 3, 30]
-onset = 10
-duration = 10
-[[perturbation]]
-kind = "weight_noise"
-magnitude = 0.1
-onset = [0.25, 12]
-"""
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished run, and the table of its margins, searched in a folder beside it."""
-    from jaxaudit.runner import durable
-    from jaxaudit.specification.document import parse
-
-    place = tmp_path_factory.mktemp("margins")
-    durable.run(parse(SPEC), place / "run")
-    shutil.copytree(place / "run", place / "searched")
-    assert cli.main(["margin", str(place / "searched")]) == 0
-    return place
-
-
-@pytest.fixture
-def run(finished, tmp_path, monkeypatch):
-    """A copy of the run in the current folder."""
-    shutil.copytree(finished / "run", tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "run"
-
-
-@pytest.fixture(autouse=True)
-def _as_it_is(monkeypatch):
-    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
-
-
-def test_margins_of_a_run(finished):
-    table = pd.read_csv(finished / "searched/margins/margins.csv")
-    assert table.perturbation.tolist() == ["lr_spike @10", "weight_noise @10", "weight_noise @12"]
-    assert (table.seeds == 6).all()
-    outcomes = pd.read_csv(finished / "searched/margins/outcomes.csv")
-    assert (outcomes.trained == 1).all()
-    ran = outcomes[outcomes["round"] == 0]
-    assert sorted(set(ran.perturbation)) == sorted({*table.perturbation, "control"})
-    assert not (outcomes[outcomes["round"] > 0].purpose == "scan").any(), "the run had trained what was asked for"
-    assert (table.evaluations.sum() == (outcomes["round"] > 0).sum()).all()
-    metrics = pd.read_csv(finished / "run/metrics.csv")
-    stored = metrics[(metrics.perturbation == "lr_spike") & (metrics.magnitude == 30)].set_index("seed").collapse_time
-    known = ran[(ran.perturbation == "lr_spike @10") & (ran.magnitude == 30)].set_index("seed").collapse_time
-    pd.testing.assert_series_equal(stored, known, check_index_type=False)
-
-
-def test_a_run_and_a_call_find_the_same_margins(finished):
-    from jaxaudit.specification.document import parse
-
-    spec = parse(SPEC)
-    learner = spec.build().program.learner
-    asked = [p for entry in spec.perturbations for p in entry.perturbations()]
-    called = ja.margin(learner, asked, seeds=6, steps=40, settings=spec.metrics).table
-    searched = pd.read_csv(finished / "searched/margins/margins.csv")
-    np.testing.assert_allclose(np.log(called.margin), np.log(searched.margin), atol=0.03)
-
-
-def test_a_second_call_trains_nothing_and_a_finer_one_goes_on(finished, run, capsys, monkeypatch):
-    shutil.copytree(finished / "searched/margins", run / "margins")
-    before = (run / "margins/outcomes.csv").read_bytes()
-    table = (run / "margins/margins.csv").read_bytes()
-    with monkeypatch.context() as closed:
-        closed.setattr(margin_folder, "fit", lambda *a, **k: pytest.fail("something was trained"))
-        assert cli.main(["margin", "run"]) == 0
-    assert capsys.readouterr().out.startswith("perturbation")
-    assert (run / "margins/outcomes.csv").read_bytes() == before
-    assert (run / "margins/margins.csv").read_bytes() == table
-    assert cli.main(["margin", "run", "--tolerance", "0.005"]) == 0
-    after = (run / "margins/outcomes.csv").read_bytes()
-    assert after.startswith(before)
-    assert len(after) > len(before)
-
-
-@pytest.mark.parametrize("stop", [1, 4, 9, 16])
-def test_a_search_that_stops_goes_on_to_the_same_end(finished, run, stop, capsys, monkeypatch):
-    calls = itertools.count(1)
-
-    def advance(self, *arguments, whole=Engine.advance):
-        if next(calls) == stop:
-            raise KeyboardInterrupt
-        return whole(self, *arguments)
-
-    monkeypatch.setattr(Engine, "advance", advance)
-    assert cli.main(["margin", "run"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
-    assert not (run / "margins/margins.csv").exists()
-    (run / "margins/.unfinished-outcomes.csv").write_text("half wri")
-    assert cli.main(["margin", "run"]) == 0
-    for name in ("outcomes.csv", "margins.csv"):
-        assert (run / "margins" / name).read_bytes() == (finished / "searched/margins" / name).read_bytes()
-    assert sorted(p.name for p in (run / "margins").iterdir()) == ["margins.csv", "outcomes.csv", "search.json"]
-
-
-def test_a_spec_says_what_is_searched_and_where(run, capsys):
-    asked = SPEC[: SPEC.index("[[")] + '[[perturbation]]\nkind = "gradient_mask"\nonset = 12\n'
-    Path("other.toml").write_text(asked)
-    assert cli.main(["margin", "run", "other.toml", "-o", "masks", "--criterion", "collapse", "--lanes", "4"]) == 0
-    out = capsys.readouterr().out
-    assert out.splitlines()[1].startswith("gradient_mask")
-    assert "any collapse counts" in out
-    assert len(pd.read_csv("masks/margins.csv")) == 1
-    assert json.loads(Path("masks/search.json").read_text())["criterion"] == "collapse"
-    assert not (run / "margins").exists()
-
-
-REFUSED = {
-    "no folder": (["nowhere"], "there is no such folder"),
-    "no run": (["folder"], "folder is not a run's folder"),
-    "an unfinished run": (["unfinished"], "is not finished"),
-    "no spec": (["run", "nowhere.toml"], "nowhere.toml: there is no such file"),
-    "an onset that is not stored": (["run", "onset.toml"], "no stored onset at step 11; the run in run has 10, 12"),
-    "another learner": (["run", "rate.toml"], "the spec must keep the run's learner"),
-    "other seeds": (["run", "seeds.toml"], "the spec must keep the run's seeds"),
-    "neutral magnitudes alone": (["run", "neutral.toml"], "magnitude 1 of 'lr_spike' disturbs nothing"),
-    "an onset too early": (["early"], "onset 0 leaves no steps to measure J_pre on"),
-    "a place that is taken": (["run", "-o", "folder"], "folder exists and is not empty; give another with -o"),
-    "a place that is a file": (["run", "-o", "onset.toml"], "onset.toml exists and is not a folder"),
-    "a place of another search": (["run", "-o", "done", "--reach", "7"], "holds a search with another reach"),
-    "a place of another spec": (["run", "neutral2.toml", "-o", "done"], "holds a search with another spec"),
-    "damaged outcomes": (["run", "-o", "damaged"], "outcomes.csv is damaged"),
-    "a tolerance of nothing": (["run", "--tolerance", "0"], "tolerance must be from 0.00001 to 1, not 0.0"),
-    "a tolerance in words": (["run", "--tolerance", "fine"], "argument --tolerance: invalid float value: 'fine'"),
-    "an unknown criterion": (["run", "--criterion", "x"], "argument --criterion: invalid choice: 'x'"),
-    "no lanes": (["run", "--lanes", "0"], "lanes must be at least 1, not 0"),
-    "a lost onset": (["lost"], "so nothing can be searched from step 12"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_input(case, finished, run, capsys):
-    argv, words = REFUSED[case]
-    for name, (old, new) in {
-        "onset": ("onset = 10", "onset = 11"),
-        "rate": ("adam = false", "adam = true"),
-        "seeds": ("seeds = 6", "seeds = 5"),
-        "neutral": ("[1, 3, 30]", "1"),
-        "neutral2": ("[1, 3, 30]", "3"),
-    }.items():
-        assert old in SPEC
-        Path(f"{name}.toml").write_text(SPEC.replace(old, new))
-    Path("folder").mkdir()
-    Path("folder/notes.txt").write_text("mine")
-    if argv[0] in ("unfinished", "early", "lost"):
-        shutil.copytree("run", argv[0])
-    if argv[0] == "unfinished":
-        Folder(Path("unfinished")).update_environment(status="interrupted")
-    if argv[0] == "early":
-        Path("early/spec.toml").write_text(SPEC.replace("onset = 10", "onset = 0"))
-    if argv[0] == "lost":
-        shutil.rmtree("lost/checkpoints/onset-00000012")
-    if argv[-1] in ("done", "7"):
-        shutil.copytree(finished / "searched/margins", "done")
-    if argv[-1] == "damaged":
-        shutil.copytree(finished / "searched/margins", "damaged")
-        Path("damaged/outcomes.csv").write_text("round,perturbation\n1,2\n")
-    assert words in refusal(capsys, "margin", *argv)
-
-
-@pytest.mark.slow
-def test_a_search_killed_at_any_instant_goes_on_to_the_same_end(run, tmp_path_factory):
-    server, outcomes = Server(tmp_path_factory.mktemp("server")), run / "margins/outcomes.csv"
-
-    def rows():
-        return outcomes.read_text().count("\n") if outcomes.exists() else 0
-
-    def killing(target, wait):
-        def watch(pid):
-            while rows() < target and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                time.sleep(0.002)
-            time.sleep(wait)
-            os.kill(pid, signal.SIGKILL)
-
-        return watch
-
-    draw, landed = random.Random(0), []
-    try:
-        whole = server("margin", run, "-o", "reference")
-        assert whole.code == 0, whole.err
-        last = Path("reference/outcomes.csv").read_text().count("\n")
-        for target in sorted(draw.sample(range(last), 12)):
-            done = server("margin", run, watch=killing(target, draw.uniform(0, 0.05)))
-            assert "Traceback" not in done.err
-            if done.code == 0:
-                break
-            assert done.code == -signal.SIGKILL
-            landed.append(rows())
-        assert server("margin", run).code == 0
-    finally:
-        server.close()
-    print("killed with so many rows of outcomes:", landed)
-    assert len(set(landed)) > 5
-    for name in ("outcomes.csv", "margins.csv"):
-        assert (run / "margins" / name).read_bytes() == Path("reference", name).read_bytes()
