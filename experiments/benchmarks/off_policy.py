@@ -59,9 +59,8 @@ def compare(arguments, name: str) -> dict:
             candidates[called] = functools.partial(untimed, advance, 1, 2)
             work[called] = lanes * arguments.env_steps
             compile_seconds[called] = advance.compile_seconds
-    audit, env_steps = audit_of(arguments, name)
-    candidates[called := "jaxaudit: audit, shared prefix counted for every lane"] = audit
-    work[called] = env_steps
+        called = f"jaxaudit: audit, {execution}, shared prefix counted for every lane"
+        candidates[called], work[called] = audit_of(arguments, name, execution)
     called = f"updates alone: {max(arguments.lanes)} lanes"
     candidates[called] = updates_alone(arguments, name, max(arguments.lanes))
     work[called] = max(arguments.lanes) * arguments.env_steps
@@ -90,17 +89,22 @@ def compare(arguments, name: str) -> dict:
     }
 
 
-def audit_of(arguments, name: str) -> tuple[common.Audit, int]:
-    """A grid with all that an audit trains, in batches of 4 lanes, and the env steps of its lanes' whole trainings."""
+def audit_of(arguments, name: str, execution: str) -> tuple[common.Audit, int]:
+    """A grid with all that an audit trains, and the env steps of its lanes' whole trainings."""
     import jaxaudit as ja
     from jaxaudit import grid
 
-    settings = {"iteration_steps": max(64, arguments.env_steps // 4), "learning_starts": 0, "buffer_size": 100_000}
+    settings = {"iteration_steps": max(64, arguments.env_steps // 2), "learning_starts": 0, "buffer_size": 100_000}
     learner = getattr(ja.learners, name)(common.TASK, evaluations=0, **settings)
     magnitudes = [float(1 + m) for m in range(1 if arguments.quick else 14)]
     spikes = ja.lr_spike(ja.sweep(*magnitudes), onset=0.3, duration=2)
-    plan = grid.plan(learner, [spikes], seeds=2, steps=10, execution=2, tail=0)
+    plan = grid.plan(learner, [spikes], seeds=2, steps=10, execution=as_execution(execution), tail=0)
     return common.Audit(plan), len(plan.seeds) * len(plan.conditions) * plan.steps * settings["iteration_steps"]
+
+
+def as_execution(given: str) -> str | int:
+    """A batch size, or "vmap" or "map", as given on the command line."""
+    return int(given) if given.isdigit() else given
 
 
 def updates_alone(arguments, name: str, lanes: int) -> Callable[[], None]:
@@ -166,8 +170,7 @@ def lanes_of(arguments, name: str, lanes: int, execution: str, **settings) -> co
 
     chosen = {"iteration_steps": arguments.env_steps, "learning_starts": 0, "buffer_size": 100_000, "evaluations": 0}
     learner = getattr(ja.learners, name)(common.TASK, **chosen | settings)
-    how = int(execution) if execution.isdigit() else execution
-    plan = grid.plan(learner, [ja.lr_spike(10.0)], seeds=lanes, steps=100, execution=how)
+    plan = grid.plan(learner, [ja.lr_spike(10.0)], seeds=lanes, steps=100, execution=as_execution(execution))
     return common.Advance(plan.program, grid.lanes_of(plan.program, range(lanes), None), 10)
 
 
