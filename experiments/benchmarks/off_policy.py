@@ -5,9 +5,9 @@ audit, with full telemetry; Stable-Baselines3 runs with one environment, its def
 or one per core, and as one process or one per core. Neither side evaluates its policy, and both learn from the first
 steps on. "Audit" is a grid of 2 seeds x 15 conditions, as many as experiments/four_learners has, that fork from their
 seed's baseline at 30%; its env steps are those of all 30 lanes' whole trainings, as a user without forks would have to
-train them. "Updates alone" are the lanes' updates of one minibatch over and over, written down with optax and nothing
-else: no environment, no replay buffer, no taps, no telemetry. The second table is what a replay buffer costs: time, for
-it must be written in place, and memory.
+train them; its iterations are half as long as --env-steps. "Updates alone" are the lanes' updates of one minibatch over
+and over, written down with optax and nothing else: no environment, no replay buffer, no taps, no telemetry. The second
+table is what a replay buffer costs: time, for it must be written in place, and memory.
 """
 
 from __future__ import annotations
