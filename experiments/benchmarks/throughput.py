@@ -1,9 +1,9 @@
 """Env steps per second of an audit of PPO or TRPO on HalfCheetah-v5, and of Stable-Baselines3's beside it.
 
-The audit: 8 seeds x (control and lr_spike 3, 10, 30), forked at 30% of the run, as one compiled program
-with full telemetry. Stable-Baselines3 runs with one environment or eight, with one PyTorch thread or one
-per core, and as one process or one per core; every variant collects 2048 env steps an iteration. Neither
-side evaluates its policy.
+The audit: 8 seeds x (control and lr_spike 3, 10, 30; `--spikes` for other factors), forked at 30% of the run, as one
+compiled program with full telemetry. Stable-Baselines3 runs with one environment or eight, with one PyTorch thread or
+one per core, and as one process or one per core; every variant collects 2048 env steps an iteration. Neither side
+evaluates its policy.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def main() -> None:
     options.add_argument("--python", default=sys.executable, help="Python with stable-baselines3 (this one)")
     options.add_argument("--learner", default="ppo", choices=("ppo", "trpo"))
     options.add_argument("--seeds", type=int, default=8)
+    options.add_argument("--spikes", type=float, nargs="+", default=[3.0, 10.0, 30.0], help="factors (%(default)s)")
     options.add_argument("--steps", type=int, default=20, help="iterations of the audit's run (%(default)s)")
     options.add_argument("--sb3-steps", type=int, default=10, help="iterations timed of SB3 (%(default)s)")
     arguments = options.parse_args()
@@ -79,7 +80,7 @@ def build(arguments):
 
     learner = getattr(ja.learners, arguments.learner)(common.TASK, evaluations=0)
     duration = max(1, min(10, arguments.steps // 2))
-    spike = ja.lr_spike(ja.sweep(3.0, 10.0, 30.0), onset=0.3, duration=duration)
+    spike = ja.lr_spike(ja.sweep(*arguments.spikes), onset=0.3, duration=duration)
     # The baseline goes on past the onset by the share that 50 steps are of a run of 489, a million env steps.
     tail = round(arguments.steps * 50 / 489)
     plan = grid.plan(learner, [spike], seeds=arguments.seeds, steps=arguments.steps, tail=tail)
