@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import quadratic  # noqa: F401  registers the learner
 from server import Server
+from small_runs import header
 from test_cli import refusal
 
 import jaxaudit as ja
@@ -24,22 +24,9 @@ from jaxaudit.runner import durable
 from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
 
-SPEC = """
-[audit]
-name = "small"
-seeds = 6
-steps = 40
-[task]
-kind = "mujoco"
-name = "InvertedPendulum-v5"
-[learner]
-kind = "quadratic"
-adam = false
-[metrics]
-window = 4
-hold = 4
-horizon = 4
-[run]
+SPEC = (
+    header(seeds=6, steps=40, learner='kind = "quadratic"\nadam = false')
+    + """[run]
 chunk = 10
 [[perturbation]]
 kind = "lr_spike"
@@ -51,6 +38,7 @@ kind = "weight_noise"
 magnitude = 0.1
 onset = [0.25, 12]
 """
+)
 
 
 @pytest.fixture(scope="module")
