@@ -3,20 +3,29 @@
 The audit: 8 seeds x (control and lr_spike 3, 10, 30; `--spikes` for other factors), forked at 30% of the run, as one
 compiled program with full telemetry. Stable-Baselines3 runs with one environment or eight, with one PyTorch thread or
 one per core, and as one process or one per core; every variant collects 2048 env steps an iteration. Neither side
-evaluates its policy.
+evaluates its policy. Beside both, C MuJoCo alone: as many simulations as the grid's lanes have, stepped under random
+actions by one thread per core. Nothing that simulates the task on it can be faster than that.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 import time
 
 import common
 import jax
+import numpy as np
+from mujoco.batch import Batch
+
+from jaxaudit.machine import cores
+from jaxaudit.tasks import make
 
 ENV_STEPS = 2048
+ENVS = 8
 AUDIT = "jaxaudit"
+SIMULATOR = "C MuJoCo alone, random actions"
 
 
 def main() -> None:
@@ -35,12 +44,13 @@ def main() -> None:
     grid, audit, compile_seconds = build(arguments)
     variants = {
         f"SB3: processes {processes}, threads {threads}, environments {envs}": (processes, threads, envs)
-        for processes, threads in sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
-        for envs in (1, 8)
+        for processes, threads in sorted({(1, 1), (1, cores()), (cores(), 1)})
+        for envs in (1, ENVS)
     }
     if arguments.quick:
         variants = dict(list(variants.items())[:1])
-    candidates = {AUDIT: audit} | {
+    simulations = len(grid.seeds) * len(grid.conditions) * ENVS
+    candidates = {AUDIT: audit, SIMULATOR: functools.partial(simulate, simulations)} | {
         name: functools.partial(
             common.sb3, arguments.python, arguments.learner, arguments.sb3_steps * ENV_STEPS, *variant
         )
@@ -51,17 +61,21 @@ def main() -> None:
     computed = grid.lane_steps * ENV_STEPS
     whole = len(grid.seeds) * len(grid.conditions) * grid.steps * ENV_STEPS
     work = {name: processes * arguments.sb3_steps * ENV_STEPS for name, (processes, *_) in variants.items()}
-    work[AUDIT] = computed
+    work |= {AUDIT: computed, SIMULATOR: simulations * (ENV_STEPS // ENVS)}
     rates = {name: work[name] / timing.median for name, timing in timings.items()}
     rows = [(name, t.rate(work[name]), f"{rates[AUDIT] / rates[name]:.2f}") for name, t in timings.items()]
     rows.insert(1, ("jaxaudit, shared prefix counted for every lane", timings[AUDIT].rate(whole), ""))
     best = max(variants, key=rates.__getitem__)
+    fastest = max((name for name, (processes, *_) in variants.items() if processes == 1), key=rates.__getitem__)
     markdown = common.table(("", "env steps/s: median (lowest - highest)", "jaxaudit is x times as fast"), rows)
     markdown += (
         f"\n\naudit: {len(grid.seeds)} seeds x {len(grid.conditions)} conditions, {grid.steps} iterations, "
         f"{computed:,} env steps computed; compiled in {compile_seconds:.0f} s, not counted above"
         f"\nbest of Stable-Baselines3: {best}; ratio {rates[AUDIT] / rates[best]:.2f}, "
         f"prefix counted for every lane {rates[AUDIT] / rates[best] * whole / computed:.2f}"
+        f"\nbest single process: {fastest}; ratio {rates[AUDIT] / rates[fastest]:.2f}, "
+        f"prefix counted for every lane {rates[AUDIT] / rates[fastest] * whole / computed:.2f}; "
+        f"C MuJoCo alone {rates[SIMULATOR] / rates[fastest]:.2f}"
     )
     numbers = {
         "seconds": timings,
@@ -94,6 +108,28 @@ def build(arguments):
         jax.block_until_ready(program(*placed))
 
     return plan, audit, compile_seconds
+
+
+def simulate(simulations: int) -> float:
+    """Seconds that C MuJoCo takes for an iteration's env steps in every simulation, spread evenly over the cores."""
+    env = make(common.TASK, "c")
+    steps = ENV_STEPS // ENVS
+    shares = np.array_split(np.arange(simulations), cores())
+    actions = [np.random.default_rng(i).uniform(-1, 1, (steps, len(s), env.action_size)) for i, s in enumerate(shares)]
+    batches = [Batch(env.model, len(share), nthread=1) for share in shares]
+
+    def step(batch: Batch, ctrls: np.ndarray) -> None:
+        for ctrl in ctrls:
+            batch.ctrl = ctrl
+            batch.step(nstep=env.task.frame_skip)
+
+    threads = [threading.Thread(target=step, args=pair) for pair in zip(batches, actions, strict=True)]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":
