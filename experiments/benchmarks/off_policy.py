@@ -44,8 +44,9 @@ def main() -> None:
     learners = {name: compare(arguments, name) for name in arguments.learners}
     buffers = [buffer(arguments, capacity) for capacity in arguments.capacities]
     tables = [learner["table"] for learner in learners.values()]
-    header = ("capacity", "seconds of 10 iterations less seconds of 5", "MiB per lane, buffer", "MiB, work space")
-    tables.append(common.table(header, [b["row"] for b in buffers]))
+    if buffers:
+        header = ("capacity", "seconds of 10 iterations less seconds of 5", "MiB per lane, buffer", "MiB, work space")
+        tables.append(common.table(header, [b["row"] for b in buffers]))
     common.finish(arguments, "\n\n".join(tables), {"learners": learners, "buffers": buffers})
 
 
