@@ -265,7 +265,7 @@ def test_late_collapses_are_called_late_where_most_are(tmp_path, page_alone):
 def test_a_critical_magnitude_that_is_not_there_is_bounded_on_the_right_side(tmp_path, page_alone):
     """All seeds fall at 3, none elsewhere: made monotone, fewer than half do anywhere."""
     _, page = verdict_of(tmp_path, *([[None] * 6, [150] * 6] + [[None] * 6] * 2))
-    said = "the fitted share of collapsed seeds stays below one half: the critical magnitude lies above 27"
+    said = "critical magnitude above 27: the fitted share stays below one half"
     assert said in page
 
 

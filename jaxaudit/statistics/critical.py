@@ -171,4 +171,4 @@ def _side(point: _Crossings, m: np.ndarray, increasing: bool) -> str:
     above = never == increasing
     bound = f"above {m.max():g}" if above else f"below {m.min():g}"
     side = "below" if never else "above"
-    return f"the fitted share of collapsed seeds stays {side} one half: the critical magnitude lies {bound}"
+    return f"critical magnitude {bound}: the fitted share stays {side} one half"
