@@ -17,13 +17,14 @@ from orbax.checkpoint import v1 as ocp
 from jaxaudit.runner.store import Folder
 
 
-def header(*, seeds: int = 3, steps: int = 20, learner: str = 'kind = "quadratic"') -> str:
-    """A small run's spec, but for its perturbations."""
+def header(*, seeds: int = 3, steps: int = 20, learner: str = 'kind = "quadratic"', audit: str = "") -> str:
+    """A small run's spec, but for its perturbations; `audit` is more lines of its [audit]."""
     return f"""
 [audit]
 name = "small"
 seeds = {seeds}
 steps = {steps}
+{audit}
 [task]
 kind = "mujoco"
 name = "InvertedPendulum-v5"
@@ -53,16 +54,14 @@ onset = [5, 10]
 )
 CHUNKS = 8 + 8 + 5  # the baseline goes on for a window after the last onset; chunks end at onsets
 
-FEW = (
-    header()
-    + """[run]
+THREE = """[run]
 chunk = 4
 [[perturbation]]
 kind = "weight_noise"
 magnitude = [1.0, 0.1, 0.01]
 onset = 10
 """
-)
+FEW = header() + THREE
 
 
 def arrays(folder):

@@ -3,7 +3,7 @@
 import jax
 import pytest
 from quadratic import quadratic
-from small_runs import FEW
+from small_runs import THREE, header
 
 import jaxaudit as ja
 from jaxaudit.errors import UserError
@@ -83,7 +83,7 @@ def test_speeds_are_lane_steps_per_second():
 
 def test_a_run_records_it_and_is_replayed_by_it(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "_speed", lambda grid, rows, **_: 2.0 if grid.program.execution == "map" else 1.0)
-    text = FEW.replace("[audit]", '[audit]\nexecution = "auto"')
+    text = header(audit='execution = "auto"') + THREE
     durable.run(parse(text), tmp_path / "run")
     recorded = Folder(tmp_path / "run").read_environment()
     assert recorded["lane_layout"]["execution"] == "map"

@@ -9,7 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import CHUNKS, FEW, SPEC, assert_same, chunks_done, flip, header, kill_through, killing, one_sentence
+from small_runs import (
+    CHUNKS,
+    FEW,
+    SPEC,
+    THREE,
+    assert_same,
+    chunks_done,
+    flip,
+    header,
+    kill_through,
+    killing,
+    one_sentence,
+)
 
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
@@ -20,7 +32,7 @@ from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
 
 EARLY, LATE = 6, CHUNKS - 2
-BATCHES = FEW.replace("steps = 20", "steps = 20\nlanes = 2")
+BATCHES = header(audit="lanes = 2") + THREE
 
 TRAINING = """kind = "ppo"
 num_envs = 2

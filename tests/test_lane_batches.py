@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quadratic import quadratic
-from small_runs import SPEC
+from small_runs import SPEC, THREE, header
 
 import jaxaudit as ja
 from jaxaudit.errors import UserError
@@ -143,12 +143,12 @@ def test_a_spec_says_how_many_lanes():
     assert parse(SPEC).audit.lanes == "auto"
     assert 'lanes = "auto"' in parse(SPEC).to_toml()
     assert parse(SPEC).build().batch is None
-    spec = parse(SPEC.replace("steps = 20", "steps = 20\nlanes = 4"))
+    spec = parse(header(audit="lanes = 4") + THREE)
     assert parse(spec.to_toml()) == spec
     assert spec.build().batch == 4
     for given, sentence in (("0", "lanes must be from 1 to"), ('"all"', 'lanes must be a whole number or "auto"')):
         with pytest.raises(UserError, match=rf"\[audit\]: {sentence}"):
-            parse(SPEC.replace("steps = 20", f"steps = 20\nlanes = {given}"))
+            parse(header(audit=f"lanes = {given}") + THREE)
 
 
 def _drifting(key, value, magnitude, memory):

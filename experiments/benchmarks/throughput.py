@@ -19,7 +19,6 @@ import jax
 import numpy as np
 from mujoco.batch import Batch
 
-from jaxaudit.machine import cores
 from jaxaudit.tasks import make
 
 ENV_STEPS = 2048
@@ -44,7 +43,7 @@ def main() -> None:
     grid, audit, compile_seconds = build(arguments)
     variants = {
         f"SB3: processes {processes}, threads {threads}, environments {envs}": (processes, threads, envs)
-        for processes, threads in sorted({(1, 1), (1, cores()), (cores(), 1)})
+        for processes, threads in sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
         for envs in (1, ENVS)
     }
     if arguments.quick:
@@ -114,7 +113,7 @@ def simulate(simulations: int) -> float:
     """Seconds that C MuJoCo takes for an iteration's env steps in every simulation, spread evenly over the cores."""
     env = make(common.TASK, "c")
     steps = ENV_STEPS // ENVS
-    shares = np.array_split(np.arange(simulations), cores())
+    shares = np.array_split(np.arange(simulations), common.cores())
     actions = [np.random.default_rng(i).uniform(-1, 1, (steps, len(s), env.action_size)) for i, s in enumerate(shares)]
     batches = [Batch(env.model, len(share), nthread=1) for share in shares]
 
