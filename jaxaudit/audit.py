@@ -73,7 +73,7 @@ def audit(
     grid, measured = settle(grid, steps, resident=True)
     engine, _ = memory.fit(grid, steps, resident=True)
     arrays, trained = _train(engine)
-    arrays |= results.derived(arrays[PERFORMANCE], chosen)
+    arrays |= results.derived(arrays[PERFORMANCE], chosen, learner.performance_every)
     data = results.telemetry(grid, arrays)
     data["baseline_performance"] = (("seed", "step"), trained)
     data.attrs["execution"] = grid.program.execution

@@ -16,7 +16,7 @@ from jaxaudit.paths import matches
 from jaxaudit.perturbations.core import Chain, Condition, Perturbation, conditions, control
 from jaxaudit.program import Execution, ForkInputs, Inputs, Lanes, Program, Watch, telemetry_shapes, whole_vectors
 from jaxaudit.sites import Sites, find_sites
-from jaxaudit.taps import OFFERED, Disturbance, Kind, Windows
+from jaxaudit.taps import OFFERED, Disturbance, Slot, Windows
 
 TelemetryShapes = Mapping[str, tuple[int, ...]]
 Vectors = Mapping[str, tuple[str, tuple[str, ...]]]
@@ -189,12 +189,12 @@ def plan(
     for part in (part for condition in unrolled for part in condition.parts):
         if reason := site_misfit(part, sites):
             raise ValueError(reason)
-        if "alarm" in part.needs and watch is None:
+        if "alarm" in part.kind.needs and watch is None:
             raise ValueError(f"'{part.name}' waits for a monitor's alarm, and there is no monitor")
     program = Program(
         learner.without_data,
         steps,
-        _kinds(unrolled),
+        _slots(unrolled),
         tuple(sorted((site, tuple(paths)) for site, paths in sites.paths.items())),
         _execution(execution),
         tuple(devices if devices is not None else jax.devices()),
@@ -233,11 +233,12 @@ def _batch(lanes: int | Literal["auto"]) -> int | None:
 
 def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
     """None, or a sentence on what a perturbation acts at that the learner does not have."""
-    name, site = perturbation.name, perturbation.site
+    kind = perturbation.kind
+    name, site = kind.name, kind.site
     if site not in sites:
         known = ", ".join(sorted(sites)) or "none"
         return f"perturbation '{name}' acts at site '{site}', which the learner does not tap; its sites: {known}"
-    missing = sorted(set(perturbation.needs) - set(OFFERED) - sites.context[site])
+    missing = sorted(set(kind.needs) - set(OFFERED) - sites.context[site])
     if missing:
         return (
             f"perturbation '{name}' needs {', '.join(missing)} at site '{site}', "
@@ -245,55 +246,58 @@ def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
         )
     if not sites.paths[site]:
         return f"perturbation '{name}' acts at site '{site}', where the learner has nothing to disturb"
-    if perturbation.memory is not None and site in sites.loose:
-        return (
-            f"perturbation '{name}' keeps state, and the learner taps '{site}' in a loop that does not carry it; "
-            "write that loop with taps.scan"
-        )
+    if reason := sites.lost.get(site) or (sites.loose.get(site) if kind.keeps_state else None):
+        return f"perturbation '{name}' {reason}"
     if not any(matches(perturbation.target, path) for path in sites.paths[site]):
         paths = ", ".join(sites.paths[site])
         return f"target {perturbation.target!r} of '{name}' is in none of the paths at site '{site}': {paths}"
     return None
 
 
-def _kinds(unrolled: Sequence[Condition]) -> tuple[Kind, ...]:
-    """Every kind once, in the order in which the chains have them at a site, and else by name."""
-    before: dict[Kind, set[Kind]] = {}
-    for condition in unrolled:
-        kinds = _kinds_of(condition)
-        for position, kind in enumerate(kinds):
-            before.setdefault(kind, set()).update(k for k in kinds[:position] if k.site == kind.site)
-    ordered: list[Kind] = []
-    while len(ordered) < len(before):
-        left = before.keys() - set(ordered)
-        ready = [kind for kind in left if not before[kind] & left]
-        if not ready:
-            names = ", ".join(sorted({kind.name for kind in left}))
-            raise ValueError(f"two chains act in opposite orders at one site; audit them apart: {names}")
-        ordered.append(min(ready, key=lambda kind: (kind.occurrence, kind.name, kind.site)))
-    return tuple(ordered)
+def _slots(unrolled: Sequence[Condition]) -> tuple[Slot, ...]:
+    """The slots that all conditions find theirs among; the same for the same conditions in any order."""
+    slots: list[Slot] = []
+    for condition in sorted(unrolled, key=lambda c: (-len(c.parts), c.name)):
+        _in_slots(condition, slots)
+    magnitudes = [(part.kind, float(m)) for c in unrolled for part in c.parts for m in part.magnitudes]
+    most = {kind: max(m for k, m in magnitudes if k == kind) for kind, _ in magnitudes if kind.sized}
+    return tuple(replace(slot, most=most.get(slot.kind)) for slot in slots)
 
 
-def _kinds_of(condition: Condition) -> list[Kind]:
+def _in_slots(condition: Condition, slots: list[Slot]) -> dict[int, Perturbation]:
+    """A condition's parts by the slots they act in, in order where they share a site; slots it lacks are added."""
     seen: Counter[str] = Counter()
-    kinds = []
+    after: dict[str, int] = {}
+    found: dict[int, Perturbation] = {}
     for part in condition.parts:
-        kinds.append(part.kind(seen[part.name]))
+        occurrence = seen[part.name]
+        alike = [i for i, s in enumerate(slots) if (s.kind, s.occurrence) == (part.kind, occurrence)]
+        place = next((i for i in alike if i > after.get(part.site, -1)), None)
+        if place is None:
+            place = len(slots)
+            slots.append(Slot(part.kind, occurrence, len(alike)))
+        found[place] = part
+        after[part.site] = place
         seen[part.name] += 1
-    return kinds
+    return found
 
 
 def disturbance(condition: Condition, program: Program, steps: int) -> Disturbance:
-    """A condition's data for every kind of the program; kinds it lacks are neutral and never open."""
-    parts = dict(zip(_kinds_of(condition), condition.parts, strict=True))
+    """A condition's data for every slot of the program; slots it has no part for are neutral and never open."""
+    slots = list(program.slots)
+    parts = _in_slots(condition, slots)
+    assert len(slots) == len(program.slots), "the program has other conditions"
     paths = dict(program.paths)
     magnitudes, windows, targets = [], [], []
-    for kind in program.kinds:
-        part = parts.get(kind)
-        magnitudes.append(part.magnitude if part else kind.neutral)
+    for index, slot in enumerate(program.slots):
+        part = parts.get(index)
+        magnitude = float(part.magnitudes[0]) if part else slot.kind.neutral
+        if part and slot.most is not None and magnitude > slot.most:
+            raise ValueError(f"magnitude {magnitude:g} of '{part.name}' is above its grid's largest, {slot.most:g}")
+        magnitudes.append(magnitude)
         windows.append(part.when.resolve(steps) if part else (0, 0, 1, 0))
         target = part.target if part else None
-        targets.append(np.array([matches(target, path) for path in paths[kind.site]], bool))
+        targets.append(np.array([matches(target, path) for path in paths[slot.kind.site]], bool))
     columns = np.array(windows, np.int32).reshape(-1, 4).T
     return Disturbance(np.array(magnitudes, np.float32), Windows(*columns), tuple(targets))
 

@@ -16,6 +16,9 @@ Telemetry = dict[str, jax.Array]
 
 PERFORMANCE = "performance"
 
+ACTING = "acting_performance"
+"""The channel in which a learner tells how it fares in training itself, disturbed or not, beside its performance."""
+
 
 class Shapes(NamedTuple):
     """A pytree's structure, and its leaves' shapes and dtypes: what a program knows of data."""
@@ -36,11 +39,16 @@ class Learner:
     Attributes:
       init: `init(key) -> state`; the state is any pytree of arrays.
       step: `step(state, key, taps) -> (state, telemetry)`. Telemetry is a dict of scalars and fixed-size vectors
-        and holds "performance": higher is better, and never read through a disturbed value. A value passed
-        through `taps(site, value)` can be disturbed by the perturbations of that site.
+        and holds "performance": what the learner is worth, higher is better. It is taken at its word: measured on
+        what was read through `taps` (returns of episodes whose observations, actions or dynamics are tapped, a loss
+        on tapped tokens), it falls with the disturbance, whether the learner has got worse or not; measure it apart,
+        where anything is tapped through `taps.closed`. A value passed through `taps(site, value)` can be disturbed
+        by the perturbations of that site.
       name: what reports call it.
       step_unit: what one step is, in words, e.g. "2048 env steps".
       performance_name: what `performance` measures, in words.
+      performance_every: it is measured at every so many steps, those t with (t + 1) % performance_every == 0; what it
+        holds between is for plots, and no metric reads it.
       samples_per_step: environment steps or tokens in one step, for rates; 0 where it means nothing.
       sample: what such a sample is, in the plural.
       vectors: for telemetry that is a vector, its dimension's name and labels: {"layer_norm": ("layer", ("a", "b"))}.
@@ -56,6 +64,7 @@ class Learner:
     name: str = "learner"
     step_unit: str = "step"
     performance_name: str = "performance"
+    performance_every: int = 1
     samples_per_step: int = 0
     sample: str = "env steps"
     vectors: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
@@ -64,6 +73,10 @@ class Learner:
     shapes: Shapes = field(init=False, repr=False)
 
     def __post_init__(self):
+        if isinstance(self.performance_every, bool) or not isinstance(self.performance_every, int):
+            raise ValueError(f"performance_every must be a whole number of steps, not {self.performance_every!r}")
+        if self.performance_every < 1:
+            raise ValueError(f"performance_every must be at least 1, not {self.performance_every}")
         leaves, structure = jax.tree.flatten(self.data)
         shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves)
         object.__setattr__(self, "shapes", Shapes(structure, shapes))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jaxaudit import metrics as metric_functions
 from jaxaudit import registry
-from jaxaudit.perturbations import Factory
+from jaxaudit.perturbations import Kind
 from jaxaudit.specification.sections import learner_settings, task_names
 from jaxaudit.specification.tables import to_value
 from jaxaudit.text.documents import BUILT_IN
@@ -48,22 +48,21 @@ def learners() -> list[str]:
 
 def perturbations() -> list[str]:
     """The perturbations, with their standard magnitudes and durations."""
-    return _factories(registry.perturbations)
+    return _kinds(registry.perturbations)
 
 
 def interventions() -> list[str]:
     """The interventions, with their standard magnitudes."""
-    return _factories(registry.interventions)
+    return _kinds(registry.interventions)
 
 
-def _factories(known: registry.Registry) -> list[str]:
+def _kinds(known: registry.Registry) -> list[str]:
     rows = [("name", "dimension", "site", "magnitude", "duration", "what it does")]
     for name in known:
-        factory = known[name]
-        if isinstance(factory, Factory):
-            d = factory.default
-            magnitudes = ", ".join(f"{m:g}" for m in d.magnitudes)
-            rows.append((name, d.dimension, d.site, magnitudes, str(d.when.duration), _summary(factory)))
+        kind = known[name]
+        if isinstance(kind, Kind):
+            magnitudes = ", ".join(f"{m:g}" for m in kind().magnitudes)
+            rows.append((name, kind.dimension, kind.site, magnitudes, str(kind.when.duration), _summary(kind)))
     return aligned(rows)
 
 

@@ -6,12 +6,14 @@ Windows are static ints.
 
 What holds for all of them:
 
+- A learner may measure J at every `every`-th step alone, the steps t with (t + 1) % every == 0. Only those are
+  read, whatever the series holds between, and the *first step* of anything is a measured one.
 - J_pre and sigma_pre are the mean and population standard deviation over the `window` steps before the onset,
-  or over the `onset` steps there are, if at least 2; else they are NaN. A non-finite value among them makes
-  them NaN.
+  or over the `onset` steps there are, if J was measured there at least 2 times (`FEWEST` times where it is not
+  measured at every step); else they are NaN. A non-finite value among them makes them NaN.
 - The *band* is one-sided: J is out of it where `J < J_pre - 2 sigma_pre`, strictly. Rising above it is
   improvement.
-- Non-finite J at or after the onset is collapse, from its first non-finite step to the end of the run.
+- Non-finite J at a measured step at or after the onset is collapse, from its first such step to the end of the run.
 - What cannot be computed is NaN; `explain` says why. An onset outside `[0, T)` makes every metric NaN.
 
 The arithmetic is float32 (float64 if given) on deviations from the value just before the onset, so a J of 1e4
@@ -30,6 +32,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 BAND = 2.0
+
+FEWEST = 8
+"""Measurements before the onset that J_pre takes, where J is not measured at every step."""
+
+FEWEST_HELD = 3
+"""Measurements in the `hold` of a collapse, where J is not measured at every step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +58,24 @@ class MetricSettings:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"[metrics] {name} = {value!r}: must be an integer of at least {least}")
 
-    def validate(self, steps: int, onset: int, *, latents: bool = False) -> list[str]:
+    def validate(self, steps: int, onset: int, *, latents: bool = False, every: int = 1) -> list[str]:
         """One sentence for each way in which `steps` with this `onset` are too few for the windows.
 
-        `horizon` counts only where there are `latents` to measure a meta-state deviation on.
+        `horizon` counts only where there are `latents` to measure a meta-state deviation on; J is measured at every
+        `every`-th step.
         """
         if not 0 <= onset < steps:
             return [f"the onset {onset} lies outside the run's {steps} steps (allowed: 0 to {steps - 1})"]
         left = steps - onset
-        found = []
+        found = [
+            f"{name} = {length} steps hold {length // every} measurements of the performance, one in {every} steps: "
+            f"{without} needs {fewest}"
+            for name, length, fewest, without in (
+                ("window", min(self.window, onset), FEWEST, "J_pre"),
+                ("hold", self.hold, FEWEST_HELD, "collapse_time"),
+            )
+            if every > 1 and length // every < fewest
+        ]
         if onset < 2:
             found.append(f"only {onset} steps precede the onset: J_pre needs at least 2, so every metric is NaN")
         elif onset < self.window:
@@ -86,11 +103,35 @@ class _Level(NamedTuple):
     known: jax.Array
 
 
-def _as_series(series: ArrayLike) -> jax.Array:
+class _Measured(NamedTuple):
+    """One lane's J where it was measured.
+
+    Attributes:
+        values: `[M]`.
+        steps: the steps of the measurements, int `[M]`.
+        total: steps of the run, T.
+        every: steps from one to the next.
+    """
+
+    values: jax.Array
+    steps: np.ndarray
+    total: int
+    every: int
+
+
+def _measured(series: ArrayLike, every: int) -> _Measured:
     values = jnp.asarray(series)
     if values.ndim != 1:
         raise ValueError(f"a metric takes one lane's series of shape [T], got {values.shape}; use jax.vmap for lanes")
-    return values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    if every < 1:
+        raise ValueError(f"every must be at least 1, not {every}")
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    return _Measured(values[every - 1 :: every], due_steps(values.shape[0], every), values.shape[0], every)
+
+
+def due_steps(total: int, every: int = 1) -> np.ndarray:
+    """The steps, of `total`, after which a learner that does so at every `every`-th step measures J: int `[M]`."""
+    return np.arange(every - 1, total, every)
 
 
 def _power_of_two(value: jax.Array) -> jax.Array:
@@ -99,46 +140,49 @@ def _power_of_two(value: jax.Array) -> jax.Array:
     return jnp.where(value > 0, jnp.ldexp(jnp.ones_like(value), jnp.maximum(exponent - 1, -100)), 1)
 
 
-def _level(x: jax.Array, onset: ArrayLike, window: int) -> _Level:
-    steps = jnp.arange(x.shape[0])
+def _level(x: _Measured, onset: ArrayLike, window: int) -> _Level:
     onset = jnp.asarray(onset)
-    inside = (steps >= onset - window) & (steps < onset)
+    inside = (x.steps >= onset - window) & (x.steps < onset)
     count = inside.sum()
-    reference = x[jnp.clip(onset - 1, 0, x.shape[0] - 1)]
-    deviation = jnp.where(inside, x - reference, 0)
+    before = (x.steps < onset).sum()
+    reference = x.values[jnp.clip(before - 1, 0, x.values.shape[0] - 1)]
+    deviation = jnp.where(inside, x.values - reference, 0)
     scale = _power_of_two(jnp.abs(deviation).max())
     scaled = deviation / scale
     mean = scaled.sum() / jnp.maximum(count, 1)
     variance = jnp.where(inside, (scaled - mean) ** 2, 0).sum() / jnp.maximum(count, 1)
-    known = (count >= 2) & (onset <= x.shape[0]) & jnp.isfinite(jnp.where(inside, x, 0)).all()
+    enough = count >= (2 if x.every == 1 else FEWEST)
+    known = enough & (onset <= x.total) & jnp.isfinite(jnp.where(inside, x.values, 0)).all()
     mean, std = (jnp.where(known, scale * part, jnp.nan) for part in (mean, jnp.sqrt(variance)))
     return _Level(reference, mean, std, known)
 
 
-def _non_finite_from(x: jax.Array, onset: ArrayLike) -> jax.Array:
-    """First non-finite step at or after the onset; T if there is none."""
-    steps = jnp.arange(x.shape[0])
-    return jnp.where((steps >= onset) & ~jnp.isfinite(x), steps, x.shape[0]).min()
+def _non_finite_from(x: _Measured, onset: ArrayLike) -> jax.Array:
+    """First measured step at or after the onset with a non-finite value; T if there is none."""
+    bad = (x.steps >= jnp.asarray(onset)) & ~jnp.isfinite(x.values)
+    return jnp.where(bad, x.steps, x.total).min(initial=x.total)
 
 
-def _below_band(x: jax.Array, onset: ArrayLike, level: _Level) -> jax.Array:
-    """`[T]` bool: at or after the onset and out of the band, or past the first non-finite step."""
-    steps = jnp.arange(x.shape[0])
-    out = x - level.reference < level.mean - BAND * level.std
-    return (steps >= onset) & (out | (steps >= _non_finite_from(x, onset)))
+def _below_band(x: _Measured, onset: ArrayLike, level: _Level) -> jax.Array:
+    """`[M]` bool: at or after the onset and out of the band, or past the first non-finite step."""
+    out = x.values - level.reference < level.mean - BAND * level.std
+    steps = jnp.asarray(x.steps)
+    return (steps >= jnp.asarray(onset)) & (out | (steps >= _non_finite_from(x, onset)))
 
 
-def _inside(x: jax.Array, onset: ArrayLike) -> jax.Array:
-    return (jnp.asarray(onset) >= 0) & (jnp.asarray(onset) < x.shape[0])
+def _inside(total: int, onset: ArrayLike) -> jax.Array:
+    return (jnp.asarray(onset) >= 0) & (jnp.asarray(onset) < total)
 
 
 def _peak(values: jax.Array, where: jax.Array) -> jax.Array:
     """Maximum of `values` where `where`; NaN if any of them is NaN, which XLA's maximum can lose on CPU."""
     unknown = (where & jnp.isnan(values)).any()
-    return jnp.where(unknown, jnp.nan, jnp.where(where, values, -jnp.inf).max())
+    return jnp.where(unknown, jnp.nan, jnp.where(where, values, -jnp.inf).max(initial=-jnp.inf))
 
 
-def pre_onset_level(series: ArrayLike, onset: ArrayLike, window: int = 50) -> tuple[jax.Array, jax.Array]:
+def pre_onset_level(
+    series: ArrayLike, onset: ArrayLike, window: int = 50, *, every: int = 1
+) -> tuple[jax.Array, jax.Array]:
     """J_pre and sigma_pre: mean and population std of J over the `window` steps before the onset.
 
     [open] in Table S5: how long; here the steps available are used where `2 <= onset < window`, and both are
@@ -148,32 +192,36 @@ def pre_onset_level(series: ArrayLike, onset: ArrayLike, window: int = 50) -> tu
         series: J, `[T]`.
         onset: step, scalar int.
         window: steps.
+        every: steps from one measurement of J to the next.
 
     Returns:
         two scalars, in units of J.
     """
-    level = _level(_as_series(series), onset, window)
+    level = _level(_measured(series, every), onset, window)
     return level.reference + level.mean, level.std
 
 
-def _collapse(x: jax.Array, onset: ArrayLike, window: int, hold: int) -> tuple[jax.Array, jax.Array]:
+def _collapse(x: _Measured, onset: ArrayLike, window: int, hold: int) -> tuple[jax.Array, jax.Array]:
     """Collapse time (scalar float) and whether it is censored (scalar bool)."""
-    total = x.shape[0]
-    steps = jnp.arange(total)
+    total = x.total
     level = _level(x, onset, window)
     non_finite = _non_finite_from(x, onset)
     below = _below_band(x, onset, level)
-    next_above = jax.lax.cummin(jnp.where(below, total, steps), reverse=True)
-    counted = below & ((next_above - steps >= hold) | (next_above == total))
-    first = jnp.where(level.known, jnp.where(counted, steps, total).min(), non_finite)
-    defined = _inside(x, onset) & (level.known | (non_finite < total))
+    next_above = jax.lax.cummin(jnp.where(below, total, x.steps), reverse=True)
+    counted = below & ((next_above - x.steps >= hold) | (next_above == total))
+    held = x.every == 1 or hold // x.every >= FEWEST_HELD
+    known = level.known & held
+    first = jnp.where(known, jnp.where(counted, x.steps, total).min(initial=total), non_finite)
+    defined = _inside(total, onset) & (known | (non_finite < total))
     time = jnp.where(first < total, first.astype(jnp.float32), jnp.inf)
     censored = defined & (first < total) & (total - first < hold) & (non_finite == total)
     return jnp.where(defined, time, jnp.nan), censored
 
 
-def collapse_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100) -> jax.Array:
-    """T_c (Table S5): first step `t >= onset` where J falls below the band and stays there for `hold` steps.
+def collapse_time(
+    series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100, every: int = 1
+) -> jax.Array:
+    """T_c (Table S5): first measured step `t >= onset` where J falls below the band and stays there for `hold` steps.
 
     Below is `J(t) < J_pre - 2 sigma_pre`; the `hold` steps include t. [open]: a crossing with fewer than
     `hold` steps left counts only if it lasts to the end (`collapse_censored`). A run that turns non-finite
@@ -184,25 +232,28 @@ def collapse_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold
         series: J, `[T]`.
         onset: step, scalar int.
         window: steps J_pre is taken over.
-        hold: Delta, steps.
+        hold: Delta, steps; at least `FEWEST_HELD` measurements where J is not measured at every step, else NaN.
+        every: steps from one measurement of J to the next.
 
     Returns:
         scalar float32, the step index counted from the start of the run; inf for never; NaN where J_pre is
         undefined and J stays finite.
     """
-    return _collapse(_as_series(series), onset, window, hold)[0]
+    return _collapse(_measured(series, every), onset, window, hold)[0]
 
 
-def collapse_censored(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100) -> jax.Array:
+def collapse_censored(
+    series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100, every: int = 1
+) -> jax.Array:
     """Whether the run ended before the counted collapse had lasted `hold` steps: scalar bool.
 
     [open] in Table S5. A run that turned non-finite is never censored, as no further step undoes
     that. Arguments as in `collapse_time`; False where that is inf or NaN.
     """
-    return _collapse(_as_series(series), onset, window, hold)[1]
+    return _collapse(_measured(series, every), onset, window, hold)[1]
 
 
-def instability_index(series: ArrayLike, *, window: int = 50) -> jax.Array:
+def instability_index(series: ArrayLike, *, window: int = 50, every: int = 1) -> jax.Array:
     """I_inst(t) (Table S5): population variance of J over the last `window` steps, t among them.
 
     Two passes per window, on deviations from J(t).
@@ -210,22 +261,31 @@ def instability_index(series: ArrayLike, *, window: int = 50) -> jax.Array:
     Args:
         series: J, `[T]`.
         window: W, steps.
+        every: steps from one measurement of J to the next; the variance is of the `window // every` measurements.
 
     Returns:
-        `[T]`, in units of J squared; NaN for the first `window - 1` steps and where the window holds a
-        non-finite J.
+        `[T]`, in units of J squared, held from one measurement to the next; NaN for the first `window - 1` steps
+        and where the window holds a non-finite J, or fewer than 2 measurements.
     """
-    x = _as_series(series)
-    total = x.shape[0]
-    padded = jnp.concatenate([jnp.zeros(window - 1, x.dtype), x])
+    x = _measured(series, every)
+    count, total = window // every, x.values.shape[0]
+    if count < 2 or not total:
+        return jnp.full(x.total, jnp.nan, x.values.dtype)
+    padded = jnp.concatenate([jnp.zeros(count - 1, x.values.dtype), x.values])
 
     def deviation(lag: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(padded, (lag,), (total,)) - x
+        return jax.lax.dynamic_slice(padded, (lag,), (total,)) - x.values
 
-    zeros = jnp.zeros_like(x)
-    mean = jax.lax.fori_loop(0, window, lambda lag, s: s + deviation(lag), zeros) / window
-    variance = jax.lax.fori_loop(0, window, lambda lag, s: s + (deviation(lag) - mean) ** 2, zeros) / window
-    return jnp.where(jnp.arange(total) >= window - 1, variance, jnp.nan)
+    zeros = jnp.zeros_like(x.values)
+    mean = jax.lax.fori_loop(0, count, lambda lag, s: s + deviation(lag), zeros) / count
+    variance = jax.lax.fori_loop(0, count, lambda lag, s: s + (deviation(lag) - mean) ** 2, zeros) / count
+    return held(jnp.where(jnp.arange(total) >= count - 1, variance, jnp.nan), x.total, every)
+
+
+def held(values: jax.Array, total: int, every: int) -> jax.Array:
+    """Measurements `[M]` as a series `[total]`: each held until the next, NaN before the first."""
+    latest = (np.arange(total) + 1) // every - 1
+    return values if every == 1 else jnp.where(latest >= 0, values[np.maximum(latest, 0)], jnp.nan)
 
 
 def divergence_probability(collapse_times: ArrayLike, total_steps: ArrayLike) -> jax.Array:
@@ -249,7 +309,9 @@ def _diverged(time: jax.Array, total_steps: ArrayLike) -> jax.Array:
     return jnp.where(jnp.isnan(time), jnp.nan, early)
 
 
-def recovery_rate(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100) -> jax.Array:
+def recovery_rate(
+    series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100, every: int = 1
+) -> jax.Array:
     """R_rec (Table S5): `(J(t_end) - J(t_min)) / (J_pre - J(t_min))`, t_min the minimum from the onset on.
 
     [open]: a run has *fully collapsed* where J turned non-finite, or where it has a collapse time and ends
@@ -261,24 +323,25 @@ def recovery_rate(series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold
         onset: step, scalar int.
         window: steps J_pre is taken over.
         hold: Delta of the collapse time, steps.
+        every: steps from one measurement of J to the next.
 
     Returns:
         scalar, 1 for J_pre regained (more if exceeded); NaN where the run fully collapsed, where J never fell
         below J_pre, and where J_pre is undefined.
     """
-    x = _as_series(series)
+    x = _measured(series, every)
     level = _level(x, onset, window)
     time, _ = _collapse(x, onset, window, hold)
-    lowest = jnp.where(jnp.arange(x.shape[0]) >= onset, x, jnp.inf).min()
-    regained = x[-1] - lowest
+    lowest = jnp.where(x.steps >= jnp.asarray(onset), x.values, jnp.inf).min(initial=jnp.inf)
+    regained = x.values[-1:].sum() - lowest
     lost = level.mean - (lowest - level.reference)
-    non_finite = _non_finite_from(x, onset) < x.shape[0]
+    non_finite = _non_finite_from(x, onset) < x.total
     collapsed = non_finite | (jnp.isfinite(time) & (regained <= BAND * level.std))
-    defined = _inside(x, onset) & level.known & ~collapsed & (lost > 0)
+    defined = _inside(x.total, onset) & ~jnp.isnan(time) & ~collapsed & (lost > 0) & jnp.isfinite(lowest)
     return jnp.where(defined, regained / jnp.where(lost > 0, lost, 1), jnp.nan)
 
 
-def recovery_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50) -> jax.Array:
+def recovery_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50, every: int = 1) -> jax.Array:
     """RT (Table 1): steps from the onset until J, having left the pre-onset band, is back in it.
 
     [open]: the band is `J >= J_pre - 2 sigma_pre` (rising above J_pre + 2 sigma_pre is improvement, not a
@@ -289,26 +352,26 @@ def recovery_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50) -> j
         series: J, `[T]`.
         onset: step, scalar int.
         window: steps J_pre is taken over.
+        every: steps from one measurement of J to the next.
 
     Returns:
         scalar float32, steps; -1 where J never left the band (Table 1's "no recovery delay"); inf where it
         left and never came back, or turned non-finite at any step from the onset; NaN where J_pre is
         undefined.
     """
-    x = _as_series(series)
-    total = x.shape[0]
-    steps = jnp.arange(total)
+    x = _measured(series, every)
+    total = x.total
     level = _level(x, onset, window)
     below = _below_band(x, onset, level)
-    left = jnp.where(below, steps, total).min()
-    back = jnp.where((steps > left) & ~below, steps, total).min()
+    left = jnp.where(below, x.steps, total).min(initial=total)
+    back = jnp.where((x.steps > left) & ~below, x.steps, total).min(initial=total)
     lost = (back == total) | (_non_finite_from(x, onset) < total)
     elapsed = jnp.where(lost, jnp.inf, (back - onset).astype(jnp.float32))
     time = jnp.where(left == total, -1.0, elapsed)
-    return jnp.where(_inside(x, onset) & level.known, time, jnp.nan)
+    return jnp.where(_inside(total, onset) & level.known, time, jnp.nan)
 
 
-def spike_intensity(series: ArrayLike, onset: ArrayLike, *, window: int = 50) -> jax.Array:
+def spike_intensity(series: ArrayLike, onset: ArrayLike, *, window: int = 50, every: int = 1) -> jax.Array:
     """SIP (section 5.4, Table 1): peak of I_inst in the `window` steps from the onset, over its prior level.
 
     [open]: the peak is over steps `[onset, onset + window)` (to the end of the run if that comes first); the
@@ -319,18 +382,19 @@ def spike_intensity(series: ArrayLike, onset: ArrayLike, *, window: int = 50) ->
         series: J, `[T]`.
         onset: step, scalar int.
         window: W, steps.
+        every: steps from one measurement of J to the next.
 
     Returns:
         scalar, a ratio; NaN where fewer than `window` steps precede the onset, where J was constant over them
         (zero level), and where J is non-finite in either window.
     """
-    x = _as_series(series)
-    steps = jnp.arange(x.shape[0])
-    index = instability_index(x, window=window)
+    x = _measured(series, every)
+    steps = jnp.arange(x.total)
+    index = instability_index(series, window=window, every=every)
     after = (steps >= onset) & (steps < onset + window)
     peak = _peak(index, after)
-    level = index[jnp.clip(jnp.asarray(onset) - 1, 0, x.shape[0] - 1)]
-    defined = _inside(x, onset) & (jnp.asarray(onset) >= window) & (level > 0)
+    level = index[jnp.clip(jnp.asarray(onset) - 1, 0, x.total - 1)]
+    defined = _inside(x.total, onset) & (jnp.asarray(onset) >= window) & (level > 0)
     return jnp.where(defined, peak / jnp.where(level > 0, level, 1), jnp.nan)
 
 
@@ -365,7 +429,7 @@ def meta_state_deviation(
     steps = jnp.arange(moved.shape[0])
     after = (steps >= onset) & (steps <= onset + horizon)
     distance = _peak(jnp.linalg.norm(moved, axis=-1), after)
-    return jnp.where(_inside(moved, onset), distance, jnp.nan)
+    return jnp.where(_inside(moved.shape[0], onset), distance, jnp.nan)
 
 
 def _drift(latents: ArrayLike, onset: ArrayLike) -> jax.Array:
@@ -383,6 +447,7 @@ def evaluate(
     *,
     settings: MetricSettings | None = None,
     latents: ArrayLike | None = None,
+    every: int = 1,
 ) -> dict[str, jax.Array]:
     """Every scalar metric of one lane.
 
@@ -392,33 +457,34 @@ def evaluate(
         total_steps: T_max of `diverged`, steps; the series' length by default.
         settings: the windows; Table S5's by default.
         latents: `[T, d]`; adds `meta_state_deviation`.
+        every: steps from one measurement of J to the next.
 
     Returns:
         scalars named `pre_mean`, `pre_std`, `collapse_time`, `collapse_censored` (bool), `diverged` (1 where
         `collapse_time < total_steps / 2`, else 0, NaN where that is NaN), `recovery_rate`, `recovery_time`,
         `spike_intensity` and, given latents, `meta_state_deviation`.
     """
-    x = _as_series(series)
+    x = _measured(series, every)
     chosen = settings or MetricSettings()
     window, hold = chosen.window, chosen.hold
-    mean, std = pre_onset_level(x, onset, window)
+    mean, std = pre_onset_level(series, onset, window, every=every)
     time, censored = _collapse(x, onset, window, hold)
     values = {
         "pre_mean": mean,
         "pre_std": std,
         "collapse_time": time,
         "collapse_censored": censored,
-        "diverged": _diverged(time, x.shape[0] if total_steps is None else total_steps),
-        "recovery_rate": recovery_rate(x, onset, window=window, hold=hold),
-        "recovery_time": recovery_time(x, onset, window=window),
-        "spike_intensity": spike_intensity(x, onset, window=window),
+        "diverged": _diverged(time, x.total if total_steps is None else total_steps),
+        "recovery_rate": recovery_rate(series, onset, window=window, hold=hold, every=every),
+        "recovery_time": recovery_time(series, onset, window=window, every=every),
+        "spike_intensity": spike_intensity(series, onset, window=window, every=every),
     }
     if latents is not None:
         values["meta_state_deviation"] = meta_state_deviation(latents, onset, horizon=chosen.horizon)
     return values
 
 
-_evaluate = jax.jit(evaluate, static_argnames="settings")
+_evaluate = jax.jit(evaluate, static_argnames=("settings", "every"))
 
 
 def explain(
@@ -428,6 +494,7 @@ def explain(
     settings: MetricSettings | None = None,
     latents: Any = None,
     values: Mapping[str, Any] | None = None,
+    every: int = 1,
 ) -> dict[str, str]:
     """Why each metric of one lane that is NaN is so, one sentence each; host-side, not for `jit`.
 
@@ -437,6 +504,7 @@ def explain(
         settings: the windows; Table S5's by default.
         latents: `[T, d]`, if they were evaluated.
         values: what `evaluate` returned for this lane; computed here when None.
+        every: steps from one measurement of J to the next.
 
     Returns:
         the name of each NaN metric and its reason; empty where all are defined.
@@ -444,34 +512,43 @@ def explain(
     chosen = settings or MetricSettings()
     x = np.asarray(series, np.float64)
     if values is None:
-        values = _evaluate(series, onset, settings=chosen, latents=latents)
+        values = _evaluate(series, onset, settings=chosen, latents=latents, every=every)
     missing = [name for name, value in values.items() if np.isnan(float(value))]
-    return {name: _reason(name, x, int(onset), chosen) for name in missing}
+    return {name: _reason(name, x, int(onset), chosen, every) for name in missing}
 
 
 _OWN = ("pre_mean", "pre_std", "collapse_time", "diverged", "recovery_rate", "recovery_time", "spike_intensity")
 
 
-def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings) -> str:
-    total, window = x.shape[0], settings.window
+def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings, every: int) -> str:
+    total, window, hold = x.shape[0], settings.window, settings.hold
     if not 0 <= onset < total:
         return f"the onset {onset} lies outside the run's {total} steps"
     if name == "meta_state_deviation":
         return f"a latent is non-finite in the {settings.horizon} steps from the onset"
     if onset < 2:
         return f"J_pre needs at least 2 steps before the onset, which is step {onset}"
-    bad = np.flatnonzero(~np.isfinite(x[max(onset - window, 0) : onset])) + max(onset - window, 0)
+    due = due_steps(total, every)
+    near = due[(due >= onset - window) & (due < onset)]
+    if every > 1 and len(near) < FEWEST:
+        return f"J was measured {len(near)} times in the {window} steps before the onset, and J_pre needs {FEWEST}"
+    bad = near[~np.isfinite(x[near])]
     if bad.size:
         return f"J is non-finite before the onset, at step {bad[0]}, so J_pre is undefined"
     if name == "spike_intensity" and onset < window:
         return f"only {onset} of window = {window} steps precede the onset"
-    after = np.flatnonzero(~np.isfinite(x[onset:])) + onset
+    later = due[due >= onset]
+    after = later[~np.isfinite(x[later])]
     if after.size:
         return f"J turned non-finite at step {after[0]}"
+    if every > 1 and hold // every < FEWEST_HELD and name in ("collapse_time", "diverged", "recovery_rate"):
+        return f"hold = {hold} steps hold {hold // every} measurements of J, and a collapse needs {FEWEST_HELD}"
     if name == "spike_intensity":
         return f"J did not vary over the {window} steps before the onset, so there is no level to compare with"
-    before = x[max(onset - window, 0) : onset]
-    if name == "recovery_rate" and x[onset:].min() - before[-1] >= (before - before[-1]).mean():
+    before = x[near]
+    if name == "recovery_rate" and not later.size:
+        return "J was not measured after the onset"
+    if name == "recovery_rate" and x[later].min() - before[-1] >= (before - before[-1]).mean():
         return "J never fell below J_pre after the onset, so there was nothing to recover"
     if name == "recovery_rate":
         return "the run fully collapsed: it ended within 2 sigma_pre of its minimum"

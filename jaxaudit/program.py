@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry
 from jaxaudit.sites import find_sites, initial_memory
-from jaxaudit.taps import STATE, Disturbance, Kind, Memory, Taps, forget
+from jaxaudit.taps import STATE, Disturbance, Memory, Slot, Taps, forget
 
 Execution = str | int
 """How the lanes of one device run: "vmap", "map" (one after the other), or a batch size (above 16 in whole eights).
@@ -85,7 +85,7 @@ class Program:
 
     learner: Learner
     steps: int
-    kinds: tuple[Kind, ...]
+    slots: tuple[Slot, ...]
     paths: tuple[tuple[str, tuple[str, ...]], ...]
     execution: Execution = "vmap"
     devices: tuple[jax.Device, ...] = ()
@@ -153,33 +153,34 @@ def remembering(program: Program, states: LaneState, lanes: int) -> LaneState:
 
 def memory(program: Program) -> Memory:
     """What the perturbations of a lane remember when their windows open."""
-    if all(kind.memory is None for kind in program.kinds):
+    if not any(slot.kind.keeps_state for slot in program.slots):
         return {}
-    return initial_memory(program.kinds, find_sites(program.learner, program.steps))
+    return initial_memory(program.slots, find_sites(program.learner, program.steps))
 
 
 def lane_step(
-    program: Program, data: Any, state: LaneState, lane: Lanes, step: jax.Array, any_open: jax.Array | None
+    program: Program, data: Any, state: LaneState, lane: Lanes, step: jax.Array, idle: jax.Array | None
 ) -> tuple[LaneState, Telemetry]:
     """One step of one lane. The learner's key depends on (seed, step), a perturbation's on its kind besides.
 
     `data` is the learner's.
-    `any_open` says for each kind whether the window of any lane computed with this one is open; it must not be batched.
+    `idle` are for each slot the steps since the window of any lane computed with this one was last open; it must not
+    be batched.
     """
     remembered = state.memory
     if remembered and lane.disturbance is not None:
-        remembered = forget(remembered, program.kinds, lane.disturbance.windows, step, memory(program))
+        remembered = forget(remembered, program.slots, lane.disturbance.windows, step, memory(program))
     seed = jax.random.key(lane.seed)
     learner_key = jax.random.fold_in(jax.random.fold_in(seed, 1), step)
     taps = Taps(
         step,
         program.steps,
         data=data,
-        kinds=program.kinds if lane.disturbance is not None else (),
+        slots=program.slots if lane.disturbance is not None else (),
         paths=dict(program.paths),
         key=jax.random.fold_in(jax.random.fold_in(seed, 2), step),
         lane=lane.disturbance,
-        any_open=any_open,
+        idle=idle,
         memory=remembered,
         alarm=None if state.watched is None else state.watched.alarm,
     )
@@ -196,7 +197,7 @@ def lane_step(
 
 def undisturbed(program: Program) -> Program:
     """The program of a baseline, which is the same whatever disturbs its forks."""
-    return replace(program, kinds=(), paths=())
+    return replace(program, slots=(), paths=())
 
 
 def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
@@ -238,16 +239,17 @@ def advance(
         def body(step, carry):
             states, rows = carry
 
-            def opened(disturbance: Disturbance | None) -> jax.Array | None:
-                return None if disturbance is None else disturbance.windows.open(step)
+            def idle(disturbance: Disturbance | None) -> jax.Array | None:
+                return None if disturbance is None else disturbance.windows.idle(step)
 
-            anywhere = opened(lanes.disturbance)
-            anywhere = None if anywhere is None else jnp.any(anywhere, axis=0)
+            each = idle(lanes.disturbance)
+            least = None if each is None else jnp.min(each, axis=0)
 
             def one(state: LaneState, lane: Lanes) -> tuple[LaneState, Telemetry]:
                 # A lane on its own pays for its own open windows alone.
-                any_open = opened(lane.disturbance) if program.execution == "map" else anywhere
-                return lane_step(program, data, state, lane, step, any_open)
+                return lane_step(
+                    program, data, state, lane, step, idle(lane.disturbance) if program.execution == "map" else least
+                )
 
             states, row = _each_lane(one, program.execution)(states, lanes)
             return states, {name: rows[name].at[step - first].set(row[name]) for name in rows}

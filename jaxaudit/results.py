@@ -15,7 +15,7 @@ import xarray as xr
 
 from jaxaudit import metrics, registry, statistics
 from jaxaudit.grid import Grid
-from jaxaudit.learner import PERFORMANCE
+from jaxaudit.learner import ACTING, PERFORMANCE
 
 DIMS = ("seed", "condition", "step")
 
@@ -63,38 +63,41 @@ def attributes(grid: Grid) -> dict[str, Any]:
     return {
         "learner": learner.name,
         "performance_name": learner.performance_name,
+        "performance_every": learner.performance_every,
         "step_unit": learner.step_unit,
         "samples_per_step": learner.samples_per_step,
     }
 
 
-def derived(performance: np.ndarray, settings: metrics.MetricSettings) -> dict[str, np.ndarray]:
+def derived(performance: np.ndarray, settings: metrics.MetricSettings, every: int = 1) -> dict[str, np.ndarray]:
     """Channels that follow from the performance `[..., T]`: x_inst (its variance over a window), x_gen (smoothed).
 
-    x_gen is the exponential moving average with the window's span, begun at the first finite value.
+    x_gen is the exponential moving average with the window's span, begun at the first finite value. Both are of the
+    values measured at every `every`-th step, and held between.
     """
     flat = performance.reshape(-1, performance.shape[-1])
-    x_inst = np.asarray(_instability(settings.window)(flat))
-    rate = 2.0 / (settings.window + 1.0)
+    x_inst = np.asarray(_instability(settings.window, every)(flat))
+    rate = 2.0 / (settings.window / every + 1.0)
     x_gen = np.full_like(flat, np.nan)
-    current = flat[:, 0]
+    current = np.full_like(flat[:, 0], np.nan)
     with np.errstate(invalid="ignore"):
         for t in range(flat.shape[1]):
-            current = np.where(np.isnan(current), flat[:, t], current + rate * (flat[:, t] - current))
+            if (t + 1) % every == 0:
+                current = np.where(np.isnan(current), flat[:, t], current + rate * (flat[:, t] - current))
             x_gen[:, t] = current
     return {"x_inst": x_inst.reshape(performance.shape), "x_gen": x_gen.reshape(performance.shape)}
 
 
 @cache
-def _instability(window: int) -> Callable[..., Any]:
+def _instability(window: int, every: int) -> Callable[..., Any]:
     """`instability_index` of lanes `[L, T]`; kept, or every call would compile it again."""
-    return jax.jit(jax.vmap(partial(metrics.instability_index, window=window)))
+    return jax.jit(jax.vmap(partial(metrics.instability_index, window=window, every=every)))
 
 
 @cache
-def _evaluation(settings: metrics.MetricSettings) -> Callable[..., Any]:
+def _evaluation(settings: metrics.MetricSettings, every: int) -> Callable[..., Any]:
     """`evaluate` of lanes `[S, C, T]`, whose conditions have onsets `[C]`; kept, too."""
-    return jax.jit(jax.vmap(jax.vmap(partial(metrics.evaluate, settings=settings)), in_axes=(0, None)))
+    return jax.jit(jax.vmap(jax.vmap(partial(metrics.evaluate, settings=settings, every=every)), in_axes=(0, None)))
 
 
 def telemetry(grid: Grid, arrays: dict[str, np.ndarray]) -> xr.Dataset:
@@ -119,20 +122,29 @@ def vector_dims(grid: Grid, channel: str, shape: tuple[int, ...]) -> tuple[str, 
 def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Dataset:
     """Every metric of Table S5 and its kin for each lane: dims (seed, condition).
 
-    A registered metric is a pure function `(series [T], onset) -> scalar`, and becomes a variable of its name.
+    Where telemetry has the acting performance, `acting_collapse_time` is T_c on it. A registered metric is a pure
+    function `(series [T], onset) -> scalar`, and becomes a variable of its name.
     """
     series = data[PERFORMANCE].transpose(*DIMS).values
-    onsets = data["onset"].values
-    values = {name: np.asarray(x) for name, x in _evaluation(settings)(series, onsets).items()}
+    onsets, every = data["onset"].values, performance_every(data)
+    evaluate = _evaluation(settings, every)
+    values = {name: np.asarray(x) for name, x in evaluate(series, onsets).items()}
     for name in registry.metrics:
         each_lane = jax.vmap(jax.vmap(registry.metrics[name]), in_axes=(0, None))
         values[name] = np.asarray(jax.jit(each_lane)(series, onsets))
-    after = np.arange(series.shape[2]) >= onsets[:, None]
-    values["final_performance"] = series[:, :, -1]
-    values["performance_minimum"] = np.where(after, series, np.inf).min(axis=2)
+    if ACTING in data:
+        acting = evaluate(data[ACTING].transpose(*DIMS).values, onsets)
+        values["acting_collapse_time"] = np.asarray(acting["collapse_time"])
+    due = metrics.due_steps(series.shape[2], every)
+    after = due >= onsets[:, None]
+    values["final_performance"] = series[:, :, due[-1]] if len(due) else np.full(series.shape[:2], np.nan)
+    values["performance_minimum"] = np.where(after, series[:, :, due], np.inf).min(axis=2, initial=np.inf)
     values["reason"] = np.array(
         [
-            [_reasons(series[s, c], int(onsets[c]), settings, {k: v[s, c] for k, v in values.items()}) for c in columns]
+            [
+                _reasons(series[s, c], int(onsets[c]), settings, every, {k: v[s, c] for k, v in values.items()})
+                for c in columns
+            ]
             for s, columns in enumerate([range(series.shape[1])] * series.shape[0])
         ],
         dtype=object,
@@ -142,10 +154,18 @@ def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Datas
     return xr.Dataset({renamed.get(k, k): (DIMS[:2], v) for k, v in values.items()}, coords, data.attrs)
 
 
-def _reasons(series: np.ndarray, onset: int, settings: metrics.MetricSettings, values: dict[str, Any]) -> str:
+def performance_every(data: xr.Dataset) -> int:
+    """Steps from one measurement of the performance to the next, as a run's telemetry says."""
+    return int(data.attrs.get("performance_every", 1))
+
+
+def _reasons(
+    series: np.ndarray, onset: int, settings: metrics.MetricSettings, every: int, values: dict[str, Any]
+) -> str:
     if not any(isinstance(v, np.floating) and np.isnan(v) for v in values.values()):
         return ""
-    return "; ".join(f"{k}: {v}" for k, v in metrics.explain(series, onset, settings=settings, values=values).items())
+    found = metrics.explain(series, onset, settings=settings, values=values, every=every)
+    return "; ".join(f"{k}: {v}" for k, v in found.items())
 
 
 def lane_table(lanes: xr.Dataset) -> pd.DataFrame:

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxaudit import tracing
 from jaxaudit.learner import Learner
 from jaxaudit.paths import paths_of
-from jaxaudit.taps import ROOT, STATE, Kind, Memory
+from jaxaudit.taps import NEVER, ROOT, STATE, Memory, Slot, Taps, loose, misplaced
 
 
 @dataclass
@@ -24,8 +25,10 @@ class Recorder:
       paths: for every site, the paths of its leaves.
       context: for every site, the names of the context given at each of its taps.
       values: for every site, the shapes and dtypes seen, by label.
-      loose: sites tapped in a loop that carries no memory.
+      loose: for sites where nothing can be remembered, a sentence on why.
+      lost: for sites that cannot be disturbed at all where they are tapped, a sentence on why.
       carried: whether this place can keep memory.
+      home: where it was made.
     """
 
     step: Any = 0
@@ -34,8 +37,10 @@ class Recorder:
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     context: dict[str, set[str]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    loose: set[str] = field(default_factory=set)
+    loose: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
     carried: bool = True
+    home: Any = field(default_factory=tracing.here)
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Notes the site and returns the value."""
@@ -44,21 +49,40 @@ class Recorder:
         self.context[site] = self.context.get(site, set(context)) & set(context)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
         self.values.setdefault(site, {})[label] = shapes
-        if not self.carried:
-            self.loose.add(site)
+        if reason := misplaced(site, self.home, keeps_state=False):
+            self.lost[site] = reason
+        if reason := misplaced(site, self.home, keeps_state=True) or (None if self.carried else loose(site)):
+            self.loose[site] = reason
         return value
 
-    def disturbs(self, site: str) -> bool:
+    @property
+    def closed(self) -> Taps:
+        """Taps that disturb nothing, and of which nothing is noted."""
+        return Taps(self.step, self.steps, data=self.data)
+
+    def disturbs(self, *sites: str) -> bool:
         """True: what could be disturbed is to be noted."""
         return True
 
+    def disturbed(self, *sites: str) -> jax.Array:
+        """False: nothing is."""
+        return jnp.zeros((), bool)
+
+    def idle(self, *sites: str) -> jax.Array:
+        """Nothing ever was."""
+        return jnp.int32(NEVER)
+
     def fold_in(self, index: Any) -> Recorder:
         """A recorder of the same sites, at a place that keeps no memory."""
-        return replace(self, carried=False)
+        return replace(self, carried=False, home=tracing.here())
 
     def scan(self, body: Callable, init: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
-        """`jax.lax.scan` whose body gets this recorder."""
-        return jax.lax.scan(lambda carry, x: body(self, carry, x), init, xs, length)
+        """`jax.lax.scan` whose body gets a recorder of the same sites."""
+
+        def turn(carry: Any, x: Any) -> tuple[Any, Any]:
+            return body(replace(self, home=tracing.here()), carry, x)
+
+        return jax.lax.scan(turn, init, xs, length)
 
     def cond(self, chosen: jax.Array, body: Callable, carry: Any) -> tuple[Any, Any]:
         """`body` with this recorder: what could be tapped is to be noted."""
@@ -68,20 +92,22 @@ class Recorder:
     def sites(self) -> Sites:
         """What was noted."""
         context = {site: frozenset(names) for site, names in self.context.items()}
-        return Sites(dict(self.paths), context, dict(self.values), frozenset(self.loose))
+        return Sites(dict(self.paths), context, dict(self.values), self.loose, self.lost)
 
 
 @dataclass(frozen=True)
 class Sites:
     """Where a learner can be disturbed: `paths[site]` are the leaves there, `context[site]` what the tap offers.
 
-    `values[site][label]` are the shapes that pass, and `loose` the sites where no memory is kept.
+    `values[site][label]` are the shapes that pass, and `loose[site]` and `lost[site]` say why no memory can be kept
+    there, or nothing disturbed.
     """
 
     paths: Mapping[str, tuple[str, ...]]
     context: Mapping[str, frozenset[str]]
     values: Mapping[str, Mapping[str, Any]]
-    loose: frozenset[str] = frozenset()
+    loose: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)
@@ -107,7 +133,7 @@ def trace(learner: Learner, recorder: Recorder) -> None:
 
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
     def traced(state, key, index, data):
-        recorder.step, recorder.data = index, data
+        recorder.step, recorder.data, recorder.home = index, data, tracing.here()
         recorder(STATE, state)
         return learner.step(state, key, recorder)  # type: ignore[arg-type]  # it stands in for taps
 
@@ -115,10 +141,10 @@ def trace(learner: Learner, recorder: Recorder) -> None:
     jax.eval_shape(traced, jax.eval_shape(learner.init, key), key, jnp.int32(0), learner.shapes.tree)
 
 
-def initial_memory(kinds: tuple[Kind, ...], sites: Sites) -> Memory:
-    """What stateful kinds remember when their windows open, for one lane."""
+def initial_memory(slots: tuple[Slot, ...], sites: Sites) -> Memory:
+    """What kinds that keep state remember when their windows open, for one lane."""
     return {
-        kind.id: {label or ROOT: kind.memory(value) for label, value in sites.values[kind.site].items()}
-        for kind in kinds
-        if kind.memory is not None
+        slot.id: {label or ROOT: slot.memory(value) for label, value in sites.values[slot.kind.site].items()}
+        for slot in slots
+        if slot.kind.keeps_state
     }

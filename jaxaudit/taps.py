@@ -1,11 +1,12 @@
 """Sites, and the object a step calls at each of them: `value = taps("gradient", value)`.
 
 A learner names the places where something can go wrong; the audit decides, per lane and step, what goes wrong there.
-Inside a program the kinds of perturbation are structure, and their magnitudes, windows and targets are data.
+Inside a program kinds of perturbation, each in a slot, are structure; their magnitudes, windows and targets are data.
 """
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxaudit import tracing
 from jaxaudit.paths import along_paths, paths_of
+from jaxaudit.perturbations.core import Kind
 
 SITES = (
     "observation",
@@ -38,38 +41,38 @@ STATE = "state"
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a program must know of a perturbation before it is compiled.
+class Slot:
+    """A place in a program where perturbations of one kind act.
 
     Attributes:
-      name: identifies its random stream, with `occurrence`.
-      site: where it acts.
-      apply: `apply(key, value, magnitude, **context) -> value`, value's structure, shapes and dtypes kept; with a
-        memory, `apply(key, value, magnitude, memory, **context) -> (value, memory)`.
-      neutral: the magnitude that disturbs nothing; a lane at it is left untouched.
-      needs: names of the context values `apply` takes from the tap's caller.
+      kind: of perturbation.
       occurrence: 0, or 1, 2, ... where one condition chains the same kind several times.
-      memory: None, or `memory(value) -> pytree`, what the kind remembers when its window opens; only shapes and
-        dtypes of `value` can be read.
+      copy: 0, or 1, 2, ... where chains have it in different orders among the kinds of its site.
+      most: the largest magnitude of the grid, for kinds whose memory depends on it.
     """
 
-    name: str
-    site: str
-    apply: Callable[..., Any]
-    neutral: float
-    needs: tuple[str, ...] = ()
+    kind: Kind
     occurrence: int = 0
-    memory: Callable[[Any], Any] | None = None
+    copy: int = 0
+    most: float | None = None
 
     @property
     def id(self) -> str:
-        """Tells this kind from every other kind of a program."""
-        return f"{self.name}/{self.occurrence}"
+        """Tells this slot from every other one of a program."""
+        return f"{self.kind.name}/{self.occurrence}/{self.copy}"
 
     @property
     def stream(self) -> int:
         """A number that tells this kind's random stream from every other kind's, whatever else is in the grid."""
-        return zlib.crc32(self.id.encode()) & 0x7FFFFFFF
+        return zlib.crc32(f"{self.kind.name}/{self.occurrence}".encode()) & 0x7FFFFFFF
+
+    def memory(self, value: Any) -> Any:
+        """What is remembered of values like this one when the window opens."""
+        return self.kind.memory(value, self.most) if self.kind.sized else self.kind.memory(value)
+
+
+NEVER = 2**30
+"""Steps since a window was open that has not been."""
 
 
 @struct.dataclass
@@ -84,10 +87,15 @@ class Windows:
     period: Any
     length: Any
 
+    def idle(self, step: jax.Array) -> jax.Array:
+        """Steps since each window was last open: 0 where it is open at `step` (scalar int), `NEVER` if it was not."""
+        since = jnp.minimum(step, self.stop - 1) - self.start
+        latest = since - jnp.maximum(since % self.period - (self.length - 1), 0)
+        return jnp.where((since >= 0) & (self.length > 0), step - self.start - latest, NEVER)
+
     def open(self, step: jax.Array) -> jax.Array:
-        """Whether each window is open at `step` (scalar int): bool, the fields' shape."""
-        since = step - self.start
-        return (since >= 0) & (step < self.stop) & (since % self.period < self.length)
+        """Whether each window is open at `step`: bool, the fields' shape."""
+        return self.idle(step) == 0
 
     def opening(self, step: jax.Array) -> jax.Array:
         """Whether each window is open at `step` and was not before."""
@@ -100,12 +108,12 @@ class Windows:
 
 @struct.dataclass
 class Disturbance:
-    """What one lane does at each of the program's K kinds; with a leading axis, what each of L lanes does.
+    """What one lane does in each of the program's K slots; with a leading axis, what each of L lanes does.
 
     Attributes:
       magnitude: float32 `[K]`.
       windows: fields `[K]`.
-      targets: for each kind, which paths of its site's value it may touch: bool `[paths]`.
+      targets: for each slot, which paths of its site's value it may touch: bool `[paths]`.
     """
 
     magnitude: Any
@@ -117,13 +125,17 @@ OFFERED = ("selected", "elapsed", "alarm")
 """Context every tap offers: the paths the target selects (bool `[paths]`), `Windows.elapsed`, and the lane's alarm."""
 
 Memory = dict[str, dict[str, Any]]
-"""What stateful kinds remember in one lane, by the kind's id and the tap's label (ROOT where it has none)."""
+"""What kinds that keep state remember in one lane, by the slot's id and the tap's label (ROOT where it has none)."""
 
 ROOT = "value"
 
 
 class Taps:
     """Callable handed to `Learner.step`: `taps(site, value)` returns the value, disturbed where this lane should be.
+
+    It belongs to the place where it was made: a loop, a batch or a branch inside a step gets taps of its own, from
+    `scan`, `cond` or `fold_in`. Under `jax.grad` and `jax.checkpoint` a tap may stand as it is, unless what disturbs
+    it keeps state.
 
     Attributes:
       step: the current step, int32 scalar, the same for all lanes (so `lax.cond` on it stays a branch).
@@ -139,11 +151,11 @@ class Taps:
         steps: int | None = None,
         *,
         data: Any = None,
-        kinds: tuple[Kind, ...] = (),
+        slots: tuple[Slot, ...] = (),
         paths: Mapping[str, tuple[str, ...]] | None = None,
         key: jax.Array | None = None,
         lane: Disturbance | None = None,
-        any_open: Any = None,
+        idle: Any = None,
         memory: Memory | None = None,
         alarm: jax.Array | None = None,
     ):
@@ -151,13 +163,14 @@ class Taps:
         self.step = step
         self.steps = steps
         self.data = data
-        self._kinds = kinds
+        self._slots = slots
         self._paths = paths or {}
         self._key = key
         self._lane = lane
-        self._any_open = any_open
+        self._idle = idle
         self._alarm = alarm
         self._calls: dict[str, int] = {}
+        self._home = tracing.here()
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Passes `value` (any pytree) through the perturbations of `site`.
@@ -168,14 +181,38 @@ class Taps:
         """
         call = self._calls.get(site, 0)
         self._calls[site] = call + 1
-        for index, kind in enumerate(self._kinds):
-            if kind.site == site:
-                value = self._disturb(index, kind, call, value, label, context)
+        for index, slot in enumerate(self._slots):
+            if slot.kind.site == site:
+                if reason := misplaced(site, self._home, slot.kind.keeps_state):
+                    raise ValueError(f"perturbation '{slot.kind.name}' {reason}")
+                value = self._disturb(index, slot, call, value, label, context)
         return value
 
-    def disturbs(self, site: str) -> bool:
-        """Whether any lane is ever disturbed at `site`: a fact of the program, known while it is traced."""
-        return any(kind.site == site for kind in self._kinds)
+    @property
+    def closed(self) -> Taps:
+        """Taps that disturb nothing, to measure with: what is read through them is the learner's own."""
+        return Taps(self.step, self.steps, data=self.data)
+
+    def disturbs(self, *sites: str) -> bool:
+        """Whether any lane is ever disturbed at one of some sites: a fact of the program, known while it is traced."""
+        return any(slot.kind.site in sites for slot in self._slots)
+
+    def disturbed(self, *sites: str) -> jax.Array:
+        """Whether this lane is disturbed at one of some sites in this step: bool scalar."""
+        if self._lane is None:
+            return jnp.zeros((), bool)
+        neutral = np.array([slot.kind.neutral for slot in self._slots], np.float32)
+        active = self._lane.windows.open(self.step) & (self._lane.magnitude != neutral)
+        return jnp.any(active & np.array([slot.kind.site in sites for slot in self._slots], bool))
+
+    def idle(self, *sites: str) -> jax.Array:
+        """Steps since a window at one of some sites was last open in any lane computed with this one.
+
+        An int32 scalar, 0 where one is open, `NEVER` where none was; it is not batched, so that `lax.cond` on it
+        stays a branch.
+        """
+        counted = [self._idle[index] for index, slot in enumerate(self._slots) if slot.kind.site in sites]
+        return jnp.min(jnp.stack(counted)) if counted else jnp.int32(NEVER)
 
     def fold_in(self, index: Any) -> Taps:
         """The same taps with randomness of their own, for the body of a loop that knows its index.
@@ -213,35 +250,31 @@ class Taps:
         """
 
         def do(carry: Any, memory: Memory | None) -> tuple[Any, Any, Memory | None]:
-            self.memory = memory
-            carry, y = body(self, carry)
-            return carry, y, self.memory
+            here = self._here(self._key, memory)
+            carry, y = body(here, carry)
+            calls.update(here._calls)
+            return carry, y, here.memory
 
         def skip(carry: Any, memory: Memory | None) -> tuple[Any, Any, Memory | None]:
-            shapes = jax.eval_shape(lambda carry: body(Taps(self.step, self.steps, data=self.data), carry)[1], carry)
+            shapes = jax.eval_shape(lambda carry: body(self.closed, carry)[1], carry)
             return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), memory
 
+        calls: dict[str, int] = {}
         carry, y, self.memory = jax.lax.cond(chosen, do, skip, carry, self.memory)
+        self._calls |= calls
         return carry, y
 
     def _within(self, index: Any, memory: Memory | None) -> Taps:
-        key = self._key if self._key is None else jax.random.fold_in(self._key, index)
-        taps = Taps(
-            self.step,
-            self.steps,
-            data=self.data,
-            kinds=self._kinds,
-            paths=self._paths,
-            key=key,
-            lane=self._lane,
-            any_open=self._any_open,
-            memory=memory,
-            alarm=self._alarm,
-        )
-        taps._calls = dict(self._calls)
+        return self._here(self._key if self._key is None else jax.random.fold_in(self._key, index), memory)
+
+    def _here(self, key: jax.Array | None, memory: Memory | None) -> Taps:
+        """The same taps at the place where this is called."""
+        taps = copy.copy(self)
+        taps._key, taps.memory, taps._calls, taps._home = key, memory, dict(self._calls), tracing.here()
         return taps
 
-    def _disturb(self, index: int, kind: Kind, call: int, value: Any, label: str, context: dict) -> Any:
+    def _disturb(self, index: int, slot: Slot, call: int, value: Any, label: str, context: dict) -> Any:
+        kind = slot.kind
         missing = [name for name in kind.needs if name not in OFFERED and name not in context]
         if missing:
             raise ValueError(
@@ -264,36 +297,61 @@ class Taps:
             alarm = jnp.zeros((), bool) if self._alarm is None else self._alarm
             offered = {"selected": selected, "elapsed": windows.elapsed(step), "alarm": alarm, **context}
             given = {name: offered[name] for name in kind.needs}
-            own = jax.random.fold_in(jax.random.fold_in(key, kind.stream), call)
-            if kind.memory is None:
-                changed, after = kind.apply(own, value, magnitude, **given), memory
-            else:
-                changed, after = kind.apply(own, value, magnitude, memory, **given)
+            own = jax.random.fold_in(jax.random.fold_in(key, slot.stream), call)
+            changed, after = kind.apply(own, value, magnitude, memory, **given)
             return _select(active & selected, changed, value), _where(active, after, memory)
 
-        remembered = self._remembered(kind, label)
-        value, remembered = jax.lax.cond(
-            self._any_open[index], disturbed, lambda value, memory: (value, memory), value, remembered
+        remembered = self._remembered(slot, label)
+        value, after = jax.lax.cond(
+            self._idle[index] == 0, disturbed, lambda value, memory: (value, memory), value, remembered
         )
-        if kind.memory is not None:
+        if kind.keeps_state:
             assert self.memory is not None, "or it could not have been read"
-            self.memory = {**self.memory, kind.id: {**self.memory[kind.id], label or ROOT: remembered}}
+            self.memory = {**self.memory, slot.id: {**self.memory[slot.id], label or ROOT: after}}
         return value
 
-    def _remembered(self, kind: Kind, label: str) -> Any:
-        if kind.memory is None:
-            return None
+    def _remembered(self, slot: Slot, label: str) -> Any:
+        if not slot.kind.keeps_state:
+            return ()
         if self.memory is None:
-            raise ValueError(
-                f"perturbation '{kind.name}' keeps state, and the learner taps '{kind.site}' in a loop that does not "
-                "carry it; write that loop with taps.scan"
-            )
-        return self.memory[kind.id][label or ROOT]
+            raise ValueError(f"perturbation '{slot.kind.name}' {loose(slot.kind.site)}")
+        return self.memory[slot.id][label or ROOT]
 
 
-def forget(memory: Memory, kinds: tuple[Kind, ...], windows: Windows, step: jax.Array, initial: Memory) -> Memory:
-    """The memory of one lane at the beginning of `step`: the initial one for kinds whose window opens there."""
-    opening = {kind.id: windows.opening(step)[index] for index, kind in enumerate(kinds)}
+def misplaced(site: str, home: Any, keeps_state: bool) -> str | None:
+    """None, or what to say of a perturbation at a tap called here whose taps were made at `home`, if it fails there.
+
+    Where a body runs several times, all turns would draw the same noise; and what is remembered would be lost.
+    """
+    around = tracing.between(home)
+    if loop := next((name for name in around if tracing.repeats(name)), None):
+        instead = INSIDE.get(loop, INSIDE["scan"])
+        return f"cannot act at '{site}', which the learner taps inside {loop} with taps from outside; {instead}"
+    if keeps_state and around:
+        return f"keeps state, and the learner taps '{site}' inside {around[0]}, which loses it; tap outside" + (
+            ", or with the taps of taps.cond" if around[0] == "cond" else ""
+        )
+    return None
+
+
+INSIDE = {
+    "scan": "write that loop with taps.scan",
+    "vmap": "tap the whole batch outside, write a loop with taps.scan, or give each row taps.fold_in(its number)",
+    "jit": "leave out the inner jit: a whole audit is compiled as one program, and loops are written with taps.scan",
+}
+"""What to do instead."""
+
+
+def loose(site: str) -> str:
+    """What to say of a perturbation that keeps state, at a site tapped where nothing can be remembered."""
+    return (
+        f"keeps state, and the learner taps '{site}' in a loop that does not carry it; write that loop with taps.scan"
+    )
+
+
+def forget(memory: Memory, slots: tuple[Slot, ...], windows: Windows, step: jax.Array, initial: Memory) -> Memory:
+    """The memory of one lane at the beginning of `step`: the initial one for slots whose window opens there."""
+    opening = {slot.id: windows.opening(step)[index] for index, slot in enumerate(slots)}
     return {name: _where(opening[name], initial[name], kept) for name, kept in memory.items()}
 
 

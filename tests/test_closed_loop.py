@@ -24,7 +24,7 @@ from jaxaudit.report.series import panels
 from jaxaudit.report.verdict import verdict
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import load
-from jaxaudit.taps import Kind, Taps
+from jaxaudit.taps import Taps
 
 STEPS, ONSET, ALPHA = 80, 40, 0.05
 WINDOWS = MetricSettings(window=10, hold=10, horizon=20)
@@ -128,7 +128,7 @@ def test_every_intervention_acts_on_alarm_alone(acting, name):
 
 def test_roll_back_goes_to_the_state_of_so_many_steps_ago():
     """Called step by step, with a state that tells its step."""
-    kind: Kind = ja.roll_back(4).kind()
+    kind = ja.roll_back
     memory = kind.memory({"t": jax.numpy.float32(0)})
     apply = jax.jit(lambda value, memory, alarm: kind.apply(None, value, jax.numpy.float32(4), memory, alarm=alarm))
     t, path = 0.0, []

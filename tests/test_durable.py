@@ -267,12 +267,12 @@ def test_ctrl_c(server, here, reference, tmp_path):
 SLEEPY = """
 import jax, time, numpy
 from jaxaudit import program
-def sleepy(structure, data, state, lane, step, any_open, inner=program.lane_step):
+def sleepy(structure, data, state, lane, step, idle, inner=program.lane_step):
     def wait(t):
         time.sleep(60 if t == 8 else 0)
         return numpy.float32(0)
     zero = jax.pure_callback(wait, jax.ShapeDtypeStruct((), "float32"), step, vmap_method="sequential")
-    state, telemetry = inner(structure, data, state, lane, step, any_open)
+    state, telemetry = inner(structure, data, state, lane, step, idle)
     return state, telemetry | {"performance": telemetry["performance"] + zero}
 program.lane_step = sleepy
 """

@@ -11,7 +11,10 @@ from quadratic import quadratic
 
 import jaxaudit as ja
 from jaxaudit import registry
+from jaxaudit.grid import lanes_of
 from jaxaudit.metrics import MetricSettings
+from jaxaudit.perturbations import conditions
+from jaxaudit.perturbations.kinds import stateless
 
 SLOW = pytest.mark.slow
 LEARNER = quadratic(None, adam=False)
@@ -144,14 +147,40 @@ def test_a_chain_acts_in_its_order_where_its_parts_share_a_site():
     noisy = ja.chain(ja.quantize(2.0, onset=5), ja.weight_noise(0.3, onset=5))
     learner = weights_told()
 
-    def distinct(chain):
-        weights = ja.audit(learner, [chain], seeds=1, steps=6).telemetry["weights"].values[0, 1, 5]
-        return len(np.unique(weights))
+    def weights(*chains):
+        return ja.audit(learner, chains, seeds=1, steps=6).telemetry["weights"].values[0, 1:, 5]
 
-    assert distinct(rounded) <= 3
-    assert distinct(noisy) == 50
-    with pytest.raises(ValueError, match="two chains act in opposite orders at one site; audit them apart"):
-        ja.plan(learner, [rounded, noisy], seeds=1, steps=6)
+    apart = np.concatenate([weights(rounded), weights(noisy)])
+    assert [len(np.unique(row)) for row in apart] == [3, 50]
+    single = ja.quantize(2.0, onset=5)
+    together = weights(noisy, rounded, single)
+    np.testing.assert_array_equal(together[:2], apart[::-1])
+    slots = [ja.plan(learner, chosen, seeds=1, steps=6).program.slots for chosen in ([single, noisy], [noisy, single])]
+    assert slots[0] == slots[1]
+    assert [slot.kind.name for slot in slots[0]] == ["quantize", "weight_noise"]
+
+
+def queue_of(value, most):
+    return jnp.zeros((int(most), *value.shape))
+
+
+def queued(key, value, magnitude, memory):
+    return memory[-1], jnp.concatenate([value[None], memory[:-1]])
+
+
+def test_a_memory_may_have_the_size_of_the_grids_largest_magnitude():
+    late = ja.Kind("late", "data", "observation", queued, 2.0, memory=queue_of, sized=True)
+
+    def step(x, key, taps):
+        return x, {"performance": taps("observation", jnp.float32(taps.step))}
+
+    learner = ja.Learner(lambda key: jnp.zeros(()), step)
+    grid = ja.plan(learner, [late(ja.sweep(2.0, 3.0), onset=2, duration="end")], seeds=1, steps=9)
+    assert [slot.most for slot in grid.program.slots] == [3.0]
+    seen = ja.audit(learner, [late(3.0, onset=2, duration="end")], seeds=1, steps=9).telemetry["performance"].values
+    np.testing.assert_array_equal(seen[0, 1], [0, 1, 0, 0, 0, 2, 3, 4, 5])
+    with pytest.raises(ValueError, match="magnitude 4 of 'late' is above its grid's largest, 3"):
+        lanes_of(grid.program, [0], [conditions([late(4.0, onset=2, duration="end")], 9)[0]])
 
 
 def weights_told():
@@ -263,9 +292,8 @@ def steady(threshold, up):
 
 def told(neutral, *magnitudes, onset=60):
     """A perturbation that tells the learner its magnitude."""
-    return ja.Perturbation(
-        "told", "data", "quality", tell, ja.sweep(*magnitudes), neutral, ja.window(onset, 1), limits=(0.0, 1e9)
-    )
+    kind = ja.Kind("told", "data", "quality", stateless(tell), neutral=neutral, limits=(0.0, 1e9))
+    return kind(ja.sweep(*magnitudes), onset=onset, duration=1)
 
 
 def tell(key, value, magnitude):

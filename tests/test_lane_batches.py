@@ -19,7 +19,6 @@ from jaxaudit.execution import engine as engines
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Phase
-from jaxaudit.perturbations import Perturbation
 from jaxaudit.specification.document import parse
 
 LEARNER = quadratic(None, adam=False)
@@ -175,8 +174,8 @@ def step_keyed(state, key, taps):
 def test_states_go_through_pieces_unchanged(piece, monkeypatch):
     """Random keys, one array in two places, and what perturbations remember, on two devices."""
     monkeypatch.setattr(engines, "PIECE", piece)
-    drift = Perturbation("drift", "parametric", "params", _drifting, ja.sweep(0.1, 0.2), memory=_start)
-    drifts = [replace(drift, when=ja.window(3, 4))]
+    drift = ja.Kind("drift", "parametric", "params", _drifting, ja.sweep(0.1, 0.2), memory=_start)
+    drifts = [drift(onset=3, duration=4)]
     plan = ja.plan(ja.Learner(init_keyed, step_keyed), drifts, seeds=3, steps=8, lanes=5)
     engine, baseline = Engine(plan, 8), Phase(None)
     states, _ = engine.advance(baseline, engine.initial(baseline), 0, 3)

@@ -289,7 +289,7 @@ def test_without_a_second_corpus_a_shift_is_refused(corpus):
 def test_the_specs_of_the_experiments_are_valid(path):
     spec = parse(path.read_text())
     assert spec.task.kind == "text"
-    assert (spec.task.shift is not None) == any(e.kind.startswith("distribution") for e in spec.perturbations)
+    assert (spec.task.shift is not None) == any(e.perturbation.name.startswith("distribution") for e in spec.perturbations)
 
 
 RUN = """

@@ -128,7 +128,7 @@ def test_lanes_left_over_cut_the_widest_brackets_finer():
 
 def test_every_perturbation_has_an_axis_on_which_harm_rises():
     for name in registry.perturbations:
-        part = registry.perturbations[name].default
+        part = registry.perturbations[name]()
         if part.magnitude == part.neutral:
             continue
         axis = Axis(part)
@@ -137,7 +137,7 @@ def test_every_perturbation_has_an_axis_on_which_harm_rises():
         points = np.linspace(-3, 3, 25)
         distances = [abs(axis.magnitude(u) - part.neutral) for u in points]
         assert (np.diff(distances) >= 0).all(), name
-        low, high = part.limits
+        low, high = part.kind.limits
         assert all(low <= axis.magnitude(u) <= high for u in points), name
         for u in map(axis.snap, points):
             if axis.lowest < u < axis.highest:
@@ -218,8 +218,8 @@ def test_an_intervention_grows_no_harsher_on_a_ray():
 )
 def test_whole_magnitudes_stay_whole(first, low, safety, verdict):
     """Of four seeds that all survive below `first`, and collapse from there on."""
-    late = ja.Perturbation("late", "data", "observation", lambda k, v, m: v, 4.0, 0.0, limits=(0.0, 32.0), whole=True)
-    (ray,) = rays([dataclasses.replace(late, when=ja.window(20, "end"))], 100, 4, 100.0)
+    late = ja.Kind("late", "data", "observation", lambda *_: None, 4.0, limits=(0.0, 32.0), whole=True)
+    (ray,) = rays([late(onset=20, duration="end")], 100, 4, 100.0)
     assert ray.magnitudes(ray.range.low) == (1.0,)
     assert ray.magnitudes(ray.range.high) == (32.0,)
     assert ray.magnitudes(ray.range.snap(math.log(1.1))) == (5.0,)

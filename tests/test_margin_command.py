@@ -83,7 +83,7 @@ def test_margins_of_a_run(finished):
 def test_a_run_and_a_call_find_the_same_margins(finished):
     spec = parse(SPEC)
     learner = spec.build().program.learner
-    asked = [p for entry in spec.perturbations for p in entry.perturbations()]
+    asked = [entry.perturbation for entry in spec.perturbations]
     called = ja.margin(learner, asked, seeds=6, steps=40, settings=spec.metrics).table
     searched = pd.read_csv(finished / "searched/margins/margins.csv")
     np.testing.assert_allclose(np.log(called.margin), np.log(searched.margin), atol=0.03)

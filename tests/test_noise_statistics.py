@@ -61,7 +61,7 @@ def lanes():
     data = ja.audit(LEARNER, chosen, seeds=SEEDS, steps=STEPS).telemetry
     seen = {}
     for condition, name in enumerate(NAMES, 1):
-        values = data[registry.perturbations[name].default.site].values
+        values = data[registry.perturbations[name].site].values
         opened = slice(ONSET, None, 2 if name in STUCK else 1)
         seen[name] = tuple(values[:, c, opened].astype(np.float64) for c in (condition, 0))
     return seen

@@ -12,7 +12,7 @@ import jaxaudit as ja
 from jaxaudit.learners.replay_buffer import Transitions
 from jaxaudit.learners.sac import SAC, SACSettings
 from jaxaudit.learners.td3 import TD3, TD3Settings
-from jaxaudit.taps import Disturbance, Taps, Windows
+from jaxaudit.taps import Disturbance, Slot, Taps, Windows
 
 GAMMA = 0.9
 TEMPERATURE = 0.02
@@ -279,11 +279,11 @@ def test_raise_entropy_multiplies_the_temperature_of_sacs_losses_while_the_alarm
     def learn(temperature, alarm):
         agent.temperature = lambda params: temperature
         taps = Taps(
-            kinds=(ja.raise_entropy().kind(),),
+            slots=(Slot(ja.raise_entropy),),
             paths={"entropy_coefficient": ("",)},
             key=jax.random.key(2),
             lane=lane,
-            any_open=jnp.array([True]),
+            idle=jnp.array([0]),
             alarm=alarm,
         )
         return agent.learn(taps, networks, buffer=store, key=jax.random.key(1), count=jnp.int32(40))[0].params

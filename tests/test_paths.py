@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import jaxaudit as ja
-from jaxaudit import registry
 from jaxaudit.paths import Stack, along_paths, paths_of
 
 DEPTH = 4
@@ -107,10 +106,10 @@ def test_a_reset_of_what_is_no_layer_resets_it_where_nothing_else_is_aimed_at(se
 
 
 def test_drawn_layers_are_uniform(params):
-    apply, everywhere = registry.perturbations["layer_reset"].default.apply, np.ones(9, bool)
+    everywhere = np.ones(9, bool)
 
     def drawn(key):
-        reset = apply(key, params, 1.0, reinitialise=fresh, selected=everywhere)
+        reset = ja.layer_reset().apply(params, key, reinitialise=fresh, selected=everywhere)
         return (reset["h"].layers["bias"] != params["h"].layers["bias"]).any(1)
 
     counts = np.asarray(jax.jit(jax.vmap(drawn))(jax.random.split(KEY, 2000))).sum(0)
@@ -120,7 +119,7 @@ def test_drawn_layers_are_uniform(params):
 
 def test_each_layer_is_rounded_to_a_range_of_its_own():
     value = {"h": Stack({"kernel": jnp.array([[1.0, 0.3], [100.0, 30.0]])})}
-    rounded = registry.perturbations["quantize"].default.apply(KEY, value, 3.0)["h"].layers["kernel"]
+    rounded = ja.quantize(3.0).apply(value)["h"].layers["kernel"]
     np.testing.assert_allclose(rounded, [[1.0, 1 / 3], [100.0, 100 / 3]], rtol=1e-6)
 
 

@@ -21,23 +21,21 @@ KEY = jax.random.key(7)
 
 
 def applied(name, value=VALUE, magnitude=None, key=KEY, **context):
-    default = registry.perturbations[name].default
-    magnitude = default.magnitude if magnitude is None else magnitude
-    return jax.jit(lambda key, value: default.apply(key, value, magnitude, **context))(key, value)
+    perturbation = registry.perturbations[name](magnitude)
+    return jax.jit(lambda key, value: perturbation.apply(value, key, **context))(key, value)
 
 
 def many(name, value, draws, magnitude=None, **context):
     """What becomes of a value under many keys: leading axis `[draws]`."""
     keys = jax.random.split(KEY, draws)
-    default = registry.perturbations[name].default
-    magnitude = default.magnitude if magnitude is None else magnitude
-    each = jax.jit(jax.vmap(lambda key: default.apply(key, value, magnitude, **context)))
+    perturbation = registry.perturbations[name](magnitude)
+    each = jax.jit(jax.vmap(lambda key: perturbation.apply(value, key, **context)))
     return jax.tree.map(np.asarray, each(keys))
 
 
 @pytest.mark.parametrize("name", ["observation_noise", "action_noise", "reward_noise", "weight_noise"])
 def test_noise_is_gaussian_with_the_stated_standard_deviation(name):
-    std = registry.perturbations[name].default.magnitude
+    std = registry.perturbations[name].magnitude
     noise = jax.tree.map(lambda new, old: np.asarray(new - old, np.float64) / std, applied(name), VALUE)
     for leaf in (noise["a"], noise["b"].ravel()):
         assert stats.kstest(leaf, "norm").pvalue > 1e-3
@@ -293,7 +291,7 @@ CONTEXT = {
 
 
 def test_every_perturbation_is_the_same_alone_and_under_jit_and_vmap():
-    defaults = {name: registry.perturbations[name].default for name in registry.perturbations}
+    defaults = {name: registry.perturbations[name] for name in registry.perturbations}
 
     def all_of_them(key, factor):
         changed = {}
@@ -301,9 +299,6 @@ def test_every_perturbation_is_the_same_alone_and_under_jit_and_vmap():
             is_text = default.site == "tokens"
             value = jax.tree.map(lambda x, own=not is_text: x * factor if own else x, SITE_VALUES[default.site])
             given = {need: CONTEXT[need] for need in default.needs}
-            if default.memory is None:
-                changed[name] = default.apply(key, value, default.magnitude, **given)
-                continue
 
             def again(memory, turn, value=value, default=default, given=given):
                 later = jax.tree.map(lambda x: x + turn, value)
@@ -336,7 +331,7 @@ def test_quantize_rounds_to_a_uniform_grid(bits):
 
 def test_every_default_is_in_range_and_is_not_neutral():
     for name in registry.perturbations:
-        default = registry.perturbations[name].default
+        default = registry.perturbations[name]
         assert default.limits[0] <= default.magnitude <= default.limits[1]
         assert default.magnitude != default.neutral
         assert registry.perturbations[name].__doc__

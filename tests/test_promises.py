@@ -174,7 +174,7 @@ class Case:
         return [
             name
             for name in registry.perturbations
-            if name not in self.left_out and site_misfit(registry.perturbations[name].default, sites) is None
+            if name not in self.left_out and site_misfit(registry.perturbations[name](), sites) is None
         ]
 
     @property
@@ -183,7 +183,7 @@ class Case:
 
     @property
     def stateful(self):
-        return [name for name in self.names if registry.perturbations[name].default.memory is not None]
+        return [name for name in self.names if registry.perturbations[name].keeps_state]
 
     def perturbations(self, magnitudes=None):
         """All of them, at the magnitudes given by name or else at strong ones."""
@@ -235,7 +235,7 @@ def tiny_case(_):
 
 def quick(case):
     """With what is kept, of the perturbations at shared sites."""
-    shared = {name for name in registry.perturbations if registry.perturbations[name].default.site in SHARED}
+    shared = {name for name in registry.perturbations if registry.perturbations[name].site in SHARED}
     return dataclasses.replace(case, left_out=frozenset({"lr_spike"} | shared - KEPT))
 
 
@@ -280,7 +280,7 @@ def test_every_standard_perturbation_fits_the_tiny_learner_and_another(corpus):
 
 
 def test_a_learner_is_disturbed_at_all_its_sites(case):
-    sites = {registry.perturbations[name].default.site for name in case.names}
+    sites = {registry.perturbations[name].site for name in case.names}
     sites |= {"learning_rate"}  # lr_spike is in every grid
     assert sites == set(find_sites(case.learner, STEPS)) & set(SITES)
 
@@ -340,7 +340,7 @@ def test_one_program_new_magnitudes_windows_and_targets_compile_nothing(case):
     rng = np.random.default_rng(0)
     other = {n: float(m) for n, m in zip(case.names, rng.uniform(0.05, 0.95, len(case.names)), strict=True)}
     other |= {"quantize": 4.0}
-    other |= {name: 3.0 for name in case.names if registry.perturbations[name].default.whole}
+    other |= {name: 3.0 for name in case.names if registry.perturbations[name].whole}
     case.train(case.perturbations(other))
     retimed = [
         ja.chain(*(dataclasses.replace(p, when=ja.window(FORK, 2)) for p in x.parts)) for x in case.perturbations()

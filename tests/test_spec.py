@@ -12,7 +12,7 @@ from jaxaudit import registry
 from jaxaudit.errors import UserError
 from jaxaudit.grid import Grid
 from jaxaudit.specification.document import load, parse
-from jaxaudit.specification.entries import ChainSpec, DimensionSpec, SingleSpec
+from jaxaudit.specification.entries import Asked, AskedDimension
 from jaxaudit.specification.tables import to_text, to_value
 
 HEAD = """
@@ -60,13 +60,8 @@ def test_a_monitor_lies_in_the_specs_folder(tmp_path):
 def test_every_perturbations_standard_is_written_out():
     for kind in registry.perturbations:
         (entry,) = spec_of(f'[[perturbation]]\nkind = "{kind}"').perturbations
-        standard = registry.perturbations[kind].default
-        assert (entry.magnitude, entry.onset, entry.duration) == (
-            standard.magnitude,
-            standard.when.onset,
-            standard.when.duration,
-        )
-        assert entry.perturbations() == [standard]
+        standard = registry.perturbations[kind]
+        assert entry.perturbation == standard()
 
 
 def test_audit_telemetry_goes_to_the_learner():
@@ -108,14 +103,14 @@ def test_round_trip(entries):
 def test_strings_survive(target, label):
     head = HEAD.format(learner="quadratic") + f"label = {to_value(label)}\n"
     spec = parse(f"{head}{ENTRY}target = {to_value(target)}\nmagnitude = 2", "spec.toml")
-    assert (spec.perturbations[0].target, spec.learner.settings.label) == (target, label)
+    assert (spec.perturbations[0].perturbation.target, spec.learner.settings.label) == (target, label)
     assert parse(spec.to_toml()) == spec
 
 
 @pytest.mark.parametrize("text", ['"', "\\", "'''", "a\nb\r\n\tc", "\x00\x1f\x7f\x85\u2028", "ü 漢 🎉", '"""\\"', "#"])
 def test_awkward_strings_survive(text):
     spec = spec_of(f"{ENTRY}target = {to_value(text)}")
-    assert spec.perturbations[0].target == text
+    assert spec.perturbations[0].perturbation.target == text
     assert parse(spec.to_toml()) == spec
 
 
@@ -147,8 +142,7 @@ def test_chain():
           {kind = "lr_spike", magnitude = [2, 3]}, {kind = "weight_noise", onset = 60, duration = "once"}
         ]"""
     )
-    (entry,) = spec.perturbations
-    assert isinstance(entry, ChainSpec)
+    assert [type(entry.perturbation) for entry in spec.perturbations] == [ja.perturbations.Chain] * 2
     grid = spec.build()
     chains = [c for c in grid.conditions if c.parts]
     assert [(c.name, c.magnitude, c.onset) for c in chains] == [
@@ -173,27 +167,27 @@ def test_telemetry_that_a_learner_does_not_choose_is_refused(monkeypatch):
 
 def test_a_dimension_leaves_out_what_was_registered_without_a_standard(monkeypatch):
     monkeypatch.setitem(registry.perturbations._entries, "bare", ja.lr_spike(3.0))
-    kinds = [e.kind for e in spec_of('[[perturbation]]\ndimension = "optimization"').expanded().perturbations]
+    kinds = [e.perturbation.name for e in spec_of('[[perturbation]]\ndimension = "optimization"').expanded().perturbations]
     assert "lr_spike" in kinds
     assert "bare" not in kinds
 
 
 def test_a_dimension_is_what_the_learner_allows():
     adam = spec_of('[[perturbation]]\ndimension = "optimization"\nonset = 0.5\nduration = 2').expanded()
-    kinds = [entry.kind for entry in adam.perturbations]
+    kinds = [entry.perturbation.name for entry in adam.perturbations]
     assert {"lr_spike", "momentum_noise", "second_moment_drift", "gradient_scale", "clip_failure"} <= set(kinds)
-    assert all((entry.onset, entry.duration) == (0.5, 2) for entry in adam.perturbations)
+    assert all(entry.perturbation.when == ja.window(0.5, 2) for entry in adam.perturbations)
     assert parse(adam.to_toml()) == adam
     plain = HEAD.format(learner="quadratic") + 'adam = false\n[[perturbation]]\ndimension = "optimization"'
-    without = {entry.kind for entry in parse(plain).expanded().perturbations}
+    without = {entry.perturbation.name for entry in parse(plain).expanded().perturbations}
     assert set(kinds) - without == {"momentum_noise", "second_moment_drift"}
 
 
 def test_a_dimension_and_its_expansion_are_one_grid():
     spec = spec_of('[[perturbation]]\ndimension = "parametric"\n' + ENTRY)
-    assert isinstance(spec.perturbations[0], DimensionSpec)
+    assert isinstance(spec.perturbations[0], AskedDimension)
     expanded = spec.expanded()
-    assert all(isinstance(entry, SingleSpec) for entry in expanded.perturbations)
+    assert all(isinstance(entry, Asked) for entry in expanded.perturbations)
     assert conditions_of(spec) == conditions_of(expanded)
     assert expanded.expanded() == expanded
 

@@ -30,7 +30,7 @@ CASES = [
     for name, some in (LATE | STUCK).items()
     for magnitude, when in itertools.product(some, WINDOWS)
 ]
-STATEFUL = [name for name in registry.perturbations if registry.perturbations[name].default.memory is not None]
+STATEFUL = [name for name in registry.perturbations if registry.perturbations[name].keeps_state]
 
 
 class Scripted(Env):
@@ -276,7 +276,7 @@ def test_a_branch_not_taken_remembers():
 
 @pytest.mark.parametrize("name", [name for name in STATEFUL if name != "reward_delay"])
 def test_rows_that_are_not_valid_leave_the_memory_as_it_is(name):
-    default = registry.perturbations[name].default
+    default = registry.perturbations[name]
     value, key = jnp.arange(6.0).reshape(3, 2), jax.random.key(0)
 
     def looked_at(value, memory, valid):

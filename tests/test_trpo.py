@@ -13,6 +13,7 @@ import jaxaudit as ja
 from jaxaudit.learners.rollout import Samples
 from jaxaudit.learners.trpo import TRPO, TRPOSettings
 from jaxaudit.learners.trust_region import gaussian_kl, line_search
+from jaxaudit.perturbations.kinds import stateless
 from jaxaudit.sites import Recorder
 
 WIDTH, SAMPLES, DELTA, DAMPING = 5, 64, 0.01, 0.1
@@ -287,9 +288,7 @@ def audited():
     probe = TRPO(Probe(lambda a: -((a - 0.5) ** 2), False), 16, settings)
     learner = ja.Learner(probe.init, probe.step, vectors={"layer_gradient_norm": ("layer", probe.layers)})
     when = {"onset": OPEN.start, "duration": OPEN.stop - OPEN.start}
-    tight = ja.Perturbation(
-        "tight", "optimization", "trust_region", scaled, magnitude=0.1, neutral=1.0, when=ja.window(**when)
-    )
+    tight = ja.Kind("tight", "optimization", "trust_region", stateless(scaled), 0.1, neutral=1.0)(**when)
     rate = ja.lr_spike(1.0, onset=0, duration="end")
     moments = ja.momentum_noise(0.0, onset=0, duration="end")
     conditions = {

@@ -51,9 +51,9 @@ def build(arguments) -> dict:
     bare = dataclasses.replace(basic, step=only_performance)
     found = sites.find_sites(basic, run)
     standard = [registry.perturbations[name] for name in registry.perturbations]
-    fitting = [f for f in standard if grid.site_misfit(f.default, found) is None]
+    fitting = [f for f in standard if grid.site_misfit(f(), found) is None]
     # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.
-    every = chain(*(f(f.default.neutral, onset=0, duration="end") for f in fitting))
+    every = chain(*(f(f.neutral, onset=0, duration="end") for f in fitting))
     plan = grid.plan(basic, [every], seeds=arguments.lanes, steps=run)
     seeds = np.arange(arguments.lanes, dtype=np.uint32)
 

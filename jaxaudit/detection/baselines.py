@@ -8,24 +8,26 @@ from jaxaudit.detection.change_point import BOCPD
 from jaxaudit.detection.control_charts import CUSUM, SingleChannel, SixSigma, ZClip
 from jaxaudit.detection.detector import Detector
 from jaxaudit.detection.slowing_down import Autocorrelation, RollingVariance
-from jaxaudit.learner import PERFORMANCE
+from jaxaudit.learner import ACTING, PERFORMANCE
 
 
 def standard(channels: Sequence[str]) -> tuple[Detector, ...]:
     """The baselines for telemetry of these channels: each channel alone, and what the literature and trainers use.
 
-    Detectors of performance, loss or gradient norm are left out where there is no such channel.
+    Detectors of performance, loss or gradient norm are left out where there is no such channel; that of performance
+    is the one that training shows.
     """
+    shown = ACTING if ACTING in channels else PERFORMANCE
     detectors: list[Detector] = [SingleChannel(channel) for channel in channels]
     norm = gradient_norm(channels)
-    if PERFORMANCE in channels:
-        detectors += [kind(PERFORMANCE) for kind in (CUSUM, RollingVariance, Autocorrelation, BOCPD)]
+    if shown in channels:
+        detectors += [kind(shown) for kind in (CUSUM, RollingVariance, Autocorrelation, BOCPD)]
     if norm:
         detectors += [CUSUM(norm), BOCPD(norm)]
     if "loss" in channels:
         detectors.append(SixSigma("loss"))
-    elif PERFORMANCE in channels:
-        detectors.append(SixSigma(PERFORMANCE, sign=-1.0))
+    elif shown in channels:
+        detectors.append(SixSigma(shown, sign=-1.0))
     if norm:
         detectors += [SixSigma(norm), ZClip(norm)]
     return tuple(detectors)

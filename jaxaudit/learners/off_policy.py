@@ -23,7 +23,8 @@ from jaxaudit.models.twin_critic import TwinCritic
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import Taps
 from jaxaudit.tasks import episodes
-from jaxaudit.tasks.episodes import Episodes, EpisodeState
+from jaxaudit.tasks.episodes import Episodes, EpisodeState, Transition
+from jaxaudit.tasks.undisturbed import Copies, Undisturbed
 
 Params = Any
 Told = dict[str, jax.Array]
@@ -134,11 +135,13 @@ class OffPolicyState:
     Attributes:
       networks: parameters, target networks, optimizers.
       episodes: the environments.
+      copies: of them, where a disturbance touches acting.
       buffer: the replay buffer's store, `[rows, width]`.
     """
 
     networks: Networks
     episodes: EpisodeState
+    copies: Copies
     buffer: jax.Array
 
 
@@ -168,6 +171,7 @@ class OffPolicy:
         self.settings = settings
         self.max_episode_steps = max_episode_steps
         self.episodes = Episodes(env, settings.num_envs, max_episode_steps)
+        self.undisturbed = Undisturbed(self.episodes, settings.vector_steps)
         self.buffer = ReplayBuffer(
             env.observation_size, env.action_size, settings.num_envs, settings.buffer_size, settings.buffer_dtype
         )
@@ -208,7 +212,9 @@ class OffPolicy:
         params = self.init_params(params_key)
         optimizer = {name: optimizer.init(params[name]) for name, optimizer in self.optimizers.items()}
         target = {name: params[name] for name in self.targets}
-        return OffPolicyState(Networks(params, target, optimizer), self.episodes.init(episodes_key), self.buffer.init())
+        begin = self.episodes.init(episodes_key)
+        copies = self.undisturbed.init(begin)
+        return OffPolicyState(Networks(params, target, optimizer), begin, copies, self.buffer.init())
 
     def init_params(self, key: jax.Array) -> Params:
         """Fresh parameters."""
@@ -228,7 +234,8 @@ class OffPolicy:
             params=taps("params", state.networks.params, reinitialise=self.init_params),
             optimizer=taps("optimizer_state", state.networks.optimizer),
         )
-        begin = OffPolicyState(networks, self.episodes.refresh(state.episodes, refresh_key), state.buffer)
+        copies = self.undisturbed.begin(state.copies, state.episodes, taps)
+        begin = OffPolicyState(networks, self.episodes.refresh(state.episodes, refresh_key), copies, state.buffer)
         # Every lane has taken this many vector steps: a count kept in the state would be one for each lane, and
         # with it "has learning started" no branch and the buffer's pointer no place in memory.
         before = jnp.asarray(taps.step, jnp.int32) * settings.vector_steps
@@ -251,7 +258,8 @@ class OffPolicy:
             self.learning(after), lambda: self.coherence(state.networks, state.buffer, probe_key, after)
         )
         return state, telemetry | {
-            "performance": episodes.performance(state.episodes),
+            "performance": episodes.performance(self.undisturbed.clean(state.copies, state.episodes)),
+            "acting_performance": episodes.performance(state.episodes),
             "evaluation_return": evaluate_when_due(
                 self.env,
                 lambda observation: self.to_action_space(self.act(params, observation)),
@@ -287,17 +295,26 @@ class OffPolicy:
     def collect(self, taps: Taps, state: OffPolicyState, key: jax.Array, count: jax.Array) -> OffPolicyState:
         """Steps every environment once, as vector step `count`, and stores what happened."""
         explore_key, random_key, env_key = jax.random.split(key, 3)
-        params, observation = state.networks.params, state.episodes.observation
-        chosen = self.explore(params, observation, explore_key)
-        uniform = jax.random.uniform(random_key, chosen.shape, minval=-1.0, maxval=1.0)
-        action = jnp.where(count * self.settings.num_envs < self.settings.learning_starts, uniform, chosen)
-        after, transition = self.episodes.step(
-            state.episodes,
-            env_key,
-            self.to_action_space(action),
-            taps,
-            lambda observation: self.value(params, observation),
-            self.settings.gamma,
+        params = state.networks.params
+
+        def act(taps: Taps, begin: EpisodeState) -> tuple[EpisodeState, jax.Array, Transition]:
+            chosen = self.explore(params, begin.observation, explore_key)
+            uniform = jax.random.uniform(random_key, chosen.shape, minval=-1.0, maxval=1.0)
+            action = jnp.where(count * self.settings.num_envs < self.settings.learning_starts, uniform, chosen)
+            after, transition = self.episodes.step(
+                begin,
+                env_key,
+                self.to_action_space(action),
+                taps,
+                lambda observation: self.value(params, observation),
+                self.settings.gamma,
+            )
+            return after, action, transition
+
+        after, action, transition = act(taps, state.episodes)
+        done = transition.terminated | transition.truncated
+        copies, after = self.undisturbed.follow(
+            state.copies, after, done, taps, lambda taps, begin: act(taps, begin)[0]
         )
         stored = Transitions(
             transition.observation,
@@ -306,7 +323,7 @@ class OffPolicy:
             transition.final_observation,
             transition.terminated.astype(jnp.float32),
         )
-        return OffPolicyState(state.networks, after, self.buffer.write(state.buffer, stored, count))
+        return OffPolicyState(state.networks, after, copies, self.buffer.write(state.buffer, stored, count))
 
     def learn(
         self, taps: Taps, networks: Networks, *, buffer: jax.Array, key: jax.Array, count: jax.Array

@@ -109,10 +109,12 @@ class OnPolicy(Rollouts):
         """The state before the first iteration."""
         params_key, episodes_key = jax.random.split(key)
         params = self.init_params(params_key)
+        begin = self.episodes.init(episodes_key)
         return OnPolicyState(
             params=params,
             optimizer=self.optimizer.init(self.trained(params)),
-            episodes=self.episodes.init(episodes_key),
+            episodes=begin,
+            copies=self.undisturbed.init(begin),
             observations=Moments.zeros((self.env.observation_size,)),
             returns=Moments.zeros(()),
             discounted=jnp.zeros(self.settings.num_envs),
@@ -132,7 +134,8 @@ class OnPolicy(Rollouts):
             return self.to_action_space(self.policy(state.params, self.normalized(state, observation))[0])
 
         return state, telemetry | {
-            "performance": episodes.performance(state.episodes),
+            "performance": episodes.performance(self.undisturbed.clean(state.copies, state.episodes)),
+            "acting_performance": episodes.performance(state.episodes),
             "evaluation_return": evaluate_when_due(
                 self.env,
                 best_action,

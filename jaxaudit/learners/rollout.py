@@ -15,6 +15,7 @@ from jaxaudit.models.mlp import MLP, gaussian_log_probability
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import Taps
 from jaxaudit.tasks.episodes import Episodes, EpisodeState
+from jaxaudit.tasks.undisturbed import Copies, Undisturbed
 
 Params = Any
 
@@ -27,6 +28,7 @@ class OnPolicyState:
       params: {"actor": ..., "critic": ..., "log_std": `[actions]`}.
       optimizer: Adam's moments.
       episodes: the environments.
+      copies: of them, where a disturbance touches acting.
       observations: running moments of the observations, `[observations]`.
       returns: running moments of the discounted return, scalar.
       discounted: each environment's discounted return so far, `[num_envs]`.
@@ -35,6 +37,7 @@ class OnPolicyState:
     params: Params
     optimizer: Any
     episodes: EpisodeState
+    copies: Copies
     observations: Moments
     returns: Moments
     discounted: jax.Array
@@ -65,6 +68,7 @@ class Rollouts:
         self.settings = settings
         self.max_episode_steps = max_episode_steps
         self.episodes = Episodes(env, settings.num_envs, max_episode_steps)
+        self.undisturbed = Undisturbed(self.episodes, settings.rollout_length)
         self.actor = MLP(settings.hidden, env.action_size, 0.01, settings.orthogonal)
         self.critic = MLP(settings.hidden, 1, 1.0, settings.orthogonal)
 
@@ -121,12 +125,17 @@ class Rollouts:
             return after, (env_state.observation, action, mean, transition)
 
         length = self.settings.rollout_length
+        turns = jnp.arange(length)
+        copies = self.undisturbed.begin(state.copies, state.episodes, taps)
         begin = self.episodes.refresh(state.episodes, jax.random.fold_in(key, length))
-        env_state, (observations, actions, means, transitions) = taps.scan(step, begin, jnp.arange(length))
+        env_state, (observations, actions, means, transitions) = taps.scan(step, begin, turns)
         seen = self.normalized(state, observations)
         values = self.value(state.params, seen)
         next_values = value(transitions.final_observation)
         done = transitions.terminated | transitions.truncated
+        copies, env_state = self.undisturbed.follow(
+            copies, env_state, done.any(0), taps, lambda taps, begin: taps.scan(step, begin, turns)[0]
+        )
         rewards, returns, discounted = self.scaled_rewards(state, transitions.reward, done)
         advantages = gae(
             rewards,
@@ -142,6 +151,7 @@ class Rollouts:
         state = dataclasses.replace(
             state,
             episodes=env_state,
+            copies=copies,
             observations=state.observations.update(observations),
             returns=returns,
             discounted=discounted,

@@ -19,7 +19,7 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.schedule import chunk_size
 from jaxaudit.grid import Grid
 from jaxaudit.learner import PERFORMANCE
-from jaxaudit.margins.pool import Stage, collapse_times, fit, pending, rounds
+from jaxaudit.margins.pool import Stage, before, collapse_times, fit, pending, rounds
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
 from jaxaudit.margins.search import Settings, lay_out
 from jaxaudit.margins.table import Margins
@@ -31,7 +31,7 @@ from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
 from jaxaudit.runner.restore import at_onset, onset_paths
 from jaxaudit.runner.store import Folder, environment
 from jaxaudit.specification.document import Spec, parse
-from jaxaudit.specification.entries import DimensionSpec
+from jaxaudit.specification.entries import Asked
 
 SEARCH, OUTCOMES, TABLE = "search.json", "outcomes.csv", "margins.csv"
 
@@ -118,8 +118,8 @@ class _Run:
         return self.spec.metrics
 
     def lay_out(self, chosen: Settings) -> Plan:
-        entries = [e for e in self.spec.perturbations if not isinstance(e, DimensionSpec)]  # which are expanded
-        perturbations = [p for entry in entries for p in entry.perturbations()]
+        # Dimensions have been expanded.
+        perturbations = [e.perturbation for e in self.spec.perturbations if isinstance(e, Asked)]
         with placed(self.spec.source):
             lines = lay_out(self.grid, perturbations, chosen)
         for fork in self.grid.forks:
@@ -133,8 +133,8 @@ class _Run:
     def stage(self, engine: Engine, fork: int) -> Stage:
         """Where the lanes of a fork group begin."""
         onset = self.grid.forks[fork].onset
-        before = self.store.read_channel("baseline_performance", slice(max(0, onset - self.windows.window), onset))
-        return Stage(fork, onset, at_onset(self.store, engine, onset), before, self.windows)
+        known = self.store.read_channel("baseline_performance", before(onset, self.grid, self.windows))
+        return Stage(fork, onset, at_onset(self.store, engine, onset), known, self.windows)
 
     def known(self, lines: Plan) -> list[Probe]:
         """What the run trained already: its controls, and the conditions that lie on a ray."""
@@ -149,7 +149,7 @@ class _Run:
             places = [(n, u) for n, u in where if u is not None] if condition.parts else [(CONTROL, -math.inf)]
             if not places:
                 continue
-            times = collapse_times(series, condition.onset, self.windows)
+            times = collapse_times(series, condition.onset, self.windows, self.grid.program.learner.performance_every)
             probes += [
                 Probe(0, n, condition.onset, seed, u, "run", float(time))
                 for n, u in places

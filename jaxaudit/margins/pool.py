@@ -71,7 +71,7 @@ class Stage:
       fork: position of the onset's fork group.
       onset: step.
       source: the baseline's states there.
-      before: its performance in the window before the onset, `[S, W]`.
+      before: its performance in the steps `before` the onset, `[S, W]`.
       windows: of the metrics.
     """
 
@@ -102,9 +102,15 @@ def baseline(engine: Engine, windows: MetricSettings) -> list[Stage]:
         if is_onset(grid, chunk):
             pieces[chunk.stop] += engine.copies(chunk.phase, states)
     return [
-        Stage(i, f.onset, _source(pieces[f.onset]), performance[:, max(0, f.onset - windows.window) : f.onset], windows)
+        Stage(i, f.onset, _source(pieces[f.onset]), performance[:, before(f.onset, grid, windows)], windows)
         for i, f in enumerate(grid.forks)
     ]
+
+
+def before(onset: int, grid: Grid, windows: MetricSettings) -> slice:
+    """The steps before an onset that J_pre needs; from one on at which steps between measurements are counted anew."""
+    every = grid.program.learner.performance_every
+    return slice(max(0, onset - windows.window) // every * every, onset)
 
 
 def _source(pieces: list[Piece]) -> Source:
@@ -166,18 +172,18 @@ def _train(engine: Engine, lines: Plan, stage: Stage, batch: Sequence[Probe], ad
         end = min(start + engine.rows, stop)
         states, rows = advance(phase, states, start, end)
         series.append(np.asarray(rows[PERFORMANCE])[: end - start].T)
-    before = stage.before.shape[1]
-    times = collapse_times(np.concatenate(series, axis=1), before, windows)
+    known = stage.before.shape[1]
+    every = engine.grid.program.learner.performance_every
+    times = collapse_times(np.concatenate(series, axis=1), known, windows, every)
     for probe, time in zip(batch, times, strict=False):  # lanes that fill the pool up come last
-        probe.time = float(time) + stage.onset - before
+        probe.time = float(time) + stage.onset - known
 
 
-def collapse_times(series: np.ndarray, onset: int, windows: MetricSettings) -> np.ndarray:
-    """T_c of lanes `[L, T]` that share an onset, float64 `[L]`."""
-    return np.asarray(_collapse_times(series, onset, windows.window, windows.hold), np.float64)
+def collapse_times(series: np.ndarray, onset: int, windows: MetricSettings, every: int) -> np.ndarray:
+    """T_c of lanes `[L, T]` that share an onset, float64 `[L]`; J is measured at every `every`-th step."""
+    return np.asarray(_collapse_times(series, onset, windows.window, windows.hold, every), np.float64)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _collapse_times(series: Any, onset: Any, window: int, hold: int) -> jax.Array:
-    """T_c of lanes `[L, T]` that share an onset."""
-    return jax.vmap(lambda one: collapse_time(one, onset, window=window, hold=hold))(series)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _collapse_times(series: Any, onset: Any, window: int, hold: int, every: int) -> jax.Array:
+    return jax.vmap(lambda one: collapse_time(one, onset, window=window, hold=hold, every=every))(series)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from jaxaudit import registry
 from jaxaudit.margins.staircase import Range
-from jaxaudit.perturbations import Chain, Condition, Factory, Perturbation
+from jaxaudit.perturbations import Chain, Condition, Perturbation
 from jaxaudit.perturbations.core import INTERVENTION
 
 
@@ -55,7 +55,7 @@ class Axis:
     @property
     def highest(self) -> float:
         """The u of the harshest magnitude that means something; inf where there is none."""
-        limit = self.part.limits[1 if self.up else 0]
+        limit = self.part.kind.limits[1 if self.up else 0]
         if math.isinf(limit) or (self.factor and limit / self.part.neutral <= 0):
             return math.inf
         return self.u(limit)
@@ -73,18 +73,18 @@ class Axis:
         if self.fixed:
             return self._reference
         if u >= self.highest:
-            return self.part.limits[1 if self.up else 0]
+            return self.part.kind.limits[1 if self.up else 0]
         if self.factor:
             ratio = self._reference / neutral
             magnitude = neutral * math.exp(math.copysign(max(abs(math.log(ratio)) + u, 0.0), math.log(ratio)))
         else:
             magnitude = neutral + (self._reference - neutral) * math.exp(u)
         # The logarithms' rounding is not worth showing: 3.0000000000000004.
-        return self._whole(magnitude) if self.part.whole else float(f"{magnitude:.12g}")
+        return self._whole(magnitude) if self.part.kind.whole else float(f"{magnitude:.12g}")
 
     def snap(self, u: float) -> float:
         """The mildest u, from this one on, whose magnitude means something."""
-        return self.u(self.magnitude(u)) if self.part.whole else u
+        return self.u(self.magnitude(u)) if self.part.kind.whole else u
 
     def _whole(self, magnitude: float) -> float:
         """The next whole magnitude away from neutral; what is whole but for rounding stays."""
@@ -195,17 +195,16 @@ def _side(part: Perturbation, magnitude: float) -> tuple[bool, bool]:
 
 def _standard(part: Perturbation) -> float | None:
     """The standard magnitude of a perturbation's kind; None if the kind is not registered."""
-    if part.name not in registry.perturbations:
+    if part.name not in registry.perturbations or registry.perturbations[part.name] != part.kind:
         return None
-    factory = registry.perturbations[part.name]
-    if not isinstance(factory, Factory) or factory.default.apply is not part.apply:
-        return None
-    standard = factory.default.magnitudes[0]
+    standard = part.kind().magnitudes[0]
     return None if standard == part.neutral or math.isinf(standard) else standard
 
 
 def _range(axes: tuple[Axis, ...], points: tuple[float, ...], reach: float) -> Range:
     free = [axis for axis in axes if not axis.fixed]
+    if any(axis.part.kind.sized for axis in free):
+        reach = 1.0  # lanes have room for the largest magnitude that was asked for
     neutral = min(axis.lowest for axis in free)
     high = min(max(points) + math.log(reach), max(axis.highest for axis in free))
     low = neutral if math.isfinite(neutral) else min(points) - math.log(reach)
@@ -222,7 +221,7 @@ def _magnitude(part: Perturbation) -> float:
 
 def _same(axis: Axis, part: Perturbation, steps: int) -> bool:
     """Whether `part` is what the axis varies, at some magnitude on its side."""
-    mine, theirs = ((p.name, p.site, p.apply, p.neutral, p.target, p.when.resolve(steps)) for p in (axis.part, part))
+    mine, theirs = ((p.kind, p.target, p.when.resolve(steps)) for p in (axis.part, part))
     magnitude, own = _magnitude(part), _magnitude(axis.part)
     if axis.fixed:
         return mine == theirs and magnitude == own

@@ -58,6 +58,12 @@ def measured(runs: np.ndarray) -> np.ndarray:
         return (high - low > ROUNDING * np.maximum(np.abs(low), np.abs(high))).any(axis=0)
 
 
+def repeated(runs: np.ndarray) -> np.ndarray:
+    """Which channels of runs `[n, T, d]` are bitwise one before them: bool `[d]`."""
+    columns = [np.ascontiguousarray(runs[..., i]).tobytes() for i in range(runs.shape[-1])]
+    return np.array([column in columns[:i] for i, column in enumerate(columns)], bool)
+
+
 def _labels(values: xr.DataArray, dims: Sequence[str]) -> list[tuple]:
     grids = np.meshgrid(*(values[dim].values for dim in dims), indexing="ij")
     return list(zip(*(grid.ravel() for grid in grids), strict=True))
@@ -84,8 +90,9 @@ class Channels:
     def of(cls, names: Sequence[str], clean: np.ndarray) -> Channels:
         """Those of clean runs, `[..., T, d]`, that were measured.
 
-        Left out is what is never there, and what is the same in all runs at every step: it was set, as a schedule of
-        the learning rate is. To read a setting would be to be told of a disturbance of it.
+        Left out is what is never there, what is the same in all runs at every step: it was set, as a schedule of
+        the learning rate is, and to read a setting would be to be told of a disturbance of it; and what another
+        channel before it says at every step of every clean run, as the acting performance does the performance.
 
         Raises:
           ValueError: none is left.
@@ -95,6 +102,7 @@ class Channels:
         kept = measured(runs)
         if not kept.any():
             raise ValueError(f"none of the channels differs between the clean runs: {', '.join(names)}")
+        kept &= ~repeated(runs)
         values = runs.reshape(-1, len(names))[:, kept]
         there = np.isfinite(values)
         complete = there[there.any(axis=1)].all(axis=0)

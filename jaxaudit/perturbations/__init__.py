@@ -4,6 +4,7 @@ from jaxaudit.perturbations.core import (
     DIMENSIONS,
     Chain,
     Condition,
+    Kind,
     Perturbation,
     Sweep,
     Window,
@@ -31,15 +32,14 @@ from jaxaudit.perturbations.data import (
     token_corruption,
     token_replacement,
 )
-from jaxaudit.perturbations.factory import Factory, perturbation
 from jaxaudit.perturbations.interventions import (
-    intervention,
     lower_learning_rate,
     raise_entropy,
     reset_moments,
     roll_back,
     tighten_clip,
 )
+from jaxaudit.perturbations.kinds import intervention, perturbation
 from jaxaudit.perturbations.optimization import (
     clip_failure,
     gradient_scale,
@@ -64,7 +64,7 @@ __all__ = [
     "DIMENSIONS",
     "Chain",
     "Condition",
-    "Factory",
+    "Kind",
     "Perturbation",
     "Sweep",
     "Window",

@@ -1,4 +1,4 @@
-"""What a perturbation is, and how perturbations are varied (`sweep`), timed (`window`), aimed and chained."""
+"""What a perturbation is: a kind and its data; how it is varied (`sweep`), timed (`window`), aimed and chained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxaudit.taps import Kind
+import jax
+import jax.numpy as jnp
 
 DIMENSIONS = ("optimization", "data", "parametric", "signal")
 """The four stability dimensions (Table S1)."""
@@ -88,52 +89,125 @@ def window(onset: float | int = 0.3, duration: int | str = 10, period: int | Non
     return Window(onset, duration, period)
 
 
+def nothing(value: Any) -> tuple[()]:
+    """What a kind remembers that keeps no state."""
+    return ()
+
+
 @dataclass(frozen=True)
-class Perturbation:
-    """A pure transform at one site, with a magnitude, a window and a target.
+class Kind:
+    """A kind of perturbation: a pure transform at one site, and its standard; called, it makes a `Perturbation`.
 
     Attributes:
-      name: of the kind, e.g. "lr_spike".
+      name: e.g. "lr_spike"; identifies its random stream.
       dimension: one of the four stability dimensions.
-      site: the site it acts at.
-      apply: `apply(key, value, magnitude, **context) -> value`; pure, structure and shapes kept. Give a module-level
-        function: programs are cached by it. With a memory: `apply(key, value, magnitude, memory, **context) ->
-        (value, memory)`.
-      magnitude: a number, or a `Sweep` of them.
-      neutral: the magnitude at which nothing is disturbed.
-      when: its `Window`.
-      target: None, or a path pattern that limits it to part of the value's tree, e.g. "critic".
+      site: where it acts.
+      apply: `apply(key, value, magnitude, memory, **context) -> (value, memory)`; pure, structure, shapes and dtypes
+        kept. Give a module-level function: programs are cached by it.
+      magnitude: the standard one, a number or a `Sweep` (Table S4's where the table gives one).
+      neutral: the magnitude that disturbs nothing; a lane at it is left untouched.
+      when: the standard window.
+      target: the standard one; see `Perturbation`.
       needs: context names `apply` takes from the tap: the learner's, "selected" (bool `[paths]`, the target; see
-        `jaxaudit.paths`) or
-        "elapsed" (the share of the window that has passed, in (0, 1]).
+        `jaxaudit.paths`), "elapsed" (the share of the window that has passed, in (0, 1]) or "alarm" (bool).
       limits: (lowest, highest) magnitude that means something.
-      memory: None, or `memory(value) -> pytree`, what is remembered when the window opens, in the lane.
       whole: whether only whole magnitudes mean something.
+      memory: `memory(value) -> pytree`, what is remembered in the lane when the window opens; only shapes and dtypes of
+        `value` can be read.
+      sized: whether it is `memory(value, most)`, with the largest magnitude in the grid; a larger one then takes
+        another program.
     """
 
     name: str
     dimension: str
     site: str
-    apply: Callable[..., Any]
+    apply: Callable[..., tuple[Any, Any]]
     magnitude: float | Sweep = 1.0
     neutral: float = 0.0
     when: Window = Window()
     target: str | None = None
     needs: tuple[str, ...] = ()
     limits: tuple[float, float] = (float("-inf"), float("inf"))
-    memory: Callable[[Any], Any] | None = None
     whole: bool = False
+    memory: Callable[..., Any] = nothing
+    sized: bool = False
 
     def __post_init__(self):
         if self.dimension not in (*DIMENSIONS, INTERVENTION):
             raise ValueError(f"dimension {self.dimension!r} of '{self.name}' is none of {', '.join(DIMENSIONS)}")
-        low, high = self.limits
+        self()  # the standard is held to the limits, too
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it remembers anything."""
+        return self.memory is not nothing
+
+    def __call__(
+        self,
+        magnitude: float | Sweep | None = None,
+        *,
+        onset: float | int | None = None,
+        duration: int | str | None = None,
+        period: int | None = None,
+        target: str | None = None,
+    ) -> Perturbation:
+        """A perturbation of this kind; what is not given is the standard's. Raises ValueError on a bad value."""
+        return Perturbation(
+            self,
+            self.magnitude if magnitude is None else magnitude,
+            Window(
+                self.when.onset if onset is None else onset,
+                self.when.duration if duration is None else duration,
+                period,
+            ),
+            self.target if target is None else target,
+        )
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """A kind of disturbance with its data.
+
+    Attributes:
+      kind: the transform.
+      magnitude: a number, or a `Sweep` of them.
+      when: its `Window`.
+      target: None, or a path pattern that limits it to part of the value's tree, e.g. "critic".
+    """
+
+    kind: Kind
+    magnitude: float | Sweep
+    when: Window = Window()
+    target: str | None = None
+
+    def __post_init__(self):
+        low, high = self.kind.limits
         for value in self.magnitudes:
             number = _number(f"magnitude of '{self.name}'", value)
             if not low <= number <= high:
                 raise ValueError(f"magnitude {value!r} of '{self.name}' is outside its range {low:g} to {high:g}")
-            if self.whole and not number.is_integer():
+            if self.kind.whole and not number.is_integer():
                 raise ValueError(f"magnitude {value!r} of '{self.name}' must be a whole number")
+
+    @property
+    def name(self) -> str:
+        """Of its kind."""
+        return self.kind.name
+
+    @property
+    def dimension(self) -> str:
+        """Of its kind."""
+        return self.kind.dimension
+
+    @property
+    def site(self) -> str:
+        """Of its kind."""
+        return self.kind.site
+
+    @property
+    def neutral(self) -> float:
+        """Of its kind."""
+        return float(self.kind.neutral)
 
     @property
     def magnitudes(self) -> tuple[float, ...]:
@@ -145,9 +219,17 @@ class Perturbation:
         """Itself: a perturbation is a chain of one."""
         return (self,)
 
-    def kind(self, occurrence: int = 0) -> Kind:
-        """Its structure, without magnitude, window and target."""
-        return Kind(self.name, self.site, self.apply, float(self.neutral), self.needs, occurrence, self.memory)
+    def apply(self, value: Any, key: jax.Array | None = None, **context: Any) -> Any:
+        """The value disturbed once at the (first) magnitude, as at a window's opening, whatever the target.
+
+        `key` decides what is drawn, that of zero by default; `context` holds what the kind `needs`.
+        """
+        value = jax.tree.map(jnp.asarray, value)
+        magnitude = jnp.float32(self.magnitudes[0])
+        sizes = (self.magnitudes[0],) if self.kind.sized else ()
+        memory = self.kind.memory(value, *sizes)
+        drawn = jax.random.key(0) if key is None else key
+        return self.kind.apply(drawn, value, magnitude, memory, **context)[0]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 import jax
 
 from jaxaudit.perturbations import stateful, transforms
-from jaxaudit.perturbations.factory import perturbation
+from jaxaudit.perturbations.kinds import perturbation
 
 
 @perturbation("data", "observation", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, math.inf))

@@ -5,61 +5,18 @@ They are chained with what they are to help against: `chain(lr_spike(100.0), low
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit import registry
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.core import INTERVENTION, Perturbation, Window
-from jaxaudit.perturbations.factory import Factory, registered
+from jaxaudit.perturbations.kinds import intervention
 
 SNAPSHOTS = 3
 """States of a lane that `roll_back` keeps."""
-
-
-def intervention(
-    site: str,
-    *,
-    magnitude: float,
-    neutral: float,
-    limits: tuple[float, float],
-    memory: Callable[[Any], Any] | None = None,
-    whole: bool = False,
-) -> Callable[[Callable[..., Any]], Factory]:
-    """Decorator: makes `f(key, value, magnitude) -> value` an intervention named like `f`.
-
-    Its window is open from the onset to the end, and it changes nothing there but while the alarm is on. With a memory
-    it is `f(key, value, magnitude, memory, *, alarm) -> (value, memory)`, and sees to that itself.
-    """
-
-    def decorate(apply: Callable[..., Any]) -> Factory:
-        @functools.wraps(apply)
-        def on_alarm(key, value, magnitude, *, alarm):
-            changed = apply(key, value, magnitude)
-            return jax.tree.map(lambda new, old: jnp.where(alarm, new, old), changed, value)
-
-        standard = Perturbation(
-            name=apply.__name__,
-            dimension=INTERVENTION,
-            site=site,
-            apply=on_alarm if memory is None else apply,
-            magnitude=magnitude,
-            neutral=neutral,
-            when=Window(0.3, "end"),
-            needs=("alarm",),
-            limits=limits,
-            memory=memory,
-            whole=whole,
-        )
-        return registered(registry.interventions, apply, standard)
-
-    return decorate
 
 
 @intervention("learning_rate", magnitude=0.1, neutral=1.0, limits=(0.0, math.inf))

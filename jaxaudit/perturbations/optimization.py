@@ -8,7 +8,7 @@ import jax
 
 from jaxaudit.moments import FIRST_MOMENT, SECOND_MOMENT
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.factory import perturbation
+from jaxaudit.perturbations.kinds import perturbation
 
 
 @perturbation("optimization", "learning_rate", magnitude=10.0, neutral=1.0, duration=10, limits=(0.0, math.inf))

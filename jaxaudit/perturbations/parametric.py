@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxaudit.paths import along_paths, places_of
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.factory import perturbation
+from jaxaudit.perturbations.kinds import perturbation
 
 
 @perturbation("parametric", "params", magnitude=0.01, neutral=0.0, duration="once", limits=(0.0, math.inf))

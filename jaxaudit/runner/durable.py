@@ -21,7 +21,7 @@ from jaxaudit.execution.choice import settle
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.schedule import Chunk, chunk_size, is_onset, schedule
 from jaxaudit.grid import Fork, Grid, Phase
-from jaxaudit.learner import PERFORMANCE
+from jaxaudit.learner import ACTING, PERFORMANCE
 from jaxaudit.machine import give_back, resident
 from jaxaudit.program import telemetry_shapes
 from jaxaudit.runner import checkpoint
@@ -228,7 +228,7 @@ def _train(
             store.write_rows(grid, chunk.phase, rows, chunk.start, chunk.stop)
             if chunk.phase.fork is not None and level is None:
                 before = store.read_channel("baseline_performance")[:, : grid.onset(chunk.phase)]
-                level = performance_level(before, spec.metrics.window)
+                level = performance_level(before, spec.metrics.window, grid.program.learner.performance_every)
             progress.advance(chunk, collapsed(grid, chunk, rows, level))
             ended = index + 1
             last = ended == len(chunks)
@@ -267,7 +267,7 @@ def _announce(spec: Spec, grid: Grid) -> None:
     for what, value in grid.provenance.items():
         print(f"{what}: {value}", file=sys.stderr)
     for onset in sorted({f.onset for f in grid.forks if len(f.conditions) > 1}):
-        for sentence in spec.metrics.validate(grid.steps, onset):
+        for sentence in spec.metrics.validate(grid.steps, onset, every=grid.program.learner.performance_every):
             print(f"note: {sentence}", file=sys.stderr)
     if grid.program.execution == "auto":
         print('measuring how the lanes run fastest (execution = "auto")', file=sys.stderr)
@@ -306,8 +306,10 @@ def _tell(engine: Engine, phases: Collection[Phase], done: int, chunks: int) -> 
 
 def _finish(store: Folder, spec: Spec, grid: Grid) -> None:
     """Derived channels, metrics.csv and summary.csv from the finished telemetry."""
-    data = store.read_telemetry([PERFORMANCE, "baseline_performance"])
-    for name, values in results.derived(data[PERFORMANCE].values, spec.metrics).items():
+    told = [name for name in (PERFORMANCE, ACTING) if name in telemetry_shapes(grid.program)]
+    data = store.read_telemetry([*told, "baseline_performance"])
+    every = grid.program.learner.performance_every
+    for name, values in results.derived(data[PERFORMANCE].values, spec.metrics, every).items():
         store.write_channel(name, values)
     floor = results.noise_floor(data, data["baseline_performance"].values, grid.forks[-1].onset)
     store.write_attributes(noise_floor=floor)

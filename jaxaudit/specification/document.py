@@ -6,8 +6,9 @@ Nothing in a spec runs code: names are looked up in the registries, and values h
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
 from jaxaudit.metastate.watch import MonitorWatch
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.specification.entries import DimensionSpec, Entry, Explicit, read_entry
+from jaxaudit.specification.entries import Asked, AskedDimension, Entry, read_entries
 from jaxaudit.specification.sections import (
     AuditSpec,
     LearnerSpec,
@@ -72,14 +73,14 @@ class Spec:
 
         Raises UserError if the learner cannot be made, or allows none of a dimension's kinds.
         """
-        if not any(isinstance(entry, DimensionSpec) for entry in self.perturbations):
+        if not any(isinstance(entry, AskedDimension) for entry in self.perturbations):
             return self
         return dataclasses.replace(self, perturbations=tuple(self._fitting(self._learner())))
 
     def build(self) -> Grid:
         """Makes the learner and lays out the grid. Raises UserError, with the place in the spec."""
         learner, audit = self._learner(), self.audit
-        perturbations = [p for entry in self._fitting(learner) for p in entry.perturbations()]
+        perturbations = [entry.perturbation for entry in self._fitting(learner)]
         with placed(self.source):
             return plan(
                 learner,
@@ -112,27 +113,22 @@ class Spec:
 
         return watch
 
-    def _fitting(self, learner: Learner) -> list[Explicit]:
+    def _fitting(self, learner: Learner) -> list[Asked]:
         """The entries, dimensions replaced by what the learner's sites allow. Raises UserError."""
-        entries = [(_place(self.source, i), entry) for i, entry in enumerate(self.perturbations, 1)]
-        options = [(place, entry, one) for place, entry in entries for one in _options(entry)]
+        options = [(e, e.candidates() if isinstance(e, AskedDimension) else [e]) for e in self.perturbations]
+        tried = [one.perturbation for _, ones in options for one in ones]
         with placed(self.source):
-            tried = [one.perturbations()[0] for *_, one in options]
-            reasons = misfits(learner, tried, self.audit.steps, monitored=self.monitor is not None)
-        fitting: dict[str, list[Explicit]] = {place: [] for place, _ in entries}
-        for (place, entry, one), reason in zip(options, reasons, strict=True):
-            if reason is None:
-                fitting[place].append(one)
-            elif not isinstance(entry, DimensionSpec):
-                raise UserError(f"{place}: {reason}")
-        for place, entry in entries:
-            if isinstance(entry, DimensionSpec) and not fitting[place]:
-                raise UserError(f"{place}: no perturbation of '{entry.dimension}' fits the learner's sites")
-        return [one for found in fitting.values() for one in found]
-
-
-def _options(entry: Entry) -> Sequence[Explicit]:
-    return entry.candidates() if isinstance(entry, DimensionSpec) else [entry]
+            reasons = iter(misfits(learner, tried, self.audit.steps, monitored=self.monitor is not None))
+        fitting: list[Asked] = []
+        for entry, ones in options:
+            judged = [(one, next(reasons)) for one in ones]
+            found = [one for one, reason in judged if reason is None]
+            if not found and isinstance(entry, AskedDimension):
+                raise UserError(f"{entry.place}: no perturbation of '{entry.dimension}' fits the learner's sites")
+            if not found:
+                raise UserError(f"{entry.place}: {judged[0][1]}")
+            fitting += found
+        return fitting
 
 
 def load(path: str | Path) -> Spec:
@@ -178,8 +174,5 @@ def _read_entries(sections: Table, steps: int) -> tuple[Entry, ...]:
         raise UserError(f"{sections.place}: [perturbation] must be written [[perturbation]], in two brackets")
     if entries is not None and not isinstance(entries, list):
         raise UserError(f"{sections.place}: perturbation must be tables [[perturbation]], not {given(entries)}")
-    return tuple(read_entry(e, _place(sections.place, i), steps) for i, e in enumerate(entries or (), 1))
-
-
-def _place(source: str, number: int) -> str:
-    return f"{source}: [[perturbation]] {number}"
+    places = (f"{sections.place}: [[perturbation]] {number}" for number in itertools.count(1))
+    return tuple(one for e, place in zip(entries or (), places, strict=False) for one in read_entries(e, place, steps))

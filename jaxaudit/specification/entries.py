@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxaudit import registry
 from jaxaudit.errors import UserError
-from jaxaudit.perturbations import (
-    DIMENSIONS,
-    Chain,
-    Factory,
-    Perturbation,
-    Sweep,
-    chain,
-    sweep,
-)
+from jaxaudit.perturbations import DIMENSIONS, Chain, Kind, Perturbation, Sweep, chain, sweep
 from jaxaudit.specification.tables import Table, given
 
 Onset = int | float
@@ -33,86 +25,64 @@ _DIMENSION = ("dimension", "onset", "duration")
 
 
 @dataclass(frozen=True)
-class SingleSpec:
-    """An entry with a `kind`: its magnitude or magnitudes, and when and where it acts.
+class Asked:
+    """A perturbation that a spec asks for, at one onset.
 
     Attributes:
-      onset: a fraction of the run (float), a step (int), several of them, or, in a chain, None: the chain's.
+      perturbation: with all its magnitudes.
+      place: the table it was read from, in words; it does not count in comparisons.
     """
 
-    kind: str
-    magnitude: float | tuple[float, ...]
-    onset: Onsets | None
-    duration: int | str
-    period: int | None = None
-    target: str | None = None
-
-    def at(self, onset: Onset) -> Perturbation:
-        """The perturbation, opening at `onset` if it has none of its own."""
-        own = self.onset if isinstance(self.onset, int | float) else onset
-        magnitude = sweep(*self.magnitude) if isinstance(self.magnitude, tuple) else self.magnitude
-        return _factory(self.kind)(magnitude, onset=own, duration=self.duration, period=self.period, target=self.target)
-
-    def perturbations(self) -> list[Perturbation | Chain]:
-        """One perturbation for every onset."""
-        return [self.at(onset) for onset in _each(self.onset)]
+    perturbation: Perturbation | Chain
+    place: str = field(default="", compare=False)
 
     def values(self) -> dict[str, Any]:
-        """The entry's keys and values, as TOML has them."""
-        return {key: getattr(self, key) for key in _SINGLE}
+        """A table's keys and values, as TOML has them, from which it is read again."""
+        if isinstance(self.perturbation, Chain):
+            return {"chain": [_values(part) for part in self.perturbation.parts]}
+        return _values(self.perturbation)
 
 
 @dataclass(frozen=True)
-class ChainSpec:
-    """An entry with a `chain`: parts that act together; `onset` is that of the parts which have none."""
-
-    parts: tuple[SingleSpec, ...]
-    onset: Onsets | None = None
-
-    def perturbations(self) -> list[Perturbation | Chain]:
-        """One chain for every onset."""
-        return [chain(*(part.at(onset) for part in self.parts)) for onset in _each(self.onset)]
-
-    def values(self) -> dict[str, Any]:
-        """The entry's keys and values, as TOML has them."""
-        return {"onset": self.onset, "chain": [part.values() for part in self.parts]}
-
-
-@dataclass(frozen=True)
-class DimensionSpec:
-    """An entry with a `dimension`: each kind of it that the learner's sites allow; None: the kind's own."""
+class AskedDimension:
+    """All kinds of a dimension that the learner's sites allow, at one onset; None: each kind's own."""
 
     dimension: str
-    onset: Onsets | None = None
+    onset: Onset | None = None
     duration: int | str | None = None
+    place: str = field(default="", compare=False)
 
-    def candidates(self) -> list[SingleSpec]:
+    def candidates(self) -> list[Asked]:
         """All registered kinds of the dimension at their standard magnitudes."""
-        return [self._timed(_standard(name)) for name in registry.perturbations if self._has(name)]
-
-    def _has(self, name: str) -> bool:
-        factory = registry.perturbations[name]
-        return isinstance(factory, Factory) and factory.default.dimension == self.dimension
-
-    def _timed(self, standard: SingleSpec) -> SingleSpec:
-        onset = standard.onset if self.onset is None else self.onset
-        duration = standard.duration if self.duration is None else self.duration
-        return replace(standard, onset=onset, duration=duration)
+        kinds = [registry.perturbations[name] for name in registry.perturbations]
+        return [
+            Asked(kind(onset=self.onset, duration=self.duration), self.place)
+            for kind in kinds
+            if isinstance(kind, Kind) and kind.dimension == self.dimension
+        ]
 
     def values(self) -> dict[str, Any]:
-        """The entry's keys and values, as TOML has them."""
+        """The table's keys and values, as TOML has them."""
         return {"dimension": self.dimension, "onset": self.onset, "duration": self.duration}
 
 
-Explicit = SingleSpec | ChainSpec
-Entry = Explicit | DimensionSpec
+Entry = Asked | AskedDimension
 
 
-def read_entry(values: Any, place: str, steps: int) -> Entry:
-    """An entry of a run of `steps`, checked as far as it can be without the learner. Raises UserError."""
+def _values(part: Perturbation) -> dict[str, Any]:
+    magnitude = part.magnitude.values if isinstance(part.magnitude, Sweep) else part.magnitude
+    when = part.when
+    return dict(zip(_SINGLE, (part.name, magnitude, when.onset, when.duration, when.period, part.target), strict=True))
+
+
+def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
+    """The entries of one table in a run of `steps`, one for every onset, checked as far as it goes without the learner.
+
+    Raises UserError.
+    """
     if not isinstance(values, dict):
         raise UserError(f"{place} must be a table, not {given(values)}")
-    forms: dict[str, tuple[tuple[str, ...], Callable[[Table], Entry]]] = {
+    forms: dict[str, tuple[tuple[str, ...], Callable[[Table], list[Entry]]]] = {
         "kind": (_SINGLE, _read_single),
         "chain": (_CHAIN, _read_chain),
         "dimension": (_DIMENSION, _read_dimension),
@@ -125,55 +95,65 @@ def read_entry(values: Any, place: str, steps: int) -> Entry:
     table = Table(values, place, keys)
     if read is None:
         raise UserError(f"{place} needs one of 'kind', 'chain' and 'dimension'")
-    entry = read(table)
-    _check(entry, place, steps)
-    return entry
-
-
-def _read_single(table: Table) -> SingleSpec:
-    return _single(table, Onsets)
-
-
-def _single(table: Table, onsets: Any, standard_onset: bool = True, duration: int | str | None = None) -> SingleSpec:
-    kind = table.get("kind", str)
     try:
-        standard = _standard(kind)
+        entries = read(table)
+        _check(entries, steps)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{place}: {error}") from None
+    return entries
+
+
+def _read_single(table: Table) -> list[Entry]:
+    onsets = _each(_distinct(table, "onset", Onsets, None))
+    return [Asked(_single(table, onset), table.place) for onset in onsets]
+
+
+def _single(table: Table, onset: Onset | None, duration: int | str | None = None) -> Perturbation:
+    try:
+        kind = _kind(table.get("kind", str))
     except ValueError as error:
         raise UserError(f"{table.place}: {error}") from None
-    return SingleSpec(
-        kind,
-        _distinct(table, "magnitude", float | tuple[float, ...], standard.magnitude),
-        _distinct(table, "onset", onsets, standard.onset if standard_onset else None),
-        table.get("duration", Duration, standard.duration if duration is None else duration),
-        table.get("period", int, None),
-        table.get("target", str, _factory(kind).default.target),
+    magnitude = _distinct(table, "magnitude", float | tuple[float, ...], None)
+    if isinstance(magnitude, tuple) and len(magnitude) > MOST_CONDITIONS:
+        raise ValueError(f"{len(magnitude)} conditions are more than the {MOST_CONDITIONS} an entry may have")
+    return kind(
+        sweep(*magnitude) if isinstance(magnitude, tuple) else magnitude,
+        onset=onset,
+        duration=table.get("duration", Duration, duration),
+        period=table.get("period", int, None),
+        target=table.get("target", str, None),
     )
 
 
-def _read_chain(table: Table) -> ChainSpec:
+def _read_chain(table: Table) -> list[Entry]:
     listed = table.raw("chain")
     if not isinstance(listed, list) or not listed:
         raise UserError(f"{table.place}: chain must be a list of tables, not {given(listed)}")
-    onset = _distinct(table, "onset", Onsets, None)
+    onsets = _distinct(table, "onset", Onsets, None)
     duration = table.get("duration", Duration, None)
-    if duration is not None and all("duration" in values for values in listed if isinstance(values, dict)):
-        raise UserError(
-            f"{table.place}: duration says nothing, since every part of the chain has a duration of its own"
-        )
-    parts = []
-    for number, values in enumerate(listed, 1):
-        part = Table(values, f"{table.place}, chain part {number}", _SINGLE)
-        parts.append(_single(part, Onset, onset is None, duration))
-    if onset is not None and all(part.onset is not None for part in parts):
-        raise UserError(f"{table.place}: onset says nothing, since every part of the chain has an onset of its own")
-    return ChainSpec(tuple(parts), onset)
+    parts = [Table(values, f"{table.place}, chain part {n}", _SINGLE) for n, values in enumerate(listed, 1)]
+    for key, outer in (("duration", duration), ("onset", onsets)):
+        if outer is not None and all(key in part for part in parts):
+            raise UserError(
+                f"{table.place}: {key} says nothing, since every part of the chain has "
+                f"{'an' if key == 'onset' else 'a'} {key} of its own"
+            )
+
+    def at(onset: Onset | None) -> Chain:
+        return chain(*(_single(part, part.get("onset", Onset, onset), duration) for part in parts))
+
+    return [Asked(at(onset), table.place) for onset in _each(onsets)]
 
 
-def _read_dimension(table: Table) -> DimensionSpec:
+def _read_dimension(table: Table) -> list[Entry]:
     dimension = table.get("dimension", str)
     if dimension not in DIMENSIONS:
         raise UserError(f"{table.place}: {registry.unknown('dimension', dimension, list(DIMENSIONS))}")
-    return DimensionSpec(dimension, _distinct(table, "onset", Onsets, None), table.get("duration", Duration, None))
+    duration = table.get("duration", Duration, None)
+    onsets = _each(_distinct(table, "onset", Onsets, None))
+    return [AskedDimension(dimension, onset, duration, table.place) for onset in onsets]
 
 
 def _distinct(table: Table, key: str, wanted: Any, default: Any) -> Any:
@@ -183,48 +163,31 @@ def _distinct(table: Table, key: str, wanted: Any, default: Any) -> Any:
     return value
 
 
-def _check(entry: Entry, place: str, steps: int) -> None:
-    entries = entry.candidates() if isinstance(entry, DimensionSpec) else [entry]
-    parts = [part for e in entries for part in (e.parts if isinstance(e, ChainSpec) else (e,))]
-    try:
-        for one in entries:
-            _check_size(one)
-            starts = [min(q.when.resolve(steps)[0] for q in p.parts) for p in one.perturbations()]
-            if isinstance(one.onset, tuple) and len(set(starts)) < len(starts):
-                raise ValueError(f"onsets {list(one.onset)} are steps {starts}, of which each must be another")
-        for part in parts:
-            if part.period is not None and part.period > steps:
-                raise ValueError(f"period {part.period} is longer than the run of {steps} steps")
-    except ValueError as error:
-        raise UserError(f"{place}: {error}") from None
+def _each(onsets: Onsets | None) -> tuple[Onset | None, ...]:
+    return onsets if isinstance(onsets, tuple) else (onsets,)
 
 
-def _check_size(entry: Explicit) -> None:
-    parts = entry.parts if isinstance(entry, ChainSpec) else (entry,)
-    counts = [len(part.magnitude) for part in parts if isinstance(part.magnitude, tuple)]
-    count = math.prod(counts) * len(_each(entry.onset))
+def _check(entries: list[Entry], steps: int) -> None:
+    """Raises ValueError where the entries of a table are too many, or do not fit into a run of `steps`."""
+    asked = [e.candidates() if isinstance(e, AskedDimension) else [e] for e in entries]
+    parts = [[part for one in each for part in one.perturbation.parts] for each in asked]
+    count = sum(math.prod(len(p.magnitudes) for p in one.perturbation.parts) for each in asked for one in each)
     if count > MOST_CONDITIONS:
         raise ValueError(f"{count} conditions are more than the {MOST_CONDITIONS} an entry may have")
+    starts = [min(part.when.resolve(steps)[0] for part in each) for each in parts]
+    if len(set(starts)) < len(starts):
+        raise ValueError(f"the onsets are steps {starts}, of which each must be another")
+    for part in (part for each in parts for part in each):
+        if part.when.period is not None and part.when.period > steps:
+            raise ValueError(f"period {part.when.period} is longer than the run of {steps} steps")
 
 
-def _each(onset: Onsets | None) -> tuple[Onset, ...]:
-    if isinstance(onset, tuple):
-        return onset
-    return (0 if onset is None else onset,)
-
-
-def _factory(kind: str) -> Factory:
+def _kind(name: str) -> Kind:
     kinds = (registry.perturbations, registry.interventions)
-    known = next((registered for registered in kinds if kind in registered), None)
+    known = next((registered for registered in kinds if name in registered), None)
     if known is None:
-        raise registry.UnknownName(registry.unknown("perturbation", kind, [name for known in kinds for name in known]))
-    factory = known[kind]
-    if not isinstance(factory, Factory):
-        raise ValueError(f"perturbation '{kind}' was not made by the decorator `perturbation`")
-    return factory
-
-
-def _standard(kind: str) -> SingleSpec:
-    default = _factory(kind).default
-    swept = default.magnitude.values if isinstance(default.magnitude, Sweep) else float(default.magnitude)
-    return SingleSpec(kind, swept, default.when.onset, default.when.duration, target=default.target)
+        raise registry.UnknownName(registry.unknown("perturbation", name, [name for known in kinds for name in known]))
+    kind = known[name]
+    if not isinstance(kind, Kind):
+        raise ValueError(f"perturbation '{name}' was not made by the decorator `perturbation`")
+    return kind

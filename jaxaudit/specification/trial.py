@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxaudit.grid import site_misfit
@@ -27,7 +26,7 @@ class _Trial(Recorder):
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Tries every perturbation of the site that the tap's context suffices for."""
         for index, perturbation in enumerate(self.perturbations):
-            needs = set(perturbation.needs) - set(OFFERED)
+            needs = set(perturbation.kind.needs) - set(OFFERED)
             if perturbation.site == site and needs <= set(context) and index not in self.refused:
                 self._try(index, perturbation, value, label, context)
         return super().__call__(site, value, label=label, **context)
@@ -35,11 +34,9 @@ class _Trial(Recorder):
     def _try(self, index: int, perturbation: Perturbation, value: Any, label: str, context: dict) -> None:
         selected = jnp.ones(len(paths_of(value, label)), bool)
         offered = {"selected": selected, "elapsed": jnp.float32(1.0), "alarm": jnp.bool_(True), **context}
-        given = {name: offered[name] for name in perturbation.needs}
-        memory = () if perturbation.memory is None else (perturbation.memory(value),)
-        magnitude = jnp.float32(perturbation.magnitudes[0])
+        given = {name: offered[name] for name in perturbation.kind.needs}
         try:
-            perturbation.apply(jax.random.key(0), value, magnitude, *memory, **given)
+            perturbation.apply(value, **given)
         except ValueError as error:
             self.refused[index] = str(error)
 
@@ -65,6 +62,6 @@ def misfits(
 
 
 def _waits(part: Perturbation) -> str | None:
-    if "alarm" not in part.needs:
+    if "alarm" not in part.kind.needs:
         return None
     return f"'{part.name}' waits for a monitor's alarm, which a spec has none of without a table [monitor]"

@@ -143,10 +143,10 @@ class Episodes:
         done = terminated | truncated
 
         aimed: dict[str, Any] = {} if value is None else {"state_value": value}
-        next_env = _where(done, self._fresh(state, key), env)
+        next_env = select(done, self._fresh(state, key), env)
         final_observation = taps("observation", env.obs, begins=nowhere, valid=everywhere, **aimed)
         first_observation = taps("observation", next_env.obs, begins=done, valid=done, **aimed)
-        observation = _where(done, first_observation, final_observation)
+        observation = select(done, first_observation, final_observation)
         if value is not None:
             aimed = {"td_error": _td_error(value, discount, state.observation, final_observation, terminated)}
 
@@ -251,10 +251,10 @@ def evaluate(
     return jax.lax.while_loop(unfinished, advance, start)[-1]
 
 
-def _where(chosen: jax.Array, new: Any, old: Any) -> Any:
-    """Select per environment, in every leaf `[N, ...]` of two like trees."""
+def select(where: jax.Array, new: Any, old: Any) -> Any:
+    """Select per environment, by `where` `[N]`, in every leaf `[N, ...]` of two like trees."""
 
-    def select(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), new, old).astype(old.dtype)
+    def one(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(where.reshape(-1, *(1,) * (old.ndim - 1)), new, old).astype(old.dtype)
 
-    return jax.tree.map(select, new, old)
+    return jax.tree.map(one, new, old)

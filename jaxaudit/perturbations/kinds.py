@@ -1,0 +1,103 @@
+"""The decorators that turn a function into a registered kind of perturbation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaudit import registry
+from jaxaudit.perturbations.core import INTERVENTION, Kind, Window
+
+
+def perturbation(
+    dimension: str,
+    site: str,
+    *,
+    magnitude: float,
+    neutral: float,
+    duration: int | str,
+    onset: float | int = 0.3,
+    memory: Callable[..., Any] | None = None,
+    **rest: Any,
+) -> Callable[[Callable[..., Any]], Kind]:
+    """Decorator: makes `f(key, value, magnitude, **context) -> value` a kind of perturbation named like `f`.
+
+    The keywords are the kind's standard magnitude and window, its neutral magnitude, and the `rest` of its fields:
+    target, needs, limits, whole, sized. With a `memory` it is
+    `f(key, value, magnitude, memory, **context) -> (value, memory)`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Kind:
+        return _registered(
+            registry.perturbations,
+            function,
+            stateless(function) if memory is None else function,
+            dimension=dimension,
+            site=site,
+            magnitude=magnitude,
+            neutral=neutral,
+            when=Window(onset, duration),
+            **rest | ({} if memory is None else {"memory": memory}),
+        )
+
+    return decorate
+
+
+def intervention(
+    site: str, *, magnitude: float, neutral: float, memory: Callable[..., Any] | None = None, **rest: Any
+) -> Callable[[Callable[..., Any]], Kind]:
+    """Decorator: makes `f(key, value, magnitude) -> value` an intervention named like `f`.
+
+    Its window is open from the onset to the end, and it changes nothing there but while the alarm is on. With a memory
+    it is `f(key, value, magnitude, memory, *, alarm) -> (value, memory)`, and sees to that itself.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Kind:
+        return _registered(
+            registry.interventions,
+            function,
+            on_alarm(function) if memory is None else function,
+            dimension=INTERVENTION,
+            site=site,
+            magnitude=magnitude,
+            neutral=neutral,
+            when=Window(0.3, "end"),
+            needs=("alarm",),
+            **rest | ({} if memory is None else {"memory": memory}),
+        )
+
+    return decorate
+
+
+def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`f(key, value, magnitude, **context) -> value` in the form of all kinds, which carry a memory along."""
+
+    @functools.wraps(function)
+    def apply(key, value, magnitude, memory, **context):
+        return function(key, value, magnitude, **context), memory
+
+    return apply
+
+
+def on_alarm(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`f(key, value, magnitude) -> value` in the form of all kinds, which changes nothing without an alarm."""
+
+    @functools.wraps(function)
+    def apply(key, value, magnitude, memory, *, alarm):
+        changed = function(key, value, magnitude)
+        return jax.tree.map(lambda new, old: jnp.where(alarm, new, old), changed, value), memory
+
+    return apply
+
+
+def _registered(known: registry.Registry, function: Callable[..., Any], apply: Callable[..., Any], **fields) -> Kind:
+    """A kind registered under the function's name, which help() and doctest take for the function."""
+    kind = Kind(name=function.__name__, apply=apply, **fields)
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        object.__setattr__(kind, name, getattr(function, name))
+    object.__setattr__(kind, "__wrapped__", function)
+    return known.register(kind.name, kind)

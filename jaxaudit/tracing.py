@@ -1,0 +1,45 @@
+"""Where in a program a function is being traced: in what it was begun in, or in a derivative, a loop or a batch of it.
+
+JAX says so in no public function: this is the one place that looks at its traces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax._src import core
+
+PASSED = {"JVPTrace": "grad", "LinearizeTrace": "grad", "checkpoint / remat": "remat", "cond": "cond"}
+"""What runs its body once, with the values of the place around it: a trace's type, or what a function is traced for."""
+
+NAMES = {"BatchTrace": "vmap", "while_body": "while_loop", "while_cond": "while_loop"}
+
+
+def here() -> Any:
+    """The trace that values computed now belong to; kept by who wants to know later how far away it is."""
+    return core.trace_ctx.trace
+
+
+def between(home: Any) -> tuple[str, ...]:
+    """Names of the transformations between `home` and here, the innermost first: "scan", "vmap", "grad", ...
+
+    A home that is over, or of another function, is as far away as can be: all around here is named.
+    """
+    found, trace = [], core.trace_ctx.trace
+    while trace is not None and trace is not home:
+        found.append(_name(trace))
+        trace = getattr(trace, "parent_trace", None)
+    return tuple(found)
+
+
+def repeats(name: str) -> bool:
+    """Whether a transformation may run its body more than once, or on several values at a time."""
+    return name not in PASSED.values()
+
+
+def _name(trace: Any) -> str:
+    kind = type(trace).__name__
+    if kind == "DynamicJaxprTrace":
+        info = trace.frame.debug_info
+        kind = "jit" if info is None else str(info.traced_for)
+    return PASSED.get(kind, NAMES.get(kind, kind))

@@ -1,0 +1,145 @@
+"""Where a tap may stand: what runs a body again, or on several values, needs taps of its own, or is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxaudit as ja
+from jaxaudit.grid import plan
+from jaxaudit.taps import NEVER, Windows
+
+STEPS = 4
+
+
+def audited(step, perturbation):
+    learner = ja.Learner(lambda key: jnp.zeros(3), lambda x, key, taps: (x, {"performance": step(x, taps)}))
+    return ja.audit(learner, [perturbation], seeds=2, steps=STEPS).telemetry["performance"].values
+
+
+def in_scan(x, taps):
+    return jax.lax.scan(lambda c, _: (c + taps("reward", x).sum(), None), 0.0, length=3)[0]
+
+
+def in_map(x, taps):
+    return jax.lax.map(lambda row: taps("reward", row), x).sum()
+
+
+def in_fori(x, taps):
+    return jax.lax.fori_loop(0, 3, lambda _, c: c + taps("reward", x).sum(), 0.0)
+
+
+def in_while(x, taps):
+    return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + taps("reward", x).sum()), (0, 0.0))[1]
+
+
+def in_vmap(x, taps):
+    return jax.vmap(lambda row: taps("reward", row))(x).sum()
+
+
+def in_grad_in_vmap(x, taps):
+    return jax.vmap(jax.grad(lambda row: taps("reward", row) * 1.0))(x).sum()
+
+
+def in_jit(x, taps):
+    return jax.jit(lambda x: taps("reward", x).sum())(x)
+
+
+LOOPS = {
+    in_scan: "inside scan .* taps.scan",
+    in_map: "inside scan .* taps.scan",
+    in_fori: "inside fori_loop .* taps.scan",
+    in_while: "inside while_loop .* taps.scan",
+    in_vmap: "inside vmap .* taps.fold_in",
+    in_grad_in_vmap: "inside vmap",
+    in_jit: "inside jit .* leave out the inner jit",
+}
+
+
+def name_of(given):
+    return given.__name__ if callable(given) else None
+
+
+@pytest.mark.parametrize("stateful", [False, True], ids=["stateless", "stateful"])
+@pytest.mark.parametrize(("step", "sentence"), LOOPS.items(), ids=name_of)
+def test_a_tap_from_outside_is_refused_where_its_noise_would_repeat(step, sentence, stateful):
+    with pytest.raises(ValueError, match=rf"perturbation '\w+' cannot act at 'reward', .* {sentence}"):
+        audited(step, kept() if stateful else ja.reward_noise(1.0, onset=1))
+
+
+def kept():
+    """A perturbation that keeps state, and needs nothing of the tap."""
+    return ja.Kind("kept", "signal", "reward", _kept, 1.0, memory=_nothing)(onset=1, duration=2)
+
+
+def _nothing(value):
+    return jnp.zeros(())
+
+
+def _kept(key, value, magnitude, memory):
+    return value + memory, memory + magnitude
+
+
+@pytest.mark.parametrize("step", LOOPS, ids=name_of)
+def test_a_learner_that_is_not_disturbed_there_may_tap_anywhere(step):
+    def with_params(x, taps):
+        return step(x, taps) + taps("params", x).sum()
+
+    assert audited(with_params, ja.weight_noise(1.0, onset=1)).shape == (2, 2, STEPS)
+
+
+def in_grad(x, taps):
+    return jax.grad(lambda w: jnp.sum(w * taps("reward", x)))(jnp.ones(3)).sum()
+
+
+def in_value_and_grad_of_remat(x, taps):
+    return jax.value_and_grad(jax.checkpoint(lambda w: jnp.sum(w * taps("reward", x))))(jnp.ones(3))[1].sum()
+
+
+def in_cond(x, taps):
+    return jax.lax.cond(taps.step >= 0, lambda: taps("reward", x).sum(), lambda: 0.0)
+
+
+ONCE = (in_grad, in_value_and_grad_of_remat, in_cond)
+
+
+@pytest.mark.parametrize("step", ONCE, ids=name_of)
+def test_a_derivative_and_a_branch_are_passed_by_what_keeps_no_state(step):
+    disturbed = audited(step, ja.reward_noise(1.0, onset=1))
+    plain = audited(lambda x, taps: taps("reward", x).sum(), ja.reward_noise(1.0, onset=1))
+    np.testing.assert_allclose(disturbed, plain, rtol=1e-6)
+    assert np.unique(disturbed[:, 1, 1:]).size == 2 * (STEPS - 1)
+
+
+@pytest.mark.parametrize("step", ONCE, ids=name_of)
+def test_a_derivative_and_a_branch_are_refused_to_what_keeps_state(step):
+    with pytest.raises(ValueError, match=r"'kept' keeps state, and the learner taps 'reward' inside (grad|remat|cond)"):
+        audited(step, kept())
+
+
+def test_taps_of_a_loop_and_a_branch_belong_there():
+    def step(x, taps):
+        def turn(taps, total, _):
+            total, _ = taps.cond(total >= -1e9, lambda taps, c: (c + taps("reward", x).sum(), None), total)
+            return total, taps("reward", x).sum()
+
+        total, each = taps.scan(turn, jnp.float32(0), length=3)
+        return total + each.sum()
+
+    disturbed = audited(step, ja.reward_noise(1.0, onset=1))
+    assert np.unique(disturbed[:, 1, 1:]).size == 2 * (STEPS - 1)
+    learner = ja.Learner(lambda key: jnp.zeros(3), lambda x, key, taps: (x, {"performance": step(x, taps)}))
+    plan(learner, [kept()], seeds=1, steps=STEPS)
+
+
+@pytest.mark.parametrize("window", [(0, 0, 1, 0), (2, 5, 20, 3), (1, 12, 4, 2), (3, 12, 3, 3), (0, 12, 5, 1)], ids=str)
+def test_idle_counts_the_steps_since_a_window_was_last_open(window):
+    start, stop, period, length = window
+    windows = Windows(*(jnp.int32(part) for part in window))
+    latest = None
+    for step in range(15):
+        if start <= step < stop and (step - start) % period < length:
+            latest = step
+        expected = NEVER if latest is None else step - latest
+        assert int(windows.idle(jnp.int32(step))) == expected
+        assert bool(windows.open(jnp.int32(step))) == (expected == 0)
