@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxaudit.taps import Taps
 
@@ -18,6 +19,33 @@ PERFORMANCE = "performance"
 
 ACTING = "acting_performance"
 """The channel in which a learner tells how it fares in training itself, disturbed or not, beside its performance."""
+
+
+@struct.dataclass
+class Lasting:
+    """A part of a learner's state that stays where the state is disturbed or taken back, e.g. a replay buffer.
+
+    It is written by the learner alone, and always holds all that the learner has written in the run so far.
+
+    Attributes:
+      value: any pytree.
+    """
+
+    value: Any
+
+
+def without_lasting(state: State) -> State:
+    """A state with nothing in the place of its `Lasting` parts."""
+    return jax.tree.map(lambda x: None if isinstance(x, Lasting) else x, state, is_leaf=_is_lasting)
+
+
+def with_lasting(state: State, of: State) -> State:
+    """A state that is `without_lasting`, with the `Lasting` parts `of` another."""
+    return jax.tree.map(lambda x, y: x if isinstance(x, Lasting) else y, of, state, is_leaf=_is_lasting)
+
+
+def _is_lasting(x: Any) -> bool:
+    return isinstance(x, Lasting)
 
 
 class Shapes(NamedTuple):

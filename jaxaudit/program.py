@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry
+from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry, with_lasting, without_lasting
 from jaxaudit.sites import find_sites, initial_memory
 from jaxaudit.taps import STATE, Disturbance, Memory, Slot, Taps, forget
 
@@ -184,7 +184,8 @@ def lane_step(
         memory=remembered,
         alarm=None if state.watched is None else state.watched.alarm,
     )
-    learner, telemetry = program.learner.step(taps(STATE, state.learner), learner_key, taps)
+    begin = with_lasting(taps(STATE, without_lasting(state.learner)), of=state.learner)
+    learner, telemetry = program.learner.step(begin, learner_key, taps)
     telemetry = {name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()}
     watched = state.watched
     if watched is not None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit import tracing
-from jaxaudit.learner import Learner
+from jaxaudit.learner import Learner, without_lasting
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import NEVER, ROOT, STATE, Memory, Slot, Taps, loose, misplaced
 
@@ -134,7 +134,7 @@ def trace(learner: Learner, recorder: Recorder) -> None:
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
     def traced(state, key, index, data):
         recorder.step, recorder.data, recorder.home = index, data, tracing.here()
-        recorder(STATE, state)
+        recorder(STATE, without_lasting(state))
         return learner.step(state, key, recorder)  # type: ignore[arg-type]  # it stands in for taps
 
     key = jax.random.key(0)

@@ -28,6 +28,7 @@ SITES = (
     "dynamics",
     "tokens",
     "objective",
+    "label_smoothing",
     "gradient",
     "clip_norm",
     "learning_rate",
@@ -37,7 +38,7 @@ SITES = (
 """The standard sites; a learner may add its own."""
 
 STATE = "state"
-"""The site that every learner has: its whole state, before a step."""
+"""The site that every learner has: its whole state before a step, but for what is `Lasting` in it."""
 
 
 @dataclass(frozen=True)

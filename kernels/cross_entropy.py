@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 BLOCK_ENTRIES = 2**26
 """The most logits held at a time: 256 MiB in float32. A quarter of them would cost a third more time on a CPU."""
@@ -18,7 +19,7 @@ BLOCK_ENTRIES = 2**26
 
 class CrossEntropy(NamedTuple):
     """Attributes:
-    loss: weighted sum over the tokens, scalar; the only part that is differentiable.
+    loss: weighted sum over the tokens, scalar; the part whose gradient costs nothing more.
     losses: of each token, `[N]`, without its weight.
     square: mean square of the logits, scalar.
     """
@@ -38,8 +39,8 @@ def cross_entropy(
 ) -> CrossEntropy:
     """`sum_n w_n H(q_n, softmax(h_n E^T))`, q_n = (1 - smoothing) onehot(label) + smoothing / V.
 
-    Differentiable once, by `hidden`, `embedding` and `weights`. The products are in the inputs' precision, all else in
-    float32.
+    Differentiable once, by `hidden`, `embedding` and `weights`; `losses` and `square` for the cost of their logits once
+    more. The products are in the inputs' precision, all else in float32.
 
     Args:
         hidden: `[N, D]`.
@@ -65,15 +66,31 @@ def _cross_entropy(block, *inputs):
 
 
 def _forward(block, *inputs):
-    return _losses_and_gradients(block, *inputs)
+    inputs = tuple(each.value for each in inputs)
+    result, gradients = _losses_and_gradients(block, *inputs)
+    return result, (gradients, inputs)
 
 
-def _backward(block, gradients, cotangent):
-    by_hidden, by_embedding, by_weights = ((cotangent.loss * g).astype(g.dtype) for g in gradients)
-    return by_hidden, by_embedding, None, by_weights, None
+def _backward(block, kept, cotangent):
+    gradients, inputs = kept
+    if all(isinstance(one, SymbolicZero) for one in (cotangent.losses, cotangent.square)):
+        by_hidden, by_embedding, by_weights = ((cotangent.loss * g).astype(g.dtype) for g in gradients)
+        return by_hidden, by_embedding, None, by_weights, None
+    # Which weights the tokens' gradients have was not known beforehand, so they are computed again.
+    hidden, embedding, labels, weights, smoothing = inputs
+    of_loss, of_losses, of_square = (_dense(one) for one in cotangent)
+    by_loss = of_loss * weights + of_losses
+    by_square = jnp.full_like(weights, of_square / (weights.shape[0] * embedding.shape[0]))
+    (by_hidden, by_embedding), outputs = _gradients(block, hidden, embedding, labels, by_loss, smoothing, by_square)
+    return by_hidden, by_embedding, None, (of_loss * outputs.losses).astype(weights.dtype), None
 
 
-_cross_entropy.defvjp(_forward, _backward)
+def _dense(cotangent):
+    zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if zero else cotangent
+
+
+_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _losses(block, hidden, embedding, labels, weights, smoothing):
@@ -86,19 +103,38 @@ def _losses(block, hidden, embedding, labels, weights, smoothing):
 
 
 def _losses_and_gradients(block, hidden, embedding, labels, weights, smoothing):
+    by_inputs, outputs = _gradients(block, hidden, embedding, labels, weights, smoothing)
+    result = _result(weights, outputs.losses, outputs.squares)
+    return result, (*by_inputs, result.losses)
+
+
+class _Outputs(NamedTuple):
+    """Of each token, `[N]`."""
+
+    losses: jax.Array
+    squares: jax.Array
+
+
+def _gradients(block, hidden, embedding, labels, by_loss, smoothing, by_square=None):
+    """The gradient of `sum_n by_loss_n H_n + by_square_n |logits_n|^2` by hidden and embedding; and what it is of."""
+
     def one(by_embedding, rows):
-        logits = _Logits(rows, embedding, smoothing)
-        by_logits = logits.gradient.astype(hidden.dtype)
+        logits = _Logits(rows[:3], embedding, smoothing)
+        by_logits = logits.gradient
+        if by_square is not None:
+            by_logits += 2.0 * rows[3][:, None] * logits.values
+        by_logits = by_logits.astype(hidden.dtype)
         by_hidden = jnp.einsum("nv,vd->nd", by_logits, embedding)
         by_embedding += jnp.einsum("nv,nd->vd", by_logits, rows[0], preferred_element_type=jnp.float32)
         return by_embedding, (logits.losses, logits.squares, by_hidden)
 
     zeros = jnp.zeros(embedding.shape, jnp.float32)
-    by_embedding, outputs = jax.lax.scan(one, zeros, _split(block, hidden, labels, weights))
-    losses, squares, by_hidden = outputs
-    by_hidden = by_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    result = _result(weights, losses, squares)
-    return result, (by_hidden, by_embedding.astype(embedding.dtype), result.losses)
+    rows = _split(block, *(x for x in (hidden, labels, by_loss, by_square) if x is not None))
+    by_embedding, (losses, squares, by_hidden) = jax.lax.scan(one, zeros, rows)
+    tokens = hidden.shape[0]
+    by_hidden = by_hidden.reshape(-1, hidden.shape[1])[:tokens]
+    outputs = _Outputs(losses.reshape(-1)[:tokens], squares.reshape(-1)[:tokens])
+    return (by_hidden, by_embedding.astype(embedding.dtype)), outputs
 
 
 class _Logits:
@@ -107,27 +143,27 @@ class _Logits:
     def __init__(self, rows, embedding, smoothing):
         hidden, self._labels, self._weights = rows
         self._smoothing = smoothing
-        self._logits = jnp.einsum("nd,vd->nv", hidden, embedding, preferred_element_type=jnp.float32)
-        self._largest = self._logits.max(axis=1, keepdims=True)
-        self._exponentials = jnp.exp(self._logits - self._largest)
+        self.values = jnp.einsum("nd,vd->nv", hidden, embedding, preferred_element_type=jnp.float32)
+        self._largest = self.values.max(axis=1, keepdims=True)
+        self._exponentials = jnp.exp(self.values - self._largest)
         self._total = self._exponentials.sum(axis=1, keepdims=True)
 
     @property
     def losses(self) -> jax.Array:
         """Of each token, `[block]`."""
-        of_label = jnp.take_along_axis(self._logits, self._labels[:, None], axis=1)[:, 0]
+        of_label = jnp.take_along_axis(self.values, self._labels[:, None], axis=1)[:, 0]
         normalizer = (jnp.log(self._total) + self._largest)[:, 0]
-        return normalizer - (1.0 - self._smoothing) * of_label - self._smoothing * self._logits.mean(axis=1)
+        return normalizer - (1.0 - self._smoothing) * of_label - self._smoothing * self.values.mean(axis=1)
 
     @property
     def squares(self) -> jax.Array:
         """Mean squared logit of each token, `[block]`."""
-        return (self._logits**2).mean(axis=1)
+        return (self.values**2).mean(axis=1)
 
     @property
     def gradient(self) -> jax.Array:
         """Of the weighted losses by the logits, `[block, V]`."""
-        vocabulary = self._logits.shape[1]
+        vocabulary = self.values.shape[1]
         is_label = jnp.arange(vocabulary) == self._labels[:, None]
         wanted = (1.0 - self._smoothing) * is_label + self._smoothing / vocabulary
         return self._weights[:, None] * (self._exponentials / self._total - wanted)

@@ -14,6 +14,8 @@ from small_runs import arrays, assert_same, kill_through
 import jaxaudit as ja
 from jaxaudit.detection.lanes import gather
 from jaxaudit.errors import UserError
+from jaxaudit.execution.engine import Engine
+from jaxaudit.grid import Phase
 from jaxaudit.margins.folder import margin_of
 from jaxaudit.margins.search import Settings
 from jaxaudit.metastate.lru import LRU
@@ -126,21 +128,107 @@ def test_every_intervention_acts_on_alarm_alone(acting, name):
     assert (~alarmed).any()
 
 
-def test_roll_back_goes_to_the_state_of_so_many_steps_ago():
-    """Called step by step, with a state that tells its step."""
-    kind = ja.roll_back
-    memory = kind.memory({"t": jax.numpy.float32(0)})
-    apply = jax.jit(lambda value, memory, alarm: kind.apply(None, value, jax.numpy.float32(4), memory, alarm=alarm))
+def rolled_back(magnitude, alarmed, steps=40):
+    """The path of a state that tells its step, rolled back as the steps with an alarm have it."""
+    memory = ja.roll_back.memory({"t": jax.numpy.float32(0)})
+
+    @jax.jit
+    def apply(value, memory, alarm):
+        return ja.roll_back.apply(None, value, jax.numpy.float32(magnitude), memory, alarm=alarm)
+
     t, path = 0.0, []
-    for step in range(40):
-        value, memory = apply({"t": jax.numpy.float32(t)}, memory, step >= 20)
+    for step in range(steps):
+        value, memory = apply({"t": jax.numpy.float32(t)}, memory, step in alarmed)
         path.append(float(value["t"]))
         t = path[-1] + 1
+    restored = [step for step in range(1, steps) if path[step] != path[step - 1] + 1]
+    return path, restored
+
+
+def test_roll_back_goes_to_the_state_of_so_many_steps_ago():
+    path, restored = rolled_back(4, range(20, 40))
     assert path[:20] == list(range(20))
     assert 4 <= 20 - path[20] <= 6
-    restored = [step for step in range(1, 40) if path[step] != path[step - 1] + 1]
     assert restored == [20, 24, 28, 32, 36]
     assert {path[step] for step in restored} == {path[20]}
+
+
+@pytest.mark.parametrize("step", range(12, 24))
+def test_roll_back_heeds_an_alarm_of_one_step_whenever_it_comes(step):
+    path, restored = rolled_back(6, {step})
+    assert restored == [step]
+    assert 6 <= step - path[step] <= 9
+
+
+def test_roll_back_does_not_go_back_to_what_the_alarm_was_about():
+    """A second alarm soon after the first finds the state gone back to, none of those between it and the alarm."""
+    path, restored = rolled_back(6, {20, 27, 60}, steps=70)
+    assert restored == [20, 27, 60]
+    assert path[27] == path[20]
+    assert 6 <= path[59] + 1 - path[60] <= 9
+
+
+def test_roll_back_rests_between_alarms():
+    _, restored = rolled_back(6, {20, 22, 24, 26, 28})
+    assert restored == [20, 26]
+
+
+@pytest.mark.parametrize("broken", [np.inf, -np.inf, np.nan])
+def test_a_full_reset_heals_moments_that_are_not_finite(broken):
+    state = {"mu": np.float32([1.0, broken]), "count": np.int32(7)}
+    healed = ja.reset_moments(1.0).apply(state, alarm=True)
+    assert (healed["mu"] == 0).all()
+    assert healed["count"] == 0
+    half = ja.reset_moments(0.5).apply(state, alarm=True)
+    assert half["mu"][0] == 0.5
+    np.testing.assert_array_equal(ja.reset_moments(1.0).apply(state, alarm=False)["mu"], state["mu"])
+
+
+@dataclasses.dataclass(frozen=True)
+class AlarmAt:
+    """A watch that raises an alarm at one step, of what says which step it is."""
+
+    step: int
+    provenance: str = "none"
+
+    def begin(self):
+        return jax.numpy.int32(0)
+
+    def follow(self, count, telemetry):
+        return count + 1, jax.numpy.where(count == self.step, 1.0, -1.0)
+
+
+def test_a_rolled_back_learner_samples_nothing_that_was_never_written():
+    """SAC goes back to step 4 at step 9: its buffer holds all steps, and its networks are those of step 4."""
+    learner = ja.learners.sac(
+        "InvertedPendulum-v5",
+        num_envs=2,
+        iteration_steps=16,
+        learning_starts=16,
+        batch_size=4,
+        hidden=(8,),
+        updates_per_step=0.5,
+        buffer_size=400,
+        evaluations=0,
+        telemetry="basic",
+    )
+    grid = ja.plan(learner, [ja.roll_back(4, onset=1)], seeds=1, steps=12, watch=lambda *_: AlarmAt(8))
+    engine = Engine(grid, 12)
+    states = engine.initial(Phase(None))
+    states, _ = engine.advance(Phase(None), states, 0, 1)
+    held = engine.copies(Phase(None), states)
+    states, rows = engine.advance(Phase(0), engine.forked(lambda seeds: held, Phase(0)), 1, 12)
+    lanes = jax.tree.map(np.asarray, states.learner)
+    control, back = (jax.tree.map(lambda x, lane=lane: x[lane], lanes) for lane in (0, 1))
+    written = 12 * 16
+    for store in (control.buffer.value, back.buffer.value):
+        assert (store[:written] != 0).any(1).all(), "a row that was never written"
+        assert not store[written:].any()
+    before = 9 * 16
+    np.testing.assert_array_equal(control.buffer.value[:before], back.buffer.value[:before])
+    norms = np.asarray(rows["params_norm"])[:, :2]
+    assert (norms[:8, 0] == norms[:8, 1]).all()
+    assert norms[8, 0] != norms[8, 1]
 
 
 def test_an_intervention_without_a_monitor_is_refused():

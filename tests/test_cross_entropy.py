@@ -59,6 +59,38 @@ def test_values_and_gradients_are_those_of_float64(block, smoothing):
         assert np.abs(gradient - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("block", [None, 7])
+def test_losses_and_squares_have_gradients_too(block):
+    """By any combination of the three, which the float64 reference has by weights of its own."""
+    hidden, embedding, labels, weights = case(5)
+    own = np.random.default_rng(6).normal(size=TOKENS).astype(np.float32)
+
+    def mixed(hidden, embedding, weights):
+        found = cross_entropy(hidden, embedding, labels, weights, 0.1, block)
+        return 2.0 * found.loss + jnp.sum(own * found.losses) + 3.0 * found.square
+
+    by_hidden, by_embedding, by_weights = jax.jit(jax.grad(mixed, argnums=(0, 1, 2)))(hidden, embedding, weights)
+    _, losses, _, *wanted = reference(hidden, embedding, labels, 2.0 * np.float64(weights) + own, 0.1)
+    hidden, embedding = np.float64(hidden), np.float64(embedding)
+    by_logits = 3.0 * 2.0 * hidden @ embedding.T / (TOKENS * VOCABULARY)
+    for gradient, exact in zip(
+        (by_hidden, by_embedding), (wanted[0] + by_logits @ embedding, wanted[1] + by_logits.T @ hidden), strict=True
+    ):
+        assert np.abs(gradient - exact).max() < 1e-5 * np.abs(exact).max()
+    np.testing.assert_allclose(by_weights, 2.0 * losses, rtol=1e-5)
+
+
+def test_only_who_asks_for_more_than_the_losss_gradient_pays_for_it():
+    hidden, embedding, labels, weights = case(7)
+
+    def operations(loss):
+        gradient = jax.grad(lambda h: loss(cross_entropy(h, embedding, labels, weights)))
+        return str(jax.make_jaxpr(gradient)(hidden)).count("dot_general")
+
+    assert operations(lambda found: found.loss) == 3
+    assert operations(lambda found: found.loss + found.losses.sum()) == 6
+
+
 def test_large_logits_and_a_scaled_loss():
     hidden, *rest = case(1, scale=300.0)
     gradient = jax.jit(jax.grad(lambda hidden: 7.0 * cross_entropy(hidden, *rest).loss))(hidden)

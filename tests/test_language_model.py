@@ -24,6 +24,7 @@ from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.report.load import load as load_run
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import parse
+from jaxaudit.taps import Taps
 from jaxaudit.text import load
 
 SMALL = {"size": "nano", "context": 16, "batch_size": 8, "accumulation": 4, "held_out": 2, "validation": 4}
@@ -38,7 +39,7 @@ def made(corpus):
     data = ja.learners.language_model(corpus, **SMALL).data
     model = LanguageModel(257, LanguageModelSettings(**SMALL))
     tokens = jax.jit(lambda data: model.read(KEY, ja.Taps(data=data)))(data)
-    model.gradient = jax.jit(model.gradient)  # compiled once for all tests
+    model.gradient = jax.jit(model.gradient, static_argnums=2)  # compiled once for all tests
     return model, jax.jit(model.init_params)(KEY), tokens
 
 
@@ -67,7 +68,7 @@ def assert_is_mean(gradient, each):
 
 def test_the_gradient_is_the_whole_batchs_and_coherence_its_microbatches(made):
     model, params, tokens = made
-    gradient, telemetry = model.gradient(params, tokens, np.float32(0))
+    gradient, telemetry = model.gradient(params, tokens, Taps())
     loss, each = by_microbatch(model, params, tokens, np.float32(0))
     assert_is_mean(gradient, each)
     np.testing.assert_allclose(telemetry["loss"], np.mean(loss), rtol=1e-5)
@@ -85,14 +86,21 @@ def test_the_gradient_is_the_whole_batchs_and_coherence_its_microbatches(made):
 def test_without_accumulation_there_is_no_coherence(made):
     model, params, tokens = made
     alone = LanguageModel(257, LanguageModelSettings(**SMALL | {"accumulation": 1, "telemetry": "basic"}))
-    gradient, telemetry = jax.jit(alone.gradient)(params, tokens, np.float32(0))
+    gradient, telemetry = jax.jit(alone.gradient, static_argnums=2)(params, tokens, Taps())
     assert np.isnan(telemetry["x_grad"])
     assert_is_mean(gradient, by_microbatch(model, params, tokens, np.float32(0))[1])
 
 
+class Smoothing(Taps):
+    """Taps that smooth labels."""
+
+    def __call__(self, site, value, **context):
+        return np.float32(0.2) if site == "label_smoothing" else value
+
+
 def test_smoothing_moves_the_gradient_as_its_formula_says(made):
     model, params, tokens = made
-    smooth, _ = model.gradient(params, tokens, np.float32(0.2))
+    smooth, _ = model.gradient(params, tokens, Smoothing())
     assert_is_mean(smooth, by_microbatch(model, params, tokens, np.float32(0.2))[1])
 
 
@@ -289,7 +297,9 @@ def test_without_a_second_corpus_a_shift_is_refused(corpus):
 def test_the_specs_of_the_experiments_are_valid(path):
     spec = parse(path.read_text())
     assert spec.task.kind == "text"
-    assert (spec.task.shift is not None) == any(e.perturbation.name.startswith("distribution") for e in spec.perturbations)
+    assert (spec.task.shift is not None) == any(
+        e.perturbation.name.startswith("distribution") for e in spec.perturbations
+    )
 
 
 RUN = """

@@ -104,7 +104,7 @@ def test_before_learning_starts_nothing_is_updated_and_nothing_told(run):
 def test_the_buffer_holds_what_happened(run):
     """Every row is a transition of the rooms, with its reward for the action in the task's units."""
     _, state, _ = run
-    rows = np.asarray(state.buffer, np.float64)
+    rows = np.asarray(state.buffer.value, np.float64)
     observation, action, reward, following, terminated = np.split(rows, [5, 6, 7, 12], axis=1)
     room = observation.argmax(1)
     expected = np.select([room == TWO_STEPS, room == CHOICE], [0.0, -((2 * action[:, 0] - BEST) ** 2)], 1.0)

@@ -271,7 +271,8 @@ SITE_VALUES = {
     "params": {"a": {"kernel": jnp.linspace(-1.0, 1.0, 5)}, "critic": {"kernel": jnp.linspace(0.0, 1.0, 5)}},
     "gradient": {"a": jnp.linspace(-1.0, 1.0, 5)},
     "tokens": jnp.arange(12).reshape(3, 4),
-    "objective": jnp.zeros(()),
+    "objective": jnp.float32(2.0),
+    "label_smoothing": jnp.zeros(()),
 }
 CONTEXT = {
     "begins": jnp.array([False, True, False, False]),

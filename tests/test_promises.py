@@ -42,7 +42,7 @@ STRONG = {
 }
 
 
-SHARED = set(SITES) - {"tokens", "objective"}
+SHARED = set(SITES) - {"tokens", "objective", "label_smoothing"}
 """Sites that one optimizer or one wrapper of environments serves for all learners."""
 KEPT = {
     "observation_stuck",
@@ -121,12 +121,12 @@ def tiny_step(state, key, taps):
         vocabulary=100,
         second_corpus=lambda key: jax.random.randint(key, (4, 8), 50, 99),
     )
-    smoothing = taps("objective", jnp.float32(0.0))
+    smoothing = taps("label_smoothing", jnp.float32(0.0))
 
     def loss(params):
         wanted = (1 - smoothing) * seen.reward + jnp.mean(tokens) / 100
         moved = jax.vmap(act, (None, 0))(params, seen.observation) - seen.final_observation
-        return jnp.mean((value(params, seen.observation) - wanted) ** 2) + jnp.mean(moved**2)
+        return taps("objective", jnp.mean((value(params, seen.observation) - wanted) ** 2) + jnp.mean(moved**2))
 
     params, memory, done = OPTIMIZER.update(before, memory, jax.grad(loss)(before), taps)
     norm = optax.tree.norm(params)

@@ -167,7 +167,9 @@ def test_telemetry_that_a_learner_does_not_choose_is_refused(monkeypatch):
 
 def test_a_dimension_leaves_out_what_was_registered_without_a_standard(monkeypatch):
     monkeypatch.setitem(registry.perturbations._entries, "bare", ja.lr_spike(3.0))
-    kinds = [e.perturbation.name for e in spec_of('[[perturbation]]\ndimension = "optimization"').expanded().perturbations]
+    kinds = [
+        e.perturbation.name for e in spec_of('[[perturbation]]\ndimension = "optimization"').expanded().perturbations
+    ]
     assert "lr_spike" in kinds
     assert "bare" not in kinds
 

@@ -14,7 +14,7 @@ from jaxaudit.learners.rollout import Samples
 from jaxaudit.learners.trpo import TRPO, TRPOSettings
 from jaxaudit.learners.trust_region import gaussian_kl, line_search
 from jaxaudit.perturbations.kinds import stateless
-from jaxaudit.sites import Recorder
+from jaxaudit.taps import Taps
 
 WIDTH, SAMPLES, DELTA, DAMPING = 5, 64, 0.01, 0.1
 OPEN = slice(4, 6)
@@ -232,7 +232,7 @@ def test_a_step_that_is_refused_keeps_the_old_policy_bit_for_bit(search, policy,
         assert (int(kept.backtracks), float(kept.length), float(kept.kl), float(kept.gain)) == (10, 0, 0, 0)
 
 
-class Altering(Recorder):
+class Altering(Taps):
     """Taps that multiply the policy's gradient."""
 
     def __init__(self, factor):

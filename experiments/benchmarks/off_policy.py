@@ -183,7 +183,7 @@ def buffer(arguments, capacity: int) -> dict:
     # The program copies its arguments once a call, however many iterations it runs.
     seconds = timings[10].median - timings[5].median
     sizes = advance.compiled.memory_analysis()
-    each = advance(1, 1)[0].learner.buffer.nbytes / 2 / 2**20
+    each = advance(1, 1)[0].learner.buffer.value.nbytes / 2 / 2**20
     space = sizes.temp_size_in_bytes * arguments.devices / 2**20
     return {"capacity": capacity, "row": (f"{capacity:,}", f"{seconds:.3g}", f"{each:.2f}", f"{space:.2f}")}
 

@@ -18,7 +18,7 @@ from jaxaudit.kernels.cross_entropy import CrossEntropy, cross_entropy
 from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import when_due
-from jaxaudit.learners.optimizer import Optimizer, warmup_cosine
+from jaxaudit.learners.optimizer import Optimizer, disturbed_gradient, warmup_cosine
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.moments import SECOND_MOMENT
 from jaxaudit.paths import groups_of, squares_by_group
@@ -172,10 +172,9 @@ class LanguageModel:
         """One update."""
         before, optimizer = self.optimizer.disturb(state.params, state.optimizer, taps, self.init_params)
         tokens = self.read(key, taps)
-        smoothing = taps("objective", jnp.zeros(()))
-        gradient, telemetry = self.gradient(before, tokens, smoothing)
-        gradient = self.optimizer.disturb_gradient(gradient, taps)
-        params, optimizer, update = self.optimizer.follow(before, optimizer, gradient, taps)
+        gradient, telemetry = self.gradient(before, tokens, taps)
+        gradient, used = disturbed_gradient(gradient, taps)
+        params, optimizer, update = self.optimizer.follow(before, optimizer, gradient, used, taps)
         held_out, entropies = self.losses(self.observing, params, taps.data.held_out.astype(jnp.int32))
         telemetry |= {
             "performance": -held_out.loss,
@@ -186,6 +185,7 @@ class LanguageModel:
             "gradient_norm": update.gradient_norm,
             "clipped_fraction": update.clipped,
             "x_mem": update.memory,
+            "x_used": update.used,
             "params_norm": optax.tree.norm(params),
             "update_norm": update.update_norm,
         }
@@ -209,24 +209,26 @@ class LanguageModel:
             offered["second_corpus"] = lambda key: batches.draw(key, data.second_corpus, *size)
         return taps("tokens", batches.draw(key, data.train, *size), **offered)
 
-    def gradient(self, params: Params, tokens: jax.Array, smoothing: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
+    def gradient(self, params: Params, tokens: jax.Array, taps: Taps) -> tuple[Params, dict[str, jax.Array]]:
         """The mean gradient of a batch, and what its microbatches' gradients tell, all taken at one point."""
         settings = self.settings
+        smoothing = taps("label_smoothing", jnp.zeros(()))
         microbatches = tokens.reshape(settings.accumulation, -1, tokens.shape[1])
 
-        def loss(params: Params, tokens: jax.Array) -> jax.Array:
-            return self.losses(self.model, params, tokens, smoothing)[0].loss
+        def loss(params: Params, tokens: jax.Array, taps: Taps) -> tuple[jax.Array, jax.Array]:
+            found = self.losses(self.model, params, tokens, smoothing)[0].loss
+            return taps("objective", found), found
 
-        value_and_gradient = jax.value_and_grad(loss)
+        gradient_and_value = jax.grad(loss, has_aux=True)
         if settings.accumulation == 1:
-            value, gradient = value_and_gradient(params, tokens)
+            gradient, value = gradient_and_value(params, tokens, taps)
             return gradient, {"loss": value, "x_grad": jnp.float32(jnp.nan)}
 
-        def one(total: CoherenceSum, tokens: jax.Array):
-            value, gradient = value_and_gradient(params, tokens)
+        def one(taps: Taps, total: CoherenceSum, tokens: jax.Array):
+            gradient, value = gradient_and_value(params, tokens, taps)
             return total.add(gradient), (value, gradient if settings.telemetry == "full" and settings.gram else None)
 
-        total, (values, gradients) = jax.lax.scan(one, CoherenceSum.zeros(params), microbatches)
+        total, (values, gradients) = taps.scan(one, CoherenceSum.zeros(params), microbatches)
         telemetry = {"loss": jnp.mean(values), "x_grad": total.mean_pairwise_cosine()}
         if settings.telemetry == "full":
             noise_scale = total.noise_scale(settings.batch_size // settings.accumulation).noise_scale

@@ -14,6 +14,7 @@ import optax
 from flax import struct
 
 from jaxaudit.kernels.coherence import unit_gradient
+from jaxaudit.learner import Lasting
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.coherence import gradient_coherence
 from jaxaudit.learners.evaluation import evaluate_when_due
@@ -136,20 +137,21 @@ class OffPolicyState:
       networks: parameters, target networks, optimizers.
       episodes: the environments.
       copies: of them, where a disturbance touches acting.
-      buffer: the replay buffer's store, `[rows, width]`.
+      buffer: the replay buffer's store, `[rows, width]`; what was seen stays when the networks are taken back.
     """
 
     networks: Networks
     episodes: EpisodeState
     copies: Copies
-    buffer: jax.Array
+    buffer: Lasting
 
 
 class OffPolicy:
     """One iteration: step the environments, and after each step, improve critics, actor and target networks.
 
     Actions are in [-1, 1] here, in the buffer and in the networks, and in the task's units in the environment. How
-    much the buffer holds follows from `taps.step`: a state is one of a run that began at step 0.
+    much the buffer holds follows from `taps.step`: it was written in every step of a run that began at step 0, for
+    nothing that takes a state back takes the buffer back.
 
     Subclasses say how to act, what the critics aim at and what the actor's loss is.
 
@@ -214,7 +216,7 @@ class OffPolicy:
         target = {name: params[name] for name in self.targets}
         begin = self.episodes.init(episodes_key)
         copies = self.undisturbed.init(begin)
-        return OffPolicyState(Networks(params, target, optimizer), begin, copies, self.buffer.init())
+        return OffPolicyState(Networks(params, target, optimizer), begin, copies, Lasting(self.buffer.init()))
 
     def init_params(self, key: jax.Array) -> Params:
         """Fresh parameters."""
@@ -244,7 +246,7 @@ class OffPolicy:
             act_key, learn_key = jax.random.split(jax.random.fold_in(steps_key, index))
             count = before + index
             state = self.collect(taps, state, act_key, count)
-            learn = partial(self.learn, buffer=state.buffer, key=learn_key, count=count + 1)
+            learn = partial(self.learn, buffer=state.buffer.value, key=learn_key, count=count + 1)
             networks, told = taps.cond(self.learning(count + 1), learn, state.networks)
             return dataclasses.replace(state, networks=networks), told
 
@@ -255,7 +257,7 @@ class OffPolicy:
         params = state.networks.params
         telemetry = parts | self.update_telemetry(updates)
         telemetry |= nan_unless(
-            self.learning(after), lambda: self.coherence(state.networks, state.buffer, probe_key, after)
+            self.learning(after), lambda: self.coherence(state.networks, state.buffer.value, probe_key, after)
         )
         return state, telemetry | {
             "performance": episodes.performance(self.undisturbed.clean(state.copies, state.episodes)),
@@ -323,7 +325,8 @@ class OffPolicy:
             transition.final_observation,
             transition.terminated.astype(jnp.float32),
         )
-        return OffPolicyState(state.networks, after, copies, self.buffer.write(state.buffer, stored, count))
+        store = self.buffer.write(state.buffer.value, stored, count)
+        return OffPolicyState(state.networks, after, copies, Lasting(store))
 
     def learn(
         self, taps: Taps, networks: Networks, *, buffer: jax.Array, key: jax.Array, count: jax.Array
@@ -355,7 +358,12 @@ class OffPolicy:
         self, taps: Taps, networks: Networks, name: str, loss: Callable[[Params], tuple[jax.Array, Told]]
     ) -> tuple[Networks, Told, Update]:
         """One update of the parameters `name`, down the gradient of `loss(parameters) -> (scalar, what it tells)`."""
-        gradient, told = jax.grad(loss, has_aux=True)(networks.params[name])
+
+        def objective(params: Params) -> tuple[jax.Array, Told]:
+            value, told = loss(params)
+            return taps("objective", value, label=name), told
+
+        gradient, told = jax.grad(objective, has_aux=True)(networks.params[name])
         part, optimizer, update = self.optimizers[name].update(
             networks.params[name], networks.optimizer[name], gradient, taps
         )
@@ -408,6 +416,7 @@ class OffPolicy:
             "learning_rate": (actor.learning_rate + critic.learning_rate) / 2,
             "clipped_fraction": (actor.clipped + critic.clipped) / 2,
             "x_mem": (actor.memory + critic.memory) / 2,
+            "x_used": (actor.used + critic.used) / 2,
         }
 
     def coherence(self, networks: Networks, buffer: jax.Array, key: jax.Array, count: jax.Array) -> Told:

@@ -27,6 +27,7 @@ class Update:
       update_norm: global L2 norm of the change of the parameters.
       clipped: 1 where the gradient's norm was above the threshold.
       memory: cosine between the update and the first moment it was taken with; NaN without one.
+      used: cosine between the gradient as used and as it was before any disturbance; 1 where it was not disturbed.
     """
 
     learning_rate: jax.Array
@@ -34,6 +35,7 @@ class Update:
     update_norm: jax.Array
     clipped: jax.Array
     memory: jax.Array
+    used: jax.Array
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,13 @@ class Optimizer:
 
     def update(self, params: Params, state: Any, gradient: Params, taps: Taps) -> tuple[Params, Any, Update]:
         """One update with `gradient`, tapping gradient, clip_norm and learning_rate: (params, state, what it did)."""
-        return self.follow(params, state, self.disturb_gradient(gradient, taps), taps)
+        gradient, used = disturbed_gradient(gradient, taps, self.label)
+        return self.follow(params, state, gradient, used, taps)
 
-    def disturb_gradient(self, gradient: Params, taps: Taps) -> Params:
-        """The gradient as it is used: disturbed or not, before clipping."""
-        return taps("gradient", gradient, label=self.label)
-
-    def follow(self, params: Params, state: Any, gradient: Params, taps: Taps) -> tuple[Params, Any, Update]:
-        """As `update`, with a gradient that has been tapped."""
+    def follow(
+        self, params: Params, state: Any, gradient: Params, used: jax.Array, taps: Taps
+    ) -> tuple[Params, Any, Update]:
+        """As `update`, with what `disturbed_gradient` gave."""
         norm = optax.tree.norm(gradient)
         clipped = jnp.zeros(())
         if self.max_norm is not None:
@@ -87,7 +88,7 @@ class Optimizer:
         direction, state = self.transform.update(gradient, state, params)
         rate = self._rate(taps)
         change = jax.tree.map(lambda d: -rate * d, direction)
-        done = Update(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state))
+        done = Update(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state), used)
         return optax.apply_updates(params, change), state, done
 
     def _rate(self, taps: Taps) -> jax.Array:
@@ -97,6 +98,21 @@ class Optimizer:
         progress = jnp.asarray(taps.step, jnp.float32) / taps.steps if taps.steps else jnp.float32(self.outside)
         rate = jnp.asarray(schedule(progress), jnp.float32)
         return taps("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
+
+
+def disturbed_gradient(gradient: Params, taps: Taps, label: str = "") -> tuple[Params, jax.Array]:
+    """A gradient as it is used, tapped at "gradient", and its cosine with the one given: x_used.
+
+    The cosine is 1 where this lane's gradient is not disturbed, and is not computed where no lane's is.
+    """
+    used = taps("gradient", gradient, label=label)
+    if not taps.disturbs("gradient"):
+        return used, jnp.ones(())
+
+    def measured() -> jax.Array:
+        return jnp.where(taps.disturbed("gradient"), cosine(gradient, used), 1.0)
+
+    return used, jax.lax.cond(taps.idle("gradient") == 0, measured, lambda: jnp.ones(()))
 
 
 def warmup_cosine(peak: float, warmup: float, final: float) -> Callable[[jax.Array], jax.Array]:
@@ -125,5 +141,10 @@ def first_moment_cosine(direction: Params, state: Any) -> jax.Array:
     moment = next(kept, None)
     if moment is None:
         return jnp.float32(jnp.nan)
-    inner = sum(jnp.vdot(d, m) for d, m in zip(jax.tree.leaves(direction), jax.tree.leaves(moment), strict=True))
-    return inner / (optax.tree.norm(direction) * optax.tree.norm(moment))
+    return cosine(direction, moment)
+
+
+def cosine(one: Params, other: Params) -> jax.Array:
+    """Of the angle between two trees with leaves of the same shapes; NaN where one is zero."""
+    inner = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    return inner / (optax.tree.norm(one) * optax.tree.norm(other))

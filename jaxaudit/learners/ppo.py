@@ -72,7 +72,12 @@ class PPO(OnPolicy):
 
         def minibatch(taps: Taps, carry: tuple[Any, Any], batch: Samples):
             weight = taps("entropy_coefficient", jnp.float32(self.settings.entropy_coefficient))
-            gradient, parts = jax.grad(self.loss, has_aux=True)(carry[0], batch, weight)
+
+            def objective(params: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+                loss, parts = self.loss(params, batch, weight)
+                return taps("objective", loss), parts
+
+            gradient, parts = jax.grad(objective, has_aux=True)(carry[0])
             params, optimizer, update = self.optimizer.update(*carry, gradient, taps)
             return (params, optimizer), (parts, update)
 
@@ -130,6 +135,7 @@ class PPO(OnPolicy):
             "gradient_norm": jnp.mean(updates.gradient_norm),
             "clipped_fraction": jnp.mean(updates.clipped),
             "x_mem": jnp.mean(updates.memory),
+            "x_used": jnp.mean(updates.used),
         }
 
 

@@ -16,7 +16,7 @@ from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings
 from jaxaudit.learners.on_task import on_task
-from jaxaudit.learners.optimizer import Optimizer
+from jaxaudit.learners.optimizer import Optimizer, disturbed_gradient
 from jaxaudit.learners.rollout import Params, Samples
 from jaxaudit.learners.trust_region import NaturalStep, fisher_product, gaussian_kl, line_search, natural_step
 from jaxaudit.models.mlp import gaussian_log_probability
@@ -112,7 +112,7 @@ class TRPO(OnPolicy):
         # Accelerators may multiply float32 matrices in fewer bits, too few for conjugate gradients.
         with jax.default_matmul_precision("highest"):
             parts = self.gradients(policy, batch)
-            gradient = taps("gradient", jax.tree.map(lambda g: jnp.mean(g, axis=0), parts))
+            gradient, used = disturbed_gradient(jax.tree.map(lambda g: jnp.mean(g, axis=0), parts), taps)
             max_kl = taps("trust_region", jnp.float32(settings.max_kl), label="actor")
             proposal = self.proposal(policy, gradient, batch, max_kl)
             found = line_search(
@@ -133,6 +133,7 @@ class TRPO(OnPolicy):
             "step_length": found.length,
             "cg_residual": proposal.residual,
             "x_grad": mean_pairwise_cosine(parts),
+            "x_used": used,
         }
         if settings.telemetry == "full":
             telemetry["x_grad_dominant"] = dominant_share(parts)
@@ -178,7 +179,12 @@ class TRPO(OnPolicy):
         """Epochs of Adam: critic, optimizer state, telemetry, and the first epoch's gradient norms in every layer."""
 
         def minibatch(taps: Taps, carry: tuple[Params, Any], batch: Samples):
-            loss, gradient = jax.value_and_grad(self.value_loss)(carry[0], batch)
+
+            def objective(critic: Params) -> tuple[jax.Array, jax.Array]:
+                loss = self.value_loss(critic, batch)
+                return taps("objective", loss, label="critic"), loss
+
+            gradient, loss = jax.grad(objective, has_aux=True)(carry[0])
             critic, optimizer, update = self.optimizer.update(*carry, gradient, taps)
             return (critic, optimizer), (loss, update, jax.tree.map(lambda g: jnp.sum(g**2), gradient))
 

@@ -37,7 +37,12 @@ def reset_moments(key, value, magnitude):
 
     At 1 it is zero in every entry, counts of steps too: what optax's Adam begins from.
     """
-    return jax.tree.map(lambda x: jnp.asarray((1.0 - magnitude) * x).astype(x.dtype), value)
+
+    def less(x: jax.Array) -> jax.Array:
+        # Zero times what has overflowed would be NaN.
+        return jnp.where(magnitude >= 1.0, 0.0, (1.0 - magnitude) * x).astype(x.dtype)
+
+    return jax.tree.map(less, value)
 
 
 @intervention("entropy_coefficient", magnitude=10.0, neutral=1.0, limits=(0.0, math.inf))
@@ -52,33 +57,43 @@ class Snapshots:
 
     Attributes:
       states: leaves `[SNAPSHOTS, ...]`.
-      taken: how many were written since the ring was begun or last restored.
-      wait: steps until the next is taken, or until the ring may be restored again.
+      taken: how many were written since the ring was begun or last gone back to.
+      wait: steps until the next is taken.
+      rest: steps until the lane may go back again.
     """
 
     states: Any
     taken: Any
     wait: Any
+    rest: Any
 
 
 def no_snapshots(value: Any) -> Snapshots:
     """A ring for states like `value`."""
     states = jax.tree.map(lambda x: jnp.zeros((SNAPSHOTS, *x.shape), x.dtype), value)
-    return Snapshots(states, jnp.int32(0), jnp.int32(0))
+    return Snapshots(states, jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
 
 @intervention("state", magnitude=10, neutral=0, limits=(0, math.inf), memory=no_snapshots, whole=True)
 def roll_back(key, value, magnitude, memory, *, alarm):
     """Goes back to the learner's state of `magnitude` steps ago, or up to half as many more, when an alarm is raised.
 
-    Until there is one so old, to the oldest there is. While the alarm stays on it goes back every `magnitude` steps.
+    Until there is one so old, to the oldest there is. At most once in `magnitude` steps: again and again, to the same
+    state, while the alarm stays on. A replay buffer stays as it is (`jaxaudit.learner.Lasting`).
     """
     every = jnp.maximum(jnp.ceil(magnitude / (SNAPSHOTS - 1)).astype(jnp.int32), 1)
-    due = memory.wait <= 0
-    restore, take = alarm & due & (memory.taken > 0), ~alarm & due
+    restore = alarm & (memory.rest <= 0) & (memory.taken > 0)
+    take = ~alarm & (memory.wait <= 0)
     oldest = jnp.where(memory.taken < SNAPSHOTS, 0, memory.taken % SNAPSHOTS)
     back = jax.tree.map(lambda ring, now: jnp.where(restore, ring[oldest], now), memory.states, value)
-    place = memory.taken % SNAPSHOTS
-    states = jax.tree.map(lambda ring, now: ring.at[place].set(jnp.where(take, now, ring[place])), memory.states, value)
-    wait = jnp.where(restore, magnitude.astype(jnp.int32), jnp.where(take, every, memory.wait)) - 1
-    return back, Snapshots(states, memory.taken + take, wait)
+    # What was taken since then may be what the alarm is about: the state gone back to is the only one left.
+    place = jnp.where(restore, 0, memory.taken % SNAPSHOTS)
+    states = jax.tree.map(
+        lambda ring, now: ring.at[place].set(jnp.where(restore | take, now, ring[place])), memory.states, back
+    )
+    return back, Snapshots(
+        states,
+        taken=jnp.where(restore, 1, memory.taken + take),
+        wait=jnp.where(restore | take, every, memory.wait) - 1,
+        rest=jnp.where(restore, magnitude.astype(jnp.int32), jnp.maximum(memory.rest, 1)) - 1,
+    )

@@ -37,13 +37,19 @@ def lr_schedule_error(key, value, magnitude, *, schedule, progress):
 
 @perturbation("optimization", "optimizer_state", magnitude=0.1, neutral=0.0, duration=10, limits=(0.0, math.inf))
 def momentum_noise(key, value, magnitude):
-    """Adds Gaussian noise of standard deviation `magnitude` to the first moment (Table S4: N(0, 0.1))."""
+    """Adds Gaussian noise of standard deviation `magnitude` to the first moment (Table S4: N(0, 0.1)).
+
+    It enters when a step begins: once an iteration of a reinforcement learner, before its many updates.
+    """
     return transforms.on_moments(FIRST_MOMENT, lambda moments: transforms.add_noise(key, moments, magnitude), value)
 
 
 @perturbation("optimization", "optimizer_state", magnitude=0.01, neutral=1.0, duration="once", limits=(0.0, math.inf))
 def second_moment_drift(key, value, magnitude):
-    """Multiplies Adam's second moment by `magnitude`; below one, updates are too large (Table S1: moment drift)."""
+    """Multiplies Adam's second moment by `magnitude`; below one, updates are too large (Table S1: moment drift).
+
+    It enters when a step begins, as in `momentum_noise`.
+    """
     return transforms.on_moments(SECOND_MOMENT, lambda moments: transforms.scale(moments, magnitude), value)
 
 

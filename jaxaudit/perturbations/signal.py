@@ -63,9 +63,18 @@ def adversarial_reward(key, value, magnitude, *, td_error):
     return transforms.worst_draw(key, value, magnitude, lambda reward: -direction * td_error(reward))
 
 
-@perturbation("signal", "objective", magnitude=0.2, neutral=0.0, duration="end", limits=(0.0, 1.0))
+@perturbation("signal", "objective", magnitude=-1.0, neutral=1.0, duration=10)
+def objective_scale(key, value, magnitude):
+    """Multiplies the loss whose gradient is taken by `magnitude` (Table S1: objective perturbations).
+
+    A negative factor makes the learner go uphill; of positive ones Adam sees little but through the clipping before it.
+    """
+    return transforms.scale(value, magnitude)
+
+
+@perturbation("signal", "label_smoothing", magnitude=0.2, neutral=0.0, duration="end", limits=(0.0, 1.0))
 def label_smoothing(key, value, magnitude):
-    """The objective's label smoothing becomes `magnitude` (Szegedy et al., 2016; Table S4: alpha = 0.2).
+    """The label smoothing of the objective becomes `magnitude` (Szegedy et al., 2016; Table S4: alpha = 0.2).
 
     The target is (1 - magnitude) on the label and magnitude spread evenly over the vocabulary.
     """
