@@ -1,0 +1,87 @@
+"""CartPole-v1 of Gymnasium's classic control, in JAX: a task with discrete actions, for runs of seconds."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxaudit import registry
+from jaxaudit.tasks._brax import Env, State
+
+FACTORS = ("gear", "gravity", "mass")
+
+GRAVITY = 9.8  # m/s^2
+CART_MASS, POLE_MASS = 1.0, 0.1  # kg
+HALF_LENGTH = 0.5  # m, of the pole
+FORCE = 10.0  # N
+TIMESTEP = 0.02  # s
+FARTHEST = 2.4  # m
+STEEPEST = math.radians(12.0)
+SPREAD = 0.05  # of initial values, in m, m/s, rad and rad/s
+
+
+@registry.tasks.register("CartPole-v1")
+class CartPole(Env):
+    """A pole on a cart that action 0 pushes to the left and action 1 to the right; unbatched, in float32.
+
+    The observation is the simulation's state: the cart's position (m) and velocity (m/s), the pole's angle (rad) and
+    angular velocity (rad/s). Every step is rewarded with 1. An episode ends where the cart is more than 2.4 m from
+    the middle or the pole more than 12 degrees from upright.
+
+    A state's `info["dynamics"]`, if it has one, holds factors on the force, gravity and both masses, as `dynamics`
+    does. Factors that are not finite, a mass that is not positive, or an action that is neither 0 nor 1 give NaN
+    observation and reward, leave the simulation where it was, and do not end the episode.
+
+    Attributes:
+        actions: how many there are.
+        max_episode_steps: the time limit. Not enforced here.
+        cheap_reset: a full reset each step costs nothing worth saving.
+        action_size: 1, for an action is one int32.
+    """
+
+    actions = 2
+    max_episode_steps = 500
+    cheap_reset = True
+    observation_size, action_size, backend = 4, 1, "jax"
+
+    @property
+    def dynamics(self) -> dict[str, jax.Array]:
+        """The factors on force ("gear"), gravity and mass that change nothing: scalars, float32."""
+        return {name: jnp.ones((), jnp.float32) for name in FACTORS}
+
+    def reset(self, rng: jax.Array) -> State:
+        """Draw an initial state."""
+        physics = jax.random.uniform(rng, (4,), minval=-SPREAD, maxval=SPREAD)
+        zero = jnp.zeros((), jnp.float32)
+        return State(physics, physics, zero, zero)
+
+    def step(self, state: State, action: jax.Array) -> State:
+        """Advance by one env step under an action, a scalar int32."""
+        before = state.pipeline_state
+        # XLA would divide by a constant mass in another way, and neutral factors would then change the last bit.
+        factors = jax.lax.optimization_barrier(state.info.get("dynamics") or self.dynamics)
+        possible = jnp.isfinite(jnp.stack([factors[name] for name in FACTORS])).all() & (factors["mass"] > 0)
+        possible &= (action == 0) | (action == 1)
+        after = jnp.where(possible, advance(before, action, factors), before)
+        unless_impossible = jnp.where(possible & jnp.isfinite(after).all(), 0.0, jnp.nan)
+        fallen = (jnp.abs(after[0]) > FARTHEST) | (jnp.abs(after[2]) > STEEPEST)
+        return state.replace(
+            pipeline_state=after,
+            obs=after + unless_impossible,
+            reward=1.0 + unless_impossible,
+            done=(fallen & possible).astype(jnp.float32),
+        )
+
+
+def advance(physics: jax.Array, action: jax.Array, factors: dict[str, jax.Array]) -> jax.Array:
+    """One Euler step of a simulation's state `[4]` (Barto, Sutton and Anderson, 1983, without friction)."""
+    _, x_dot, theta, theta_dot = physics
+    sin, cos = jnp.sin(theta), jnp.cos(theta)
+    force = jnp.where(action == 1, FORCE, -FORCE) * factors["gear"]
+    mass = (CART_MASS + POLE_MASS) * factors["mass"]
+    pole = POLE_MASS * factors["mass"]
+    push = (force + pole * HALF_LENGTH * theta_dot**2 * sin) / mass
+    turning = (GRAVITY * factors["gravity"] * sin - cos * push) / (HALF_LENGTH * (4.0 / 3.0 - pole * cos**2 / mass))
+    speeding = push - pole * HALF_LENGTH * turning * cos / mass
+    rates = jnp.stack([x_dot, speeding, theta_dot, turning])
+    return physics + TIMESTEP * rates
