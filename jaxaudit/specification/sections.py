@@ -54,13 +54,14 @@ class TaskSpec:
     """[task]: what is trained on.
 
     Attributes:
-      kind: "mujoco", this package's tasks and those that are registered; "brax"; or "playground", MuJoCo Playground's.
+      kind: "mujoco", this package's tasks and those that are registered; "brax"; "gymnax"; or "playground", MuJoCo
+        Playground's.
       name: as `tasks.make` takes it: of a registered task, or with the kind before it, "brax:ant".
       physics: the engine: of "mujoco" "c", "mjx", or "auto", the faster one on this device; of "brax" one of
-        brax's backends, or "auto", the environment's own; of "playground" "mjx", which is "auto".
+        brax's backends, or "auto", the environment's own; of "gymnax" "auto"; of "playground" "mjx", which is "auto".
     """
 
-    kind: Literal["mujoco", "brax", "playground"]
+    kind: Literal["mujoco", "brax", "gymnax", "playground"]
     name: str
     physics: Literal["auto", "c", "mjx", "generalized", "positional", "spring"] = "auto"
 

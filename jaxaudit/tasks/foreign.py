@@ -1,4 +1,4 @@
-"""Environments of brax and of MuJoCo Playground as tasks: `brax:ant`, `playground:CheetahRun`."""
+"""Environments of other packages as tasks: `brax:ant`, `gymnax:Breakout-MinAtar`, `playground:CheetahRun`."""
 
 import contextlib
 import importlib.util
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit.registry import UnknownName, unknown
+from jaxaudit.tasks import gymnax_env
 from jaxaudit.tasks._brax import Env, State, brax_environments, make_brax
 
 
@@ -91,7 +92,7 @@ class Family:
     about: str
     physics: tuple[str, ...]
     names: Callable[[], list[str]]
-    build: Callable[[str, str], ForeignEnv]
+    build: Callable[[str, str], Env]
 
 
 def _build_brax(name: str, physics: str) -> ForeignEnv:
@@ -123,6 +124,12 @@ FAMILIES = {
         brax_environments,
         _build_brax,
     ),
+    "gymnax": Family(
+        "gymnax', with the extra jaxaudit[gymnax]: classic control, MinAtar, bsuite",
+        ("auto",),
+        gymnax_env.names,
+        gymnax_env.build,
+    ),
     "playground": Family(
         "MuJoCo Playground's, with the extra jaxaudit[playground]",
         ("auto", "mjx"),
@@ -132,7 +139,7 @@ FAMILIES = {
 }
 
 
-def make_foreign(family: str, name: str, physics: str) -> ForeignEnv:
+def make_foreign(family: str, name: str, physics: str) -> Env:
     """Build a task of a family's.
 
     Raises:
