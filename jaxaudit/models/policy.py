@@ -1,0 +1,204 @@
+"""The policy's head: what a network's output says of the next action, a Gaussian or a choice among several.
+
+A head is functions of arrays. A distribution is a NamedTuple of arrays, whose leading axes are those of the
+observations; its entropy, divergence and log probabilities are in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Params = Any
+Distribution = Any
+
+IMPOSSIBLE = -1
+"""The discrete action drawn from logits that are not finite: no task takes it, so a policy that diverged shows."""
+
+
+class Head(Protocol):
+    """What on-policy learners ask of a policy."""
+
+    @property
+    def outputs(self) -> int:
+        """Width of the network's last layer."""
+
+    def init_params(self) -> dict[str, jax.Array]:
+        """What is trained beside the network."""
+
+    def distribution(self, output: jax.Array, params: Params) -> Distribution:
+        """The distribution that an output `[..., outputs]` means under parameters that hold `init_params`'."""
+
+    def sample(self, key: jax.Array, distribution: Distribution) -> jax.Array:
+        """An action drawn, before `to_task`."""
+
+    def mode(self, distribution: Distribution) -> jax.Array:
+        """The likeliest action, before `to_task`."""
+
+    def to_task(self, action: jax.Array) -> jax.Array:
+        """The action as the task takes it."""
+
+    def log_probability(self, distribution: Distribution, action: jax.Array) -> jax.Array:
+        """Of an action, `[...]`; a log density where actions are continuous."""
+
+    def entropy(self, distribution: Distribution) -> jax.Array:
+        """Of the distribution, `[...]`, or a scalar where it is the same for all."""
+
+    def kl(self, old: Distribution, new: Distribution) -> jax.Array:
+        """KL(old || new), `[...]`."""
+
+    def fisher(self, distribution: Distribution, tangent: Distribution) -> Distribution:
+        """The Hessian of the mean of `kl(distribution, new)` over all leading axes, at new = distribution, times a
+        tangent: of the distribution's shapes.
+        """
+
+
+class Normal(NamedTuple):
+    """Gaussians with independent entries: means `[..., A]`, log standard deviations `[A]`, the same for all."""
+
+    mean: jax.Array
+    log_std: jax.Array
+
+
+class Choice(NamedTuple):
+    """Chances of N actions, softmax of the logits `[..., N]`."""
+
+    logits: jax.Array
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """Continuous actions `[..., A]`: the output is their mean, and "log_std" is trained beside the network.
+
+    Attributes:
+      low, high: `[A]`, bounds of the actions a task takes; the distribution knows nothing of them.
+      log_std: initial logarithm of the standard deviation.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    log_std: float = 0.0
+
+    @property
+    def outputs(self) -> int:
+        """As many as an action has entries."""
+        return len(self.low)
+
+    def init_params(self) -> dict[str, jax.Array]:
+        """The logarithm of the standard deviation."""
+        return {"log_std": jnp.full(self.outputs, self.log_std)}
+
+    def distribution(self, output: jax.Array, params: Params) -> Normal:
+        """The output is the mean."""
+        return Normal(output, params["log_std"])
+
+    def sample(self, key: jax.Array, distribution: Normal) -> jax.Array:
+        """An action drawn, unbounded."""
+        mean, log_std = distribution
+        return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
+
+    def mode(self, distribution: Normal) -> jax.Array:
+        """The mean."""
+        return distribution.mean
+
+    def to_task(self, action: jax.Array) -> jax.Array:
+        """The action clipped to its bounds."""
+        return jnp.clip(action, self.low, self.high)
+
+    def log_probability(self, distribution: Normal, action: jax.Array) -> jax.Array:
+        """The log density."""
+        mean, log_std = distribution
+        z = (action - mean) * jnp.exp(-log_std)
+        return -0.5 * jnp.sum(z**2 + 2.0 * log_std + jnp.log(2.0 * jnp.pi), axis=-1)
+
+    def entropy(self, distribution: Normal) -> jax.Array:
+        """The differential entropy, a scalar."""
+        return jnp.sum(distribution.log_std + 0.5 * jnp.log(2.0 * jnp.pi * jnp.e), axis=-1)
+
+    def kl(self, old: Normal, new: Normal) -> jax.Array:
+        """Exact, to the last digits where the two are nearly equal."""
+        wider = new.log_std - old.log_std
+        moved = (new.mean - old.mean) * jnp.exp(-new.log_std)
+        return jnp.sum(wider + 0.5 * jnp.expm1(-2.0 * wider) + 0.5 * moved**2, axis=-1)
+
+    def fisher(self, distribution: Normal, tangent: Normal) -> Normal:
+        """1 / variance for a mean, shared among the means; 2 for a log standard deviation."""
+        mean, log_std = distribution
+        weight = jnp.exp(-2.0 * log_std) / math.prod(mean.shape[:-1])
+        return Normal(weight * tangent.mean, 2.0 * tangent.log_std)
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """Discrete actions, int32 `[...]` from 0 to `actions` - 1: the output is their logits.
+
+    Attributes:
+      actions: how many there are.
+    """
+
+    actions: int
+
+    @property
+    def outputs(self) -> int:
+        """One for each action."""
+        return self.actions
+
+    def init_params(self) -> dict[str, jax.Array]:
+        """Nothing."""
+        return {}
+
+    def distribution(self, output: jax.Array, params: Params) -> Choice:
+        """The output is the logits."""
+        return Choice(output)
+
+    def sample(self, key: jax.Array, distribution: Choice) -> jax.Array:
+        """An action drawn; IMPOSSIBLE where a logit is not finite."""
+        return self._chosen(jax.random.categorical(key, distribution.logits), distribution)
+
+    def mode(self, distribution: Choice) -> jax.Array:
+        """The likeliest action; IMPOSSIBLE where a logit is not finite."""
+        return self._chosen(jnp.argmax(distribution.logits, axis=-1), distribution)
+
+    def _chosen(self, action: jax.Array, distribution: Choice) -> jax.Array:
+        return jnp.where(jnp.isfinite(distribution.logits).all(-1), action, IMPOSSIBLE).astype(jnp.int32)
+
+    def to_task(self, action: jax.Array) -> jax.Array:
+        """The action itself."""
+        return action
+
+    def log_probability(self, distribution: Choice, action: jax.Array) -> jax.Array:
+        """The logarithm of its chance."""
+        # A product, and not an index, whose gradient would scatter: XLA's CPU backend does that entry by entry.
+        return jnp.sum(jax.nn.one_hot(action, self.actions) * jax.nn.log_softmax(distribution.logits), axis=-1)
+
+    def entropy(self, distribution: Choice) -> jax.Array:
+        """From 0 to log(actions)."""
+        logs = jax.nn.log_softmax(distribution.logits)
+        return -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+
+    def kl(self, old: Choice, new: Choice) -> jax.Array:
+        """Exact."""
+        logs, new_logs = jax.nn.log_softmax(old.logits), jax.nn.log_softmax(new.logits)
+        return jnp.sum(jnp.exp(logs) * (logs - new_logs), axis=-1)
+
+    def fisher(self, distribution: Choice, tangent: Choice) -> Choice:
+        """diag(p) - p p' for the logits, shared among the distributions."""
+        chances = jax.nn.softmax(distribution.logits)
+        apart = tangent.logits - jnp.sum(chances * tangent.logits, axis=-1, keepdims=True)
+        return Choice(chances * apart / math.prod(distribution.logits.shape[:-1]))
+
+
+def head_of(env: Any, log_std: float = 0.0) -> Head:
+    """The head for an environment's actions: a choice among its `actions`, where it has some, else a Gaussian.
+
+    Args:
+      env: with the attribute `actions`, or with `action_low` and `action_high`.
+      log_std: what a Gaussian's standard deviation begins from, its logarithm.
+    """
+    actions = getattr(env, "actions", None)
+    return Gaussian(env.action_low, env.action_high, log_std) if actions is None else Categorical(actions)
