@@ -13,7 +13,6 @@ from jaxaudit.learners.normalizer import Moments
 from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
 from jaxaudit.learners.ppo import PPO, PPOSettings
 from jaxaudit.learners.rollout import Samples
-from jaxaudit.models.mlp import gaussian_entropy, gaussian_log_probability
 from jaxaudit.taps import Taps
 
 SMALL = PLAIN | {"hidden": (16,)}
@@ -26,16 +25,6 @@ def test_the_entropy_bonus_holds_the_policy_at_its_known_width(coefficient):
     agent = PPO(Probe(lambda a: -((a - 0.5) ** 2), True), 16, settings)
     state, _ = jax.jit(lambda: train(agent, 300))()
     assert float(jnp.exp(state.params["log_std"][0])) == pytest.approx((coefficient / 2) ** 0.5, rel=0.1)
-
-
-def test_gaussian_log_probability_and_entropy_match_scipy():
-    rng = np.random.default_rng(0)
-    action, mean, log_std = rng.normal(size=(3, 5, 4)).astype(np.float32)
-    expected = stats.norm(mean, np.exp(log_std)).logpdf(action).sum(-1)
-    np.testing.assert_allclose(gaussian_log_probability(action, mean, log_std), expected, rtol=1e-5)
-    np.testing.assert_allclose(
-        gaussian_entropy(log_std[0]), stats.norm(0, np.exp(log_std[0])).entropy().sum(), rtol=1e-5
-    )
 
 
 def test_the_surrogate_loss_matches_float64_numpy():

@@ -28,7 +28,7 @@ def evaluate_when_due(
 
     Args:
       env: a brax `Env`, unbatched.
-      policy: observations `[episodes, O]` to actions `[episodes, A]`, without exploration.
+      policy: observations `[episodes, O]` to actions as `Episodes.step` takes them, without exploration.
       key: decides the initial states.
       taps: tell the step and the length of the run; outside a run nothing is due.
       times: evaluations in a run, at most one a step; 0: never.

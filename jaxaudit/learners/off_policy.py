@@ -163,6 +163,7 @@ class OffPolicy:
       parts: names of all that is trained, each with an optimizer of its own.
     """
 
+    discrete = False
     targets: tuple[str, ...] = ("critic",)
     critic_loss_weight = 1.0
 

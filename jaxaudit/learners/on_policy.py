@@ -17,7 +17,6 @@ from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.normalizer import Moments
 from jaxaudit.learners.optimizer import Optimizer
 from jaxaudit.learners.rollout import OnPolicyState, Params, Rollouts, Samples
-from jaxaudit.models.mlp import gaussian_entropy
 from jaxaudit.taps import Taps
 from jaxaudit.tasks import episodes
 
@@ -37,8 +36,8 @@ class OnPolicySettings:
       normalize_advantages: where the policy's loss takes them.
       orthogonal: orthogonal initialisation.
       hidden: widths of the hidden layers of actor and critic.
-      log_std: initial logarithm of the policy's standard deviation.
-      evaluations: how often in a run the policy's mean action is evaluated, evenly spaced; 0: never.
+      log_std: initial logarithm of the policy's standard deviation, where actions are continuous.
+      evaluations: how often in a run the policy's likeliest action is evaluated, evenly spaced; 0: never.
       evaluation_episodes: episodes of each evaluation.
       telemetry: "basic", or "full", which adds per-layer norms and the dominant share of the gradients' Gram matrix.
     """
@@ -131,7 +130,7 @@ class OnPolicy(Rollouts):
         state = dataclasses.replace(state, params=improved, optimizer=optimizer)
 
         def best_action(observation: jax.Array) -> jax.Array:
-            return self.to_action_space(self.policy(state.params, self.normalized(state, observation))[0])
+            return self.head.to_task(self.head.mode(self.policy(state.params, self.normalized(state, observation))))
 
         return state, telemetry | {
             "performance": episodes.performance(self.undisturbed.clean(state.copies, state.episodes)),
@@ -147,7 +146,7 @@ class OnPolicy(Rollouts):
             ),
             "episode_length": episodes.mean_length(state.episodes),
             "explained_variance": 1.0 - jnp.var(samples.target - samples.value) / jnp.var(samples.target),
-            "entropy": gaussian_entropy(state.params["log_std"]),
+            "entropy": jnp.mean(self.head.entropy(self.policy(state.params, samples.observation))),
             "params_norm": optax.tree.norm(state.params),
             "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, state.params, params)),
         }

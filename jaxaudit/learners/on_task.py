@@ -15,19 +15,20 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
     """The learner `name`: `algorithm(env, max_episode_steps, settings)` on a task; equal ones share compilations.
 
     Args:
-      algorithm: makes an object with `init`, `step` and `layers`, the names of its parameters.
+      algorithm: makes an object with `init`, `step` and `layers`, the names of its parameters. Its attribute
+        `discrete` says whether it can choose among discrete actions.
       task: a task's name, or a [task] table of a spec.
       settings: the algorithm's, hashable.
       name: the learner's.
       env_steps: environment steps in one iteration.
 
     Raises:
-      ValueError: for a task that does not exist.
+      ValueError: for a task that does not exist, or whose actions the algorithm cannot choose.
     """
     if isinstance(task, Text):
         raise ValueError(f"learner '{name}' trains on environments, not on a task of kind 'text'")
     task_name, physics = (task, "auto") if isinstance(task, str) else (task.name, task.physics)
-    made = _made(algorithm, task_name, physics, settings)
+    made = _made(algorithm, name, task_name, physics, settings)
     return Learner(
         made.init,
         made.step,
@@ -40,7 +41,10 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
 
 
 @functools.lru_cache(maxsize=64)
-def _made(algorithm: Callable[[Any, int, Any], Any], task: str, physics: str, settings: Any) -> Any:
+def _made(algorithm: Callable[[Any, int, Any], Any], name: str, task: str, physics: str, settings: Any) -> Any:
     """The algorithm's object; the same one for equal arguments, for its methods are what programs are known by."""
     env = make(task, physics)
+    actions = getattr(env, "actions", None)
+    if actions is not None and not getattr(algorithm, "discrete", False):
+        raise ValueError(f"learner '{name}' needs continuous actions; task '{task}' has {actions} discrete ones")
     return algorithm(env, env.max_episode_steps, settings)

@@ -1,4 +1,4 @@
-"""Proximal policy optimization (Schulman et al., 2017) for continuous control, with Table S2's hyper-parameters."""
+"""Proximal policy optimization (Schulman et al., 2017), with Table S2's hyper-parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from jaxaudit.learners.coherence import gradient_coherence
 from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings, Samples
 from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.optimizer import Optimizer, Update, linear_to_zero
-from jaxaudit.models.mlp import gaussian_entropy, gaussian_log_probability
 from jaxaudit.taps import Taps
 
 
@@ -103,8 +102,8 @@ class PPO(OnPolicy):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Clipped surrogate, value loss and entropy bonus of one minibatch: scalar, and its parts."""
         settings = self.settings
-        mean, log_std = self.policy(params, batch.observation)
-        log_ratio = gaussian_log_probability(batch.action, mean, log_std) - batch.log_probability
+        distribution = self.policy(params, batch.observation)
+        log_ratio = self.head.log_probability(distribution, batch.action) - batch.log_probability
         ratio = jnp.exp(log_ratio)
         advantage = batch.advantage
         if settings.normalize_advantages:
@@ -117,7 +116,8 @@ class PPO(OnPolicy):
             near = batch.value + jnp.clip(value - batch.value, -settings.clip, settings.clip)
             squared_error = jnp.maximum(squared_error, (near - batch.target) ** 2)
         value_loss = 0.5 * jnp.mean(squared_error)
-        loss = policy_loss + settings.value_coefficient * value_loss - entropy_coefficient * gaussian_entropy(log_std)
+        entropy = jnp.mean(self.head.entropy(distribution))
+        loss = policy_loss + settings.value_coefficient * value_loss - entropy_coefficient * entropy
         return loss, {
             "loss": loss,
             "policy_loss": policy_loss,

@@ -1,4 +1,4 @@
-"""Rollouts of a Gaussian policy with a critic beside it: what on-policy learners learn from."""
+"""Rollouts of a policy with a critic beside it: what on-policy learners learn from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from flax import struct
 
 from jaxaudit.kernels.gae import gae
 from jaxaudit.learners.normalizer import Moments
-from jaxaudit.models.mlp import MLP, gaussian_log_probability
+from jaxaudit.models.mlp import MLP
+from jaxaudit.models.policy import Distribution, head_of
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import Taps
 from jaxaudit.tasks.episodes import Episodes, EpisodeState
@@ -25,7 +26,7 @@ class OnPolicyState:
     """What is carried from one iteration to the next.
 
     Attributes:
-      params: {"actor": ..., "critic": ..., "log_std": `[actions]`}.
+      params: {"actor": ..., "critic": ...}, and what the policy's head trains: a Gaussian {"log_std": `[actions]`}.
       optimizer: Adam's moments.
       episodes: the environments.
       copies: of them, where a disturbance touches acting.
@@ -58,10 +59,13 @@ class Rollouts:
     """Networks, and environments to run them in.
 
     Args:
-      env: a brax `Env` with flat observations and the attributes `action_low` and `action_high`.
+      env: a brax `Env` with flat observations, and the attribute `actions` (how many discrete ones there are), or
+        `action_low` and `action_high`.
       max_episode_steps: the time limit.
       settings: `OnPolicySettings`.
     """
+
+    discrete = True
 
     def __init__(self, env: Any, max_episode_steps: int, settings: Any):
         self.env = env
@@ -69,7 +73,8 @@ class Rollouts:
         self.max_episode_steps = max_episode_steps
         self.episodes = Episodes(env, settings.num_envs, max_episode_steps)
         self.undisturbed = Undisturbed(self.episodes, settings.rollout_length)
-        self.actor = MLP(settings.hidden, env.action_size, 0.01, settings.orthogonal)
+        self.head = head_of(env, settings.log_std)
+        self.actor = MLP(settings.hidden, self.head.outputs, 0.01, settings.orthogonal)
         self.critic = MLP(settings.hidden, 1, 1.0, settings.orthogonal)
 
     def init_params(self, key: jax.Array) -> Params:
@@ -79,7 +84,7 @@ class Rollouts:
         return {
             "actor": self.actor.init(actor_key, observation)["params"],
             "critic": self.critic.init(critic_key, observation)["params"],
-            "log_std": jnp.full(self.env.action_size, self.settings.log_std),
+            **self.head.init_params(),
         }
 
     @property
@@ -87,10 +92,14 @@ class Rollouts:
         """Names of the parameters, in the order of "layer_gradient_norm"."""
         return paths_of(jax.eval_shape(self.init_params, jax.random.key(0)))
 
-    def policy(self, params: Params, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Mean and log standard deviation of the action: `[..., actions]`, `[actions]`."""
-        mean: Any = self.actor.apply({"params": params["actor"]}, observation)
-        return mean, params["log_std"]
+    def policy(self, params: Params, observation: jax.Array) -> Distribution:
+        """The distribution of the action."""
+        return self.head.distribution(self.output(params, observation), params)
+
+    def output(self, params: Params, observation: jax.Array) -> jax.Array:
+        """The actor's output: `[..., outputs]`."""
+        output: Any = self.actor.apply({"params": params["actor"]}, observation)
+        return output
 
     def value(self, params: Params, observation: jax.Array) -> jax.Array:
         """The critic's value: `[...]`."""
@@ -100,10 +109,6 @@ class Rollouts:
     def normalized(self, state: OnPolicyState, observation: jax.Array) -> jax.Array:
         """The observation as the networks see it."""
         return state.observations.normalize(observation) if self.settings.normalize_observations else observation
-
-    def to_action_space(self, action: jax.Array) -> jax.Array:
-        """The policy's action clipped to what the task accepts."""
-        return jnp.clip(action, self.env.action_low, self.env.action_high)
 
     def collect(self, state: OnPolicyState, key: jax.Array, taps: Taps) -> tuple[OnPolicyState, Samples]:
         """Steps the environments, and returns samples with advantages, `[rollout_length, num_envs, ...]`."""
@@ -116,19 +121,19 @@ class Rollouts:
 
         def step(taps: Taps, env_state: EpisodeState, index: jax.Array):
             policy_key, env_key = jax.random.split(jax.random.fold_in(key, index))
-            mean, log_std = self.policy(state.params, self.normalized(state, env_state.observation))
-            action = mean + jnp.exp(log_std) * jax.random.normal(policy_key, mean.shape)
-            taken = self.to_action_space(action)
+            output = self.output(state.params, self.normalized(state, env_state.observation))
+            action = self.head.sample(policy_key, self.head.distribution(output, state.params))
+            taken = self.head.to_task(action)
             after, transition = self.episodes.step(
                 env_state, env_key, taken, taps, value_in_rewards, self.settings.gamma
             )
-            return after, (env_state.observation, action, mean, transition)
+            return after, (env_state.observation, action, output, transition)
 
         length = self.settings.rollout_length
         turns = jnp.arange(length)
         copies = self.undisturbed.begin(state.copies, state.episodes, taps)
         begin = self.episodes.refresh(state.episodes, jax.random.fold_in(key, length))
-        env_state, (observations, actions, means, transitions) = taps.scan(step, begin, turns)
+        env_state, (observations, actions, outputs, transitions) = taps.scan(step, begin, turns)
         seen = self.normalized(state, observations)
         values = self.value(state.params, seen)
         next_values = value(transitions.final_observation)
@@ -146,7 +151,7 @@ class Rollouts:
             self.settings.gamma,
             self.settings.gae_lambda,
         )
-        log_probability = gaussian_log_probability(actions, means, state.params["log_std"])
+        log_probability = self.head.log_probability(self.head.distribution(outputs, state.params), actions)
         samples = Samples(seen, actions, log_probability, values, advantages, advantages + values)
         state = dataclasses.replace(
             state,

@@ -1,4 +1,4 @@
-"""Trust region policy optimization (Schulman et al., 2015) for continuous control, with Table S2's hyper-parameters."""
+"""Trust region policy optimization (Schulman et al., 2015), with Table S2's hyper-parameters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings
 from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.optimizer import Optimizer, disturbed_gradient
 from jaxaudit.learners.rollout import Params, Samples
-from jaxaudit.learners.trust_region import NaturalStep, fisher_product, gaussian_kl, line_search, natural_step
-from jaxaudit.models.mlp import gaussian_log_probability
+from jaxaudit.learners.trust_region import NaturalStep, fisher_product, line_search, natural_step
 from jaxaudit.taps import Taps
 
 
@@ -61,7 +60,7 @@ class TRPOSettings(OnPolicySettings):
 class TRPO(OnPolicy):
     """One iteration: collect, estimate advantages, one step of the policy within a trust region, fit the critic.
 
-    The policy's parameters, {"actor": ..., "log_std": ...}, have no learning rate. What is tapped at the site
+    The policy's parameters, all but the critic's, have no learning rate. What is tapped at the site
     `learning_rate` under the label "actor" is the length of the step the line search tries first, 1 being the natural
     step's: a spike there proposes too much, and the line search is the defence. The bound on the divergence is a site
     of its own, `trust_region`. Whatever is disturbed, a step that is not finite, leaves the trust region or does not
@@ -86,7 +85,7 @@ class TRPO(OnPolicy):
     ) -> tuple[Params, Any, dict[str, jax.Array]]:
         """A step of the policy and epochs of the critic, both from the same advantages; and what they tell."""
         policy_key, critic_key = jax.random.split(key)
-        policy = {name: params[name] for name in ("actor", "log_std")}
+        policy = {name: part for name, part in params.items() if name != "critic"}
         order = self.order(policy_key).ravel()
         batch = jax.tree.map(lambda x: x[order], self.flat(samples))
         policy, telemetry, policy_norms = self.improve_policy(policy, batch, taps)
@@ -147,25 +146,27 @@ class TRPO(OnPolicy):
 
     def loss(self, policy: Params, batch: Samples) -> jax.Array:
         """Minus the surrogate `E[pi / pi_old A]`, advantages as they are: scalar."""
-        mean, log_std = self.policy(policy, batch.observation)
-        log_ratio = gaussian_log_probability(batch.action, mean, log_std) - batch.log_probability
+        distribution = self.policy(policy, batch.observation)
+        log_ratio = self.head.log_probability(distribution, batch.action) - batch.log_probability
         return -jnp.mean(jnp.exp(log_ratio) * batch.advantage)
 
     def proposal(self, policy: Params, gradient: Params, batch: Samples, max_kl: jax.Array) -> NaturalStep:
         """The natural step, before any line search."""
         seen = batch.observation[:: self.settings.fisher_every]
-        product = fisher_product(lambda policy: self.policy(policy, seen), policy, self.settings.damping)
+        product = fisher_product(
+            lambda policy: self.policy(policy, seen), self.head.fisher, policy, self.settings.damping
+        )
         return natural_step(product, gradient, max_kl, self.settings.cg_steps)
 
     def compared_with(self, policy: Params, batch: Samples) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
         """The function from new parameters to their mean divergence from `policy`, and what the surrogate gains."""
         old = self.policy(policy, batch.observation)
-        old_log_probability = gaussian_log_probability(batch.action, *old)
+        old_log_probability = self.head.log_probability(old, batch.action)
 
         def measure(candidate: Params) -> tuple[jax.Array, jax.Array]:
             new = self.policy(candidate, batch.observation)
-            log_ratio = gaussian_log_probability(batch.action, *new) - old_log_probability
-            return jnp.mean(gaussian_kl(*old, *new)), jnp.mean(jnp.expm1(log_ratio) * batch.advantage)
+            log_ratio = self.head.log_probability(new, batch.action) - old_log_probability
+            return jnp.mean(self.head.kl(old, new)), jnp.mean(jnp.expm1(log_ratio) * batch.advantage)
 
         return measure
 

@@ -12,6 +12,7 @@ from flax import struct
 
 from jaxaudit.kernels.coherence import unit_gradient
 from jaxaudit.kernels.conjugate_gradient import along, conjugate_gradient, inner
+from jaxaudit.models.policy import Distribution
 
 Params = Any
 
@@ -50,25 +51,27 @@ class Search:
 
 
 def fisher_product(
-    policy: Callable[[Params], tuple[jax.Array, jax.Array]], params: Params, damping: float
+    policy: Callable[[Params], Distribution],
+    fisher: Callable[[Distribution, Distribution], Distribution],
+    params: Params,
+    damping: float,
 ) -> Callable[[Params], Params]:
     """The function `v -> (F + damping I) v`, F the Hessian at `params` of the mean divergence from there.
 
-    F = J' M J, with J the Jacobian of the means and log standard deviations, and M the Fisher information of a
-    Gaussian in these: 1 / variance for a mean, 2 for a log standard deviation. Exact, and never negative.
+    F = J' M J, with J the Jacobian of the distribution's parameters, and M their Fisher information. Exact, and never
+    negative.
 
     Args:
-      policy: parameters to means `[N, actions]` and log standard deviations `[actions]`.
+      policy: parameters to a distribution.
+      fisher: a distribution and a tangent u to M u, see `Head`.
       params: where.
       damping: added to the diagonal.
     """
-    (mean, log_std), forward = jax.linearize(policy, params)
+    distribution, forward = jax.linearize(policy, params)
     backward = jax.linear_transpose(forward, params)
-    weight = jnp.exp(-2.0 * log_std) / mean.shape[0]
 
     def product(vector: Params) -> Params:
-        moved_mean, moved_log_std = forward(vector)
-        (curved,) = backward((weight * moved_mean, 2.0 * moved_log_std))
+        (curved,) = backward(fisher(distribution, forward(vector)))
         return along(curved, damping, vector)
 
     return product
@@ -138,10 +141,3 @@ def line_search(
     start = Search(params, jnp.bool_(False), jnp.int32(0), zero, zero, zero)
     found = jax.lax.while_loop(unfinished, attempt, start)
     return dataclasses.replace(found, backtracks=jnp.minimum(found.backtracks, max_backtracks))
-
-
-def gaussian_kl(mean: jax.Array, log_std: jax.Array, new_mean: jax.Array, new_log_std: jax.Array) -> jax.Array:
-    """KL(old || new) of diagonal Gaussians in nats: means `[..., d]`, log standard deviations `[d]`, to `[...]`."""
-    wider = new_log_std - log_std
-    moved = (new_mean - mean) * jnp.exp(-new_log_std)
-    return jnp.sum(wider + 0.5 * jnp.expm1(-2.0 * wider) + 0.5 * moved**2, axis=-1)

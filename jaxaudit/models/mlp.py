@@ -1,4 +1,4 @@
-"""Multi-layer perceptrons for continuous control."""
+"""Multi-layer perceptrons for control."""
 
 from __future__ import annotations
 
@@ -54,14 +54,3 @@ class MLP(nn.Module):
 
 def _uniform(bound: float) -> nn.initializers.Initializer:
     return lambda key, shape, dtype=jnp.float32, **_: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
-def gaussian_log_probability(action: jax.Array, mean: jax.Array, log_std: jax.Array) -> jax.Array:
-    """Log density of a diagonal Gaussian: `[..., d] -> [...]`."""
-    z = (action - mean) * jnp.exp(-log_std)
-    return -0.5 * jnp.sum(z**2 + 2.0 * log_std + jnp.log(2.0 * jnp.pi), axis=-1)
-
-
-def gaussian_entropy(log_std: jax.Array) -> jax.Array:
-    """Entropy of a diagonal Gaussian in nats: `[d] -> scalar`."""
-    return jnp.sum(log_std + 0.5 * jnp.log(2.0 * jnp.pi * jnp.e), axis=-1)

@@ -49,7 +49,8 @@ class Transition:
 
     Attributes:
         observation: `[N, O]`, what the action was chosen on.
-        action: `[N, A]`, what the policy chose. What was sent to the environment may have been disturbed.
+        action: `[N, A]`, or int32 `[N]` where actions are discrete: what the policy chose. What was sent to the
+            environment may have been disturbed.
         reward: `[N]`.
         terminated: `[N]` bool: the task ended the episode, and there is no value after it.
         truncated: `[N]` bool: the time limit did, and the value of `final_observation` still counts.
@@ -69,7 +70,8 @@ class Episodes:
 
     Args:
         env: a brax `Env` (MuJoCo Playground's will do), unbatched, with flat observations. Where its
-            attribute `cheap_reset` is true every reset is new, elsewhere one from the pool `refresh` fills.
+            attribute `cheap_reset` is true every reset is new, elsewhere one from the pool `refresh` fills. Its
+            attribute `actions`, if it has one that is not None, says that they are discrete, and how many.
         num_envs: N.
         max_episode_steps: the time limit.
 
@@ -85,6 +87,7 @@ class Episodes:
         self.num_envs = num_envs
         self.max_episode_steps = max_episode_steps
         self._cheap_reset = getattr(env, "cheap_reset", False)
+        self._discrete = getattr(env, "actions", None) is not None
 
     def init(self, key: jax.Array) -> EpisodeState:
         """Reset all environments; environment i starts i/N of the way to its time limit."""
@@ -128,15 +131,17 @@ class Episodes:
         Args:
             state: where the environments stand.
             key: decides the reset states.
-            action: `[N, A]`, the policy's.
-            taps: called at the sites `action`, `dynamics` (where the environment has an attribute of that name),
-                `observation` and `reward`.
+            action: `[N, A]`, or int32 `[N]` where actions are discrete: the policy's.
+            taps: called at the sites `action` (where actions are continuous), `dynamics` (where the environment has
+                an attribute of that name), `observation` and `reward`.
             value: the learner's state value in the task's rewards, observations `[N, O]` to `[N]`, for perturbations
                 that aim at it.
             discount: of the value, in `td_error`.
         """
         everywhere, nowhere = jnp.ones(self.num_envs, bool), jnp.zeros(self.num_envs, bool)
-        env = self._advance(state.env, taps("action", action, begins=state.length == 0, valid=everywhere), taps)
+        # What disturbs actions scales them and adds to them: it has no meaning for a choice.
+        sent = action if self._discrete else taps("action", action, begins=state.length == 0, valid=everywhere)
+        env = self._advance(state.env, sent, taps)
         length = state.length + 1
         terminated = env.done > 0.5
         truncated = (length + state.head_start >= self.max_episode_steps) & ~terminated
@@ -230,7 +235,7 @@ def evaluate(
 
     Args:
         env: a brax `Env`, unbatched.
-        policy: observations `[episodes, O]` to actions `[episodes, A]`.
+        policy: observations `[episodes, O]` to actions `[episodes, A]`, or `[episodes]` where they are discrete.
         key: decides the initial states.
         episodes: how many to run side by side.
         max_episode_steps: the time limit.
