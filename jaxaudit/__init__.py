@@ -2,7 +2,7 @@
 
 from jaxaudit import learners, metrics, statistics, tasks, text
 from jaxaudit.audit import audit
-from jaxaudit.grid import inputs, plan
+from jaxaudit.grid import plan
 from jaxaudit.learner import Learner
 from jaxaudit.learners.optimizer import Optimizer
 from jaxaudit.margins.search import margin
@@ -14,8 +14,9 @@ from jaxaudit.program import compiled, run
 from jaxaudit.registry import register
 from jaxaudit.results import Result
 from jaxaudit.taps import SITES, Taps
+from jaxaudit.whole import inputs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SITES",

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import numpy as np
 
 from jaxaudit import results
 from jaxaudit.execution import memory
 from jaxaudit.execution.choice import settle
-from jaxaudit.execution.engine import Engine, Piece
-from jaxaudit.execution.schedule import is_onset, schedule
-from jaxaudit.grid import blank_telemetry, place, plan
+from jaxaudit.execution.driver import Held, run_batch
+from jaxaudit.grid import plan
 from jaxaudit.learner import PERFORMANCE, Learner
 from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.metastate.watch import MonitorWatch
@@ -71,35 +69,15 @@ def audit(
         watch=None if monitor is None else partial(MonitorWatch.of, monitor, alpha),
     )
     grid, measured = settle(grid, steps, resident=True)
-    engine, _ = memory.fit(grid, steps, resident=True)
-    arrays, trained = _train(engine)
-    arrays |= results.derived(arrays[PERFORMANCE], chosen, learner.performance_every)
+    engine, batches, _ = memory.fit(grid, steps, resident=True)
+    held = Held(grid)
+    for batch in batches:
+        run_batch(engine, batch, held)
+    arrays = held.arrays | results.derived(held.arrays[PERFORMANCE], chosen, learner.performance_every)
     data = results.telemetry(grid, arrays)
-    data["baseline_performance"] = (("seed", "step"), trained)
+    data["baseline_performance"] = (("seed", "step"), held.trained)
     data.attrs["execution"] = grid.program.execution
     if measured:
         data.attrs["measured"] = measured
-    data.attrs["noise_floor"] = results.noise_floor(data, trained, grid.forks[-1].onset)
+    data.attrs["noise_floor"] = results.noise_floor(data, held.trained, grid.forks[-1].onset)
     return results.Result(data, chosen)
-
-
-def _train(engine: Engine) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """All telemetry, `[seed, condition, step, ...]` by channel, and the baseline's performance `[seed, step]`."""
-    grid = engine.grid
-    arrays = blank_telemetry(grid)
-    trained = np.full((len(grid.seeds), grid.steps), np.nan, np.float32)
-    at_onset: dict[int, list[Piece]] = {}
-    states: Any = None
-    for chunk in schedule(grid, engine.rows):
-        phase, start, stop = chunk.phase, chunk.start, chunk.stop
-        if start == grid.onset(phase):
-            states = None  # before memory is taken for others
-            states = engine.begin(phase, lambda onset: lambda seeds: at_onset[onset])
-        states, rows = engine.advance(phase, states, start, stop)
-        place(arrays.__getitem__, grid, phase, rows, start, stop)
-        if phase.fork is None:
-            seeds = list(grid.numbers(phase))
-            trained[seeds, start:stop] = np.asarray(rows[PERFORMANCE])[: stop - start, : len(seeds)].T
-        if is_onset(grid, chunk):
-            at_onset.setdefault(stop, []).extend(engine.copies(phase, states))
-    return arrays, trained

@@ -92,14 +92,15 @@ def assert_same(folder, reference):
 
 
 def chunks_done(folder):
-    """How many chunks the latest checkpoint of a run has behind it; -1 before the run has begun."""
+    """How many chunks of a run's steps are kept, of all its batches; -1 before the run has begun."""
     if not (folder / "spec.toml").exists():
         return -1
-    done = [0]
-    for digest in (folder / "checkpoints").glob("[!.]*/digest.json"):
-        with contextlib.suppress(OSError):  # it was removed
-            done.append(json.loads(digest.read_text())["note"]["chunks_done"])
-    return max(done)
+    with contextlib.suppress(OSError, ValueError):  # it was being replaced
+        told = json.loads((folder / "environment.json").read_text())
+        gathered = told.get("gathered", [])
+        batches = [path for path in folder.glob("batches/*") if int(path.name) not in gathered]
+        return told.get("chunks_done", 0) + sum(1 for path in batches for _ in path.glob("rows-*"))
+    return 0
 
 
 def killing(folder, *signals, chunk, wait=0.0):

@@ -31,7 +31,7 @@ def test_the_fastest_is_taken(monkeypatch, quick, fastest):
     candidates = choice.candidates(grid("auto"))
     speeds = {id(candidate): 2.0 if name == fastest else 1.0 for name, candidate in candidates.items()}
     monkeypatch.setattr(choice, "candidates", lambda grid: candidates)
-    monkeypatch.setattr(choice, "_speed", lambda candidate, rows: speeds[id(candidate)])
+    monkeypatch.setattr(choice, "_speed", lambda candidate, *_: speeds[id(candidate)])
     chosen, measured = choice.settle(grid("auto"), 12)
     assert measured == {name: 2.0 if name == fastest else 1.0 for name in candidates}
     assert chosen.program.execution == fastest.split()[0]
@@ -46,7 +46,7 @@ def test_what_was_chosen_is_not_measured():
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch, quick):
-    def speed(grid, rows):
+    def speed(grid, *_):
         if grid.program.execution == "vmap":
             raise UserError("too much")
         if len(grid.program.devices) > 1 or crowded:
@@ -82,7 +82,7 @@ def test_speeds_are_lane_steps_per_second():
 
 
 def test_a_run_records_it_and_is_replayed_by_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "_speed", lambda grid, rows, **_: 2.0 if grid.program.execution == "map" else 1.0)
+    monkeypatch.setattr(choice, "_speed", lambda grid, *_: 2.0 if grid.program.execution == "map" else 1.0)
     text = header(audit='execution = "auto"') + THREE
     durable.run(parse(text), tmp_path / "run")
     recorded = Folder(tmp_path / "run").read_environment()

@@ -12,10 +12,10 @@ from noisy import noisy_descent
 from small_runs import arrays, assert_same, kill_through
 
 import jaxaudit as ja
+from jaxaudit.batches import layout
 from jaxaudit.detection.lanes import gather
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase
 from jaxaudit.margins.folder import margin_of
 from jaxaudit.margins.search import Settings
 from jaxaudit.metastate.lru import LRU
@@ -214,10 +214,10 @@ def test_a_rolled_back_learner_samples_nothing_that_was_never_written():
     )
     grid = ja.plan(learner, [ja.roll_back(4, onset=1)], seeds=1, steps=12, watch=lambda *_: AlarmAt(8))
     engine = Engine(grid, 12)
-    states = engine.initial(Phase(None))
-    states, _ = engine.advance(Phase(None), states, 0, 1)
-    held = engine.copies(Phase(None), states)
-    states, rows = engine.advance(Phase(0), engine.forked(lambda seeds: held, Phase(0)), 1, 12)
+    first, batch = layout(grid)
+    states, _ = engine.advance(first, engine.initial(first), 0, 1)
+    held = engine.copies(first, states)
+    states, rows = engine.advance(batch, engine.forked(lambda seeds: held, batch), 1, 12)
     lanes = jax.tree.map(np.asarray, states.learner)
     control, back = (jax.tree.map(lambda x, lane=lane: x[lane], lanes) for lane in (0, 1))
     written = 12 * 16

@@ -29,6 +29,7 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.runner import durable
 from jaxaudit.runner.interrupts import interrupt
 from jaxaudit.runner.store import Folder
+from jaxaudit.runner.trained import InFolder
 from jaxaudit.specification.document import parse
 
 EARLY, LATE = 6, CHUNKS - 2
@@ -60,13 +61,14 @@ def runs(tmp_path_factory):
     """A run that nothing happened to, and what a kill leaves of it after so many chunks."""
     place = tmp_path_factory.mktemp("runs")
 
-    def saving(store, engine, chunk, states, done, save=durable.save):
-        save(store, engine, chunk, states, done)
-        if done in (EARLY, LATE):
-            shutil.copytree(store.path, place / str(done))
+    def reached(self, *arguments, before=InFolder.reached):
+        before(self, *arguments)
+        done = self._progress.chunks_done
+        if done in (EARLY, LATE) and not (place / str(done)).exists():
+            shutil.copytree(self.store.path, place / str(done))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(durable, "save", saving)
+        patch.setattr(InFolder, "reached", reached)
         durable.run(parse(SPEC), place / "run")
     return place
 
@@ -136,14 +138,18 @@ DAMAGES = {
     "both": ([-1, -2], [flip, delete], ["going back", "going back"]),
     "the onset": (["onset-00000010"], [flip], ["training it again"]),
     "an onset gone": (["onset-00000005"], [shutil.rmtree], ["training it again"]),
-    "everything": ([-1, -2, "onset-00000005", "onset-00000010"], [flip] * 4, ["training it again"] * 2),
+    "everything": (
+        [-1, -2, "onset-00000005", "onset-00000010"],
+        [flip] * 4,
+        ["training it again"] * 2 + ["going back"] * 2,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGES)
 def test_damaged_checkpoints(case, here, stopped, reference):
     which, how, words = DAMAGES[case]
-    chunks = sorted(p for p in (stopped / "checkpoints").glob("chunk-*"))
+    chunks = sorted(stopped.glob("batches/*/state-*"))
     for one, damage in zip(which, how, strict=True):
         damage(chunks[one] if isinstance(one, int) else stopped / "checkpoints" / one)
     done = here("resume", stopped)
@@ -396,9 +402,9 @@ def test_the_disk_is_checked_for_the_lanes_that_will_be_there_at_a_time(monkeypa
     spec = parse(SPEC)
     grid = spec.build()
     asked = []
-    monkeypatch.setattr(durable, "check_space", lambda grid, lane_bytes, folder: asked.append(grid.batch))
-    monkeypatch.setattr(memory, "fit", lambda grid, rows, baseline: (_ for _ in ()).throw(UserError("enough")))
+    monkeypatch.setattr(durable, "check_space", lambda grid, plan, *_: asked.append(plan))
+    monkeypatch.setattr(memory, "fit", lambda grid, rows, *_: (_ for _ in ()).throw(UserError("enough")))
     with pytest.raises(UserError, match="enough"):
         durable.run(spec, tmp_path / "run")
     assert grid.batch is None
-    assert asked == [len(grid.program.devices)]
+    assert [max(len(batch.seeds) for batch in plan) for plan in asked] == [len(grid.program.devices)]

@@ -11,10 +11,11 @@ from quadratic import quadratic
 
 import jaxaudit as ja
 from jaxaudit import registry
-from jaxaudit.grid import lanes_of
+from jaxaudit.batches import layout
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations import conditions
 from jaxaudit.perturbations.kinds import stateless
+from jaxaudit.slots import lanes_of
 
 SLOW = pytest.mark.slow
 LEARNER = quadratic(None, adam=False)
@@ -84,13 +85,13 @@ def test_several_onsets_each_have_a_control_and_share_the_baseline(audited):
 
 def test_forks_of_unequal_width_are_each_of_their_own_program():
     plan = ja.plan(LEARNER, PERTURBATIONS[:2], seeds=3, steps=30)
-    assert [plan.width(fork) for fork in (0, 1)] == [10, 6]
+    assert [batch.width for batch in layout(plan)] == [4, 10, 6]
     assert plan.lane_steps == 3 * (30 + 3 * 25 + 2 * 18)
 
 
 def test_wide_groups_fill_whole_vectors():
     plan = ja.plan(LEARNER, [ja.lr_spike(ja.sweep(*map(float, range(2, 19))), onset=5)], seeds=2, steps=30)
-    assert plan.width(0) == 48
+    assert layout(plan)[1].width == 48
     values = ja.audit(LEARNER, [ja.lr_spike(1.0, onset=5)] * 17, seeds=2, steps=30).telemetry["performance"].values
     assert (values == values[:, :1]).all()
 
@@ -136,7 +137,7 @@ NETWORK = small_network()
 def test_a_neutral_lane_is_its_control_however_lanes_are_executed(execution, lanes, width):
     neutral = [ja.lr_spike(1.0, onset=5, duration=10)] * (lanes - 1)
     options = {"seeds": 1, "steps": 30, "execution": execution, "devices": jax.devices()[:1]}
-    assert ja.plan(NETWORK, neutral, **options).width(0) == width
+    assert layout(ja.plan(NETWORK, neutral, **options))[1].width == width
     values = ja.audit(NETWORK, neutral, **options).telemetry["performance"].values
     assert values.shape[1] == lanes
     assert (values == values[:, :1]).all()

@@ -14,11 +14,11 @@ from quadratic import quadratic
 from small_runs import SPEC, THREE, header
 
 import jaxaudit as ja
+from jaxaudit.batches import as_json, from_json, layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution import engine as engines
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase
 from jaxaudit.specification.document import parse
 
 LEARNER = quadratic(None, adam=False)
@@ -53,22 +53,40 @@ def audited():
 @pytest.mark.parametrize("lanes", [1, 2, 5, 18, 40, 1000])
 def test_every_lane_is_in_one_batch_and_batches_of_a_group_are_alike(lanes, seeds, devices):
     plan = grid(lanes, devices, seeds)
-    for group in plan.groups():
-        phases = [phase for phase in plan.phases() if phase.fork == group]
-        numbers = [n for phase in phases for n in plan.numbers(phase)]
-        assert numbers == list(range(plan.count(group)))
-        assert len(phases) == -(-plan.count(group) // plan.share(group))
-        assert plan.share(group) <= lanes
-        assert plan.width(group) % devices == 0
-        assert plan.width(group) >= plan.share(group)
-        cells = [(c, s) for phase in phases for c, s in zip(*plan.cells(phase), strict=True)]
+    every = layout(plan)
+    assert [batch.id for batch in every] == list(range(len(every)))
+    for group in (None, 0):
+        batches = [batch for batch in every if batch.fork == group]
+        numbers = [n for batch in batches for n in batch.numbers]
         columns = [-1] if group is None else plan.forks[group].conditions
+        assert numbers == list(range(seeds * len(columns)))
+        share = max(len(batch.seeds) for batch in batches)
+        assert len(batches) == -(-len(numbers) // share)
+        assert share <= lanes
+        assert {batch.width for batch in batches} == {batches[0].width}
+        assert batches[0].width % devices == 0
+        assert batches[0].width >= share
+        cells = [(c, s) for batch in batches for c, s in zip(batch.columns, batch.seeds, strict=True)]
         assert cells == [(c, s) for c in columns for s in range(seeds)]
+    again = from_json(json.loads(json.dumps(as_json(every))), plan)
+    for one, other in zip(every, again, strict=True):
+        assert one.conditions == other.conditions
+        jax.tree.map(np.testing.assert_array_equal, one.lanes(plan), other.lanes(plan))
+        assert (one.id, one.fork, one.onset, one.stop, one.first, one.width) == (
+            other.id,
+            other.fork,
+            other.onset,
+            other.stop,
+            other.first,
+            other.width,
+        )
 
 
 def test_lanes_that_fill_a_batch_up_are_controls():
-    lanes, seeds = grid(4, devices=2, seeds=3).lanes(Phase(0, 4))
-    assert list(seeds) == list(lanes.seed) == [1, 2, 0, 0]
+    plan = grid(4, devices=2, seeds=3)
+    batch = layout(plan)[-1]
+    lanes = batch.lanes(plan)
+    assert list(batch.positions) == list(lanes.seed) == [1, 2, 1, 1]
     assert (lanes.disturbance.windows.stop.any(axis=1) == [True, True, False, False]).all()
 
 
@@ -94,22 +112,22 @@ def test_identity_and_pairing_hold_across_batches(lanes, audited):
 def room_for(lanes):
     """Free memory that holds so many lanes at a time, and hardly a byte more."""
     plan = grid(lanes)
-    needed = memory.needs(Engine(plan, 12), plan.phases(), resident=True)
+    needed = memory.needs(Engine(plan, 12), layout(plan), resident=True)
     return int(needed.total / memory.SHARE) + 1
 
 
 def test_the_largest_batch_that_fits_is_chosen_and_is_compiled_already(monkeypatch):
     free = room_for(4)
     monkeypatch.setattr(memory, "available_memory", lambda devices: free)
-    engine, needed = memory.fit(grid(), 12, resident=True)
-    assert engine.grid.batch == 4
+    engine, batches, needed = memory.fit(grid(), 12, resident=True)
+    assert max(len(batch.seeds) for batch in batches) == 4
     assert needed.total <= memory.SHARE * free
     compilations = engines._compiled.cache_info().misses
-    for phase in engine.grid.phases():
-        engine.program(phase)
+    for batch in batches:
+        engine.program(batch)
     assert engines._compiled.cache_info().misses == compilations
     monkeypatch.setattr(memory, "available_memory", lambda devices: None)
-    assert memory.fit(grid(), 12, resident=True)[0].grid.batch == 12
+    assert max(len(batch.seeds) for batch in memory.fit(grid(), 12, resident=True)[1]) == 12
 
 
 def test_what_fits_is_found_by_the_line_through_the_sizes_seen():
@@ -177,12 +195,11 @@ def test_states_go_through_pieces_unchanged(piece, monkeypatch):
     drift = ja.Kind("drift", "parametric", "params", _drifting, ja.sweep(0.1, 0.2), memory=_start)
     drifts = [drift(onset=3, duration=4)]
     plan = ja.plan(ja.Learner(init_keyed, step_keyed), drifts, seeds=3, steps=8, lanes=5)
-    engine, baseline = Engine(plan, 8), Phase(None)
+    engine, (baseline, _, phase) = Engine(plan, 8), layout(plan)
     states, _ = engine.advance(baseline, engine.initial(baseline), 0, 3)
     assert jnp.issubdtype(states.learner["key"].dtype, jax.dtypes.prng_key)
     held = engine.copies(baseline, states)
     assert [n for one in held for n in range(one.first, one.first + one.lanes)] == [0, 1, 2]
-    phase = Phase(0, 1)
     states = engine.forked(lambda seeds: held, phase)
     np.testing.assert_array_equal(states.learner["x"][:4], held_x(held)[[2, 0, 1, 2]])
     states, _ = engine.advance(phase, states, 3, 5)

@@ -15,9 +15,10 @@ import pytest
 
 import jaxaudit as ja
 from jaxaudit import registry
+from jaxaudit.batches import layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase, plan
+from jaxaudit.grid import plan
 from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings
 from jaxaudit.learners.optimizer import warmup_cosine
 from jaxaudit.models import gpt2, gpt2_checkpoint
@@ -29,7 +30,6 @@ from jaxaudit.text import load
 
 SMALL = {"size": "nano", "context": 16, "batch_size": 8, "accumulation": 4, "held_out": 2, "validation": 4}
 KEY = jax.random.key(0)
-PHASE = Phase(0)
 EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "language_models"
 
 
@@ -124,7 +124,8 @@ def trained(corpus):
         ja.label_smoothing(0.5, **window), ja.token_corruption(0.9, **window), ja.gradient_mask(0.9, **window)
     )
     engine = Engine(plan(learner, [disturbed], seeds=2, steps=60), 60)
-    states, rows = engine.advance(PHASE, engine.initial(PHASE), 0, 60)
+    batch = layout(engine.grid)[1]
+    states, rows = engine.advance(batch, engine.initial(batch), 0, 60)
     return learner, engine, states, rows
 
 
@@ -191,7 +192,8 @@ def test_a_token_is_masked_by_the_end_of_text(corpus, tokenizer):
 def test_in_half_precision_with_layers_computed_again_parameters_stay_whole(corpus):
     learner = ja.learners.language_model(corpus, precision="bfloat16", remat=True, **SMALL)
     engine = Engine(plan(learner, [ja.lr_spike(1.0, onset=1, duration=1)], seeds=2, steps=2), 2)
-    states, rows = engine.advance(Phase(None), engine.initial(Phase(None)), 0, 2)
+    first = layout(engine.grid)[0]
+    states, rows = engine.advance(first, engine.initial(first), 0, 2)
     assert {x.dtype for x in jax.tree.leaves(states.learner.params)} == {np.dtype(np.float32)}
     assert {x.dtype for x in jax.tree.leaves(states.learner.optimizer)} <= {np.dtype(np.float32), np.dtype(np.int32)}
     for name, values in rows.items():
@@ -211,9 +213,10 @@ def test_outside_a_run_the_rate_is_at_its_peak(made):
 
 def test_stopped_and_resumed_it_reads_the_same_batches(trained):
     _, engine, _, whole = trained
-    states, _ = engine.advance(PHASE, engine.initial(PHASE), 0, 30)
-    kept = engine.copies(PHASE, states)
-    _, rest = engine.advance(PHASE, engine.restored(kept, PHASE), 30, 60)
+    batch = layout(engine.grid)[1]
+    states, _ = engine.advance(batch, engine.initial(batch), 0, 30)
+    kept = engine.copies(batch, states)
+    _, rest = engine.advance(batch, engine.restored(kept, batch), 30, 60)
     for name in whole:
         np.testing.assert_array_equal(whole[name][30:60], rest[name][:30])
     assert (whole["loss"][:, 0] != whole["loss"][:, 1]).all()
@@ -387,6 +390,6 @@ def test_compile_time_does_not_grow_with_depth(corpus, monkeypatch, request):
         kinds = [registry.perturbations[name](onset=1, duration=1) for name in names]
         engine = Engine(plan(learner, kinds, seeds=1, steps=4, lanes=1), 1)
         begun = time.perf_counter()
-        engine.program(Phase(0))
+        engine.program(layout(engine.grid)[1])
         seconds[depth] = time.perf_counter() - begun
     assert seconds[36] < 1.5 * seconds[12], seconds

@@ -296,9 +296,9 @@ def test_the_interval_covers_the_true_median_in_at_least_90_of_100_audits():
     lines = lay_out(grid, asked, Settings(lanes=repetitions * seeds))
     groups = np.arange(repetitions * seeds).reshape(repetitions, seeds).tolist()
     lines = dataclasses.replace(lines, rays=tuple(dataclasses.replace(lines.rays[0], seeds=tuple(g)) for g in groups))
-    engine, lines = fit(grid, lines, rows=200, baseline=True)
+    engine, batches, lines = fit(grid, lines, rows=200, baseline=True)
     probes = []
-    for _ in rounds(engine, lines, baseline(engine, SHORT).__getitem__, probes):
+    for _ in rounds(engine, lines, baseline(engine, batches, SHORT).__getitem__, probes):
         pass
     table = Margins(lines, tuple(probes), grid.seeds, "divergence", 200).table
     covered = (table.low <= CRITICAL) & (table.high >= CRITICAL)
@@ -441,7 +441,7 @@ def test_no_round_compiles_anything():
     """Magnitudes, windows, seeds: all data. Whatever a round asks for runs the programs of the first."""
     asked = [spike(3.0), ja.weight_noise(onset=20), ja.gradient_sign_flip(onset=20, duration=7)]
     grid = ja.plan(LEARNER, asked, seeds=3, steps=100, tail=0)
-    engine, lines = fit(grid, lay_out(grid, asked, Settings()), rows=30, baseline=True)
+    engine, batches, lines = fit(grid, lay_out(grid, asked, Settings()), rows=30, baseline=True)
     compiled = []
 
     def listen(name, *_, **__):
@@ -451,7 +451,7 @@ def test_no_round_compiles_anything():
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         probes, seen = [], {}
-        for batch in rounds(engine, lines, baseline(engine, SHORT).__getitem__, probes):
+        for batch in rounds(engine, lines, baseline(engine, batches, SHORT).__getitem__, probes):
             seen[batch[0].round] = len(compiled)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)

@@ -11,9 +11,9 @@ import pytest
 import ring
 
 import jaxaudit as ja
+from jaxaudit.batches import layout
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase
 
 MIB = 2**20
 
@@ -32,14 +32,14 @@ def test_states_are_trained_in_place(devices):
     plan = plan_on(devices)
     engine = Engine(plan, 4)
     held = []
-    for phase in plan.phases():
+    for phase in layout(plan):
         states = engine.begin(phase, lambda onset: lambda seeds: held)
         places = [pointers(x) for x in jax.tree.leaves(states)]
-        after, _ = engine.advance(phase, states, plan.onset(phase), plan.onset(phase) + 4)
+        after, _ = engine.advance(phase, states, phase.onset, phase.onset + 4)
         assert [pointers(x) for x in jax.tree.leaves(after)] == places
         assert all(x.is_deleted() for x in jax.tree.leaves(states))
         held.extend(engine.copies(phase, after))
-        lanes = plan.width(phase.fork)
+        lanes = phase.width
         assert engine.program_bytes(phase) < 1.05 * lanes * engine.lane_bytes(phase)
         assert engine.lane_bytes(phase) == 4 * (10_000 + 1) * ring.WIDTH
 
@@ -49,7 +49,8 @@ def pointers(array):
 
 
 def test_a_piece_that_is_let_go_costs_no_copy_and_one_that_is_held_stays_as_it_was():
-    engine, phase = Engine(plan_on(devices=1), 4), Phase(None)
+    engine = Engine(plan_on(devices=1), 4)
+    phase = layout(engine.grid)[0]
     states = engine.initial(phase)
     place = pointers(states.learner["buffer"])
     for piece in engine.pieces(phase, states):

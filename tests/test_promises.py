@@ -18,14 +18,16 @@ from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit import registry
-from jaxaudit.grid import arrange, inputs, plan, site_misfit
+from jaxaudit.grid import plan
 from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
 from jaxaudit.models import gpt2
 from jaxaudit.program import compiled
 from jaxaudit.sites import find_sites
+from jaxaudit.slots import site_misfit
 from jaxaudit.taps import SITES
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes
+from jaxaudit.whole import arrange, inputs
 
 FORK, OPEN, CLOSE, STEPS = 3, 5, 7, 10
 # Some standard magnitudes do little within a window of two short steps; these are felt at once.

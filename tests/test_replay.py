@@ -9,6 +9,7 @@ import pytest
 import zarr
 from small_runs import FEW, SPEC, arrays, assert_same, flip, one_sentence
 
+from jaxaudit.batches import layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
@@ -40,9 +41,9 @@ def counted(monkeypatch):
     steps = []
     advance = Engine.advance
 
-    def counting(self, phase, states, start, stop):
-        steps.append(len(self.grid.numbers(phase)) * (stop - start))
-        return advance(self, phase, states, start, stop)
+    def counting(self, batch, states, start, stop):
+        steps.append(len(batch.seeds) * (stop - start))
+        return advance(self, batch, states, start, stop)
 
     monkeypatch.setattr(Engine, "advance", counting)
     return steps
@@ -181,7 +182,7 @@ def free_memory(monkeypatch, lanes):
     free = None
     if lanes:
         grid = replace(parse(FEW).build(), batch=lanes)
-        free = int(memory.needs(Engine(grid, 4), grid.phases()).total / memory.SHARE) + 1
+        free = int(memory.needs(Engine(grid, 4), layout(grid)).total / memory.SHARE) + 1
     monkeypatch.setattr(memory, "available_memory", lambda devices: free)
 
 
@@ -189,8 +190,8 @@ def test_batches_are_as_they_were_whatever_memory_there_is_now(tmp_path, monkeyp
     """The size found is the run's for good: for its replay, and for what is left of it after a stop."""
     free_memory(monkeypatch, 2)
     durable.run(parse(FEW), tmp_path / "run")
-    layout = Folder(tmp_path / "run").read_environment()["lane_layout"]
-    assert (layout["lanes"], layout["baseline_width"], layout["fork_widths"]) == (2, 2, [2])
+    recorded = Folder(tmp_path / "run").read_environment()["lane_layout"]
+    assert (recorded["lanes"], recorded["widths"]) == (2, [2])
     with monkeypatch.context() as patch:
         patch.setattr(durable, "_execute", lambda *arguments: None)
         durable.run(parse(FEW), tmp_path / "begun")

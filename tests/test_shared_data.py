@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxaudit as ja
+from jaxaudit.batches import layout
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase, inputs
 from jaxaudit.program import compiled
+from jaxaudit.whole import inputs
 
 ENTRIES = 500_000
 
@@ -65,10 +66,11 @@ def test_the_engine_gives_what_the_audit_gives_on_one_device_and_on_two():
     whole, suffixes = np.asarray(baseline["performance"]), np.asarray(forks[0]["performance"])[0]
     for devices in (1, 2):
         engine = Engine(grid(given, devices), 14)
-        states, rows = engine.advance(Phase(None), engine.initial(Phase(None)), 0, 2)
+        first, forked = layout(engine.grid)
+        states, rows = engine.advance(first, engine.initial(first), 0, 2)
         np.testing.assert_allclose(rows["performance"][:2, :4], whole[:2], rtol=1e-5)
-        pieces = engine.copies(Phase(None), states)
-        _, rows = engine.advance(Phase(None), states, 2, 9)
+        pieces = engine.copies(first, states)
+        _, rows = engine.advance(first, states, 2, 9)
         np.testing.assert_allclose(rows["performance"][:7, :4], whole[2:9], rtol=1e-5)
-        _, rows = engine.advance(Phase(0), engine.forked(lambda seeds, pieces=pieces: pieces, Phase(0)), 2, 14)
+        _, rows = engine.advance(forked, engine.forked(lambda seeds, pieces=pieces: pieces, forked), 2, 14)
         np.testing.assert_allclose(rows["performance"][:12, :12], suffixes[2:14, :12], rtol=1e-5)

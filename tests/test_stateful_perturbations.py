@@ -13,8 +13,10 @@ import pytest
 
 import jaxaudit as ja
 from jaxaudit import registry
+from jaxaudit.batches import layout
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase, blank_telemetry, place, plan
+from jaxaudit.grid import plan
+from jaxaudit.placing import blank_telemetry, place
 from jaxaudit.specification.trial import misfits
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes
@@ -87,19 +89,20 @@ def grid():
 @pytest.fixture(scope="module")
 def forked(grid):
     """The engine of the grid, and the baseline's telemetry and states at the onset."""
-    engine, phase = Engine(grid, rows=STEPS), Phase(None)
-    states, rows = engine.advance(phase, engine.initial(phase), 0, ONSET)
-    return engine, rows, engine.copies(phase, states)
+    engine, first = Engine(grid, rows=STEPS), layout(grid)[0]
+    states, rows = engine.advance(first, engine.initial(first), 0, ONSET)
+    return engine, rows, engine.copies(first, states)
 
 
 @pytest.fixture(scope="module")
 def lanes(grid, forked):
     """What every lane saw, trained in one go: float32 `[seed, condition, steps, turns, envs, ...]`."""
     engine, baseline, pieces = forked
-    _, rows = engine.advance(Phase(0), engine.forked(lambda seeds: pieces, Phase(0)), ONSET, STEPS)
+    first, batch = layout(grid)
+    _, rows = engine.advance(batch, engine.forked(lambda seeds: pieces, batch), ONSET, STEPS)
     arrays = blank_telemetry(grid)
-    place(arrays.__getitem__, grid, Phase(None), baseline, 0, ONSET)
-    place(arrays.__getitem__, grid, Phase(0), rows, ONSET, STEPS)
+    place(arrays.__getitem__, grid, first, baseline, 0, ONSET)
+    place(arrays.__getitem__, grid, batch, rows, ONSET, STEPS)
     return arrays
 
 
@@ -215,7 +218,7 @@ def test_stuck_entries_stay_at_the_opening_value_through_resets(lanes, name, sha
 
 def test_a_run_in_chunks_remembers_across_them(grid, forked, lanes):
     """As the runner trains: to and from what a checkpoint holds, every three steps."""
-    (engine, _, pieces), phase = forked, Phase(0)
+    (engine, _, pieces), phase = forked, layout(grid)[1]
     states = engine.forked(lambda seeds: pieces, phase)
     width = SEEDS * (1 + len(CASES))
     for begin in range(ONSET, STEPS, 3):

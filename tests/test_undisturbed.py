@@ -7,8 +7,8 @@ import pytest
 
 import jaxaudit as ja
 from jaxaudit import registry
-from jaxaudit.grid import site_misfit
 from jaxaudit.sites import find_sites
+from jaxaudit.slots import site_misfit
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes, performance
 from jaxaudit.tasks.undisturbed import ACTING, Undisturbed

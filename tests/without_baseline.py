@@ -1,8 +1,9 @@
 """Lanes trained without a baseline: one program less to compile."""
 
 import jaxaudit as ja
+from jaxaudit.batches import layout
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase, blank_telemetry, place
+from jaxaudit.placing import blank_telemetry, place
 
 
 def train_from_the_start(learner, perturbations, *, seeds, steps):
@@ -11,7 +12,7 @@ def train_from_the_start(learner, perturbations, *, seeds, steps):
     (group,) = grid.forks
     assert group.onset == 0
     arrays = blank_telemetry(grid)
-    engine, phase = Engine(grid, steps), Phase(0)
-    _, rows = engine.advance(phase, engine.initial(phase), 0, steps)
-    place(arrays.__getitem__, grid, phase, rows, 0, steps)
+    engine, (batch,) = Engine(grid, steps), layout(grid, baseline=False)
+    _, rows = engine.advance(batch, engine.initial(batch), 0, steps)
+    place(arrays.__getitem__, grid, batch, rows, 0, steps)
     return arrays

@@ -153,12 +153,12 @@ class Audit:
     """
 
     def __init__(self, plan: Any):
+        from jaxaudit.batches import layout
         from jaxaudit.execution.engine import Engine
-        from jaxaudit.grid import Phase
 
         self._plan = plan
         self._engine = Engine(plan, plan.steps)
-        self._baseline, self._forks = Phase(None), Phase(0)
+        self._baseline, self._forks = layout(plan)
         self._train(onset=1, tail=0, stop=2)
 
     def __call__(self) -> None:

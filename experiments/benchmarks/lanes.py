@@ -77,13 +77,14 @@ def point(arguments) -> dict:
     common.prepare_jax(arguments.devices)
     import jaxaudit as ja
     from jaxaudit import grid
+    from jaxaudit.batches import layout
 
     lanes, execution = arguments.lanes[0], arguments.execution[0]
     execution = int(execution) if execution.isdigit() else execution
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
     learner = ja.learners.ppo(common.TASK, evaluations=0, **small)
     plan = grid.plan(learner, [ja.lr_spike(10.0)], seeds=lanes, steps=100, execution=execution)
-    advance = common.Advance(plan.program, plan.lanes(grid.Phase(None))[0], arguments.steps)
+    advance = common.Advance(plan.program, layout(plan)[0].lanes(plan), arguments.steps)
     sizes = advance.compiled.memory_analysis()
     needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
     unit = 1 if sys.platform == "darwin" else 1024

@@ -187,9 +187,10 @@ def memory(arguments) -> tuple[str, dict]:
 def lanes(arguments) -> tuple[str, dict]:
     """Lanes of a model of 11M parameters, run in every way; what "auto" takes, by its own short measurement."""
     import jaxaudit as ja
+    from jaxaudit.batches import layout
     from jaxaudit.execution import choice
     from jaxaudit.execution.engine import Engine
-    from jaxaudit.grid import Phase, plan
+    from jaxaudit.grid import plan
 
     size, length, steps = ("nano", 16, 2) if arguments.quick else ("mini", 128, 5)
     learner, _ = learner_of(size, 8, length, True, vocabulary=2048)
@@ -197,26 +198,27 @@ def lanes(arguments) -> tuple[str, dict]:
     _, measured = choice.settle(grid, steps)
 
     def going(grid):
-        engine = Engine(grid, steps)
-        states = engine.initial(Phase(0))
+        engine, batch = Engine(grid, steps), layout(grid)[1]
+        states = engine.initial(batch)
 
         def once() -> None:
             nonlocal states
-            states, _ = engine.advance(Phase(0), states, 0, steps)
+            states, _ = engine.advance(batch, states, 0, steps)
 
         once()
         return once
 
     ways = {name: going(candidate) for name, candidate in choice.candidates(grid).items()}
     timings = common.interleave(ways, arguments.repetitions)
+    count = len(layout(grid)[1].seeds)
     best = min(timings.values(), key=lambda timing: timing.median)
     taken = max(measured, key=measured.__getitem__)
-    work = grid.count(0) * steps * 8 * length
+    work = count * steps * 8 * length
     rows = [
         (name + (" (taken)" if name == taken else ""), timing.rate(work), str(common.paired_ratio(best, timing)))
         for name, timing in timings.items()
     ]
-    header = (f"{grid.count(0)} lanes of {size}, 8 x {length}", "tokens/s", "x of the fastest")
+    header = (f"{count} lanes of {size}, 8 x {length}", "tokens/s", "x of the fastest")
     return common.table(header, rows), {"lanes": timings, "taken": taken, "measured": measured}
 
 

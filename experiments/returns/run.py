@@ -18,9 +18,9 @@ import pandas as pd
 
 import jaxaudit as ja
 from jaxaudit import registry
+from jaxaudit.batches import layout
 from jaxaudit.cli import prepare_jax
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Phase
 
 CHUNK = 10
 
@@ -29,7 +29,7 @@ def train(learner: ja.Learner, seeds: int, steps: int) -> dict[str, np.ndarray]:
     """Telemetry `[steps, seeds]` of undisturbed training: performance and evaluation_return."""
     never = ja.lr_spike(1.0, onset=steps - 1, duration=1)
     engine = Engine(ja.plan(learner, [never], seeds=seeds, steps=steps, tail=1), CHUNK)
-    baseline = Phase(None)
+    baseline = layout(engine.grid)[0]
     states = engine.initial(baseline)
     rows: dict[str, list[np.ndarray]] = {"performance": [], "evaluation_return": []}
     begun = time.perf_counter()

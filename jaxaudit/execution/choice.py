@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import jax
 
+from jaxaudit.batches import layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
-from jaxaudit.grid import Grid, Phase
+from jaxaudit.grid import Grid
 from jaxaudit.machine import give_back
 
 TIMED = 3
 """Steps that are timed, after one that is not; the fastest counts."""
 
 
-def settle(grid: Grid, rows: int, **fitting: Any) -> tuple[Grid, dict[str, float]]:
+def settle(grid: Grid, rows: int, baseline: bool = True, resident: bool = False) -> tuple[Grid, dict[str, float]]:
     """A grid with its execution chosen, and lane steps per second of what was tried; none if it was chosen before.
 
     All devices run their lanes side by side ("vmap") or one after the other ("map"), or one device does one lane
@@ -27,7 +28,8 @@ def settle(grid: Grid, rows: int, **fitting: Any) -> tuple[Grid, dict[str, float
     Args:
       grid: what is to run.
       rows: the engine's.
-      **fitting: as for `memory.fit`.
+      baseline: whether it is trained, too.
+      resident: as for `memory.fit`.
 
     Raises:
       UserError: too little memory for any.
@@ -38,7 +40,7 @@ def settle(grid: Grid, rows: int, **fitting: Any) -> tuple[Grid, dict[str, float
     found: dict[str, float] = {}
     for name, candidate in tried.items():
         try:
-            found[name] = _speed(candidate, rows, **fitting)
+            found[name] = _speed(candidate, rows, baseline, resident)
         except (UserError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -58,14 +60,13 @@ def candidates(grid: Grid) -> dict[str, Grid]:
     return {name: replace(grid, program=program) for name, program in programs.items()}
 
 
-def _speed(grid: Grid, rows: int, **fitting: Any) -> float:
+def _speed(grid: Grid, rows: int, baseline: bool, resident: bool) -> float:
     """Lane steps per second."""
-    engine, _ = memory.fit(grid, rows, **fitting)
-    widest = max(grid.groups(baseline=False), key=grid.count)
-    phase, seconds = Phase(widest), []
-    states = engine.initial(phase)
+    engine, plan, _ = memory.fit(grid, rows, partial(layout, grid, baseline=baseline), resident)
+    batch = max(plan, key=lambda batch: (batch.disturbed, len(batch.seeds)))
+    states, seconds = engine.initial(batch), []
     for step in range(1 + TIMED):
         begun = time.perf_counter()
-        states, _ = engine.advance(phase, states, min(step, grid.steps - 1), min(step + 1, grid.steps))
+        states, _ = engine.advance(batch, states, min(step, grid.steps - 1), min(step + 1, grid.steps))
         seconds.append(time.perf_counter() - begun)
-    return engine.grid.share(widest) / min(seconds[1:])
+    return len(batch.seeds) / min(seconds[1:])

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxaudit.grid import Grid, Phase, disturbance
+from jaxaudit.batches import Batch
+from jaxaudit.grid import Grid
 from jaxaudit.learner import Telemetry
 from jaxaudit.machine import give_back
 from jaxaudit.perturbations.core import control
@@ -27,6 +28,7 @@ from jaxaudit.program import (
     telemetry_rows,
     undisturbed,
 )
+from jaxaudit.slots import disturbance
 
 PIECE = 2**26
 """Bytes of the states that go to and from a checkpoint at once; more where one lane has more."""
@@ -61,7 +63,7 @@ Source = Callable[[set[int]], Iterable[Piece]]
 class Engine:
     """The program of a grid, compiled once for each width of lanes, and the states it trains.
 
-    States have a leading axis of lanes, filled up to the phase's width, and lie on the devices. They are never
+    States have a leading axis of lanes, filled up to the batch's width, and lie on the devices. They are never
     copied as a whole: `advance` uses up what it is given, and other places hold them in pieces.
     """
 
@@ -69,75 +71,83 @@ class Engine:
         self.grid = grid
         self.rows = rows
         self.compile_seconds = 0.0
-        self._latest: tuple[Phase, Lanes] | None = None
+        self._latest: tuple[Batch, Lanes] | None = None
         self._data: Any = None
 
-    def begin(self, phase: Phase, source: Callable[[int], Source]) -> LaneState:
-        """A phase's first states; `source(onset)` gives the baseline's there."""
-        return self.initial(phase) if phase.fork is None else self.forked(source(self.grid.onset(phase)), phase)
+    def begin(self, batch: Batch, source: Callable[[int], Source]) -> LaneState:
+        """A batch's first states; `source(onset)` gives the baseline's there."""
+        return self.forked(source(batch.onset), batch) if batch.disturbed else self.initial(batch)
 
-    def initial(self, phase: Phase) -> LaneState:
-        """A phase's states at step 0."""
-        return self._timed(_initial, *self._key(phase))(self._placed(phase).seed)
+    def initial(self, batch: Batch) -> LaneState:
+        """A batch's states at step 0."""
+        return self._timed(_initial, *self._key(batch))(self._placed(batch).seed)
 
-    def forked(self, source: Source, phase: Phase) -> LaneState:
+    def forked(self, source: Source, batch: Batch) -> LaneState:
         """A fork group's states at its onset, from the baseline's."""
-        if self.grid.onset(phase) == 0:
-            return self.initial(phase)
-        seeds = self.grid.lanes(phase)[1]
-        return self._assembled(phase, source(set(seeds.tolist())), seeds)
+        return self._assembled(batch, source(set(batch.seeds.tolist())), batch.positions)
 
-    def restored(self, pieces: Iterable[Piece], phase: Phase) -> LaneState:
-        """A phase's states from its own pieces; the lanes that fill it up repeat the first."""
-        numbers = np.array(self.grid.numbers(phase))
-        filling = self.grid.width(phase.fork) - len(numbers)
-        return self._assembled(phase, pieces, np.r_[numbers, np.repeat(numbers[:1], filling)])
+    def restored(self, pieces: Iterable[Piece], batch: Batch) -> LaneState:
+        """A batch's states from its own pieces; the lanes that fill it up repeat the first."""
+        return self._assembled(batch, pieces, batch.filled(batch.numbers))
 
-    def pieces(self, phase: Phase, states: LaneState) -> Iterator[Piece]:
-        """A phase's states on the host, a piece at a time; on CPUs they are the states, not copies.
+    def pieces(self, batch: Batch, states: LaneState) -> Iterator[Piece]:
+        """A batch's states on the host, a piece at a time; on CPUs they are the states, not copies.
 
         A piece must be let go before the states are trained on, or they are copied there.
         """
-        numbers, states = self.grid.numbers(phase), _as_data(states)
-        most = self._piece_lanes(phase)
-        each = self.grid.width(phase.fork) // len(self.grid.program.devices)
-        if len(numbers) <= most:
+        count, states = len(batch.seeds), _as_data(states)
+        most = self._piece_lanes(batch)
+        each = batch.width // len(self.grid.program.devices)
+        if count <= most:
             whole = jax.tree.map(np.asarray, states)
-            yield Piece(numbers[0], len(numbers), jax.tree.map(lambda x: x[: len(numbers)], whole))
+            yield Piece(batch.first, count, jax.tree.map(lambda x: x[:count], whole))
             return
-        for begin in range(0, len(numbers), each):
+        for begin in range(0, count, each):
             shard = jax.tree.map(lambda x: np.asarray(x.addressable_shards[begin // each].data), states)  # noqa: B023
-            for first in range(begin, min(begin + each, len(numbers)), most):
-                count = min(most, begin + each - first, len(numbers) - first)
-                cut = slice(first - begin, first - begin + count)
-                yield Piece(numbers[first], count, jax.tree.map(lambda x: x[cut], shard))  # noqa: B023
+            for first in range(begin, min(begin + each, count), most):
+                lanes = min(most, begin + each - first, count - first)
+                cut = slice(first - begin, first - begin + lanes)
+                yield Piece(batch.first + first, lanes, jax.tree.map(lambda x: x[cut], shard))  # noqa: B023
 
-    def copies(self, phase: Phase, states: LaneState) -> list[Piece]:
-        """A phase's states on the host, to be kept while they are trained on."""
-        return [piece._replace(states=jax.tree.map(np.array, piece.states)) for piece in self.pieces(phase, states)]
+    def copies(self, batch: Batch, states: LaneState) -> list[Piece]:
+        """A batch's states on the host, to be kept while they are trained on."""
+        return [piece._replace(states=jax.tree.map(np.array, piece.states)) for piece in self.pieces(batch, states)]
 
-    def lane_shapes(self, phase: Phase) -> LaneState:
-        """Shapes and dtypes of one lane's state in the pieces of a phase."""
-        return _lane_shapes(self.grid.program, phase.fork is not None)
+    def lane_shapes(self, batch: Batch) -> LaneState:
+        """Shapes and dtypes of one lane's state in the pieces of a batch."""
+        return _lane_shapes(self.grid.program, batch.disturbed)
 
-    def lane_bytes(self, phase: Phase) -> int:
+    def lane_bytes(self, batch: Batch) -> int:
         """Bytes of one lane's state."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.lane_shapes(phase)))
+        return _bytes(self.lane_shapes(batch))
 
-    def piece_bytes(self, phase: Phase) -> int:
-        """Bytes of a phase's largest piece."""
-        return min(self._piece_lanes(phase), self.grid.share(phase.fork)) * self.lane_bytes(phase)
+    def piece_bytes(self, batch: Batch) -> int:
+        """Bytes of a batch's largest piece."""
+        return min(self._piece_lanes(batch), len(batch.seeds)) * self.lane_bytes(batch)
 
-    def _piece_lanes(self, phase: Phase) -> int:
-        return max(1, PIECE // max(1, self.lane_bytes(phase)))
+    def onset_shapes(self) -> LaneState:
+        """Shapes and dtypes of one lane's state of the baseline, in pieces."""
+        return _lane_shapes(self.grid.program, False)
 
-    def advance(self, phase: Phase, states: LaneState, start: int, stop: int) -> tuple[LaneState, Telemetry]:
-        """Trains a phase's lanes from `start` to `stop`, at most `rows` steps; the `states` given are used up.
+    def onset_lane_bytes(self) -> int:
+        """Bytes of one lane's state of the baseline."""
+        return _bytes(self.onset_shapes())
+
+    def onset_piece_bytes(self) -> int:
+        """Bytes of the largest piece that the baseline's states may come in."""
+        lane = self.onset_lane_bytes()
+        return min(max(1, PIECE // max(1, lane)), len(self.grid.seeds)) * lane
+
+    def _piece_lanes(self, batch: Batch) -> int:
+        return max(1, PIECE // max(1, self.lane_bytes(batch)))
+
+    def advance(self, batch: Batch, states: LaneState, start: int, stop: int) -> tuple[LaneState, Telemetry]:
+        """Trains a batch's lanes from `start` to `stop`, at most `rows` steps; the `states` given are used up.
 
         Row t - start of the telemetry is step t; rows past the last are NaN.
         """
-        program = self.program(phase)
-        arguments = self.data, states, self._placed(phase), np.int32(start), np.int32(stop)
+        program = self.program(batch)
+        arguments = self.data, states, self._placed(batch), np.int32(start), np.int32(stop)
         return jax.block_until_ready(program(*arguments))
 
     @property
@@ -148,26 +158,26 @@ class Engine:
             self._data = jax.device_put(self.grid.data, _sharding(program))
         return self._data
 
-    def program(self, phase: Phase) -> jax.stages.Compiled:
-        """The compiled program of a phase; batches and fork groups of one width share it."""
-        return self._timed(_compiled, *self._key(phase), self.rows)
+    def program(self, batch: Batch) -> jax.stages.Compiled:
+        """The compiled program of a batch; batches and fork groups of one width share it."""
+        return self._timed(_compiled, *self._key(batch), self.rows)
 
-    def program_bytes(self, phase: Phase) -> int:
-        """Bytes that all devices need for a phase's program: states, telemetry and temporaries."""
-        return self._needed(self.program(phase))
+    def program_bytes(self, batch: Batch) -> int:
+        """Bytes that all devices need for a batch's program: states, telemetry and temporaries."""
+        return self._needed(self.program(batch))
 
-    def initial_bytes(self, phase: Phase) -> int:
-        """Bytes that all devices need for a phase's initial states."""
-        return self._needed(self._timed(_initial, *self._key(phase)))
+    def initial_bytes(self, batch: Batch) -> int:
+        """Bytes that all devices need for a batch's initial states."""
+        return self._needed(self._timed(_initial, *self._key(batch)))
 
     def _needed(self, compiled: jax.stages.Compiled) -> int:
         sizes: Any = compiled.memory_analysis()
         results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         return len(self.grid.program.devices) * (sizes.argument_size_in_bytes + results + sizes.temp_size_in_bytes)
 
-    def _key(self, phase: Phase) -> tuple[Program, int, bool]:
-        program = self.grid.program if phase.fork is not None else undisturbed(self.grid.program)
-        return program, self.grid.width(phase.fork), phase.fork is not None
+    def _key(self, batch: Batch) -> tuple[Program, int, bool]:
+        program = self.grid.program if batch.disturbed else undisturbed(self.grid.program)
+        return program, batch.width, batch.disturbed
 
     def _timed(self, compile: Callable[..., jax.stages.Compiled], *key: Any) -> jax.stages.Compiled:
         begun = time.perf_counter()
@@ -175,17 +185,17 @@ class Engine:
         self.compile_seconds += time.perf_counter() - begun
         return compiled
 
-    def _placed(self, phase: Phase) -> Lanes:
-        """A phase's lanes, on the devices."""
-        if self._latest is None or self._latest[0] != phase:
-            self._latest = phase, jax.device_put(self.grid.lanes(phase)[0], _by_lane(self.grid.program))
+    def _placed(self, batch: Batch) -> Lanes:
+        """A batch's lanes, on the devices."""
+        if self._latest is None or self._latest[0] is not batch:
+            self._latest = batch, jax.device_put(batch.lanes(self.grid), _by_lane(self.grid.program))
         return self._latest[1]
 
-    def _assembled(self, phase: Phase, pieces: Iterable[Piece], wanted: np.ndarray) -> LaneState:
+    def _assembled(self, batch: Batch, pieces: Iterable[Piece], wanted: np.ndarray) -> LaneState:
         """States whose lane i is the one that has the number `wanted[i]` in the pieces, written into their place."""
         program = self.grid.program
         each = len(wanted) // len(program.devices)
-        blocks = [_blank(program, each, phase.fork is not None, device)() for device in program.devices]
+        blocks = [_blank(program, each, batch.disturbed, device)() for device in program.devices]
         for piece in pieces:
             if large := piece.large:
                 give_back()
@@ -248,6 +258,10 @@ def _lane_shapes(program: Program, disturbed: bool) -> LaneState:
     one = jax.ShapeDtypeStruct((1,), np.uint32)
     states = jax.eval_shape(lambda seeds: _as_data(_first(program, disturbed, seeds)), one)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), states)
+
+
+def _bytes(shapes: LaneState) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 @functools.lru_cache(maxsize=32)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
+from jaxaudit.batches import Batch, Plan, layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Grid, Phase
+from jaxaudit.grid import Grid
 from jaxaudit.program import VECTOR, WHOLE_VECTORS_FROM, telemetry_shapes
 
 SHARE = 0.9
@@ -22,6 +23,10 @@ LIBRARIES = 2**25
 """Bytes that the libraries come to need which read and write a run's files."""
 
 CGROUPS = Path("/sys/fs/cgroup")
+
+
+PlanOf = Callable[[int | None], Plan]
+"""A plan of batches of at most so many lanes."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,8 @@ class Needs:
     lane: int
 
 
-def fit(grid: Grid, rows: int, baseline: bool = True, resident: bool = False) -> tuple[Engine, Needs]:
-    """An engine for a grid in batches that the free memory can hold: as large as can be if the grid leaves it open.
+def fit(grid: Grid, rows: int, plan_of: PlanOf | None = None, resident: bool = False) -> tuple[Engine, Plan, Needs]:
+    """An engine, and a plan of batches that the free memory can hold: as large as can be if the grid leaves it open.
 
     The bytes of a compiled program are taken as linear in its lanes; what is chosen is compiled and checked, and is
     the program that then runs.
@@ -48,49 +53,49 @@ def fit(grid: Grid, rows: int, baseline: bool = True, resident: bool = False) ->
     Args:
       grid: `batch` None leaves the size open.
       rows: the engine's.
-      baseline: whether the baseline is trained, too.
+      plan_of: the plan in batches of at most so many lanes, None being as many as there are; the grid's own layout.
       resident: see `needs`.
 
     Raises:
       UserError: too little memory, with the numbers.
     """
+    laid_out = plan_of or (lambda most: layout(grid, most))
     free, devices = available_memory(grid.program.devices), len(grid.program.devices)
-    if grid.batch is not None:
-        engine = Engine(grid, rows)
-        needed = needs(engine, grid.phases(baseline), resident)
-        if free is not None and needed.total > free:
-            raise UserError(
-                f"{_widest(engine, baseline)[1]} lanes at a time need about {readable(needed.total)} of memory and "
-                f'{readable(free)} are available; take fewer, or lanes = "auto"'
-            )
-        return _with_host(engine, needed)
-    most, seen = max(grid.count(group) for group in grid.groups(baseline)), []
+    engine, most, seen = Engine(grid, rows), grid.batch, []
     while True:
-        engine = Engine(replace(grid, batch=most), rows)
-        phase, width = _widest(engine, baseline)
-        least = width * engine.lane_bytes(phase) + (_kept(engine, resident) if _on_cpus(grid) else 0)
-        if free is None or least <= SHARE * free:
-            needed = needs(engine, [phase], resident)
-            if free is None or needed.total <= SHARE * free:
-                needed = needs(engine, engine.grid.phases(baseline), resident)
-            if free is None or needed.total <= SHARE * free:
-                return _with_host(engine, needed)
+        plan = laid_out(most)
+        widest = max(plan, key=lambda batch: batch.width)
+        width = widest.width
+        least = width * engine.lane_bytes(widest) + (_kept(engine, resident) if _on_cpus(grid) else 0)
+        limit = math.inf if free is None else free if grid.batch else SHARE * free
+        if grid.batch or least <= limit:
+            needed = needs(engine, plan if grid.batch else [widest], resident)
+            if needed.total <= limit:
+                needed = needs(engine, plan, resident)
+            if needed.total <= limit:
+                return engine, plan, _checked_on_host(needed)
             seen.append((width, least := needed.total))
+        if grid.batch:
+            raise UserError(
+                f"{width} lanes at a time need about {readable(least)} of memory and {readable(free or 0)} are "
+                'available; take fewer, or lanes = "auto"'
+            )
         if width <= devices:
             few = "one lane" if devices == 1 else f"{devices} lanes, one on each device,"
             raise UserError(
-                f"{few} and what goes with it need about {readable(least)} of memory and {readable(free)} are available"
+                f"{few} and what goes with it need about {readable(least)} of memory and {readable(free or 0)} are "
+                "available"
             )
-        most = _fewer(seen or [(width, least)], width - 1, SHARE * free, devices)
+        most = _fewer(seen or [(width, least)], width - 1, limit, devices)
 
 
-def _with_host(engine: Engine, needed: Needs) -> tuple[Engine, Needs]:
+def _checked_on_host(needed: Needs) -> Needs:
     free = host_memory() if needed.host else 0
     if needed.host > free:
         raise UserError(
             f"the grid needs about {readable(needed.host)} of the host's memory and {readable(free)} are free"
         )
-    return engine, needed
+    return needed
 
 
 def _fewer(seen: list[tuple[int, int]], most: int, free: float, devices: int) -> int:
@@ -102,37 +107,31 @@ def _fewer(seen: list[tuple[int, int]], most: int, free: float, devices: int) ->
     return devices * (each // VECTOR * VECTOR if each > WHOLE_VECTORS_FROM else each)
 
 
-def _widest(engine: Engine, baseline: bool) -> tuple[Phase, int]:
-    grid = engine.grid
-    return max(((phase, grid.width(phase.fork)) for phase in grid.phases(baseline)), key=lambda pair: pair[1])
-
-
-def needs(engine: Engine, phases: Iterable[Phase], resident: bool = False) -> Needs:
-    """What some phases of a grid need, one after the other; their programs are compiled for it.
+def needs(engine: Engine, plan: Plan, resident: bool = False) -> Needs:
+    """What some batches need, one after the other; their programs are compiled for it.
 
     `resident`: the baseline's states at the onsets, and all telemetry, stay on the host.
     """
-    groups = list({phase.fork: phase for phase in phases}.values())
-    moments = [moment for phase in groups for moment in _moments(engine, phase)]
+    alike = list({(batch.fork, batch.width): batch for batch in plan}.values())
+    moments = [moment for batch in alike for moment in _moments(engine, batch)]
     kept = _kept(engine, resident)
-    lane = max(engine.program_bytes(phase) // engine.grid.width(phase.fork) for phase in groups)
+    lane = max(engine.program_bytes(batch) // batch.width for batch in alike)
     if _on_cpus(engine.grid):
         return Needs(max(map(sum, moments)) + kept, 0, lane)
     return Needs(max(devices for devices, _ in moments), max(host for _, host in moments) + kept, lane)
 
 
-def _moments(engine: Engine, phase: Phase) -> Iterator[tuple[int, int]]:
-    """Bytes on the devices, and on the host besides, while a phase begins, is stored, and runs."""
-    grid = engine.grid
-    states = grid.width(phase.fork) * engine.lane_bytes(phase)
-    if grid.onset(phase) == 0:
-        yield engine.initial_bytes(phase), 0
-    else:
-        piece = engine.piece_bytes(Phase(None))
+def _moments(engine: Engine, batch: Batch) -> Iterator[tuple[int, int]]:
+    """Bytes on the devices, and on the host besides, while a batch begins, is stored, and runs."""
+    states = batch.width * engine.lane_bytes(batch)
+    if batch.disturbed:
+        piece = engine.onset_piece_bytes()
         yield states + piece, piece
-    piece = engine.piece_bytes(phase)
-    yield states, piece if _on_cpus(grid) else 2 * piece
-    yield engine.program_bytes(phase), 0
+    else:
+        yield engine.initial_bytes(batch), 0
+    piece = engine.piece_bytes(batch)
+    yield states, piece if _on_cpus(engine.grid) else 2 * piece
+    yield engine.program_bytes(batch), 0
 
 
 def _kept(engine: Engine, resident: bool) -> int:
@@ -140,7 +139,7 @@ def _kept(engine: Engine, resident: bool) -> int:
     if not resident:
         return LIBRARIES
     grid = engine.grid
-    onsets = sum(fork.onset > 0 for fork in grid.forks) * len(grid.seeds) * engine.lane_bytes(Phase(None))
+    onsets = len(grid.forks) * len(grid.seeds) * engine.onset_lane_bytes()
     values = sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values())
     return onsets + 4 * values * len(grid.seeds) * len(grid.conditions) * grid.steps
 

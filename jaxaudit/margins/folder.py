@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxaudit.errors import UserError, placed
+from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
-from jaxaudit.execution.schedule import chunk_size
 from jaxaudit.grid import Grid
 from jaxaudit.learner import PERFORMANCE
 from jaxaudit.margins.pool import Stage, before, collapse_times, fit, pending, rounds
@@ -28,8 +28,8 @@ from jaxaudit.runner import checkpoint
 from jaxaudit.runner.checkpoint import UNFINISHED
 from jaxaudit.runner.durable import check_monitor, is_finished, open_run
 from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
-from jaxaudit.runner.restore import at_onset, onset_paths
-from jaxaudit.runner.store import Folder, environment
+from jaxaudit.runner.store import Folder, software
+from jaxaudit.runner.trained import at_onset, onset_paths
 from jaxaudit.specification.document import Spec, parse
 from jaxaudit.specification.entries import Asked
 
@@ -83,7 +83,7 @@ def _search(run: _Run, lines: Plan, probes: list[Probe], keep: Callable[[], None
     with stoppable() as stopping:
         try:
             rows = chunk_size(run.grid.steps, run.spec.run.chunk)
-            engine, lines = interruptible(partial(fit, run.grid, lines, rows, baseline=False))
+            engine, _, lines = interruptible(partial(fit, run.grid, lines, rows, baseline=False))
             for batch in rounds(engine, lines, partial(run.stage, engine), probes, advance):
                 keep()
                 if batch[0].round > told:
@@ -191,7 +191,7 @@ class _Place:
             "reach": chosen.reach,
             "spec": run.spec.to_toml().splitlines(),
         }
-        self._how = {"run": str(run.store.path), "tolerance": chosen.tolerance, "environment": environment(run.grid)}
+        self._how = {"run": str(run.store.path), "tolerance": chosen.tolerance, "environment": software(run.grid)}
 
     def read(self, lines: Plan) -> list[Probe]:
         """What an earlier search of the same kind left; raises UserError if something else is there."""

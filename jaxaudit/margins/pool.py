@@ -5,62 +5,39 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxaudit.batches import Batch, layout, width_of
 from jaxaudit.execution import memory
-from jaxaudit.execution.engine import Engine, Piece, Source
-from jaxaudit.execution.schedule import is_onset, schedule
-from jaxaudit.grid import Grid, Phase, lanes_of
-from jaxaudit.learner import PERFORMANCE
+from jaxaudit.execution.driver import Held, run_batch
+from jaxaudit.execution.engine import Engine, Source
+from jaxaudit.grid import Grid
+from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
 from jaxaudit.metrics import MetricSettings, collapse_time
 from jaxaudit.perturbations.core import control
-from jaxaudit.program import Lanes
+from jaxaudit.program import LaneState
 
 
-@dataclass(frozen=True)
-class Pool(Grid):
-    """A grid whose fork groups are pools of lanes, dealt out anew for every batch: any seed, at any magnitude.
+def fit(grid: Grid, lines: Plan, rows: int, baseline: bool) -> tuple[Engine, list[Batch], Plan]:
+    """An engine, the baseline's batches, and a plan with as many lanes side by side as memory holds.
 
-    Magnitudes are data, so all batches of a search, and all searches of one width, run one compiled program.
-
-    Attributes:
-      size: the lanes of a pool, unless memory holds fewer.
-      dealt: the lanes of the latest batch.
+    Raises UserError: too little memory.
     """
 
-    size: int = 0
-    dealt: dict[Phase, tuple[Lanes, np.ndarray]] = field(default_factory=dict, compare=False)
+    def laid_out(most: int | None) -> list[Batch]:
+        lanes = min(lines.lanes, most or lines.lanes)
+        nowhere = np.zeros(lanes, int)
+        width = width_of(grid.program, lanes)
+        pool = Batch(0, 0, grid.forks[0].onset, grid.steps, 0, nowhere, nowhere, (), width)
+        return [*(b for b in layout(grid, most) if baseline and not b.disturbed), pool]
 
-    def count(self, group: int | None) -> int:
-        """Lanes of a group."""
-        return super().count(None) if group is None else self.size
-
-    def lanes(self, phase: Phase) -> tuple[Lanes, np.ndarray]:
-        """The lanes of a phase and each one's seed position."""
-        return super().lanes(phase) if phase.fork is None else self.dealt[phase]
-
-    def deal(self, lines: Plan, fork: int, probes: Sequence[Probe]) -> Phase:
-        """Gives each lane of a fork group's pool a probe; lanes left over repeat the first."""
-        filled = [*probes, *[probes[0]] * (self.width(fork) - len(probes))]
-        conditions = [control(p.onset) if p.ray == CONTROL else lines.rays[p.ray].condition(p.u) for p in filled]
-        positions = np.array([p.seed for p in filled], np.int32)
-        lanes = lanes_of(self.program, np.array(self.seeds)[positions], conditions)
-        phase = Phase(fork, 1 + max((phase.batch for phase in self.dealt), default=0))
-        self.dealt.clear()
-        self.dealt[phase] = lanes, positions
-        return phase
-
-
-def fit(grid: Grid, lines: Plan, rows: int, baseline: bool) -> tuple[Engine, Plan]:
-    """An engine of as many of the plan's lanes as memory holds, and the plan for them. Raises UserError: too little."""
-    own = {f.name: getattr(grid, f.name) for f in fields(Grid)}
-    engine, _ = memory.fit(Pool(**own | {"batch": None}, size=lines.lanes), rows, baseline)
-    return engine, replace(lines, lanes=engine.grid.width(0))
+    engine, plan, _ = memory.fit(replace(grid, batch=None), rows, laid_out)
+    return engine, [b for b in plan if not b.disturbed], replace(lines, lanes=plan[-1].width)
 
 
 @dataclass(frozen=True)
@@ -82,28 +59,17 @@ class Stage:
     windows: MetricSettings
 
 
-def baseline(engine: Engine, windows: MetricSettings) -> list[Stage]:
+def baseline(engine: Engine, batches: Sequence[Batch], windows: MetricSettings) -> list[Stage]:
     """Trains the baseline to every onset."""
     grid = engine.grid
-    pieces: dict[int, list[Piece]] = {fork.onset: [] for fork in grid.forks}
-    performance = np.full((len(grid.seeds), grid.baseline_steps), np.nan, np.float32)
-    states: Any = None
-    for chunk in schedule(grid, engine.rows):
-        if chunk.phase.fork is not None:
-            break
-        if chunk.start == 0:
-            states = None  # before memory is taken for others
-            states = engine.initial(chunk.phase)
-        states, rows = engine.advance(chunk.phase, states, chunk.start, chunk.stop)
-        numbers = list(grid.numbers(chunk.phase))
-        performance[numbers, chunk.start : chunk.stop] = np.asarray(rows[PERFORMANCE])[
-            : chunk.stop - chunk.start, : len(numbers)
-        ].T
-        if is_onset(grid, chunk):
-            pieces[chunk.stop] += engine.copies(chunk.phase, states)
+    held = Held(grid, telemetry=False)
+    for batch in batches:
+        run_batch(engine, batch, held)
     return [
-        Stage(i, f.onset, _source(pieces[f.onset]), performance[:, before(f.onset, grid, windows)], windows)
-        for i, f in enumerate(grid.forks)
+        Stage(
+            position, fork.onset, held.source(fork.onset), held.trained[:, before(fork.onset, grid, windows)], windows
+        )
+        for position, fork in enumerate(grid.forks)
     ]
 
 
@@ -111,10 +77,6 @@ def before(onset: int, grid: Grid, windows: MetricSettings) -> slice:
     """The steps before an onset that J_pre needs; from one on at which steps between measurements are counted anew."""
     every = grid.program.learner.performance_every
     return slice(max(0, onset - windows.window) // every * every, onset)
-
-
-def _source(pieces: list[Piece]) -> Source:
-    return lambda seeds: pieces
 
 
 def rounds(
@@ -157,26 +119,43 @@ def pending(probes: Sequence[Probe], onset: int) -> list[Probe]:
     return [p for p in probes if p.onset == onset and p.time is None]
 
 
-def _train(engine: Engine, lines: Plan, stage: Stage, batch: Sequence[Probe], advance: Callable[..., Any]) -> None:
-    """Trains a pool of lanes and notes their collapse times.
+def _train(engine: Engine, lines: Plan, stage: Stage, probes: Sequence[Probe], advance: Callable[..., Any]) -> None:
+    """Trains a pool of lanes, each a probe, and notes their collapse times.
 
     No further than it takes to tell: to the limit, and a `hold` beyond it.
     """
-    assert isinstance(engine.grid, Pool)
-    last, steps, windows = lines.limits[stage.onset], engine.grid.steps, stage.windows
+    grid, windows = engine.grid, stage.windows
+    last, steps = lines.limits[stage.onset], grid.steps
     stop = steps if math.isinf(last) else min(steps, math.ceil(last) + windows.hold - 1)
-    phase = engine.grid.deal(lines, stage.fork, batch)
-    states = engine.forked(stage.source, phase)
-    series = [stage.before[engine.grid.lanes(phase)[1]]]
-    for start in range(stage.onset, stop, engine.rows):
-        end = min(start + engine.rows, stop)
-        states, rows = advance(phase, states, start, end)
-        series.append(np.asarray(rows[PERFORMANCE])[: end - start].T)
-    known = stage.before.shape[1]
-    every = engine.grid.program.learner.performance_every
-    times = collapse_times(np.concatenate(series, axis=1), known, windows, every)
-    for probe, time in zip(batch, times, strict=False):  # lanes that fill the pool up come last
+    seeds = np.array([p.seed for p in probes])
+    conditions = tuple(control(p.onset) if p.ray == CONTROL else lines.rays[p.ray].condition(p.u) for p in probes)
+    pool = Batch(0, stage.fork, stage.onset, stop, 0, seeds, seeds * 0, conditions, lines.lanes)
+    seen = _Performance(stage)
+    run_batch(engine, pool, seen, advance)
+    series = np.concatenate([stage.before[seeds], *seen.rows_by_chunk], axis=1)
+    known, every = stage.before.shape[1], grid.program.learner.performance_every
+    for probe, time in zip(probes, collapse_times(series, known, windows, every), strict=True):
         probe.time = float(time) + stage.onset - known
+
+
+class _Performance:
+    """A place for a pool: it begins where its stage is, and of its telemetry the performance is kept, `[L, T]`."""
+
+    def __init__(self, stage: Stage):
+        self.rows_by_chunk: list[np.ndarray] = []
+        self._stage = stage
+
+    def source(self, onset: int) -> Source:
+        return self._stage.source
+
+    def restored(self, engine: Engine, batch: Batch) -> None:
+        return None
+
+    def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
+        pass
+
+    def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
+        self.rows_by_chunk.append(np.asarray(rows[PERFORMANCE])[: stop - start, : len(batch.seeds)].T)
 
 
 def collapse_times(series: np.ndarray, onset: int, windows: MetricSettings, every: int) -> np.ndarray:

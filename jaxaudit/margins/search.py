@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 
 from jaxaudit.execution.choice import settle
-from jaxaudit.execution.schedule import chunk_size
+from jaxaudit.execution.driver import chunk_size
 from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
 from jaxaudit.margins.pool import baseline, fit, rounds
@@ -99,8 +99,8 @@ def margin(
     chosen, windows = Settings(**search), settings or MetricSettings()
     grid = plan(learner, perturbations, seeds=seeds, steps=steps, execution=execution, devices=devices, tail=0)
     grid, _ = settle(grid, chunk_size(steps))
-    engine, lines = fit(grid, lay_out(grid, perturbations, chosen), chunk_size(steps), baseline=True)
-    stages = baseline(engine, windows)
+    engine, batches, lines = fit(grid, lay_out(grid, perturbations, chosen), chunk_size(steps), baseline=True)
+    stages = baseline(engine, batches, windows)
     probes: list[Probe] = []
     for _ in rounds(engine, lines, stages.__getitem__, probes):
         pass

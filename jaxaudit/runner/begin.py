@@ -51,7 +51,7 @@ def _check_free(folder: Path) -> None:
 def _is_leftover(folder: Path) -> bool:
     """Whether a folder holds a run that was killed before its spec was written, and nothing else."""
     store = Folder(folder)
-    ours = {path.name for path in (store.environment, store.checkpoints, store.telemetry, store.monitor)}
+    ours = {path.name for path in (store.environment, store.plan, store.checkpoints, store.telemetry, store.monitor)}
     names = {path.name for path in folder.iterdir() if not path.name.startswith(UNFINISHED)}
     if not names or not names <= ours:
         return not names

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,22 +16,29 @@ from typing import Any
 import numpy as np
 
 from jaxaudit import results
+from jaxaudit.batches import Batch, Plan, layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
 from jaxaudit.execution.choice import settle
+from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
-from jaxaudit.execution.schedule import Chunk, chunk_size, is_onset, schedule
-from jaxaudit.grid import Fork, Grid, Phase
-from jaxaudit.learner import ACTING, PERFORMANCE
+from jaxaudit.grid import Fork, Grid
+from jaxaudit.learner import ACTING, PERFORMANCE, Telemetry
 from jaxaudit.machine import give_back, resident
-from jaxaudit.program import telemetry_shapes
+from jaxaudit.program import LaneState, telemetry_shapes
 from jaxaudit.runner import checkpoint
 from jaxaudit.runner.begin import beginning
 from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
-from jaxaudit.runner.progress import Progress, collapsed, performance_level
-from jaxaudit.runner.restore import at_onset, onset_paths, restore, save
-from jaxaudit.runner.store import Folder, check_space, differences, environment
+from jaxaudit.runner.progress import Progress, chunks_of, collapsed, performance_level
+from jaxaudit.runner.store import VERSION, Folder, check_space, differences, environment
+from jaxaudit.runner.trained import BatchFolder, InFolder, forget_lost, onset_paths, standing
 from jaxaudit.specification.document import Spec, load
+
+EARLIER = "0.1."
+"""How versions begin whose runs cannot be gone on with."""
+
+GATHER_SECONDS = 30.0
+"""Between one time that telemetry is gathered from a batch in training and the next."""
 
 __all__ = ["Interrupted", "fork", "is_finished", "open_run", "resume", "run"]
 
@@ -59,14 +67,15 @@ def resume(folder: Path) -> None:
     if not store.telemetry.exists():
         raise UserError(f"{folder} has lost its telemetry.zarr, so the run cannot go on; run its spec again")
     _check_provenance(store, grid)
+    plan = store.read_plan(grid)
     with store.held():
-        changed = differences(store.read_environment(), grid)
+        changed = differences(store.read_environment(), grid, plan)
         for what, then, now in changed:
             print(f"note: {what} was {then} and is {now}: results may not be bitwise the same", file=sys.stderr)
         if changed:
             store.update_environment(resumed_with={what: now for what, _, now in changed})
         _announce(spec, grid)
-        _execute(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)))
+        _execute(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan)
 
 
 def fork(folder: Path, spec: Spec, out: Path) -> None:
@@ -97,25 +106,30 @@ def fork(folder: Path, spec: Spec, out: Path) -> None:
 
 
 def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
-    """The run in a folder, in its batches, and on as many devices as it was begun on if they are there.
+    """The run in a folder, on as many devices as it was begun on if they are there.
 
-    Raises UserError if there is none.
+    Raises UserError if there is none, or it is an earlier version's.
     """
     store = Folder(Path(folder))
     if not store.spec.is_file():
         raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
+    recorded = store.read_environment()
+    if (made := str(recorded.get("jaxaudit", VERSION))).startswith(EARLIER):
+        raise UserError(
+            f"the run in {folder} was made by jaxaudit {made}: {VERSION} can report and read it, not go on with it; "
+            "run its spec again"
+        )
     spec = load(store.spec)
     grid = spec.build()
-    recorded = store.read_environment()
     devices = recorded.get("devices")
     if isinstance(devices, int) and 0 < devices < len(grid.program.devices):
         grid = replace(grid, program=replace(grid.program, devices=grid.program.devices[:devices]))
-    layout = recorded.get("lane_layout", {})
     if grid.program.execution == "auto":
-        execution = layout.get("execution", "vmap")
+        execution = recorded.get("lane_layout", {}).get("execution", "vmap")
         grid = replace(grid, program=replace(grid.program, execution=execution))
-    batch = layout.get("lanes", grid.batch)
-    return store, spec, replace(grid, batch=batch, tail=0 if recorded.get("forked_from") else grid.tail)
+    if recorded.get("forked_from"):
+        grid = replace(grid, tail=0)
+    return store, spec, grid
 
 
 def _check_provenance(store: Folder, grid: Grid) -> None:
@@ -147,24 +161,26 @@ def _start(
     with ExitStack() as stack:
         with beginning(folder) as store:
             rows = chunk_size(grid.steps, spec.run.chunk)
+            laid_out = partial(layout, grid, baseline=source is None)
             # Before anything is compiled: as it is with the fewest lanes at a time, where that is still open.
-            fewest = replace(grid, batch=grid.batch or len(grid.program.devices))
-            check_space(fewest, Engine(fewest, rows).lane_bytes, folder)
+            fewest = laid_out(grid.batch or len(grid.program.devices))
+            check_space(grid, fewest, Engine(grid, rows), folder)
             _announce(spec, grid)
             grid, measured = interruptible(partial(settle, grid, rows, baseline=source is None))
             _tell_choice(grid, measured)
-            engine, _ = interruptible(partial(memory.fit, grid, rows, baseline=source is None))
-            grid = engine.grid
-            check_space(grid, engine.lane_bytes, folder)
+            laid_out = partial(layout, grid, baseline=source is None)
+            engine, plan, _ = interruptible(partial(memory.fit, grid, rows, laid_out))
+            check_space(grid, plan, engine, folder)
             known = ({"forked_from": str(source.path)} if source else {}) | ({"measured": measured} if measured else {})
-            store.make(**environment(grid), **known)
+            store.make(**environment(grid, plan), **known)
             stack.enter_context(store.held())
             store.create_telemetry(grid, telemetry_shapes(grid.program), rows)
+            store.write_plan(plan)
             if source and stored:
                 _copy_onsets(source, stored, store, grid)
             spec = _with_its_monitor(spec, store)
             store.write(store.spec, spec.to_toml())
-        _execute(store, spec, engine)
+        _execute(store, spec, engine, plan)
 
 
 def _with_its_monitor(spec: Spec, store: Folder) -> Spec:
@@ -178,7 +194,7 @@ def _with_its_monitor(spec: Spec, store: Folder) -> Spec:
 def _copy_onsets(source: Folder, stored: dict[int, Fork], store: Folder, grid: Grid) -> None:
     """The baseline's states at the onsets and its telemetry before them, from the run that is forked."""
     store.write_channel("baseline_performance", source.read_channel("baseline_performance"))
-    for f in (f for f in grid.forks if f.onset):
+    for f in grid.forks:
         try:
             paths = onset_paths(source, f.onset, range(len(grid.seeds)))
             for path in paths:
@@ -190,55 +206,111 @@ def _copy_onsets(source: Folder, stored: dict[int, Fork], store: Folder, grid: G
         store.copy_prefix(source, stored[f.onset], f)
 
 
-def _execute(store: Folder, spec: Spec, engine: Engine) -> None:
-    """Does what is left of a run that is held, from its latest undamaged checkpoint to its tables."""
-    grid = engine.grid
+def _execute(store: Folder, spec: Spec, engine: Engine, plan: Plan) -> None:
+    """Does what is left of a run that is held, from each batch's latest undamaged states to the run's tables."""
     try:
         store.sweep()
         recorded = store.read_environment()
-        chunks = schedule(grid, engine.rows, baseline="forked_from" not in recorded)
         clock = _clock(recorded, engine)
-        _train(store, spec, engine, chunks, clock)
-        _finish(store, spec, grid)
-        lanes = sum(len(grid.numbers(chunk.phase)) * (chunk.stop - chunk.start) for chunk in chunks)
-        learner = grid.program.learner
+        store.update_environment(status="running")
+        _train(store, spec, engine, plan, clock)
+        _finish(store, spec, engine.grid)
+        lanes = sum(len(batch.seeds) * (batch.stop - batch.onset) for batch in plan)
+        learner = engine.grid.program.learner
         samples = lanes * learner.samples_per_step
         store.update_environment(status="finished", **clock(), samples=samples, sample=learner.sample)
+        shutil.rmtree(store.batches, ignore_errors=True)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped at once; go on with: jaxaudit resume {store.path}") from None
 
 
-def _train(
-    store: Folder, spec: Spec, engine: Engine, chunks: list[Chunk], clock: Callable[[], dict[str, float]]
-) -> None:
+def _train(store: Folder, spec: Spec, engine: Engine, plan: Plan, clock: Callable[[], dict[str, float]]) -> None:
+    """Trains the batches that are not gathered yet, one after the other, and gathers each."""
     grid = engine.grid
-    states: Any
-    store.update_environment(status="running")
-    done, states = restore(store, engine, chunks)
-    _tell(engine, {chunk.phase for chunk in chunks[done:]}, done, len(chunks))
-    level: tuple[np.ndarray, np.ndarray] | None = None
-    samples = grid.program.learner.samples_per_step
-    with stoppable() as stopping, Progress(grid, chunks, done, samples) as progress:
-        for index in range(done, len(chunks)):
-            chunk = chunks[index]
-            if chunk.start == grid.onset(chunk.phase):
-                states, level = None, None  # before memory is taken for others
-                states = engine.begin(chunk.phase, partial(at_onset, store, engine))
-            states, rows = interruptible(partial(engine.advance, chunk.phase, states, chunk.start, chunk.stop))
-            store.write_rows(grid, chunk.phase, rows, chunk.start, chunk.stop)
-            if chunk.phase.fork is not None and level is None:
-                before = store.read_channel("baseline_performance")[:, : grid.onset(chunk.phase)]
-                level = performance_level(before, spec.metrics.window, grid.program.learner.performance_every)
-            progress.advance(chunk, collapsed(grid, chunk, rows, level))
-            ended = index + 1
-            last = ended == len(chunks)
-            if stopping() or last or ended % spec.run.checkpoint_every == 0 or is_onset(grid, chunk):
-                save(store, engine, chunk, states, ended)
-                store.update_environment(**clock())
-            if stopping() and not last:
-                store.update_environment(status="interrupted")
-                after = f"stopped after {ended} of {len(chunks)} chunks"
-                raise Interrupted(f"{after}; go on with: jaxaudit resume {store.path}")
+    gathered = set(store.read_environment().get("gathered", []))
+    for batch in plan:
+        trained = batch.id in gathered or BatchFolder(store, batch).complete
+        if trained and not batch.disturbed and forget_lost(store, grid, batch):
+            gathered.discard(batch.id)
+    left = [batch for batch in plan if batch.id not in gathered]
+    begun = {batch.id: standing(store, grid, batch) or batch.onset for batch in left}
+    _tell(engine, left, plan, begun)
+    with stoppable() as stopping, Progress(grid, plan, engine.rows, begun) as progress:
+        place = _Watched(store, engine, spec, plan, clock, stopping, progress)
+        for batch in left:
+            folder = BatchFolder(store, batch)
+            if not folder.complete:
+                run_batch(engine, batch, place, partial(_interruptible, engine))
+                folder.make_complete()
+            gather(store, grid, batch)
+            gathered.add(batch.id)
+            store.update_environment(gathered=sorted(gathered), chunks_done=progress.chunks_done, **clock())
+            folder.remove()
+
+
+def _interruptible(engine: Engine, *arguments: Any) -> Any:
+    return interruptible(partial(engine.advance, *arguments))
+
+
+def gather(store: Folder, grid: Grid, batch: Batch, after: int = 0) -> int:
+    """Puts what a batch has trained from a step on into the run's telemetry, and returns the step it has come to."""
+    for rows, start, stop in BatchFolder(store, batch).rows(after):
+        store.write_rows(grid, batch, rows, start, stop)
+        after = stop
+    return after
+
+
+class _Watched(InFolder):
+    """A run's batches in its folder, with progress told, telemetry gathered now and then, and a stop when asked."""
+
+    def __init__(
+        self,
+        store: Folder,
+        engine: Engine,
+        spec: Spec,
+        plan: Plan,
+        clock: Callable[[], dict[str, float]],
+        stopping: Callable[[], bool],
+        progress: Progress,
+    ):
+        super().__init__(store, engine, spec.run.checkpoint_every)
+        self._plan, self._clock, self._stopping, self._progress = plan, clock, stopping, progress
+        self._level = partial(_level, store, engine.grid, spec.metrics.window)
+        self._levels: dict[int, Any] = {}
+        self._gathered: dict[int, int] = {}
+        self._latest = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether states are to be kept: as often as was asked for, and before a stop."""
+        return super().due() or self._stopping()
+
+    def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
+        """Keeps telemetry, and tells of it."""
+        super().rows(batch, rows, start, stop)
+        if batch.disturbed and batch.onset not in self._levels:
+            self._levels[batch.onset] = self._level(batch.onset)
+        level = self._levels.get(batch.onset) if batch.disturbed else None
+        self._progress.advance(batch, start, stop, collapsed(self._engine.grid, batch, rows, start, stop, level))
+
+    def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
+        """Keeps states, and stops if that is asked."""
+        super().reached(engine, batch, states, step)
+        if step == batch.onset:
+            return
+        stopping = self._stopping()
+        if stopping or time.monotonic() - self._latest > GATHER_SECONDS:
+            self._gathered[batch.id] = gather(self.store, engine.grid, batch, self._gathered.get(batch.id, 0))
+            self.store.update_environment(**self._clock())
+            self._latest = time.monotonic()
+        if stopping and not (batch is self._plan[-1] and step == batch.stop):
+            self.store.update_environment(status="interrupted", **self._clock())
+            after = f"stopped after {self._progress.chunks_done} of {self._progress.chunks} chunks"
+            raise Interrupted(f"{after}; go on with: jaxaudit resume {self.store.path}")
+
+
+def _level(store: Folder, grid: Grid, window: int, onset: int) -> tuple[np.ndarray, np.ndarray]:
+    before = store.read_channel("baseline_performance")[:, :onset]
+    return performance_level(before, window, grid.program.learner.performance_every)
 
 
 def _clock(recorded: dict[str, Any], engine: Engine) -> Callable[[], dict[str, float]]:
@@ -284,15 +356,16 @@ def _tell_choice(grid: Grid, measured: dict[str, float]) -> None:
         )
 
 
-def _tell(engine: Engine, phases: Collection[Phase], done: int, chunks: int) -> None:
+def _tell(engine: Engine, left: Plan, plan: Plan, begun: dict[int, int]) -> None:
     """How what is left is about to run, on stderr; its programs are compiled for it."""
-    if not phases:
+    if not left:
         return
     grid = engine.grid
-    needed = interruptible(partial(memory.needs, engine, phases))
+    needed = interruptible(partial(memory.needs, engine, left))
     give_back()
-    split = any(grid.share(phase.fork) < grid.count(phase.fork) for phase in phases)
-    shares = f"{max(grid.share(phase.fork) for phase in phases)} lanes at a time" if split else "all lanes at a time"
+    groups = Counter(batch.fork for batch in left)
+    most = max(len(batch.seeds) for batch in left)
+    shares = f"{most} lanes at a time" if max(groups.values()) > 1 else "all lanes at a time"
     free = memory.available_memory(grid.program.devices)
     short = "" if free is None or needed.total <= free else f"; only {memory.readable(free)} are available"
     host = f" and {memory.readable(needed.host)} of the host's" if needed.host else ""
@@ -300,6 +373,7 @@ def _tell(engine: Engine, phases: Collection[Phase], done: int, chunks: int) -> 
     total, lane = memory.readable(held + needed.total), memory.readable(needed.lane)
     already = f" ({memory.readable(held)} of it in use now)" if held else ""
     print(f"expected memory: {total}{already}{host}, {lane} a lane, {shares}{short}", file=sys.stderr)
+    done, chunks = chunks_of(grid, plan, engine.rows, begun)
     if done:
         print(f"going on after {done} of {chunks} chunks", file=sys.stderr)
 

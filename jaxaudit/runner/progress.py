@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from tqdm import tqdm
 
-from jaxaudit.execution.schedule import Chunk
-from jaxaudit.grid import Grid, Phase
+from jaxaudit.batches import Batch, Plan
+from jaxaudit.execution.driver import spans
+from jaxaudit.grid import Grid
 from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.metrics import due_steps
 
@@ -29,34 +30,53 @@ def performance_level(before: np.ndarray, window: int, every: int = 1) -> tuple[
     return data.mean(axis=1), data.std(axis=1)
 
 
-def collapsed(grid: Grid, chunk: Chunk, rows: Telemetry, level: tuple[np.ndarray, np.ndarray] | None) -> int | None:
+def collapsed(
+    grid: Grid,
+    batch: Batch,
+    rows: Telemetry,
+    start: int,
+    stop: int,
+    level: tuple[np.ndarray, np.ndarray] | None,
+) -> int | None:
     """Lanes of a batch that stood two deviations below their level, or at a non-finite value, when last measured.
 
-    None where that was not in this chunk.
+    None where that was not in these steps.
     """
     every = grid.program.learner.performance_every
-    latest = chunk.stop // every * every - 1
-    if chunk.phase.fork is None or level is None or latest < chunk.start:
+    latest = stop // every * every - 1
+    if level is None or latest < start:
         return None
-    seeds = grid.cells(chunk.phase)[1]
-    now = np.asarray(rows[PERFORMANCE])[latest - chunk.start, : len(seeds)]
-    mean, std = level[0][seeds], level[1][seeds]
+    now = np.asarray(rows[PERFORMANCE])[latest - start, : len(batch.seeds)]
+    mean, std = level[0][batch.seeds], level[1][batch.seeds]
     return int(((now < mean - 2 * std) | ~np.isfinite(now)).sum())
 
 
-class Progress:
-    """Counts samples (env steps, tokens; learner steps where a learner does not say) over all lanes."""
+def chunks_of(grid: Grid, plan: Plan, size: int, begun: Mapping[int, int]) -> tuple[int, int]:
+    """How many chunks of a plan are done, and how many there are; `begun` says where batches not done stand."""
+    ends = [(stop, begun.get(batch.id, batch.stop)) for batch in plan for _, stop in spans(grid, batch, size)]
+    return sum(stop <= at for stop, at in ends), len(ends)
 
-    def __init__(self, grid: Grid, chunks: Sequence[Chunk], done: int, samples_per_step: int):
-        self._grid = grid
-        self._unit = samples_per_step or 1
-        self._collapsed: dict[Phase, int] = {}
-        self._batches = Counter(phase.fork for phase in grid.phases())
+
+class Progress:
+    """Counts samples (env steps, tokens; learner steps where a learner does not say) over all lanes.
+
+    Attributes:
+      chunks_done, chunks: of the plan.
+    """
+
+    def __init__(self, grid: Grid, plan: Plan, size: int, begun: Mapping[int, int]):
+        self.chunks_done, self.chunks = chunks_of(grid, plan, size, begun)
+        samples = grid.program.learner.samples_per_step
+        self._unit = samples or 1
+        self._collapsed: dict[int, int] = {}
+        self._batches = Counter(batch.fork for batch in plan)
+        self._order = {batch.id: number for f in self._batches for number, batch in enumerate(_of(plan, f), 1)}
         terminal = sys.stderr.isatty()
+        done = ((batch, begun.get(batch.id, batch.stop)) for batch in plan)
         self._bar = tqdm(
-            total=sum(self._samples(chunk) for chunk in chunks),
-            initial=sum(self._samples(chunk) for chunk in chunks[:done]),
-            unit=" samples" if samples_per_step else " steps",
+            total=sum(self._samples(batch, batch.onset, batch.stop) for batch in plan),
+            initial=sum(self._samples(batch, batch.onset, at) for batch, at in done),
+            unit=" samples" if samples else " steps",
             unit_scale=True,
             desc="baseline",
             smoothing=0.1,
@@ -65,23 +85,27 @@ class Progress:
             bar_format=BAR,
         )
 
-    def advance(self, chunk: Chunk, collapsed: int | None) -> None:
+    def advance(self, batch: Batch, start: int, stop: int, collapsed: int | None) -> None:
         """A chunk is done; `collapsed` lanes of its batch stand collapsed now, or, None, as many as before."""
-        phase = chunk.phase
-        group = "baseline" if phase.fork is None else f"fork at {self._grid.onset(phase)}"
-        batches = self._batches[phase.fork]
-        which = "" if batches == 1 else f", batch {phase.batch + 1} of {batches}"
+        self.chunks_done += 1
+        group = f"fork at {batch.onset}" if batch.disturbed else "baseline"
+        batches = self._batches[batch.fork]
+        which = "" if batches == 1 else f", batch {self._order[batch.id]} of {batches}"
         self._bar.set_description_str(group + which, refresh=False)
-        if phase.fork is not None:
-            self._collapsed[phase] = self._collapsed.get(phase, 0) if collapsed is None else collapsed
+        if batch.disturbed:
+            self._collapsed[batch.id] = self._collapsed.get(batch.id, 0) if collapsed is None else collapsed
             self._bar.set_postfix_str(f"{sum(self._collapsed.values())} lanes collapsed", refresh=False)
-        self._bar.update(self._samples(chunk))
+        self._bar.update(self._samples(batch, start, stop))
 
-    def _samples(self, chunk: Chunk) -> int:
-        return len(self._grid.numbers(chunk.phase)) * (chunk.stop - chunk.start) * self._unit
+    def _samples(self, batch: Batch, start: int, stop: int) -> int:
+        return len(batch.seeds) * (stop - start) * self._unit
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
+
+
+def _of(plan: Plan, fork: int | None) -> list[Batch]:
+    return [batch for batch in plan if batch.fork == fork]

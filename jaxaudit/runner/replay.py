@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxaudit import results
+from jaxaudit.batches import Batch
 from jaxaudit.errors import UserError
+from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
-from jaxaudit.execution.schedule import Chunk, chunk_size, schedule
-from jaxaudit.grid import Grid, Phase
-from jaxaudit.learner import PERFORMANCE
+from jaxaudit.learner import PERFORMANCE, Telemetry
+from jaxaudit.program import LaneState
 from jaxaudit.registry import unknown
 from jaxaudit.runner.durable import is_finished, open_run
-from jaxaudit.runner.restore import at_onset
 from jaxaudit.runner.store import Folder, differences
+from jaxaudit.runner.trained import at_onset
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,16 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
     recorded = store.read_environment()
     if not is_finished(store):
         raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
+    plan = store.read_plan(grid)
     seeds = _chosen("seed", seed, [str(s) for s in grid.seeds])
     members = _chosen("condition", condition, results.labels(grid))
     engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
-    compared = _Comparison(store, grid, seeds, members)
-    states: Any = None
-    for chunk in schedule(grid, engine.rows, condition is None and "forked_from" not in recorded):
-        if compared.lanes(chunk.phase).any():
-            if chunk.start == grid.onset(chunk.phase):
-                states = None  # before memory is taken for others
-                states = engine.begin(chunk.phase, partial(at_onset, store, engine))
-            states, rows = engine.advance(chunk.phase, states, chunk.start, chunk.stop)
-            compared.add(chunk, {name: np.asarray(values) for name, values in rows.items()})
-    changed = differences(recorded, grid)
-    now = {what: value for what, _, value in differences({}, grid)}
+    compared = _Comparison(store, engine, seeds, members)
+    for batch in plan:
+        if (batch.disturbed or condition is None) and compared.lanes(batch).any():
+            run_batch(engine, batch, compared)
+    changed = differences(recorded, grid, plan)
+    now = {what: value for what, _, value in differences({}, grid, plan)}
     for what, value in recorded.get("resumed_with", {}).items():
         if value != now.get(what):
             changed.append((f"{what}, when it was resumed", value, str(now.get(what))))
@@ -93,41 +89,45 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
 
 
 class _Comparison:
-    """Holds replayed rows against the stored telemetry, chunk after chunk.
+    """The place of a replay's batches: they begin from the stored onsets, and are held against the stored telemetry.
 
     Attributes:
       deviations: largest deviation of every channel that differs.
       steps: lane steps compared.
     """
 
-    def __init__(self, store: Folder, grid: Grid, seeds: list[int], members: list[int]):
+    def __init__(self, store: Folder, engine: Engine, seeds: list[int], members: list[int]):
         self.deviations: dict[str, float] = {}
         self.steps = 0
-        self._store, self._grid, self._seeds, self._members = store, grid, seeds, members
+        self._store, self._grid, self._seeds, self._members = store, engine.grid, seeds, members
+        self.source = partial(at_onset, store, engine)
 
-    def lanes(self, phase: Phase) -> np.ndarray:
-        """Which of a phase's lanes are compared."""
-        conditions, seeds = self._grid.cells(phase)
-        return np.isin(seeds, self._seeds) & ((conditions < 0) | np.isin(conditions, self._members))
+    def lanes(self, batch: Batch) -> np.ndarray:
+        """Which of a batch's lanes are compared."""
+        mine = np.isin(batch.seeds, self._seeds)
+        return mine & np.isin(batch.columns, self._members) if batch.disturbed else mine
 
-    def add(self, chunk: Chunk, rows: dict[str, np.ndarray]) -> None:
+    def restored(self, engine: Engine, batch: Batch) -> None:
+        """None: all is trained again."""
+
+    def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
+        """States are not compared."""
+
+    def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         """Compares a chunk's rows `[T, L, ...]`: a fork group's own, or the baseline's with every prefix it is."""
-        grid, count = self._grid, chunk.stop - chunk.start
-        mine = self.lanes(chunk.phase)
-        conditions, seeds = (positions[mine] for positions in grid.cells(chunk.phase))
-        new = {name: np.moveaxis(values[:count, : len(mine)], 0, 1)[mine] for name, values in rows.items()}
-        if chunk.phase.fork is None:
-            span = slice(chunk.start, chunk.stop)
-            stored = self._store.read_channel("baseline_performance", span)[seeds]
+        grid, count = self._grid, stop - start
+        mine = self.lanes(batch)
+        conditions, seeds = batch.columns[mine], batch.seeds[mine]
+        new = {name: np.moveaxis(np.asarray(x)[:count, : len(mine)], 0, 1)[mine] for name, x in rows.items()}
+        if not batch.disturbed:
+            stored = self._store.read_channel("baseline_performance", slice(start, stop))[seeds]
             self._note("baseline_performance", new[PERFORMANCE], stored)
             for fork in grid.forks:
                 copies = len(fork.conditions)
-                prefix = {
-                    n: np.concatenate([x[:, : max(0, fork.onset - chunk.start)]] * copies) for n, x in new.items()
-                }
-                self._compare(prefix, np.repeat(fork.conditions, len(seeds)), np.tile(seeds, copies), chunk.start)
+                prefix = {n: np.concatenate([x[:, : max(0, fork.onset - start)]] * copies) for n, x in new.items()}
+                self._compare(prefix, np.repeat(fork.conditions, len(seeds)), np.tile(seeds, copies), start)
         else:
-            self._compare(new, conditions, seeds, chunk.start)
+            self._compare(new, conditions, seeds, start)
         self.steps += len(seeds) * count
 
     def _compare(self, new: dict[str, np.ndarray], conditions: np.ndarray, seeds: np.ndarray, start: int) -> None:

@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,11 +22,14 @@ import xarray as xr
 import zarr
 
 from jaxaudit import results
+from jaxaudit.batches import Batch, Plan, as_json, from_json
 from jaxaudit.errors import UserError
+from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.memory import readable
-from jaxaudit.grid import Fork, Grid, Phase, place
+from jaxaudit.grid import Fork, Grid
 from jaxaudit.learner import PERFORMANCE, Telemetry
-from jaxaudit.machine import processor
+from jaxaudit.machine import cores, processor
+from jaxaudit.placing import place
 from jaxaudit.program import telemetry_shapes
 from jaxaudit.runner.checkpoint import UNFINISHED
 
@@ -34,6 +37,16 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+VERSION = _version("jaxaudit")
 
 DERIVED = ("x_inst", "x_gen")
 """Channels computed from the telemetry when a run ends."""
@@ -47,8 +60,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "brax", "mujoco", "mujoco-mjx", "o
 class Folder:
     """Paths of a run, and how its files are read and written.
 
-    Every file appears complete or not at all (written beside its place, then renamed); telemetry is written
-    chunk after chunk, and only rows before the latest checkpoint count.
+    Every file appears complete or not at all (written beside its place, then renamed). One process at a time, the
+    driver, writes them, but for a batch's own folder (`jaxaudit.runner.trained`), from which it gathers telemetry.
     """
 
     def __init__(self, path: Path):
@@ -57,6 +70,8 @@ class Folder:
         self.spec = path / "spec.toml"
         self.environment = path / "environment.json"
         self.monitor = path / "monitor.npz"
+        self.plan = path / "plan.json"
+        self.batches = path / "batches"
         self.checkpoints = path / "checkpoints"
         self.telemetry = path / "telemetry.zarr"
         self.metrics = path / "metrics.csv"
@@ -115,6 +130,17 @@ class Folder:
         for path in self.telemetry.rglob("*.partial"):  # zarr's
             path.unlink()
 
+    def write_plan(self, plan: Plan) -> None:
+        """Keeps how lanes are batched, and on how many threads they began to be trained."""
+        self.write(self.plan, json.dumps({"threads": cores(), "batches": as_json(plan)}) + "\n")
+
+    def read_plan(self, grid: Grid) -> list[Batch]:
+        """How the lanes of a run's grid are batched. Raises UserError if it cannot be told."""
+        try:
+            return from_json(json.loads(self.plan.read_text(encoding="utf-8"))["batches"], grid)
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise UserError(f"{self.plan} is damaged: which lanes run together cannot be told ({error!r})") from None
+
     def create_telemetry(self, grid: Grid, shapes: dict[str, tuple[int, ...]], chunk: int) -> None:
         """Lays out telemetry.zarr, all NaN: channel -> shape of one value; a file holds `chunk` steps."""
         empty = results.telemetry(grid, {})
@@ -132,13 +158,13 @@ class Folder:
             _nan_array(group, "baseline_performance", shape, (lanes[0], chunk), ("seed", "step"))
             zarr.consolidate_metadata(self.telemetry)
 
-    def write_rows(self, grid: Grid, phase: Phase, rows: Telemetry, start: int, stop: int) -> None:
-        """Writes a phase's steps `start` to `stop`, rows `[T, L, ...]`."""
-        if phase.fork is None:
-            seeds = grid.numbers(phase)
-            performance = np.asarray(rows[PERFORMANCE])[: stop - start, : len(seeds)]
-            self._channel("baseline_performance", "r+")[seeds.start : seeds.stop, start:stop] = performance.T
-        place(partial(self._channel, mode="r+"), grid, phase, rows, start, stop)
+    def write_rows(self, grid: Grid, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
+        """Writes a batch's steps `start` to `stop`, rows `[T, L, ...]`, into the run's telemetry."""
+        if not batch.disturbed:
+            performance = np.asarray(rows[PERFORMANCE])[: stop - start, : len(batch.seeds)]
+            seeds = slice(batch.seeds[0], batch.seeds[-1] + 1)
+            self._channel("baseline_performance", "r+")[seeds, start:stop] = performance.T
+        place(partial(self._channel, mode="r+"), grid, batch, rows, start, stop)
 
     def copy_prefix(self, source: Folder, theirs: Fork, ours: Fork) -> None:
         """Copies the steps before an onset from another run of the same seeds and channels."""
@@ -182,23 +208,33 @@ def _nan_array(group: zarr.Group, name: str, shape: tuple, chunks: tuple, dims: 
     group.create_array(name, shape=shape, chunks=chunks, dtype="float32", fill_value=np.nan, dimension_names=list(dims))
 
 
-def check_space(grid: Grid, lane_bytes: Callable[[Phase], int], folder: Path) -> None:
-    """Raises UserError, with the numbers, where a run's telemetry and checkpoints would fill the disk.
-
-    `lane_bytes` of the state of one lane of a phase.
-    """
-    values = sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values()) + len(DERIVED)
-    telemetry = 4 * values * len(grid.seeds) * len(grid.conditions) * grid.steps
-    kept = len(grid.forks) * grid.count(None) * lane_bytes(Phase(None))
-    latest = 3 * max(grid.share(p.fork) * lane_bytes(p) for p in grid.phases())
+def check_space(grid: Grid, plan: Plan, engine: Engine, folder: Path) -> None:
+    """Raises UserError, with the numbers, where a run's telemetry and checkpoints would fill the disk."""
+    values = 4 * (sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values()) + len(DERIVED))
+    telemetry = values * len(grid.seeds) * len(grid.conditions) * grid.steps
+    kept = len(grid.forks) * len(grid.seeds) * engine.onset_lane_bytes()
+    latest = max(
+        3 * len(batch.seeds) * engine.lane_bytes(batch) + values * len(batch.seeds) * (batch.stop - batch.onset)
+        for batch in plan
+    )
     existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
     needed, free = telemetry + kept + latest, shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(f"the run needs about {readable(needed)} on disk and {existing} has {readable(free)} free")
 
 
-def environment(grid: Grid) -> dict[str, Any]:
+def environment(grid: Grid, plan: Plan) -> dict[str, Any]:
     """What decides a run's bits besides its spec: software, device, flags, and how lanes were laid out."""
+    layout = {
+        "execution": grid.program.execution,
+        "lanes": max(len(batch.seeds) for batch in plan),
+        "widths": sorted({batch.width for batch in plan}),
+    }
+    return software(grid) | {"lane_layout": layout}
+
+
+def software(grid: Grid) -> dict[str, Any]:
+    """What a grid is trained with: software, device and flags, and what it depends on besides."""
     devices = grid.program.devices
     return {
         "jaxaudit": _version("jaxaudit"),
@@ -210,27 +246,14 @@ def environment(grid: Grid) -> dict[str, Any]:
         "devices": len(devices),
         "flags": {k: os.environ[k] for k in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64") if k in os.environ},
         "precision": str(jax.config.jax_default_matmul_precision),  # type: ignore[attr-defined]
-        "lane_layout": {
-            "execution": grid.program.execution,
-            "lanes": grid.batch,
-            "baseline_width": grid.width(None),
-            "fork_widths": [grid.width(fork) for fork in range(len(grid.forks))],
-        },
         "byteorder": sys.byteorder,
         "provenance": grid.provenance,
     }
 
 
-def differences(then: dict[str, Any], grid: Grid) -> list[tuple[str, str, str]]:
+def differences(then: dict[str, Any], grid: Grid, plan: Plan) -> list[tuple[str, str, str]]:
     """What is not as `then`, an earlier `environment`, says: (what, then, now)."""
-    now = environment(grid)
+    now = environment(grid, plan)
     pairs = {key: (then.get(key), value) for key, value in now.items() if key != "packages"}
     pairs |= {f"package {k}": (then.get("packages", {}).get(k), v) for k, v in now["packages"].items()}
     return [(what, str(a), str(b)) for what, (a, b) in pairs.items() if a != b]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

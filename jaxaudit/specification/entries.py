@@ -97,7 +97,7 @@ def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
         raise UserError(f"{place} needs one of 'kind', 'chain' and 'dimension'")
     try:
         entries = read(table)
-        _check(entries, steps)
+        _check(entries, steps, values.get("onset"))
     except UserError:
         raise
     except ValueError as error:
@@ -167,7 +167,7 @@ def _each(onsets: Onsets | None) -> tuple[Onset | None, ...]:
     return onsets if isinstance(onsets, tuple) else (onsets,)
 
 
-def _check(entries: list[Entry], steps: int) -> None:
+def _check(entries: list[Entry], steps: int, onsets: Any) -> None:
     """Raises ValueError where the entries of a table are too many, or do not fit into a run of `steps`."""
     asked = [e.candidates() if isinstance(e, AskedDimension) else [e] for e in entries]
     parts = [[part for one in each for part in one.perturbation.parts] for each in asked]
@@ -176,7 +176,7 @@ def _check(entries: list[Entry], steps: int) -> None:
         raise ValueError(f"{count} conditions are more than the {MOST_CONDITIONS} an entry may have")
     starts = [min(part.when.resolve(steps)[0] for part in each) for each in parts]
     if len(set(starts)) < len(starts):
-        raise ValueError(f"the onsets are steps {starts}, of which each must be another")
+        raise ValueError(f"onsets {onsets} are steps {starts}, of which each must be another")
     for part in (part for each in parts for part in each):
         if part.when.period is not None and part.when.period > steps:
             raise ValueError(f"period {part.when.period} is longer than the run of {steps} steps")
