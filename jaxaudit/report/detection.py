@@ -49,8 +49,12 @@ GLOSSARY = [
     ),
     (
         "gain",
-        "The monitor's figure minus the detector's, on the same lanes. Its interval, as those of AUROC and lead time, "
-        "is a 95% bootstrap over seeds; shares have 95% Wilson intervals.",
+        "The monitor's figure minus the detector's, on the same lanes.",
+    ),
+    (
+        "intervals",
+        "95%, over seeds: lanes of a seed are alike, so a bootstrap takes or leaves them together. A share of seeds "
+        "with one lane each, as those of clean runs and of one condition, has Wilson's interval.",
     ),
     (
         "meta-state deviation",
