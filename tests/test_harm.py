@@ -7,8 +7,8 @@ from test_report import dataset, grid, tables
 
 from jaxaudit.report import series
 from jaxaudit.report.harm import EFFECT, judge
-from jaxaudit.report.load import Run
 from jaxaudit.report.verdict import verdict
+from jaxaudit.stored import Run
 
 KINDS = 40
 CONDITIONS = grid({f"kind_{i}": ("data", (1.0, 2.0), 1.0) for i in range(KINDS // 2)}, duration=1)

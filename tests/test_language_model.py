@@ -21,9 +21,9 @@ from jaxaudit.grid import Phase, plan
 from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings
 from jaxaudit.learners.optimizer import warmup_cosine
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.report.load import load as load_run
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import parse
+from jaxaudit.stored import load as load_run
 from jaxaudit.text import load
 
 SMALL = {"size": "nano", "context": 16, "batch_size": 8, "accumulation": 4, "held_out": 2, "validation": 4}

@@ -15,10 +15,10 @@ from markupsafe import Markup
 from jaxaudit.report import detection_figures, monitored, style
 from jaxaudit.report.detection_tables import condition_table, told, transfer_table
 from jaxaudit.report.detectors import detector_table, further, verdict
-from jaxaudit.report.load import table
 from jaxaudit.report.output import write_figures, write_page
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Table
+from jaxaudit.stored import table
 
 COMPARISON = "comparison.json"
 

@@ -11,8 +11,8 @@ from markupsafe import Markup
 from scipy.stats import false_discovery_control, wilcoxon
 
 from jaxaudit.report.critical import rows
-from jaxaudit.report.load import Run
 from jaxaudit.report.series import CONTROL_KEY, Panel
+from jaxaudit.stored import Run
 
 EFFECT = "paired_difference_final_performance"
 

@@ -13,9 +13,9 @@ import xarray as xr
 from markupsafe import Markup
 
 from jaxaudit.report import monitored_figures
-from jaxaudit.report.load import table
 from jaxaudit.report.output import write_figures, write_page
 from jaxaudit.report.tables import Cell, Table, number
+from jaxaudit.stored import table
 
 ABOUT = "monitored.json"
 GLOSSARY = [

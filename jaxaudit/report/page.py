@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxaudit.report import critical, glossary, lines, probability, tables
-from jaxaudit.report.load import Run, load
 from jaxaudit.report.output import write_figures, write_page
 from jaxaudit.report.series import band_name, panels
 from jaxaudit.report.verdict import verdict
+from jaxaudit.stored import Run, load
 
 
 def build(folder: Path) -> Path:

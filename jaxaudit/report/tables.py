@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from jaxaudit.report.load import Run
+from jaxaudit.stored import Run
 
 NEVER = {"collapse_time", "recovery_time", "recovery_time_median"}
 COLUMNS = {

@@ -12,8 +12,8 @@ from jaxaudit.perturbations.core import INTERVENTION
 from jaxaudit.report.critical import control_share, critical_of, rows
 from jaxaudit.report.harm import EFFECT, Judged, judge
 from jaxaudit.report.helped import effect
-from jaxaudit.report.load import Run
 from jaxaudit.report.series import Panel
+from jaxaudit.stored import Run
 
 
 @dataclass(frozen=True)
