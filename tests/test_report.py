@@ -134,7 +134,7 @@ def outside_scripts(page):
 @pytest.fixture
 def page_alone(monkeypatch):
     """Figures take the most time of a report; where a test looks at its page alone, their files are not made."""
-    monkeypatch.setattr("jaxaudit.report.page._write_figures", lambda *_: None)
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
