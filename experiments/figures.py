@@ -21,8 +21,8 @@ from PIL import Image
 
 from jaxaudit import statistics
 from jaxaudit.report import style
-from jaxaudit.report.load import load
 from jaxaudit.report.series import spread
+from jaxaudit.stored import load
 
 NAMES = {"ppo": "PPO", "ppo_500k": "PPO, 500k", "trpo": "TRPO", "sac": "SAC", "td3": "TD3"}
 

@@ -323,7 +323,7 @@ def test_a_run_from_end_to_end(capsys, monkeypatch):
     assert "unknown seed 9" in refusal(capsys, "replay", "runs/small", "--seed", "9")
     assert cli.main(["replay", "runs/small", "--seed", "1", "--condition", "lr_spike 30"]) == 0
     assert "bitwise equal" in capsys.readouterr().out
-    monkeypatch.setattr("jaxaudit.report.page._write_figures", lambda *_: None)  # they were made once
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)  # they were made once
     Path("more.toml").write_text(text.replace("[3, 30]", "[10, 100]").replace("small", "more"))
     assert cli.main(["fork", "runs/small", "more.toml"]) == 0
     assert Path("runs/more/report.html").is_file()

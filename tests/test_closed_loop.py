@@ -21,11 +21,11 @@ from jaxaudit.margins.search import Settings
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.training import Training
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.report.load import load as load_run
 from jaxaudit.report.series import panels
 from jaxaudit.report.verdict import verdict
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import load
+from jaxaudit.stored import load as load_run
 from jaxaudit.taps import Taps
 
 STEPS, ONSET, ALPHA = 80, 40, 0.05

@@ -120,6 +120,53 @@ def test_the_gain_is_paired():
     assert found.gain_auroc_low["y"] == found.gain_auroc_high["y"] == 0
 
 
+def of_seeds(hits, copies=1):
+    """A clean lane of every seed, and its disturbed ones, bool `[seeds, conditions]`, each so often."""
+    hits = np.repeat(hits, copies, axis=1)
+    seeds, conditions = hits.shape
+    said = table(np.zeros(seeds), np.ones(hits.size), np.where(hits.ravel(), 0.0, -np.inf))
+    said["seed"] = [*range(seeds), *np.repeat(np.arange(seeds), conditions)]
+    return said.assign(condition=["control"] * seeds + [f"x {i // copies}" for i in range(conditions)] * seeds)
+
+
+def detected(found):
+    return found.detected, found.detected_low, found.detected_high
+
+
+def test_the_share_over_conditions_has_an_interval_over_seeds():
+    """Seeds differ in how much of them is detected: their lanes are not so many trials."""
+    random = np.random.default_rng(0)
+    inside = []
+    for _ in range(100):
+        hits = random.random((24, 10)) < random.beta(0.5, 0.5, (24, 1))
+        _, low, high = detected(summary(of_seeds(hits), "x").iloc[0])
+        inside.append(low <= 0.5 <= high)
+    assert 0.9 <= np.mean(inside) <= 0.99
+    error = hits.mean(axis=1).std() / np.sqrt(24)
+    assert (high - low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_what_is_said_twice_of_a_seed_tells_nothing_more(share):
+    """Of all lanes and of a condition's; of seeds that are detected wholly or not at all the interval is Wilson's."""
+    hits = np.random.default_rng(1).random((12, 3)) < share
+    for whole in (hits, hits[:, :1]):
+        once, twice = (detected(summary(of_seeds(whole, copies), "x").iloc[0]) for copies in (1, 2))
+        assert once == twice
+    wilson = stats.binomtest(int(hits[:, 0].sum()), 12).proportion_ci(method="wilson")
+    assert once[1:] == pytest.approx((wilson.low, wilson.high), abs=1e-12)
+    for copies in (1, 2):
+        found = by_condition(of_seeds(hits, copies), ["x"]).set_index("condition").loc["x 0"]
+        assert detected(found)[1:] == pytest.approx((wilson.low, wilson.high), abs=1e-12)
+
+
+def test_a_share_of_few_seeds_has_no_interval_where_they_disagree_within():
+    hits = np.tile([True, False], (4, 1))
+    value, low, high = detected(summary(of_seeds(hits), "x").iloc[0])
+    assert value == 0.5
+    assert np.isnan([low, high]).all()
+
+
 def interval(row):
     return f"{row.detected:.3f} [{row.detected_low:.3f}, {row.detected_high:.3f}]"
 

@@ -14,7 +14,8 @@ import xarray as xr
 from test_report import outside_scripts, specs
 
 from jaxaudit.report import detection, detection_figures, scored
-from jaxaudit.report.detectors import detector_table, verdict
+from jaxaudit.report.detection_tables import detector_table
+from jaxaudit.report.detectors import verdict
 
 MINE = "meta-state (LRU)"
 CONDITIONS = ("lr_spike 30", "lr_spike 100", "observation_noise 0.1", "weight_noise 0.1", "weight_noise 0.3",
@@ -148,9 +149,9 @@ def page_alone(monkeypatch):
         build.files = []
         return detection.build(folder).read_text()
 
-    for module in ("detection", "monitored"):
-        name = f"jaxaudit.report.{module}.write_figures"
-        monkeypatch.setattr(name, lambda _, figures: build.files.extend(figure.file for figure in figures))
+    monkeypatch.setattr(
+        "jaxaudit.report.page.write_figures", lambda _, figures: build.files.extend(one.file for one in figures)
+    )
     return build
 
 

@@ -1,13 +1,19 @@
 """Runs that are killed, stopped, short of disk or damaged end as if nothing had been."""
 
+import errno
 import gc
+import logging
 import os
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_runs import (
     CHUNKS,
@@ -25,8 +31,8 @@ from small_runs import (
 
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
-from jaxaudit.execution.engine import Engine
-from jaxaudit.runner import durable
+from jaxaudit.execution.engine import Engine, Piece
+from jaxaudit.runner import checkpoint, durable
 from jaxaudit.runner.interrupts import interrupt
 from jaxaudit.runner.store import Folder
 from jaxaudit.runner.trained import InFolder
@@ -208,6 +214,44 @@ def test_a_full_disk(free, server, here, runs, reference, small_disk):
     done = here("resume", folder)
     assert done.code == 0, done.err
     assert_same(folder, reference)
+
+
+def of_process():
+    """What speaks for a whole process, or keeps it silent."""
+    loggers = [logging.getLogger(name).level for name in (None, "absl", "asyncio")]
+    return threading.excepthook, sys.unraisablehook, sys.excepthook, loggers, list(warnings.filters)
+
+
+def test_a_save_leaves_alone_what_is_the_whole_process(tmp_path):
+    """Another thread that fails meanwhile must be heard."""
+
+    def pieces():
+        during.append(of_process())
+        yield Piece(0, 2, {"x": np.arange(6.0).reshape(2, 3)})
+        during.append(of_process())
+
+    before, during = of_process(), []
+    checkpoint.save(tmp_path / "x", pieces(), {})
+    assert during == [before] * 2
+    assert of_process() == before
+
+
+def test_a_save_without_room_fails_before_it_writes_and_leaves_what_was_there(tmp_path, monkeypatch):
+    state = {"x": np.arange(6.0).reshape(2, 3)}
+    checkpoint.save(tmp_path / "x", [Piece(0, 2, state)], {"kept": 1})
+    asked = []
+
+    def full(descriptor, offset, size):
+        asked.append(size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(checkpoint.ocp, "save", lambda *_: pytest.fail("it wrote"))
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path / "x", [Piece(0, 2, state)], {"kept": 2})
+    assert asked[0] > state["x"].nbytes
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert checkpoint.verify(tmp_path / "x") == {"kept": 1}
 
 
 def test_too_full_to_begin(here, small_disk, tmp_path):

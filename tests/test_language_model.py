@@ -22,9 +22,9 @@ from jaxaudit.grid import plan
 from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings
 from jaxaudit.learners.optimizer import warmup_cosine
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.report.load import load as load_run
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import parse
+from jaxaudit.stored import load as load_run
 from jaxaudit.taps import Taps
 from jaxaudit.text import load
 

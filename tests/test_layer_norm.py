@@ -1,5 +1,6 @@
 """Layer normalisation and its gradients against float64, and against flax's."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -43,20 +44,14 @@ def by_flax(x, scale, bias, weights):
 
 
 def test_against_float64():
-    found = jax.tree.leaves(mine(*inputs()))
-    for got, wanted in zip(found, jax.tree.leaves(reference(*inputs())), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(mine(*inputs()), reference(*inputs()), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_as_flaxs_does(dtype):
-    for got, wanted in zip(
-        jax.tree.leaves(mine(*inputs(dtype))), jax.tree.leaves(jax.jit(by_flax)(*inputs(dtype))), strict=True
-    ):
-        assert got.dtype == wanted.dtype
-        np.testing.assert_allclose(
-            got.astype(jnp.float32), wanted.astype(jnp.float32), atol=1e-4 if dtype == jnp.float32 else 0.05
-        )
+    found, wanted = mine(*inputs(dtype)), jax.jit(by_flax)(*inputs(dtype))
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
+    chex.assert_trees_all_close(found, wanted, rtol=1e-7, atol=1e-4 if dtype == jnp.float32 else 0.05)
 
 
 def test_a_constant_row_becomes_the_bias():

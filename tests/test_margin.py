@@ -117,6 +117,23 @@ def test_seeds_beyond_the_range_are_censored():
     assert math.isnan(torn.middle.value)
 
 
+@pytest.mark.parametrize("n", [1, 4, 6, 7, 8, 20])
+def test_how_many_collapse_at_the_margin_is_said_of_that_magnitude_or_of_none(n):
+    """A check inside the median's bracket moves the margin away from the magnitude it was made at."""
+    thresholds = 3.0 * np.exp(0.3 * np.random.default_rng(n).standard_normal(n))
+    plan, probes, *_ = simulated(thresholds)
+    row = Margins(plan, tuple(probes), tuple(range(n)), "divergence", 100).table.iloc[0]
+    (tried,) = {plan.rays[0].magnitudes(p.u)[0] for p in probes if p.purpose == "check"}
+    if tried == row.margin:
+        assert (row.checked, row.reason) == (n, "")
+        assert row.collapsed_at_margin == (thresholds <= row.margin).sum()
+    else:
+        assert math.isnan(row.collapsed_at_margin)
+        there = f"at {tried:.3g}, where {(thresholds <= tried).sum()} of {n} collapse"
+        assert row.reason == f"it moved when seeds were tried {there}"
+    assert (tried == row.margin) == (n in (4, 8, 20)), "of both there are some"
+
+
 def test_lanes_left_over_cut_the_widest_brackets_finer():
     few, many = (simulated([2.0] * 4, lanes=lanes) for lanes in (4, 64))
     assert many[3] < few[3]
@@ -265,6 +282,8 @@ def test_what_never_collapses_is_said_to(quadratics):
     for row in (flip, slow):
         assert row.never_collapse == 6
         assert math.isnan(row.margin)
+        assert math.isnan(row.collapsed_at_margin)
+        assert row.reason == "there is no margin among the magnitudes tried"
         assert row.safety_factor == math.inf
         assert row.low == row.searched_to
     text = str(quadratics)
@@ -362,6 +381,7 @@ def test_seeds_that_collapse_undisturbed_have_no_margin_left():
     assert all_fall.table.iloc[0].collapse_undisturbed == 6
     assert all_fall.table.iloc[0].safety_factor == 0
     assert all_fall.table.iloc[0].margin == 1.0
+    assert all_fall.table.iloc[0].collapsed_at_margin == 6
     assert len(all_fall.probes) == 12, "nothing is searched once that is known"
     some = margins_of({"undisturbed": 0.3, "above": 7.0}, 5.0, seeds=20).table.iloc[0]
     assert 0 < some.collapse_undisturbed < 10

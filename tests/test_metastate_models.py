@@ -1,5 +1,6 @@
 """Meta-state models: one interface, online as offline, and the linear-Gaussian one against statsmodels."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,16 +47,15 @@ def test_step_by_step_is_all_at_once(model):
     state = model.initial(params)
     for t in range(STEPS):
         state, latent, innovations = one(state, y[t], seen[t])
-        np.testing.assert_allclose(latents[t], latent, rtol=1e-4, atol=1e-5)
-        for whole, alone in zip(found, innovations, strict=True):
-            np.testing.assert_allclose(whole[t], alone, rtol=1e-4, atol=1e-5)
+        whole = jax.tree.map(lambda x: x[t], (latents, found))  # noqa: B023
+        chex.assert_trees_all_close(whole, (latent, innovations), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_not_seen_does_not_matter(model):
     y, seen = telemetry(1)
     params = initialised(model, jax.random.key(0))
     found, without = (followed(model, params, values, seen) for values in (y, np.where(seen, y, np.float32(1e6))))
-    jax.tree.map(np.testing.assert_array_equal, found, without)
+    chex.assert_trees_all_equal(found, without)
     assert not np.asarray(found[1].standardised)[seen == 0].any()
 
 
@@ -63,10 +63,9 @@ def test_the_future_does_not_matter(model):
     y, seen = telemetry(2)
     params = initialised(model, jax.random.key(0))
     later = np.where(np.arange(STEPS)[:, None] < 150, y, y + 3)
-    before, after = (jax.tree.leaves(followed(model, params, values, seen)) for values in (y, later))
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_allclose(one[:150], other[:150], rtol=1e-5, atol=1e-6)
-        assert np.isfinite(other).all()
+    before, after = (followed(model, params, values, seen) for values in (y, later))
+    chex.assert_trees_all_close(*(jax.tree.map(lambda x: x[:150], x) for x in (before, after)), rtol=1e-5, atol=1e-6)
+    chex.assert_tree_all_finite(after)
 
 
 def test_a_likelihood_is_that_of_a_normal(model):

@@ -2,6 +2,7 @@
 
 from functools import cache, partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +96,7 @@ def test_a_lane_of_no_weight_is_not_trained_on(linear, trained):
     y, seen = linear
     another = np.where(WEIGHTS[0][:, None, None] > 0, y, np.float32(50))
     other, _ = train_members(TRUE, Training(), another, seen, WEIGHTS)
-    jax.tree.map(np.testing.assert_array_equal, trained(TRUE)[0], other)
+    chex.assert_trees_all_equal(trained(TRUE)[0], other)
 
 
 def telemetry():

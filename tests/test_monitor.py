@@ -2,6 +2,7 @@
 
 import io
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def test_a_saved_monitor_is_the_same(tmp_path, model):
     monitor = Monitor(known, np.arange(9.0), gaps=True)
     monitor.save(tmp_path / "monitor.npz")
     again = Monitor.load(tmp_path / "monitor.npz")
-    jax.tree.map(np.testing.assert_array_equal, arrays_of(monitor), arrays_of(again))
+    chex.assert_trees_all_equal(arrays_of(monitor), arrays_of(again))
     assert (again.gaps, again.expectation.model, again.expectation.channels.names) == (True, model, NAMES)
 
 

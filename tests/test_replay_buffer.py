@@ -2,6 +2,7 @@
 
 from collections import deque
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,11 +28,11 @@ def buffer():
 
 
 def test_the_ring_holds_what_a_deque_holds(buffer):
-    """22 is rounded down to five vector steps of four; after 13 of them the ring has gone round twice."""
+    """22 is rounded down to five vector steps of four; after 13 of them, all one program's, it has gone round twice."""
     rng = np.random.default_rng(0)
     assert (buffer.rows, buffer.width, buffer.nbytes) == (20, 10, 800)
     reference = deque(maxlen=20)
-    store, write = buffer.init(), jax.jit(buffer.write)
+    store, write = buffer.init(), jax.jit(chex.assert_max_traces(buffer.write, n=1))
     for count in range(13):
         new = transitions(rng, 4, 3, 2)
         store = write(store, new, count)

@@ -13,8 +13,8 @@ import xarray as xr
 from jaxaudit import report, results
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.report import series, style
-from jaxaudit.report.load import load
 from jaxaudit.report.verdict import _without_effect, verdict
+from jaxaudit.stored import load
 
 KINDS = {
     "lr_spike": ("optimization", (3.0, 10.0, 30.0, 100.0), 14.0),
@@ -134,7 +134,7 @@ def outside_scripts(page):
 @pytest.fixture
 def page_alone(monkeypatch):
     """Figures take the most time of a report; where a test looks at its page alone, their files are not made."""
-    monkeypatch.setattr("jaxaudit.report.page._write_figures", lambda *_: None)
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,15 @@ from jaxaudit import statistics
 
 @pytest.mark.parametrize("n", [1, 4, 8, 30])
 @pytest.mark.parametrize("level", [0.8, 0.95])
-def test_wilson_equals_scipy(n, level):
+def test_wilson_ends_where_the_score_test_rejects(n, level):
+    """A share is inside as long as what was counted is within z of its own standard errors from it."""
+    z = scipy.stats.norm.ppf(0.5 + level / 2)
     for k in range(n + 1):
         found = statistics.wilson(k, n, level=level)
-        expected = scipy.stats.binomtest(k, n).proportion_ci(level, method="wilson")
         assert (found.value, found.n) == (k / n, n)
-        np.testing.assert_allclose((found.low, found.high), (expected.low, expected.high), atol=1e-12)
+        expected = np.sort(np.roots([1 + z**2 / n, -2 * k / n - z**2 / n, (k / n) ** 2]))
+        np.testing.assert_allclose((found.low, found.high), expected, atol=1e-12)
+        assert (found.low == 0, found.high == 1) == (k == 0, k == n)
 
 
 def test_wilson_covers_on_average():

@@ -32,8 +32,8 @@ from jaxaudit.metastate.scores import SHRINKAGE
 from jaxaudit.metastate.training import Training
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.report import style
-from jaxaudit.report.load import load
 from jaxaudit.statistics import median, whitening
+from jaxaudit.stored import load
 
 WINDOW = 20
 """Steps before the collapse."""

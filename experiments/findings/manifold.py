@@ -21,7 +21,7 @@ import pandas as pd
 from basics import markdown, over_seeds, pairs, said, save
 
 from jaxaudit.report import style
-from jaxaudit.report.load import CONTROL, load
+from jaxaudit.stored import CONTROL, load
 
 CHANNELS = ("x_grad", "x_inst")
 BEFORE, AFTER, AT_ONCE = 10, 40, 10

@@ -14,7 +14,7 @@ import xarray as xr
 from jaxaudit import registry
 from jaxaudit.errors import UserError
 from jaxaudit.metastate.channels import series
-from jaxaudit.report.load import CONTROL, Run, load
+from jaxaudit.stored import CONTROL, Run, load
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from jaxaudit.detection.comparison import NEVER
-from jaxaudit.statistics import Estimate, wilson
+from jaxaudit.statistics import wilson
 
 REPETITIONS = 1000
 """Of the bootstrap over seeds."""
@@ -29,16 +29,17 @@ def summary(said: pd.DataFrame, mine: str, seed: int = 0) -> pd.DataFrame:
       seed: of the bootstrap.
 
     Returns:
-      columns false_alarms and detected (shares, with Wilson's intervals over lanes), auroc, lead_time (median over
-      the lanes that collapsed, of the steps from the alarm to the collapse; minus infinity without an alarm), each
-      with _low and _high; and gain_auroc, gain_lead_time: `mine` minus this one, paired, with theirs.
+      columns false_alarms (share of clean lanes), detected (of disturbed ones), auroc, lead_time (median over the lanes
+      that collapsed, of the steps from the alarm to the collapse; minus infinity without an alarm), each with _low and
+      _high; and gain_auroc, gain_lead_time: `mine` minus this one, paired, with theirs. Intervals are of the bootstrap
+      over seeds, whose lanes come and go together; a share's is Wilson's over seeds where no seed's lanes disagree.
     """
     draws = _draws(said.seed.unique(), seed)
     tables = {name: table.sort_values("lane") for name, table in said.groupby("detector", sort=False)}
     figures = {name: _figures(table, draws) for name, table in tables.items()}
     rows = []
     for name, table in tables.items():
-        row = {"detector": name, **_shares(table)}
+        row = {"detector": name, **_shares(table, draws)}
         for figure in ("auroc", "lead_time"):
             row |= _interval(figure, figures[name][figure], _enough(table))
             row |= _interval(f"gain_{figure}", _less(figures[mine][figure], figures[name][figure]), _enough(table))
@@ -55,32 +56,42 @@ def by_condition(said: pd.DataFrame, detectors: Sequence[str], seed: int = 0) ->
       seed: of the bootstrap.
 
     Returns:
-      columns detector, condition; detected, the share of lanes, of clean ones that with a false alarm, with Wilson's
-      interval; auroc, of the condition's lanes against the clean ones, with the bootstrap's: each with _low and _high.
+      columns detector, condition; detected, the share of lanes, of clean ones that with a false alarm; auroc, of the
+      condition's lanes against the clean ones: each with _low and _high, as in `summary`.
     """
     draws = _draws(said.seed.unique(), seed)
     rows = []
     for name in detectors:
         table = said[said.detector == name]
         clean = table[table.clean]
-        rows.append({"detector": name, "condition": CLEAN, **_share("detected", clean.alarm)})
+        rows.append({"detector": name, "condition": CLEAN, **_share("detected", clean.alarm, clean.seed, draws)})
         for condition, lanes in table[~table.clean].groupby("condition", sort=False):
             both = pd.concat([clean, lanes])
             auroc = _auroc(both, draws[both.seed].to_numpy(float))
-            shown = {**_share("detected", lanes.late_alarm), **_interval("auroc", auroc, _enough(both))}
+            detected = _share("detected", lanes.late_alarm, lanes.seed, draws)
+            shown = detected | _interval("auroc", auroc, _enough(both))
             rows.append({"detector": name, "condition": condition, **shown})
     return pd.DataFrame(rows)
 
 
-def _shares(table: pd.DataFrame) -> dict[str, float]:
-    false, true = table.alarm[table.clean], table.late_alarm[~table.clean]
-    return _share("false_alarms", false) | _share("detected", true)
+def _shares(table: pd.DataFrame, draws: pd.DataFrame) -> dict[str, float]:
+    clean, disturbed = table[table.clean], table[~table.clean]
+    false_alarms = _share("false_alarms", clean.alarm, clean.seed, draws)
+    return false_alarms | _share("detected", disturbed.late_alarm, disturbed.seed, draws)
 
 
-def _share(name: str, alarms: pd.Series) -> dict[str, float]:
-    """Of lanes with an alarm."""
-    estimate: Estimate = wilson(int((alarms != NEVER).sum()), len(alarms))
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+def _share(name: str, alarms: pd.Series, seeds: pd.Series, draws: pd.DataFrame) -> dict[str, float]:
+    """Of lanes with an alarm, each lane of one of these seeds."""
+    hit = alarms != NEVER
+    own = hit.groupby(seeds).mean()
+    # Resampling says nothing of what no seed has shown, and seeds that are all or nothing are trials.
+    if own.isin((0, 1)).all() and own.mean() == hit.mean():
+        estimate = wilson(int(own.sum()), len(own))
+        return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    weights = draws[seeds].to_numpy(float)
+    with np.errstate(invalid="ignore"):
+        shares = weights @ hit.to_numpy(float) / weights.sum(axis=1)
+    return _interval(name, shares, len(own) >= FEWEST_SEEDS)
 
 
 def _draws(seeds: np.ndarray, seed: int) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +11,7 @@ import pandas as pd
 
 from jaxaudit.margins.rays import Ray
 from jaxaudit.margins.rounds import CONTROL, Found, Plan, Probe, found
+from jaxaudit.margins.verdict import text, verdict
 from jaxaudit.statistics import seeds_for
 
 HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
@@ -49,9 +49,9 @@ class Margins:
         `safety_factor` with `safety_low` and `safety_high` (how many times the standard; inf where not reached, 0
         where all that was tried collapses), `searched_from` and `searched_to` (magnitudes), `seeds`, of which
         `collapse_undisturbed`, `collapse_at_all_magnitudes`, `never_collapse`, `contradictory` (they survive a
-        harsher magnitude than one they collapse at) and `unknown`; `checked` and `collapsed_at_margin` (of the seeds
-        trained at the margin itself), `evaluations` (lanes trained), `verdict`. A chain's magnitudes are its first
-        part's.
+        harsher magnitude than one they collapse at) and `unknown`; `checked` (seeds trained at exactly the margin),
+        `collapsed_at_margin` (of them; NaN unless all were, with its `reason`), `evaluations` (lanes trained),
+        `verdict`. A chain's magnitudes are its first part's.
         """
         return pd.DataFrame([self._row(one) for one in self.found])
 
@@ -128,8 +128,6 @@ class Margins:
 
     def _row(self, one: Found) -> dict[str, Any]:
         ray, middle, plan = self.plan.rays[one.ray], one.middle, self.plan
-        checks = [p.u for p in self.probes if p.ray == one.ray and p.purpose == "check" and p.time is not None]
-        there = next(filter(None, (_at(one, u) for u in (_snapped(ray, middle.value), *reversed(checks)))), [])
         always = sum(-math.inf < b.high <= ray.range.low for b in one.brackets)
         row: dict[str, Any] = {
             "perturbation": ray.name,
@@ -153,11 +151,28 @@ class Margins:
             "never_collapse": sum(ray.range.high <= b.low for b in one.brackets),
             "contradictory": one.contradictory,
             "unknown": one.unknown,
-            "checked": len(there),
-            "collapsed_at_margin": sum(there),
+            **self._check(one),
             "evaluations": sum(p.ray == one.ray and p.round > 0 for p in self.probes),
-            "verdict": _verdict(ray, one),
+            "verdict": verdict(ray, one),
         }
+
+    def _check(self, one: Found) -> dict[str, Any]:
+        """How many seeds were trained at exactly the margin and collapsed, or why that cannot be said."""
+        ray, value, n = self.plan.rays[one.ray], one.middle.value, len(one.seeds)
+        if value == -math.inf and one.fallen * 2 >= n:
+            return {"checked": n, "collapsed_at_margin": one.fallen, "reason": ""}  # the margin is neutral
+        there = _at(ray, one, value) if math.isfinite(value) else []
+        if there and len(there) == n:
+            return {"checked": n, "collapsed_at_margin": sum(there), "reason": ""}
+        reason = "there is no margin among the magnitudes tried"
+        if math.isfinite(value):
+            reason = f"{len(there)} of {n} seeds were trained at it"
+            checks = [p.u for p in self.probes if p.ray == one.ray and p.purpose == "check" and p.time is not None]
+            if checks and len(nearby := _at(ray, one, checks[-1])) == n:
+                reason = (
+                    f"it moved when seeds were tried at {text(ray, checks[-1])}, where {sum(nearby)} of {n} collapse"
+                )
+        return {"checked": len(there), "collapsed_at_margin": math.nan, "reason": reason}
 
 
 def _magnitude(ray: Ray, u: float) -> float:
@@ -165,9 +180,11 @@ def _magnitude(ray: Ray, u: float) -> float:
     return math.nan if math.isnan(u) or u == math.inf else ray.magnitudes(u)[0]
 
 
-def _at(one: Found, u: float) -> list[bool]:
-    """Whether they collapsed, of the seeds trained at u."""
-    return [seen[u] for seen in one.outcomes if u in seen]
+def _at(ray: Ray, one: Found, u: float) -> list[bool]:
+    """Whether they collapsed, of the seeds trained at the magnitudes of u."""
+    there = ray.magnitudes(u)
+    known = ([fell for tried, fell in seen.items() if ray.magnitudes(tried) == there] for seen in one.outcomes)
+    return [fell[0] for fell in known if fell]
 
 
 def _snapped(ray: Ray, u: float) -> float:
@@ -175,58 +192,12 @@ def _snapped(ray: Ray, u: float) -> float:
     return ray.range.snap(u) if math.isfinite(u) else u
 
 
-def _text(ray: Ray, u: float) -> str:
-    return "+".join(f"{m:.3g}" for m in ray.magnitudes(u))
-
-
-def _verdict(ray: Ray, one: Found) -> str:
-    """A margin in words."""
-    value, low, high, _ = one.middle
-    mildest, harshest = _text(ray, ray.range.low), _text(ray, ray.range.high)
-    if not one.seeds:
-        return "unknown: no seed has a collapse time"
-    if one.fallen * 2 >= len(one.seeds):
-        return "half of the seeds collapse undisturbed"
-    if math.isnan(value):
-        return f"half of the seeds collapse at {mildest} already, the others not at {harshest}"
-    if value == math.inf:
-        half = sorted(b.middle for b in one.brackets)[(len(one.seeds) - 1) // 2]
-        if math.isfinite(half):
-            return f"half of the seeds collapse from {_text(ray, half)} on, the others not up to {harshest}"
-        return f"not reached up to {harshest}"
-    if value == -math.inf:
-        return f"collapses at the mildest magnitude tried, {mildest}"
-    # A threshold lies above its bracket's low end, which was survived, and at its high end at most.
-    if high <= 0:
-        return f"collapses at {_up(math.exp(high)) + ' of ' if high else ''}the standard magnitude or less"
-    if low >= 0:
-        return f"holds {f'to at least {_down(math.exp(low))} times' if low else 'at'} the standard magnitude"
-    if math.isnan(low):
-        return f"{'collapses below' if value < 0 else 'holds at'} the standard magnitude, on one seed"
-    return "too close to the standard magnitude to tell"
-
-
-def _down(value: float) -> str:
-    """Three digits, and not more than the value but for rounding."""
-    return _to_three_digits(value, math.floor)
-
-
-def _up(value: float) -> str:
-    """Three digits, and not less than the value but for rounding."""
-    return _to_three_digits(value, math.ceil)
-
-
-def _to_three_digits(value: float, towards: Callable[[float], int]) -> str:
-    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return f"{towards(round(value / unit, 6)) * unit:.3g}"
-
-
 def _cells(ray: Ray, one: Found, row: dict[str, Any]) -> list[str]:
     value, low, high, _ = one.middle
     return [
         ray.name,
-        _text(ray, 0.0),
-        _text(ray, value) if math.isfinite(value) else "-",
+        text(ray, 0.0),
+        text(ray, value) if math.isfinite(value) else "-",
         _interval(ray, low, high),
         f"{math.exp(_snapped(ray, value)):.3g}" if math.isfinite(value) else "-",
         str(row["seeds"]),
@@ -239,6 +210,6 @@ def _interval(ray: Ray, low: float, high: float) -> str:
     if math.isnan(low):
         return "-"
     if low >= ray.range.high:
-        return f"beyond {_text(ray, ray.range.high)}"
-    beyond = f"beyond {_text(ray, ray.range.high)}"
-    return f"{_text(ray, low)} to {_text(ray, high) if math.isfinite(high) else beyond}"
+        return f"beyond {text(ray, ray.range.high)}"
+    beyond = f"beyond {text(ray, ray.range.high)}"
+    return f"{text(ray, low)} to {text(ray, high) if math.isfinite(high) else beyond}"

@@ -1,5 +1,5 @@
 """The report of a run: figures and one self-contained page, made from stored results alone."""
 
-from jaxaudit.report.page import build
+from jaxaudit.report.audited import build
 
 __all__ = ["build"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from jaxaudit.report.load import CONTROL, Run
 from jaxaudit.report.series import Panel
 from jaxaudit.statistics import critical_magnitude, harm_rises
+from jaxaudit.stored import CONTROL, Run
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,10 @@ import xarray as xr
 from markupsafe import Markup
 
 from jaxaudit.report import detection_figures, monitored, style
-from jaxaudit.report.detection_tables import condition_table, told, transfer_table
-from jaxaudit.report.detectors import detector_table, further, verdict
-from jaxaudit.report.load import table
-from jaxaudit.report.output import write_figures, write_page
-from jaxaudit.report.panel import Figure
-from jaxaudit.report.tables import Table
+from jaxaudit.report.detection_tables import condition_table, detector_table, told, transfer_table
+from jaxaudit.report.detectors import further, verdict
+from jaxaudit.report.page import HANDLING, Block, Details, Page, Section, Summary, listing
+from jaxaudit.stored import table as stored
 
 COMPARISON = "comparison.json"
 
@@ -27,6 +23,21 @@ TRANSFER = "transfer.csv"
 
 BESIDE = 1
 """Baselines beside the monitor in the table by condition, so that it stays legible."""
+
+TESTED = Markup(
+    "Every detector is tested on lanes that it was neither fitted to nor calibrated on. Small print: 95% intervals. "
+    "Gains: the monitor's figure minus the detector's. Click a heading to sort. Exact values: "
+    "<code>detectors.csv</code>."
+)
+BY_CONDITION = Markup(
+    "The monitor and the best baseline. AUROC: the condition's lanes against the clean ones. Small print: 95% "
+    "intervals. More detectors: <code>conditions.csv</code>."
+)
+TRANSFERRED = Markup(
+    "The monitor again, fitted to clean lanes of other learners and tested on this one's, over the channels that all "
+    "have. Gain: the AUROC of the monitor fitted to this learner's own lanes minus the row's, on the same lanes. Small "
+    "print: 95% intervals. Exact values: <code>transfer.csv</code>."
+)
 
 GLOSSARY = [
     ("clean run", "A training that nothing disturbs. Detectors are fitted to some and calibrated on others."),
@@ -49,8 +60,12 @@ GLOSSARY = [
     ),
     (
         "gain",
-        "The monitor's figure minus the detector's, on the same lanes. Its interval, as those of AUROC and lead time, "
-        "is a 95% bootstrap over seeds; shares have 95% Wilson intervals.",
+        "The monitor's figure minus the detector's, on the same lanes.",
+    ),
+    (
+        "intervals",
+        "95%, over seeds: lanes of a seed are alike, so a bootstrap takes or leaves them together. A share of seeds "
+        "with one lane each, as those of clean runs and of one condition, has Wilson's interval.",
     ),
     (
         "meta-state deviation",
@@ -75,7 +90,7 @@ def build(folder: Path) -> Path:
       folder: what `jaxaudit detect` or `jaxaudit monitor` wrote.
 
     Returns:
-      the page's path: one self-contained file that loads nothing.
+      the page's path.
 
     Raises:
       FileNotFoundError: the folder holds neither.
@@ -83,121 +98,70 @@ def build(folder: Path) -> Path:
     folder = Path(folder)
     if monitored.is_here(folder):
         return monitored.build(folder)
-    learners = [_load(path.parent) for path in _comparisons(folder)]
-    if not learners:
+    own = folder / COMPARISON
+    found = [own] if own.exists() else sorted(folder.glob(f"*/{COMPARISON}"))
+    if not found:
         raise FileNotFoundError(
             f"{folder} holds neither compared detectors ({COMPARISON}) nor monitored runs ({monitored.ABOUT}), so "
             "there is nothing to report"
         )
-    write_figures(folder / "figures", [figure for learner in learners for figure in learner.figures.values()])
-    return write_page(folder / "report.html", "detection.html", learners=learners, glossary=GLOSSARY)
+    parts = [_part(path.parent.resolve(), f"learner-{n}", len(found) == 1) for n, path in enumerate(found, 1)]
+    name, summary, _ = parts[0]
+    return Page(
+        kicker="Detectors compared",
+        heading=name if len(parts) == 1 else f"Detectors on {len(parts)} learners",
+        summary=summary if len(parts) == 1 else None,
+        sections=[section for _, _, sections in parts for section in sections],
+        glossary=GLOSSARY,
+    ).write(folder)
 
 
-def _comparisons(folder: Path) -> list[Path]:
-    """The descriptions in the folder itself or in its subfolders."""
-    own = folder / COMPARISON
-    return [own] if own.exists() else sorted(folder.glob(f"*/{COMPARISON}"))
+def _part(folder: Path, part: str, alone: bool) -> tuple[str, Summary, list[Section]]:
+    """A learner's name, what was found in short, and its sections, whose anchors begin with `part`.
 
-
-@dataclass(frozen=True)
-class Learner:
-    """One learner's comparison, as stored.
-
-    Attributes:
-      slug: the folder's name.
-      about: what was compared.
-      detectors: a row for each, the best AUROC first; None where it is not stored.
-      conditions: a row for each, or None.
-      seen: what the monitor saw of each condition, or None.
-      transfer: a row for each monitor fitted to other learners' lanes, or None.
+    Where it is not alone its name stands in the list of sections, in place of theirs, and over the first, which has
+    the summary.
     """
-
-    slug: str
-    about: dict[str, Any]
-    detectors: pd.DataFrame | None
-    conditions: pd.DataFrame | None
-    seen: xr.Dataset | None
-    transfer: pd.DataFrame | None
-
-    @property
-    def name(self) -> str:
-        """Of learner and task."""
-        return str(self.about.get("learner") or self.slug)
-
-    @property
-    def mine(self) -> str:
-        """The name of the detector that the others are compared to."""
-        return str(self.about.get("monitor", ""))
-
-    @cached_property
-    def figures(self) -> dict[str, Figure]:
-        """Those there is something stored for."""
-        found = {
-            "conditions": None
-            if self.conditions is None
-            else detection_figures.shares(self.conditions, self.mine, self.slug),
-            "latents": None if self.seen is None else detection_figures.latents(self.seen, self.slug),
-            "onset": None if self.seen is None else detection_figures.around_onset(self.seen, self.slug),
-        }
-        return {name: figure for name, figure in found.items() if figure is not None}
-
-    @property
-    def keys(self) -> list[tuple[str, str]]:
-        """The strip under the verdict."""
-        known = {"clean lanes": "clean", "disturbed lanes": "disturbed", "steps": "steps", "folds": "folds"}
-        found = [(label, f"{self.about[key]}") for label, key in known.items() if key in self.about]
-        if self.detectors is not None:
-            found.append(("detectors", f"{len(self.detectors)}"))
-        if "channels" in self.about:
-            found.append(("channels", f"{len(self.about['channels'])}"))
-        return found
-
-    @property
-    def verdict(self) -> Markup:
-        """Who is best, how the monitor compares to the best baseline, and its false alarms."""
-        return verdict(self.detectors, self.mine, self.about.get("alpha"), self.about.get("clean"))
-
-    @property
-    def table(self) -> Table | None:
-        """All detectors but the single channels that are not among the best of them."""
-        return None if self.detectors is None else detector_table(self.detectors[~further(self.detectors)], self.mine)
-
-    @property
-    def rest(self) -> Table | None:
-        """The other single channels."""
-        rest = None if self.detectors is None else self.detectors[further(self.detectors)]
-        return None if rest is None or rest.empty else detector_table(rest, self.mine)
-
-    @property
-    def by_condition(self) -> Table | None:
-        """The monitor's figures of every condition, and the best baseline's."""
-        if self.conditions is None or not (names := told(self.conditions)):
-            return None
-        others = [name for name in names if name != self.mine]
-        return condition_table(self.conditions, [*(name for name in names if name == self.mine), *others[:BESIDE]])
-
-    @property
-    def transferred(self) -> Table | None:
-        """Monitors of other learners' lanes, tested on this one's."""
-        return None if self.transfer is None else transfer_table(self.transfer)
-
-
-def _load(folder: Path) -> Learner:
-    store = folder / "trajectories.zarr"
-    detectors = table(folder / "detectors.csv", ("detector",))
     about = json.loads((folder / COMPARISON).read_text(encoding="utf-8"))
-    return Learner(
-        slug=style.slug(folder.resolve().name),
-        about=about,
-        detectors=None if detectors is None else detectors.sort_values("auroc", ascending=False, kind="stable"),
-        conditions=table(folder / "conditions.csv", ("condition", "perturbation")),
-        seen=xr.open_zarr(store, chunks=None) if store.exists() else None,
-        transfer=_transfer(folder.resolve().parent / TRANSFER, about.get("learner")),
-    )
+    slug = style.slug(folder.name)
+    name, mine = str(about.get("learner") or slug), str(about.get("monitor", ""))
+    sections: list[Section] = []
+
+    def add(id: str, heading: str, short: str, *blocks: Block | None) -> None:
+        sections.append(Section(f"{part}-{id}", heading, short if alone else "", blocks))
+
+    detectors = stored(folder / "detectors.csv", ("detector",))
+    if detectors is not None:
+        detectors = detectors.sort_values("auroc", ascending=False, kind="stable")
+        rest = further(detectors)
+        folded = Details(f"Further single channels ({rest.sum()})", [detector_table(detectors[rest], mine)])
+        best = detector_table(detectors[~rest], mine)
+        add("detectors", "Detectors, the best first", "Detectors", TESTED, best, folded if rest.any() else None)
+    conditions = stored(folder / "conditions.csv", ("condition", "perturbation"))
+    if conditions is not None and (names := told(conditions)):
+        names.sort(key=lambda detector: detector != mine)
+        beside = condition_table(conditions, names[: BESIDE + (names[0] == mine)])
+        shares = detection_figures.shares(conditions, mine, slug)
+        add("conditions", "Which disturbance is detected", "Conditions", shares, BY_CONDITION, beside)
+    transfer = stored(folder.parent / TRANSFER, ("tested", "fitted_to", "way"))
+    if transfer is not None and (tested := transfer["tested"] == about.get("learner")).any():
+        add("transfer", "Fitted to other learners", "Other learners", TRANSFERRED, transfer_table(transfer[tested]))
+    store = folder / "trajectories.zarr"
+    if store.exists():
+        seen = xr.open_zarr(store, chunks=None)
+        if onset := detection_figures.around_onset(seen, slug):
+            add("onset", "Around the onset", "Around the onset", HANDLING, onset)
+        add("latents", "Latent trajectories", "Latent trajectories", detection_figures.latents(seen, slug))
+    lists = {"Runs compared": "runs", "Channels": "channels"}
+    add("about", "", "", *(listing(title, about.get(key)) for title, key in lists.items()))
+    summary = _summary(about, detectors, mine)
+    return name, summary, sections if alone else [Section(part, name, name, [summary], part=True), *sections]
 
 
-def _transfer(file: Path, learner: str | None) -> pd.DataFrame | None:
-    """The rows in which this learner is tested, or None."""
-    rows = table(file, ("tested", "fitted_to", "way"))
-    found = None if rows is None else rows[rows["tested"] == learner]
-    return None if found is None or found.empty else found
+def _summary(about: dict[str, Any], detectors: pd.DataFrame | None, mine: str) -> Summary:
+    """Who is best, how the monitor compares to the best baseline, and its false alarms."""
+    known = {"clean lanes": "clean", "disturbed lanes": "disturbed", "steps": "steps", "folds": "folds"}
+    keys = [(label, f"{about[key]}") for label, key in known.items() if key in about]
+    keys += [] if detectors is None else [("detectors", f"{len(detectors)}")]
+    keys += [("channels", f"{len(about['channels'])}")] if "channels" in about else []
+    return Summary(verdict(detectors, mine, about.get("alpha"), about.get("clean")), keys=keys)

@@ -59,21 +59,13 @@ def latents(found: xr.Dataset, file: str) -> Figure | None:
         return None
     clean = None if quantiles is None else quantiles[0]
     names, step, onset = names_of(found, "condition"), steps(found), onsets(found)
-    charts, cut = [], False
+    panels = []
     for place, colour in zip(chosen, style.ramp(len(chosen)), strict=True):
         since = int(np.clip(np.searchsorted(step, onset[place]), 0, len(step) - 1))
-        chart, part = latent.panel(clean, _distinct(samples[place]), since, colour, names[place])
-        charts.append(chart)
-        cut |= part
-    caption = (
-        "The two directions of the latent in which lanes vary most, in standard deviations of the clean runs. Grey "
-        "tube and line: the 10% to 90% range and median of clean runs at each step. Thin grey: lanes before the onset; "
-        "colour: after it. Ring: the onset; dot: the last step. Every panel has axes of its own."
-    )
-    if cut:
-        caption += " Axes leave out extreme values, so that the tube stays legible."
-    chart = style.finish(charts, 3, shared=False, width=270, limit=520, gutter=62)
-    return Figure(f"{file}_latent", "", chart, caption)
+        panels.append(latent.panel(clean, _distinct(samples[place]), since, colour, names[place]))
+    words = "Thin grey: lanes before the onset; colour: after it. Axes: the two directions of the latent in which "
+    words += "lanes vary most, in standard deviations of the clean runs. Ring: the onset;"
+    return latent.figure(f"{file}_latent", panels, words)
 
 
 def _distinct(samples: np.ndarray) -> list[np.ndarray]:

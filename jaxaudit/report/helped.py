@@ -7,9 +7,9 @@ from markupsafe import Markup
 
 from jaxaudit import registry
 from jaxaudit.perturbations.core import INTERVENTION
-from jaxaudit.report.load import Run
 from jaxaudit.report.series import Panel
 from jaxaudit.statistics import paired_difference, wilson
+from jaxaudit.stored import Run
 
 
 def effect(run: Run, panel: Panel) -> list[Markup] | None:

@@ -10,11 +10,24 @@ import numpy as np
 import pandas as pd
 
 from jaxaudit.report import style
+from jaxaudit.report.panel import Figure
 from jaxaudit.report.series import thin
 
 TUBE = "#e3e5ea"
 TUBE_STEPS, PATH_STEPS = 80, 240
 """Most steps that are drawn of the tube and of a path."""
+
+
+CAPTION = "Grey tube and line: the 10% to 90% range and median of clean runs at each step. "
+ENDS = " dot: the last step. Every panel has axes of its own."
+CUT = " Axes leave out extreme values, so that the tube stays legible."
+
+
+def figure(file: str, panels: Sequence[tuple[Any, bool]], words: str) -> Figure:
+    """Panels beside one another; `words` on what the paths' grey part, their colour and the ring mean."""
+    charts = [chart for chart, _ in panels]
+    finished = style.finish(charts, 3, shared=False, width=270, limit=520, gutter=62)
+    return Figure(file, "", finished, CAPTION + words + ENDS + (CUT if any(cut for _, cut in panels) else ""))
 
 
 def panel(

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from jaxaudit.report import style
-from jaxaudit.report.load import CONTROL, Run
 from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
 from jaxaudit.report.series import CONTROL_KEY, Panel, band_name, frame, thin
+from jaxaudit.stored import CONTROL, Run
 
 CHANNELS = {
     "x_grad": "x_grad: gradient coherence",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,19 @@ import xarray as xr
 from markupsafe import Markup
 
 from jaxaudit.report import monitored_figures
-from jaxaudit.report.load import table
-from jaxaudit.report.output import write_figures, write_page
-from jaxaudit.report.tables import Cell, Table, number
+from jaxaudit.report.page import HANDLING, Page, Section, Summary, listing
+from jaxaudit.report.tables import Table, figures, number, table, word
+from jaxaudit.stored import table as stored
 
 ABOUT = "monitored.json"
+
+MOST = 8
+"""Alarms that have a sentence of their own."""
+
+FIRST = Markup(
+    "The first alarm of every run that has one. Click a heading to sort. Exact values: <code>alarms.csv</code>."
+)
+
 GLOSSARY = [
     ("clean run", "A training that nothing disturbs. The monitor is fitted to some and calibrated on others."),
     (
@@ -52,98 +61,68 @@ def is_here(folder: Path) -> bool:
 
 def build(folder: Path) -> Path:
     """Write `report.html` and `figures/*.svg|png` for monitored runs, from what is stored; the page's path."""
-    watched = _load(folder)
-    figures = {} if watched.seen is None else monitored_figures.all_of(watched.seen, watched.threshold, watched.starts)
-    write_figures(folder / "figures", figures.values())
-    return write_page(folder / "report.html", "monitored.html", watched=watched, figures=figures, glossary=GLOSSARY)
+    about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    threshold = float(about.get("threshold", np.nan))
+    store = folder / "monitored.zarr"
+    seen = xr.open_zarr(store, chunks=None) if store.exists() else None
+    alarms = _alarms(folder)
+    runs = [str(name) for name in about.get("runs", [])]
+    runs = runs or ([] if seen is None else [str(name) for name in seen["run"].values])
+    starts = {row["run"]: int(row["step"]) for _, row in alarms.iterrows()}
+    drawn = {} if seen is None else monitored_figures.all_of(seen, threshold, starts)
+    score = drawn.get("score")
+    return Page(
+        kicker="Monitored",
+        heading=runs[0] if len(runs) == 1 else f"{len(runs)} runs",
+        summary=_summary(about, runs, alarms, threshold),
+        sections=[
+            Section("score", "Score and alarms", "Score", [HANDLING, score] if score else []),
+            Section("alarms", "Alarms", "Alarms", [] if alarms.empty else [FIRST, _table(alarms, threshold)]),
+            Section("distance", "What moved, and when", "What moved", [drawn.get("distance")]),
+            Section("values", "The channels that moved most", "Values", [drawn.get("moved")]),
+            Section("latents", "Latent trajectory", "Latent trajectory", [drawn.get("latents")]),
+            Section(
+                "about",
+                "",
+                "",
+                [listing("Runs", runs if len(runs) > 1 else None), listing("Channels", about.get("channels"))],
+            ),
+        ],
+        glossary=GLOSSARY,
+    ).write(folder)
 
 
-@dataclass(frozen=True)
-class Watched:
-    """Monitored runs, as stored.
-
-    Attributes:
-      about: runs, threshold, alpha, channels, notes.
-      alarms: a row for each run with an alarm: run, step, score, kind, channels.
-      seen: score, latent, distances and values by run and step, or None.
-    """
-
-    about: dict[str, Any]
-    alarms: pd.DataFrame
-    seen: xr.Dataset | None
-
-    @property
-    def runs(self) -> list[str]:
-        """Their names."""
-        stored = [] if self.seen is None else [str(name) for name in self.seen["run"].values]
-        return [str(name) for name in self.about.get("runs", [])] or stored
-
-    @property
-    def threshold(self) -> float:
-        """The score above which there is an alarm; NaN if it is not stored."""
-        return float(self.about.get("threshold", np.nan))
-
-    @property
-    def starts(self) -> dict[str, int]:
-        """The step of the first alarm, by run."""
-        return {row["run"]: int(row["step"]) for _, row in self.alarms.iterrows()}
-
-    @property
-    def keys(self) -> list[tuple[str, str]]:
-        """The strip under the verdict."""
-        found = [("runs", f"{len(self.runs)}"), ("with an alarm", f"{len(self.alarms)}")]
-        known = {"clean runs": "clean_runs", "of them to calibrate on": "calibrated_on"}
-        found += [(label, f"{self.about[key]}") for label, key in known.items() if key in self.about]
-        if "alpha" in self.about:
-            found.append(("alpha", number(float(self.about["alpha"]))))
-        found.append(("threshold", number(self.threshold, digits=3)))
-        if "channels" in self.about:
-            found.append(("channels", f"{len(self.about['channels'])}"))
-        return found
-
-    @property
-    def lead(self) -> Markup:
-        """Which runs have an alarm, and how often a clean run would."""
-        total, hit = len(self.runs), len(self.alarms)
-        if not hit:
-            text = Markup("No alarm in {}.").format("the run" if total == 1 else f"{total} runs")
-        elif total == 1:
-            text = _sentence(self.alarms.iloc[0], self.threshold)
-        else:
-            text = Markup("An alarm in {} of {} runs.").format("all" if hit == total else hit, total)
-        alpha = self.about.get("alpha")
-        if isinstance(alpha, int | float):
-            text += Markup(" False alarms come in at most {}% of clean runs.").format(number(100 * alpha, digits=3))
-        return text
-
-    @property
-    def sentences(self) -> list[Markup]:
-        """A sentence for each alarm, where there are several runs, and what there is to know besides."""
-        told = [] if len(self.runs) == 1 else [_sentence(row, self.threshold) for _, row in self.alarms.iterrows()]
-        if len(told) > MOST:
-            told = [*told[:MOST], Markup("Further alarms: {}, in the table.").format(len(told) - MOST)]
-        return told
-
-    @property
-    def table(self) -> Table | None:
-        """One row for each alarm."""
-        if self.alarms.empty:
-            return None
-        numbers = ("first alarm (step)", "score there", "beyond the threshold")
-        head = [("run", False), ("statistic", False), *((name, True) for name in numbers)]
-        return Table(
-            [*head, ("furthest channels (standard deviations)", False)],
-            [self._row(row) for _, row in self.alarms.iterrows()],
-        )
-
-    def _row(self, row: pd.Series) -> list[Cell]:
-        run, kind, channels = (Cell(row[name], value=row[name]) for name in ("run", "kind", "channels"))
-        found = (float(row["step"]), float(row["score"]), float(row["score"]) - self.threshold)
-        return [run, kind, *(Cell(number(x, digits=3), value=repr(x)) for x in found), channels]
+def _alarms(folder: Path) -> pd.DataFrame:
+    """A row for each run with an alarm: run, step, score, kind, channels."""
+    alarms = stored(folder / "alarms.csv", ("run", "kind", "channels"))
+    columns = ["run", "step", "score", "kind", "channels"]
+    alarms = pd.DataFrame(columns=columns) if alarms is None else alarms.reindex(columns=columns)
+    alarms = alarms[np.isfinite(alarms["step"].astype(float))].sort_values("step", kind="stable")
+    return alarms.fillna({"kind": "", "channels": ""})
 
 
-MOST = 8
-"""Alarms that have a sentence of their own."""
+def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, threshold: float) -> Summary:
+    """Which runs have an alarm, how often a clean run would, and what there is to know besides."""
+    total, hit = len(runs), len(alarms)
+    told = [_sentence(row, threshold) for _, row in alarms.iterrows()]
+    if not hit:
+        lead = Markup("No alarm in {}.").format("the run" if total == 1 else f"{total} runs")
+    elif total == 1:
+        lead = told.pop(0)
+    else:
+        lead = Markup("An alarm in {} of {} runs.").format("all" if hit == total else hit, total)
+    alpha = about.get("alpha")
+    if isinstance(alpha, int | float):
+        lead += Markup(" False alarms come in at most {}% of clean runs.").format(number(100 * alpha, digits=3))
+    if len(told) > MOST:
+        told = [*told[:MOST], Markup("Further alarms: {}, in the table.").format(len(told) - MOST)]
+    known = {"clean runs": "clean_runs", "of them to calibrate on": "calibrated_on"}
+    keys = [("runs", f"{total}"), ("with an alarm", f"{hit}")]
+    keys += [(label, f"{about[key]}") for label, key in known.items() if key in about]
+    keys += [("alpha", number(float(alpha)))] if alpha is not None else []
+    keys.append(("threshold", number(threshold, digits=3)))
+    keys += [("channels", f"{len(about['channels'])}")] if "channels" in about else []
+    return Summary(lead, told, about.get("notes") or (), keys)
 
 
 def _sentence(row: pd.Series, threshold: float) -> Markup:
@@ -158,14 +137,15 @@ def _sentence(row: pd.Series, threshold: float) -> Markup:
     return text + Markup(".")
 
 
-def _load(folder: Path) -> Watched:
-    store = folder / "monitored.zarr"
-    alarms = table(folder / "alarms.csv", ("run", "kind", "channels"))
-    columns = ["run", "step", "score", "kind", "channels"]
-    alarms = pd.DataFrame(columns=columns) if alarms is None else alarms.reindex(columns=columns)
-    alarms = alarms[np.isfinite(alarms["step"].astype(float))].sort_values("step", kind="stable")
-    return Watched(
-        about=json.loads((folder / ABOUT).read_text(encoding="utf-8")),
-        alarms=alarms.fillna({"kind": "", "channels": ""}),
-        seen=xr.open_zarr(store, chunks=None) if store.exists() else None,
-    )
+def _table(alarms: pd.DataFrame, threshold: float) -> Table:
+    """One row for each alarm."""
+    show = partial(number, digits=3)
+    columns = [
+        word("run"),
+        word("kind", "statistic"),
+        figures("step", "first alarm (step)", show),
+        figures("score", "score there", show),
+        figures("beyond", "beyond the threshold", show),
+        word("channels", "furthest channels (standard deviations)"),
+    ]
+    return table(alarms.assign(beyond=alarms["score"] - threshold), columns, look="sortable roomy")

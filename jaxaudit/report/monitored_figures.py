@@ -169,21 +169,11 @@ def _latents(seen: xr.Dataset, ranked: list[int], starts: dict[str, int]) -> Fig
     clean = values(seen, "clean_latent", "step", "component", "quantile")
     shown = [line for line in _shown(seen, ranked)[::-1] if np.isfinite(paths[line.index]).all(axis=1).any()]
     colours = style.ramp(len(shown))[::-1] if shown else []
-    charts, cut = [], False
+    panels = []
     for line, colour in zip(shown, colours, strict=True):
         since = int(np.searchsorted(steps(seen), starts.get(line.label, steps(seen)[0])))
         told = f"alarm at step {starts[line.label]}" if line.label in starts else "no alarm"
         calm = None if clean is None else clean[:, :2]
-        chart, part = latent.panel(calm, [paths[line.index, :, :2]], since, colour, line.label, told)
-        charts.append(chart)
-        cut |= part
-    if not charts:
-        return None
-    caption = (
-        "Grey tube and line: the 10% to 90% range and median of clean runs at each step. Thin grey: the run before its "
-        "alarm; colour: from it on, or the whole of a run without one. Ring: where the colour begins; dot: the last "
-        "step. Every panel has axes of its own."
-    )
-    if cut:
-        caption += " Axes leave out extreme values, so that the tube stays legible."
-    return Figure("latent", "", style.finish(charts, 3, shared=False, width=270, limit=520, gutter=62), caption)
+        panels.append(latent.panel(calm, [paths[line.index, :, :2]], since, colour, line.label, told))
+    words = "Thin grey: the run before its alarm; colour: from it on, or the whole of a run without one. Ring: where "
+    return latent.figure("latent", panels, f"{words}the colour begins;") if panels else None

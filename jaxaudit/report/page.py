@@ -1,101 +1,146 @@
-"""Build the report: figures as files, and the page that embeds them."""
+"""A page: what stands on it, and the one way in which it and its figures become files."""
 
 from __future__ import annotations
 
-import shlex
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from jaxaudit.report import critical, glossary, lines, probability, tables
-from jaxaudit.report.load import Run, load
-from jaxaudit.report.output import write_figures, write_page
-from jaxaudit.report.series import band_name, panels
-from jaxaudit.report.verdict import verdict
+import jinja2
+import vl_convert
+from markupsafe import Markup
+
+from jaxaudit.report import style
+from jaxaudit.report.panel import Figure
+from jaxaudit.report.tables import Table, code, plain
+
+VEGA_LITE = "6.4"
+
+HANDLING = "Click a legend entry to single it out (shift-click for several). Drag to pan, ctrl + wheel to zoom, "
+HANDLING += "double-click to reset."
 
 
-def build(folder: Path) -> Path:
-    """Write `report.html` and `figures/*.svg|png` into a run's folder, from what is stored there.
+@dataclass(frozen=True)
+class Summary:
+    """What was found in short: a sentence, those behind it, what to beware of, and the key numbers."""
 
-    Args:
-      folder: a finished or partly finished run's folder.
+    kind: ClassVar[str] = "summary"
+    lead: Markup
+    sentences: Sequence[Markup] = ()
+    notes: Sequence[str] = ()
+    keys: Sequence[tuple[str, str]] = ()
 
-    Returns:
-      the page's path: one self-contained file that loads nothing.
 
-    Raises:
-      FileNotFoundError: the folder has no telemetry.
-      ValueError: the telemetry has no performance channel.
+@dataclass(frozen=True)
+class Text:
+    """Lines as they are, in a fixed pitch."""
+
+    kind: ClassVar[str] = "text"
+    text: str
+
+
+@dataclass(frozen=True)
+class Details:
+    """Blocks to be unfolded."""
+
+    kind: ClassVar[str] = "details"
+    title: str
+    blocks: Sequence[Block]
+
+
+Block = str | Figure | Table | Summary | Text | Details
+"""What a section is made of; a string is a hint."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page.
+
+    Attributes:
+      id: its anchor, which begins its figures' names.
+      heading: above it.
+      short: its name in the list of sections; "" where it has none.
+      blocks: one below the other; what is None is left out.
+      part: whether sections that follow belong to it.
     """
-    run = load(Path(folder))
-    groups = panels(run)
-    figures: dict[str, Any] = {
-        "performance": lines.performance(run, groups),
-        "map": probability.collapse_map(run, groups),
-        "dose": probability.dose_response(run, groups),
-        "channels": lines.channels(run, groups),
-    }
-    _write_figures(run.folder / "figures", figures)
-    return write_page(run.folder / "report.html", "page.html", **_context(run, figures))
+
+    id: str
+    heading: str
+    short: str
+    blocks: Sequence[Block | None]
+    part: bool = False
+
+    @property
+    def placed(self) -> list[tuple[Block, str]]:
+        """The blocks there are, each figure with the name of its place; numbered where it has a title of its own."""
+        found = [block for block in self.blocks if block is not None]
+        figures = [block for block in found if isinstance(block, Figure)]
+        names = {id(one): f"{self.id}-{n}" if one.title else self.id for n, one in enumerate(figures, 1)}
+        return [(block, names.get(id(block), "")) for block in found]
 
 
-def _write_figures(folder: Path, figures: dict[str, Any]) -> None:
-    flat = [figures["performance"], figures["map"], figures["dose"], *figures["channels"]]
-    write_figures(folder, [figure for figure in flat if figure is not None])
+@dataclass(frozen=True)
+class Page:
+    """A report.
+
+    Attributes:
+      kicker: what kind of report it is.
+      heading: of what.
+      about: the same in more words.
+      summary: at the top.
+      sections: those without blocks are left out.
+      glossary: terms and what they mean.
+      source: where the terms come from.
+      version: of jaxaudit, that made what is reported.
+    """
+
+    kicker: str
+    heading: str
+    summary: Summary | None
+    sections: Iterable[Section]
+    glossary: Sequence[tuple[str, str]]
+    about: str = ""
+    source: str = ""
+    version: str = ""
+
+    def write(self, folder: Path) -> Path:
+        """Write `report.html` and its figures, `figures/*.svg|png`, into a folder; the page's path.
+
+        The page is one self-contained file that loads nothing, put in its place at once.
+        """
+        sections = [section for section in self.sections if section.placed]
+        blocks = [block for section in sections for block, _ in section.placed]
+        write_figures(folder / "figures", [block for block in blocks if isinstance(block, Figure)])
+        loader = jinja2.FileSystemLoader(Path(__file__).parent)
+        environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        text = environment.get_template("page.html").render(page=self, sections=sections, bundle=_bundle())
+        path = folder / "report.html"
+        partial = path.with_suffix(".html.part")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+        return path
 
 
-def _context(run: Run, figures: dict[str, Any]) -> dict[str, Any]:
-    """What the template is filled with."""
-    groups = panels(run)
-    words = glossary.entries(
-        run.setting("window", 50), run.setting("hold", 100), run.setting("horizon", 500), run.steps
-    )
-    return {
-        "run": run,
-        "env": run.environment,
-        "banner": _banner(run),
-        "verdict": verdict(run, groups),
-        "keys": tables.key_numbers(run),
-        "figures": figures,
-        "criticals": _criticals(run, groups),
-        "metrics": tables.conditions(run),
-        "lanes": tables.lanes(run),
-        "channels": tables.channels(run),
-        "commands": _commands(run),
-        "glossary": words,
-        "band": band_name(run.seeds),
-        "number": tables.number,
-    }
+def listing(title: str, values: Sequence[object] | None) -> Details | None:
+    """Names to be unfolded; None where there are none."""
+    return Details(f"{title} ({len(values)})", [plain([code(value)] for value in values)]) if values else None
 
 
-def _banner(run: Run) -> str:
-    if run.finished:
-        return ""
-    done = int(run.computed.max(initial=0))
-    status = str(run.environment.get("status", "not finished"))
-    status = "not finished" if status == "finished" else status
-    behind = sorted({int(v) for v in run.computed})
-    reach = f"step {done}" if len(behind) == 1 else f"between step {behind[0]} and step {behind[-1]}"
-    return f"This run is {status}: its conditions reached {reach} of {run.steps}. All figures are provisional."
+def write_figures(folder: Path, figures: Iterable[Figure]) -> None:
+    """Write every figure as `folder/*.svg` and `*.png`."""
+    folder.mkdir(exist_ok=True)
+    for figure in figures:
+        svg = vl_convert.vegalite_to_svg(
+            style.static(figure.spec, figure.title), vl_version=VEGA_LITE, allowed_base_urls=[]
+        )
+        (folder / f"{figure.file}.svg").write_text(svg, encoding="utf-8")
+        (folder / f"{figure.file}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
 
 
-def _criticals(run: Run, groups: list[Any]) -> list[tuple[str, str, str]]:
-    """(perturbation, P_div's critical magnitude, that of collapse at any time), in words."""
-    found = []
-    for panel in groups:
-        early, ever = (critical.critical_of(run, panel, kind).text for kind in probability.KINDS)
-        if early or ever:
-            found.append((panel.title, early, ever))
-    return found
-
-
-def _commands(run: Run) -> list[tuple[str, str]]:
-    folder = shlex.quote(run.folder.resolve().name)
-    return [
-        (f"jaxaudit replay {folder}", "run it again from the stored spec and compare bit by bit"),
-        (f"jaxaudit resume {folder}", "go on where an interrupted run stopped"),
-        (
-            f"jaxaudit fork {folder} SPEC",
-            "try new conditions from the stored onsets, paying only for what follows",
-        ),
-        (f"jaxaudit report {folder}", "make this page again"),
-    ]
+@functools.cache
+def _bundle() -> Markup:
+    """Vega, Vega-Lite and Vega-Embed in one script, safe inside a script element."""
+    script = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]
+    return Markup(script.replace("</script", "<\\/script"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import altair as alt
 import pandas as pd
@@ -17,6 +17,7 @@ from jaxaudit.report.series import Panel
 class Figure:
     """A figure: the file it is stored in, its heading, its chart and its caption."""
 
+    kind: ClassVar[str] = "figure"
     file: str
     title: str
     chart: alt.ConcatChart

@@ -10,9 +10,9 @@ import pandas as pd
 
 from jaxaudit.report import style
 from jaxaudit.report.critical import Critical, critical_of, rows
-from jaxaudit.report.load import Run
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.series import Panel
+from jaxaudit.stored import Run
 
 KINDS = {
     "divergence_probability": "P_div: collapse before T_max / 2",

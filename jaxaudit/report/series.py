@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from jaxaudit.report.load import CONTROL, Run
+from jaxaudit.stored import CONTROL, Run
 
 CONTROL_KEY = "c"
 

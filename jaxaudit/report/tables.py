@@ -1,44 +1,19 @@
-"""The report's tables: metrics per condition and per lane, key numbers, stored channels."""
+"""Tables: columns that make cells of rows, each cell with its interval, its exact value, or why it is empty."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
-import numpy as np
 import pandas as pd
-
-from jaxaudit.report.load import Run
+from markupsafe import Markup
 
 NEVER = {"collapse_time", "recovery_time", "recovery_time_median"}
-COLUMNS = {
-    "condition": "condition",
-    "dimension": "dimension",
-    "onset": "onset",
-    "seeds": "seeds",
-    "divergence_probability": "P_div",
-    "collapse_probability": "collapse, any time",
-    "iqm_final_performance": "final performance (IQM)",
-    "paired_difference_final_performance": "difference to control",
-    "recovery_rate_median": "R_rec",
-    "recovery_time_median": "RT (steps)",
-    "spike_intensity_median": "SIP",
-}
-LANE_COLUMNS = {
-    "seed": "seed",
-    "condition": "condition",
-    "collapse_time": "T_c (step)",
-    "collapse_censored": "censored",
-    "recovery_rate": "R_rec",
-    "recovery_time": "RT (steps)",
-    "spike_intensity": "SIP",
-    "performance_before": "J_pre",
-    "performance_std_before": "sigma_pre",
-    "performance_minimum": "J minimum",
-    "final_performance": "J final",
-    "reason": "why n/a",
-}
-TEXT = {"condition", "dimension", "reason", "why", "collapse_censored"}
+MINUS = "\N{MINUS SIGN}"
+Show = Callable[[float], str]
 
 
 @dataclass(frozen=True)
@@ -53,12 +28,78 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Column headings, whether each is a number, the rows, numbered notes to them, and the row that stands out."""
+    """Headings, each with whether it is of numbers, rows, numbered notes to them, the row that stands out, the look."""
 
-    head: list[tuple[str, bool]]
-    rows: list[list[Cell]]
-    notes: tuple[str, ...] = ()
+    kind: ClassVar[str] = "table"
+    head: Sequence[tuple[str, bool]]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str] = ()
     marked: int | None = None
+    look: str = "sortable"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, the cell of a row below it, and whether it is a number."""
+
+    title: str
+    cell: Callable[[pd.Series], Cell]
+    numeric: bool = True
+
+
+def table(rows: pd.DataFrame, columns: Sequence[Column], mark: Any = None, **how: Any) -> Table:
+    """A table to be sorted by its headings; the first row that is true in `mark` stands out."""
+    cells = [[column.cell(row) for column in columns] for _, row in rows.iterrows()]
+    place = next((place for place, marked in enumerate([] if mark is None else mark) if marked), None)
+    return Table([(column.title, column.numeric) for column in columns], cells, marked=place, **how)
+
+
+def plain(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Table:
+    """A table of texts, in this order."""
+    return Table([(name, False) for name in head], [[Cell(text) for text in row] for row in rows], look="plain")
+
+
+def code(text: object) -> Markup:
+    """In a fixed pitch."""
+    return Markup("<code>{}</code>").format(text)
+
+
+def word(name: str, title: str = "", show: Callable[[Any], str] = str) -> Column:
+    """A column of text."""
+    return Column(title or name, lambda row: Cell(show(row[name]), value=str(row[name])), numeric=False)
+
+
+def figures(name: str, title: str, show: Show, **how: Any) -> Column:
+    """A column of figures with their intervals."""
+    return Column(title, partial(estimate, name=name, show=show, **how))
+
+
+def estimate(
+    row: pd.Series,
+    name: str,
+    show: Show,
+    *,
+    ends: Show | None = None,
+    value: float | None = None,
+    reason: str = "not defined here",
+) -> Cell:
+    """The cell of a figure with its interval, where it has one.
+
+    Args:
+      row: what holds it.
+      name: its column; the interval's ends are in `name`_low and `name`_high.
+      show: the figure in words.
+      ends: the interval's ends in words; None: as the figure.
+      value: the figure, where it is in no column of that name.
+      reason: why it is missing, if it is.
+    """
+    value = float(row[name]) if value is None else value
+    if math.isnan(value):
+        return Cell("n/a", reason=reason)
+    low, high = (float(row.get(f"{name}_{end}", math.nan)) for end in ("low", "high"))
+    known = not (math.isnan(low) or math.isnan(high) or (math.isinf(low) and low == high))
+    said = ends or show
+    return Cell(show(value), f"{said(low)} to {said(high)}" if known else "", repr(value))
 
 
 def number(value: float, name: str = "", digits: int = 4) -> str:
@@ -70,120 +111,27 @@ def number(value: float, name: str = "", digits: int = 4) -> str:
     if name.startswith("recovery_time") and value == -1:
         return "no delay"
     if math.isinf(value):
-        return ("" if value > 0 else "\N{MINUS SIGN}") + "\N{INFINITY}"
+        return ("" if value > 0 else MINUS) + "\N{INFINITY}"
     if value == int(value) and abs(value) < 1e6:
-        return f"{int(value)}".replace("-", "\N{MINUS SIGN}")
+        return f"{int(value)}".replace("-", MINUS)
     text = f"{value:.{digits}g}"
     if abs(value) < 1e6 and "e+" in text:
         text = f"{float(text):.0f}"
-    return text.replace("-", "\N{MINUS SIGN}")
+    return text.replace("-", MINUS)
 
 
-def conditions(run: Run) -> Table | None:
-    """One row per condition, every population figure with its interval."""
-    if run.summary is None:
-        return None
-    shown = {k: v for k, v in COLUMNS.items() if k in run.summary}
-    if run.conditions["onset"].nunique() == 1:
-        shown.pop("onset", None)
-    reasons = _reasons(run.metrics)
-    notes: dict[str, int] = {}
-    rows = []
-    for _, row in run.summary.iterrows():
-        given = reasons.get(str(row.get("condition", "")), [])
-        cells = [_cell(row, name, "; ".join(text + share for text, share in given)) for name in shown]
-        marks = ", ".join(f"{notes.setdefault(text, len(notes) + 1)}{share}" for text, share in given)
-        rows.append([*cells, Cell(marks, value=marks)])
-    head = [(v, k not in TEXT) for k, v in shown.items()]
-    if not notes:
-        return Table(head, [row[:-1] for row in rows])
-    return Table([*head, ("note", False)], rows, tuple(notes))
+def share(value: float) -> str:
+    """A share or a probability."""
+    return f"{value:.3f}"
 
 
-def lanes(run: Run, limit: int = 600) -> Table | None:
-    """One row per lane, for runs of at most `limit` lanes."""
-    if run.metrics is None or len(run.metrics) > limit:
-        return None
-    shown = {k: v for k, v in LANE_COLUMNS.items() if k in run.metrics}
-    rows = [[_cell(row, name, str(row.get("reason", ""))) for name in shown] for _, row in run.metrics.iterrows()]
-    return Table([(v, k not in TEXT) for k, v in shown.items()], rows)
+def percent(value: float) -> str:
+    """A share in percent."""
+    return f"{100 * value:.1f}%"
 
 
-def _cell(row: pd.Series, name: str, why: str) -> Cell:
-    raw = row[name]
-    if name in TEXT:
-        text = {"True": "yes", "False": "no", "nan": ""}.get(str(raw), str(raw))
-        return Cell(text, value=text)
-    value = float(raw)
-    low, high = (float(row.get(f"{name}_{end}", np.nan)) for end in ("low", "high"))
-    interval = "" if math.isnan(low) or math.isnan(high) else f"{number(low, digits=3)} to {number(high, digits=3)}"
-    reason = (why or "not defined here") if math.isnan(value) else ""
-    return Cell(number(value, name), interval, "" if math.isnan(value) else repr(value), reason)
-
-
-def _reasons(metrics: pd.DataFrame | None) -> dict[str, list[tuple[str, str]]]:
-    """Per condition, the reasons its lanes give, each with its share of the seeds unless all give it."""
-    if metrics is None or "reason" not in metrics:
-        return {}
-    found = {}
-    for condition, rows in metrics.groupby("condition", sort=False):
-        given = rows.loc[~rows["reason"].isin(["", "nan"]), "reason"].str.split("; ").explode()
-        found[str(condition)] = [
-            (str(text), f" ({count} of {len(rows)} seeds)" if count < len(rows) else "")
-            for text, count in given.value_counts(sort=False).items()
-        ]
-    return found
-
-
-def key_numbers(run: Run) -> list[tuple[str, str]]:
-    """The strip under the headline: (label, value)."""
-    env = run.environment
-    count = run.telemetry.sizes["condition"]
-    found = [
-        ("lanes", f"{run.seeds * count}"),
-        ("seeds", f"{run.seeds}"),
-        ("conditions", f"{count}"),
-        ("steps", f"{run.steps}"),
-    ]
-    if _is_number(env.get("samples")):
-        found.append((str(env.get("sample", "samples")), short(env["samples"])))
-    if _is_number(env.get("wall_seconds")):
-        found.append(("wall time", duration(env["wall_seconds"])))
-    if _is_number(env.get("compile_seconds")):
-        found.append(("of it compiling", duration(env["compile_seconds"])))
-    if env.get("device_kind"):
-        devices = env.get("devices")
-        many = f"{devices} \N{MULTIPLICATION SIGN} " if isinstance(devices, int) and devices > 1 else ""
-        found.append(("device", f"{many}{env['device_kind']}"))
-    return found
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def short(value: float) -> str:
-    """A large count with a unit prefix: 4300800 is "4.30 M"."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            scale = 1e3 if unit == "k" else size
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: "2 min 3 s"."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def channels(run: Run) -> list[tuple[str, str]]:
-    """Every stored channel with its dims and sizes."""
-    sizes = run.telemetry.sizes
-    return [
-        (str(name), ", ".join(f"{d} {sizes[d]}" for d in values.dims))
-        for name, values in run.telemetry.data_vars.items()
-    ]
+def signed(value: float) -> str:
+    """A difference of shares."""
+    if math.isinf(value):
+        return f"{'+' if value > 0 else MINUS}\N{INFINITY}"
+    return f"{value:+.3f}".replace("-", MINUS)

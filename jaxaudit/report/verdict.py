@@ -10,11 +10,10 @@ from markupsafe import Markup
 
 from jaxaudit.perturbations.core import INTERVENTION
 from jaxaudit.report.critical import control_share, critical_of, rows
+from jaxaudit.report.harm import EFFECT, Judged, judge
 from jaxaudit.report.helped import effect
-from jaxaudit.report.load import Run
 from jaxaudit.report.series import Panel
-
-EFFECT = "paired_difference_final_performance"
+from jaxaudit.stored import Run
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,18 @@ def verdict(run: Run, groups: list[Panel]) -> Verdict:
         return Verdict(Markup("Only the undisturbed control was run; nothing was put to the test."), [])
     effects = [effect(run, panel) for panel in groups]
     outcomes = [_outcome(run, panel) for panel, told in zip(groups, effects, strict=True) if told is None]
+    judged = judge(run, [o.panel for o in outcomes if o.kind == "unharmed"])
+    outcomes = [_harmed(run, o, judged) if o.kind == "unharmed" else o for o in outcomes]
     sentences = [o.sentence for kind in ("collapses", "sometimes", "harmed") for o in outcomes if o.kind == kind]
-    sentences += _unharmed(run, [o for o in outcomes if o.kind == "unharmed"])
+    sentences += _unharmed(run, [o for o in outcomes if o.kind == "unharmed"], judged)
     sentences += [o.sentence for o in outcomes if o.kind == "unknown"]
     sentences += [sentence for told in effects if told for sentence in told]
-    return Verdict(_lead(run, outcomes), [*sentences, *_caveats(run, groups)])
+    if judged.count:
+        sentences.append(judged.sentence)
+    return Verdict(_lead(run, outcomes, judged), [*sentences, *_caveats(run, groups)])
 
 
-def _lead(run: Run, outcomes: list[_Outcome]) -> Markup:
+def _lead(run: Run, outcomes: list[_Outcome], judged: Judged) -> Markup:
     names = {kind: [o.panel.title for o in outcomes if o.kind == kind] for kind in ("collapses", "unharmed")}
     total = len(outcomes)
     if not outcomes:
@@ -69,7 +72,7 @@ def _lead(run: Run, outcomes: list[_Outcome]) -> Markup:
         count = len(names["unharmed"])
         collapse, cost = ("collapses", "costs") if count == 1 else ("collapse", "cost")
         text += Markup(" {} of {} perturbations {} no seed{}.").format(
-            count, total, collapse, f" and {cost} no final performance that shows" if _judged(run) else ""
+            count, total, collapse, f" and {cost} no final performance that shows" if judged.count else ""
         )
     return text
 
@@ -94,21 +97,30 @@ def _outcome(run: Run, panel: Panel) -> _Outcome:
         worst = data.loc[share.idxmax()]
         text = Markup(" collapses some seeds but fewer than half: most at magnitude {} ({}).")
         return _Outcome(panel, "sometimes", name + text.format(worst["label"], _share(run, worst)))
-    if len(worse := _worse(data)):
-        row = worse.loc[worse[EFFECT].idxmin()]
-        text = Markup(" collapses no seed but costs final performance: {} at magnitude {}{}.")
-        text = text.format(_signed(row[EFFECT]), row["label"], _interval(row, EFFECT))
-        return _Outcome(panel, "harmed", name + text)
     return _Outcome(panel, "unharmed", name)
+
+
+def _harmed(run: Run, outcome: _Outcome, judged: Judged) -> _Outcome:
+    """The outcome of a perturbation that collapses no seed, once all are judged."""
+    data = rows(run, outcome.panel)
+    data = data[data["condition"].isin(judged.costly)]
+    if data.empty:
+        return outcome
+    worst = data.loc[data[EFFECT].idxmin()]
+    text = Markup(" collapses no seed but costs final performance at {}: {}{}{}.").format(
+        _magnitudes(data),
+        "at worst " if len(data) > 1 else "",
+        _signed(worst[EFFECT]),
+        _interval(worst, EFFECT),
+    )
+    return _Outcome(outcome.panel, "harmed", outcome.sentence + text)
 
 
 def _collapses(run: Run, panel: Panel, data: pd.DataFrame) -> Markup:
     hit = data[data["collapse_probability"] >= 0.5]
-    labels = ", ".join(hit["label"])
     worst = hit.loc[hit["collapse_probability"].idxmax()]
-    noun = "magnitude" if len(hit) == 1 else "magnitudes"
-    text = Markup(" collapses the learner at {} {} ({}{}).")
-    text = text.format(noun, labels, "at worst " if len(hit) > 1 else "", _share(run, worst))
+    text = Markup(" collapses the learner at {} ({}{}).")
+    text = text.format(_magnitudes(hit), "at worst " if len(hit) > 1 else "", _share(run, worst))
     critical = critical_of(run, panel, "collapse_probability")
     if np.isfinite(critical.value):
         text += Markup(" The critical magnitude, where half of the seeds are lost: {}.").format(critical.text)
@@ -138,13 +150,11 @@ def _signed(value: float) -> str:
     return f"{value:+.3g}".replace("-", "\N{MINUS SIGN}")
 
 
-def _worse(data: pd.DataFrame) -> pd.DataFrame:
-    """Conditions whose final performance lies below the control's by more than the interval."""
-    high = f"{EFFECT}_high"
-    return data[data[high] < 0] if {EFFECT, high} <= set(data) else data.iloc[:0]
+def _magnitudes(data: pd.DataFrame) -> str:
+    return f"{'magnitude' if len(data) == 1 else 'magnitudes'} {', '.join(data['label'])}"
 
 
-def _unharmed(run: Run, outcomes: list[_Outcome]) -> list[Markup]:
+def _unharmed(run: Run, outcomes: list[_Outcome], judged: Judged) -> list[Markup]:
     if not outcomes:
         return []
     tops = [rows(run, o.panel).get("collapse_probability_high", pd.Series(dtype=float)).max() for o in outcomes]
@@ -155,15 +165,9 @@ def _unharmed(run: Run, outcomes: list[_Outcome]) -> list[Markup]:
     text = _names([o.panel.title for o in outcomes]) + Markup(" {} no seed at any magnitude tried").format(verb)
     if np.isfinite(top := np.nanmax([*tops, -np.inf])):
         text += Markup(" (which bounds the probability only to at most {})").format(f"{top:.2g}")
-    if _judged(run):
-        text += ", and no final performance lies below the control's by more than its interval"
+    if judged.count:
+        text += ", and no final performance is told to lie below the control's"
     return [text + Markup(".")]
-
-
-def _judged(run: Run) -> bool:
-    """Whether differences in final performance have intervals by which to judge them."""
-    high = f"{EFFECT}_high"
-    return run.summary is not None and high in run.summary and bool(run.summary[high].notna().any())
 
 
 def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:

@@ -7,15 +7,12 @@ inside holds some lanes, so that no more than these are in memory at once.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import json
-import logging
+import os
 import shutil
-import sys
-import threading
-import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,9 @@ from jaxaudit.machine import give_back
 
 FILE_CHUNK = 2**26
 """Bytes of an array that are read or written at once; large enough that malloc has the system clear them away."""
+
+BESIDE, BESIDE_EACH = 2**18, 2**10
+"""Bytes that a checkpoint takes besides its arrays, and besides each of them: more than ever seen."""
 
 DIGEST = "digest.json"
 UNFINISHED = ".unfinished-"
@@ -48,8 +48,9 @@ def save(path: Path, pieces: Iterable[Piece], note: dict[str, Any]) -> None:
     content: dict[str, Any] = {"note": note, "leaves": [], "pieces": []}
     try:
         unfinished.mkdir()
-        with _quiet(), _context():
+        with _context():
             for piece in pieces:
+                _reserve(unfinished / "room", jax.tree.leaves(piece.states))
                 ocp.save(unfinished / _name(piece.first), piece.states)
                 content["leaves"] = _describe(piece.states)
                 content["pieces"].append([piece.first, piece.lanes])
@@ -133,6 +134,23 @@ def _clear(unfinished: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _reserve(path: Path, leaves: Sequence[Any]) -> None:
+    """Raises OSError where there is no room for these arrays.
+
+    Orbax would write until there is none, and its threads speak of it on stderr when it has raised.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return
+    size = sum(x.nbytes for x in leaves) + BESIDE + BESIDE_EACH * len(leaves)
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # and not a file system that cannot reserve
+            raise
+    path.unlink()
+
+
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -159,36 +177,15 @@ def _templates(like: Any, count: int) -> Any:
 
 
 def _read(path: Path, like: Any, count: int) -> Any:
-    with _quiet(), _context():
+    with _context():
         states = ocp.load(path, _templates(like, count))
     return states
 
 
 def _context() -> ocp.Context:
     """Orbax without copies of whole arrays: states stay as they are until they are written. Floats hardly compress."""
-    saving = ocp.options.ArrayOptions.Saving
-    layout = saving.StorageOptions(chunk_byte_size=FILE_CHUNK)
-    return ocp.Context(
-        array_options=ocp.options.ArrayOptions(saving=saving(use_compression=False, storage_options=layout)),
-        memory_options=ocp.options.MemoryOptions(deepcopy_host_arrays=False),
-    )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Orbax speaks on stderr of what it raises besides, and from threads of its own."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels = [logger.level for logger in loggers]
-    hooks = threading.excepthook, sys.unraisablehook
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    threading.excepthook = lambda problem: None
-    sys.unraisablehook = lambda problem: None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        threading.excepthook, sys.unraisablehook = hooks
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.array.saving.storage_options.chunk_byte_size = FILE_CHUNK
+    context.memory.deepcopy_host_arrays = False
+    return context

@@ -55,17 +55,16 @@ class Spec:
         """TOML text with every default written out; `parse` gives the same spec again."""
         settings = dataclasses.asdict(self.learner.settings)
         settings.pop("telemetry", None)
-        watched = [("[monitor]", {"file": m.file, "alpha": m.alpha})] if (m := self.monitor) else []
         return to_text(
-            [
-                ("[audit]", dataclasses.asdict(self.audit)),
-                ("[task]", dataclasses.asdict(self.task)),
-                ("[learner]", {"kind": self.learner.kind, **settings}),
-                ("[metrics]", dataclasses.asdict(self.metrics)),
-                *watched,
-                ("[run]", dataclasses.asdict(self.run)),
-                *(("[[perturbation]]", entry.values()) for entry in self.perturbations),
-            ]
+            {
+                "audit": dataclasses.asdict(self.audit),
+                "task": dataclasses.asdict(self.task),
+                "learner": {"kind": self.learner.kind, **settings},
+                "metrics": dataclasses.asdict(self.metrics),
+                "monitor": {"file": m.file, "alpha": m.alpha} if (m := self.monitor) else None,
+                "run": dataclasses.asdict(self.run),
+                "perturbation": [entry.values() for entry in self.perturbations],
+            }
         )
 
     def expanded(self) -> Spec:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
+
+import tomli_w
 
 from jaxaudit.errors import UserError
 from jaxaudit.registry import unknown
@@ -159,32 +160,38 @@ def _short(text: str) -> str:
     return line if len(line) <= 60 else f"{line[:57]}..."
 
 
-def to_text(tables: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """TOML text of (header, values) pairs; None is left out."""
-    return "\n".join(
-        "".join([f"{header}\n", *(f"{_key(k)} = {to_value(v)}\n" for k, v in values.items() if v is not None)])
-        for header, values in tables
-    )
-
-
 def to_value(value: Any) -> str:
-    """A value as TOML writes it."""
+    """A value as TOML writes it, in one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, int) and value.bit_length() > 1000:
         return hex(value)  # Python refuses to write very long decimals
-    if isinstance(value, int | float):
-        return repr(value)
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {to_value(v)}" for k, v in value.items() if v is not None) + " }"
+        return "{ " + ", ".join(f"{k} = {to_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list | tuple):
-        tables = any(isinstance(item, Mapping) for item in value)
-        before, between, after = ("\n  ", ",\n  ", ",\n") if tables else ("", ", ", "")
-        return f"[{before}{between.join(to_value(item) for item in value)}{after}]"
+        return f"[{', '.join(map(to_value, value))}]"
     return str(value)
 
 
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else to_value(key)
+def to_text(document: Mapping[str, Any]) -> str:
+    """TOML text; None is left out, and every table of a list has its own header, [[name]], however short it is."""
+    return "\n".join(part for part in _parts(_known(document), "") if part)
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _known(v) for k, v in value.items() if v is not None}
+    return [_known(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _parts(values: dict[str, Any], place: str) -> Iterator[str]:
+    """A table without its header, then the lists of tables in it."""
+    lists = {k: v for k, v in values.items() if isinstance(v, list) and v and all(isinstance(one, dict) for one in v)}
+    yield tomli_w.dumps({k: v for k, v in values.items() if k not in lists})
+    for key, tables in lists.items():
+        for table in tables:
+            first, *rest = _parts(table, f"{place}{key}.")
+            yield f"[[{place}{key}]]\n{first}"
+            yield from rest

@@ -21,6 +21,7 @@ def isotonic(means: Any, weights: Any) -> np.ndarray:
     Returns:
         `[..., M]`.
     """
+    # SciPy's isotonic_regression takes one sequence and no zero weights; over a bootstrap's it is 3 to 10 times slower.
     w = np.asarray(weights, np.float64)
     total = np.where(w > 0, np.asarray(means, np.float64) * w, 0)
     zero = np.zeros((*w.shape[:-1], 1))

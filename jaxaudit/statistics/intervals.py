@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy.special import bdtr, ndtr, ndtri, stdtrit
+from scipy.stats import binomtest
 
 Missing = Literal["propagate", "count"]
 Method = Literal["expanded", "percentile", "bca"]
@@ -82,13 +83,8 @@ def wilson(successes: int, n: int, *, level: float = 0.95) -> Estimate:
         raise ValueError(f"successes = {successes} of n = {n}: must be between 0 and n")
     if n == 0:
         return Estimate(np.nan, 0.0, 1.0, 0, 0, "there are no trials")
-    z = float(ndtri(0.5 + level / 2))
-    p = successes / n
-    centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * np.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    low = 0.0 if successes == 0 else float(centre - half)
-    high = 1.0 if successes == n else float(centre + half)
-    return Estimate(p, low, high, n)
+    ends = binomtest(successes, n).proportion_ci(level, method="wilson")
+    return Estimate(successes / n, float(ends.low), float(ends.high), n)
 
 
 def proportion(events: Any, *, level: float = 0.95, missing: Missing = "propagate") -> Estimate:

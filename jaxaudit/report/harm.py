@@ -1,0 +1,76 @@
+"""Which conditions cost final performance, judged together: of many, some differ by chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup
+from scipy.stats import false_discovery_control, wilcoxon
+
+from jaxaudit.report.critical import rows
+from jaxaudit.report.series import CONTROL_KEY, Panel
+from jaxaudit.stored import Run
+
+EFFECT = "paired_difference_final_performance"
+
+RATE = 0.05
+"""Expected share of false ones among the conditions that are told to cost performance, at most."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Conditions whose final performance was compared with the control's.
+
+    Attributes:
+      count: how many.
+      costly: the names of those whose final performance lies below it.
+      seeds: of the run.
+    """
+
+    count: int
+    costly: frozenset[str]
+    seeds: int
+
+    @property
+    def sentence(self) -> Markup:
+        """How it was judged, in words."""
+        text = Markup(
+            "Whether final performance suffers is judged over all {} conditions of the perturbations that collapse no "
+            "seed, by signed-rank tests of the differences to the control: of those told to cost some, at most {:.0%} "
+            "are expected to do so by chance (Benjamini and Hochberg's false discovery rate)."
+        ).format(self.count, RATE)
+        # The least p-value that so many seeds allow is 2 ** -seeds.
+        if (fewest := math.ceil(self.count * 0.5**self.seeds / RATE)) > 1:
+            text += Markup(" With {} seeds it takes {} such conditions for any to be told.").format(self.seeds, fewest)
+        return text
+
+
+def judge(run: Run, panels: Sequence[Panel]) -> Judged:
+    """Judges the conditions of these panels.
+
+    By Benjamini and Hochberg's procedure (1995) at RATE, which positive dependence, as of conditions that share their
+    controls, leaves valid (Benjamini and Yekutieli, 2001). A condition's p-value is that of Wilcoxon's signed-rank
+    test, one-sided, of the differences paired by seed; 1 where the 95% interval that is shown reaches zero.
+    """
+    differences = {name: values for panel in panels for name, values in _differences(run, panel).items()}
+    p = np.ones(len(differences))
+    if below := [place for place, values in enumerate(differences.values()) if values is not None]:
+        tested = np.stack([values for values in differences.values() if values is not None])
+        p[below] = wilcoxon(tested, axis=1, alternative="less").pvalue
+    adjusted = false_discovery_control(p, method="bh") if len(p) else p
+    costly = frozenset(name for name, value in zip(differences, adjusted, strict=True) if value <= RATE)
+    return Judged(len(p), costly, run.seeds)
+
+
+def _differences(run: Run, panel: Panel) -> dict[str, np.ndarray | None]:
+    """Each condition's final performance minus the control's `[seeds]`; None where their interval reaches zero."""
+    data = rows(run, panel)
+    if run.metrics is None or f"{EFFECT}_high" not in data or panel.lines[0].key != CONTROL_KEY:
+        return {}
+    control = run.conditions["condition"].iloc[panel.lines[0].index]
+    final = run.metrics.pivot(index="seed", columns="condition", values="final_performance")
+    highs = data.set_index("condition")[f"{EFFECT}_high"].dropna()
+    return {str(name): (final[name] - final[control]).to_numpy() if high < 0 else None for name, high in highs.items()}
