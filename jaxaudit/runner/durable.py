@@ -40,7 +40,7 @@ EARLIER = "0.1."
 GATHER_SECONDS = 30.0
 """Between one time that telemetry is gathered from a batch in training and the next."""
 
-__all__ = ["Interrupted", "fork", "is_finished", "open_run", "resume", "run"]
+__all__ = ["Interrupted", "fork", "is_finished", "open_run", "resume", "run", "train_batch"]
 
 
 def run(spec: Spec, folder: Path) -> None:
@@ -103,6 +103,27 @@ def fork(folder: Path, spec: Spec, out: Path) -> None:
             has = ", ".join(str(o) for o in stored)
             raise UserError(f"no stored onset at step {onset}; the run in {folder} has {has}")
     _start(spec, grid, Path(out), source, stored)
+
+
+def train_batch(folder: Path, number: int) -> None:
+    """Trains one batch of a run, in its own folder, beside whatever trains others; `resume` gathers them.
+
+    A batch of a fork group begins from the baseline's states at its onset, which must be there.
+
+    Raises:
+      UserError: no run, no such batch, or another process is at work on it.
+    """
+    store, spec, grid = open_run(folder)
+    plan = {batch.id: batch for batch in store.read_plan(grid)}
+    if number not in plan:
+        raise UserError(f"the run in {folder} has no batch {number}; it has 0 to {max(plan)}")
+    _check_provenance(store, grid)
+    mine = BatchFolder(store, plan[number])
+    with mine.held():
+        if not mine.complete:
+            engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
+            run_batch(engine, plan[number], InFolder(store, engine, spec.run.checkpoint_every))
+            mine.make_complete()
 
 
 def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
@@ -239,9 +260,10 @@ def _train(store: Folder, spec: Spec, engine: Engine, plan: Plan, clock: Callabl
         place = _Watched(store, engine, spec, plan, clock, stopping, progress)
         for batch in left:
             folder = BatchFolder(store, batch)
-            if not folder.complete:
-                run_batch(engine, batch, place, partial(_interruptible, engine))
-                folder.make_complete()
+            with folder.held():
+                if not folder.complete:
+                    run_batch(engine, batch, place, partial(_interruptible, engine))
+                    folder.make_complete()
             gather(store, grid, batch)
             gathered.add(batch.id)
             store.update_environment(gathered=sorted(gathered), chunks_done=progress.chunks_done, **clock())

@@ -108,20 +108,8 @@ class Folder:
     @contextmanager
     def held(self) -> Iterator[None]:
         """While inside, no other process works on this run; raises UserError if one does."""
-        if fcntl is None:
+        with held(self.path, f"the run in {self.path}"):
             yield
-            return
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another process is at work on the run in {self.path}") from None
-            except OSError:  # a file system without locks
-                pass
-            yield
-        finally:
-            os.close(descriptor)
 
     def sweep(self) -> None:
         """Removes what a killed process left half written."""
@@ -201,6 +189,25 @@ class Folder:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             zarr.consolidate_metadata(self.telemetry)
+
+
+@contextmanager
+def held(path: Path, what: str) -> Iterator[None]:
+    """While inside, no other process holds this folder; raises UserError, which says `what` it is, if one does."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is at work on {what}") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _nan_array(group: zarr.Group, name: str, shape: tuple, chunks: tuple, dims: tuple[str, ...]) -> None:

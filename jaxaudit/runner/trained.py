@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from jaxaudit.learner import Telemetry
 from jaxaudit.program import LaneState
 from jaxaudit.runner import checkpoint
 from jaxaudit.runner.checkpoint import UNFINISHED
-from jaxaudit.runner.store import Folder
+from jaxaudit.runner.store import Folder, held
 
 KEPT_STATES = 2
 
@@ -45,6 +45,14 @@ class BatchFolder:
         self.path = store.batches / f"{batch.id:04d}"
         self._batch = batch
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While inside, no other process trains this batch; raises UserError if one does."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with held(self.path, f"batch {self._batch.id} of the run in {self.path.parents[1]}"):
+            self._sweep()
+            yield
+
     @property
     def complete(self) -> bool:
         """Whether the batch is trained to its end."""
@@ -52,12 +60,10 @@ class BatchFolder:
 
     def make_complete(self) -> None:
         """Says that the batch is trained to its end."""
-        self.path.mkdir(parents=True, exist_ok=True)
         (self.path / COMPLETE).touch()
 
     def write_rows(self, rows: Telemetry, start: int, stop: int) -> None:
         """Keeps the telemetry `[T, L, ...]` of a chunk."""
-        self.path.mkdir(parents=True, exist_ok=True)
         place = self.path / f"rows-{start:08d}-{stop:08d}.npz"
         unfinished = place.with_name(f"{UNFINISHED}{place.name}")
         count = len(self._batch.seeds)
@@ -76,7 +82,6 @@ class BatchFolder:
 
     def save(self, engine: Engine, states: LaneState, step: int) -> None:
         """Keeps the states at a step, and of earlier ones the latest."""
-        self.path.mkdir(parents=True, exist_ok=True)
         checkpoint.save(self.state(step), engine.pieces(self._batch, states), {"step": step, "batch": self._batch.id})
         kept = [known for known in self.states() if known <= step][-KEPT_STATES:]  # a later one was damaged
         for known in self.states():
@@ -91,7 +96,7 @@ class BatchFolder:
         """The steps whose states are kept."""
         return sorted(int(path.name.removeprefix("state-")) for path in self.path.glob("state-*"))
 
-    def sweep(self) -> None:
+    def _sweep(self) -> None:
         """Removes what a killed process left half written."""
         for path in self.path.glob(f"{UNFINISHED}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
