@@ -32,7 +32,19 @@ SCORE, ALARM = "monitor_score", "alarm"
 """Channels of a lane that is watched: how unusual it is after a step, and whether an alarm was on during it."""
 
 RESERVED = frozenset(
-    ("seed", "condition", "step", "perturbation", "magnitude", "neutral", "onset", "duration", "dimension", "target")
+    (
+        "seed",
+        "condition",
+        "step",
+        "perturbation",
+        "magnitude",
+        "neutral",
+        "onset",
+        "duration",
+        "dimension",
+        "site",
+        "target",
+    )
 )
 """Names of a grid's coordinates, which no channel can have."""
 

@@ -50,6 +50,7 @@ def coordinates(grid: Grid) -> dict[str, Any]:
         "onset": ("condition", np.array([c.onset for c in conditions], np.int64)),
         "duration": ("condition", np.array([min(w[1] - w[0], w[3]) for w in windows], np.int64)),
         "dimension": ("condition", np.array([c.dimension for c in conditions], dtype=object)),
+        "site": ("condition", np.array(["+".join(dict.fromkeys(p.site for p in c.parts)) for c in conditions], object)),
         "target": (
             "condition",
             np.array([c.parts[0].target or "" if c.parts else "" for c in conditions], dtype=object),
@@ -170,7 +171,8 @@ def _reasons(
 
 def lane_table(lanes: xr.Dataset) -> pd.DataFrame:
     """One row for every lane."""
-    columns = ["seed", "condition", "perturbation", "dimension", "magnitude", "neutral", "onset", "duration", "target"]
+    columns = ["seed", "condition", "perturbation", "dimension", "site", "magnitude", "neutral", "onset", "duration"]
+    columns += ["target"]
     table = lanes.to_dataframe().reset_index()
     first = [c for c in columns if c in table]  # runs of earlier versions lack some
     return table[first + [c for c in table.columns if c not in (*first, "reason")] + ["reason"]]
@@ -195,6 +197,7 @@ def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:
         estimates = {
             "divergence_probability": statistics.divergence(collapse, steps),
             "collapse_probability": statistics.proportion(collapsed),
+            **_acting(one),
             "iqm_final_performance": statistics.bootstrap(final),
             "paired_difference_final_performance": statistics.paired_difference(
                 final, paired["final_performance"].values
@@ -214,6 +217,13 @@ def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:
         row["reason"] = "; ".join(f"{k}: {e.reason}" for k, e in estimates.items() if e.reason)
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _acting(lanes: xr.Dataset) -> dict[str, statistics.Estimate]:
+    """The share of a condition's lanes whose acting collapses, disturbed or not, where that was told."""
+    if "acting_collapse_time" not in lanes:
+        return {}
+    return {"acting_collapse_probability": statistics.proportion(_collapsed(lanes["acting_collapse_time"].values))}
 
 
 def _collapsed(collapse_times: np.ndarray) -> np.ndarray:

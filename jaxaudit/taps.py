@@ -37,6 +37,9 @@ SITES = (
 )
 """The standard sites; a learner may add its own."""
 
+ACTING_SITES = ("observation", "action", "dynamics")
+"""Sites at which a disturbance touches how a learner fares at once, whether it has got worse or not."""
+
 STATE = "state"
 """The site that every learner has: its whole state before a step, but for what is `Lasting` in it."""
 

@@ -9,9 +9,10 @@ import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.sites import find_sites
 from jaxaudit.slots import site_misfit
+from jaxaudit.taps import ACTING_SITES
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes, performance
-from jaxaudit.tasks.undisturbed import ACTING, Undisturbed
+from jaxaudit.tasks.undisturbed import Undisturbed
 
 STEPS, ONSET, CLOSE = 80, 20, 35
 WINDOWS = ja.metrics.MetricSettings(window=10, hold=10)
@@ -67,7 +68,7 @@ def assert_innocent(result, kinds):
         assert np.nanmax(result.telemetry["update_norm"].values[:, position, ONSET:]) == 0, f"{name} unfroze it"
         np.testing.assert_array_equal(performance[:, position], performance[:, 1], err_msg=name)
         acting = result.telemetry["acting_performance"].values[:, position]
-        assert np.array_equal(acting, performance[:, position], equal_nan=True) == (site not in ACTING), name
+        assert np.array_equal(acting, performance[:, position], equal_nan=True) == (site not in ACTING_SITES), name
     collapsed = result.summary.set_index("condition")["divergence_probability"]
     assert (collapsed.iloc[1:] == collapsed.iloc[1]).all()
 

@@ -11,7 +11,17 @@ WORDS = [
         "onset",
         "t_s, the step at which the perturbation's window opens. Before it, every lane is the baseline.",
     ),
-    ("performance", "J(t), higher is better, never contaminated by the perturbation itself."),
+    (
+        "performance",
+        "J(t), higher is better: what the learner is worth. Where observations, actions or dynamics are disturbed this "
+        "package's learners measure it in copies of the environments that nothing disturbs; a learner of one's own is "
+        "taken at its word.",
+    ),
+    (
+        "acting performance",
+        "How the learner fares in training itself, disturbed or not. Where it falls and J does not, the disturbance "
+        "harms what the learner does, not what it has learned.",
+    ),
     ("J_pre, sigma_pre", "Mean and standard deviation of J over the {window} steps before the onset."),
 ]
 METRICS = [
@@ -77,6 +87,11 @@ CHANNELS = [
         "x_grad",
         "Gradient coherence: mean pairwise cosine of minibatch gradients at one point, before any disturbance of "
         "the gradient; 1 when all agree, 0 if unrelated.",
+    ),
+    (
+        "x_used",
+        "Cosine of the gradient as used and as it was before any disturbance, averaged over a step's updates; 1 where "
+        "nothing disturbs it.",
     ),
     ("x_inst", "The instability index I_inst(t) at every step."),
     ("x_gen", "Smoothed performance."),

@@ -13,10 +13,14 @@ from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
 from jaxaudit.report.series import CONTROL_KEY, Panel, band_name, frame, thin
 from jaxaudit.stored import CONTROL, Run
 
+ACTING = "acting_performance"
+
 CHANNELS = {
     "x_grad": "x_grad: gradient coherence",
     "x_inst": "x_inst: instability index",
     "x_mem": "x_mem: persistence",
+    "x_used": "x_used: gradient as used",
+    ACTING: "acting performance",
     "gradient_norm": "gradient norm",
 }
 
@@ -140,6 +144,9 @@ def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], place: int) 
     zooming, picking = zoom(f"zoom_{place}"), pick(f"pick_{place}")
     charts: list[Any] = []
     for name, block in values.items():
+        lanes = block[:, [line.index for line in panel.lines]]
+        if np.nanmin(lanes) == np.nanmax(lanes) or (name == ACTING and _as_performance(run, panel, lanes)):
+            continue  # nothing to be seen
         data = frame(run, panel, block, kept)
         if not np.isfinite(data["median"]).any():
             continue
@@ -151,6 +158,11 @@ def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], place: int) 
                      zooming, picking, f"{place}_{len(charts)}", owner=not charts)  # fmt: skip
         charts.append(draw(panel, data, axes, heading, []).properties(width=215, height=150))
     return charts
+
+
+def _as_performance(run: Run, panel: Panel, acting: np.ndarray) -> bool:
+    """Whether a panel's lanes act as well as they are worth, to the bit."""
+    return np.array_equal(acting, run.performance[:, [line.index for line in panel.lines]], equal_nan=True)
 
 
 def channel_scale(data: pd.DataFrame) -> tuple[pd.DataFrame, alt.Scale]:

@@ -12,8 +12,10 @@ from jaxaudit.perturbations.core import INTERVENTION
 from jaxaudit.report.critical import control_share, critical_of, rows
 from jaxaudit.report.harm import EFFECT, Judged, judge
 from jaxaudit.report.helped import effect
+from jaxaudit.report.lines import ACTING
 from jaxaudit.report.series import Panel
 from jaxaudit.stored import Run
+from jaxaudit.taps import ACTING_SITES
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def verdict(run: Run, groups: list[Panel]) -> Verdict:
     sentences += _unharmed(run, [o for o in outcomes if o.kind == "unharmed"], judged)
     sentences += [o.sentence for o in outcomes if o.kind == "unknown"]
     sentences += [sentence for told in effects if told for sentence in told]
+    sentences += [told for panel in groups if (told := _acting(run, panel))]
     if judged.count:
         sentences.append(judged.sentence)
     return Verdict(_lead(run, outcomes, judged), [*sentences, *_caveats(run, groups)])
@@ -150,6 +153,24 @@ def _signed(value: float) -> str:
     return f"{value:+.3g}".replace("-", "\N{MINUS SIGN}")
 
 
+def _acting(run: Run, panel: Panel) -> Markup | None:
+    """A sentence where acting collapses in more seeds than the learner itself does."""
+    data = rows(run, panel)
+    if "acting_collapse_probability" not in data:
+        return None
+    apart = data["acting_collapse_probability"] - data["collapse_probability"]
+    if not (apart > 0).any():
+        return None
+    worst = data.loc[apart.idxmax()]
+    seeds = int(worst["seeds"])
+    acting, learned = (round(worst[f"{kind}collapse_probability"] * seeds) for kind in ("acting_", ""))
+    text = (
+        " harms acting more than learning: at magnitude {} returns in training collapse in {} of {} seeds, and those "
+    )
+    text += "of the same policy, undisturbed, in {}."
+    return Markup("<b>{}</b>").format(panel.title) + Markup(text).format(worst["label"], acting, seeds, learned)
+
+
 def _magnitudes(data: pd.DataFrame) -> str:
     return f"{'magnitude' if len(data) == 1 else 'magnitudes'} {', '.join(data['label'])}"
 
@@ -188,6 +209,11 @@ def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
     if nothing := _without_effect(run):
         text = "Nothing at all changed under {}: every channel is bitwise the control's."
         found.append(Markup(text).format(_names(nothing)))
+    if taken := _at_its_word(run, groups):
+        text = "Performance is taken at the learner's word: if it is measured on what {} {}, its fall is the "
+        text += "disturbance itself, and no harm to what was learned."
+        verb = "disturbs" if len(taken) == 1 else "disturb"
+        found.append(Markup(text).format(_names(taken), verb))
     window = run.setting("window", 50)
     if moving := [onset for onset in sorted({p.onset for p in groups}) if _trend(run, onset, window) > 0.5]:
         text = "In the {} steps before step {} performance was itself rising or falling, which widens the band that a "
@@ -199,6 +225,14 @@ def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
         text += "but for rounding, come to differ by up to {} in performance."
         found.append(Markup(text).format(window, f"{float(floor):.3g}"))
     return found
+
+
+def _at_its_word(run: Run, groups: list[Panel]) -> list[str]:
+    """Perturbations of what a learner sees or does, where it does not tell its acting from what it is worth."""
+    if run.channel(ACTING) is not None or "site" not in run.telemetry.coords:
+        return []
+    sites = [set(str(site).split("+")) for site in run.telemetry["site"].values]
+    return [p.title for p in groups if sites[p.disturbed[0].index] & set(ACTING_SITES)]
 
 
 def _without_effect(run: Run) -> list[str]:

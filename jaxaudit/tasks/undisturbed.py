@@ -13,11 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.taps import Taps
+from jaxaudit.taps import ACTING_SITES, Taps
 from jaxaudit.tasks.episodes import Episodes, EpisodeState, select
-
-ACTING = ("observation", "action", "dynamics")
-"""Sites at which a disturbance touches returns without touching the policy."""
 
 
 @struct.dataclass
@@ -52,9 +49,9 @@ class Undisturbed:
 
     def begin(self, copies: Copies, training: EpisodeState, taps: Taps) -> Copies:
         """The copies at an iteration's beginning; where a window opens they begin as the training environments are."""
-        if not taps.disturbs(*ACTING):
+        if not taps.disturbs(*ACTING_SITES):
             return copies
-        opened = taps.disturbed(*ACTING)
+        opened = taps.disturbed(*ACTING_SITES)
         fresh = opened & ~copies.awaited.any()
         now = dataclasses.replace(training, pool=None)
         episodes = jax.tree.map(lambda new, old: jnp.where(fresh, new, old), now, copies.episodes)
@@ -81,7 +78,7 @@ class Undisturbed:
             the copies; and the training environments, which take over the copies' record of returns when the last of
             them has begun an episode that nothing disturbs.
         """
-        if not taps.disturbs(*ACTING):
+        if not taps.disturbs(*ACTING_SITES):
             return copies, training
 
         def moved(episodes: EpisodeState) -> EpisodeState:
@@ -89,9 +86,9 @@ class Undisturbed:
             return dataclasses.replace(after, pool=None)
 
         # No episode is longer, so that none is awaited later; and the same for all lanes, so that this is a branch.
-        needed = taps.idle(*ACTING) <= self._longest
+        needed = taps.idle(*ACTING_SITES) <= self._longest
         episodes = jax.lax.cond(needed, moved, lambda episodes: episodes, copies.episodes)
-        left = copies.awaited & (~ended | taps.disturbed(*ACTING))
+        left = copies.awaited & (~ended | taps.disturbed(*ACTING_SITES))
         settled = copies.awaited.any() & ~left.any()
         record = {
             name: jnp.where(settled, getattr(episodes, name), getattr(training, name))
