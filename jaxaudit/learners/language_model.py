@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -23,7 +23,8 @@ from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.moments import SECOND_MOMENT
 from jaxaudit.paths import groups_of, squares_by_group
 from jaxaudit.taps import Taps
-from jaxaudit.text import Corpus, Text, batches, load
+from jaxaudit.task_kinds import fitting
+from jaxaudit.text import Corpus, Text, batches
 
 Params = gpt2.Params
 
@@ -70,7 +71,7 @@ class LanguageModelSettings:
     max_grad_norm: float = 1.0
     precision: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
-    checkpoint: str = ""
+    checkpoint: str = field(default="", metadata={"path": True})
     held_out: int = 8
     evaluations: int = 10
     validation: int = 0
@@ -286,17 +287,15 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
     """GPT-2 on a text: `language_model("python-stdlib", size="nano", context=128, batch_size=8)`.
 
     Args:
-      task: a corpus's name, or a `Text`.
+      task: a corpus's name, or a task that gives a text, e.g. a `Text`.
       **settings: fields of `LanguageModelSettings`.
 
     Raises:
       ValueError: for a corpus, checkpoint or setting that does not exist or makes no sense.
     """
-    if not isinstance(task, str | Text):
-        kind = getattr(task, "kind", task)
-        raise ValueError(f"learner 'language_model' trains on a task of kind 'text', not {kind!r}")
+    text = fitting(Text(task) if isinstance(task, str) else task, "text", "language_model")
     chosen = LanguageModelSettings(**settings)
-    corpus = load(task)
+    corpus = text.make()
     provenance = {"corpus": corpus.sha256, "tokens": f"{len(corpus.train):,} of {corpus.available:,}"}
     if chosen.checkpoint:
         start = gpt2_checkpoint.load(chosen.checkpoint, model_of(corpus.vocabulary, chosen))
