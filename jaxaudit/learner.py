@@ -65,7 +65,7 @@ class Learner:
     """A training algorithm: `init` makes a state, `step` advances it by one iteration.
 
     Attributes:
-      init: `init(key) -> state`; the state is any pytree of arrays.
+      init: `init(key) -> state`; the state is any pytree of arrays. `begin` is how an audit calls it.
       step: `step(state, key, taps) -> (state, telemetry)`. Telemetry is a dict of scalars and fixed-size vectors
         and holds "performance": what the learner is worth, higher is better. It is taken at its word: measured on
         what was read through `taps` (returns of episodes whose observations, actions or dynamics are tapped, a loss
@@ -82,12 +82,13 @@ class Learner:
       vectors: for telemetry that is a vector, its dimension's name and labels: {"layer_norm": ("layer", ("a", "b"))}.
       data: arrays that all lanes read, e.g. a corpus: a pytree that a step finds in `taps.data`. They are kept once a
         device, and are no constants of the program.
+      init_reads_data: whether it is `init(key, data) -> state` instead, e.g. of parameters to begin with.
       provenance: what a run depends on beside its spec, in words, e.g. a corpus's hash; recorded. A run goes on with
-        the same alone.
+        the same alone; programs do not depend on it.
       shapes: of `data`.
     """
 
-    init: Callable[[jax.Array], State]
+    init: Callable[..., State]
     step: Callable[[State, jax.Array, Taps], tuple[State, Telemetry]]
     name: str = "learner"
     step_unit: str = "step"
@@ -97,7 +98,8 @@ class Learner:
     sample: str = "env steps"
     vectors: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
     data: Any = field(default=None, compare=False, repr=False)
-    provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
+    init_reads_data: bool = False
+    provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
     shapes: Shapes = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -108,6 +110,10 @@ class Learner:
         leaves, structure = jax.tree.flatten(self.data)
         shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves)
         object.__setattr__(self, "shapes", Shapes(structure, shapes))
+
+    def begin(self, key: jax.Array, data: Any) -> State:
+        """The state before the first step, from a key and what the program was given as the learner's data."""
+        return self.init(key, data) if self.init_reads_data else self.init(key)
 
     @property
     def without_data(self) -> Learner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -99,19 +99,21 @@ class LanguageModelSettings:
 
 @struct.dataclass
 class Data:
-    """The text all lanes read, uint16.
+    """What all lanes read: text, uint16, and the parameters they begin with.
 
     Attributes:
       train: `[N]`.
       held_out: `[held_out, context + 1]`.
       validation: `[M, context + 1]`.
       second_corpus: `[S]`, or None.
+      start: a checkpoint's parameters, float32; None: every lane begins with random ones.
     """
 
     train: Any
     held_out: Any
     validation: Any
     second_corpus: Any
+    start: Any = None
 
 
 @struct.dataclass
@@ -129,19 +131,11 @@ class LanguageModel:
       vocabulary: of the corpus.
       settings: as given.
       end_of_text: the token that ends a document; the vocabulary's last unless given.
-      start: the parameters to begin with; None: random ones.
     """
 
-    def __init__(
-        self,
-        vocabulary: int,
-        settings: LanguageModelSettings,
-        end_of_text: int | None = None,
-        start: Params | None = None,
-    ):
+    def __init__(self, vocabulary: int, settings: LanguageModelSettings, end_of_text: int | None = None):
         self.settings = settings
         self.end_of_text = vocabulary - 1 if end_of_text is None else end_of_text
-        self.start = start
         self.model = model_of(vocabulary, settings)
         self.observing = self.model.clone(observe=settings.telemetry == "full")
         self.optimizer = Optimizer(
@@ -158,13 +152,9 @@ class LanguageModel:
         """Random parameters."""
         return gpt2.init_params(self.model, key)
 
-    def init(self, key: jax.Array) -> LanguageModelState:
+    def init(self, key: jax.Array, data: Data) -> LanguageModelState:
         """The state before the first step."""
-        params = self.init_params(key)
-        if self.start is not None:
-            # Through a callback, for as a constant it would be part of the program's text.
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-            params = jax.pure_callback(lambda: self.start, shapes, vmap_method="broadcast_all")
+        params = self.init_params(key) if data.start is None else data.start
         return LanguageModelState(params, self.optimizer.init(params))
 
     def step(
@@ -297,13 +287,11 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
     chosen = LanguageModelSettings(**settings)
     corpus = text.make()
     provenance = {"corpus": corpus.sha256, "tokens": f"{len(corpus.train):,} of {corpus.available:,}"}
+    made, data = _made(corpus.vocabulary, replace(chosen, checkpoint=""), corpus.end_of_text), data_of(corpus, chosen)
     if chosen.checkpoint:
-        start = gpt2_checkpoint.load(chosen.checkpoint, model_of(corpus.vocabulary, chosen))
-        leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(start)]
+        data = replace(data, start=gpt2_checkpoint.load(chosen.checkpoint, made.model))
+        leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(data.start)]
         provenance["checkpoint"] = hashlib.sha256(b"".join(leaves)).hexdigest()
-        made = LanguageModel(corpus.vocabulary, chosen, corpus.end_of_text, start)
-    else:
-        made = _from_scratch(corpus.vocabulary, chosen, corpus.end_of_text)
     groups = groups_of(jax.eval_shape(made.init_params, jax.random.key(0)))
     layers = tuple(group for group in groups if group.startswith("h/"))
     by_group = ("layer_gradient_norm", "layer_update_norm", "layer_params_norm")
@@ -317,13 +305,14 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         samples_per_step=chosen.step_tokens,
         sample="tokens",
         vectors=vectors if chosen.telemetry == "full" else {},
-        data=data_of(corpus, chosen),
+        data=data,
+        init_reads_data=True,
         provenance=provenance,
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _from_scratch(vocabulary: int, settings: LanguageModelSettings, end_of_text: int) -> LanguageModel:
+def _made(vocabulary: int, settings: LanguageModelSettings, end_of_text: int) -> LanguageModel:
     """The same object for equal arguments, for its methods are what programs are known by."""
     return LanguageModel(vocabulary, settings, end_of_text)
 
