@@ -142,7 +142,7 @@ def test_it_learns_the_text_and_is_measured_on_text_it_does_not_read(made, train
     np.testing.assert_array_equal(np.isfinite(perplexity[:, 0]), [(t + 1) % 30 == 0 for t in range(60)])
     wanted = np.exp(np.mean([losses(model, params, two) for two in np.split(np.asarray(learner.data.validation), 2)]))
     assert float(perplexity[-1, 0]) == pytest.approx(float(wanted), rel=1e-4)
-    labels = dict(learner.vectors.values())
+    labels = dict(dim for channel in learner.channels.values() for dim in channel.dims)
     for name in ("layer_gradient_norm", "layer_update_norm", "layer_params_norm"):
         whole = np.sqrt((np.asarray(rows[name]) ** 2).sum(-1))
         np.testing.assert_allclose(whole, rows[name.removeprefix("layer_")], rtol=1e-3)

@@ -15,7 +15,7 @@ from flax import struct
 from jaxaudit import registry
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
 from jaxaudit.kernels.cross_entropy import CrossEntropy, cross_entropy
-from jaxaudit.learner import Learner
+from jaxaudit.learner import Channel, Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import when_due
 from jaxaudit.learners.optimizer import Optimizer, disturbed_gradient, warmup_cosine
@@ -295,7 +295,8 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
     groups = groups_of(jax.eval_shape(made.init_params, jax.random.key(0)))
     layers = tuple(group for group in groups if group.startswith("h/"))
     by_group = ("layer_gradient_norm", "layer_update_norm", "layer_params_norm")
-    vectors = dict.fromkeys(by_group, ("layer", groups)) | {"attention_entropy": ("attention_layer", layers)}
+    channels = dict.fromkeys(by_group, Channel.vector("layer", groups))
+    channels["attention_entropy"] = Channel.vector("attention_layer", layers)
     return Learner(
         made.init,
         made.step,
@@ -304,7 +305,7 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         performance_name="minus the loss on held-out text",
         samples_per_step=chosen.step_tokens,
         sample="tokens",
-        vectors=vectors if chosen.telemetry == "full" else {},
+        channels=channels if chosen.telemetry == "full" else {},
         data=data,
         init_reads_data=True,
         provenance=provenance,

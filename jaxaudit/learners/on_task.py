@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxaudit.learner import Learner
+from jaxaudit.learner import Channel, Learner
 from jaxaudit.task_kinds import Task, fitting
 from jaxaudit.tasks import named
 
@@ -34,7 +34,7 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
         step_unit=f"{env_steps} env steps",
         performance_name="mean return of the latest episodes",
         samples_per_step=env_steps,
-        vectors={"layer_gradient_norm": ("layer", made.layers)} if settings.telemetry == "full" else {},
+        channels={"layer_gradient_norm": Channel.vector("layer", made.layers)} if settings.telemetry == "full" else {},
     )
 
 
