@@ -3,7 +3,7 @@
 from jaxaudit import learners, metrics, statistics, tasks, text
 from jaxaudit.audit import audit
 from jaxaudit.grid import plan
-from jaxaudit.learner import Learner
+from jaxaudit.learner import Channel, Learner
 from jaxaudit.learners.optimizer import Optimizer
 from jaxaudit.margins.search import margin
 from jaxaudit.margins.table import Margins
@@ -20,6 +20,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "SITES",
+    "Channel",
     "Learner",
     "Margins",
     "Monitor",

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxaudit.learner import Learner
+from jaxaudit.learner import Channel, Learner
 from jaxaudit.perturbations.core import Chain, Condition, Perturbation, conditions, control
 from jaxaudit.program import Execution, Program, Watch, telemetry_shapes
 from jaxaudit.sites import Sites, find_sites
 from jaxaudit.slots import site_misfit, slots_of
 
 TelemetryShapes = Mapping[str, tuple[int, ...]]
-Vectors = Mapping[str, tuple[str, tuple[str, ...]]]
+Channels = Mapping[str, Channel]
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ def plan(
     devices: Sequence[jax.Device] | None = None,
     tail: int = 50,
     lanes: int | Literal["auto"] = "auto",
-    watch: Callable[[TelemetryShapes, Vectors], Watch] | None = None,
+    watch: Callable[[TelemetryShapes, Channels], Watch] | None = None,
 ) -> Grid:
     """Lays out a grid, in batches of at most `lanes`; "auto" is left to who runs it, and all in one batch until then.
 
     `watch` makes what follows the lanes and raises the alarms that interventions wait for, from the shapes of the
-    learner's telemetry and the labels of its vectors.
+    learner's telemetry and what is known of its channels.
 
     Raises ValueError, in one sentence, where learner and perturbations do not fit together.
     """
@@ -123,7 +123,7 @@ def plan(
         tuple(devices if devices is not None else jax.devices()),
     )
     if watch is not None:
-        program = replace(program, watch=watch(telemetry_shapes(program), learner.vectors))
+        program = replace(program, watch=watch(telemetry_shapes(program), learner.channels))
     return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites, _batch(lanes), learner.data)
 
 

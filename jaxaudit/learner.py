@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxaudit.taps import Taps
@@ -61,11 +62,64 @@ class Shapes(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Channel:
+    """What is known of a channel of telemetry before it is measured; the defaults are a scalar's of every step.
+
+    Attributes:
+      dims: its own dimensions, each a name and the labels along it.
+      dtype: that it is kept in, e.g. "float32" or "int32". A program gives float32, so whole numbers are exact up to
+        2^24.
+      every: it is measured at every so many steps, those t with (t + 1) % every == 0; what it holds between is not to
+        be relied on.
+    """
+
+    dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    dtype: str = "float32"
+    every: int = 1
+
+    def __post_init__(self):
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every must be a whole number of steps, at least 1, not {self.every!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+
+    @classmethod
+    def vector(cls, name: str, labels: Iterable[str], dtype: str = "float32", every: int = 1) -> Channel:
+        """That of a vector: `Channel.vector("layer", ("a", "b"))`."""
+        return cls(((name, tuple(labels)),), dtype, every)
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """What a dataset says of it besides: its cadence, unless that is every step."""
+        return {} if self.every == 1 else {"every": self.every}
+
+    @property
+    def missing(self) -> float | int:
+        """What is kept where nothing was measured: NaN; of whole numbers the smallest, of unsigned ones the largest."""
+        if self.dtype.startswith("float"):
+            return float("nan")
+        limits = np.iinfo(self.dtype)
+        return limits.max if self.dtype.startswith("u") else limits.min
+
+    def kept(self, values: np.ndarray) -> np.ndarray:
+        """Values, NaN where nothing was measured, as they are kept."""
+        if self.dtype.startswith("float"):
+            return values.astype(self.dtype, copy=False)
+        found = np.full(values.shape, self.missing, self.dtype)
+        found[~np.isnan(values)] = values[~np.isnan(values)]
+        return found
+
+
+DTYPES = ("float32", "float16", "int32", "int16", "int8", "uint32", "uint16", "uint8")
+"""Of what telemetry is kept in."""
+
+
+@dataclass(frozen=True)
 class Learner:
     """A training algorithm: `init` makes a state, `step` advances it by one iteration.
 
     Attributes:
-      init: `init(key) -> state`; the state is any pytree of arrays.
+      init: `init(key) -> state`; the state is any pytree of arrays. `begin` is how an audit calls it.
       step: `step(state, key, taps) -> (state, telemetry)`. Telemetry is a dict of scalars and fixed-size vectors
         and holds "performance": what the learner is worth, higher is better. It is taken at its word: measured on
         what was read through `taps` (returns of episodes whose observations, actions or dynamics are tapped, a loss
@@ -75,39 +129,53 @@ class Learner:
       name: what reports call it.
       step_unit: what one step is, in words, e.g. "2048 env steps".
       performance_name: what `performance` measures, in words.
-      performance_every: it is measured at every so many steps, those t with (t + 1) % performance_every == 0; what it
-        holds between is for plots, and no metric reads it.
       samples_per_step: environment steps or tokens in one step, for rates; 0 where it means nothing.
       sample: what such a sample is, in the plural.
-      vectors: for telemetry that is a vector, its dimension's name and labels: {"layer_norm": ("layer", ("a", "b"))}.
+      channels: what is known of the telemetry: {"layer_norm": Channel.vector("layer", ("a", "b"))}. A channel that is
+        not here is a scalar of every step, or has dimensions without labels. Dimensions of one name have one set of
+        labels.
       data: arrays that all lanes read, e.g. a corpus: a pytree that a step finds in `taps.data`. They are kept once a
         device, and are no constants of the program.
+      init_reads_data: whether it is `init(key, data) -> state` instead, e.g. of parameters to begin with.
       provenance: what a run depends on beside its spec, in words, e.g. a corpus's hash; recorded. A run goes on with
-        the same alone.
+        the same alone; programs do not depend on it.
       shapes: of `data`.
     """
 
-    init: Callable[[jax.Array], State]
+    init: Callable[..., State]
     step: Callable[[State, jax.Array, Taps], tuple[State, Telemetry]]
     name: str = "learner"
     step_unit: str = "step"
     performance_name: str = "performance"
-    performance_every: int = 1
     samples_per_step: int = 0
     sample: str = "env steps"
-    vectors: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
+    channels: Mapping[str, Channel] = field(default_factory=dict, hash=False)
     data: Any = field(default=None, compare=False, repr=False)
-    provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
+    init_reads_data: bool = False
+    provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
     shapes: Shapes = field(init=False, repr=False)
 
     def __post_init__(self):
-        if isinstance(self.performance_every, bool) or not isinstance(self.performance_every, int):
-            raise ValueError(f"performance_every must be a whole number of steps, not {self.performance_every!r}")
-        if self.performance_every < 1:
-            raise ValueError(f"performance_every must be at least 1, not {self.performance_every}")
+        labels: dict[str, tuple[str, ...]] = {}
+        for name, along in (dim for channel in self.channels.values() for dim in channel.dims):
+            if labels.setdefault(name, along) != along:
+                raise ValueError(f"the dimension '{name}' has other labels in one channel than in another")
         leaves, structure = jax.tree.flatten(self.data)
         shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves)
         object.__setattr__(self, "shapes", Shapes(structure, shapes))
+
+    def channel(self, name: str) -> Channel:
+        """What is known of a channel."""
+        return self.channels.get(name, Channel())
+
+    @property
+    def performance_every(self) -> int:
+        """Steps from one measurement of the performance to the next."""
+        return self.channel(PERFORMANCE).every
+
+    def begin(self, key: jax.Array, data: Any) -> State:
+        """The state before the first step, from a key and what the program was given as the learner's data."""
+        return self.init(key, data) if self.init_reads_data else self.init(key)
 
     @property
     def without_data(self) -> Learner:

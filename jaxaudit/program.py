@@ -132,19 +132,19 @@ class LaneState:
     watched: Watched | None = None
 
 
-def initial(program: Program, seeds: jax.Array) -> LaneState:
-    """The baseline's first states for `seeds` `[L]`; randomness from the seed alone."""
+def initial(program: Program, data: Any, seeds: jax.Array) -> LaneState:
+    """The baseline's first states for `seeds` `[L]`, from the learner's data; randomness from the seed alone."""
 
     def one(seed: jax.Array) -> LaneState:
-        return first_state(program, jax.random.fold_in(jax.random.key(seed), 0))
+        return first_state(program, data, jax.random.fold_in(jax.random.key(seed), 0))
 
     return jax.vmap(one)(seeds)
 
 
-def first_state(program: Program, key: jax.Array) -> LaneState:
+def first_state(program: Program, data: Any, key: jax.Array) -> LaneState:
     """A lane of the baseline before its first step."""
     watched = None if program.watch is None else Watched(program.watch.begin(), jnp.zeros((), bool))
-    return LaneState(program.learner.init(key), {}, watched)
+    return LaneState(program.learner.begin(key, data), {}, watched)
 
 
 def forked(program: Program, baseline: LaneState, positions: jax.Array | np.ndarray) -> LaneState:
@@ -222,7 +222,7 @@ def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
 def _telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
 
     def one(seed: jax.Array, data: Any) -> Telemetry:
-        state = first_state(program, jax.random.key(seed))
+        state = first_state(program, data, jax.random.key(seed))
         return lane_step(program, data, state, Lanes(seed, None), jnp.int32(0), None)[1]
 
     shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), np.uint32), program.learner.shapes.tree)
@@ -329,7 +329,7 @@ def run(program: Program, inputs: Inputs) -> tuple[Telemetry, tuple[Telemetry, .
 
     Rows that were not computed (the baseline's after its end, a fork's before its onset) are NaN.
     """
-    states = initial(program, jnp.asarray(inputs.baseline.seed))
+    states = initial(program, inputs.data, jnp.asarray(inputs.baseline.seed))
     rows = telemetry_rows(program, program.steps, inputs.baseline.seed.shape[0])
 
     def segment(carry, span):

@@ -1,9 +1,10 @@
-"""Names under which tasks, learners, perturbations and metrics are found, in this package and in others."""
+"""Names under which tasks, their kinds, learners, perturbations and metrics are found, here and in other packages."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -13,7 +14,7 @@ class UnknownName(ValueError):
 
 
 class Registry:
-    """Objects by name. Other packages add theirs through the entry-point group `jaxaudit.<what>s`."""
+    """Objects by name. Other packages add theirs through the entry-point group `jaxaudit.<what>s`: `jaxaudit.tasks`."""
 
     def __init__(self, what: str):
         self.what = what
@@ -46,7 +47,7 @@ class Registry:
     def _load_plugins(self) -> None:
         if not self._plugins_loaded:
             self._plugins_loaded = True
-            for point in entry_points(group=f"jaxaudit.{self.what}s"):
+            for point in entry_points(group=f"jaxaudit.{self.what.replace(' ', '_')}s"):
                 self.register(point.name, point.load())
 
 
@@ -57,7 +58,19 @@ def unknown(what: str, given: object, allowed: list[str]) -> str:
     return f"unknown {what} {given!r}{hint}; allowed: {', '.join(sorted(allowed)) or 'none'}"
 
 
+def check(what: str, given: str, allowed: Collection[str] | Registry) -> None:
+    """Raises UnknownName for a name that is not allowed."""
+    if given not in allowed:
+        raise UnknownName(unknown(what, given, list(allowed)))
+
+
+def summary(entry: object) -> str:
+    """What an entry says of itself: the first line of its docstring."""
+    return (inspect.getdoc(entry) or "").partition("\n")[0]
+
+
 tasks = Registry("task")
+task_kinds = Registry("task kind")
 learners = Registry("learner")
 perturbations = Registry("perturbation")
 interventions = Registry("intervention")
@@ -66,7 +79,7 @@ metrics = Registry("metric")
 
 def register(kind: str, name: str) -> Callable[[Any], Any]:
     """Decorator that registers an entry of a kind, e.g. a learner: `@register("learner", "my_learner")`."""
-    registries = {r.what: r for r in (tasks, learners, perturbations, interventions, metrics)}
+    registries = {r.what: r for r in (tasks, task_kinds, learners, perturbations, interventions, metrics)}
     if kind not in registries:
         raise UnknownName(unknown("kind of entry", kind, list(registries)))
     return registries[kind].register(name)

@@ -103,21 +103,26 @@ def _evaluation(settings: metrics.MetricSettings, every: int) -> Callable[..., A
 
 def telemetry(grid: Grid, arrays: dict[str, np.ndarray]) -> xr.Dataset:
     """Telemetry `[seed, condition, step, ...]` by channel as a labelled dataset."""
-    coords = coordinates(grid)
+    coords, learner = coordinates(grid), grid.program.learner
     data = {}
     for name, values in arrays.items():
-        dims = DIMS + vector_dims(grid, name, values.shape[3:])
-        data[name] = (dims, values)
-    for name, names in grid.program.learner.vectors.values():
+        dims = DIMS + channel_dims(grid, name, values.shape[3:])
+        channel = learner.channel(name)
+        data[name] = (dims, channel.kept(values), channel.attributes)
+    for name, names in (dim for channel in learner.channels.values() for dim in channel.dims):
         coords[name] = (name, np.array(names, dtype=object))
     return xr.Dataset(data, coords, attributes(grid))
 
 
-def vector_dims(grid: Grid, channel: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Names of a channel's own dimensions: the learner's, or made from the channel's name."""
-    if channel in grid.program.learner.vectors:
-        return (grid.program.learner.vectors[channel][0],)
-    return tuple(f"{channel}_{i}" for i in range(len(shape)))
+def channel_dims(grid: Grid, channel: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Names of a channel's own dimensions: the learner's, or made from the channel's name.
+
+    Raises ValueError where the learner's have another shape.
+    """
+    dims = grid.program.learner.channel(channel).dims
+    if dims and (labelled := tuple(len(labels) for _, labels in dims)) != shape:
+        raise ValueError(f"channel '{channel}' has shape {shape}, and the labels of its dimensions {labelled}")
+    return tuple(name for name, _ in dims) or tuple(f"{channel}_{i}" for i in range(len(shape)))
 
 
 def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Dataset:

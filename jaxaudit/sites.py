@@ -138,7 +138,8 @@ def trace(learner: Learner, recorder: Recorder) -> None:
         return learner.step(state, key, recorder)  # type: ignore[arg-type]  # it stands in for taps
 
     key = jax.random.key(0)
-    jax.eval_shape(traced, jax.eval_shape(learner.init, key), key, jnp.int32(0), learner.shapes.tree)
+    data = learner.shapes.tree
+    jax.eval_shape(traced, jax.eval_shape(learner.begin, key, data), key, jnp.int32(0), data)
 
 
 def initial_memory(slots: tuple[Slot, ...], sites: Sites) -> Memory:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaudit import Learner, Optimizer, registry
+from jaxaudit import Channel, Learner, Optimizer, registry
 
 SIZE = 8
 
@@ -36,7 +36,7 @@ def noisy_descent(learning_rate: float = 0.1, momentum: float = 0.5):
         }
         return (changed, memory), telemetry
 
-    return Learner(init, step, name="noisy-descent", vectors={"distance": ("entry", ("a", "b", "c"))})
+    return Learner(init, step, name="noisy-descent", channels={"distance": Channel.vector("entry", "abc")})
 
 
 registry.learners.register("noisy_descent", lambda task: noisy_descent())

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxaudit.errors import UserError
-from jaxaudit.specification.sections import TaskSpec, read_task
+from jaxaudit.specification.sections import read_task
 from jaxaudit.specification.tables import Table
 from jaxaudit.taps import Taps
-from jaxaudit.tasks import Episodes, make
+from jaxaudit.tasks import Episodes, Mujoco, make
+from jaxaudit.tasks.brax import BraxTask
 
 PLAYGROUND = pytest.mark.skipif(
     importlib.util.find_spec("mujoco_playground") is None, reason="needs jaxaudit[playground]"
@@ -60,10 +61,11 @@ def specified(**task):
 
 
 def test_a_spec_names_other_packages_environments():
-    expected = TaskSpec("brax", "brax:ant", "spring")
+    expected = BraxTask("ant", "spring")
+    assert expected.name == "brax:ant"
     assert specified(kind="brax", name="ant", physics="spring") == expected
     assert specified(kind="brax", name="brax:ant", physics="spring") == expected
-    assert specified(kind="mujoco", name="Ant-v5") == TaskSpec("mujoco", "Ant-v5", "auto")
+    assert specified(kind="mujoco", name="Ant-v5") == Mujoco("Ant-v5", "auto")
     for task, sentence in (
         ({"kind": "brax", "name": "ants"}, r"\[task\]: unknown brax task 'ants' \(did you mean 'ant'\?\)"),
         ({"kind": "brax", "name": "ant", "physics": "c"}, "unknown physics of a brax task 'c'; allowed: auto"),

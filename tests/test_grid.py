@@ -191,9 +191,8 @@ def weights_told():
         weights = taps("params", weights)
         return weights, {"performance": jnp.sum(weights), "weights": weights}
 
-    return ja.Learner(
-        lambda key: jax.random.normal(key, (50,)), step, vectors={"weights": ("weight", tuple(map(str, range(50))))}
-    )
+    named = ja.Channel.vector("weight", map(str, range(50)))
+    return ja.Learner(lambda key: jax.random.normal(key, (50,)), step, channels={"weights": named})
 
 
 def test_a_learner_may_keep_a_key_of_any_generator():

@@ -143,7 +143,7 @@ def test_gymnax_environments_are_tasks(name, sizes):
 
 @GYMNAX
 def test_no_other_environment_is_forgotten():
-    for name in gymnax_env.names():
+    for name in gymnax_env.GymnaxTask.names():
         env = make(f"gymnax:{name}")
         key = jax.random.key(0)
         action = jnp.zeros((), jnp.int32) if env.actions else jnp.zeros(env.action_size)

@@ -143,7 +143,7 @@ def test_it_learns_the_text_and_is_measured_on_text_it_does_not_read(made, train
     np.testing.assert_array_equal(np.isfinite(perplexity[:, 0]), [(t + 1) % 30 == 0 for t in range(60)])
     wanted = np.exp(np.mean([losses(model, params, two) for two in np.split(np.asarray(learner.data.validation), 2)]))
     assert float(perplexity[-1, 0]) == pytest.approx(float(wanted), rel=1e-4)
-    labels = dict(learner.vectors.values())
+    labels = dict(dim for channel in learner.channels.values() for dim in channel.dims)
     for name in ("layer_gradient_norm", "layer_update_norm", "layer_params_norm"):
         whole = np.sqrt((np.asarray(rows[name]) ** 2).sum(-1))
         np.testing.assert_allclose(whole, rows[name.removeprefix("layer_")], rtol=1e-3)
@@ -199,7 +199,7 @@ def test_in_half_precision_with_layers_computed_again_parameters_stay_whole(corp
     for name, values in rows.items():
         assert np.isfinite(values[:2]).all() or name == "validation_perplexity", name
     alone = lambda state: learner.step(state, KEY, ja.Taps(data=learner.data))  # noqa: E731
-    step = str(jax.make_jaxpr(alone)(jax.eval_shape(learner.init, KEY)))
+    step = str(jax.make_jaxpr(alone)(jax.eval_shape(learner.begin, KEY, learner.data)))
     assert "remat" in step
     assert "bf16" in step
 
@@ -226,16 +226,50 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
     model, params, _ = made
     gpt2_checkpoint.save(tmp_path, params, model.model)
     learner = ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL)
-    states = jax.jit(jax.vmap(learner.init))(jax.random.split(KEY, 2))
+    engine = Engine(plan(learner, [ja.lr_spike(2.0, onset=1, duration=1)], seeds=2, steps=2), 2)
+    states = engine.initial(layout(engine.grid)[0]).learner
     for lane in range(2):
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[lane], y), states.params, params)  # noqa: B023
     assert learner.provenance.keys() == {"corpus", "tokens", "checkpoint"}
     shorter = ja.learners.language_model(corpus, checkpoint=str(tmp_path), positions=16, **SMALL | {"context": 8})
-    assert jax.eval_shape(shorter.init, KEY).params["wpe"]["embedding"].shape == (16, 96)
+    assert jax.eval_shape(shorter.begin, KEY, shorter.data).params["wpe"]["embedding"].shape == (16, 96)
     with pytest.raises(
         ValueError, match=r"'transformer.wpe.weight' has shape \[16, 96\], and this model's has \[8, 96\]"
     ):
         ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL | {"context": 8})
+
+
+@pytest.mark.parametrize("begins", ["random", "checkpoint"])
+def test_nothing_of_its_program_runs_on_the_host_nor_is_a_constant(made, corpus, tmp_path, begins):
+    model, params, _ = made
+    gpt2_checkpoint.save(tmp_path, params, model.model)
+    chosen = {"checkpoint": str(tmp_path)} if begins == "checkpoint" else {}
+    learner = ja.learners.language_model(corpus, **SMALL | chosen)
+    grid = plan(learner, [ja.lr_spike(2.0, onset=1, duration=1)], seeds=2, steps=3)
+    run = functools.partial(ja.run, grid.program)
+    assert "callback" not in str(jax.make_jaxpr(run)(ja.inputs(grid)))
+    text = jax.jit(run).lower(ja.inputs(grid)).as_text()
+    assert "callback" not in text
+    assert len(text) < 4 * sum(x.size for x in jax.tree.leaves(params))
+
+
+def test_learners_that_begin_with_checkpoints_share_a_program(made, corpus, tmp_path):
+    model, params, _ = made
+    for name, factor in (("one", 1.0), ("other", 1.5)):
+        gpt2_checkpoint.save(tmp_path / name, jax.tree.map(lambda x: factor * x, params), model.model)  # noqa: B023
+    one, other = (
+        ja.learners.language_model(corpus, checkpoint=str(tmp_path / name), **SMALL) for name in ("one", "other")
+    )
+    assert one.provenance != other.provenance
+    assert one == other != ja.learners.language_model(corpus, **SMALL)
+    spike = [ja.lr_spike(2.0, onset=1, duration=1)]
+    engines = [Engine(plan(learner, spike, seeds=1, steps=2), 2) for learner in (one, other)]
+    assert engines[0].grid.program == engines[1].grid.program
+    first, second = (engine.initial(layout(engine.grid)[0]).learner.params for engine in engines)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(1.5 * x, y, rtol=1e-6), first, second)
+    assert [engine.grid.provenance["checkpoint"] for engine in engines] == [
+        learner.provenance["checkpoint"] for learner in (one, other)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -337,7 +371,7 @@ duration = 2
 def test_a_run_is_gone_on_with_from_anywhere_on_the_same_text_alone(tmp_path, monkeypatch):
     """Up to what would be compiled."""
     begun = []
-    monkeypatch.setattr(durable.memory, "fit", lambda grid, rows, **_: (Engine(grid, rows), None))
+    monkeypatch.setattr(durable.memory, "fit", lambda grid, rows, laid_out: (Engine(grid, rows), laid_out(None), None))
     monkeypatch.setattr(durable, "_execute", lambda store, *_: begun.append(store.path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     text, folder = tmp_path / "a.txt", tmp_path / "run"

@@ -140,7 +140,8 @@ def test_telemetry_is_nan_until_learning_starts_and_full_after(audit):
     for channel in told:
         assert np.isnan(telemetry[channel][0, 0]), channel
         assert np.isfinite(telemetry[channel][0, 1:]).all(), channel
-    assert telemetry["layer_gradient_norm"].shape[-1] == len(learner.vectors["layer_gradient_norm"][1]) == 12
+    ((_, layers),) = learner.channel("layer_gradient_norm").dims
+    assert telemetry["layer_gradient_norm"].shape[-1] == len(layers) == 12
     assert np.isfinite(telemetry["evaluation_return"][0, STEPS - 1])
 
 

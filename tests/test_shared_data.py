@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxaudit as ja
 from jaxaudit.batches import layout
@@ -74,3 +75,40 @@ def test_the_engine_gives_what_the_audit_gives_on_one_device_and_on_two():
         np.testing.assert_allclose(rows["performance"][:7, :4], whole[2:9], rtol=1e-5)
         _, rows = engine.advance(forked, engine.forked(lambda seeds, pieces=pieces: pieces, forked), 2, 14)
         np.testing.assert_allclose(rows["performance"][:12, :12], suffixes[2:14, :12], rtol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_lane_may_begin_with_it(devices):
+    def init(key, data):
+        return data["numbers"][0] + jax.random.normal(key)
+
+    plan = grid(ja.Learner(init, step, data=numbers(1), init_reads_data=True), devices)
+    engine = Engine(plan, 14)
+    states = engine.initial(layout(engine.grid)[0])
+    keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(jnp.arange(4))
+    expected = numbers(1)["numbers"][0] + jax.vmap(jax.random.normal)(keys)
+    np.testing.assert_allclose(states.learner[:4], expected, rtol=1e-6)
+    _, rows = engine.advance(layout(plan)[0], states, 0, 2)
+    whole = compiled(plan.program)(inputs(plan))[0]["performance"]
+    np.testing.assert_allclose(rows["performance"][:2, :4], whole[:2, :4], rtol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_no_step_reads_lies_there_and_is_counted(devices):
+    def init(key, data):
+        return data["start"][0]
+
+    def step(x, key, taps):
+        x = x + taps("gradient", jnp.ones(()))
+        return x, {"performance": x}
+
+    large = ja.Learner(init, step, data={"start": np.zeros(ENTRIES, np.float32)}, init_reads_data=True)
+    engine = Engine(grid(large, devices), 14)
+    for needed in (engine.program_bytes(layout(engine.grid)[0]), engine.initial_bytes(layout(engine.grid)[0])):
+        assert devices * 4 * ENTRIES <= needed < devices * 4 * ENTRIES + 100_000
+
+
+def test_programs_do_not_depend_on_where_data_came_from():
+    one, other = (ja.Learner(init, step, data=numbers(0), provenance={"numbers": name}) for name in ("a", "b"))
+    assert one == other
+    assert [grid(given).provenance for given in (one, other)] == [{"numbers": "a"}, {"numbers": "b"}]

@@ -284,7 +284,8 @@ def audited():
     """One grid of TRPO on a probe: telemetry by condition, forked at step 0 and perturbed in steps 4 and 5 of 7."""
     settings = TRPOSettings(**(PLAIN | {"num_envs": 2, "telemetry": "full"}), hidden=(8,), critic_epochs=2)
     probe = TRPO(Probe(lambda a: -((a - 0.5) ** 2), False), 16, settings)
-    learner = ja.Learner(probe.init, probe.step, vectors={"layer_gradient_norm": ("layer", probe.layers)})
+    layers = ja.Channel.vector("layer", probe.layers)
+    learner = ja.Learner(probe.init, probe.step, channels={"layer_gradient_norm": layers})
     when = {"onset": OPEN.start, "duration": OPEN.stop - OPEN.start}
     tight = ja.Kind("tight", "optimization", "trust_region", stateless(scaled), 0.1, neutral=1.0)(**when)
     rate = ja.lr_spike(1.0, onset=0, duration="end")

@@ -122,7 +122,7 @@ class Advance:
         from jaxaudit.program import advance, initial, remembering, telemetry_rows
 
         def begin(seeds):
-            states = initial(program, seeds)
+            states = initial(program, None, seeds)
             return states if lanes.disturbance is None else remembering(program, states, len(seeds))
 
         self._lanes = lanes

@@ -90,7 +90,7 @@ class trainer:
 
             return jax.lax.fori_loop(first, first + arguments.steps, body, (state, jnp.float32(0)))
 
-        self.state = jax.jit(self.learner.init)(jax.random.key(0))
+        self.state = jax.jit(self.learner.begin)(jax.random.key(0), self.learner.data)
         self.compiled = jax.jit(train, donate_argnums=0).lower(self.state, self.learner.data, jnp.int32(1)).compile()
         self()
 
@@ -121,7 +121,8 @@ def learner_of(size: str, batch: int, length: int, audited: bool, vocabulary: in
     tokens = np.random.default_rng(0).integers(0, vocabulary, 50 * length).astype(np.uint16)
     held_out = tokens[None, : length + 1]
     algorithm = LanguageModel(vocabulary, made)
-    return Learner(algorithm.init, algorithm.step, data=Data(tokens, held_out, held_out, None)), algorithm
+    data = Data(tokens, held_out, held_out, None)
+    return Learner(algorithm.init, algorithm.step, data=data, init_reads_data=True), algorithm
 
 
 def losses(arguments) -> tuple[str, dict]:

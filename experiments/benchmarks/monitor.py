@@ -73,11 +73,11 @@ def watch_of(program):
     from jaxaudit.metastate.watch import MonitorWatch, channel_names
     from jaxaudit.program import telemetry_shapes
 
-    shapes, vectors = telemetry_shapes(program), program.learner.vectors
-    names = [channel for name, shape in shapes.items() for channel in channel_names(name, shape, vectors)]
+    shapes, known = telemetry_shapes(program), program.learner.channels
+    names = [channel for name, shape in shapes.items() for channel in channel_names(name, shape, known)]
     noise = np.random.default_rng(0).normal(size=(40, 60, len(names)))
     monitor = Monitor.fit(named(noise, names), training=Training(iterations=1))
-    return MonitorWatch.of(monitor, 0.05, shapes, vectors)
+    return MonitorWatch.of(monitor, 0.05, shapes, known)
 
 
 def fit(model: str, quick: bool) -> float:

@@ -35,7 +35,7 @@ def main() -> None:
 def build(arguments) -> dict:
     """The candidates by name, compiled and warm."""
     import jaxaudit as ja
-    from jaxaudit import grid, registry, sites
+    from jaxaudit import grid, registry, sites, slots
     from jaxaudit.perturbations.core import chain, conditions, control
     from jaxaudit.program import Lanes
 
@@ -51,7 +51,7 @@ def build(arguments) -> dict:
     bare = dataclasses.replace(basic, step=only_performance)
     found = sites.find_sites(basic, run)
     standard = [registry.perturbations[name] for name in registry.perturbations]
-    fitting = [f for f in standard if grid.site_misfit(f(), found) is None]
+    fitting = [f for f in standard if slots.site_misfit(f(), found) is None]
     # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.
     every = chain(*(f(f.neutral, onset=0, duration="end") for f in fitting))
     plan = grid.plan(basic, [every], seeds=arguments.lanes, steps=run)

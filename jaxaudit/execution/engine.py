@@ -80,7 +80,7 @@ class Engine:
 
     def initial(self, batch: Batch) -> LaneState:
         """A batch's states at step 0."""
-        return self._timed(_initial, *self._key(batch))(self._placed(batch).seed)
+        return self._timed(_initial, *self._key(batch))(self.data, self._placed(batch).seed)
 
     def forked(self, source: Source, batch: Batch) -> LaneState:
         """A fork group's states at its onset, from the baseline's."""
@@ -228,35 +228,46 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> jax.s
 
     data = disturbance(control(0), program, program.steps) if disturbed else None
     lane = Lanes(np.uint32(0), data)
-    shapes = jax.eval_shape(functools.partial(_first, program, disturbed), jax.ShapeDtypeStruct((width,), np.uint32))
+    shapes = _first_shapes(program, width, disturbed)
     step = _shape((), np.int32, _sharding(program))
     arguments = (
-        jax.tree.map(lambda x: _shape(x.shape, x.dtype, _sharding(program)), program.learner.shapes.tree),
+        _data(program),
         jax.tree.map(lambda x: _shape(x.shape, x.dtype, _by_lane(program)), shapes),
         jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
     )
     results = (_by_lane(program), _sharding(program, None, "lanes"))
-    return jax.jit(train, donate_argnums=1, out_shardings=results).lower(*arguments, step, step).compile()
+    # Data that no step reads lie on the devices as well, and count in what the program needs.
+    jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
+    return jitted.lower(*arguments, step, step).compile()
 
 
 @functools.lru_cache(maxsize=32)
 def _initial(program: Program, width: int, disturbed: bool) -> jax.stages.Compiled:
     """The states at step 0 of lanes with some seeds `[width]`."""
     lane = PartitionSpec("lanes")
-    begin = on_devices(program, functools.partial(_first, program, disturbed), lane, lane)
+    begin = on_devices(program, functools.partial(_first, program, disturbed), (PartitionSpec(), lane), lane)
     seeds = _shape((width,), np.uint32, _by_lane(program))
-    return jax.jit(begin, out_shardings=_by_lane(program)).lower(seeds).compile()
+    return jax.jit(begin, out_shardings=_by_lane(program), keep_unused=True).lower(_data(program), seeds).compile()
 
 
-def _first(program: Program, disturbed: bool, seeds: jax.Array) -> LaneState:
-    states = initial(program, seeds)
+def _first(program: Program, disturbed: bool, data: Any, seeds: jax.Array) -> LaneState:
+    states = initial(program, data, seeds)
     return remembering(program, states, len(seeds)) if disturbed else states
+
+
+def _first_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
+    seeds = jax.ShapeDtypeStruct((lanes,), np.uint32)
+    return jax.eval_shape(functools.partial(_first, program, disturbed), program.learner.shapes.tree, seeds)
+
+
+def _data(program: Program) -> Any:
+    """Shapes of the learner's data, on every device."""
+    return jax.tree.map(lambda x: _shape(x.shape, x.dtype, _sharding(program)), program.learner.shapes.tree)
 
 
 @functools.lru_cache(maxsize=32)
 def _lane_shapes(program: Program, disturbed: bool) -> LaneState:
-    one = jax.ShapeDtypeStruct((1,), np.uint32)
-    states = jax.eval_shape(lambda seeds: _as_data(_first(program, disturbed, seeds)), one)
+    states = jax.eval_shape(_as_data, _first_shapes(program, 1, disturbed))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), states)
 
 
@@ -267,7 +278,7 @@ def _bytes(shapes: LaneState) -> int:
 @functools.lru_cache(maxsize=32)
 def _blank(program: Program, lanes: int, disturbed: bool, device: jax.Device) -> Callable[[], LaneState]:
     """Makes room for some lanes' states on a device."""
-    shapes = jax.eval_shape(functools.partial(initial, program), jax.ShapeDtypeStruct((lanes,), np.uint32))
+    shapes = _first_shapes(program, lanes, disturbed=False)
 
     def make() -> LaneState:
         states = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), shapes)

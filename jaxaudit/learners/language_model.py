@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -15,7 +15,7 @@ from flax import struct
 from jaxaudit import registry
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
 from jaxaudit.kernels.cross_entropy import CrossEntropy, cross_entropy
-from jaxaudit.learner import Learner
+from jaxaudit.learner import Channel, Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import when_due
 from jaxaudit.learners.optimizer import Optimizer, disturbed_gradient, warmup_cosine
@@ -23,7 +23,8 @@ from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.moments import SECOND_MOMENT
 from jaxaudit.paths import groups_of, squares_by_group
 from jaxaudit.taps import Taps
-from jaxaudit.text import Corpus, Text, batches, load
+from jaxaudit.task_kinds import fitting
+from jaxaudit.text import Corpus, Text, batches
 
 Params = gpt2.Params
 
@@ -70,7 +71,7 @@ class LanguageModelSettings:
     max_grad_norm: float = 1.0
     precision: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
-    checkpoint: str = ""
+    checkpoint: str = field(default="", metadata={"path": True})
     held_out: int = 8
     evaluations: int = 10
     validation: int = 0
@@ -98,19 +99,21 @@ class LanguageModelSettings:
 
 @struct.dataclass
 class Data:
-    """The text all lanes read, uint16.
+    """What all lanes read: text, uint16, and the parameters they begin with.
 
     Attributes:
       train: `[N]`.
       held_out: `[held_out, context + 1]`.
       validation: `[M, context + 1]`.
       second_corpus: `[S]`, or None.
+      start: a checkpoint's parameters, float32; None: every lane begins with random ones.
     """
 
     train: Any
     held_out: Any
     validation: Any
     second_corpus: Any
+    start: Any = None
 
 
 @struct.dataclass
@@ -128,19 +131,11 @@ class LanguageModel:
       vocabulary: of the corpus.
       settings: as given.
       end_of_text: the token that ends a document; the vocabulary's last unless given.
-      start: the parameters to begin with; None: random ones.
     """
 
-    def __init__(
-        self,
-        vocabulary: int,
-        settings: LanguageModelSettings,
-        end_of_text: int | None = None,
-        start: Params | None = None,
-    ):
+    def __init__(self, vocabulary: int, settings: LanguageModelSettings, end_of_text: int | None = None):
         self.settings = settings
         self.end_of_text = vocabulary - 1 if end_of_text is None else end_of_text
-        self.start = start
         self.model = model_of(vocabulary, settings)
         self.observing = self.model.clone(observe=settings.telemetry == "full")
         self.optimizer = Optimizer(
@@ -157,13 +152,9 @@ class LanguageModel:
         """Random parameters."""
         return gpt2.init_params(self.model, key)
 
-    def init(self, key: jax.Array) -> LanguageModelState:
+    def init(self, key: jax.Array, data: Data) -> LanguageModelState:
         """The state before the first step."""
-        params = self.init_params(key)
-        if self.start is not None:
-            # Through a callback, for as a constant it would be part of the program's text.
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-            params = jax.pure_callback(lambda: self.start, shapes, vmap_method="broadcast_all")
+        params = self.init_params(key) if data.start is None else data.start
         return LanguageModelState(params, self.optimizer.init(params))
 
     def step(
@@ -286,29 +277,26 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
     """GPT-2 on a text: `language_model("python-stdlib", size="nano", context=128, batch_size=8)`.
 
     Args:
-      task: a corpus's name, or a `Text`.
+      task: a corpus's name, or a task that gives a text, e.g. a `Text`.
       **settings: fields of `LanguageModelSettings`.
 
     Raises:
       ValueError: for a corpus, checkpoint or setting that does not exist or makes no sense.
     """
-    if not isinstance(task, str | Text):
-        kind = getattr(task, "kind", task)
-        raise ValueError(f"learner 'language_model' trains on a task of kind 'text', not {kind!r}")
+    text = fitting(Text(task) if isinstance(task, str) else task, "text", "language_model")
     chosen = LanguageModelSettings(**settings)
-    corpus = load(task)
+    corpus = text.make()
     provenance = {"corpus": corpus.sha256, "tokens": f"{len(corpus.train):,} of {corpus.available:,}"}
+    made, data = _made(corpus.vocabulary, replace(chosen, checkpoint=""), corpus.end_of_text), data_of(corpus, chosen)
     if chosen.checkpoint:
-        start = gpt2_checkpoint.load(chosen.checkpoint, model_of(corpus.vocabulary, chosen))
-        leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(start)]
+        data = replace(data, start=gpt2_checkpoint.load(chosen.checkpoint, made.model))
+        leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(data.start)]
         provenance["checkpoint"] = hashlib.sha256(b"".join(leaves)).hexdigest()
-        made = LanguageModel(corpus.vocabulary, chosen, corpus.end_of_text, start)
-    else:
-        made = _from_scratch(corpus.vocabulary, chosen, corpus.end_of_text)
     groups = groups_of(jax.eval_shape(made.init_params, jax.random.key(0)))
     layers = tuple(group for group in groups if group.startswith("h/"))
     by_group = ("layer_gradient_norm", "layer_update_norm", "layer_params_norm")
-    vectors = dict.fromkeys(by_group, ("layer", groups)) | {"attention_entropy": ("attention_layer", layers)}
+    channels = dict.fromkeys(by_group, Channel.vector("layer", groups))
+    channels["attention_entropy"] = Channel.vector("attention_layer", layers)
     return Learner(
         made.init,
         made.step,
@@ -317,14 +305,15 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         performance_name="minus the loss on held-out text",
         samples_per_step=chosen.step_tokens,
         sample="tokens",
-        vectors=vectors if chosen.telemetry == "full" else {},
-        data=data_of(corpus, chosen),
+        channels=channels if chosen.telemetry == "full" else {},
+        data=data,
+        init_reads_data=True,
         provenance=provenance,
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _from_scratch(vocabulary: int, settings: LanguageModelSettings, end_of_text: int) -> LanguageModel:
+def _made(vocabulary: int, settings: LanguageModelSettings, end_of_text: int) -> LanguageModel:
     """The same object for equal arguments, for its methods are what programs are known by."""
     return LanguageModel(vocabulary, settings, end_of_text)
 

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxaudit.learner import Learner
-from jaxaudit.tasks import make
-from jaxaudit.text import Text
+from jaxaudit.learner import Channel, Learner
+from jaxaudit.task_kinds import Task, fitting
+from jaxaudit.tasks import named
 
 
 def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any, name: str, env_steps: int) -> Learner:
@@ -17,7 +17,7 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
     Args:
       algorithm: makes an object with `init`, `step` and `layers`, the names of its parameters. Its attribute
         `discrete` says whether it can choose among discrete actions.
-      task: a task's name, or a [task] table of a spec.
+      task: a task's name, or a task that gives an environment.
       settings: the algorithm's, hashable.
       name: the learner's.
       env_steps: environment steps in one iteration.
@@ -25,10 +25,8 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
     Raises:
       ValueError: for a task that does not exist, or whose actions the algorithm cannot choose.
     """
-    if isinstance(task, Text):
-        raise ValueError(f"learner '{name}' trains on environments, not on a task of kind 'text'")
-    task_name, physics = (task, "auto") if isinstance(task, str) else (task.name, task.physics)
-    made = _made(algorithm, name, task_name, physics, settings)
+    chosen = fitting(named(task) if isinstance(task, str) else task, "environment", name)
+    made = _made(algorithm, name, chosen, settings)
     return Learner(
         made.init,
         made.step,
@@ -36,15 +34,15 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
         step_unit=f"{env_steps} env steps",
         performance_name="mean return of the latest episodes",
         samples_per_step=env_steps,
-        vectors={"layer_gradient_norm": ("layer", made.layers)} if settings.telemetry == "full" else {},
+        channels={"layer_gradient_norm": Channel.vector("layer", made.layers)} if settings.telemetry == "full" else {},
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _made(algorithm: Callable[[Any, int, Any], Any], name: str, task: str, physics: str, settings: Any) -> Any:
+def _made(algorithm: Callable[[Any, int, Any], Any], name: str, task: Task, settings: Any) -> Any:
     """The algorithm's object; the same one for equal arguments, for its methods are what programs are known by."""
-    env = make(task, physics)
+    env = task.make()
     actions = getattr(env, "actions", None)
     if actions is not None and not getattr(algorithm, "discrete", False):
-        raise ValueError(f"learner '{name}' needs continuous actions; task '{task}' has {actions} discrete ones")
+        raise ValueError(f"learner '{name}' needs continuous actions; task '{task.name}' has {actions} discrete ones")
     return algorithm(env, env.max_episode_steps, settings)

@@ -143,7 +143,7 @@ def ppo(task: Any, **settings: Any) -> Learner:
     """PPO on a task: `ppo("HalfCheetah-v5", num_envs=16)`.
 
     Args:
-      task: a task's name, or a [task] table of a spec.
+      task: a task's name, or a task that gives an environment.
       **settings: fields of `PPOSettings`.
 
     Raises:

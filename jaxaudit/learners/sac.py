@@ -136,7 +136,7 @@ def sac(task: Any, **settings: Any) -> Learner:
     """SAC on a task: `sac("HalfCheetah-v5", buffer_size=200_000)`.
 
     Args:
-      task: a task's name, or a [task] table of a spec.
+      task: a task's name, or a task that gives an environment.
       **settings: fields of `SACSettings`.
 
     Raises:

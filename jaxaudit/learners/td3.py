@@ -100,7 +100,7 @@ def td3(task: Any, **settings: Any) -> Learner:
     """TD3 on a task: `td3("HalfCheetah-v5", buffer_size=200_000)`.
 
     Args:
-      task: a task's name, or a [task] table of a spec.
+      task: a task's name, or a task that gives an environment.
       **settings: fields of `TD3Settings`.
 
     Raises:

@@ -213,7 +213,7 @@ def trpo(task: Any, **settings: Any) -> Learner:
     """TRPO on a task: `trpo("HalfCheetah-v5", max_kl=0.02)`.
 
     Args:
-      task: a task's name, or a [task] table of a spec.
+      task: a task's name, or a task that gives an environment.
       **settings: fields of `TRPOSettings`.
 
     Raises:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxaudit.learner import Channel
 from jaxaudit.metastate.channels import standardise
 from jaxaudit.metastate.monitor import Expectation, Monitor
 from jaxaudit.metastate.scores import Progress, begin, score
@@ -37,7 +38,7 @@ class MonitorWatch:
         monitor: Monitor,
         alpha: float,
         shapes: Mapping[str, tuple[int, ...]],
-        vectors: Mapping[str, tuple[str, tuple[str, ...]]],
+        channels: Mapping[str, Channel],
     ) -> MonitorWatch:
         """For a learner's telemetry.
 
@@ -45,7 +46,7 @@ class MonitorWatch:
           monitor: it.
           alpha: false alarms per clean run, at most.
           shapes: of the telemetry's variables.
-          vectors: the labels of those that are vectors, as a `Learner` has them.
+          channels: the labels of their dimensions, as a `Learner` has them.
 
         Raises:
           ValueError: the telemetry lacks a channel the monitor reads, or it was calibrated on too few runs for alpha.
@@ -53,7 +54,7 @@ class MonitorWatch:
         known = {
             channel: (name, entry)
             for name, shape in shapes.items()
-            for entry, channel in enumerate(channel_names(name, shape, vectors))
+            for entry, channel in enumerate(channel_names(name, shape, channels))
         }
         names = monitor.expectation.channels.names
         missing = [name for name in names if name not in known]
@@ -90,9 +91,10 @@ class MonitorWatch:
         return watched, jnp.where(gone, jnp.inf, known.yardstick.combine(scores) - self.threshold)
 
 
-def channel_names(name: str, shape: tuple[int, ...], vectors: Mapping[str, tuple[str, tuple[str, ...]]]) -> list[str]:
+def channel_names(name: str, shape: tuple[int, ...], channels: Mapping[str, Channel]) -> list[str]:
     """What `channels.series` calls the entries of a variable, flattened."""
     if not shape:
         return [name]
-    labels = [vectors[name][1]] if name in vectors else [range(size) for size in shape]
+    dims = channels.get(name, Channel()).dims
+    labels = [labels for _, labels in dims] if dims else [range(size) for size in shape]
     return [f"{name}[{', '.join(map(str, entry))}]" for entry in itertools.product(*labels)]

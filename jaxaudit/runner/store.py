@@ -27,7 +27,7 @@ from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.memory import readable
 from jaxaudit.grid import Fork, Grid
-from jaxaudit.learner import PERFORMANCE, Telemetry
+from jaxaudit.learner import PERFORMANCE, Channel, Telemetry
 from jaxaudit.machine import cores, processor
 from jaxaudit.placing import place
 from jaxaudit.program import telemetry_shapes
@@ -130,7 +130,7 @@ class Folder:
             raise UserError(f"{self.plan} is damaged: which lanes run together cannot be told ({error!r})") from None
 
     def create_telemetry(self, grid: Grid, shapes: dict[str, tuple[int, ...]], chunk: int) -> None:
-        """Lays out telemetry.zarr, all NaN: channel -> shape of one value; a file holds `chunk` steps."""
+        """Lays out telemetry.zarr, all missing: channel -> shape of one value; a file holds `chunk` steps."""
         empty = results.telemetry(grid, {})
         channels = dict.fromkeys([*sorted(shapes), *DERIVED])
         with warnings.catch_warnings():
@@ -140,10 +140,11 @@ class Folder:
             lanes = (len(grid.seeds), len(grid.conditions))
             for name in channels:
                 own = tuple(shapes.get(name, ()))
-                dims = results.DIMS + results.vector_dims(grid, name, own)
-                _nan_array(group, name, (*lanes, grid.steps, *own), (*lanes, chunk, *own), dims)
+                dims = results.DIMS + results.channel_dims(grid, name, own)
+                known = grid.program.learner.channel(name)
+                _empty_array(group, name, known, (*lanes, grid.steps, *own), (*lanes, chunk, *own), dims)
             shape = (lanes[0], grid.steps)
-            _nan_array(group, "baseline_performance", shape, (lanes[0], chunk), ("seed", "step"))
+            _empty_array(group, "baseline_performance", Channel(), shape, (lanes[0], chunk), ("seed", "step"))
             zarr.consolidate_metadata(self.telemetry)
 
     def write_rows(self, grid: Grid, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
@@ -210,9 +211,19 @@ def held(path: Path, what: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _nan_array(group: zarr.Group, name: str, shape: tuple, chunks: tuple, dims: tuple[str, ...]) -> None:
+def _empty_array(
+    group: zarr.Group, name: str, channel: Channel, shape: tuple, chunks: tuple, dims: tuple[str, ...]
+) -> None:
     chunks = tuple(min(c, s) for c, s in zip(chunks, shape, strict=True))
-    group.create_array(name, shape=shape, chunks=chunks, dtype="float32", fill_value=np.nan, dimension_names=list(dims))
+    group.create_array(
+        name,
+        shape=shape,
+        chunks=chunks,
+        dtype=channel.dtype,
+        fill_value=channel.missing,
+        attributes=dict(channel.attributes),
+        dimension_names=list(dims),
+    )
 
 
 def check_space(grid: Grid, plan: Plan, engine: Engine, folder: Path) -> None:

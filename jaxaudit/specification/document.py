@@ -25,7 +25,6 @@ from jaxaudit.specification.sections import (
     LearnerSpec,
     MonitorSpec,
     RunSpec,
-    TaskSpec,
     read_audit,
     read_learner,
     read_metrics,
@@ -35,7 +34,7 @@ from jaxaudit.specification.sections import (
 )
 from jaxaudit.specification.tables import Table, given, to_text
 from jaxaudit.specification.trial import misfits
-from jaxaudit.text import Text
+from jaxaudit.task_kinds import Task
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Spec:
     """A whole audit. `source` is where it was read, for messages; it does not count in comparisons."""
 
     audit: AuditSpec
-    task: TaskSpec | Text
+    task: Task
     learner: LearnerSpec
     perturbations: tuple[Entry, ...]
     metrics: MetricSettings = field(default_factory=MetricSettings)
@@ -58,12 +57,12 @@ class Spec:
         return to_text(
             {
                 "audit": dataclasses.asdict(self.audit),
-                "task": dataclasses.asdict(self.task),
+                "task": {"kind": self.task.kind, **dataclasses.asdict(self.task)},
                 "learner": {"kind": self.learner.kind, **settings},
                 "metrics": dataclasses.asdict(self.metrics),
                 "monitor": {"file": m.file, "alpha": m.alpha} if (m := self.monitor) else None,
                 "run": dataclasses.asdict(self.run),
-                "perturbation": [entry.values() for entry in self.perturbations],
+                "perturbation": [entry.values() for entry in self.perturbations] or None,
             }
         )
 

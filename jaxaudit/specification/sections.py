@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import typing
 import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import jaxaudit.learners  # noqa: F401  registers this package's learners, and the kinds of task they train on
 from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
 from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.metrics import MetricSettings
+from jaxaudit.specification.fields import keys, read, section
 from jaxaudit.specification.tables import Table, given
-from jaxaudit.text import BUILT_IN, TOKENIZERS, Text
+from jaxaudit.task_kinds import Task
 
 MOST_STEPS = 2**31 - 1
 MOST_SEEDS = 1_000_000
@@ -47,23 +47,6 @@ class AuditSpec:
         """The name as a folder's name."""
         plain = unicodedata.normalize("NFKD", self.name).encode("ascii", "ignore").decode()
         return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.").lower() or "audit"
-
-
-@dataclass(frozen=True)
-class TaskSpec:
-    """[task]: what is trained on.
-
-    Attributes:
-      kind: "mujoco", this package's tasks and those that are registered; "brax"; "gymnax"; or "playground", MuJoCo
-        Playground's.
-      name: as `tasks.make` takes it: of a registered task, or with the kind before it, "brax:ant".
-      physics: the engine: of "mujoco" "c", "mjx", or "auto", the faster one on this device; of "brax" one of
-        brax's backends, or "auto", the environment's own; of "gymnax" "auto"; of "playground" "mjx", which is "auto".
-    """
-
-    kind: Literal["mujoco", "brax", "gymnax", "playground"]
-    name: str
-    physics: Literal["auto", "c", "mjx", "generalized", "positional", "spring"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -118,7 +101,7 @@ class MonitorSpec:
 
 def read_audit(sections: Table) -> AuditSpec:
     """Reads [audit]. Raises UserError."""
-    table = _section(sections, "audit", _names(AuditSpec))
+    table = section(sections, "audit", keys(AuditSpec))
     spec = AuditSpec(
         name=table.get("name", str, "audit"),
         seeds=table.get("seeds", int | tuple[int, ...]),
@@ -150,53 +133,13 @@ def _check_audit(table: Table, spec: AuditSpec) -> None:
         _at_least(table, "lanes", spec.lanes, 1)
 
 
-def task_names() -> list[str]:
-    """The tasks a spec may name."""
-    from jaxaudit import tasks  # noqa: F401  registers this package's tasks; slow, so not before it is needed
-
-    return list(registry.tasks)
-
-
-def read_task(sections: Table) -> TaskSpec | Text:
+def read_task(sections: Table) -> Task:
     """Reads [task]. Raises UserError."""
-    from jaxaudit.tasks import foreign  # slow, so not before it is needed
-
-    kind = _section(sections, "task", None).get("kind", str)
-    if kind == "text":
-        return _read_text(_section(sections, "task", _names(Text)))
-    table = _section(sections, "task", _names(TaskSpec))
-    name = table.get("name", str)
-    if kind == "mujoco":
-        if name not in (known := task_names()):
-            raise UserError(f"{table.place}: {registry.unknown('task', name, known)}")
-        return TaskSpec("mujoco", name, table.get("physics", Literal["auto", "c", "mjx"], TaskSpec.physics))
-    if kind not in foreign.FAMILIES:
-        known = ["mujoco", "text", *foreign.FAMILIES]
-        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, known)}")
-    name = name.removeprefix(f"{kind}:")
-    physics = table.get("physics", str, TaskSpec.physics)
-    with placed(table.place):
-        foreign.check(kind, name, physics)
-    return TaskSpec(kind, f"{kind}:{name}", physics)
-
-
-def _read_text(table: Table) -> Text:
-    chosen: dict[str, Any] = {key: table.get(key, kind) for key, kind in TEXT_KEYS.items() if key in table}
-    for key in ("name", "tokenizer", "shift"):
-        if key in chosen:
-            chosen[key] = _absolute(chosen[key])
-    with placed(table.place):
-        return Text(**chosen)
-
-
-TEXT_KEYS = {"name": str, "tokenizer": str, "vocabulary": int, "shift": str, "most_tokens": int}
-
-
-def _absolute(name: str) -> str:
-    """The path of what exists, as it holds wherever a run is gone on with from; words that mean something stay."""
-    if name in ("", *TOKENIZERS, *BUILT_IN) or not Path(name).exists():
-        return name
-    return str(Path(name).absolute())
+    table = section(sections, "task", None)
+    kind = table.get("kind", str)
+    if kind not in (known := registry.task_kinds):
+        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, list(known))}")
+    return read(section(sections, "task", ["kind", *keys(known[kind])]), known[kind])
 
 
 @dataclass(frozen=True)
@@ -206,54 +149,39 @@ class NoSettings:
 
 def learner_settings(kind: str) -> type:
     """The settings' dataclass of a registered learner. Raises ValueError for an unknown name."""
-    from jaxaudit import learners  # noqa: F401  registers this package's learners
-
     return getattr(registry.learners[kind], "settings", NoSettings)
 
 
 def read_learner(sections: Table, audit: AuditSpec) -> LearnerSpec:
     """Reads [learner], with the telemetry that [audit] wants. Raises UserError."""
-    table = _section(sections, "learner", None)
+    table = section(sections, "learner", None)
     kind = table.get("kind", str)
     with placed(table.place):
         settings = learner_settings(kind)
-    fields = [f for f in dataclasses.fields(settings) if f.init]
-    types = typing.get_type_hints(settings)
-    table = _section(sections, "learner", ["kind", *(f.name for f in fields if f.name != "telemetry")])
-    chosen = {f.name: table.get(f.name, types[f.name]) for f in fields if f.name in table or _required(f)}
-    if "checkpoint" in chosen:
-        chosen["checkpoint"] = _absolute(chosen["checkpoint"])
-    if "telemetry" in types:
-        chosen["telemetry"] = audit.telemetry
-    elif audit.telemetry != AuditSpec.telemetry:
+    apart = {"telemetry": audit.telemetry} if "telemetry" in keys(settings) else {}
+    table = section(sections, "learner", ["kind", *(key for key in keys(settings) if key != "telemetry")])
+    chosen = read(table, settings, **apart)
+    if not apart and audit.telemetry != AuditSpec.telemetry:
         raise UserError(
             f"{sections.place}: [audit]: learner '{kind}' has one kind of telemetry, not {audit.telemetry!r}"
         )
-    with placed(table.place):
-        return LearnerSpec(kind, settings(**chosen))
-
-
-def _required(setting: dataclasses.Field) -> bool:
-    missing = dataclasses.MISSING
-    return setting.name != "telemetry" and setting.default is missing and setting.default_factory is missing
+    return LearnerSpec(kind, chosen)
 
 
 def read_metrics(sections: Table) -> MetricSettings:
     """Reads [metrics]. Raises UserError."""
-    names = _names(MetricSettings)
-    table = _section(sections, "metrics", names, {})
-    chosen = {name: table.get(name, int) for name in names if name in table}
-    for name, value in chosen.items():
-        _at_least(table, name, value, 1)
-    with placed(sections.place):
-        return MetricSettings(**chosen)
+    table = section(sections, "metrics", keys(MetricSettings), {})
+    for name in keys(MetricSettings):
+        if name in table:
+            _at_least(table, name, table.get(name, int), 1)
+    return read(table, MetricSettings)
 
 
 def read_monitor(sections: Table, folder: Path) -> MonitorSpec | None:
     """Reads [monitor] of a spec in a folder; None if it has none. Raises UserError."""
     if "monitor" not in sections:
         return None
-    table = _section(sections, "monitor", ["file", "alpha"])
+    table = section(sections, "monitor", ["file", "alpha"])
     spec = MonitorSpec(table.get("file", str), table.get("alpha", float, MonitorSpec.alpha), folder)
     if not spec.file or not spec.file.isprintable():
         raise UserError(f"{table.place}: file must be a path, not {given(spec.file)}")
@@ -264,8 +192,8 @@ def read_monitor(sections: Table, folder: Path) -> MonitorSpec | None:
 
 def read_run(sections: Table) -> RunSpec:
     """Reads [run]. Raises UserError."""
-    table = _section(sections, "run", _names(RunSpec), {})
-    spec = RunSpec(table.get("chunk", int, 0), table.get("checkpoint_every", int, 1))
+    table = section(sections, "run", keys(RunSpec), {})
+    spec = read(table, RunSpec)
     _at_least(table, "chunk", spec.chunk, 0)
     _at_least(table, "checkpoint_every", spec.checkpoint_every, 1)
     return spec
@@ -274,14 +202,3 @@ def read_run(sections: Table) -> RunSpec:
 def _at_least(table: Table, key: str, value: int, least: int) -> None:
     if not least <= value <= MOST_STEPS:
         raise UserError(f"{table.place}: {key} must be from {least} to {MOST_STEPS}, not {value}")
-
-
-def _section(sections: Table, name: str, keys: list[str] | None, default: Any = None) -> Table:
-    values = sections.raw(name) if name in sections else default
-    if values is None:
-        raise UserError(f"{sections.place}: the table [{name}] is missing")
-    return Table(values, f"{sections.place}: [{name}]", keys)
-
-
-def _names(fields: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(fields)]

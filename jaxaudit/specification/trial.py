@@ -8,11 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxaudit.grid import site_misfit
 from jaxaudit.learner import Learner
 from jaxaudit.paths import paths_of
 from jaxaudit.perturbations import Chain, Perturbation
 from jaxaudit.sites import Recorder, trace
+from jaxaudit.slots import site_misfit
 from jaxaudit.taps import OFFERED
 
 

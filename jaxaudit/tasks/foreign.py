@@ -1,19 +1,60 @@
-"""Environments of other packages as tasks: `brax:ant`, `gymnax:Breakout-MinAtar`, `playground:CheetahRun`."""
+"""Environments of other packages as tasks: what their kinds share, and an adapter of those with brax' functions."""
 
-import contextlib
-import importlib.util
-import io
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaudit.registry import UnknownName, unknown
-from jaxaudit.tasks import gymnax_env
-from jaxaudit.tasks._brax import Env, State, brax_environments, make_brax
+from jaxaudit.registry import check
+from jaxaudit.tasks._brax import Env, State
+
+
+@dataclass(frozen=True)
+class ForeignTask(ABC):
+    """An environment of another package; the base of kinds of them.
+
+    A kind says which names there are, and what builds the environment of a name without the kind before it.
+
+    Attributes:
+        engines: the physics that may be asked for.
+        name: with the kind before it, as `tasks.make` takes it: "brax:ant"; it may be given without.
+        physics: one of `engines`.
+    """
+
+    kind: ClassVar[str]
+    gives: ClassVar[str] = "environment"
+    engines: ClassVar[tuple[str, ...]] = ("auto",)
+
+    name: str
+    physics: str = "auto"
+
+    def __post_init__(self):
+        check(f"{self.kind} task", self.bare, self.names())
+        check(f"physics of a {self.kind} task", self.physics, self.engines)
+        object.__setattr__(self, "name", f"{self.kind}:{self.bare}")
+
+    @property
+    def bare(self) -> str:
+        """The name without the kind."""
+        return self.name.removeprefix(f"{self.kind}:")
+
+    @classmethod
+    @abstractmethod
+    def names(cls) -> list[str]:
+        """The environments' names. Raises ValueError if the package is missing."""
+
+    @abstractmethod
+    def make(self) -> Env:
+        """The environment. Raises ValueError if the engine cannot run it."""
+
+    @classmethod
+    def listing(cls) -> Sequence[tuple[str, str]]:
+        """The form that names have: the package may be missing."""
+        return [(f"{cls.kind}:<name>", "")]
 
 
 class ForeignEnv(Env):
@@ -76,83 +117,3 @@ def _seen(inner: Any) -> State:
     observation = inner.obs["state"] if isinstance(inner.obs, Mapping) else inner.obs
     flat = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     return State(inner, flat(observation), flat(inner.reward), flat(inner.done), dict(inner.metrics))
-
-
-@dataclass(frozen=True)
-class Family:
-    """Tasks of another package, which a name reaches as `family:name`.
-
-    Attributes:
-        about: what they are, for a list of the tasks.
-        physics: the engines that may be asked for.
-        names: gives the tasks' names. Raises ValueError if the package is missing.
-        build: `(name, physics) -> environment`.
-    """
-
-    about: str
-    physics: tuple[str, ...]
-    names: Callable[[], list[str]]
-    build: Callable[[str, str], Env]
-
-
-def _build_brax(name: str, physics: str) -> ForeignEnv:
-    env = make_brax(name, **({} if physics == "auto" else {"backend": physics}))
-    return ForeignEnv(env, f"brax:{name}", getattr(env, "backend", "none"), max_episode_steps=1000)
-
-
-def _playground() -> Any:
-    if importlib.util.find_spec("mujoco_playground") is None:
-        raise ValueError("MuJoCo Playground's tasks need the package 'playground': pip install 'jaxaudit[playground]'")
-    with contextlib.redirect_stdout(io.StringIO()):
-        from mujoco_playground import registry
-
-    return registry
-
-
-def _build_playground(name: str, physics: str) -> ForeignEnv:
-    registry = _playground()
-    # MJX's other implementation, Warp, is not deterministic on a GPU.
-    env = registry.load(name, config_overrides={"impl": "jax"})
-    limit = int(registry.get_default_config(name).episode_length)
-    return ForeignEnv(env, f"playground:{name}", "mjx", limit)
-
-
-FAMILIES = {
-    "brax": Family(
-        "brax's environments",
-        ("auto", "generalized", "positional", "spring", "mjx"),
-        brax_environments,
-        _build_brax,
-    ),
-    "gymnax": Family(
-        "gymnax', with the extra jaxaudit[gymnax]: classic control, MinAtar, bsuite",
-        ("auto",),
-        gymnax_env.names,
-        gymnax_env.build,
-    ),
-    "playground": Family(
-        "MuJoCo Playground's, with the extra jaxaudit[playground]",
-        ("auto", "mjx"),
-        lambda: list(_playground().ALL_ENVS),
-        _build_playground,
-    ),
-}
-
-
-def make_foreign(family: str, name: str, physics: str) -> Env:
-    """Build a task of a family's.
-
-    Raises:
-        ValueError: an unknown task or engine, one that the engine cannot run, or a package that is missing.
-    """
-    check(family, name, physics)
-    return FAMILIES[family].build(name, physics)
-
-
-def check(family: str, name: str, physics: str) -> None:
-    """Raise ValueError if a family has no task of that name, or none on that engine."""
-    known = FAMILIES[family]
-    if name not in (names := known.names()):
-        raise UnknownName(unknown(f"{family} task", name, names))
-    if physics not in known.physics:
-        raise UnknownName(unknown(f"physics of a {family} task", physics, list(known.physics)))

@@ -1,14 +1,17 @@
 """gymnax' environments as tasks, with discrete actions or continuous ones: `gymnax:Breakout-MinAtar`."""
 
 import importlib.util
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxaudit.registry import task_kinds
 from jaxaudit.tasks._brax import Env, State
+from jaxaudit.tasks.foreign import ForeignTask
 
 DOWNLOADS = ("MNISTBandit-bsuite",)
 """Environments that fetch data from the internet when they are made."""
@@ -121,11 +124,18 @@ def _gymnax() -> Any:
     return gymnax
 
 
-def names() -> list[str]:
-    """The environments' names. Raises ValueError if the package is missing."""
-    return [name for name in _gymnax().registered_envs if name not in DOWNLOADS]
+@task_kinds.register("gymnax")
+@dataclass(frozen=True)
+class GymnaxTask(ForeignTask):
+    """gymnax' environments, with the extra jaxaudit[gymnax]: classic control, MinAtar, bsuite."""
 
+    kind: ClassVar[str] = "gymnax"
 
-def build(name: str, physics: str) -> GymnaxEnv:
-    """One of them, with its default parameters; each has one kind of physics."""
-    return GymnaxEnv(*_gymnax().make(name))
+    @classmethod
+    def names(cls) -> list[str]:
+        """The environments' names. Raises ValueError if the package is missing."""
+        return [name for name in _gymnax().registered_envs if name not in DOWNLOADS]
+
+    def make(self) -> GymnaxEnv:
+        """The environment, with its default parameters."""
+        return GymnaxEnv(*_gymnax().make(self.bare))

@@ -1,51 +1,96 @@
-"""Tasks by name."""
+"""Tasks by name: the registered ones, and how a name says of which kind it is."""
 
-from collections.abc import Collection
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import jax
 
-from jaxaudit.registry import UnknownName, tasks, unknown
+from jaxaudit.registry import check, summary, task_kinds, tasks
+from jaxaudit.task_kinds import Task
 from jaxaudit.tasks._brax import Env
-from jaxaudit.tasks.foreign import FAMILIES, make_foreign
 from jaxaudit.tasks.task import MujocoTask
 
 PHYSICS = ("auto", "c", "mjx")
 
 
-def make(name: str, physics: str = "auto") -> Env:
-    """Build a task's environment, unbatched, in brax's `Env` interface.
+@task_kinds.register("registered")
+@dataclass(frozen=True)
+class Registered:
+    """Tasks registered by name, of any physics.
+
+    Such a task is a `MujocoTask`, or a function that makes a brax `Env` of its own.
+
+    Attributes:
+      name: that it is registered under.
+      physics: "c" is C MuJoCo on the host's cores, "mjx" is MuJoCo in JAX; "auto" is "c" where JAX runs on a CPU, and
+        "mjx" elsewhere. It does not matter to a task that is not MuJoCo's.
+    """
+
+    kind: ClassVar[str] = "registered"
+    gives: ClassVar[str] = "environment"
+
+    name: str
+    physics: Literal["auto", "c", "mjx"] = "auto"
+
+    def __post_init__(self):
+        check("task", self.name, tasks)
+        check("physics", self.physics, PHYSICS)
+
+    def make(self) -> Env:
+        """The environment. Raises ValueError for "c" where JAX does not run on a CPU."""
+        task = tasks[self.name]
+        if not isinstance(task, MujocoTask):
+            return task()
+        # Each engine is imported when it is wanted: they are slow to load.
+        if self.physics == "c" or (self.physics == "auto" and jax.default_backend() == "cpu"):
+            from jaxaudit.tasks.engine_c import CMujocoEnv
+
+            return CMujocoEnv(task)
+        from jaxaudit.tasks.engine_mjx import MjxEnv
+
+        return MjxEnv(task)
+
+    @classmethod
+    def listing(cls) -> Sequence[tuple[str, str]]:
+        """Those that are not MuJoCo's."""
+        return [(name, summary(tasks[name])) for name in tasks if not isinstance(tasks[name], MujocoTask)]
+
+
+@task_kinds.register("mujoco")
+@dataclass(frozen=True)
+class Mujoco(Registered):
+    """Gymnasium's v5 MuJoCo tasks.
+
+    The kind has another name than `Registered` and is no other: every registered task goes by both.
+    """
+
+    kind: ClassVar[str] = "mujoco"
+
+    @classmethod
+    def listing(cls) -> Sequence[tuple[str, str]]:
+        """Those that are MuJoCo's."""
+        return [(name, "") for name in tasks if isinstance(tasks[name], MujocoTask)]
+
+
+def named(name: str, physics: Any = "auto") -> Task:
+    """The task of a name: of a registered one, or with its kind before it, "brax:ant".
 
     Args:
-        name: of a registered task: a `MujocoTask`, or a function that makes a brax `Env` of its own, which must
-            have `action_low`, `action_high` and `max_episode_steps`; `physics` does not matter to it. Or
-            "brax:ant", any of brax's environments, or "playground:CheetahRun", any of MuJoCo Playground's.
-        physics: "c" is C MuJoCo on the host's cores, "mjx" is MuJoCo in JAX; "auto" is "c" where JAX runs on
-            a CPU, and "mjx" elsewhere. For brax "auto" is the environment's own choice, or "generalized",
-            "positional", "spring" or "mjx"; Playground has "mjx" alone.
+      name: it.
+      physics: the engine that moves it; which there are is the kind's.
 
     Raises:
-        ValueError: an unknown task or engine, "c" where JAX does not run on a CPU, or a missing package.
+      ValueError: an unknown task or engine, or a missing package.
     """
-    family, prefixed, rest = name.partition(":")
-    if prefixed and family in FAMILIES and name not in tasks:
-        return make_foreign(family, rest, physics)
-    task = tasks[name]
-    _known("physics", physics, PHYSICS)
-    if not isinstance(task, MujocoTask):
-        return task()
-    if physics == "auto":
-        physics = "c" if jax.default_backend() == "cpu" else "mjx"
-    # Each engine is imported when it is wanted: they are slow to load.
-    if physics == "c":
-        from jaxaudit.tasks.engine_c import CMujocoEnv
-
-        return CMujocoEnv(task)
-    from jaxaudit.tasks.engine_mjx import MjxEnv
-
-    return MjxEnv(task)
+    kind, prefixed, rest = name.partition(":")
+    if not prefixed or name in tasks or kind not in task_kinds or task_kinds[kind].gives != "environment":
+        return Registered(name, physics)
+    return task_kinds[kind](rest, **({} if physics == "auto" else {"physics": physics}))
 
 
-def _known(what: str, given: str, allowed: Collection[str]) -> str:
-    if given not in allowed:
-        raise UnknownName(unknown(what, given, list(allowed)))
-    return given
+def make(name: str, physics: str = "auto") -> Env:
+    """The environment of a task's name, unbatched, in brax's `Env` interface; arguments and errors are `named`'s."""
+    return named(name, physics).make()

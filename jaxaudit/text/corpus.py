@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
 import numpy as np
 
 from jaxaudit import machine
+from jaxaudit.registry import summary, task_kinds
 from jaxaudit.text import token_files, tokenizers
 from jaxaudit.text.documents import BUILT_IN, documents, files
-from jaxaudit.text.tokenizers import Tokenizer
+from jaxaudit.text.tokenizers import TOKENIZERS, Tokenizer
 
 VALIDATION = 0.05
 """The share of a corpus's tokens, its last, that is not trained on."""
@@ -26,12 +27,15 @@ PIECES = 4096
 """Of a corpus that is thinned out, evenly spaced."""
 
 
+BUILT_IN_OR_PATH = {"path": True, "words": tuple(BUILT_IN)}
+
+
+@task_kinds.register("text")
 @dataclass(frozen=True)
 class Text:
-    """A text to train on, as a spec's [task] names it.
+    """Texts: corpora that need no download, and files.
 
     Attributes:
-      kind: "text".
       name: of the corpus: "python-stdlib" (the standard library's sources), "python-docstrings", or a file or folder of
         `.txt`, or of tokens `.bin` (nanoGPT's or llm.c's).
       tokenizer: "bytes"; "bpe", byte pairs trained on the corpus; or a folder with vocab.json and merges.txt. Tokens
@@ -42,11 +46,13 @@ class Text:
       most_tokens: to train on that are kept in memory, two bytes each; a larger corpus is thinned out to so many.
     """
 
-    kind: Literal["text"] = "text"
-    name: str = "python-stdlib"
-    tokenizer: str = "bytes"
+    kind: ClassVar[str] = "text"
+    gives: ClassVar[str] = "text"
+
+    name: str = field(default="python-stdlib", metadata=BUILT_IN_OR_PATH)
+    tokenizer: str = field(default="bytes", metadata={"path": True, "words": TOKENIZERS})
     vocabulary: int | None = None
-    shift: str | None = None
+    shift: str | None = field(default=None, metadata=BUILT_IN_OR_PATH)
     most_tokens: int = 2**28
 
     def __post_init__(self):
@@ -56,6 +62,16 @@ class Text:
             raise ValueError(f"vocabulary must be from 2 to {tokenizers.MOST_TOKENS}, not {self.vocabulary}")
         if self.most_tokens < PIECES:
             raise ValueError(f"most_tokens must be at least {PIECES}, not {self.most_tokens}")
+
+    def make(self) -> Corpus:
+        """The corpus; see `load`."""
+        return load(self)
+
+    @classmethod
+    def listing(cls) -> list[tuple[str, str]]:
+        """The corpora that need no download, and what others are."""
+        built_in = [(name, summary(read)) for name, read in BUILT_IN.items()]
+        return [*built_in, ("<path>", "a file or folder of .txt, or of tokens .bin (nanoGPT's or llm.c's)")]
 
 
 @dataclass(frozen=True)
