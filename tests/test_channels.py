@@ -11,9 +11,9 @@ from jaxaudit import registry
 from jaxaudit.metastate.channels import series
 from jaxaudit.metastate.watch import channel_names
 from jaxaudit.program import telemetry_shapes
-from jaxaudit.stored import load as load_run
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import parse
+from jaxaudit.stored import load as load_run
 
 CHANNELS = {
     "performance": ja.Channel(every=5),
