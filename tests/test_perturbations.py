@@ -1,5 +1,7 @@
 """What each standard perturbation does to a value, in numbers; how perturbations are timed, aimed and composed."""
 
+import doctest
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from without_baseline import train_from_the_start
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.paths import matches, paths_of
-from jaxaudit.perturbations import conditions
+from jaxaudit.perturbations import conditions, data, interventions, optimization, parametric, signal
 from jaxaudit.sites import find_sites
 from jaxaudit.taps import Taps
 
@@ -489,3 +491,33 @@ def test_quantize_float_rounds_as_the_formats_do(bits, dtype):
     np.testing.assert_array_equal(rounded, value["w"].astype(dtype).astype(jnp.float32))
     zeros = applied("quantize_float", {"w": jnp.zeros(3)}, float(bits))["w"]
     np.testing.assert_array_equal(zeros, 0.0)
+
+
+FILES = (data, interventions, optimization, parametric, signal)
+
+
+@pytest.mark.parametrize("module", FILES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_what_docstrings_show_is_so(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def test_every_kind_shows_what_it_does():
+    for known in (registry.perturbations, registry.interventions):
+        for name in known:
+            assert f">>> {name}(" in known[name].__doc__ or f"{name}(" in known[name].__doc__.partition(">>>")[2], name
+
+
+def test_a_kind_of_ones_own_takes_few_lines():
+    @ja.perturbation("signal", "gradient", magnitude=0.5, neutral=0.0, duration=10)
+    def gradient_bias(key, value, magnitude):
+        """Adds a constant to every entry of the gradient."""
+        return jax.tree.map(lambda g: g + magnitude, value)
+
+    try:
+        assert float(gradient_bias(2.0).apply(1.0)) == 3.0
+        assert gradient_bias.__doc__ == "Adds a constant to every entry of the gradient."
+        assert gradient_bias(onset=5).when == ja.window(5, 10)
+    finally:
+        del registry.perturbations._entries["gradient_bias"]

@@ -16,13 +16,21 @@ from jaxaudit.perturbations.kinds import perturbation
 
 @perturbation("data", "observation", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, math.inf))
 def observation_noise(key, value, magnitude):
-    """Adds Gaussian noise of standard deviation `magnitude`, in the task's units (Table S4: N(0, 0.1))."""
+    """Adds Gaussian noise of standard deviation `magnitude`, in the task's units (Table S4: N(0, 0.1)).
+
+    >>> observation_noise(0.1).apply(jax.numpy.zeros((4, 3))).shape
+    (4, 3)
+    """
     return transforms.add_noise(key, value, magnitude)
 
 
 @perturbation("data", "action", magnitude=0.05, neutral=0.0, duration="end", limits=(0.0, math.inf))
 def action_noise(key, value, magnitude):
-    """Adds Gaussian noise of standard deviation `magnitude` to the action the task receives (Table S4: N(0, 0.05))."""
+    """Adds Gaussian noise of standard deviation `magnitude` to the action the task receives (Table S4: N(0, 0.05)).
+
+    >>> action_noise(0.05).apply(jax.numpy.zeros((4, 2))).shape
+    (4, 2)
+    """
     return transforms.add_noise(key, value, magnitude)
 
 
@@ -40,6 +48,9 @@ def observation_stuck(key, value, magnitude, memory, *, valid):
     """A share `magnitude` of the sensors stays at what it read when the window opened, until it closes.
 
     Each of an environment's entries sticks with that probability, drawn at the opening, and through resets.
+
+    >>> observation_stuck(1.0).apply(jax.numpy.ones((1, 2)), valid=jax.numpy.array([True]))
+    Array([[1., 1.]], dtype=float32)
     """
     return stateful.stick(key, value, magnitude, memory, valid)
 
@@ -58,19 +69,30 @@ def action_stuck(key, value, magnitude, memory, *, valid):
     """A share `magnitude` of the actuators stays at what it was told when the window opened, until it closes.
 
     Each of an environment's entries sticks with that probability, drawn at the opening, and through resets.
+
+    >>> action_stuck(1.0).apply(jax.numpy.ones((1, 2)), valid=jax.numpy.array([True]))
+    Array([[1., 1.]], dtype=float32)
     """
     return stateful.stick(key, value, magnitude, memory, valid)
 
 
 @perturbation("data", "observation", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0))
 def observation_dropped(key, value, magnitude):
-    """Each entry reads zero with probability `magnitude`, drawn anew every env step."""
+    """Each entry reads zero with probability `magnitude`, drawn anew every env step.
+
+    >>> observation_dropped(1.0).apply(jax.numpy.ones((1, 2)))
+    Array([[0., 0.]], dtype=float32)
+    """
     return transforms.drop(key, value, magnitude)
 
 
 @perturbation("data", "action", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0))
 def action_dropped(key, value, magnitude):
-    """Each entry of the action the task receives is zero with probability `magnitude`, drawn anew every env step."""
+    """Each entry of the action the task receives is zero with probability `magnitude`, drawn anew every env step.
+
+    >>> action_dropped(1.0).apply(jax.numpy.ones((1, 2)))
+    Array([[0., 0.]], dtype=float32)
+    """
     return transforms.drop(key, value, magnitude)
 
 
@@ -89,6 +111,10 @@ def observation_delayed(key, value, magnitude, memory, *, begins, valid):
     """Observations arrive `magnitude` env steps late (whole steps, at most 32).
 
     Until there is one so old, an episode's first is repeated, or the first since the window opened.
+
+    >>> yes = jax.numpy.array([True])
+    >>> observation_delayed(2.0).apply(jax.numpy.ones((1, 2)), begins=yes, valid=yes)
+    Array([[1., 1.]], dtype=float32)
     """
     return stateful.arrive_late(value, magnitude, memory, begins, valid)
 
@@ -108,6 +134,10 @@ def action_delayed(key, value, magnitude, memory, *, begins, valid):
     """Actions reach the task `magnitude` env steps late (whole steps, at most 32).
 
     Until there is one so old, an episode's first is repeated, or the first since the window opened.
+
+    >>> yes = jax.numpy.array([True])
+    >>> action_delayed(2.0).apply(jax.numpy.ones((1, 2)), begins=yes, valid=yes)
+    Array([[1., 1.]], dtype=float32)
     """
     return stateful.arrive_late(value, magnitude, memory, begins, valid)
 
@@ -121,6 +151,10 @@ def adversarial_observation(key, value, magnitude, *, state_value):
     Each environment gets the observation of lowest value among `transforms.CANDIDATES` uniform draws and the true
     one: drawn as in the naive attack of Pattanaik et al. (2018), aimed as in the critic attack of Zhang et al. (2020,
     SA-MDP), which lowers the state value of what the learner sees.
+
+    >>> seen = adversarial_observation(0.1).apply(jax.numpy.zeros((1, 1)), state_value=lambda seen: seen[:, 0])
+    >>> -0.1 <= float(seen[0, 0]) <= 0.0
+    True
     """
     return transforms.worst_draw(key, value, magnitude, lambda observation: -state_value(observation))
 
@@ -131,13 +165,20 @@ def token_corruption(key, value, magnitude, *, mask):
 
     It is masked where it is read and where it is to be predicted: the text is corrupted, not the input alone. GPT-2
     has no other token for a mask.
+
+    >>> token_corruption(1.0).apply(jax.numpy.array([[1, 2]]), mask=9)
+    Array([[9, 9]], dtype=int32)
     """
     return transforms.replace(key, value, magnitude, mask)
 
 
 @perturbation("data", "tokens", magnitude=0.05, neutral=0.0, duration="end", limits=(0.0, 1.0), needs=("vocabulary",))
 def token_replacement(key, value, magnitude, *, vocabulary):
-    """Each token of the text read is a random one with probability `magnitude`, uniform over the vocabulary."""
+    """Each token of the text read is a random one with probability `magnitude`, uniform over the vocabulary.
+
+    >>> token_replacement(1.0).apply(jax.numpy.array([[5, 6]]), vocabulary=1)
+    Array([[0, 0]], dtype=int32)
+    """
     draw_key, token_key = jax.random.split(key)
     drawn = jax.random.randint(token_key, value.shape, 0, vocabulary, value.dtype)
     return transforms.replace(draw_key, value, magnitude, drawn)
@@ -145,7 +186,12 @@ def token_replacement(key, value, magnitude, *, vocabulary):
 
 @perturbation("data", "tokens", magnitude=0.5, neutral=0.0, duration="end", limits=(0.0, 1.0), needs=("second_corpus",))
 def distribution_shift(key, value, magnitude, *, second_corpus):
-    """A share `magnitude` of the sequences comes from a second corpus, drawn sequence by sequence (Table S1)."""
+    """A share `magnitude` of the sequences comes from a second corpus, drawn sequence by sequence (Table S1).
+
+    >>> other = jax.numpy.array([[7, 8]])
+    >>> distribution_shift(1.0).apply(jax.numpy.array([[1, 2]]), second_corpus=lambda key: other)
+    Array([[7, 8]], dtype=int32)
+    """
     return transforms.mix(key, value, magnitude, second_corpus)
 
 
@@ -159,7 +205,12 @@ def distribution_shift(key, value, magnitude, *, second_corpus):
     needs=("second_corpus", "elapsed"),
 )
 def distribution_drift(key, value, magnitude, *, second_corpus, elapsed):
-    """As `distribution_shift`, but the share grows linearly from nothing to `magnitude` at the window's last step."""
+    """As `distribution_shift`, but the share grows linearly from nothing to `magnitude` at the window's last step.
+
+    >>> text, other = jax.numpy.array([[1, 2]]), jax.numpy.array([[7, 8]])
+    >>> distribution_drift(1.0).apply(text, second_corpus=lambda key: other, elapsed=1.0)
+    Array([[7, 8]], dtype=int32)
+    """
     return transforms.mix(key, value, magnitude * elapsed, second_corpus)
 
 
@@ -168,6 +219,9 @@ def dynamics_shift(key, value, magnitude):
     """Multiplies the simulation's mass, friction, gear or gravity by 1 + `magnitude` (Table S1).
 
     `target` says which: one of these names, mass unless another is given, or "*" for all four.
+
+    >>> float(dynamics_shift(0.5).apply({"mass": 1.0})["mass"])
+    1.5
     """
     return transforms.scale(value, 1.0 + magnitude)
 
@@ -187,5 +241,8 @@ def dynamics_drift(key, value, magnitude, *, elapsed):
 
     It is linear in the learner's steps and arrives at the window's last; a window that opens periodically is one
     drift, from its first opening to the run's end. `target` is as in `dynamics_shift`.
+
+    >>> float(dynamics_drift(0.5).apply({"mass": 1.0}, elapsed=0.5)["mass"])
+    1.25
     """
     return transforms.scale(value, 1.0 + magnitude * elapsed)

@@ -21,13 +21,21 @@ SNAPSHOTS = 3
 
 @intervention("learning_rate", magnitude=0.1, neutral=1.0, limits=(0.0, math.inf))
 def lower_learning_rate(key, value, magnitude):
-    """Multiplies the learning rate by `magnitude` while the alarm is on; zero skips the update."""
+    """Multiplies the learning rate by `magnitude` while the alarm is on; zero skips the update.
+
+    >>> float(lower_learning_rate(0.5).apply(1.0, alarm=True))
+    0.5
+    """
     return transforms.scale(value, magnitude)
 
 
 @intervention("clip_norm", magnitude=0.1, neutral=1.0, limits=(0.0, math.inf))
 def tighten_clip(key, value, magnitude):
-    """Multiplies the gradient-clipping threshold by `magnitude` while the alarm is on."""
+    """Multiplies the gradient-clipping threshold by `magnitude` while the alarm is on.
+
+    >>> float(tighten_clip(0.5).apply(1.0, alarm=True))
+    0.5
+    """
     return transforms.scale(value, magnitude)
 
 
@@ -36,6 +44,9 @@ def reset_moments(key, value, magnitude):
     """Moves the optimizer's state to (1 - magnitude) of itself at the beginning of every step with an alarm.
 
     At 1 it is zero in every entry, counts of steps too: what optax's Adam begins from.
+
+    >>> float(reset_moments(1.0).apply({"mu": 2.0}, alarm=True)["mu"])
+    0.0
     """
 
     def less(x: jax.Array) -> jax.Array:
@@ -47,7 +58,11 @@ def reset_moments(key, value, magnitude):
 
 @intervention("entropy_coefficient", magnitude=10.0, neutral=1.0, limits=(0.0, math.inf))
 def raise_entropy(key, value, magnitude):
-    """Multiplies the weight of the entropy bonus by `magnitude` while the alarm is on."""
+    """Multiplies the weight of the entropy bonus by `magnitude` while the alarm is on.
+
+    >>> float(raise_entropy(10.0).apply(1.0, alarm=False))
+    1.0
+    """
     return transforms.scale(value, magnitude)
 
 
@@ -80,6 +95,9 @@ def roll_back(key, value, magnitude, memory, *, alarm):
 
     Until there is one so old, to the oldest there is. At most once in `magnitude` steps: again and again, to the same
     state, while the alarm stays on. A replay buffer stays as it is (`jaxaudit.learner.Lasting`).
+
+    >>> float(roll_back(10).apply({"x": 1.0}, alarm=True)["x"])  # there is nothing yet to go back to
+    1.0
     """
     every = jnp.maximum(jnp.ceil(magnitude / (SNAPSHOTS - 1)).astype(jnp.int32), 1)
     restore = alarm & (memory.rest <= 0) & (memory.taken > 0)

@@ -16,7 +16,11 @@ from jaxaudit.perturbations.kinds import perturbation
 
 @perturbation("parametric", "params", magnitude=0.01, neutral=0.0, duration="once", limits=(0.0, math.inf))
 def weight_noise(key, value, magnitude):
-    """Adds Gaussian noise of standard deviation `magnitude` to every parameter (Table S4: N(0, 0.01))."""
+    """Adds Gaussian noise of standard deviation `magnitude` to every parameter (Table S4: N(0, 0.01)).
+
+    >>> weight_noise(0.01).apply({"kernel": jnp.zeros((2, 3))})["kernel"].shape
+    (2, 3)
+    """
     return transforms.add_noise(key, value, magnitude)
 
 
@@ -36,6 +40,11 @@ def layer_reset(key, value, magnitude, *, reinitialise, selected):
     A layer is one of a `Stack`'s or, in a tree without one, the parameters that share a parent (a kernel and its
     bias). Other parameters, as embeddings beside a `Stack` or a policy's standard deviation beside its networks, are
     layers where the target has nothing else. The optimizer's moments stay.
+
+    >>> params, fresh = {"layer": {"kernel": 1.0}}, {"layer": {"kernel": 0.0}}
+    >>> reset = layer_reset().apply(params, reinitialise=lambda key: fresh, selected=jnp.array([True]))
+    >>> float(reset["layer"]["kernel"])
+    0.0
     """
     unit_of, is_layer = _units(value)
     names = sorted(set(unit_of))
@@ -76,6 +85,9 @@ def critic_reset(key, value, magnitude, *, reinitialise):
     """Moves the critic's parameters p towards fresh ones, to (1 - magnitude) p + magnitude fresh (Table S1).
 
     At one it is a full reset. The optimizer's moments stay. `target` is the critic unless another is given.
+
+    >>> float(critic_reset(0.5).apply({"kernel": 2.0}, reinitialise=lambda key: {"kernel": 0.0})["kernel"])
+    1.0
     """
 
     def moved(old: jax.Array, fresh: jax.Array) -> jax.Array:
@@ -87,7 +99,11 @@ def critic_reset(key, value, magnitude, *, reinitialise):
 
 @perturbation("parametric", "params", magnitude=8.0, neutral=32.0, duration="once", limits=(2.0, 32.0))
 def quantize(key, value, magnitude):
-    """Rounds every parameter to `magnitude` bits, symmetric and uniform over each tensor's range."""
+    """Rounds every parameter to `magnitude` bits, symmetric and uniform over each tensor's range.
+
+    >>> quantize(2.0).apply(jnp.array([1.0, 0.2]))
+    Array([1., 0.], dtype=float32)
+    """
     levels = 2.0 ** (magnitude - 1.0) - 1.0
 
     def rounded(x: jax.Array) -> jax.Array:
@@ -103,6 +119,9 @@ def quantize_float(key, value, magnitude):
     """Rounds every parameter to `magnitude` bits of mantissa: 7 as in bfloat16, 3 and 2 as in the formats of 8 bits.
 
     Exponents are not limited, as where tensors are scaled into the format's range.
+
+    >>> float(quantize_float(1.0).apply(1.3))
+    1.5
     """
 
     def rounded(x: jax.Array) -> jax.Array:

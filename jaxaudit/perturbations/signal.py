@@ -13,19 +13,31 @@ from jaxaudit.perturbations.kinds import perturbation
 
 @perturbation("signal", "reward", magnitude=0.5, neutral=0.0, duration="end", limits=(0.0, math.inf))
 def reward_noise(key, value, magnitude):
-    """Adds Gaussian noise of standard deviation `magnitude` to the reward learned from (Table S4: N(0, 0.5))."""
+    """Adds Gaussian noise of standard deviation `magnitude` to the reward learned from (Table S4: N(0, 0.5)).
+
+    >>> reward_noise(0.5).apply(jnp.zeros(8)).shape
+    (8,)
+    """
     return transforms.add_noise(key, value, magnitude)
 
 
 @perturbation("signal", "reward", magnitude=10.0, neutral=1.0, duration="end")
 def reward_scale(key, value, magnitude):
-    """Multiplies the reward learned from by `magnitude`; a negative factor inverts the goal."""
+    """Multiplies the reward learned from by `magnitude`; a negative factor inverts the goal.
+
+    >>> float(reward_scale(10.0).apply(1.0))
+    10.0
+    """
     return transforms.scale(value, magnitude)
 
 
 @perturbation("signal", "reward", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0))
 def reward_flip(key, value, magnitude):
-    """Inverts each reward's sign with probability `magnitude`."""
+    """Inverts each reward's sign with probability `magnitude`.
+
+    >>> float(reward_flip(1.0).apply(2.0))
+    -2.0
+    """
     return transforms.flip_signs(key, value, magnitude)
 
 
@@ -45,6 +57,9 @@ def reward_delay(key, value, magnitude, memory, *, ends):
 
     So an episode within the window keeps its sum. Before the first arrives rewards are zero, and what is still due
     when the window closes is lost.
+
+    >>> reward_delay(1.0).apply(jnp.array([3.0, 4.0]), ends=jnp.array([False, True]))
+    Array([0., 4.], dtype=float32)
     """
     return stateful.pay_late(value, magnitude, memory, ends)
 
@@ -58,6 +73,9 @@ def adversarial_reward(key, value, magnitude, *, td_error):
     Of `transforms.CANDIDATES` uniform draws and the reward itself it takes the one whose temporal-difference error
     is most opposed to the true reward's: a pleasant surprise is lessened or turned into a disappointment, and the
     reverse.
+
+    >>> 0.5 <= float(adversarial_reward(0.5).apply(jnp.ones(1), td_error=lambda reward: reward)[0]) <= 1.0
+    True
     """
     direction = jnp.sign(td_error(value))
     return transforms.worst_draw(key, value, magnitude, lambda reward: -direction * td_error(reward))
@@ -68,6 +86,9 @@ def objective_scale(key, value, magnitude):
     """Multiplies the loss whose gradient is taken by `magnitude` (Table S1: objective perturbations).
 
     A negative factor makes the learner go uphill; of positive ones Adam sees little but through the clipping before it.
+
+    >>> float(objective_scale(-1.0).apply(2.0))
+    -2.0
     """
     return transforms.scale(value, magnitude)
 
@@ -77,17 +98,28 @@ def label_smoothing(key, value, magnitude):
     """The label smoothing of the objective becomes `magnitude` (Szegedy et al., 2016; Table S4: alpha = 0.2).
 
     The target is (1 - magnitude) on the label and magnitude spread evenly over the vocabulary.
+
+    >>> float(label_smoothing(0.25).apply(0.0))
+    0.25
     """
     return jax.tree.map(lambda x: jnp.full_like(x, magnitude), value)
 
 
 @perturbation("signal", "gradient", magnitude=0.1, neutral=0.0, duration=10, limits=(0.0, 1.0))
 def gradient_sign_flip(key, value, magnitude):
-    """Inverts the sign of a random fraction `magnitude` of the gradient's entries (Table S4: 10%)."""
+    """Inverts the sign of a random fraction `magnitude` of the gradient's entries (Table S4: 10%).
+
+    >>> float(gradient_sign_flip(1.0).apply(2.0))
+    -2.0
+    """
     return transforms.flip_signs(key, value, magnitude)
 
 
 @perturbation("signal", "gradient", magnitude=0.1, neutral=0.0, duration=10, limits=(0.0, 1.0))
 def gradient_mask(key, value, magnitude):
-    """Sets a random fraction `magnitude` of the gradient's entries to zero."""
+    """Sets a random fraction `magnitude` of the gradient's entries to zero.
+
+    >>> float(gradient_mask(1.0).apply(2.0))
+    0.0
+    """
     return transforms.drop(key, value, magnitude)
