@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-import jaxaudit
+import jaxaudit.kernels
 
 SOURCE = Path(jaxaudit.__file__).parent
 
@@ -26,3 +26,37 @@ def test_only_the_command_line_makes_reports():
     }
     assert "cli.py" in importers
     assert {name for name in importers if not name.startswith("report/")} == {"cli.py"}
+
+
+ORDER = (
+    "errors machine moments registry paths tracing kernels "
+    "metrics statistics perturbations taps learner sites "
+    "task_kinds tasks text models learners "
+    "program slots grid batches placing whole "
+    "metastate results execution audit "
+    "specification runner margins "
+    "logs stored detection report listing cli"
+).split(" ")
+"""Modules and packages, each of which imports only what stands before it."""
+
+
+def package(name):
+    """The module or package, right under jaxaudit, of a dotted name; None for others, and for jaxaudit itself."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "jaxaudit" and len(parts) > 1 else None
+
+
+def test_nothing_imports_upward():
+    sources = {path: path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")}
+    kernels = Path(jaxaudit.kernels.__file__).parent
+    sources |= dict.fromkeys(kernels.glob("*.py"), "kernels")
+    known = {name for name in sources.values() if name != "__init__"}
+    assert known == set(ORDER), "every module has its place"
+    upward = {
+        f"{mine} imports {theirs}"
+        for path, mine in sources.items()
+        if mine != "__init__"
+        for theirs in map(package, imported(path))
+        if theirs in known and ORDER.index(theirs) > ORDER.index(mine)
+    }
+    assert not upward
