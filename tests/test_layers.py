@@ -28,15 +28,16 @@ def test_only_the_command_line_makes_reports():
     assert {name for name in importers if not name.startswith("report/")} == {"cli.py"}
 
 
-ORDER = (
-    "errors machine moments registry paths tracing kernels "
-    "metrics statistics perturbations taps learner sites "
-    "task_kinds tasks text models learners "
-    "program slots grid batches placing whole "
-    "metastate results execution audit "
-    "specification runner margins "
-    "logs stored detection report listing cli"
-).split(" ")
+LAYERS = (
+    ("errors", "machine", "moments", "registry", "paths", "tracing", "kernels"),
+    ("metrics", "statistics", "perturbations", "taps", "learner", "sites"),
+    ("task_kinds", "tasks", "text", "models", "learners"),
+    ("program", "slots", "grid", "batches", "placing", "whole"),
+    ("metastate", "results", "execution", "audit"),
+    ("specification", "runner", "margins"),
+    ("logs", "stored", "detection", "report", "listing", "cli"),
+)
+ORDER = [name for layer in LAYERS for name in layer]
 """Modules and packages, each of which imports only what stands before it."""
 
 
