@@ -260,6 +260,7 @@ def select(where: jax.Array, new: Any, old: Any) -> Any:
     """Select per environment, by `where` `[N]`, in every leaf `[N, ...]` of two like trees."""
 
     def one(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(where.reshape(-1, *(1,) * (old.ndim - 1)), new, old).astype(old.dtype)
+        chosen = jnp.where(where.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+        return chosen if chosen.dtype == old.dtype else chosen.astype(old.dtype)
 
     return jax.tree.map(one, new, old)
