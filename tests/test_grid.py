@@ -12,6 +12,7 @@ from quadratic import quadratic
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.batches import layout
+from jaxaudit.execution.engine import Engine
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations import conditions
 from jaxaudit.perturbations.kinds import stateless
@@ -367,3 +368,24 @@ def test_a_registered_metric_is_measured_and_a_registered_task_is_made(monkeypat
     np.testing.assert_allclose(result.metrics["largest_drop"].values[:, 2], expected)
     ja.register("task", "mine")(lambda: "an environment")
     assert ja.tasks.make("mine") == "an environment"
+
+
+def test_a_state_before_the_first_step_is_made_once_a_seed(monkeypatch):
+    """Forks at step 0 begin as the baseline did, whose first states are kept."""
+    begun = []
+    initial = Engine.initial
+
+    def counting(self, batch):
+        begun.append(len(batch.seeds))
+        return initial(self, batch)
+
+    monkeypatch.setattr(Engine, "initial", counting)
+    spikes = ja.lr_spike(ja.sweep(2.0, 3.0), onset=0, duration=5)
+    told = ja.audit(
+        NETWORK, [spikes, ja.lr_spike(1.0, onset=0), ja.lr_spike(2.0, onset=4)], seeds=3, steps=30
+    ).telemetry
+    assert begun == [3]
+    values = told["performance"].values
+    np.testing.assert_array_equal(values[:, 3], values[:, 0])
+    np.testing.assert_allclose(values[:, 0], told["baseline_performance"].values, rtol=1e-4)
+    assert (values[:, 1] != values[:, 0]).any()
