@@ -1,0 +1,221 @@
+"""How many small faults the tests notice: a seeded sample of mutants, each against the tests that import its module.
+
+    python run.py OUT.csv [--mutants 120] [--seed 0] [--workers 2] [--limit 900] [--only GLOB]
+
+A mutant is the package with one expression changed: a sign, an operator, a comparison, a constant, a condition, an
+argument that is left out. Each is made in a copy of the repository, so that nothing here changes, and is killed if a
+test fails or does not end within the limit. Columns: module, line, what, before, after, outcome, tests, seconds. What
+survives is to be read by a person: either a test is missing, or the mutant does the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import csv
+import fnmatch
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WHERE = (
+    "jaxaudit/learners/*.py",
+    "kernels/*.py",
+    "jaxaudit/metrics.py",
+    "jaxaudit/statistics/*.py",
+    "jaxaudit/margins/*.py",
+    "jaxaudit/metastate/*.py",
+    "jaxaudit/detection/*.py",
+    "jaxaudit/perturbations/*.py",
+    "jaxaudit/tasks/episodes.py",
+    "jaxaudit/tasks/undisturbed.py",
+    "jaxaudit/taps.py",
+    "jaxaudit/program.py",
+)
+
+ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult}
+COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+LOGIC = {ast.And: ast.Or, ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+NAMES = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min", "mean": "sum", "sum": "mean"}
+NAMES |= {"any": "all", "all": "any", "exp": "log1p", "sqrt": "abs", "argmin": "argmax", "argmax": "argmin"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: of the `number`-th node of a file's syntax tree, in one of the ways there are."""
+
+    path: str
+    line: int
+    what: str
+    before: str
+    after: str
+    source: str
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """The ways in which a node may be changed, each with its name and a changed copy."""
+
+    def changed(**fields) -> ast.AST:
+        other = copy.copy(node)
+        for name, value in fields.items():
+            setattr(other, name, value)
+        return other
+
+    if isinstance(node, ast.BinOp):
+        for table, what in ((ARITHMETIC, "arithmetic"), (LOGIC, "logic")):
+            if type(node.op) in table:
+                yield what, changed(op=table[type(node.op)]())
+    elif isinstance(node, ast.BoolOp):
+        yield "logic", changed(op=LOGIC[type(node.op)]())
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not | ast.Invert):
+        yield "without the sign", node.operand
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        yield "comparison", changed(ops=[COMPARISONS[type(node.ops[0])](), *node.ops[1:]])
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "constant", changed(value=not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield "constant", changed(value=node.value + 1)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, float):
+        yield "constant", changed(value=node.value * 1.5 + (node.value == 0.0))
+    elif isinstance(node, ast.IfExp):
+        yield "condition", changed(body=node.orelse, orelse=node.body)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in NAMES:
+        name = copy.copy(node.func)
+        name.attr = NAMES[node.func.attr]
+        yield "function", changed(func=name)
+    elif isinstance(node, ast.Call) and len(node.args) > 1 and getattr(node.func, "attr", "") == "where":
+        yield "branches", changed(args=[node.args[0], *node.args[:0:-1]])
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """All mutants of a file; annotations, docstrings, messages and what is raised stay."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    spared: set[int] = set()
+    for node in ast.walk(tree):
+        parts: list[ast.AST | None] = []
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs]
+            parts = [node.returns, *(a.annotation for a in arguments), *node.decorator_list]
+        elif isinstance(node, ast.AnnAssign):
+            parts = [node.annotation]
+        elif isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
+            parts = [node]
+        spared |= {id(inner) for part in parts if part for inner in ast.walk(part)}
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for one in lines:
+        starts.append(starts[-1] + len(one.encode()))
+    raw = text.encode()
+    for node in ast.walk(tree):
+        if id(node) in spared or not hasattr(node, "lineno"):
+            continue
+        begin, end = (starts[row - 1] + column for row, column in ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)))  # fmt: skip # noqa: E501
+        for what, other in changes(node):
+            after = f"({ast.unparse(ast.fix_missing_locations(other))})"
+            source = (raw[:begin] + after.encode() + raw[end:]).decode()
+            before = raw[begin:end].decode()
+            yield Mutant(str(path.relative_to(ROOT)), node.lineno, what, before, after, source)
+
+
+def tests_of(module: str) -> list[str]:
+    """The test files that import a module, or what `jaxaudit` itself has from it."""
+    dotted = module.removesuffix(".py").replace("/", ".")
+    dotted = f"jaxaudit.{dotted}" if dotted.startswith("kernels") else dotted
+    exported = set()
+    for node in ast.walk(ast.parse((ROOT / module).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            exported.add(node.name)
+    found = []
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        imports = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+        imports |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        used = {
+            n.attr
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name | ast.Attribute)
+            and ast.unparse(n.value) in ("ja", "ja.learners", "ja.metrics", "ja.statistics")
+        }  # fmt: skip
+        if dotted in imports or used & exported:
+            found.append(str(path.relative_to(ROOT)))
+    return found
+
+
+class Copies:
+    """Copies of the repository that mutants are made in, one for each worker."""
+
+    def __init__(self, place: Path, workers: int):
+        self._free = []
+        for number in range(workers):
+            folder = place / str(number)
+            ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".pytest_cache", "*.egg-info", "__pycache__")
+            shutil.copytree(ROOT, folder, ignore=ignored)
+            (folder / "jaxaudit" / "kernels").symlink_to(folder / "kernels")
+            self._free.append(folder)
+
+    def judge(self, mutant: Mutant, limit: float) -> tuple[str, list[str], float]:
+        """What becomes of a mutant, the tests it was put to, and the seconds that took."""
+        folder, tests = self._free.pop(), tests_of(mutant.path)
+        original = (folder / mutant.path).read_text()
+        begun = time.monotonic()
+        try:
+            (folder / mutant.path).write_text(mutant.source)
+            return _tested(folder, tests, limit), tests, time.monotonic() - begun
+        finally:
+            (folder / mutant.path).write_text(original)
+            self._free.append(folder)
+
+
+def _tested(folder: Path, tests: list[str], limit: float) -> str:
+    if not tests:
+        return "no tests"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return "killed by time"
+    return {0: "survived", 1: "killed", 2: "killed"}.get(done.returncode, f"pytest {done.returncode}")
+
+
+def main() -> None:
+    """Draws, judges, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--mutants", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for the tests of one")
+    parser.add_argument("--only", default="*", help="files, e.g. 'kernels/*'")
+    given = parser.parse_args()
+    files = sorted({p for pattern in WHERE for p in ROOT.glob(pattern)})
+    every = [m for p in files if fnmatch.fnmatch(str(p.relative_to(ROOT)), given.only) for m in mutants_of(p)]
+    drawn = random.Random(given.seed).sample(every, min(given.mutants, len(every)))
+    print(f"{len(drawn)} of {len(every)} mutants, seed {given.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as place, given.out.open("w", newline="") as file:
+        copies, rows = Copies(Path(place), given.workers), csv.writer(file)
+        rows.writerow(("module", "line", "what", "before", "after", "outcome", "tests", "seconds"))
+
+        def judged(mutant: Mutant) -> tuple[Mutant, str, list[str], float]:
+            return mutant, *copies.judge(mutant, given.limit)
+
+        with ThreadPoolExecutor(given.workers) as pool:
+            for number, (m, outcome, tests, seconds) in enumerate(pool.map(judged, drawn), 1):
+                rows.writerow((m.path, m.line, m.what, m.before, m.after, outcome, " ".join(tests), f"{seconds:.0f}"))
+                file.flush()
+                print(f"{number}: {outcome} {m.path}:{m.line} {m.before} -> {m.after}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
