@@ -136,7 +136,7 @@ def test_it_learns_the_text_and_is_measured_on_text_it_does_not_read(made, train
     counts = np.bincount(text.train, minlength=257) / len(text.train)
     unigram = -np.sum(counts[counts > 0] * np.log(counts[counts > 0]))
     assert (rows["performance"][-1, :2] > -unigram + 0.8).all()
-    params = jax.tree.map(lambda x: x[0], states.learner.params)
+    params = jax.tree.map(lambda x: np.asarray(x)[0], states.learner.params)
     held_out = losses(model, params, learner.data.held_out)
     assert float(rows["performance"][-1, 0]) == pytest.approx(-float(held_out), rel=1e-4)
     perplexity = np.asarray(rows["validation_perplexity"])
@@ -159,7 +159,7 @@ def test_what_is_disturbed_is_measured_where_it_acts_and_never_in_the_performanc
         np.testing.assert_array_equal(values[:58, :2], values[:58, 2:], err_msg=name)
     assert (rows["loss"][58:, :2] != rows["loss"][58:, 2:]).all()
     for lane in range(4):
-        params = jax.tree.map(lambda x: x[lane], states.learner.params)  # noqa: B023
+        params = jax.tree.map(lambda x: np.asarray(x)[lane], states.learner.params)  # noqa: B023
         held_out = losses(made[0], params, learner.data.held_out)
         assert float(rows["performance"][-1, lane]) == pytest.approx(-float(held_out), rel=1e-5)
     by_layer = np.sqrt((np.asarray(rows["layer_gradient_norm"]) ** 2).sum(-1))
