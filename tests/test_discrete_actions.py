@@ -102,7 +102,7 @@ def test_a_policy_that_diverged_shows_at_once():
 def test_an_audit_of_cartpole_disturbs_its_dynamics():
     learner = ja.learners.ppo("CartPole-v1", **(SMALL | {"learning_rate": 1e-3}), epochs=2)
     result = ja.audit(learner, [ja.dynamics_shift(4.0, target="gravity", onset=20)], seeds=2, steps=40)
-    control, heavier = np.moveaxis(result.telemetry["performance"].values, 1, 0)
+    control, heavier = np.moveaxis(result.telemetry["acting_performance"].values, 1, 0)
     np.testing.assert_array_equal(control[:, :20], heavier[:, :20])
     assert (heavier[:, 30:] < control[:, 30:]).all()
 

@@ -80,7 +80,7 @@ class trainer:
             if audited:
                 state, telemetry = self.learner.step(state, key, taps)
                 return state, telemetry["loss"]
-            gradient, telemetry = algorithm.gradient(state.params, algorithm.read(key, taps), jnp.zeros(()))
+            gradient, telemetry = algorithm.gradient(state.params, algorithm.read(key, taps), taps)
             params, optimizer, _ = algorithm.optimizer.update(state.params, state.optimizer, gradient, taps)
             return LanguageModelState(params, optimizer), telemetry["loss"]
 

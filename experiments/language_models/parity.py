@@ -32,7 +32,7 @@ def deviations(folder: Path) -> dict[str, float]:
     tokens = reference["tokens"].astype(np.int32)
     hidden = jax.jit(lambda p, t: gpt2.apply(learner.model, p, t)[0])(params, tokens[0, :, :-1])
     logits = hidden @ params["wte"]["embedding"].T
-    gradient, telemetry = jax.jit(learner.gradient)(params, tokens[0], jnp.zeros(()))
+    gradient, telemetry = jax.jit(learner.gradient, static_argnums=2)(params, tokens[0], ja.Taps())
     found = gpt2_checkpoint.tensors(gradient)
     wanted = {name: reference[f"gradient.{name}"] for name in found}
     trained, losses = train(learner, params, tokens)
@@ -79,8 +79,8 @@ def train(learner: LanguageModel, params: gpt2.Params, tokens: np.ndarray) -> tu
 
     @jax.jit
     def step(params, optimizer, batch, index):
-        gradient, telemetry = learner.gradient(params, batch, jnp.zeros(()))
         taps = ja.Taps(index, len(tokens))
+        gradient, telemetry = learner.gradient(params, batch, taps)
         params, optimizer, _ = learner.optimizer.update(params, optimizer, gradient, taps)
         return params, optimizer, telemetry["loss"]
 
