@@ -10,9 +10,9 @@ from scipy import stats
 
 import jaxaudit as ja
 from jaxaudit.learners.normalizer import Moments
-from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
 from jaxaudit.learners.ppo import PPO, PPOSettings
 from jaxaudit.learners.rollout import Samples
+from jaxaudit.optimizer import Optimizer, linear_to_zero
 from jaxaudit.taps import Taps
 
 SMALL = PLAIN | {"hidden": (16,)}

@@ -19,8 +19,8 @@ from without_baseline import train_from_the_start
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.grid import plan
-from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
 from jaxaudit.models import gpt2
+from jaxaudit.optimizer import Optimizer, linear_to_zero
 from jaxaudit.program import compiled
 from jaxaudit.sites import find_sites
 from jaxaudit.slots import site_misfit

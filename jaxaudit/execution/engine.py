@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxaudit.batches import Batch
+from jaxaudit.execution.compiling import compiling
 from jaxaudit.grid import Grid
 from jaxaudit.learner import Telemetry
 from jaxaudit.machine import give_back
@@ -73,6 +75,15 @@ class Engine:
         self.compile_seconds = 0.0
         self._latest: tuple[Batch, Lanes] | None = None
         self._data: Any = None
+
+    def compile(self, batches: Iterable[Batch]) -> None:
+        """Has the programs of some batches compiled side by side, in the background."""
+        begun = time.perf_counter()
+        for batch in batches:
+            _compiled(*self._key(batch), self.rows)
+            if not batch.disturbed:
+                _initial(*self._key(batch))
+        self.compile_seconds += time.perf_counter() - begun
 
     def begin(self, batch: Batch, source: Callable[[int], Source]) -> LaneState:
         """A batch's first states; `source(onset)` gives the baseline's there."""
@@ -179,11 +190,15 @@ class Engine:
         program = self.grid.program if batch.disturbed else undisturbed(self.grid.program)
         return program, batch.width, batch.disturbed
 
-    def _timed(self, compile: Callable[..., jax.stages.Compiled], *key: Any) -> jax.stages.Compiled:
+    def _timed(self, program: Any, *key: Any) -> jax.stages.Compiled:
         begun = time.perf_counter()
-        compiled = compile(*key)
-        self.compile_seconds += time.perf_counter() - begun
-        return compiled
+        try:
+            return program(*key).result()
+        except Exception:
+            program.cache_clear()  # another time there may be memory for it
+            raise
+        finally:
+            self.compile_seconds += time.perf_counter() - begun
 
     def _placed(self, batch: Batch) -> Lanes:
         """A batch's lanes, on the devices."""
@@ -220,7 +235,7 @@ class Engine:
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> jax.stages.Compiled:
+def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Future[jax.stages.Compiled]:
     """Trains lanes in place: `(data, states, lanes, start, stop) -> (states, telemetry)`."""
 
     def train(data: Any, states: LaneState, lanes: Lanes, start: Any, stop: Any) -> tuple[LaneState, Telemetry]:
@@ -238,16 +253,17 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> jax.s
     results = (_by_lane(program), _sharding(program, None, "lanes"))
     # Data that no step reads lie on the devices as well, and count in what the program needs.
     jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
-    return jitted.lower(*arguments, step, step).compile()
+    return compiling(jitted.lower(*arguments, step, step))
 
 
 @functools.lru_cache(maxsize=32)
-def _initial(program: Program, width: int, disturbed: bool) -> jax.stages.Compiled:
+def _initial(program: Program, width: int, disturbed: bool) -> Future[jax.stages.Compiled]:
     """The states at step 0 of lanes with some seeds `[width]`."""
     lane = PartitionSpec("lanes")
     begin = on_devices(program, functools.partial(_first, program, disturbed), (PartitionSpec(), lane), lane)
     seeds = _shape((width,), np.uint32, _by_lane(program))
-    return jax.jit(begin, out_shardings=_by_lane(program), keep_unused=True).lower(_data(program), seeds).compile()
+    jitted = jax.jit(begin, out_shardings=_by_lane(program), keep_unused=True)
+    return compiling(jitted.lower(_data(program), seeds))
 
 
 def _first(program: Program, disturbed: bool, data: Any, seeds: jax.Array) -> LaneState:
