@@ -33,7 +33,7 @@ LAYERS = (
     ("metrics", "statistics", "perturbations", "taps", "learner", "optimizer", "sites"),
     ("task_kinds", "tasks", "text", "models", "learners"),
     ("program", "slots", "grid", "batches", "placing", "whole"),
-    ("metastate", "results", "execution", "auditing"),
+    ("metastate", "datasets", "results", "execution", "auditing"),
     ("specification", "runner", "margins"),
     ("logs", "stored", "detection", "report", "listing", "cli"),
 )
