@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh, PartitionSpec
 
 from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry, with_lasting, without_lasting
+from jaxaudit.sharding import EVERYWHERE, LANES, ROWS, on_devices
 from jaxaudit.sites import find_sites, initial_memory
 from jaxaudit.taps import STATE, Disturbance, Memory, Slot, Taps, forget
 
@@ -270,17 +270,9 @@ def advance(
         return jax.lax.fori_loop(start, stop, body, (states, rows))
 
     bounds = (jnp.int32(start), jnp.int32(stop), jnp.int32(first))
-    lane, row, none = PartitionSpec("lanes"), PartitionSpec(None, "lanes"), PartitionSpec()
-    split = on_devices(program, shard, (none, lane, lane, none, none, row, none), (lane, row))
+    specs = (EVERYWHERE, LANES, LANES, EVERYWHERE, EVERYWHERE, ROWS, EVERYWHERE)
+    split = on_devices(program.devices, shard, specs, (LANES, ROWS))
     return split(data, states, lanes, bounds[0], bounds[1], rows, bounds[2])
-
-
-def on_devices(program: Program, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """A function of lanes that each device runs for its own; the mesh axis is "lanes"."""
-    if len(program.devices) <= 1:
-        return function
-    mesh = Mesh(np.array(program.devices), ("lanes",))
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _each_lane(function: Callable, execution: Execution) -> Callable:

@@ -32,7 +32,7 @@ LAYERS = (
     ("errors", "machine", "moments", "registry", "paths", "tracing", "kernels"),
     ("metrics", "statistics", "perturbations", "taps", "learner", "optimizer", "sites"),
     ("task_kinds", "tasks", "text", "models", "learners"),
-    ("program", "slots", "grid", "batches", "placing", "whole"),
+    ("sharding", "program", "slots", "grid", "batches", "placing", "whole"),
     ("metastate", "datasets", "results", "execution", "auditing"),
     ("specification", "runner", "margins"),
     ("logs", "stored", "detection", "report", "listing", "cli"),

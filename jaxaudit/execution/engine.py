@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxaudit.batches import Batch
 from jaxaudit.execution.compiling import compiling
@@ -25,11 +25,11 @@ from jaxaudit.program import (
     Program,
     advance,
     initial,
-    on_devices,
     remembering,
     telemetry_rows,
     undisturbed,
 )
+from jaxaudit.sharding import EVERYWHERE, LANES, ROWS, laid, on_devices
 from jaxaudit.slots import disturbance
 
 PIECE = 2**26
@@ -250,7 +250,7 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Futur
         jax.tree.map(lambda x: _shape(x.shape, x.dtype, _by_lane(program)), shapes),
         jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
     )
-    results = (_by_lane(program), _sharding(program, None, "lanes"))
+    results = (_by_lane(program), _sharding(program, ROWS))
     # Data that no step reads lie on the devices as well, and count in what the program needs.
     jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
     return compiling(jitted.lower(*arguments, step, step))
@@ -259,8 +259,8 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Futur
 @functools.lru_cache(maxsize=32)
 def _initial(program: Program, width: int, disturbed: bool) -> Future[jax.stages.Compiled]:
     """The states at step 0 of lanes with some seeds `[width]`."""
-    lane = PartitionSpec("lanes")
-    begin = on_devices(program, functools.partial(_first, program, disturbed), (PartitionSpec(), lane), lane)
+    first = functools.partial(_first, program, disturbed)
+    begin = on_devices(program.devices, first, (EVERYWHERE, LANES), LANES)
     seeds = _shape((width,), np.uint32, _by_lane(program))
     jitted = jax.jit(begin, out_shardings=_by_lane(program), keep_unused=True)
     return compiling(jitted.lower(_data(program), seeds))
@@ -339,9 +339,9 @@ def _shape(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.ShapeD
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _sharding(program: Program, *axes: str | None) -> NamedSharding:
-    return NamedSharding(Mesh(np.array(program.devices), ("lanes",)), PartitionSpec(*axes))
+def _sharding(program: Program, spec: PartitionSpec = EVERYWHERE) -> NamedSharding:
+    return laid(program.devices, spec)
 
 
 def _by_lane(program: Program) -> NamedSharding:
-    return _sharding(program, "lanes")
+    return _sharding(program, LANES)
