@@ -114,7 +114,7 @@ def test_x_mem_is_the_cosine_between_update_and_first_moment(transform):
         for tree in (jax.tree.map(jnp.subtract, before, params), moment)
     )
     expected = change @ moment / np.linalg.norm(change) / np.linalg.norm(moment)
-    assert float(done.memory) == pytest.approx(expected, abs=1e-5)
+    assert float(done.persistence) == pytest.approx(expected, abs=1e-5)
 
 
 def test_outside_a_run_a_schedule_stands_at_its_beginning():

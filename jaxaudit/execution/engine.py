@@ -25,9 +25,9 @@ from jaxaudit.program import (
     Program,
     advance,
     initial,
-    remembering,
     telemetry_rows,
     undisturbed,
+    with_perturbations,
 )
 from jaxaudit.sharding import EVERYWHERE, LANES, ROWS, laid, on_devices
 from jaxaudit.slots import disturbance
@@ -268,7 +268,7 @@ def _initial(program: Program, width: int, disturbed: bool) -> Future[jax.stages
 
 def _first(program: Program, disturbed: bool, data: Any, seeds: jax.Array) -> LaneState:
     states = initial(program, data, seeds)
-    return remembering(program, states, len(seeds)) if disturbed else states
+    return with_perturbations(program, states, len(seeds)) if disturbed else states
 
 
 def _first_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
@@ -298,7 +298,7 @@ def _blank(program: Program, lanes: int, disturbed: bool, device: jax.Device) ->
 
     def make() -> LaneState:
         states = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), shapes)
-        return remembering(program, states, lanes) if disturbed else states
+        return with_perturbations(program, states, lanes) if disturbed else states
 
     return jax.jit(make, out_shardings=SingleDeviceSharding(device))
 
@@ -307,11 +307,13 @@ def _blank(program: Program, lanes: int, disturbed: bool, device: jax.Device) ->
 def _put(block: LaneState, piece: LaneState, places: jax.Array, count: jax.Array) -> LaneState:
     """Lane `places[0, i]` of the block becomes the piece's `places[1, i]`, for i below `count`.
 
-    A piece without a memory leaves the block's.
+    A piece without states of perturbations leaves the block's.
     """
     learner = _filled(block.learner, piece.learner, places, count)
-    memory = _filled(block.memory, piece.memory, places, count) if piece.memory else block.memory
-    return LaneState(learner, memory, _filled(block.watched, piece.watched, places, count))
+    perturbations = block.perturbations
+    if piece.perturbations:
+        perturbations = _filled(perturbations, piece.perturbations, places, count)
+    return LaneState(learner, perturbations, _filled(block.watched, piece.watched, places, count))
 
 
 def _filled(block: Any, piece: Any, places: jax.Array, count: jax.Array) -> Any:

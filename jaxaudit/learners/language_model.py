@@ -175,7 +175,7 @@ class LanguageModel:
             "learning_rate": update.learning_rate,
             "gradient_norm": update.gradient_norm,
             "clipped_fraction": update.clipped,
-            "x_mem": update.memory,
+            "x_mem": update.persistence,
             "x_used": update.used,
             "params_norm": optax.tree.norm(params),
             "update_norm": update.update_norm,

@@ -416,7 +416,7 @@ class OffPolicy:
             "critic_learning_rate": critic.learning_rate,
             "learning_rate": (actor.learning_rate + critic.learning_rate) / 2,
             "clipped_fraction": (actor.clipped + critic.clipped) / 2,
-            "x_mem": (actor.memory + critic.memory) / 2,
+            "x_mem": (actor.persistence + critic.persistence) / 2,
             "x_used": (actor.used + critic.used) / 2,
         }
 

@@ -134,7 +134,7 @@ class PPO(OnPolicy):
             "learning_rate": jnp.mean(updates.learning_rate),
             "gradient_norm": jnp.mean(updates.gradient_norm),
             "clipped_fraction": jnp.mean(updates.clipped),
-            "x_mem": jnp.mean(updates.memory),
+            "x_mem": jnp.mean(updates.persistence),
             "x_used": jnp.mean(updates.used),
         }
 

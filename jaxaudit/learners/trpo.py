@@ -195,7 +195,7 @@ class TRPO(OnPolicy):
         telemetry = {
             "value_loss": jnp.mean(losses),
             "learning_rate": jnp.mean(updates.learning_rate),
-            "x_mem": jnp.mean(updates.memory),
+            "x_mem": jnp.mean(updates.persistence),
         }
         return critic, optimizer, telemetry, jax.tree.map(lambda s: jnp.sqrt(jnp.mean(s[0])), squares)
 
