@@ -20,7 +20,7 @@ MINE = MetaState(LRU(size=4, hidden=(16,)), Training(iterations=120))
 class Level:
     """Scores of the first channel's value itself."""
 
-    name = "level"
+    name, family = "level", "one channel"
 
     def fit(self, clean, channels):
         return lambda runs: runs[..., 0]

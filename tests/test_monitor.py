@@ -10,12 +10,14 @@ import xarray as xr
 from planted import System
 
 from jaxaudit.metastate.channels import Channels
+from jaxaudit.metastate.charts import ChartReference
 from jaxaudit.metastate.envelope import Envelope
 from jaxaudit.metastate.gru import GRU
 from jaxaudit.metastate.kalman import Kalman
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.monitor import Expectation, Monitor
-from jaxaudit.metastate.scores import SCORES, Reference, Yardstick, begin, score
+from jaxaudit.metastate.scorer import Yardstick
+from jaxaudit.metastate.scores import SCORES, Reference, begin, score
 from jaxaudit.metastate.training import Training
 from jaxaudit.metrics import meta_state_deviation
 
@@ -133,7 +135,10 @@ def test_steps_that_were_not_recorded_are_no_alarm():
 def test_a_saved_monitor_is_the_same(tmp_path, model):
     random = np.random.default_rng(0)
     envelopes = [Envelope(*random.normal(size=(2, 9, 4)).astype(np.float32)) for _ in range(3)]
-    reference = Reference(*envelopes, tuple(random.normal(size=(3, 4, 4))))
+    matrices = random.normal(size=(3, 4, 4))
+    reference = Reference(
+        *envelopes[:2], tuple(matrices[:2]), ChartReference(envelopes[2], np.ones((9, 4)), matrices[2])
+    )
     channels = Channels.of(NAMES, runs(0).values)
     params = jax.jit(lambda key: model.init(key, len(NAMES)))(jax.random.key(0))
     known = Expectation(model, channels, params, reference, Yardstick(np.zeros(S), np.ones(S)))
@@ -170,9 +175,9 @@ def test_a_file_that_is_no_monitor_is_refused(tmp_path, monitor):
     monitor.save(path)
     with np.load(path) as file:
         arrays = dict(file)
-    arrays["description"] = np.array(str(arrays["description"]).replace('"version": 1', '"version": 99'))
+    arrays["description"] = np.array(str(arrays["description"]).replace('"version": 2', '"version": 99'))
     np.savez(path, **arrays)
-    with pytest.raises(ValueError, match="holds a monitor of version 99, and this package reads 1"):
+    with pytest.raises(ValueError, match="holds a monitor of version 99, and this package reads 2"):
         Monitor.load(path)
 
 
