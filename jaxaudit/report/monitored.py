@@ -37,13 +37,18 @@ GLOSSARY = [
     (
         "threshold, alpha",
         "An alarm is a score above the threshold, which is set so that a further clean run has one at any step with a "
-        "probability of at most alpha.",
+        "probability of at most alpha, on average over the clean runs it might have been calibrated on. With those it "
+        "was, the probability is some value about that: the fewer they are, the further it may be off.",
     ),
     (
         "distance",
         "How far a channel is from the mean of the clean runs at the same step, in their standard deviations.",
     ),
-    ("latent", "The state of the monitor's model, here in the two directions in which it varies most."),
+    (
+        "latent",
+        "The state of the monitor's model, of a chart the standardised telemetry itself; here in the two directions in "
+        "which it varies most.",
+    ),
     ("surprise", "Statistic: how badly the model expected the steps of late, over all channels."),
     ("burst", "Statistic: the same, of the worst channel."),
     ("shift", "Statistic: how far all channels together have moved to one side of what the model expected."),
@@ -113,7 +118,9 @@ def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, t
         lead = Markup("An alarm in {} of {} runs.").format("all" if hit == total else hit, total)
     alpha = about.get("alpha")
     if isinstance(alpha, int | float):
-        lead += Markup(" False alarms come in at most {}% of clean runs.").format(number(100 * alpha, digits=3))
+        lead += Markup(" False alarms come in at most {}% of clean runs on average over sets to calibrate on.").format(
+            number(100 * alpha, digits=3)
+        )
     if len(told) > MOST:
         told = [*told[:MOST], Markup("Further alarms: {}, in the table.").format(len(told) - MOST)]
     known = {"clean runs": "clean_runs", "of them to calibrate on": "calibrated_on"}
