@@ -242,6 +242,27 @@ def test_the_monitor_against_the_best_baseline(gain, said):
     assert said in verdict(rows_of_detectors(gain=gain), MINE, 0.05, 64)
 
 
+def test_the_gain_over_the_best_chart_is_told_beside_that_over_the_best_baseline():
+    rows = rows_of_detectors()
+    rows["family"] = np.where(rows.detector == MINE, "monitor", "one channel")
+    assert "chart" not in verdict(rows, MINE, 0.05, 64)
+    rows.loc[rows.detector == "z-clip of gradient_norm", ["detector", "family"]] = "MEWMA 0.1", "all channels"
+    rows.loc[rows.detector == "deviation of loss", ["detector", "family"]] = "max |z|", "all channels"
+    assert (
+        "Over the best chart of all channels without a model, <b>MEWMA 0.1</b>, the monitor gains +0.071 "
+        "(95% interval +0.052 to +0.089)." in verdict(rows, MINE, 0.05, 64)
+    )
+    rows.loc[rows.detector == "CUSUM of performance", ["detector", "family"]] = "Hotelling's T2", "all channels"
+    assert verdict(rows, MINE, 0.05, 64).count("T2") == 1
+
+
+def test_the_table_tells_what_a_detector_reads():
+    rows = rows_of_detectors().assign(family="all channels")
+    head = [column.title for column in detector_table(rows, MINE).columns][:3]
+    assert head == ["detector", "reads", "AUROC"]
+    assert detector_table(rows, MINE).rows[0][1].text == "all channels"
+
+
 def test_verdict_without_baselines_monitor_or_figures():
     rows = rows_of_detectors()
     assert "baseline" not in verdict(rows[rows.detector == MINE], MINE, 0.05, 64)
