@@ -9,13 +9,15 @@ import pytest
 import xarray as xr
 from planted import System
 
+from jaxaudit import cli
+from jaxaudit.metastate.calibration import rate_interval
 from jaxaudit.metastate.channels import Channels
-from jaxaudit.metastate.charts import ChartReference
+from jaxaudit.metastate.charts import Chart, ChartReference
 from jaxaudit.metastate.envelope import Envelope
 from jaxaudit.metastate.gru import GRU
 from jaxaudit.metastate.kalman import Kalman
 from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.monitor import Expectation, Monitor
+from jaxaudit.metastate.monitor import DEFAULT, MODELS, Expectation, Monitor
 from jaxaudit.metastate.scorer import Yardstick
 from jaxaudit.metastate.scores import SCORES, Reference, begin, score
 from jaxaudit.metastate.training import Training
@@ -129,6 +131,47 @@ def test_steps_that_were_not_recorded_are_no_alarm():
     early, late = ((x[1:, 40:].max(1) > monitor.threshold(0.05)).sum() for x in (whole, found))
     assert late <= early  # as if nothing had been left out
     assert np.median(np.abs(found[1:, 80] - whole[1:, 80])) < 0.2
+
+
+CHARTS = [Chart(), Chart(departure=(1.0,), outlier=(1.0, 0.2))]
+
+
+@pytest.mark.parametrize("model", CHARTS, ids=["MEWMA", "T2 and the furthest"])
+def test_a_monitor_may_be_a_chart(tmp_path, model):
+    """Without a model it is calibrated as one with it, names its statistics, and is the same from a file."""
+    monitor = Monitor.fit(runs(0, count=200), model=model)
+    alarmed = monitor.score(runs(7000, count=400)).score.max("step") > monitor.threshold(0.1)
+    low, high = rate_interval(len(monitor.clean), 0.1, coverage=0.999)
+    assert low - 0.05 < alarmed.mean() < high + 0.05
+    found = monitor.score(runs(77, "drift", 4.0))
+    assert (found.score.max("step") > monitor.threshold(0.1)).all()
+    assert set(found.most.values.ravel()) <= set(model.kinds)
+    assert found.latent.shape == (20, 200, len(NAMES))
+    monitor.save(tmp_path / "monitor.npz")
+    again = Monitor.load(tmp_path / "monitor.npz")
+    assert again.expectation.model == model
+    assert monitor.score(runs(5000)).identical(again.score(runs(5000)))
+    assert again.threshold(0.1) == monitor.threshold(0.1)
+
+
+def test_a_chart_allows_for_gaps():
+    clean, new = runs(0, count=60), runs(5000)
+    clean[3, 60:], clean[5, 10:20] = np.nan, np.nan
+    monitor = Monitor.fit(clean, model="chart", gaps=True)
+    whole = monitor.score(new).score.values
+    new[:, 30:40] = np.nan
+    found = monitor.score(new).score.values
+    assert np.isfinite(monitor.clean).all()
+    assert np.isnan(found[:, 30:40]).all()
+    assert np.isfinite(np.delete(found, range(30, 40), axis=1)).all()
+    np.testing.assert_allclose(found[:, 199], whole[:, 199], atol=1e-3)  # forgotten
+
+
+def test_an_unknown_model_is_refused():
+    with pytest.raises(ValueError, match="no model 'mewma'; there are: chart, lru, gru, kalman"):
+        Monitor.fit(runs(0), model="mewma")
+    assert tuple(MODELS) == cli.MODELS
+    assert cli.MODELS[0] == DEFAULT
 
 
 @pytest.mark.parametrize("model", [LRU(size=2), GRU(size=3, hidden=(4,)), Kalman(size=2)], ids=["lru", "gru", "kalman"])
