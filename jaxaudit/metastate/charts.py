@@ -104,7 +104,7 @@ class Chart:
       outlier: of those whose furthest channel is.
     """
 
-    departure: tuple[float, ...] = (0.1,)
+    departure: tuple[float, ...] = (0.05,)
     outlier: tuple[float, ...] = ()
 
     def __post_init__(self):
