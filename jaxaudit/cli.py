@@ -29,6 +29,9 @@ NO_SPACE = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, err
 
 LISTS = ("tasks", "learners", "perturbations", "interventions", "metrics")
 
+MODELS = ("chart", "lru", "gru", "kalman")
+"""Of a monitor, `metastate.monitor.MODELS`; the first is what it has where none is named."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; a failure is one sentence on stderr."""
@@ -124,6 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--step", metavar="NAME", help="the column that counts steps")
     watch.add_argument("--alpha", type=float, metavar="X", help="false alarms per clean run (0.05)")
     for command in (detect, watch):
+        command.add_argument(
+            "--model", choices=MODELS, default=MODELS[0], help="of the monitor: a chart has none (%(default)s)"
+        )
         command.add_argument("--channels", metavar="A,B,...", type=_names, help="what is read (all there is)")
         command.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")
     names = add("list", _list, "what a spec can name")
@@ -229,10 +235,12 @@ def _detect(arguments: argparse.Namespace) -> int:
     from jaxaudit.detection.folder import detect
     from jaxaudit.detection.learned import MetaState
     from jaxaudit.errors import placed
+    from jaxaudit.metastate.monitor import scorer
 
     with placed("jaxaudit detect"):
         settings = Settings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
-    folders = detect(arguments.folders, arguments.out, MetaState(), settings, arguments.channels)
+    detector = MetaState(scorer(arguments.model))
+    folders = detect(arguments.folders, arguments.out, detector, settings, arguments.channels)
     from jaxaudit.report.detection import build
 
     for folder in folders:
@@ -244,7 +252,7 @@ def _monitor(arguments: argparse.Namespace) -> int:
     prepare_jax()
     from jaxaudit.detection.monitored import Options, monitor
 
-    options = Options(channels=arguments.channels, step=arguments.step, alpha=arguments.alpha)
+    options = Options(arguments.channels, arguments.step, arguments.alpha, arguments.model)
     monitor(arguments.files, arguments.clean, arguments.out, options)
     from jaxaudit.report.detection import build
 

@@ -18,6 +18,7 @@ from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
 from jaxaudit.margins.folder import margin_of
 from jaxaudit.margins.search import Settings
+from jaxaudit.metastate.charts import Chart
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.training import Training
 from jaxaudit.metrics import MetricSettings
@@ -34,10 +35,14 @@ SMALL = LRU(size=2, hidden=(8,))
 
 
 @pytest.fixture(scope="module")
-def monitor():
-    """Fitted to clean runs, seeds 100 and above."""
-    clean = ja.audit(noisy_descent(), [], seeds=range(100, 160), steps=STEPS).telemetry
-    return ja.Monitor.fit(clean.isel(condition=0), model=SMALL, training=Training(iterations=150))
+def clean():
+    """Of seeds 100 and above."""
+    return ja.audit(noisy_descent(), [], seeds=range(100, 160), steps=STEPS).telemetry.isel(condition=0)
+
+
+@pytest.fixture(scope="module")
+def monitor(clean):
+    return ja.Monitor.fit(clean, model=SMALL, training=Training(iterations=150))
 
 
 def watched(monitor, perturbations, **settings):
@@ -66,16 +71,35 @@ def rescued(monitor):
     )
 
 
-def test_the_score_inside_is_the_score_of_the_telemetry(monitor, rescued):
-    """Online, in the program, against offline, from what was stored."""
-    outside = monitor.score(rescued).score.transpose("seed", "condition", "step").values
-    inside = rescued.monitor_score.values + monitor.threshold(ALPHA)
+def assert_online_is_offline(monitor, telemetry):
+    """The scores in the program, against those of what was stored; each alarm is a step after its score."""
+    outside = monitor.score(telemetry).score.transpose("seed", "condition", "step").values
+    inside = telemetry.monitor_score.values + monitor.threshold(ALPHA)
     finite = np.isfinite(inside)
     np.testing.assert_array_equal(finite, np.isfinite(outside))
     assert finite.mean() > 0.8
     np.testing.assert_allclose(inside[finite], outside[finite], rtol=2e-3, atol=2e-3)
-    raised = rescued.monitor_score.values[..., :-1] > 0
-    np.testing.assert_array_equal(rescued.alarm.values[..., 1:] > 0, raised)
+    raised = telemetry.monitor_score.values[..., :-1] > 0
+    np.testing.assert_array_equal(telemetry.alarm.values[..., 1:] > 0, raised)
+
+
+def test_the_score_inside_is_the_score_of_the_telemetry(monitor, rescued):
+    assert_online_is_offline(monitor, rescued)
+
+
+def test_a_chart_sets_off_interventions_as_a_model_does(clean):
+    chart = ja.Monitor.fit(clean, model=Chart(departure=(0.1,), outlier=(1.0,)))
+    acts = [ja.lower_learning_rate(0.02, onset=ONSET), ja.roll_back(10, onset=ONSET)]
+    grid = [spike(60.0), *(ja.chain(spike(60.0), act) for act in acts)]
+    found = watched(chart, grid, seeds=12, settings=WINDOWS)
+    assert_online_is_offline(chart, found)
+    for helped in (2, 3):
+        alarmed, equal = pairs(found, 1, helped)
+        assert alarmed.all()
+        assert not equal.any()
+    final = found.performance.isel(step=-1)
+    assert not (final.isel(condition=1) > -100).any()
+    assert (final.isel(condition=2) > -100).all()
 
 
 def pairs(telemetry, alone, helped):

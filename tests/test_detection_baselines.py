@@ -13,6 +13,7 @@ from statsmodels.tsa.stattools import acf
 from jaxaudit.detection.baselines import gradient_norm, standard
 from jaxaudit.detection.change_point import BATCH, BOCPD, log_odds_of_change
 from jaxaudit.detection.control_charts import CUSUM, SingleChannel, SixSigma, ZClip, cusum
+from jaxaudit.detection.multichannel_charts import CHARTS
 from jaxaudit.detection.one_channel import infinite_when_diverged
 from jaxaudit.detection.slowing_down import (
     Autocorrelation,
@@ -60,6 +61,11 @@ def autoregressive(coefficient, runs, seed):
 
 def test_standard_detectors():
     assert list(SCORES) == [
+        "Hotelling's T2",
+        *(f"MEWMA {rate}" for rate in (0.05, 0.1, 0.2, 0.4)),
+        "max |z|",
+        "T2 + max |z|",
+        "the monitor's score without its model",
         *(f"deviation of {channel}" for channel in CHANNELS),
         "CUSUM of performance",
         "rolling variance of performance",
@@ -72,7 +78,7 @@ def test_standard_detectors():
         "ZClip of gradient_norm",
     ]
     assert SixSigma("performance", sign=-1.0) in standard(["performance"])
-    assert standard(["entropy"]) == (SingleChannel("entropy"),)
+    assert standard(["entropy"]) == (*CHARTS, SingleChannel("entropy"))
 
 
 @pytest.mark.parametrize(

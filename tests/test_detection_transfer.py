@@ -1,19 +1,25 @@
 """Monitors of some learners' clean lanes, tested on another's, where it is known what carries over."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
+import xarray as xr
 from planted import System
 
 from jaxaudit.detection.comparison import Settings, splits
+from jaxaudit.detection.detector import ALL_CHANNELS, ONE_CHANNEL
 from jaxaudit.detection.folder import write_comparisons
 from jaxaudit.detection.learned import MetaState
+from jaxaudit.detection.multichannel_charts import CHARTS
 from jaxaudit.detection.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED, transfer
+from jaxaudit.metastate.charts import Chart
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.metastate.training import Training
+from jaxaudit.report import detection as report
 from jaxaudit.report.detection_tables import told as told_of
 
 SETTINGS = Settings(folds=2, alpha=0.1, fitted=0.5)
@@ -131,6 +137,31 @@ def test_files(learners, tmp_path):
     assert len(monitor.clean) == 48 - len(fit)
     first = lanes[(lanes.detector == MONITOR.name) & lanes.clean & (lanes.fold == 0)]
     assert set(np.float32(first.score)) <= set(np.float32(monitor.clean))
+
+
+def test_the_gain_over_the_best_chart_is_told_by_name_and_the_monitors_own_chart_is_no_baseline(learners, tmp_path):
+    mewma = MetaState(Chart(departure=(0.1,)))
+    (folder,) = write_comparisons([in_common(learners[0])], tmp_path / "chart", mewma, SETTINGS, lambda _: None)
+    detectors = pd.read_csv(folder / "detectors.csv").set_index("detector")
+    charts = detectors[detectors.family == ALL_CHANNELS]
+    assert len(charts) == len(CHARTS) - 1
+    assert detectors.family[mewma.name] == "monitor"
+    assert (detectors.family[[name for name in detectors.index if "deviation of" in name]] == ONE_CHANNEL).all()
+    told = json.loads((folder / "comparison.json").read_text())["best_chart"]
+    assert told["detector"] == charts.auroc.idxmax()
+    row = charts.loc[told.pop("detector")]
+    assert told == pytest.approx({name: row[name] for name in told})
+    assert row.gain_auroc == pytest.approx(detectors.auroc[mewma.name] - row.auroc)
+    assert row.gain_detected == pytest.approx(detectors.detected[mewma.name] - row.detected)
+    seen = xr.open_zarr(folder / "trajectories.zarr")
+    assert np.isfinite(seen.deviation.isel(step=slice(10, None))).all()
+    assert Monitor.load(folder / "monitor.npz").expectation.model == mewma.model
+    assert "<b>" in report.build(folder).read_text()
+
+
+def test_of_a_chart_there_are_no_parameters_to_carry_over(learners):
+    table = transfer(learners[:2], MetaState(Chart()), SETTINGS, lambda _: None)
+    assert list(table.way) == [OWN, AS_IT_IS, RECALIBRATED] * 2
 
 
 def test_one_learner_alone_is_tested_on_no_other(learners, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 from scipy import stats
 
-from jaxaudit.metastate.calibration import fewest_runs, threshold
+from jaxaudit.metastate.calibration import fewest_runs, rate_interval, threshold
 from jaxaudit.metastate.channels import Channels, series
 from jaxaudit.metastate.gru import GRU
 from jaxaudit.metastate.kalman import Kalman
@@ -185,3 +185,15 @@ def test_a_threshold_that_cannot_be_had_is_refused():
     with pytest.raises(ValueError, match=r"alpha must lie in \(0, 1\), not 1"):
         threshold(np.zeros(100), 1)
     assert threshold([1.0, np.inf, 2.0], 0.25) == np.inf
+
+
+@pytest.mark.parametrize(("runs", "alpha"), [(19, 0.05), (30, 0.1), (200, 0.05)])
+def test_the_false_alarm_rate_of_one_set_of_runs_is_beta_distributed(runs, alpha):
+    """Of uniform scores a threshold's false-alarm rate is one minus it; the average over sets is what is promised."""
+    scores = np.random.default_rng(0).random((4000, runs))
+    rates = np.array([1 - threshold(own, alpha) for own in scores])
+    assert rates.mean() <= alpha + 4 * rates.std() / np.sqrt(len(rates))
+    for coverage in (0.5, 0.9):
+        low, high = rate_interval(runs, alpha, coverage)
+        assert ((low <= rates) & (rates <= high)).mean() == pytest.approx(coverage, abs=0.03)
+    assert high > alpha  # a single set promises less than the average does

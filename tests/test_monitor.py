@@ -10,13 +10,17 @@ import xarray as xr
 from planted import System
 from scipy import signal
 
+from jaxaudit import cli
+from jaxaudit.metastate.calibration import rate_interval
 from jaxaudit.metastate.channels import Channels
+from jaxaudit.metastate.charts import Chart, ChartReference
 from jaxaudit.metastate.envelope import Envelope
 from jaxaudit.metastate.gru import GRU
 from jaxaudit.metastate.kalman import Kalman
 from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.monitor import Expectation, Monitor
-from jaxaudit.metastate.scores import DEPARTURE, SCORES, Reference, Yardstick, begin, score
+from jaxaudit.metastate.monitor import DEFAULT, MODELS, Expectation, Monitor
+from jaxaudit.metastate.scorer import Yardstick
+from jaxaudit.metastate.scores import DEPARTURE, SCORES, Reference, begin, score
 from jaxaudit.metastate.training import Training
 from jaxaudit.metrics import meta_state_deviation
 
@@ -167,11 +171,55 @@ def test_steps_that_were_not_recorded_are_no_alarm():
     assert np.median(np.abs(found[1:, 80] - whole[1:, 80])) < 0.2
 
 
+CHARTS = [Chart(), Chart(departure=(1.0,), outlier=(1.0, 0.2))]
+
+
+@pytest.mark.parametrize("model", CHARTS, ids=["MEWMA", "T2 and the furthest"])
+def test_a_monitor_may_be_a_chart(tmp_path, model):
+    """Without a model it is calibrated as one with it, names its statistics, and is the same from a file."""
+    monitor = Monitor.fit(runs(0, count=200), model=model)
+    alarmed = monitor.score(runs(7000, count=400)).score.max("step") > monitor.threshold(0.1)
+    low, high = rate_interval(len(monitor.clean), 0.1, coverage=0.999)
+    assert low - 0.05 < alarmed.mean() < high + 0.05
+    found = monitor.score(runs(77, "drift", 4.0))
+    assert (found.score.max("step") > monitor.threshold(0.1)).all()
+    assert set(found.most.values.ravel()) <= set(model.kinds)
+    assert found.latent.shape == (20, 200, len(NAMES))
+    monitor.save(tmp_path / "monitor.npz")
+    again = Monitor.load(tmp_path / "monitor.npz")
+    assert again.expectation.model == model
+    assert monitor.score(runs(5000)).identical(again.score(runs(5000)))
+    assert again.threshold(0.1) == monitor.threshold(0.1)
+
+
+def test_a_chart_allows_for_gaps():
+    clean, new = runs(0, count=60), runs(5000)
+    clean[3, 60:], clean[5, 10:20] = np.nan, np.nan
+    monitor = Monitor.fit(clean, model="chart", gaps=True)
+    whole = monitor.score(new).score.values
+    new[:, 30:40] = np.nan
+    found = monitor.score(new).score.values
+    assert np.isfinite(monitor.clean).all()
+    assert np.isnan(found[:, 30:40]).all()
+    assert np.isfinite(np.delete(found, range(30, 40), axis=1)).all()
+    np.testing.assert_allclose(found[:, 199], whole[:, 199], atol=1e-3)  # forgotten
+
+
+def test_an_unknown_model_is_refused():
+    with pytest.raises(ValueError, match="no model 'mewma'; there are: chart, lru, gru, kalman"):
+        Monitor.fit(runs(0), model="mewma")
+    assert tuple(MODELS) == cli.MODELS
+    assert cli.MODELS[0] == DEFAULT
+
+
 @pytest.mark.parametrize("model", [LRU(size=2), GRU(size=3, hidden=(4,)), Kalman(size=2)], ids=["lru", "gru", "kalman"])
 def test_a_saved_monitor_is_the_same(tmp_path, model):
     random = np.random.default_rng(0)
     envelopes = [Envelope(*random.normal(size=(2, 9, 4)).astype(np.float32)) for _ in range(3)]
-    reference = Reference(*envelopes, tuple(random.normal(size=(3, 4, 4))))
+    matrices = random.normal(size=(3, 4, 4))
+    reference = Reference(
+        *envelopes[:2], tuple(matrices[:2]), ChartReference(envelopes[2], np.ones((9, 4)), matrices[2])
+    )
     channels = Channels.of(NAMES, runs(0).values)
     params = jax.jit(lambda key: model.init(key, len(NAMES)))(jax.random.key(0))
     known = Expectation(model, channels, params, reference, Yardstick(np.zeros(S), np.ones(S)))
@@ -208,9 +256,9 @@ def test_a_file_that_is_no_monitor_is_refused(tmp_path, monitor):
     monitor.save(path)
     with np.load(path) as file:
         arrays = dict(file)
-    arrays["description"] = np.array(str(arrays["description"]).replace('"version": 1', '"version": 99'))
+    arrays["description"] = np.array(str(arrays["description"]).replace('"version": 2', '"version": 99'))
     np.savez(path, **arrays)
-    with pytest.raises(ValueError, match="holds a monitor of version 99, and this package reads 1"):
+    with pytest.raises(ValueError, match="holds a monitor of version 99, and this package reads 2"):
         Monitor.load(path)
 
 

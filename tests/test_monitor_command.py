@@ -12,7 +12,7 @@ import xarray as xr
 
 from jaxaudit.cli import main
 from jaxaudit.detection.monitored import _alpha
-from jaxaudit.metastate.monitor import Monitor
+from jaxaudit.metastate.monitor import DEFAULT, Monitor, scorer
 
 STEPS = 60
 
@@ -50,13 +50,14 @@ def logs(tmp_path_factory):
     return clean, write(folder, "good.csv", 100), write(folder, "bad.csv", 101, spike=30), odd
 
 
-@pytest.fixture(scope="module")
-def monitored(logs, tmp_path_factory):
+@pytest.fixture(scope="module", params=["chart", "lru"])
+def monitored(request, logs, tmp_path_factory):
     """Exit code, the folder, and what was said."""
     clean, *runs = logs
     out = tmp_path_factory.mktemp("out") / "scored"
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = main(["monitor", *map(str, runs), "--clean", *map(str, clean), "-o", str(out)])
+        given = [*map(str, runs), "--clean", *map(str, clean), "--model", request.param]
+        code = main(["monitor", *given, "-o", str(out)])
     return code, out, said.getvalue()
 
 
@@ -80,6 +81,16 @@ def test_a_run_that_went_wrong_is_told_from_one_that_did_not(monitored):
     page = (out / "report.html").read_text()
     assert "bad.csv" in page
     assert "alarm" in page
+
+
+def test_one_channel_is_enough(logs, tmp_path):
+    """The default monitor's meta-state then has one entry."""
+    clean, _, bad, _ = logs
+    out = tmp_path / "out"
+    given = [str(bad), "--clean", *map(str, clean), "--channels", "loss", "-o", str(out)]
+    assert main(["monitor", *given]) == 0
+    assert 300 <= pd.read_csv(out / "alarms.csv").step[0] <= 330
+    assert scorer(DEFAULT) == Monitor.load(out / "monitor.npz").expectation.model
 
 
 def sentence(capsys, *arguments):
@@ -163,13 +174,14 @@ def runs(tmp_path_factory):
     return made
 
 
-def test_runs_are_compared(runs, tmp_path, capsys):
-    assert main(["detect", *map(str, runs), "-o", str(tmp_path / "out"), "--folds", "2"]) == 0
+@pytest.mark.parametrize("model", ["chart", "lru"])
+def test_runs_are_compared(runs, tmp_path, capsys, model):
+    assert main(["detect", *map(str, runs), "-o", str(tmp_path / "out"), "--folds", "2", "--model", model]) == 0
     said = capsys.readouterr().out
     assert "68 clean and 8 disturbed lanes" in said
     (folder,) = (tmp_path / "out").iterdir()
     detectors = pd.read_csv(folder / "detectors.csv")
-    mine = detectors[detectors.detector == "meta-state (LRU)"].iloc[0]
+    mine = detectors[detectors.detector == scorer(model).title].iloc[0]
     assert mine.detected == 1
     assert mine.false_alarms <= 0.2
     assert mine.auroc > 0.98

@@ -16,7 +16,8 @@ import xarray as xr
 
 from jaxaudit import statistics
 
-WITHOUT, WITH = "full telemetry", "full telemetry, read by a monitor"
+WITHOUT = "full telemetry"
+WITH = {model: f"full telemetry, read by a monitor ({model})" for model in ("chart", "lru")}
 
 
 def main() -> None:
@@ -29,14 +30,15 @@ def main() -> None:
     common.prepare_jax(arguments.devices)
     fitting = {model: fit(model, arguments.quick) for model in ("lru", "gru")}
     timings = common.interleave(inside(arguments), arguments.repetitions)
-    ratio = common.paired_ratio(timings[WITH], timings[WITHOUT])
-    typical = statistics.bootstrap(ratio.seconds, statistic=np.median)
-    rows = [(name, timing, "") for name, timing in timings.items()]
-    rows[-1] = (WITH, timings[WITH], f"{typical.value:.3f} [{typical.low:.3f}, {typical.high:.3f}]")
+    ratios = {model: common.paired_ratio(timings[name], timings[WITHOUT]) for model, name in WITH.items()}
+    rows = [(WITHOUT, timings[WITHOUT], "")]
+    for model, ratio in ratios.items():
+        typical = statistics.bootstrap(ratio.seconds, statistic=np.median)
+        rows.append((WITH[model], timings[WITH[model]], f"{typical.value:.3f} [{typical.low:.3f}, {typical.high:.3f}]"))
     work = f"seconds for an iteration of {arguments.lanes} lanes"
     print(common.table(("program", work, "ratio, paired: median [95%]"), rows), end="\n\n")
     markdown = common.table(("model", "seconds to fit"), [(name, f"{s:.1f}") for name, s in fitting.items()])
-    common.finish(arguments, markdown, {"seconds": timings, "ratio": ratio, "fitting": fitting})
+    common.finish(arguments, markdown, {"seconds": timings, "ratio": ratios, "fitting": fitting})
 
 
 def inside(arguments) -> dict:
@@ -53,7 +55,8 @@ def inside(arguments) -> dict:
     lanes = Lanes(
         np.arange(arguments.lanes, dtype=np.uint32), jax.tree.map(lambda x: np.stack([x] * arguments.lanes), column)
     )
-    programs = {WITHOUT: program, WITH: dataclasses.replace(program, watch=watch_of(program))}
+    watched = {name: dataclasses.replace(program, watch=watch_of(program, model)) for model, name in WITH.items()}
+    programs = {WITHOUT: program, **watched}
 
     def candidate(program):
         advance = common.Advance(program, lanes, 1)
@@ -66,7 +69,7 @@ def inside(arguments) -> dict:
     return {name: candidate(program) for name, program in programs.items()}
 
 
-def watch_of(program):
+def watch_of(program, model):
     """A monitor of all channels of a program's telemetry; what it was fitted to changes nothing of what it costs."""
     from jaxaudit.metastate.monitor import Monitor
     from jaxaudit.metastate.training import Training
@@ -76,7 +79,7 @@ def watch_of(program):
     shapes, known = telemetry_shapes(program), program.learner.channels
     names = [channel for name, shape in shapes.items() for channel in channel_names(name, shape, known)]
     noise = np.random.default_rng(0).normal(size=(40, 60, len(names)))
-    monitor = Monitor.fit(named(noise, names), training=Training(iterations=1))
+    monitor = Monitor.fit(named(noise, names), model=model, training=Training(iterations=1))
     return MonitorWatch.of(monitor, 0.05, shapes, known)
 
 

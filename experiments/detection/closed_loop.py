@@ -53,7 +53,7 @@ def main() -> None:
     arguments = options.parse_args()
     prepare_jax()
     clean = xr.open_zarr(arguments.clean / "telemetry.zarr").load()
-    monitor = ja.Monitor.fit(clean.isel(condition=0))
+    monitor = ja.Monitor.fit(clean.isel(condition=0), model="lru")
     grid = []
     for disturb in DISTURBANCES[arguments.learner]:
         grid += [disturb, *(ja.chain(disturb, intervene) for intervene in INTERVENTIONS)]

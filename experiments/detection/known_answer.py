@@ -2,8 +2,9 @@
 
     python experiments/detection/known_answer.py -o OUT
 
-Three disturbances (planted.py says of what): a drift of all channels together, a growing noise of one channel, and
-one channel on its way to a fold. Shares have Wilson's intervals.
+Four disturbances (planted.py says of what): a drift of all channels together, a growing noise of one channel, one
+channel on its way to a fold, and channels that forget faster while each step's distribution stays what it was. Shares
+have Wilson's intervals.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from jaxaudit.detection.baselines import standard
 from jaxaudit.detection.comparison import Settings, compare
 from jaxaudit.detection.learned import MetaState
 from jaxaudit.detection.summary import by_condition
+from jaxaudit.metastate.lru import LRU
 
-SIZES = {"drift": 0.5, "ramp": 1.5, "fold": 0.05}
+SIZES = {"drift": 0.5, "ramp": 1.5, "fold": 0.05, "tempo": 0.1}
 """Of the disturbances, in the units of `System.runs`."""
 
 
@@ -34,7 +36,7 @@ def main() -> None:
     arguments = options.parse_args()
     prepare_jax()
     lanes = System().lanes(arguments.clean, arguments.disturbed, **SIZES)
-    said = compare(lanes, [MetaState(), *standard(lanes.channels)], Settings(alpha=arguments.alpha))
+    said = compare(lanes, [MetaState(LRU()), *standard(lanes.channels)], Settings(alpha=arguments.alpha))
     found = by_condition(said, list(said.detector.unique()))
     arguments.out.mkdir(parents=True, exist_ok=True)
     found.to_csv(arguments.out / "known_answer.csv", index=False)

@@ -24,7 +24,8 @@ class System:
 
         "drift": every channel moves by `size` of its standard deviations, within 40 steps. "ramp": the first channel's
         noise grows by the factor 1 + `size` within 80 steps. "fold": the first channel's decay goes to 1, as before a
-        saddle-node bifurcation, and it escapes beyond.
+        saddle-node bifurcation, and it escapes beyond. "tempo": every channel's decay is `size`, with noise by which
+        the channels' mean and covariance at a step stay what they are: what is usual changes in time alone.
         """
         random = np.random.default_rng(seed)
         x, rows = np.zeros((count, CHANNELS)), np.empty((count, STEPS, CHANNELS))
@@ -36,12 +37,21 @@ class System:
                 noise[:, 0] *= 1 + size * min(since / 80, 1)
             if kind == "fold":
                 decay[:, 0] += (1.0 + size - decay[:, 0]) * min(since / 100, 1)
+            if kind == "tempo" and t >= ONSET:
+                decay[:] = size
+                stationary = np.linalg.cholesky((1 - size**2) * self.covariance())
+                noise = random.normal(size=(count, CHANNELS)) @ stationary.T
             x = x * decay + noise
             if t >= 0:
                 rows[:, t] = x
         if kind == "drift":
             rows[:, ONSET:] += size * self.std * self.sign * np.clip(np.arange(STEPS - ONSET) / 40, 0, 1)[:, None]
         return rows.astype(np.float32)
+
+    def covariance(self):
+        """Of the channels at a step, `[CHANNELS, CHANNELS]`."""
+        noise = np.eye(CHANNELS) + self.loading @ self.loading.T
+        return noise / (1 - np.outer(self.decay, self.decay))
 
     def lanes(self, clean, disturbed, seed=0, **kinds):
         """`Lanes` of so many clean runs, and disturbed ones of each kind of this size; all of different seeds."""

@@ -26,9 +26,9 @@ import jaxaudit as ja
 from jaxaudit.cli import prepare_jax
 from jaxaudit.detection.lanes import gather
 from jaxaudit.metastate.channels import series
+from jaxaudit.metastate.charts import SHRINKAGE
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.monitor import Expectation
-from jaxaudit.metastate.scores import SHRINKAGE
 from jaxaudit.metastate.training import Training
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.report import style

@@ -1,4 +1,4 @@
-"""The detectors that a learned monitor has to beat."""
+"""The detectors that a monitor has to beat."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from jaxaudit.detection.change_point import BOCPD
 from jaxaudit.detection.control_charts import CUSUM, SingleChannel, SixSigma, ZClip
 from jaxaudit.detection.detector import Detector
+from jaxaudit.detection.multichannel_charts import CHARTS
 from jaxaudit.detection.slowing_down import Autocorrelation, RollingVariance
 from jaxaudit.learner import ACTING, PERFORMANCE
 
 
 def standard(channels: Sequence[str]) -> tuple[Detector, ...]:
-    """The baselines for telemetry of these channels: each channel alone, and what the literature and trainers use.
+    """The baselines for telemetry of these channels: charts of all together, each alone, and what trainers use.
 
     Detectors of performance, loss or gradient norm are left out where there is no such channel; that of performance
     is the one that training shows.
     """
     shown = ACTING if ACTING in channels else PERFORMANCE
-    detectors: list[Detector] = [SingleChannel(channel) for channel in channels]
+    detectors: list[Detector] = [*CHARTS, *(SingleChannel(channel) for channel in channels)]
     norm = gradient_norm(channels)
     if shown in channels:
         detectors += [kind(shown) for kind in (CUSUM, RollingVariance, Autocorrelation, BOCPD)]

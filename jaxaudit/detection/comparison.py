@@ -78,14 +78,15 @@ def compare(lanes: Lanes, detectors: Sequence[Detector], settings: Settings) -> 
     """What every detector says of every lane.
 
     Returns:
-      a row for each detector and lane, with the lane's columns and: fold; score, its largest; threshold; alarm, the
-      first step above it, or NEVER; late_alarm, the first at or after the onset.
+      a row for each detector and lane, with the lane's columns and: family, the detector's; fold; score, its largest;
+      threshold; alarm, the first step above it, or NEVER; late_alarm, the first at or after the onset.
     """
     parts = splits(lanes, settings)
     rows = []
     for detector in detectors:
         scores = [detector.fit(lanes.values[part.fit], lanes.channels)(lanes.values) for part in parts]
-        rows.append(judged(detector.name, lanes, scores, parts, thresholds(scores, parts, settings.alpha)))
+        said = judged(detector.name, lanes, scores, parts, thresholds(scores, parts, settings.alpha))
+        rows.append(said.assign(family=detector.family))
     return pd.concat(rows, ignore_index=True)
 
 
@@ -97,7 +98,7 @@ def thresholds(scores: Sequence[np.ndarray], parts: Sequence[Split], alpha: floa
 def judged(
     detector: str, lanes: Lanes, scores: Sequence[np.ndarray], parts: Sequence[Split], limits: Sequence[float]
 ) -> pd.DataFrame:
-    """What one detector says of every lane, in the columns of `compare`.
+    """What one detector says of every lane, in the columns of `compare` but its family.
 
     Args:
       detector: its name.

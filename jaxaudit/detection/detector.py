@@ -10,6 +10,9 @@ import numpy as np
 Score = Callable[[np.ndarray], np.ndarray]
 """From runs `[n, T, d]` to scores `[n, T]`, higher the more unusual, no NaN; a score sees its step and those before."""
 
+MONITOR, ONE_CHANNEL, ALL_CHANNELS = "monitor", "one channel", "all channels"
+"""Families: the monitor compared, and of the detectors that have no model those of one and those of all channels."""
+
 
 class Detector(Protocol):
     """A way to notice trouble.
@@ -19,10 +22,15 @@ class Detector(Protocol):
 
     Attributes:
       name: in tables.
+      family: MONITOR, ONE_CHANNEL or ALL_CHANNELS.
     """
 
     @property
     def name(self) -> str:
+        """In tables."""
+
+    @property
+    def family(self) -> str:
         """In tables."""
 
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:

@@ -14,9 +14,11 @@ import pandas as pd
 from jaxaudit.detection import view
 from jaxaudit.detection.baselines import standard
 from jaxaudit.detection.comparison import Settings, compare, judged, splits, thresholds
+from jaxaudit.detection.detector import Detector
 from jaxaudit.detection.lanes import Lanes, gather
 from jaxaudit.detection.learned import MetaState
-from jaxaudit.detection.summary import CLEAN, by_condition, summary
+from jaxaudit.detection.multichannel_charts import MultichannelChart
+from jaxaudit.detection.summary import CLEAN, best_chart, by_condition, summary
 from jaxaudit.detection.trajectories import trajectories
 from jaxaudit.detection.transfer import transfer
 from jaxaudit.errors import UserError, placed
@@ -57,7 +59,8 @@ def write_comparisons(
     """Compares the monitor with its baselines on each learner's lanes.
 
     Writes `out/LEARNER/`: lanes.csv, what each detector says of each lane; detectors.csv and conditions.csv, the
-    figures; trajectories.zarr; comparison.json; and monitor.npz, the first fold's, calibrated on all clean lanes that
+    figures; trajectories.zarr; comparison.json, with the monitor's gain over the best other chart of all channels; and
+    monitor.npz, the first fold's, calibrated on all clean lanes that
     it was not fitted to. Of several learners also `out/transfer.csv`: monitors of some tested on another. Gives the
     learners' folders.
 
@@ -99,11 +102,17 @@ def _compare(folder: Path, lanes: Lanes, detector: MetaState, settings: Settings
     known = [detector.expect(lanes.values[part.fit], lanes.channels) for part in parts]
     scores = [one.score(one.channels.pick(lanes.values, lanes.channels)) for one in known]
     mine = judged(detector.name, lanes, scores, parts, thresholds(scores, parts, settings.alpha))
-    said = pd.concat([mine, compare(lanes, standard(_read(lanes)), settings)], ignore_index=True)
+    others = compare(lanes, _others(standard(_read(lanes)), detector), settings)
+    said = pd.concat([mine.assign(family=detector.family), others], ignore_index=True)
     _write(folder, lanes, said, detector, settings)
     view.write(trajectories(lanes, known[0], settings), folder / "trajectories.zarr")
     further = np.setdiff1d(np.flatnonzero(lanes.table.clean), parts[0].fit)
     Monitor(known[0], scores[0][further].max(axis=1)).save(folder / "monitor.npz")
+
+
+def _others(baselines: Sequence[Detector], detector: MetaState) -> list[Detector]:
+    """The baselines but the chart that the monitor itself is."""
+    return [one for one in baselines if not (isinstance(one, MultichannelChart) and one.chart == detector.model)]
 
 
 def _read(lanes: Lanes) -> list[str]:
@@ -127,9 +136,19 @@ def _write(folder: Path, lanes: Lanes, said: pd.DataFrame, detector: MetaState, 
         "steps": lanes.values.shape[1],
         "runs": [str(run) for run in lanes.runs],
         "channels": _read(lanes),
+        "best_chart": _over_best_chart(figures, detector.name),
         **asdict(settings),
     }
     (folder / "comparison.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _over_best_chart(figures: pd.DataFrame, mine: str) -> dict[str, str | float] | None:
+    """The name of the best chart of all channels, and what the monitor gains over it, paired; None if there is none."""
+    best = best_chart(figures, mine)
+    if best is None:
+        return None
+    gains = [f"gain_{figure}{end}" for figure in ("auroc", "detected") for end in ("", "_low", "_high")]
+    return {"detector": best.detector, **{name: None if np.isnan(best[name]) else float(best[name]) for name in gains}}
 
 
 def _conditions(lanes: Lanes, said: pd.DataFrame, detectors: Sequence[str]) -> pd.DataFrame:

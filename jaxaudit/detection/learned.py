@@ -1,40 +1,45 @@
-"""The meta-state monitor as a detector."""
+"""The monitor as a detector."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from jaxaudit.detection.detector import Score
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.model import MetaStateModel
-from jaxaudit.metastate.monitor import Expectation
+from jaxaudit.detection.detector import MONITOR, Score
+from jaxaudit.metastate.monitor import DEFAULT, Expectation, scorer
+from jaxaudit.metastate.scorer import Scorer
 from jaxaudit.metastate.training import Training
 
 
 @dataclass(frozen=True)
 class MetaState:
-    """A meta-state model's scores, combined.
+    """The scores of a chart or of a meta-state model, combined.
 
     Attributes:
-      model: the model.
-      training: how it is fitted.
+      model: which.
+      training: how a model is fitted.
       seed: of training.
     """
 
-    model: MetaStateModel = field(default_factory=LRU)
+    model: Scorer = field(default_factory=partial(scorer, DEFAULT))
     training: Training = field(default_factory=Training)
     seed: int = 0
 
     @property
     def name(self) -> str:
         """In tables."""
-        return f"meta-state ({type(self.model).__name__})"
+        return self.model.title
+
+    @property
+    def family(self) -> str:
+        """In tables."""
+        return MONITOR
 
     def expect(self, clean: np.ndarray, channels: Sequence[str]) -> Expectation:
-        """What the model expects, fitted to clean runs `[n, T, d]`."""
+        """What is expected after clean runs `[n, T, d]`."""
         return Expectation.of(clean, channels, self.model, self.training, self.seed)
 
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:

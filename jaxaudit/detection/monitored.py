@@ -18,8 +18,7 @@ from jaxaudit.logs import Log, read, together
 from jaxaudit.metastate.calibration import rank
 from jaxaudit.metastate.channels import measured
 from jaxaudit.metastate.envelope import forward_filled
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.monitor import Monitor, calibrated_on
+from jaxaudit.metastate.monitor import DEFAULT, Monitor, calibrated_on
 from jaxaudit.metastate.training import Training
 
 ALPHA = 0.05
@@ -40,12 +39,14 @@ class Options:
       channels: what is read; None: all that the runs have in common, but clocks.
       step: the column that counts steps; None: the first with a usual name.
       alpha: false alarms per clean run; None: ALPHA, or what so few runs allow.
-      training: how the model is fitted.
+      model: by which runs are scored, one of `monitor.MODELS`.
+      training: how a state-space model is fitted.
     """
 
     channels: tuple[str, ...] | None = None
     step: str | None = None
     alpha: float | None = None
+    model: str = DEFAULT
     training: Training = field(default_factory=Training)
 
 
@@ -76,7 +77,7 @@ def monitor(
     if not measured(earlier.values).any():
         raise UserError("no channel differs between the earlier runs, so there is nothing to learn from them")
     alpha = _alpha(options.alpha, calibrated_on(len(clean)), notes)
-    fitted = Monitor.fit(earlier, model=LRU(), training=options.training, gaps=True)
+    fitted = Monitor.fit(earlier, model=options.model, training=options.training, gaps=True)
     limit = fitted.threshold(alpha)
     for note in notes:
         say(f"note: {note}")

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxaudit.detection.detector import Score
+from jaxaudit.detection.detector import ONE_CHANNEL, Score
 from jaxaudit.metastate.envelope import forward_filled
 
 
@@ -39,6 +39,11 @@ class OneChannel(ABC):
     def name(self) -> str:
         """In tables."""
         return f"{self.label} of {self.channel}"
+
+    @property
+    def family(self) -> str:
+        """In tables."""
+        return ONE_CHANNEL
 
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:
         """The score, fitted to clean runs `[n, T, d]` whose d channels have these names.

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from jaxaudit.detection.comparison import NEVER
+from jaxaudit.detection.detector import ALL_CHANNELS
 from jaxaudit.statistics import wilson
 
 REPETITIONS = 1000
@@ -19,6 +20,9 @@ FEWEST_SEEDS = 5
 CLEAN = "clean"
 """The condition of the lanes that nothing disturbs."""
 
+GAINS = ("auroc", "detected", "lead_time")
+"""Figures of which there is a difference between the monitor and every other detector."""
+
 
 def summary(said: pd.DataFrame, mine: str, seed: int = 0) -> pd.DataFrame:
     """A row for each detector, the best by AUROC first.
@@ -29,10 +33,11 @@ def summary(said: pd.DataFrame, mine: str, seed: int = 0) -> pd.DataFrame:
       seed: of the bootstrap.
 
     Returns:
-      columns false_alarms (share of clean lanes), detected (of disturbed ones), auroc, lead_time (median over the lanes
-      that collapsed, of the steps from the alarm to the collapse; minus infinity without an alarm), each with _low and
-      _high; and gain_auroc, gain_lead_time: `mine` minus this one, paired, with theirs. Intervals are of the bootstrap
-      over seeds, whose lanes come and go together; a share's is Wilson's over seeds where no seed's lanes disagree.
+      columns family, where it is known; false_alarms (share of clean lanes), detected (of disturbed ones), auroc,
+      lead_time (median over the lanes that collapsed, of the steps from the alarm to the collapse; minus infinity
+      without an alarm), each with _low and _high; and of the last three gain_auroc, gain_detected, gain_lead_time:
+      `mine` minus this one, paired, with theirs. Intervals are of the bootstrap over seeds, whose lanes come and go
+      together; a share's is Wilson's over seeds where no seed's lanes disagree.
     """
     draws = _draws(said.seed.unique(), seed)
     tables = {name: table.sort_values("lane") for name, table in said.groupby("detector", sort=False)}
@@ -40,11 +45,21 @@ def summary(said: pd.DataFrame, mine: str, seed: int = 0) -> pd.DataFrame:
     rows = []
     for name, table in tables.items():
         row = {"detector": name, **_shares(table, draws)}
-        for figure in ("auroc", "lead_time"):
-            row |= _interval(figure, figures[name][figure], _enough(table))
-            row |= _interval(f"gain_{figure}", _less(figures[mine][figure], figures[name][figure]), _enough(table))
+        if "family" in table:
+            row["family"] = table.family.iloc[0]
+        for figure in GAINS:
+            gain = _interval(f"gain_{figure}", _less(figures[mine][figure], figures[name][figure]), _enough(table))
+            row |= gain if figure == "detected" else _interval(figure, figures[name][figure], _enough(table)) | gain
         rows.append(row)
     return pd.DataFrame(rows).sort_values("auroc", ascending=False, ignore_index=True)
+
+
+def best_chart(figures: pd.DataFrame, mine: str) -> pd.Series | None:
+    """The row of `summary` of the best other chart of all channels, which has no model; None if there is none."""
+    if "family" not in figures:
+        return None
+    charts = figures[(figures.family == ALL_CHANNELS) & (figures.detector != mine)]
+    return None if charts.empty else charts.loc[charts.auroc.fillna(-1).idxmax()]
 
 
 def by_condition(said: pd.DataFrame, detectors: Sequence[str], seed: int = 0) -> pd.DataFrame:
@@ -101,9 +116,21 @@ def _draws(seeds: np.ndarray, seed: int) -> pd.DataFrame:
 
 
 def _figures(table: pd.DataFrame, draws: pd.DataFrame) -> dict[str, np.ndarray]:
-    """AUROC and median lead time of every draw."""
+    """AUROC, share detected and median lead time of every draw."""
     weights = draws[table.seed].to_numpy(float)
-    return {"auroc": _auroc(table, weights), "lead_time": _lead_time(table, weights)}
+    return {
+        "auroc": _auroc(table, weights),
+        "detected": _detected(table, weights),
+        "lead_time": _lead_time(table, weights),
+    }
+
+
+def _detected(table: pd.DataFrame, weights: np.ndarray) -> np.ndarray:
+    """The share of disturbed lanes with an alarm since the onset."""
+    disturbed = ~table.clean.to_numpy()
+    hit = table.late_alarm.to_numpy()[disturbed] != NEVER
+    with np.errstate(invalid="ignore"):
+        return weights[:, disturbed] @ hit.astype(float) / weights[:, disturbed].sum(axis=1)
 
 
 def _auroc(table: pd.DataFrame, weights: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ def trajectories(lanes: Lanes, known: Expectation, settings: Settings) -> xr.Dat
     split = splits(lanes, settings)[0]
     scores, latents = known.scores(known.channels.pick(lanes.values, lanes.channels))
     score = np.asarray(known.yardstick.combine(scores))
-    latent = known.reference.latents.standardise(latents) @ known.reference.decorrelate[1]
+    latent = known.reference.whitened(latents)
     distance = np.linalg.norm(latent, axis=-1)
     series = {
         "deviation": distance,

@@ -15,9 +15,9 @@ from jaxaudit.detection.learned import MetaState
 from jaxaudit.detection.summary import summary
 from jaxaudit.metastate.calibration import threshold
 from jaxaudit.metastate.channels import Channels, measured
-from jaxaudit.metastate.model import MetaStateModel, Params
+from jaxaudit.metastate.model import Params
 from jaxaudit.metastate.monitor import Expectation
-from jaxaudit.metastate.training import train_one
+from jaxaudit.metastate.scorer import Scorer
 
 OWN = "own"
 AS_IT_IS = "as it is"
@@ -76,7 +76,7 @@ class Source:
         if len(learners) > 1:
             read = [Channels.of(names, runs).standardise(runs) for runs in fits]
             y, seen = (_together(parts) for parts in zip(*read, strict=True))
-            params = train_one(detector.model, detector.training, y, seen, detector.seed)
+            params = detector.model.fit(detector.training, y, seen, detector.seed)
         return cls(expectation, limit, params)
 
 
@@ -110,7 +110,7 @@ def transfer(
     fitted to and calibrated on the others' lanes and not touched, so that alpha promises nothing; RECALIBRATED, the
     same scores with a threshold from the tested learner's clean lanes; RESTANDARDISED, only the model's parameters
     are the others', scale, envelopes and threshold are the tested learner's; UNTRAINED, likewise with random
-    parameters, which shows what parameters are worth.
+    parameters, which shows what parameters are worth. A chart has no parameters, and so not the last two.
 
     Args:
       learners: two or more.
@@ -162,15 +162,15 @@ def _tested(tested: Folded, sources: dict[str, Source], detector: MetaState, set
     trials = [
         Trial(lanes.learner, OWN, [_scored(detector.expect(runs, lanes.channels), lanes) for runs in tested.fits])
     ]
+    random = detector.model.init(jax.random.key(detector.seed), len(lanes.channels))
+    has_parameters = bool(jax.tree.leaves(random))
     for name, source in sources.items():
         found = [_scored(source.expectation, lanes)] * len(parts)
-        trials += [
-            Trial(name, AS_IT_IS, found, [source.limit] * len(parts)),
-            Trial(name, RECALIBRATED, found),
-            Trial(name, RESTANDARDISED, _among_own(tested, detector.model, source.params)),
-        ]
-    random = detector.model.init(jax.random.key(detector.seed), len(lanes.channels))
-    trials.append(Trial("nothing", UNTRAINED, _among_own(tested, detector.model, random)))
+        trials += [Trial(name, AS_IT_IS, found, [source.limit] * len(parts)), Trial(name, RECALIBRATED, found)]
+        if has_parameters:
+            trials.append(Trial(name, RESTANDARDISED, _among_own(tested, detector.model, source.params)))
+    if has_parameters:
+        trials.append(Trial("nothing", UNTRAINED, _among_own(tested, detector.model, random)))
     said = [
         judged(str(place), lanes, trial.scores, parts, trial.limits or thresholds(trial.scores, parts, settings.alpha))
         for place, trial in enumerate(trials)
@@ -185,7 +185,7 @@ def _scored(expectation: Expectation, lanes: Lanes) -> np.ndarray:
     return expectation.score(expectation.channels.pick(lanes.values, lanes.channels))
 
 
-def _among_own(tested: Folded, model: MetaStateModel, params: Params) -> list[np.ndarray]:
+def _among_own(tested: Folded, model: Scorer, params: Params) -> list[np.ndarray]:
     """Scores by a model of these parameters among the tested learner's own clean lanes, in every fold."""
     lanes = tested.lanes
     return [_scored(Expectation.among(runs, lanes.channels, model, params), lanes) for runs in tested.fits]

@@ -18,7 +18,7 @@ FURTHEST = 10.0
 def plane(clean: np.ndarray, others: np.ndarray) -> np.ndarray:
     """The directions `[m, COMPONENTS]` in which latents `[n, T, m]` vary most about zero, both sets counting the same.
 
-    Steps whose latent is not finite are left out.
+    Steps whose latent is not finite are left out. A latent of fewer entries has directions of length zero besides.
     """
     moments = []
     for latents in (clean, others):
@@ -27,7 +27,8 @@ def plane(clean: np.ndarray, others: np.ndarray) -> np.ndarray:
         norm = np.linalg.norm(rows, axis=1, keepdims=True)
         rows = rows * np.minimum(1.0, FURTHEST / np.maximum(norm, 1e-9))
         moments.append(rows.T @ rows / max(len(rows), 1))
-    return np.linalg.eigh(moments[0] + moments[1])[1][:, ::-1][:, :COMPONENTS]
+    directions = np.linalg.eigh(moments[0] + moments[1])[1][:, ::-1][:, :COMPONENTS]
+    return np.pad(directions, ((0, 0), (0, COMPONENTS - directions.shape[1])))
 
 
 def over_lanes(values: np.ndarray) -> np.ndarray:

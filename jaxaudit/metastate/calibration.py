@@ -1,4 +1,4 @@
-"""Thresholds with a guaranteed false-alarm rate, from clean runs a monitor was not trained on."""
+"""Thresholds for a false-alarm rate, from clean runs a monitor was not trained on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.stats import beta
 
 
 def threshold(scores: ArrayLike, alpha: float) -> float:
@@ -14,6 +15,11 @@ def threshold(scores: ArrayLike, alpha: float) -> float:
     A run's score is its largest of all steps: steps of a run depend on one another, runs do not. The threshold is
     the ceil((n + 1) (1 - alpha))-th smallest (split conformal prediction; Vovk et al., 2005): if the n runs and the
     further one are exchangeable, nothing else needs to hold, of the model or of the scores.
+
+    That probability is an average over sets of n runs to calibrate on. With one such set the false-alarm rate is
+    Beta(n + 1 - k, k) distributed, k being that rank, where scores have no ties (Vovk, 2012): for alpha = 0.05 and 19,
+    100 or 500 runs it has a mean of 0.05, 0.05 and 0.05, and in one set of ten it is above 0.11, 0.08 and 0.06.
+    `rate_interval` gives its spread.
 
     Args:
       scores: of n clean runs that the monitor was not trained on; infinite for a run that went out of bounds.
@@ -39,6 +45,18 @@ def rank(runs: int, alpha: float) -> int:
             f"it takes {fewest_runs(alpha)}, or an alpha of {1 / (runs + 1):.3g} and above"
         )
     return max(place, 1)
+
+
+def rate_interval(runs: int, alpha: float, coverage: float = 0.9) -> tuple[float, float]:
+    """Between which false-alarm rates the one of a set of n clean runs to calibrate on lies, with this probability.
+
+    Equal tails of Beta(n + 1 - k, k), k the threshold's rank: the law of the share of further runs above it, of scores
+    without ties (Vovk, 2012, "Conditional validity of inductive conformal predictors"). Raises ValueError as
+    `threshold` does.
+    """
+    place = rank(runs, alpha)
+    low, high = beta(runs + 1 - place, place).ppf([(1 - coverage) / 2, (1 + coverage) / 2])
+    return float(low), float(high)
 
 
 def fewest_runs(alpha: float) -> int:

@@ -12,6 +12,7 @@ from flax import struct
 
 from jaxaudit.metastate.model import Innovations, Params, innovations_all, one_by_one
 from jaxaudit.metastate.readout import Readout
+from jaxaudit.metastate.scores import StateSpace
 
 
 @struct.dataclass
@@ -28,7 +29,7 @@ class GRUState:
 
 
 @dataclass(frozen=True)
-class GRU:
+class GRU(StateSpace):
     """Flax's GRU cell on the telemetry and which of it was seen, read out by a perceptron.
 
     Attributes:

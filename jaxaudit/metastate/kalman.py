@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.metastate.model import Innovations, Params
+from jaxaudit.metastate.scores import StateSpace
 
 LEAST_VARIANCE = 1e-4
 """Of the observation noise, in units of a channel's own variance."""
@@ -29,7 +30,7 @@ class KalmanState:
 
 
 @dataclass(frozen=True)
-class Kalman:
+class Kalman(StateSpace):
     """x_{t+1} = A x_t + w, y_t = C x_t + v, with w ~ N(0, Q) and v ~ N(0, R), Q and R diagonal.
 
     Channels are taken one after the other (Durbin and Koopman, 2012, section 6.4), which R's being diagonal allows:

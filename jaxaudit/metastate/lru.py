@@ -11,6 +11,7 @@ from flax import struct
 from jaxaudit.kernels.linear_scan import linear_scan
 from jaxaudit.metastate.model import Innovations, Params, innovations_all
 from jaxaudit.metastate.readout import Readout
+from jaxaudit.metastate.scores import StateSpace
 
 LEAST_DECAY = 1e-5
 """Of log |Lambda| a step, so that |Lambda| is below 1 in float32 whatever the parameters are."""
@@ -30,7 +31,7 @@ class LRUState:
 
 
 @dataclass(frozen=True)
-class LRU:
+class LRU(StateSpace):
     """h_t = Lambda h_{t-1} + exp(gamma) B u_t, Lambda = exp(-exp(nu) + i phase), read out by a perceptron.
 
     The input u is the telemetry and which of it was seen. The phase is pi sigmoid(theta), where the paper has

@@ -1,9 +1,9 @@
-"""How unusual a run is at each step, from a model's latents and innovations; higher is more unusual.
+"""How unusual a run is at each step, from a state-space model's latents and innovations; higher is more unusual.
 
 Of the model's innovations: `surprise`, how badly it expected the steps of late; `burst`, the same of the worst channel;
 `shift`, how far all channels together have moved to one side, where each may have moved too little to be seen alone (a
 multivariate exponentially weighted moving average: Lowry et al., 1992). Of what a run is at a step, beside the clean
-runs at that step: `departure`, the distance of its telemetry; `outlier`, that of the furthest channel; `deviation`, the
+runs at that step: `departure` and `outlier`, which are a chart's and need no model (`charts.py`); `deviation`, the
 distance of the latent, which is the whitened, drift-corrected MSD of Table S5, squared.
 """
 
@@ -16,38 +16,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.typing import ArrayLike
 
-from jaxaudit.metastate.envelope import Envelope, forward_filled
+from jaxaudit.metastate.charts import (
+    NONE,
+    SHRINKAGE,
+    Chart,
+    ChartProgress,
+    ChartReference,
+    averaged,
+    in_gap,
+    squared_weights,
+)
+from jaxaudit.metastate.envelope import Envelope
 from jaxaudit.metastate.model import Innovations, MetaStateModel, Params, State, follow
+from jaxaudit.metastate.training import Training, train_one
 from jaxaudit.statistics.whitening import whitening
 
 SURPRISE = (1.0, 0.1)
 SHIFT = (0.2, 0.05, 0.02)
-DEPARTURE = (1.0, 0.1, 0.03)
 """Rates of the moving averages that scores are taken of; at 1, of the step alone."""
 
-SCORES = tuple(
-    f"{kind}_{rate:g}"
-    for kind, rates in (
-        ("surprise", SURPRISE),
-        ("burst", SURPRISE),
-        ("shift", SHIFT),
-        ("departure", DEPARTURE),
-        ("outlier", DEPARTURE),
-        ("deviation", (1.0,)),
-    )
-    for rate in rates
+TELEMETRY = Chart(departure=(1.0, 0.1, 0.03), outlier=(1.0, 0.1, 0.03))
+"""The scores that need no model."""
+
+SCORES = (
+    *(f"surprise_{rate:g}" for rate in SURPRISE),
+    *(f"burst_{rate:g}" for rate in SURPRISE),
+    *(f"shift_{rate:g}" for rate in SHIFT),
+    *TELEMETRY.kinds,
+    "deviation_1",
 )
 
 MOST = 4.0
 """Standard deviations that one innovation adds to `shift`: a single step's outlier is `surprise`'s to notice."""
-
-LEAST, LEAST_SPREAD = 1e-6, 0.05
-"""Of a score, and of the spread of its logarithm over clean runs."""
-
-SHRINKAGE = 0.05
-"""Of covariances towards a multiple of one, so that what channels always have in common is not divided by nothing."""
 
 
 @struct.dataclass
@@ -57,43 +58,23 @@ class Reference:
     Attributes:
       innovations: at each step, standardised ones `[T, d]`.
       latents: at each step `[T, n]`.
-      telemetry: at each step, standardised `[T, d]`.
-      decorrelate: of each of the three, the matrix by which it becomes uncorrelated with unit variance.
+      decorrelate: of each of the two, the matrix by which it becomes uncorrelated with unit variance.
+      chart: what they look like without it.
     """
 
     innovations: Envelope
     latents: Envelope
-    telemetry: Envelope
-    decorrelate: tuple[Any, Any, Any]
+    decorrelate: tuple[Any, Any]
+    chart: ChartReference
 
+    @property
+    def telemetry(self) -> Envelope:
+        """Each channel's latest standardised value, `[T, d]`."""
+        return self.chart.telemetry
 
-@struct.dataclass
-class Yardstick:
-    """By which scores of different kinds become one: what the largest of a clean run's steps is usually like.
-
-    Attributes:
-      middle: median, over clean runs, of the logarithm of each score's largest value, `[S]`.
-      spread: from there to the 97th percentile, `[S]`.
-    """
-
-    middle: Any
-    spread: Any
-
-    @classmethod
-    def of(cls, scores: np.ndarray) -> Yardstick:
-        """Of clean runs' scores `[n, T, S]`."""
-        largest = np.log(np.maximum(np.max(scores, axis=1), LEAST))
-        middle = np.median(largest, axis=0)
-        spread = np.percentile(largest, 97, axis=0) - middle
-        return cls(np.float32(middle), np.float32(np.maximum(spread, LEAST_SPREAD)))
-
-    def compare(self, scores: ArrayLike) -> jax.Array:
-        """Scores `[..., S]` on one scale: 0 and 1 are what middle and spread of clean runs' largest ones are."""
-        return (jnp.log(jnp.maximum(scores, LEAST)) - self.middle) / self.spread
-
-    def combine(self, scores: ArrayLike) -> jax.Array:
-        """The one of the scores `[..., S]` that is the most unusual: `[...]`."""
-        return jnp.max(self.compare(scores), axis=-1)
+    def whitened(self, latents: np.ndarray) -> np.ndarray:
+        """Distances of meta-states `[n, T, m]` from the clean runs', in their standard deviations, uncorrelated."""
+        return self.latents.standardise(latents) @ self.decorrelate[1]
 
 
 @struct.dataclass
@@ -106,9 +87,8 @@ class Progress:
       squares: moving averages of the mean squared innovation, `[rates]`.
       bursts: of each channel's squared innovation, `[rates, d]`.
       shifts: of the innovations, `[rates, d]`.
-      departures: of the telemetry's distance, `[rates, d]`.
-      last: the latest telemetry of each channel, `[d]`.
       weight: sum of squared weights of each moving average of shifts, `[rates]`.
+      chart: the chart's.
       gap: whether the step before was in a gap.
     """
 
@@ -118,8 +98,7 @@ class Progress:
     bursts: jax.Array
     shifts: jax.Array
     weight: jax.Array
-    departures: jax.Array
-    last: jax.Array
+    chart: ChartProgress
     gap: jax.Array
 
 
@@ -132,8 +111,7 @@ def begin(model: MetaStateModel, params: Params, channels: int) -> Progress:
         bursts=jnp.ones((len(SURPRISE), channels)),
         shifts=jnp.zeros((len(SHIFT), channels)),
         weight=jnp.zeros(len(SHIFT)),
-        departures=jnp.zeros((len(DEPARTURE), channels)),
-        last=jnp.zeros(channels),
+        chart=TELEMETRY.begin({}, channels),
         gap=jnp.bool_(False),
     )
 
@@ -147,82 +125,91 @@ def score(
     saw nothing would be somewhere else when the run goes on. What it expects of the first step after is not held
     against that.
     """
-    recorded = jnp.isfinite(reference.innovations.mean_at(progress.step))
-    gap = ~jnp.any(seen > 0) & jnp.any(recorded)
-    y = jnp.where(gap, jnp.nan_to_num(reference.telemetry.mean_at(progress.step)), y)
-    seen = jnp.where(gap, recorded, seen)
-
+    y, seen, gap = reference.chart.filled(progress.step, y, seen)
     found = model.innovations(params, progress.state, y, seen)
     state = model.advance(params, progress.state, y, seen)
-    for_innovations, for_latents, for_telemetry = reference.decorrelate
+    for_innovations, for_latents = reference.decorrelate
 
     expected = seen * ~(gap | progress.gap)
     innovation = expected * reference.innovations.standardise_step(found.standardised, progress.step)
     square = jnp.mean((innovation @ for_innovations) ** 2)
-    squares = _averaged(progress.squares, SURPRISE, square)
-    bursts = _averaged(progress.bursts, SURPRISE, innovation**2)
+    squares = averaged(progress.squares, SURPRISE, square)
+    bursts = averaged(progress.bursts, SURPRISE, innovation**2)
 
     clipped = jnp.clip(innovation, -MOST, MOST) @ for_innovations
-    shifts = _averaged(progress.shifts, SHIFT, clipped)
-    rates = jnp.array(SHIFT)
-    weight = (1 - rates) ** 2 * progress.weight + rates**2
+    shifts = averaged(progress.shifts, SHIFT, clipped)
+    weight = squared_weights(progress.weight, SHIFT)
 
-    last = jnp.where(seen > 0, y, progress.last)
-    departures = _averaged(progress.departures, DEPARTURE, reference.telemetry.standardise_step(last, progress.step))
-
+    chart, distances = TELEMETRY.score({}, reference.chart, progress.chart, y, seen)
     latent = reference.latents.standardise_step(model.latent(params, state), progress.step) @ for_latents
     scores = jnp.concatenate(
         [
             squares,
             jnp.max(bursts, -1),
             jnp.mean(shifts**2, -1) / weight,
-            jnp.mean((departures @ for_telemetry) ** 2, -1),
-            jnp.max(departures**2, -1),
+            distances,
             jnp.mean(latent**2)[None],
         ]
     )
-    return Progress(progress.step + 1, state, squares, bursts, shifts, weight, departures, last, gap), scores
-
-
-def _averaged(average: jax.Array, rates: tuple[float, ...], value: jax.Array) -> jax.Array:
-    """Moving averages `[rates, ...]`, one value `[...]` on."""
-    rate = jnp.array(rates).reshape(-1, *(1,) * value.ndim)
-    return (1 - rate) * average + rate * value
-
-
-def score_all(
-    model: MetaStateModel, params: Params, reference: Reference, y: jax.Array, seen: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Scores `[T, len(SCORES)]` and latents `[T, n]` of a whole run, `[T, d]`."""
-
-    def step(progress: Progress, row: tuple[jax.Array, jax.Array]) -> tuple[Progress, tuple[jax.Array, jax.Array]]:
-        progress, scores = score(model, params, reference, progress, *row)
-        return progress, (scores, model.latent(params, progress.state))
-
-    return jax.lax.scan(step, begin(model, params, y.shape[-1]), (y, seen))[1]
+    return Progress(progress.step + 1, state, squares, bursts, shifts, weight, chart, gap), scores
 
 
 def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray) -> Reference:
     """The reference from clean runs `[n, T, d]`; what `score` does not hold against a run is not in it."""
-    absent = np.where(seen > 0, 0.0, np.nan)
-    recorded = (seen > 0).any(0)
-    gap = ~(seen > 0).any(-1, keepdims=True) & recorded.any(-1, keepdims=True)
-    telemetry = np.where(gap, np.nan, forward_filled(y + absent))
-    usual = Envelope.of(telemetry)
-    filled = np.where(gap, np.nan_to_num(usual.mean), y).astype(y.dtype)
-    latents, found = _followed(model, params, filled, np.where(gap, recorded, seen).astype(seen.dtype))
-    unexpected = gap | np.pad(gap, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    chart, gap = ChartReference.of(y, seen), in_gap(seen)
+    filled = np.where(gap, np.nan_to_num(chart.telemetry.mean), y).astype(y.dtype)
+    latents, found = _followed(model, params, filled, np.where(gap, chart.recorded, seen).astype(seen.dtype))
+    unexpected = gap | np.pad(gap, ((0, 0), (1, 0), (0, 0)))[:, :-1] | (seen == 0)
     series = (
-        np.where(unexpected, np.nan, np.asarray(found.standardised) + absent),
+        np.where(unexpected, np.nan, np.asarray(found.standardised)),
         np.where(gap, np.nan, np.asarray(latents)),
-        telemetry,
     )
-    envelopes = [*(Envelope.of(x) for x in series[:2]), usual]
+    envelopes = [Envelope.of(x) for x in series]
     matrices = [whitening(e.standardise(x), SHRINKAGE) for e, x in zip(envelopes, series, strict=True)]
-    reference = Reference(envelopes[0], envelopes[1], envelopes[2], (matrices[0], matrices[1], matrices[2]))
-    return jax.tree.map(np.float32, reference)
+    innovations, usual = envelopes
+    return jax.tree.map(np.float32, Reference(innovations, usual, (matrices[0], matrices[1]), chart))
 
 
 @partial(jax.jit, static_argnums=0)
 def _followed(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array) -> tuple[jax.Array, Innovations]:
     return jax.vmap(partial(follow, model, params))(y, seen)
+
+
+class StateSpace:
+    """What makes a `MetaStateModel` a `Scorer`: all of SCORES; its meta-state is the latent."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of its scores."""
+        return SCORES
+
+    @property
+    def title(self) -> str:
+        """In tables."""
+        return f"meta-state ({type(self).__name__})"
+
+    def fit(self: MetaStateModel, training: Training, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
+        """Parameters of the highest likelihood of clean runs `[n, T, d]`."""
+        return train_one(self, training, y, seen, seed)
+
+    def refer(self: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray) -> Reference:
+        """What clean runs `[n, T, d]` look like to it."""
+        return refer(self, params, y, seen)
+
+    def blank(self) -> Reference:
+        """A reference in whose shape one is read."""
+        return Reference(Envelope(NONE, NONE), Envelope(NONE, NONE), (NONE, NONE), ChartReference.blank())
+
+    def begin(self: MetaStateModel, params: Params, channels: int) -> Progress:
+        """Before a run's first step."""
+        return begin(self, params, channels)
+
+    def score(
+        self: MetaStateModel, params: Params, reference: Reference, progress: Progress, y: jax.Array, seen: jax.Array
+    ) -> tuple[Progress, jax.Array]:
+        """A step's scores `[S]`, given standardised telemetry `[d]` and which of it was there."""
+        return score(self, params, reference, progress, y, seen)
+
+    def meta_state(self: MetaStateModel, params: Params, progress: Progress) -> jax.Array:
+        """The latent, `[n]`."""
+        return self.latent(params, progress.state)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxaudit.learner import Channel
 from jaxaudit.metastate.channels import standardise
 from jaxaudit.metastate.monitor import Expectation, Monitor
-from jaxaudit.metastate.scores import Progress, begin, score
+from jaxaudit.metastate.scorer import Carry
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,17 +76,17 @@ class MonitorWatch:
             found.update(np.asarray(leaf).tobytes())
         return found.hexdigest()
 
-    def begin(self) -> Progress:
+    def begin(self) -> Carry:
         """Before the first step."""
-        return begin(self.expectation.model, self.expectation.params, len(self.places))
+        return self.expectation.model.begin(self.expectation.params, len(self.places))
 
-    def follow(self, watched: Progress, telemetry: Mapping[str, jax.Array]) -> tuple[Progress, jax.Array]:
+    def follow(self, watched: Carry, telemetry: Mapping[str, jax.Array]) -> tuple[Carry, jax.Array]:
         """A step on: what is carried, and the score less the threshold."""
         known = self.expectation
         values = jnp.stack([telemetry[name].reshape(-1)[entry] for name, entry in self.places])
         center, scale = (np.float32(x) for x in (known.channels.center, known.channels.scale))
         y, seen = standardise(values, center, scale, jnp)
-        watched, scores = score(known.model, known.params, known.reference, watched, y, seen.astype(jnp.float32))
+        watched, scores = known.model.score(known.params, known.reference, watched, y, seen.astype(jnp.float32))
         gone = jnp.any(~seen & known.channels.complete)
         return watched, jnp.where(gone, jnp.inf, known.yardstick.combine(scores) - self.threshold)
 

@@ -43,9 +43,16 @@ GLOSSARY = [
     ("clean run", "A training that nothing disturbs. Detectors are fitted to some and calibrated on others."),
     ("score", "What a detector says of every step of a run, from that step and those before: higher is more unusual."),
     (
+        "reads",
+        "One channel alone, or all channels together: a control chart of their joint distance from the clean runs at "
+        "the same step, which has no model (T2: of a step; MEWMA: of a moving average of that rate; max |z|: of the "
+        "furthest channel).",
+    ),
+    (
         "false alarms per clean run",
         "Share of clean runs with an alarm at any step. The threshold is set on clean runs of its own so that the "
-        "probability of one is at most alpha; the table has the share that came about.",
+        "probability of one is at most alpha on average over such sets of runs; with one set it varies, the more the "
+        "fewer they are. The table has the share that came about.",
     ),
     ("detected", "Share of disturbed lanes with an alarm at or after the onset."),
     (
@@ -69,8 +76,8 @@ GLOSSARY = [
     ),
     (
         "meta-state deviation",
-        "Distance of the monitor's latent state from the mean of the clean runs at the same step, whitened, so that "
-        "clean runs have a standard deviation of 1 in every direction.",
+        "Distance of the monitor's latent state, of a chart that of the telemetry itself, from the mean of the clean "
+        "runs at the same step, whitened, so that clean runs have a standard deviation of 1 in every direction.",
     ),
     ("onset", "The step at which the perturbation's window opens."),
     (

@@ -60,7 +60,8 @@ def detector_table(rows: pd.DataFrame, mine: str) -> Table:
         for name, (title, show) in FIGURES.items()
         if name in rows
     ]
-    return table(rows, [word("detector"), *shown], rows["detector"] == mine, look="sortable roomy")
+    words = [word("detector"), *([word("family", "reads")] if "family" in rows else [])]
+    return table(rows, [*words, *shown], rows["detector"] == mine, look="sortable roomy")
 
 
 def _figure(row: pd.Series, name: str, show: Show, own: pd.Series) -> Cell:

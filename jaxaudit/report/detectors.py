@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from jaxaudit.detection.summary import best_chart
 from jaxaudit.report.tables import number, percent, share, signed
 
 SINGLE = "deviation of "
@@ -25,7 +26,7 @@ def further(rows: pd.DataFrame) -> pd.Series:
 
 
 def verdict(rows: pd.DataFrame | None, mine: str, alpha: float | None, clean: int | None) -> Markup:
-    """Who is best, how the monitor compares to the best baseline, and its false alarms.
+    """Who is best, how the monitor compares to the best baseline and to the best chart, and its false alarms.
 
     Args:
       rows: detectors, the best AUROC first.
@@ -44,6 +45,9 @@ def verdict(rows: pd.DataFrame | None, mine: str, alpha: float | None, clean: in
         return text
     if len(others):
         text += _against(others.iloc[0], best["detector"] == mine)
+    chart = best_chart(rows, mine)
+    if chart is not None and chart["detector"] != others.iloc[0]["detector"]:
+        text += _over_chart(chart)
     return text + _false_alarms(own.iloc[0], alpha, clean)
 
 
@@ -72,6 +76,13 @@ def _against(baseline: pd.Series, leads: bool) -> Markup:
         )
     return Markup(" {} cannot be told from {}: its AUROC differs by {}{}.").format(
         who, best, signed(gain), _interval(baseline, "gain_auroc", signed)
+    )
+
+
+def _over_chart(chart: pd.Series) -> Markup:
+    """The monitor's gain in AUROC over the best chart of all channels, in words."""
+    return Markup(" Over the best chart of all channels without a model, <b>{}</b>, the monitor gains {}{}.").format(
+        chart["detector"], signed(float(chart["gain_auroc"])), _interval(chart, "gain_auroc", signed)
     )
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 import xarray as xr
 from markupsafe import Markup
 
+from jaxaudit.metastate.calibration import fewest_runs, rate_interval
 from jaxaudit.report import monitored_figures
 from jaxaudit.report.page import HANDLING, Page, Section, Summary, listing
 from jaxaudit.report.tables import Table, figures, number, table, word
@@ -37,13 +38,18 @@ GLOSSARY = [
     (
         "threshold, alpha",
         "An alarm is a score above the threshold, which is set so that a further clean run has one at any step with a "
-        "probability of at most alpha.",
+        "probability of at most alpha, on average over the clean runs it might have been calibrated on. With those it "
+        "was, the probability is some value about that: the fewer they are, the further it may be off.",
     ),
     (
         "distance",
         "How far a channel is from the mean of the clean runs at the same step, in their standard deviations.",
     ),
-    ("latent", "The state of the monitor's model, here in the two directions in which it varies most."),
+    (
+        "latent",
+        "The state of the monitor's model, of a chart the standardised telemetry itself; here in the two directions in "
+        "which it varies most.",
+    ),
     ("surprise", "Statistic: how badly the model expected the steps of late, over all channels."),
     ("burst", "Statistic: the same, of the worst channel."),
     ("shift", "Statistic: how far all channels together have moved to one side of what the model expected."),
@@ -113,7 +119,7 @@ def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, t
         lead = Markup("An alarm in {} of {} runs.").format("all" if hit == total else hit, total)
     alpha = about.get("alpha")
     if isinstance(alpha, int | float):
-        lead += Markup(" False alarms come in at most {}% of clean runs.").format(number(100 * alpha, digits=3))
+        lead += _false_alarms(float(alpha), about.get("calibrated_on"))
     if len(told) > MOST:
         told = [*told[:MOST], Markup("Further alarms: {}, in the table.").format(len(told) - MOST)]
     known = {"clean runs": "clean_runs", "of them to calibrate on": "calibrated_on"}
@@ -123,6 +129,17 @@ def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, t
     keys.append(("threshold", number(threshold, digits=3)))
     keys += [("channels", f"{len(about['channels'])}")] if "channels" in about else []
     return Summary(lead, told, about.get("notes") or (), keys)
+
+
+def _false_alarms(alpha: float, calibrated_on: int | None) -> Markup:
+    """What share of clean runs has an alarm: on average over sets to calibrate on, and with one of this size."""
+    text = Markup(" False alarms come in at most {}% of clean runs on average").format(number(100 * alpha, digits=3))
+    if calibrated_on is None or calibrated_on < fewest_runs(alpha):
+        return text + Markup(".")
+    low, high = (number(100 * rate, digits=2) for rate in rate_interval(calibrated_on, alpha))
+    return text + Markup("; with {} to calibrate on, in {}% to {}% (nine sets of them in ten).").format(
+        calibrated_on, low, high
+    )
 
 
 def _sentence(row: pd.Series, threshold: float) -> Markup:
