@@ -54,17 +54,20 @@ def build(arguments) -> dict:
     fitting = [f for f in standard if slots.site_misfit(f(), found) is None]
     # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.
     every = chain(*(f(f.neutral, onset=0, duration="end") for f in fitting))
-    plan = grid.plan(basic, [every], seeds=arguments.lanes, steps=run)
     seeds = np.arange(arguments.lanes, dtype=np.uint32)
 
-    def lanes(condition):
-        column = grid.disturbance(condition, plan.program, run)
+    def planned(perturbation):
+        return grid.plan(basic, [perturbation], seeds=arguments.lanes, steps=run).program
+
+    def lanes(program, condition):
+        column = slots.disturbance(condition, program, run)
         return Lanes(seeds, jax.tree.map(lambda x: np.stack([x] * len(seeds)), column))
 
-    never, always = lanes(control(0)), lanes(conditions([every], run)[0])
+    program, noise = planned(every), ja.observation_noise(0.0, onset=0, duration="end")
+    never, always = lanes(program, control(0)), lanes(program, conditions([every], run)[0])
 
-    def candidate(learner, lanes):
-        program = dataclasses.replace(plan.program, learner=learner)
+    def candidate(learner, lanes, program=program):
+        program = dataclasses.replace(program, learner=learner)
         advance = common.Advance(program, lanes, arguments.steps)
         print(f"compiled in {advance.compile_seconds:.0f} s", flush=True)
         return advance, timed(advance, lanes)
@@ -76,13 +79,19 @@ def build(arguments) -> dict:
         return once
 
     tapped, closed = candidate(basic, never)
-    kinds = len(plan.program.kinds)
+    noisy = planned(noise)
+    acting, unseen = candidate(basic, lanes(noisy, control(0)), noisy)
+    kinds = len(program.slots)
     return {
         BARE: candidate(bare, Lanes(seeds, None))[1],
         "(a) basic telemetry, no kinds": candidate(basic, Lanes(seeds, None))[1],
         f"(b) basic telemetry, {kinds} kinds, windows closed": closed,
         f"(c) basic telemetry, {kinds} kinds, all windows open": timed(tapped, always),
         f"(d) full telemetry, {kinds} kinds, windows closed": candidate(full, never)[1],
+        "(e) observation noise alone, closed": unseen,
+        "(f) observation noise alone, open: copies of the environments run": timed(
+            acting, lanes(noisy, conditions([noise], run)[0])
+        ),
     }
 
 
