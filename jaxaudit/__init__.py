@@ -1,43 +1,72 @@
 """jaxaudit: how stable is this training run? See the README for the tour."""
 
-from jaxaudit import learners, metrics, statistics, tasks, text
-from jaxaudit.audit import audit
-from jaxaudit.grid import plan
-from jaxaudit.learner import Channel, Learner
-from jaxaudit.learners.optimizer import Optimizer
-from jaxaudit.margins.search import margin
-from jaxaudit.margins.table import Margins
-from jaxaudit.metastate.monitor import Monitor
-from jaxaudit.perturbations import *  # noqa: F403
-from jaxaudit.perturbations import __all__ as _perturbations
-from jaxaudit.program import compiled, run
-from jaxaudit.registry import register
-from jaxaudit.results import Result
-from jaxaudit.taps import SITES, Taps
-from jaxaudit.whole import inputs
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+# ruff: noqa: F401, F403
+if TYPE_CHECKING:  # for type checkers and editors; in a program a name is imported when it is first asked for
+    from jaxaudit import learners, metrics, statistics, tasks, text
+    from jaxaudit.auditing import audit
+    from jaxaudit.grid import plan
+    from jaxaudit.learner import Channel, Learner
+    from jaxaudit.margins.search import margin
+    from jaxaudit.margins.table import Margins
+    from jaxaudit.metastate.monitor import Monitor
+    from jaxaudit.optimizer import Optimizer
+    from jaxaudit.perturbations import *
+    from jaxaudit.program import compiled, run
+    from jaxaudit.registry import register
+    from jaxaudit.results import Result
+    from jaxaudit.taps import SITES, Taps
+    from jaxaudit.whole import inputs
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "SITES",
-    "Channel",
-    "Learner",
-    "Margins",
-    "Monitor",
-    "Optimizer",
-    "Result",
-    "Taps",
-    "audit",
-    "compiled",
-    "inputs",
-    "learners",
-    "margin",
-    "metrics",
-    "plan",
-    "register",
-    "run",
-    "statistics",
-    "tasks",
-    "text",
-    *_perturbations,
-]
+_PACKAGES = ("learners", "metrics", "statistics", "tasks", "text")
+
+_HOMES = {
+    "SITES": "taps",
+    "Channel": "learner",
+    "Learner": "learner",
+    "Margins": "margins.table",
+    "Monitor": "metastate.monitor",
+    "Optimizer": "optimizer",
+    "Result": "results",
+    "Taps": "taps",
+    "audit": "auditing",
+    "compiled": "program",
+    "inputs": "whole",
+    "margin": "margins.search",
+    "plan": "grid",
+    "register": "registry",
+    "run": "program",
+}
+"""Where the public names are; the others are perturbations."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        value: Any = __dir__()
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    elif name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    elif importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")
+    elif name in _perturbations():
+        value = getattr(importlib.import_module(f"{__name__}.perturbations"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*_PACKAGES, *_HOMES, *_perturbations()])
+
+
+def _perturbations() -> list[str]:
+    return importlib.import_module(f"{__name__}.perturbations").__all__

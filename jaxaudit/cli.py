@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxaudit.errors import UserError
-from jaxaudit.machine import caches, cores, has_cuda_plugin
+from jaxaudit.machine import cores, has_cuda_plugin, program_cache
 from jaxaudit.runner.interrupts import interrupt
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
@@ -300,7 +300,7 @@ def prepare_jax() -> None:
         with contextlib.suppress(RuntimeError):  # a backend is running already
             jax.config.update("jax_num_cpu_devices", cores())
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(caches()))
+        jax.config.update("jax_compilation_cache_dir", str(program_cache()))
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def caches() -> Path:
     except RuntimeError:  # nobody's home
         place = Path(tempfile.gettempdir())
     return place / "jaxaudit"
+
+
+def program_cache() -> Path:
+    """The folder of compiled programs, one for every kind of processor: a home may be shared by machines."""
+    kind = processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        kind += next((line for line in lines if line.startswith("flags")), "")
+    return caches() / f"xla-{zlib.crc32(kind.encode()):08x}"
 
 
 @contextlib.contextmanager

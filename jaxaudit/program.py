@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh, PartitionSpec
 
 from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry, with_lasting, without_lasting
-from jaxaudit.sites import find_sites, initial_memory
-from jaxaudit.taps import STATE, Disturbance, Memory, Slot, Taps, forget
+from jaxaudit.sharding import EVERYWHERE, LANES, ROWS, on_devices
+from jaxaudit.sites import find_sites, initial_states
+from jaxaudit.taps import STATE, Disturbance, Slot, States, Taps, forget
 
 Execution = str | int
 """How the lanes of one device run: "vmap", "map" (one after the other), or a batch size (above 16 in whole eights).
@@ -123,12 +123,12 @@ class LaneState:
 
     Attributes:
       learner: the learner's state.
-      memory: what its perturbations remember; empty in the baseline.
+      perturbations: the states of those that keep one; empty in the baseline.
       watched: what the watch knows of it; None without one.
     """
 
     learner: State
-    memory: Memory
+    perturbations: States
     watched: Watched | None = None
 
 
@@ -153,21 +153,21 @@ def forked(program: Program, baseline: LaneState, positions: jax.Array | np.ndar
     def taken(states: Any) -> Any:
         return jax.tree.map(lambda x: x[positions], states)
 
-    return remembering(program, LaneState(taken(baseline.learner), {}, taken(baseline.watched)), len(positions))
+    return with_perturbations(program, LaneState(taken(baseline.learner), {}, taken(baseline.watched)), len(positions))
 
 
-def remembering(program: Program, states: LaneState, lanes: int) -> LaneState:
+def with_perturbations(program: Program, states: LaneState, lanes: int) -> LaneState:
     """The states of `lanes` lanes as a fork group's, whose perturbations have nothing behind them."""
-    blank = memory(program)
+    blank = opening_states(program)
     filled = jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *jnp.shape(x))), blank)
     return LaneState(states.learner, filled, states.watched)
 
 
-def memory(program: Program) -> Memory:
-    """What the perturbations of a lane remember when their windows open."""
+def opening_states(program: Program) -> States:
+    """The states of a lane's perturbations when their windows open."""
     if not any(slot.kind.keeps_state for slot in program.slots):
         return {}
-    return initial_memory(program.slots, find_sites(program.learner, program.steps))
+    return initial_states(program.slots, find_sites(program.learner, program.steps))
 
 
 def lane_step(
@@ -179,9 +179,9 @@ def lane_step(
     `idle` are for each slot the steps since the window of any lane computed with this one was last open; it must not
     be batched.
     """
-    remembered = state.memory
-    if remembered and lane.disturbance is not None:
-        remembered = forget(remembered, program.slots, lane.disturbance.windows, step, memory(program))
+    kept = state.perturbations
+    if kept and lane.disturbance is not None:
+        kept = forget(kept, program.slots, lane.disturbance.windows, step, opening_states(program))
     seed = jax.random.key(lane.seed)
     learner_key = jax.random.fold_in(jax.random.fold_in(seed, 1), step)
     taps = Taps(
@@ -193,7 +193,7 @@ def lane_step(
         key=jax.random.fold_in(jax.random.fold_in(seed, 2), step),
         lane=lane.disturbance,
         idle=idle,
-        memory=remembered,
+        states=kept,
         alarm=None if state.watched is None else state.watched.alarm,
     )
     begin = with_lasting(taps(STATE, without_lasting(state.learner)), of=state.learner)
@@ -205,7 +205,7 @@ def lane_step(
         following, unusual = program.watch.follow(watched.following, telemetry)
         telemetry |= {SCORE: unusual, ALARM: watched.alarm.astype(jnp.float32)}
         watched = Watched(following, unusual > 0)
-    return LaneState(learner, taps.memory or {}, watched), telemetry
+    return LaneState(learner, taps.states or {}, watched), telemetry
 
 
 def undisturbed(program: Program) -> Program:
@@ -270,17 +270,9 @@ def advance(
         return jax.lax.fori_loop(start, stop, body, (states, rows))
 
     bounds = (jnp.int32(start), jnp.int32(stop), jnp.int32(first))
-    lane, row, none = PartitionSpec("lanes"), PartitionSpec(None, "lanes"), PartitionSpec()
-    split = on_devices(program, shard, (none, lane, lane, none, none, row, none), (lane, row))
+    specs = (EVERYWHERE, LANES, LANES, EVERYWHERE, EVERYWHERE, ROWS, EVERYWHERE)
+    split = on_devices(program.devices, shard, specs, (LANES, ROWS))
     return split(data, states, lanes, bounds[0], bounds[1], rows, bounds[2])
-
-
-def on_devices(program: Program, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """A function of lanes that each device runs for its own; the mesh axis is "lanes"."""
-    if len(program.devices) <= 1:
-        return function
-    mesh = Mesh(np.array(program.devices), ("lanes",))
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _each_lane(function: Callable, execution: Execution) -> Callable:

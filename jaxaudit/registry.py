@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterator
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -14,12 +15,16 @@ class UnknownName(ValueError):
 
 
 class Registry:
-    """Objects by name. Other packages add theirs through the entry-point group `jaxaudit.<what>s`: `jaxaudit.tasks`."""
+    """Objects by name. Other packages add theirs through the entry-point group `jaxaudit.<what>s`: `jaxaudit.tasks`.
 
-    def __init__(self, what: str):
+    `own` are the modules of this package that register entries as they are imported, which is when one is asked for.
+    """
+
+    def __init__(self, what: str, *own: str):
         self.what = what
+        self._own = own
         self._entries: dict[str, Any] = {}
-        self._plugins_loaded = False
+        self._complete = False
 
     def register(self, name: str, entry: Any = None) -> Any:
         """Adds `entry` under `name`; without `entry`, a decorator. Raises ValueError if the name is taken."""
@@ -31,22 +36,24 @@ class Registry:
         return entry
 
     def __getitem__(self, name: str) -> Any:
-        self._load_plugins()
+        self._load()
         if name not in self._entries:
             raise UnknownName(unknown(self.what, name, list(self)))
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
-        self._load_plugins()
+        self._load()
         return iter(sorted(self._entries))
 
     def __contains__(self, name: object) -> bool:
-        self._load_plugins()
+        self._load()
         return name in self._entries
 
-    def _load_plugins(self) -> None:
-        if not self._plugins_loaded:
-            self._plugins_loaded = True
+    def _load(self) -> None:
+        if not self._complete:
+            self._complete = True
+            for module in self._own:
+                import_module(f"jaxaudit.{module}")
             for point in entry_points(group=f"jaxaudit.{self.what.replace(' ', '_')}s"):
                 self.register(point.name, point.load())
 
@@ -69,11 +76,11 @@ def summary(entry: object) -> str:
     return (inspect.getdoc(entry) or "").partition("\n")[0]
 
 
-tasks = Registry("task")
-task_kinds = Registry("task kind")
-learners = Registry("learner")
-perturbations = Registry("perturbation")
-interventions = Registry("intervention")
+tasks = Registry("task", "tasks")
+task_kinds = Registry("task kind", "tasks", "text")
+learners = Registry("learner", "learners")
+perturbations = Registry("perturbation", "perturbations")
+interventions = Registry("intervention", "perturbations")
 metrics = Registry("metric")
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxaudit import tracing
 from jaxaudit.learner import Learner, without_lasting
 from jaxaudit.paths import paths_of
-from jaxaudit.taps import NEVER, ROOT, STATE, Memory, Slot, Taps, loose, misplaced
+from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Recorder:
       paths: for every site, the paths of its leaves.
       context: for every site, the names of the context given at each of its taps.
       values: for every site, the shapes and dtypes seen, by label.
-      loose: for sites where nothing can be remembered, a sentence on why.
+      loose: for sites where no state can be kept, a sentence on why.
       lost: for sites that cannot be disturbed at all where they are tapped, a sentence on why.
-      carried: whether this place can keep memory.
+      carried: whether this place can keep a state.
       home: where it was made.
     """
 
@@ -73,7 +73,7 @@ class Recorder:
         return jnp.int32(NEVER)
 
     def fold_in(self, index: Any) -> Recorder:
-        """A recorder of the same sites, at a place that keeps no memory."""
+        """A recorder of the same sites, at a place that keeps no state."""
         return replace(self, carried=False, home=tracing.here())
 
     def scan(self, body: Callable, init: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
@@ -99,7 +99,7 @@ class Recorder:
 class Sites:
     """Where a learner can be disturbed: `paths[site]` are the leaves there, `context[site]` what the tap offers.
 
-    `values[site][label]` are the shapes that pass, and `loose[site]` and `lost[site]` say why no memory can be kept
+    `values[site][label]` are the shapes that pass, and `loose[site]` and `lost[site]` say why no state can be kept
     there, or nothing disturbed.
     """
 
@@ -142,10 +142,10 @@ def trace(learner: Learner, recorder: Recorder) -> None:
     jax.eval_shape(traced, jax.eval_shape(learner.begin, key, data), key, jnp.int32(0), data)
 
 
-def initial_memory(slots: tuple[Slot, ...], sites: Sites) -> Memory:
-    """What kinds that keep state remember when their windows open, for one lane."""
+def initial_states(slots: tuple[Slot, ...], sites: Sites) -> States:
+    """The states of one lane's perturbations when their windows open."""
     return {
-        slot.id: {label or ROOT: slot.memory(value) for label, value in sites.values[slot.kind.site].items()}
+        slot.id: {label or ROOT: slot.init(value) for label, value in sites.values[slot.kind.site].items()}
         for slot in slots
         if slot.kind.keeps_state
     }

@@ -52,7 +52,7 @@ class Slot:
       kind: of perturbation.
       occurrence: 0, or 1, 2, ... where one condition chains the same kind several times.
       copy: 0, or 1, 2, ... where chains have it in different orders among the kinds of its site.
-      most: the largest magnitude of the grid, for kinds whose memory depends on it.
+      most: the largest magnitude of the grid, for kinds whose state depends on it.
     """
 
     kind: Kind
@@ -70,9 +70,9 @@ class Slot:
         """A number that tells this kind's random stream from every other kind's, whatever else is in the grid."""
         return zlib.crc32(f"{self.kind.name}/{self.occurrence}".encode()) & 0x7FFFFFFF
 
-    def memory(self, value: Any) -> Any:
-        """What is remembered of values like this one when the window opens."""
-        return self.kind.memory(value, self.most) if self.kind.sized else self.kind.memory(value)
+    def init(self, value: Any) -> Any:
+        """The state, for values like this one, when the window opens."""
+        return self.kind.init(value, self.most) if self.kind.sized else self.kind.init(value)
 
 
 NEVER = 2**30
@@ -128,8 +128,8 @@ class Disturbance:
 OFFERED = ("selected", "elapsed", "alarm")
 """Context every tap offers: the paths the target selects (bool `[paths]`), `Windows.elapsed`, and the lane's alarm."""
 
-Memory = dict[str, dict[str, Any]]
-"""What kinds that keep state remember in one lane, by the slot's id and the tap's label (ROOT where it has none)."""
+States = dict[str, dict[str, Any]]
+"""Of one lane's perturbations that keep state, by the slot's id and the tap's label (ROOT where it has none)."""
 
 ROOT = "value"
 
@@ -145,8 +145,8 @@ class Taps:
       step: the current step, int32 scalar, the same for all lanes (so `lax.cond` on it stays a branch).
       steps: the number of steps of the whole run, or None outside an audit.
       data: the learner's `data`.
-      memory: what the perturbations that keep state remember; each call at their site moves it on. None where it
-        cannot be kept: in a loop that does not carry it (see `scan`).
+      states: of the perturbations that keep state; each call at their site moves them on. None where they cannot be
+        kept: in a loop that does not carry them (see `scan`).
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class Taps:
         key: jax.Array | None = None,
         lane: Disturbance | None = None,
         idle: Any = None,
-        memory: Memory | None = None,
+        states: States | None = None,
         alarm: jax.Array | None = None,
     ):
-        self.memory = memory
+        self.states = states
         self.step = step
         self.steps = steps
         self.data = data
@@ -231,50 +231,50 @@ class Taps:
     ) -> tuple[Any, Any]:
         """`jax.lax.scan` for `body(taps, carry, x) -> (carry, y)`, with taps of its own for each turn.
 
-        What a perturbation remembers is carried from turn to turn.
+        The states of perturbations are carried from turn to turn.
         """
 
-        def turn(state: tuple[Any, Memory | None], numbered: tuple[jax.Array, Any]):
-            carry, memory = state
+        def turn(carried: tuple[Any, States | None], numbered: tuple[jax.Array, Any]):
+            carry, states = carried
             index, x = numbered
-            here = self._within(index, memory)
+            here = self._within(index, states)
             carry, y = body(here, carry, x)
             calls.update(here._calls)
-            return (carry, here.memory), y
+            return (carry, here.states), y
 
         calls: dict[str, int] = {}
-        (carry, self.memory), ys = jax.lax.scan(turn, (init, self.memory), _numbered(xs, length))
+        (carry, self.states), ys = jax.lax.scan(turn, (init, self.states), _numbered(xs, length))
         self._calls |= calls  # the turns of another loop draw other randomness
         return carry, ys
 
     def cond(self, chosen: jax.Array, body: Callable[[Taps, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
         """`body(taps, carry) -> (carry, y)` where `chosen`, else the carry as it is and zeros; as `jax.lax.cond`.
 
-        What a perturbation remembers is carried through either branch.
+        The states of perturbations are carried through either branch.
         """
 
-        def do(carry: Any, memory: Memory | None) -> tuple[Any, Any, Memory | None]:
-            here = self._here(self._key, memory)
+        def do(carry: Any, states: States | None) -> tuple[Any, Any, States | None]:
+            here = self._here(self._key, states)
             carry, y = body(here, carry)
             calls.update(here._calls)
-            return carry, y, here.memory
+            return carry, y, here.states
 
-        def skip(carry: Any, memory: Memory | None) -> tuple[Any, Any, Memory | None]:
+        def skip(carry: Any, states: States | None) -> tuple[Any, Any, States | None]:
             shapes = jax.eval_shape(lambda carry: body(self.closed, carry)[1], carry)
-            return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), memory
+            return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), states
 
         calls: dict[str, int] = {}
-        carry, y, self.memory = jax.lax.cond(chosen, do, skip, carry, self.memory)
+        carry, y, self.states = jax.lax.cond(chosen, do, skip, carry, self.states)
         self._calls |= calls
         return carry, y
 
-    def _within(self, index: Any, memory: Memory | None) -> Taps:
-        return self._here(self._key if self._key is None else jax.random.fold_in(self._key, index), memory)
+    def _within(self, index: Any, states: States | None) -> Taps:
+        return self._here(self._key if self._key is None else jax.random.fold_in(self._key, index), states)
 
-    def _here(self, key: jax.Array | None, memory: Memory | None) -> Taps:
+    def _here(self, key: jax.Array | None, states: States | None) -> Taps:
         """The same taps at the place where this is called."""
         taps = copy.copy(self)
-        taps._key, taps.memory, taps._calls, taps._home = key, memory, dict(self._calls), tracing.here()
+        taps._key, taps.states, taps._calls, taps._home = key, states, dict(self._calls), tracing.here()
         return taps
 
     def _disturb(self, index: int, slot: Slot, call: int, value: Any, label: str, context: dict) -> Any:
@@ -293,7 +293,7 @@ class Taps:
         leaf_paths = paths_of(value, label)
         rows = np.array([known.index(path) for path in leaf_paths], dtype=np.int32)
 
-        def disturbed(value: Any, memory: Any) -> tuple[Any, Any]:
+        def disturbed(value: Any, state: Any) -> tuple[Any, Any]:
             magnitude = lane.magnitude[index]
             windows = jax.tree.map(lambda field: field[index], lane.windows)
             active = windows.open(step) & (magnitude != kind.neutral)
@@ -302,30 +302,29 @@ class Taps:
             offered = {"selected": selected, "elapsed": windows.elapsed(step), "alarm": alarm, **context}
             given = {name: offered[name] for name in kind.needs}
             own = jax.random.fold_in(jax.random.fold_in(key, slot.stream), call)
-            changed, after = kind.apply(own, value, magnitude, memory, **given)
-            return _select(active & selected, changed, value), _where(active, after, memory)
+            changed, after = kind.apply(own, value, magnitude, state, **given)
+            return _select(active & selected, changed, value), _where(active, after, state)
 
-        remembered = self._remembered(slot, label)
         value, after = jax.lax.cond(
-            self._idle[index] == 0, disturbed, lambda value, memory: (value, memory), value, remembered
+            self._idle[index] == 0, disturbed, lambda value, state: (value, state), value, self._state(slot, label)
         )
         if kind.keeps_state:
-            assert self.memory is not None, "or it could not have been read"
-            self.memory = {**self.memory, slot.id: {**self.memory[slot.id], label or ROOT: after}}
+            assert self.states is not None, "or it could not have been read"
+            self.states = {**self.states, slot.id: {**self.states[slot.id], label or ROOT: after}}
         return value
 
-    def _remembered(self, slot: Slot, label: str) -> Any:
+    def _state(self, slot: Slot, label: str) -> Any:
         if not slot.kind.keeps_state:
             return ()
-        if self.memory is None:
+        if self.states is None:
             raise ValueError(f"perturbation '{slot.kind.name}' {loose(slot.kind.site)}")
-        return self.memory[slot.id][label or ROOT]
+        return self.states[slot.id][label or ROOT]
 
 
 def misplaced(site: str, home: Any, keeps_state: bool) -> str | None:
     """None, or what to say of a perturbation at a tap called here whose taps were made at `home`, if it fails there.
 
-    Where a body runs several times, all turns would draw the same noise; and what is remembered would be lost.
+    Where a body runs several times, all turns would draw the same noise; and a state would be lost.
     """
     around = tracing.between(home)
     if loop := next((name for name in around if tracing.repeats(name)), None):
@@ -347,16 +346,16 @@ INSIDE = {
 
 
 def loose(site: str) -> str:
-    """What to say of a perturbation that keeps state, at a site tapped where nothing can be remembered."""
+    """What to say of a perturbation that keeps state, at a site tapped where none can be kept."""
     return (
         f"keeps state, and the learner taps '{site}' in a loop that does not carry it; write that loop with taps.scan"
     )
 
 
-def forget(memory: Memory, slots: tuple[Slot, ...], windows: Windows, step: jax.Array, initial: Memory) -> Memory:
-    """The memory of one lane at the beginning of `step`: the initial one for slots whose window opens there."""
+def forget(states: States, slots: tuple[Slot, ...], windows: Windows, step: jax.Array, initial: States) -> States:
+    """The states of one lane at the beginning of `step`: the initial ones for slots whose window opens there."""
     opening = {slot.id: windows.opening(step)[index] for index, slot in enumerate(slots)}
-    return {name: _where(opening[name], initial[name], kept) for name, kept in memory.items()}
+    return {name: _where(opening[name], initial[name], kept) for name, kept in states.items()}
 
 
 def _where(chosen: jax.Array, new: Any, old: Any) -> Any:

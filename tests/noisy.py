@@ -24,9 +24,9 @@ def noisy_descent(learning_rate: float = 0.1, momentum: float = 0.5):
         return params, optimizer.init(params)
 
     def step(state, key, taps):
-        params, memory = optimizer.disturb(*state, taps, fresh)
+        params, moments = optimizer.disturb(*state, taps, fresh)
         gradient = {"x": params["x"] + 0.3 * jax.random.normal(key, (SIZE,))}
-        changed, memory, update = optimizer.update(params, memory, gradient, taps)
+        changed, moments, update = optimizer.update(params, moments, gradient, taps)
         loss = 0.5 * jnp.sum(changed["x"] ** 2)
         telemetry = {
             "performance": -loss,
@@ -34,7 +34,7 @@ def noisy_descent(learning_rate: float = 0.1, momentum: float = 0.5):
             "update_norm": update.update_norm,
             "distance": jnp.abs(changed["x"][:3]),
         }
-        return (changed, memory), telemetry
+        return (changed, moments), telemetry
 
     return Learner(init, step, name="noisy-descent", channels={"distance": Channel.vector("entry", "abc")})
 

@@ -42,11 +42,11 @@ def quadratic(task, **settings):
         return params, optimizer.init(params)
 
     def step(state, key, taps):
-        params, memory = optimizer.disturb(state[0], state[1], taps, fresh)
+        params, moments = optimizer.disturb(state[0], state[1], taps, fresh)
         gradient = jax.tree.map(lambda x: 2 * x, params)
-        params, memory, done = optimizer.update(params, memory, gradient, taps)
+        params, moments, done = optimizer.update(params, moments, gradient, taps)
         loss = sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
-        return (params, memory), {"performance": -loss, "update_norm": done.update_norm}
+        return (params, moments), {"performance": -loss, "update_norm": done.update_norm}
 
     return Learner(init, step, name="quadratic", samples_per_step=1)
 

@@ -109,7 +109,7 @@ def test_an_audits_metrics_know_the_learners_cadence():
         told = jnp.where((taps.step + 1) % EVERY == 0, level + noise, jnp.nan)
         return level, {"performance": told}
 
-    kind = ja.Kind("drop", "signal", "level", lambda key, x, m, memory: (x - m, memory), 1.0)
+    kind = ja.Kind("drop", "signal", "level", lambda key, x, m, state: (x - m, state), 1.0)
     learner = ja.Learner(lambda key: jnp.float32(1), step, channels={"performance": ja.Channel(every=EVERY)})
     drop = kind(1.0, onset=ONSET, duration="end")
     result = ja.audit(learner, [drop], seeds=3, steps=STEPS, settings=SETTINGS)

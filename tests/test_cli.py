@@ -446,8 +446,8 @@ def test_a_wrong_spec_in_a_shell():
 )
 def test_one_device_for_each_core(environment, devices):
     code = (
-        "import jax; from jaxaudit.cli import prepare_jax; prepare_jax(); "
-        "print(len(jax.devices('cpu')), jax.config.jax_compilation_cache_dir)"
+        "import jax; from pathlib import Path; from jaxaudit.cli import prepare_jax; prepare_jax(); "
+        "print(len(jax.devices('cpu')), Path(jax.config.jax_compilation_cache_dir).parent)"
     )
     own = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     done = subprocess.run(

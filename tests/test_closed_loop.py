@@ -154,15 +154,15 @@ def test_every_intervention_acts_on_alarm_alone(acting, name):
 
 def rolled_back(magnitude, alarmed, steps=40):
     """The path of a state that tells its step, rolled back as the steps with an alarm have it."""
-    memory = ja.roll_back.memory({"t": jax.numpy.float32(0)})
+    state = ja.roll_back.init({"t": jax.numpy.float32(0)})
 
     @jax.jit
-    def apply(value, memory, alarm):
-        return ja.roll_back.apply(None, value, jax.numpy.float32(magnitude), memory, alarm=alarm)
+    def apply(value, state, alarm):
+        return ja.roll_back.apply(None, value, jax.numpy.float32(magnitude), state, alarm=alarm)
 
     t, path = 0.0, []
     for step in range(steps):
-        value, memory = apply({"t": jax.numpy.float32(t)}, memory, step in alarmed)
+        value, state = apply({"t": jax.numpy.float32(t)}, state, step in alarmed)
         path.append(float(value["t"]))
         t = path[-1] + 1
     restored = [step for step in range(1, steps) if path[step] != path[step - 1] + 1]

@@ -99,6 +99,19 @@ def test_auroc_is_the_rank_statistic():
     assert found.gain_auroc == found.gain_auroc_low == found.gain_auroc_high == 0
 
 
+def test_scores_are_compared_within_a_fold_alone():
+    """Every fold has a detector of its own, in whose units its scores are."""
+    random = np.random.default_rng(2)
+    folds = [random.normal(size=30).round(1), random.normal(1, 1, size=20).round(1)]
+    low, high = table(*folds), table(*(100 - 50 * scores for scores in folds)).assign(fold=1)
+    both = pd.concat([low, high.assign(seed=high.seed + 50, lane=high.lane + 50)])
+    each = [stats.mannwhitneyu(folds[1], folds[0]).statistic / (30 * 20)]
+    each.append(1 - each[0])
+    assert summary(both, "x").auroc[0] == pytest.approx(np.mean(each))
+    one_sided = pd.concat([low, high.assign(seed=high.seed + 50, lane=high.lane + 50, score=100 + low.score)])
+    assert summary(one_sided, "x").auroc[0] == pytest.approx(each[0])
+
+
 def test_lead_time_is_the_median_and_no_alarm_the_worst():
     lead = [10, 3, 7, -4, -np.inf]
     assert summary(table(np.zeros(5), np.ones(5), lead), "x").lead_time[0] == 3

@@ -110,13 +110,13 @@ def small_network():
         return params, optimizer.init(params)
 
     def step(state, key, taps):
-        params, memory = optimizer.disturb(*state, taps, fresh)
+        params, moments = optimizer.disturb(*state, taps, fresh)
         noise = jax.random.normal(key, (32,))
         loss, gradient = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(inputs @ p["a"]) @ p["b"] - noise) ** 2))(
             params
         )
-        params, memory, _ = optimizer.update(params, memory, gradient, taps)
-        return (params, memory), {"performance": -loss}
+        params, moments, _ = optimizer.update(params, moments, gradient, taps)
+        return (params, moments), {"performance": -loss}
 
     return ja.Learner(init, step)
 
@@ -166,12 +166,12 @@ def queue_of(value, most):
     return jnp.zeros((int(most), *value.shape))
 
 
-def queued(key, value, magnitude, memory):
-    return memory[-1], jnp.concatenate([value[None], memory[:-1]])
+def queued(key, value, magnitude, queue):
+    return queue[-1], jnp.concatenate([value[None], queue[:-1]])
 
 
-def test_a_memory_may_have_the_size_of_the_grids_largest_magnitude():
-    late = ja.Kind("late", "data", "observation", queued, 2.0, memory=queue_of, sized=True)
+def test_a_state_may_have_the_size_of_the_grids_largest_magnitude():
+    late = ja.Kind("late", "data", "observation", queued, 2.0, init=queue_of, sized=True)
 
     def step(x, key, taps):
         return x, {"performance": taps("observation", jnp.float32(taps.step))}

@@ -6,7 +6,7 @@ import pytest
 from test_report import dataset, grid, tables
 
 from jaxaudit.report import series
-from jaxaudit.report.harm import EFFECT, judge
+from jaxaudit.report.harm import EFFECT, _differences, judge
 from jaxaudit.report.verdict import verdict
 from jaxaudit.stored import Run
 
@@ -24,6 +24,21 @@ def run_of(final, summary=None):
     data = dataset(CONDITIONS.assign(onset=120), performance.astype(np.float32), ())
     metrics, told = tables(CONDITIONS.assign(onset=120), performance.astype(np.float32), 200)
     return Run(None, {}, "", {}, data, metrics, told if summary is None else summary)
+
+
+def test_final_performance_is_compared_with_the_control_of_the_same_onset_and_seed():
+    """Seeds are far apart, and so are the controls of two onsets; the differences are the same for all seeds."""
+    conditions = grid({"lr_spike": ("optimization", (3.0, 10.0), 14.0)}, onsets=(80, 120))
+    final = 100.0 * np.arange(1, 9)[:, None] + np.array([0, -1, -2, 50, 47, 46])
+    performance = np.random.default_rng(0).uniform(399, 401, (8, 6, 200)).astype(np.float32)
+    performance[..., -1] = final
+    metrics, summary = tables(conditions, performance, 200)
+    for end in ("", "_low", "_high"):
+        np.testing.assert_allclose(summary[EFFECT + end], [0, -1, -2, 0, -3, -4])
+    run = Run(None, {}, "", {}, dataset(conditions, performance, ()), metrics, summary)
+    assert judge(run, series.panels(run)).costly == {f"lr_spike {m} @{at}" for m in (3, 10) for at in (80, 120)}
+    per_panel = [values for panel in series.panels(run) for values in _differences(run, panel).values()]
+    np.testing.assert_allclose(per_panel, np.broadcast_to([[-1], [-2], [-3], [-4]], (4, 8)))
 
 
 def by_chance(rng, seeds=8):

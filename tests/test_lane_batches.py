@@ -168,8 +168,8 @@ def test_a_spec_says_how_many_lanes():
             parse(header(audit=f"lanes = {given}") + THREE)
 
 
-def _drifting(key, value, magnitude, memory):
-    return value + magnitude * memory, memory * 1.5
+def _drifting(key, value, magnitude, state):
+    return value + magnitude * state, state * 1.5
 
 
 def _start(value):
@@ -190,9 +190,9 @@ def step_keyed(state, key, taps):
 
 @pytest.mark.parametrize("piece", [1, 100, 2**26])
 def test_states_go_through_pieces_unchanged(piece, monkeypatch):
-    """Random keys, one array in two places, and what perturbations remember, on two devices."""
+    """Random keys, one array in two places, and the states of perturbations, on two devices."""
     monkeypatch.setattr(engines, "PIECE", piece)
-    drift = ja.Kind("drift", "parametric", "params", _drifting, ja.sweep(0.1, 0.2), memory=_start)
+    drift = ja.Kind("drift", "parametric", "params", _drifting, ja.sweep(0.1, 0.2), init=_start)
     drifts = [drift(onset=3, duration=4)]
     plan = ja.plan(ja.Learner(init_keyed, step_keyed), drifts, seeds=3, steps=8, lanes=5)
     engine, (baseline, _, phase) = Engine(plan, 8), layout(plan)
@@ -209,7 +209,7 @@ def test_states_go_through_pieces_unchanged(piece, monkeypatch):
     for a, b in zip(jax.tree.leaves(engines._as_data(states)), jax.tree.leaves(engines._as_data(again)), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         np.testing.assert_array_equal(a[:4], b[:4])
-    assert np.ptp(jax.tree.leaves(states.memory)[0]) > 0
+    assert np.ptp(jax.tree.leaves(states.perturbations)[0]) > 0
     rows = [engine.advance(phase, each, 5, 8)[1]["performance"][:, :4] for each in (states, again)]
     np.testing.assert_array_equal(*rows)
 

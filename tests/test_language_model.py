@@ -20,8 +20,8 @@ from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import plan
 from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings
-from jaxaudit.learners.optimizer import warmup_cosine
 from jaxaudit.models import gpt2, gpt2_checkpoint
+from jaxaudit.optimizer import warmup_cosine
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import parse
 from jaxaudit.stored import load as load_run

@@ -30,10 +30,10 @@ def test_only_the_command_line_makes_reports():
 
 LAYERS = (
     ("errors", "machine", "moments", "registry", "paths", "tracing", "kernels"),
-    ("metrics", "statistics", "perturbations", "taps", "learner", "sites"),
+    ("metrics", "statistics", "perturbations", "taps", "learner", "optimizer", "sites"),
     ("task_kinds", "tasks", "text", "models", "learners"),
-    ("program", "slots", "grid", "batches", "placing", "whole"),
-    ("metastate", "results", "execution", "audit"),
+    ("sharding", "program", "slots", "grid", "batches", "placing", "whole"),
+    ("metastate", "datasets", "results", "execution", "auditing"),
     ("specification", "runner", "margins"),
     ("logs", "stored", "detection", "report", "listing", "cli"),
 )

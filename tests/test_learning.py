@@ -4,6 +4,8 @@ In the task the right action is the observation taken back to standard units. Ob
 network which sees them as they are sees no difference, and rewards are in the thousands.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,21 +69,34 @@ def nothing(agent):
 
 
 def trained(agent, iterations, seeds):
-    """Telemetry `[seeds, iterations]` by channel."""
+    """Each seed's last state, and telemetry `[seeds, iterations]` by channel."""
 
     def one(key):
         def iterate(state, index):
             return agent.step(state, jax.random.fold_in(key, index + 1), Taps(index, iterations))
 
-        return jax.lax.scan(iterate, agent.init(jax.random.fold_in(key, 0)), jnp.arange(iterations))[1]
+        return jax.lax.scan(iterate, agent.init(jax.random.fold_in(key, 0)), jnp.arange(iterations))
 
-    return jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), seeds)))
+    state, told = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), seeds))
+    return state, jax.tree.map(np.asarray, told)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    """Gives an agent, its states and telemetry after training, by its name."""
+
+    @functools.cache
+    def train(name):
+        agent, iterations = LEARNERS[name]()
+        return agent, *trained(agent, iterations, seeds=2)
+
+    return train
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_it_learns_what_takes_all_its_parts(name):
-    agent, iterations = LEARNERS[name]()
-    found = trained(agent, iterations, seeds=2)["evaluation_return"][:, -1]
+def test_it_learns_what_takes_all_its_parts(name, learned):
+    agent, _, told = learned(name)
+    found = told["evaluation_return"][:, -1]
     assert (found > 0.15 * nothing(agent)).all(), f"{found / nothing(agent)} of the loss of doing nothing are left"
 
 
@@ -90,9 +105,24 @@ def test_training_explores_and_the_evaluation_does_not(algorithm, settings):
     """At first the policy's mean is near zero and its deviation one: exploring doubles what doing nothing costs."""
     slow = {"learning_rate": 1e-9} if algorithm is PPO else {"max_kl": 1e-9}
     agent = algorithm(Units(), LIMIT, settings(**ON_POLICY | {"log_std": 0.0, "minibatch_size": 64}, **slow))
-    told = trained(agent, 1, seeds=4)
+    _, told = trained(agent, 1, seeds=4)
     ratios = [told[name].mean() / nothing(agent) for name in ("performance", "evaluation_return")]
     np.testing.assert_allclose(ratios, [2.0, 1.0], rtol=0.15)
+
+
+@pytest.mark.parametrize("name", ["sac", "td3"])
+def test_the_evaluation_is_of_the_best_action_known(name, learned):
+    """It costs what the mean action does; exploring costs several times as much."""
+    agent, states, told = learned(name)
+    x = np.random.default_rng(0).normal(size=(4096, 1)).astype(np.float32)
+    for seed, found in enumerate(told["evaluation_return"][:, -1]):
+        params = jax.tree.map(lambda leaf, seed=seed: leaf[seed], states.networks.params)
+        best, tried = (
+            float(-LIMIT * jnp.mean((agent.to_action_space(action) - x) ** 2))
+            for action in (agent.act(params, x), agent.explore(params, x, jax.random.key(1)))
+        )
+        assert tried < 2.5 * best
+        assert found == pytest.approx(best, rel=0.5)
 
 
 def test_normalised_values_reach_ten_deviations():

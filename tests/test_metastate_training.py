@@ -152,6 +152,19 @@ def test_channels_are_standardised_by_clean_runs():
         Channels.of(["rate"], whole.sel(channel=["rate"]).values)
 
 
+@pytest.mark.parametrize("names", [("acting_performance", "performance"), ("performance", "acting_performance")])
+def test_of_channels_that_say_the_same_the_performance_is_read(names):
+    """Whatever stands first; of others, the first."""
+    random = np.random.default_rng(4)
+    told, other = random.normal(size=(2, 5, 20))
+    clean = np.stack([told, other, told, other, random.normal(size=(5, 20))], axis=-1)
+    channels = Channels.of((names[0], "a", names[1], "b", "c"), clean)
+    assert sorted(channels.names) == ["a", "c", "performance"]
+    almost = clean.copy()
+    almost[2, 7, 2] += 1e-9
+    assert set(names) <= set(Channels.of((names[0], "a", names[1], "b", "c"), almost).names)
+
+
 @pytest.mark.parametrize(("alpha", "runs"), [(0.05, 19), (0.05, 100), (0.01, 99), (0.2, 30)])
 def test_false_alarms_are_as_many_as_stated(alpha, runs):
     """Over many calibrations, against the exact law: the share above the k-th of n is Beta(n + 1 - k, k)."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from planted import System
+from scipy import signal
 
 from jaxaudit import cli
 from jaxaudit.metastate.calibration import rate_interval
@@ -19,7 +20,7 @@ from jaxaudit.metastate.kalman import Kalman
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.monitor import DEFAULT, MODELS, Expectation, Monitor
 from jaxaudit.metastate.scorer import Yardstick
-from jaxaudit.metastate.scores import SCORES, Reference, begin, score
+from jaxaudit.metastate.scores import SCORES, TELEMETRY, Reference, begin, score
 from jaxaudit.metastate.training import Training
 from jaxaudit.metrics import meta_state_deviation
 
@@ -70,12 +71,50 @@ def test_a_score_is_of_the_steps_up_to_it(monitor, scored):
         np.testing.assert_allclose(latent, latents[0, t], rtol=2e-4, atol=1e-5)
 
 
+def test_a_monitor_is_fitted_to_other_runs_than_it_is_calibrated_on(monitor):
+    """What it was calibrated on tells itself by its scores; all that it expects is of the rest."""
+    clean = runs(0, count=60)
+    largest = np.concatenate([monitor.score(clean[first : first + 20]).score.max("step") for first in (0, 20, 40)])
+    calibrated = np.isclose(largest[:, None], monitor.clean, rtol=1e-5).any(axis=1)
+    assert calibrated.sum() == len(monitor.clean) == 20
+    known, rest = monitor.expectation, Channels.of(NAMES, clean.values[~calibrated])
+    np.testing.assert_array_equal(known.channels.center, rest.center)
+    np.testing.assert_array_equal(known.channels.scale, rest.scale)
+    y, _ = rest.standardise(clean.values[~calibrated])
+    np.testing.assert_allclose(known.reference.telemetry.mean, y.mean(axis=0), atol=1e-5)
+
+
+def test_the_yardstick_is_that_of_runs_not_referred_to(monitor):
+    """Of further clean runs about half, and not most, have a largest score beyond its middle, whatever the kind.
+
+    Fewer here: each of the two halves knows less of clean runs than both together.
+    """
+    known = monitor.expectation
+    largest = np.concatenate([known.scores(runs(seed).values)[0].max(axis=1) for seed in (9000, 9100, 9200, 9300)])
+    beyond = (np.asarray(known.yardstick.compare(largest)) > 0).mean(axis=0)
+    assert 0.15 < beyond.mean() < 0.5
+    assert beyond.max() < 0.65
+
+
 def test_scores_of_clean_runs_are_what_they_are_said_to_be(scored):
     """Squares of what is standardised and whitened by clean runs: about one each, of runs not fitted to too."""
     mean = dict(zip(SCORES, scored[0][:, 20:].mean(axis=(0, 1)), strict=True))
     for name in ("surprise_1", "surprise_0.1", "departure_1", "deviation_1"):
         assert mean[name] == pytest.approx(1, abs=0.35), name
     assert mean["burst_1"] > 3  # the largest of twelve
+
+
+def test_departure_and_outlier_are_distances_of_the_telemetry(monitor, scored):
+    """Of all channels, whitened, and of the furthest; at lower rates, of its moving average over its variance."""
+    known = monitor.expectation
+    y, _ = known.channels.standardise(runs(9000).values)
+    z = np.asarray(known.reference.telemetry.standardise(y), np.float64)
+    matrix = np.asarray(known.reference.chart.decorrelate, np.float64)
+    for rate in TELEMETRY.departure:
+        variance = np.cumsum((rate * (1 - rate) ** np.arange(z.shape[1])) ** 2)[:, None]
+        average = signal.lfilter([rate], [1, rate - 1], z, axis=1) / np.sqrt(variance)
+        for kind, wanted in (("outlier", (average**2).max(-1)), ("departure", ((average @ matrix) ** 2).mean(-1))):
+            np.testing.assert_allclose(scored[0][..., SCORES.index(f"{kind}_{rate:g}")], wanted, rtol=1e-3, atol=1e-6)
 
 
 def test_deviation_is_the_whitened_drift_corrected_msd(monitor, scored):

@@ -35,7 +35,7 @@ def fades_after_one(key, value, magnitude, seen):
     return jax.tree.map(lambda x: factor * x, value), seen + 1
 
 
-FADING = ja.Kind("fading", "signal", "gradient", fades_after_one, target="critic", memory=lambda value: jnp.int32(0))()
+FADING = ja.Kind("fading", "signal", "gradient", fades_after_one, target="critic", init=lambda value: jnp.int32(0))()
 
 
 def when(perturbation):

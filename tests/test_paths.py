@@ -27,11 +27,11 @@ def descent():
         return params, optimizer.init(params)
 
     def step(state, key, taps):
-        params, memory = optimizer.disturb(*state, taps, fresh)
+        params, moments = optimizer.disturb(*state, taps, fresh)
         seen = params
-        params, memory, _ = optimizer.update(params, memory, jax.tree.map(lambda x: 2 * x, params), taps)
+        params, moments, _ = optimizer.update(params, moments, jax.tree.map(lambda x: 2 * x, params), taps)
         telemetry = {f"{i}": x for i, x in enumerate(jax.tree.leaves(seen))}
-        return (params, memory), {"performance": -optax.tree.norm(params)} | telemetry
+        return (params, moments), {"performance": -optax.tree.norm(params)} | telemetry
 
     return ja.Learner(init, step)
 

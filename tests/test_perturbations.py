@@ -303,11 +303,11 @@ def test_every_perturbation_is_the_same_alone_and_under_jit_and_vmap():
             value = jax.tree.map(lambda x, own=not is_text: x * factor if own else x, SITE_VALUES[default.site])
             given = {need: CONTEXT[need] for need in default.needs}
 
-            def again(memory, turn, value=value, default=default, given=given):
+            def again(state, turn, value=value, default=default, given=given):
                 later = jax.tree.map(lambda x: x + turn, value)
-                return default.apply(key, later, default.magnitude, memory, **given)[::-1]
+                return default.apply(key, later, default.magnitude, state, **given)[::-1]
 
-            _, seen = jax.lax.scan(again, default.memory(value), jnp.arange(3))
+            _, seen = jax.lax.scan(again, default.init(value), jnp.arange(3))
             changed[name] = jax.tree.map(lambda x: x[-1], seen)
         return changed
 

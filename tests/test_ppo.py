@@ -10,9 +10,9 @@ from scipy import stats
 
 import jaxaudit as ja
 from jaxaudit.learners.normalizer import Moments
-from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
 from jaxaudit.learners.ppo import PPO, PPOSettings
 from jaxaudit.learners.rollout import Samples
+from jaxaudit.optimizer import Optimizer, linear_to_zero
 from jaxaudit.taps import Taps
 
 SMALL = PLAIN | {"hidden": (16,)}
@@ -114,7 +114,7 @@ def test_x_mem_is_the_cosine_between_update_and_first_moment(transform):
         for tree in (jax.tree.map(jnp.subtract, before, params), moment)
     )
     expected = change @ moment / np.linalg.norm(change) / np.linalg.norm(moment)
-    assert float(done.memory) == pytest.approx(expected, abs=1e-5)
+    assert float(done.persistence) == pytest.approx(expected, abs=1e-5)
 
 
 def test_outside_a_run_a_schedule_stands_at_its_beginning():

@@ -19,8 +19,8 @@ from without_baseline import train_from_the_start
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.grid import plan
-from jaxaudit.learners.optimizer import Optimizer, linear_to_zero
 from jaxaudit.models import gpt2
+from jaxaudit.optimizer import Optimizer, linear_to_zero
 from jaxaudit.program import compiled
 from jaxaudit.sites import find_sites
 from jaxaudit.slots import site_misfit
@@ -101,7 +101,7 @@ def tiny_init(key):
 
 def tiny_step(state, key, taps):
     """One update from four steps of two environments and a few tokens; all standard sites are tapped."""
-    before, memory = OPTIMIZER.disturb(*state[:2], taps, fresh)
+    before, moments = OPTIMIZER.disturb(*state[:2], taps, fresh)
 
     def value(params, observation):
         return observation @ params["critic"]["kernel"]
@@ -130,9 +130,9 @@ def tiny_step(state, key, taps):
         moved = jax.vmap(act, (None, 0))(params, seen.observation) - seen.final_observation
         return taps("objective", jnp.mean((value(params, seen.observation) - wanted) ** 2) + jnp.mean(moved**2))
 
-    params, memory, done = OPTIMIZER.update(before, memory, jax.grad(loss)(before), taps)
+    params, moments, done = OPTIMIZER.update(before, moments, jax.grad(loss)(before), taps)
     norm = optax.tree.norm(params)
-    return (params, memory, episodes), {"performance": -norm, "params_norm": norm, "update_norm": done.update_norm}
+    return (params, moments, episodes), {"performance": -norm, "params_norm": norm, "update_norm": done.update_norm}
 
 
 TINY = ja.Learner(tiny_init, tiny_step, name="tiny")
@@ -318,13 +318,13 @@ def test_pairing_a_closed_window_is_bitwise_the_control_and_an_open_one_is_felt(
 
 
 def test_isolation_a_lane_driven_to_nan_changes_no_other(case):
-    """Three sites drive lanes to NaN at once, and a broken learning rate fills the memory of stateful ones with it."""
-    remembering = case.stateful[::2]
+    """Three sites drive lanes to NaN at once, and a broken learning rate fills kept states with it."""
+    stateful = case.stateful[::2]
     chosen = case.perturbations(case.poisoned)
-    for name in remembering:
+    for name in stateful:
         chosen[case.conditions.index(name) - 1] = chained(name, rate=float("inf"))
     arrays, _ = case.train(chosen)
-    destroyed = [*case.poisoned, *remembering]
+    destroyed = [*case.poisoned, *stateful]
     for name in destroyed:
         after = arrays["params_norm"][:, case.conditions.index(name), CLOSE:]
         assert not np.isfinite(after).any(), f"{name} should have destroyed its lane"

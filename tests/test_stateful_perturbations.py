@@ -1,4 +1,4 @@
-"""Perturbations that remember, against plain simulations of sensors, actuators and late rewards, one row at a time.
+"""Perturbations that keep a state, against plain simulations of sensors, actuators and late rewards, one row at a time.
 
 The environment's observations and rewards depend on its clock and on the actions it receives, and the actions on the
 clock alone; so the control lane holds exactly what the disturbances of the other lanes act on.
@@ -282,12 +282,12 @@ def test_rows_that_are_not_valid_leave_the_memory_as_it_is(name):
     default = registry.perturbations[name]
     value, key = jnp.arange(6.0).reshape(3, 2), jax.random.key(0)
 
-    def looked_at(value, memory, valid):
+    def looked_at(value, state, valid):
         context = {"begins": jnp.array([True, False, True]), "valid": jnp.array(valid)}
         given = {need: context[need] for need in default.needs}
-        return default.apply(key, value, default.magnitude, memory, **given)[1]
+        return default.apply(key, value, default.magnitude, state, **given)[1]
 
-    before = looked_at(value, default.memory(value), [True, True, False])
+    before = looked_at(value, default.init(value), [True, True, False])
     after = looked_at(value * jnp.nan, before, [False, False, False])
     jax.tree.map(np.testing.assert_array_equal, after, before)
 

@@ -69,15 +69,15 @@ def test_a_tap_from_outside_is_refused_where_its_noise_would_repeat(step, senten
 
 def kept():
     """A perturbation that keeps state, and needs nothing of the tap."""
-    return ja.Kind("kept", "signal", "reward", _kept, 1.0, memory=_nothing)(onset=1, duration=2)
+    return ja.Kind("kept", "signal", "reward", _kept, 1.0, init=_nothing)(onset=1, duration=2)
 
 
 def _nothing(value):
     return jnp.zeros(())
 
 
-def _kept(key, value, magnitude, memory):
-    return value + memory, memory + magnitude
+def _kept(key, value, magnitude, state):
+    return value + state, state + magnitude
 
 
 @pytest.mark.parametrize("step", LOOPS, ids=name_of)

@@ -119,11 +119,11 @@ class Advance:
     """
 
     def __init__(self, program: Any, lanes: Any, rows: int):
-        from jaxaudit.program import advance, initial, remembering, telemetry_rows
+        from jaxaudit.program import advance, initial, telemetry_rows, with_perturbations
 
         def begin(seeds):
             states = initial(program, None, seeds)
-            return states if lanes.disturbance is None else remembering(program, states, len(seeds))
+            return states if lanes.disturbance is None else with_perturbations(program, states, len(seeds))
 
         self._lanes = lanes
         states = jax.jit(begin)(lanes.seed)

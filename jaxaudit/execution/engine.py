@@ -6,13 +6,15 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxaudit.batches import Batch
+from jaxaudit.execution.compiling import compiling
 from jaxaudit.grid import Grid
 from jaxaudit.learner import Telemetry
 from jaxaudit.machine import give_back
@@ -23,11 +25,11 @@ from jaxaudit.program import (
     Program,
     advance,
     initial,
-    on_devices,
-    remembering,
     telemetry_rows,
     undisturbed,
+    with_perturbations,
 )
+from jaxaudit.sharding import EVERYWHERE, LANES, ROWS, laid, on_devices
 from jaxaudit.slots import disturbance
 
 PIECE = 2**26
@@ -73,6 +75,15 @@ class Engine:
         self.compile_seconds = 0.0
         self._latest: tuple[Batch, Lanes] | None = None
         self._data: Any = None
+
+    def compile(self, batches: Iterable[Batch]) -> None:
+        """Has the programs of some batches compiled side by side, in the background."""
+        begun = time.perf_counter()
+        for batch in batches:
+            _compiled(*self._key(batch), self.rows)
+            if not batch.disturbed:
+                _initial(*self._key(batch))
+        self.compile_seconds += time.perf_counter() - begun
 
     def begin(self, batch: Batch, source: Callable[[int], Source]) -> LaneState:
         """A batch's first states; `source(onset)` gives the baseline's there."""
@@ -179,11 +190,15 @@ class Engine:
         program = self.grid.program if batch.disturbed else undisturbed(self.grid.program)
         return program, batch.width, batch.disturbed
 
-    def _timed(self, compile: Callable[..., jax.stages.Compiled], *key: Any) -> jax.stages.Compiled:
+    def _timed(self, program: Any, *key: Any) -> jax.stages.Compiled:
         begun = time.perf_counter()
-        compiled = compile(*key)
-        self.compile_seconds += time.perf_counter() - begun
-        return compiled
+        try:
+            return program(*key).result()
+        except Exception:
+            program.cache_clear()  # another time there may be memory for it
+            raise
+        finally:
+            self.compile_seconds += time.perf_counter() - begun
 
     def _placed(self, batch: Batch) -> Lanes:
         """A batch's lanes, on the devices."""
@@ -220,7 +235,7 @@ class Engine:
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> jax.stages.Compiled:
+def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Future[jax.stages.Compiled]:
     """Trains lanes in place: `(data, states, lanes, start, stop) -> (states, telemetry)`."""
 
     def train(data: Any, states: LaneState, lanes: Lanes, start: Any, stop: Any) -> tuple[LaneState, Telemetry]:
@@ -235,24 +250,25 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> jax.s
         jax.tree.map(lambda x: _shape(x.shape, x.dtype, _by_lane(program)), shapes),
         jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
     )
-    results = (_by_lane(program), _sharding(program, None, "lanes"))
+    results = (_by_lane(program), _sharding(program, ROWS))
     # Data that no step reads lie on the devices as well, and count in what the program needs.
     jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
-    return jitted.lower(*arguments, step, step).compile()
+    return compiling(jitted.lower(*arguments, step, step))
 
 
 @functools.lru_cache(maxsize=32)
-def _initial(program: Program, width: int, disturbed: bool) -> jax.stages.Compiled:
+def _initial(program: Program, width: int, disturbed: bool) -> Future[jax.stages.Compiled]:
     """The states at step 0 of lanes with some seeds `[width]`."""
-    lane = PartitionSpec("lanes")
-    begin = on_devices(program, functools.partial(_first, program, disturbed), (PartitionSpec(), lane), lane)
+    first = functools.partial(_first, program, disturbed)
+    begin = on_devices(program.devices, first, (EVERYWHERE, LANES), LANES)
     seeds = _shape((width,), np.uint32, _by_lane(program))
-    return jax.jit(begin, out_shardings=_by_lane(program), keep_unused=True).lower(_data(program), seeds).compile()
+    jitted = jax.jit(begin, out_shardings=_by_lane(program), keep_unused=True)
+    return compiling(jitted.lower(_data(program), seeds))
 
 
 def _first(program: Program, disturbed: bool, data: Any, seeds: jax.Array) -> LaneState:
     states = initial(program, data, seeds)
-    return remembering(program, states, len(seeds)) if disturbed else states
+    return with_perturbations(program, states, len(seeds)) if disturbed else states
 
 
 def _first_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
@@ -282,7 +298,7 @@ def _blank(program: Program, lanes: int, disturbed: bool, device: jax.Device) ->
 
     def make() -> LaneState:
         states = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), shapes)
-        return remembering(program, states, lanes) if disturbed else states
+        return with_perturbations(program, states, lanes) if disturbed else states
 
     return jax.jit(make, out_shardings=SingleDeviceSharding(device))
 
@@ -291,11 +307,13 @@ def _blank(program: Program, lanes: int, disturbed: bool, device: jax.Device) ->
 def _put(block: LaneState, piece: LaneState, places: jax.Array, count: jax.Array) -> LaneState:
     """Lane `places[0, i]` of the block becomes the piece's `places[1, i]`, for i below `count`.
 
-    A piece without a memory leaves the block's.
+    A piece without states of perturbations leaves the block's.
     """
     learner = _filled(block.learner, piece.learner, places, count)
-    memory = _filled(block.memory, piece.memory, places, count) if piece.memory else block.memory
-    return LaneState(learner, memory, _filled(block.watched, piece.watched, places, count))
+    perturbations = block.perturbations
+    if piece.perturbations:
+        perturbations = _filled(perturbations, piece.perturbations, places, count)
+    return LaneState(learner, perturbations, _filled(block.watched, piece.watched, places, count))
 
 
 def _filled(block: Any, piece: Any, places: jax.Array, count: jax.Array) -> Any:
@@ -323,9 +341,9 @@ def _shape(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.ShapeD
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _sharding(program: Program, *axes: str | None) -> NamedSharding:
-    return NamedSharding(Mesh(np.array(program.devices), ("lanes",)), PartitionSpec(*axes))
+def _sharding(program: Program, spec: PartitionSpec = EVERYWHERE) -> NamedSharding:
+    return laid(program.devices, spec)
 
 
 def _by_lane(program: Program) -> NamedSharding:
-    return _sharding(program, "lanes")
+    return _sharding(program, LANES)

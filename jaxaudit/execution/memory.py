@@ -69,6 +69,7 @@ def fit(grid: Grid, rows: int, plan_of: PlanOf | None = None, resident: bool = F
         least = width * engine.lane_bytes(widest) + (_kept(engine, resident) if _on_cpus(grid) else 0)
         limit = math.inf if free is None else free if grid.batch else SHARE * free
         if grid.batch or least <= limit:
+            engine.compile([widest, *plan])
             needed = needs(engine, plan if grid.batch else [widest], resident)
             if needed.total <= limit:
                 needed = needs(engine, plan, resident)

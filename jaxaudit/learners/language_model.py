@@ -18,9 +18,9 @@ from jaxaudit.kernels.cross_entropy import CrossEntropy, cross_entropy
 from jaxaudit.learner import Channel, Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import when_due
-from jaxaudit.learners.optimizer import Optimizer, disturbed_gradient, warmup_cosine
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.moments import SECOND_MOMENT
+from jaxaudit.optimizer import Optimizer, disturbed_gradient, warmup_cosine
 from jaxaudit.paths import groups_of, squares_by_group
 from jaxaudit.taps import Taps
 from jaxaudit.task_kinds import fitting
@@ -175,7 +175,7 @@ class LanguageModel:
             "learning_rate": update.learning_rate,
             "gradient_norm": update.gradient_norm,
             "clipped_fraction": update.clipped,
-            "x_mem": update.memory,
+            "x_mem": update.persistence,
             "x_used": update.used,
             "params_norm": optax.tree.norm(params),
             "update_norm": update.update_norm,

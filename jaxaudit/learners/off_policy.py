@@ -18,9 +18,9 @@ from jaxaudit.learner import Lasting
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.coherence import gradient_coherence
 from jaxaudit.learners.evaluation import evaluate_when_due
-from jaxaudit.learners.optimizer import Optimizer, Update
 from jaxaudit.learners.replay_buffer import ReplayBuffer, Transitions
 from jaxaudit.models.twin_critic import TwinCritic
+from jaxaudit.optimizer import Optimizer, Update
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import Taps
 from jaxaudit.tasks import episodes
@@ -416,7 +416,7 @@ class OffPolicy:
             "critic_learning_rate": critic.learning_rate,
             "learning_rate": (actor.learning_rate + critic.learning_rate) / 2,
             "clipped_fraction": (actor.clipped + critic.clipped) / 2,
-            "x_mem": (actor.memory + critic.memory) / 2,
+            "x_mem": (actor.persistence + critic.persistence) / 2,
             "x_used": (actor.used + critic.used) / 2,
         }
 

@@ -15,8 +15,8 @@ from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.normalizer import Moments
-from jaxaudit.learners.optimizer import Optimizer
 from jaxaudit.learners.rollout import OnPolicyState, Params, Rollouts, Samples
+from jaxaudit.optimizer import Optimizer
 from jaxaudit.taps import Taps
 from jaxaudit.tasks import episodes
 

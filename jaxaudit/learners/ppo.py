@@ -15,7 +15,7 @@ from jaxaudit.learners import settings as checks
 from jaxaudit.learners.coherence import gradient_coherence
 from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings, Samples
 from jaxaudit.learners.on_task import on_task
-from jaxaudit.learners.optimizer import Optimizer, Update, linear_to_zero
+from jaxaudit.optimizer import Optimizer, Update, linear_to_zero
 from jaxaudit.taps import Taps
 
 
@@ -134,7 +134,7 @@ class PPO(OnPolicy):
             "learning_rate": jnp.mean(updates.learning_rate),
             "gradient_norm": jnp.mean(updates.gradient_norm),
             "clipped_fraction": jnp.mean(updates.clipped),
-            "x_mem": jnp.mean(updates.memory),
+            "x_mem": jnp.mean(updates.persistence),
             "x_used": jnp.mean(updates.used),
         }
 

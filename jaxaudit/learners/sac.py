@@ -16,10 +16,10 @@ from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params, Told
 from jaxaudit.learners.on_task import on_task
-from jaxaudit.learners.optimizer import Update
 from jaxaudit.learners.replay_buffer import Transitions
 from jaxaudit.models.mlp import MLP
 from jaxaudit.models.squashed_gaussian import split, squashed_gaussian
+from jaxaudit.optimizer import Update
 from jaxaudit.taps import Taps
 
 

@@ -16,9 +16,9 @@ from jaxaudit.learner import Learner
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings
 from jaxaudit.learners.on_task import on_task
-from jaxaudit.learners.optimizer import Optimizer, disturbed_gradient
 from jaxaudit.learners.rollout import Params, Samples
 from jaxaudit.learners.trust_region import NaturalStep, fisher_product, line_search, natural_step
+from jaxaudit.optimizer import Optimizer, disturbed_gradient
 from jaxaudit.taps import Taps
 
 
@@ -195,7 +195,7 @@ class TRPO(OnPolicy):
         telemetry = {
             "value_loss": jnp.mean(losses),
             "learning_rate": jnp.mean(updates.learning_rate),
-            "x_mem": jnp.mean(updates.memory),
+            "x_mem": jnp.mean(updates.persistence),
         }
         return critic, optimizer, telemetry, jax.tree.map(lambda s: jnp.sqrt(jnp.mean(s[0])), squares)
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from jaxaudit.learner import PERFORMANCE
+
 DERIVED = ("baseline_performance", "x_gen", "x_inst", "monitor_score", "alarm")
 """Channels that a step does not measure: another lane's, functions of performance, and what a monitor says itself."""
 
@@ -58,10 +60,15 @@ def measured(runs: np.ndarray) -> np.ndarray:
         return (high - low > ROUNDING * np.maximum(np.abs(low), np.abs(high))).any(axis=0)
 
 
-def repeated(runs: np.ndarray) -> np.ndarray:
-    """Which channels of runs `[n, T, d]` are bitwise one before them: bool `[d]`."""
+def repeated(runs: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """Which channels of runs `[n, T, d]` with these names are bitwise another that is not: bool `[d]`.
+
+    Of channels that say the same that is the performance, if it is one of them, else the first.
+    """
     columns = [np.ascontiguousarray(runs[..., i]).tobytes() for i in range(runs.shape[-1])]
-    return np.array([column in columns[:i] for i, column in enumerate(columns)], bool)
+    order = sorted(range(len(columns)), key=lambda i: names[i] != PERFORMANCE)
+    first = {columns[i]: i for i in reversed(order)}
+    return np.array([first[column] != i for i, column in enumerate(columns)], bool)
 
 
 def _labels(values: xr.DataArray, dims: Sequence[str]) -> list[tuple]:
@@ -92,7 +99,7 @@ class Channels:
 
         Left out is what is never there, what is the same in all runs at every step: it was set, as a schedule of
         the learning rate is, and to read a setting would be to be told of a disturbance of it; and what another
-        channel before it says at every step of every clean run, as the acting performance does the performance.
+        channel says at every step of every clean run, as the acting performance does what the performance does.
 
         Raises:
           ValueError: none is left.
@@ -102,7 +109,7 @@ class Channels:
         kept = measured(runs)
         if not kept.any():
             raise ValueError(f"none of the channels differs between the clean runs: {', '.join(names)}")
-        kept &= ~repeated(runs)
+        kept &= ~repeated(runs, names)
         values = runs.reshape(-1, len(names))[:, kept]
         there = np.isfinite(values)
         complete = there[there.any(axis=1)].all(axis=0)

@@ -90,7 +90,7 @@ def window(onset: float | int = 0.3, duration: int | str = 10, period: int | Non
 
 
 def nothing(value: Any) -> tuple[()]:
-    """What a kind remembers that keeps no state."""
+    """The state of a kind that keeps none."""
     return ()
 
 
@@ -102,7 +102,7 @@ class Kind:
       name: e.g. "lr_spike"; identifies its random stream.
       dimension: one of the four stability dimensions.
       site: where it acts.
-      apply: `apply(key, value, magnitude, memory, **context) -> (value, memory)`; pure, structure, shapes and dtypes
+      apply: `apply(key, value, magnitude, state, **context) -> (value, state)`; pure, structure, shapes and dtypes
         kept. Give a module-level function: programs are cached by it.
       magnitude: the standard one, a number or a `Sweep` (Table S4's where the table gives one).
       neutral: the magnitude that disturbs nothing; a lane at it is left untouched.
@@ -112,9 +112,9 @@ class Kind:
         `jaxaudit.paths`), "elapsed" (the share of the window that has passed, in (0, 1]) or "alarm" (bool).
       limits: (lowest, highest) magnitude that means something.
       whole: whether only whole magnitudes mean something.
-      memory: `memory(value) -> pytree`, what is remembered in the lane when the window opens; only shapes and dtypes of
-        `value` can be read.
-      sized: whether it is `memory(value, most)`, with the largest magnitude in the grid; a larger one then takes
+      init: `init(value) -> state`, the pytree that `apply` is given when the window opens, and that the lane carries
+        from then on; only shapes and dtypes of `value` can be read.
+      sized: whether it is `init(value, most)`, with the largest magnitude in the grid; a larger one then takes
         another program.
     """
 
@@ -129,7 +129,7 @@ class Kind:
     needs: tuple[str, ...] = ()
     limits: tuple[float, float] = (float("-inf"), float("inf"))
     whole: bool = False
-    memory: Callable[..., Any] = nothing
+    init: Callable[..., Any] = nothing
     sized: bool = False
 
     def __post_init__(self):
@@ -139,8 +139,8 @@ class Kind:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it remembers anything."""
-        return self.memory is not nothing
+        """Whether it has a state."""
+        return self.init is not nothing
 
     def __call__(
         self,
@@ -227,9 +227,9 @@ class Perturbation:
         value = jax.tree.map(jnp.asarray, value)
         magnitude = jnp.float32(self.magnitudes[0])
         sizes = (self.magnitudes[0],) if self.kind.sized else ()
-        memory = self.kind.memory(value, *sizes)
+        state = self.kind.init(value, *sizes)
         drawn = jax.random.key(0) if key is None else key
-        return self.kind.apply(drawn, value, magnitude, memory, **context)[0]
+        return self.kind.apply(drawn, value, magnitude, state, **context)[0]
 
 
 @dataclass(frozen=True)

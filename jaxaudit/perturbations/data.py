@@ -42,9 +42,9 @@ def action_noise(key, value, magnitude):
     duration="end",
     limits=(0.0, 1.0),
     needs=("valid",),
-    memory=stateful.nothing_held,
+    init=stateful.nothing_held,
 )
-def observation_stuck(key, value, magnitude, memory, *, valid):
+def observation_stuck(key, value, magnitude, state, *, valid):
     """A share `magnitude` of the sensors stays at what it read when the window opened, until it closes.
 
     Each of an environment's entries sticks with that probability, drawn at the opening, and through resets.
@@ -52,7 +52,7 @@ def observation_stuck(key, value, magnitude, memory, *, valid):
     >>> observation_stuck(1.0).apply(jax.numpy.ones((1, 2)), valid=jax.numpy.array([True]))
     Array([[1., 1.]], dtype=float32)
     """
-    return stateful.stick(key, value, magnitude, memory, valid)
+    return stateful.stick(key, value, magnitude, state, valid)
 
 
 @perturbation(
@@ -63,9 +63,9 @@ def observation_stuck(key, value, magnitude, memory, *, valid):
     duration="end",
     limits=(0.0, 1.0),
     needs=("valid",),
-    memory=stateful.nothing_held,
+    init=stateful.nothing_held,
 )
-def action_stuck(key, value, magnitude, memory, *, valid):
+def action_stuck(key, value, magnitude, state, *, valid):
     """A share `magnitude` of the actuators stays at what it was told when the window opened, until it closes.
 
     Each of an environment's entries sticks with that probability, drawn at the opening, and through resets.
@@ -73,7 +73,7 @@ def action_stuck(key, value, magnitude, memory, *, valid):
     >>> action_stuck(1.0).apply(jax.numpy.ones((1, 2)), valid=jax.numpy.array([True]))
     Array([[1., 1.]], dtype=float32)
     """
-    return stateful.stick(key, value, magnitude, memory, valid)
+    return stateful.stick(key, value, magnitude, state, valid)
 
 
 @perturbation("data", "observation", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0))
@@ -104,10 +104,10 @@ def action_dropped(key, value, magnitude):
     duration="end",
     limits=(0.0, stateful.MOST_STEPS),
     needs=("begins", "valid"),
-    memory=stateful.empty_line,
+    init=stateful.empty_line,
     whole=True,
 )
-def observation_delayed(key, value, magnitude, memory, *, begins, valid):
+def observation_delayed(key, value, magnitude, state, *, begins, valid):
     """Observations arrive `magnitude` env steps late (whole steps, at most 32).
 
     Until there is one so old, an episode's first is repeated, or the first since the window opened.
@@ -116,7 +116,7 @@ def observation_delayed(key, value, magnitude, memory, *, begins, valid):
     >>> observation_delayed(2.0).apply(jax.numpy.ones((1, 2)), begins=yes, valid=yes)
     Array([[1., 1.]], dtype=float32)
     """
-    return stateful.arrive_late(value, magnitude, memory, begins, valid)
+    return stateful.arrive_late(value, magnitude, state, begins, valid)
 
 
 @perturbation(
@@ -127,10 +127,10 @@ def observation_delayed(key, value, magnitude, memory, *, begins, valid):
     duration="end",
     limits=(0.0, stateful.MOST_STEPS),
     needs=("begins", "valid"),
-    memory=stateful.empty_line,
+    init=stateful.empty_line,
     whole=True,
 )
-def action_delayed(key, value, magnitude, memory, *, begins, valid):
+def action_delayed(key, value, magnitude, state, *, begins, valid):
     """Actions reach the task `magnitude` env steps late (whole steps, at most 32).
 
     Until there is one so old, an episode's first is repeated, or the first since the window opened.
@@ -139,7 +139,7 @@ def action_delayed(key, value, magnitude, memory, *, begins, valid):
     >>> action_delayed(2.0).apply(jax.numpy.ones((1, 2)), begins=yes, valid=yes)
     Array([[1., 1.]], dtype=float32)
     """
-    return stateful.arrive_late(value, magnitude, memory, begins, valid)
+    return stateful.arrive_late(value, magnitude, state, begins, valid)
 
 
 @perturbation(

@@ -89,8 +89,8 @@ def no_snapshots(value: Any) -> Snapshots:
     return Snapshots(states, jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
 
-@intervention("state", magnitude=10, neutral=0, limits=(0, math.inf), memory=no_snapshots, whole=True)
-def roll_back(key, value, magnitude, memory, *, alarm):
+@intervention("state", magnitude=10, neutral=0, limits=(0, math.inf), init=no_snapshots, whole=True)
+def roll_back(key, value, magnitude, snapshots, *, alarm):
     """Goes back to the learner's state of `magnitude` steps ago, or up to half as many more, when an alarm is raised.
 
     Until there is one so old, to the oldest there is. At most once in `magnitude` steps: again and again, to the same
@@ -100,18 +100,18 @@ def roll_back(key, value, magnitude, memory, *, alarm):
     1.0
     """
     every = jnp.maximum(jnp.ceil(magnitude / (SNAPSHOTS - 1)).astype(jnp.int32), 1)
-    restore = alarm & (memory.rest <= 0) & (memory.taken > 0)
-    take = ~alarm & (memory.wait <= 0)
-    oldest = jnp.where(memory.taken < SNAPSHOTS, 0, memory.taken % SNAPSHOTS)
-    back = jax.tree.map(lambda ring, now: jnp.where(restore, ring[oldest], now), memory.states, value)
+    restore = alarm & (snapshots.rest <= 0) & (snapshots.taken > 0)
+    take = ~alarm & (snapshots.wait <= 0)
+    oldest = jnp.where(snapshots.taken < SNAPSHOTS, 0, snapshots.taken % SNAPSHOTS)
+    back = jax.tree.map(lambda ring, now: jnp.where(restore, ring[oldest], now), snapshots.states, value)
     # What was taken since then may be what the alarm is about: the state gone back to is the only one left.
-    place = jnp.where(restore, 0, memory.taken % SNAPSHOTS)
+    place = jnp.where(restore, 0, snapshots.taken % SNAPSHOTS)
     states = jax.tree.map(
-        lambda ring, now: ring.at[place].set(jnp.where(restore | take, now, ring[place])), memory.states, back
+        lambda ring, now: ring.at[place].set(jnp.where(restore | take, now, ring[place])), snapshots.states, back
     )
     return back, Snapshots(
         states,
-        taken=jnp.where(restore, 1, memory.taken + take),
-        wait=jnp.where(restore | take, every, memory.wait) - 1,
-        rest=jnp.where(restore, magnitude.astype(jnp.int32), jnp.maximum(memory.rest, 1)) - 1,
+        taken=jnp.where(restore, 1, snapshots.taken + take),
+        wait=jnp.where(restore | take, every, snapshots.wait) - 1,
+        rest=jnp.where(restore, magnitude.astype(jnp.int32), jnp.maximum(snapshots.rest, 1)) - 1,
     )

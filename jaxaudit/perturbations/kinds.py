@@ -21,64 +21,65 @@ def perturbation(
     neutral: float,
     duration: int | str,
     onset: float | int = 0.3,
-    memory: Callable[..., Any] | None = None,
+    init: Callable[..., Any] | None = None,
     **rest: Any,
 ) -> Callable[[Callable[..., Any]], Kind]:
     """Decorator: makes `f(key, value, magnitude, **context) -> value` a kind of perturbation named like `f`.
 
     The keywords are the kind's standard magnitude and window, its neutral magnitude, and the `rest` of its fields:
-    target, needs, limits, whole, sized. With a `memory` it is
-    `f(key, value, magnitude, memory, **context) -> (value, memory)`.
+    target, needs, limits, whole, sized. With an `init`, which makes
+    its state, it is `f(key, value, magnitude, state, **context) -> (value, state)`.
     """
 
     def decorate(function: Callable[..., Any]) -> Kind:
         return _registered(
             registry.perturbations,
             function,
-            stateless(function) if memory is None else function,
+            stateless(function) if init is None else function,
             dimension=dimension,
             site=site,
             magnitude=magnitude,
             neutral=neutral,
             when=Window(onset, duration),
-            **rest | ({} if memory is None else {"memory": memory}),
+            **rest | ({} if init is None else {"init": init}),
         )
 
     return decorate
 
 
 def intervention(
-    site: str, *, magnitude: float, neutral: float, memory: Callable[..., Any] | None = None, **rest: Any
+    site: str, *, magnitude: float, neutral: float, init: Callable[..., Any] | None = None, **rest: Any
 ) -> Callable[[Callable[..., Any]], Kind]:
     """Decorator: makes `f(key, value, magnitude) -> value` an intervention named like `f`.
 
-    Its window is open from the onset to the end, and it changes nothing there but while the alarm is on. With a memory
-    it is `f(key, value, magnitude, memory, *, alarm) -> (value, memory)`, and sees to that itself.
+    Its window is open from the onset to the end, and it changes nothing there but while the alarm is on. With an
+    `init`, which makes its state, it is `f(key, value, magnitude, state, *, alarm) -> (value, state)`, and sees to that
+    itself.
     """
 
     def decorate(function: Callable[..., Any]) -> Kind:
         return _registered(
             registry.interventions,
             function,
-            on_alarm(function) if memory is None else function,
+            on_alarm(function) if init is None else function,
             dimension=INTERVENTION,
             site=site,
             magnitude=magnitude,
             neutral=neutral,
             when=Window(0.3, "end"),
             needs=("alarm",),
-            **rest | ({} if memory is None else {"memory": memory}),
+            **rest | ({} if init is None else {"init": init}),
         )
 
     return decorate
 
 
 def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`f(key, value, magnitude, **context) -> value` in the form of all kinds, which carry a memory along."""
+    """`f(key, value, magnitude, **context) -> value` in the form of all kinds, which carry a state along."""
 
     @functools.wraps(function)
-    def apply(key, value, magnitude, memory, **context):
-        return function(key, value, magnitude, **context), memory
+    def apply(key, value, magnitude, state, **context):
+        return function(key, value, magnitude, **context), state
 
     return apply
 
@@ -87,9 +88,9 @@ def on_alarm(function: Callable[..., Any]) -> Callable[..., Any]:
     """`f(key, value, magnitude) -> value` in the form of all kinds, which changes nothing without an alarm."""
 
     @functools.wraps(function)
-    def apply(key, value, magnitude, memory, *, alarm):
+    def apply(key, value, magnitude, state, *, alarm):
         changed = function(key, value, magnitude)
-        return jax.tree.map(lambda new, old: jnp.where(alarm, new, old), changed, value), memory
+        return jax.tree.map(lambda new, old: jnp.where(alarm, new, old), changed, value), state
 
     return apply
 

@@ -49,10 +49,10 @@ def reward_flip(key, value, magnitude):
     duration="end",
     limits=(0.0, stateful.MOST_REWARD_STEPS),
     needs=("ends",),
-    memory=stateful.nothing_due,
+    init=stateful.nothing_due,
     whole=True,
 )
-def reward_delay(key, value, magnitude, memory, *, ends):
+def reward_delay(key, value, magnitude, state, *, ends):
     """Rewards `[N]` arrive `magnitude` env steps late; an episode's last step pays what is still due (Table S1).
 
     So an episode within the window keeps its sum. Before the first arrives rewards are zero, and what is still due
@@ -61,7 +61,7 @@ def reward_delay(key, value, magnitude, memory, *, ends):
     >>> reward_delay(1.0).apply(jnp.array([3.0, 4.0]), ends=jnp.array([False, True]))
     Array([0., 4.], dtype=float32)
     """
-    return stateful.pay_late(value, magnitude, memory, ends)
+    return stateful.pay_late(value, magnitude, state, ends)
 
 
 @perturbation(

@@ -1,4 +1,4 @@
-"""Transforms that remember: sensors and actuators that stick or lag, rewards that come late.
+"""Transforms that keep a state: sensors and actuators that stick or lag, rewards that come late.
 
 Values are environments side by side, leading axis `[N]`, of which each begins and ends its episodes in its own time.
 """
@@ -43,7 +43,7 @@ def nothing_held(value: Any) -> Any:
     )
 
 
-def stick(key: jax.Array, value: Any, share: Any, memory: Any, valid: jax.Array) -> tuple[Any, Any]:
+def stick(key: jax.Array, value: Any, share: Any, state: Any, valid: jax.Array) -> tuple[Any, Any]:
     """A random `share` of the entries, drawn at a row's first look, stays as it was then; rows not `valid` wait."""
 
     def one(index: int, x: jax.Array, held: Held) -> tuple[jax.Array, Held]:
@@ -56,7 +56,7 @@ def stick(key: jax.Array, value: Any, share: Any, memory: Any, valid: jax.Array)
         )
         return jnp.where(held.stuck, held.value, x), held
 
-    return _map_with_memory(one, value, memory)
+    return _map_with_state(one, value, state)
 
 
 @struct.dataclass
@@ -79,7 +79,7 @@ def empty_line(value: Any) -> Any:
     )
 
 
-def arrive_late(value: Any, steps: Any, memory: Any, begins: jax.Array, valid: jax.Array) -> tuple[Any, Any]:
+def arrive_late(value: Any, steps: Any, state: Any, begins: jax.Array, valid: jax.Array) -> tuple[Any, Any]:
     """Each row's value of `steps` ago, or its first since it `begins`; rows not `valid` are not looked at."""
 
     def one(index: int, x: jax.Array, line: Line) -> tuple[jax.Array, Line]:
@@ -91,7 +91,7 @@ def arrive_late(value: Any, steps: Any, memory: Any, begins: jax.Array, valid: j
         late = jnp.take_along_axis(values, along(due % length, x)[None], axis=0)[0]
         return late, Line(values, jnp.where(valid, number + 1, line.count))
 
-    return _map_with_memory(one, value, memory)
+    return _map_with_state(one, value, state)
 
 
 @struct.dataclass
@@ -112,7 +112,7 @@ def nothing_due(value: Any) -> Any:
     return jax.tree.map(lambda x: Due(jnp.zeros((MOST_REWARD_STEPS + 1, *x.shape), x.dtype), jnp.int32(0)), value)
 
 
-def pay_late(value: Any, steps: Any, memory: Any, ends: jax.Array) -> tuple[Any, Any]:
+def pay_late(value: Any, steps: Any, state: Any, ends: jax.Array) -> tuple[Any, Any]:
     """Each row's reward of `steps` ago, and all that is still due where its episode `ends`."""
 
     def one(index: int, x: jax.Array, due: Due) -> tuple[jax.Array, Due]:
@@ -123,7 +123,7 @@ def pay_late(value: Any, steps: Any, memory: Any, ends: jax.Array) -> tuple[Any,
         arriving = jnp.where(paid, rewards, 0.0).sum(axis=0)
         return arriving, Due(jnp.where(paid, 0.0, rewards), due.step + 1)
 
-    return _map_with_memory(one, value, memory)
+    return _map_with_state(one, value, state)
 
 
 def _slots(length: int, value: jax.Array) -> jax.Array:
@@ -135,9 +135,9 @@ def _whole(steps: Any) -> jax.Array:
     return jnp.round(steps).astype(jnp.int32)
 
 
-def _map_with_memory(change: Callable[..., tuple[Any, Any]], value: Any, memory: Any) -> tuple[Any, Any]:
-    """`change(index, leaf, its memory) -> (leaf, memory)` for every leaf."""
+def _map_with_state(change: Callable[..., tuple[Any, Any]], value: Any, state: Any) -> tuple[Any, Any]:
+    """`change(index, leaf, its state) -> (leaf, state)` for every leaf."""
     indices = jax.tree.unflatten(jax.tree.structure(value), range(len(jax.tree.leaves(value))))
-    pairs = jax.tree.map(change, indices, value, memory)
+    pairs = jax.tree.map(change, indices, value, state)
     new, kept = (jax.tree.map(lambda _, pair, side=side: pair[side], value, pairs) for side in (0, 1))
     return new, kept

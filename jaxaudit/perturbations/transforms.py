@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxaudit.moments import FIRST_MOMENT, SECOND_MOMENT
 from jaxaudit.paths import Stack, paths_of
@@ -14,17 +16,35 @@ from jaxaudit.paths import Stack, paths_of
 CANDIDATES = 8
 """Draws an adversary chooses from."""
 
+DRAWN_AT_ONCE = 2**20
+"""Entries of a tree from which on its leaves' randomness is drawn leaf by leaf."""
+
 
 def scale(value: Any, factor: Any) -> Any:
     """Every leaf times `factor`."""
     return jax.tree.map(lambda x: x * factor, value)
 
 
-def map_with_key(change: Callable[[jax.Array, jax.Array], jax.Array], key: jax.Array, value: Any) -> Any:
-    """`change(key, leaf)` for every leaf, each with randomness of its own."""
+def map_drawn(
+    change: Callable[[jax.Array, jax.Array], jax.Array],
+    draw: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+    key: jax.Array,
+    value: Any,
+) -> Any:
+    """`change(leaf, drawn)` for every leaf, with `draw(key, shape)` of the leaf's shape, independent of the others'.
+
+    The leaves of a small tree share one draw, which takes a fraction of the time to compile; a large tree's leaves,
+    which may lie on several devices, have each their own.
+    """
     leaves, structure = jax.tree.flatten(value)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(leaves)))  # at once: quick to compile
-    return jax.tree.unflatten(structure, list(map(change, keys, leaves)))
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+    sizes = [math.prod(shape) for shape in shapes]
+    if len(leaves) > 1 and sum(sizes) < DRAWN_AT_ONCE:
+        parts = jnp.split(draw(key, (sum(sizes),)), np.cumsum(sizes)[:-1])
+        drawn = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    else:
+        drawn = [draw(jax.random.fold_in(key, i), shape) for i, shape in enumerate(shapes)]
+    return jax.tree.unflatten(structure, list(map(change, leaves, drawn)))
 
 
 def map_tensors(change: Callable[[jax.Array], jax.Array], value: Any) -> Any:
@@ -38,25 +58,17 @@ def map_tensors(change: Callable[[jax.Array], jax.Array], value: Any) -> Any:
 
 def add_noise(key: jax.Array, value: Any, std: Any) -> Any:
     """Independent Gaussian noise of standard deviation `std` on every entry."""
-    return map_with_key(lambda k, x: x + std * jax.random.normal(k, jnp.shape(x)), key, value)
+    return map_drawn(lambda x, drawn: x + std * drawn, jax.random.normal, key, value)
 
 
 def flip_signs(key: jax.Array, value: Any, probability: Any) -> Any:
     """Each entry's sign is inverted with `probability`, independently."""
-
-    def flip(k: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.where(jax.random.bernoulli(k, probability, jnp.shape(x)), -x, x)
-
-    return map_with_key(flip, key, value)
+    return map_drawn(lambda x, drawn: jnp.where(drawn < probability, -x, x), jax.random.uniform, key, value)
 
 
 def drop(key: jax.Array, value: Any, probability: Any) -> Any:
     """Each entry is zero with `probability`, independently."""
-
-    def mask(k: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.where(jax.random.bernoulli(k, probability, jnp.shape(x)), 0.0, x)
-
-    return map_with_key(mask, key, value)
+    return map_drawn(lambda x, drawn: jnp.where(drawn < probability, 0.0, x), jax.random.uniform, key, value)
 
 
 def replace(key: jax.Array, value: jax.Array, probability: Any, other: Any) -> jax.Array:

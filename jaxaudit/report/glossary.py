@@ -95,7 +95,7 @@ CHANNELS = [
     ),
     ("x_inst", "The instability index I_inst(t) at every step."),
     ("x_gen", "Smoothed performance."),
-    ("x_mem", "Persistence of recent training state: how far updates follow the optimizer's memory."),
+    ("x_mem", "Persistence of recent training state: how far updates follow the optimizer's first moment."),
 ]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxaudit import results
+from jaxaudit import datasets, results
 from jaxaudit.batches import Batch, Plan, layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
@@ -405,7 +405,7 @@ def _finish(store: Folder, spec: Spec, grid: Grid) -> None:
     told = [name for name in (PERFORMANCE, ACTING) if name in telemetry_shapes(grid.program)]
     data = store.read_telemetry([*told, "baseline_performance"])
     every = grid.program.learner.performance_every
-    for name, values in results.derived(data[PERFORMANCE].values, spec.metrics, every).items():
+    for name, values in datasets.derived(data[PERFORMANCE].values, spec.metrics, every).items():
         store.write_channel(name, values)
     floor = results.noise_floor(data, data["baseline_performance"].values, grid.forks[-1].onset)
     store.write_attributes(noise_floor=floor)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxaudit import results
+from jaxaudit import datasets
 from jaxaudit.batches import Batch
 from jaxaudit.errors import UserError
 from jaxaudit.execution.driver import chunk_size, run_batch
@@ -74,7 +74,7 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
         raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
     plan = store.read_plan(grid)
     seeds = _chosen("seed", seed, [str(s) for s in grid.seeds])
-    members = _chosen("condition", condition, results.labels(grid))
+    members = _chosen("condition", condition, datasets.labels(grid))
     engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
     compared = _Comparison(store, engine, seeds, members)
     for batch in plan:

@@ -21,7 +21,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from jaxaudit import results
+from jaxaudit import datasets
 from jaxaudit.batches import Batch, Plan, as_json, from_json
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
@@ -131,7 +131,7 @@ class Folder:
 
     def create_telemetry(self, grid: Grid, shapes: dict[str, tuple[int, ...]], chunk: int) -> None:
         """Lays out telemetry.zarr, all missing: channel -> shape of one value; a file holds `chunk` steps."""
-        empty = results.telemetry(grid, {})
+        empty = datasets.telemetry(grid, {})
         channels = dict.fromkeys([*sorted(shapes), *DERIVED])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -140,7 +140,7 @@ class Folder:
             lanes = (len(grid.seeds), len(grid.conditions))
             for name in channels:
                 own = tuple(shapes.get(name, ()))
-                dims = results.DIMS + results.channel_dims(grid, name, own)
+                dims = datasets.DIMS + datasets.channel_dims(grid, name, own)
                 known = grid.program.learner.channel(name)
                 _empty_array(group, name, known, (*lanes, grid.steps, *own), (*lanes, chunk, *own), dims)
             shape = (lanes[0], grid.steps)
@@ -160,7 +160,7 @@ class Folder:
         first, count, onset = ours.conditions[0], len(ours.conditions), ours.onset
         for name in zarr.open_group(self.telemetry, mode="r").array_keys():
             array = self._channel(name, "r+")
-            if array.ndim >= len(results.DIMS) and name not in DERIVED:
+            if array.ndim >= len(datasets.DIMS) and name not in DERIVED:
                 prefix = source.read_channel(name, slice(theirs.conditions[0], theirs.conditions[0] + 1), slice(onset))
                 shape = (prefix.shape[0], count, *prefix.shape[2:])
                 array[:, first : first + count, :onset] = np.broadcast_to(prefix, shape)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import jaxaudit.learners  # noqa: F401  registers this package's learners, and the kinds of task they train on
 from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
 from jaxaudit.metastate.monitor import Monitor

@@ -26,7 +26,7 @@ class Update:
       gradient_norm: global L2 norm of the gradient as used, disturbed or not, before clipping.
       update_norm: global L2 norm of the change of the parameters.
       clipped: 1 where the gradient's norm was above the threshold.
-      memory: cosine between the update and the first moment it was taken with; NaN without one.
+      persistence: cosine between the update and the first moment it was taken with; NaN without one.
       used: cosine between the gradient as used and as it was before any disturbance; 1 where it was not disturbed.
     """
 
@@ -34,7 +34,7 @@ class Update:
     gradient_norm: jax.Array
     update_norm: jax.Array
     clipped: jax.Array
-    memory: jax.Array
+    persistence: jax.Array
     used: jax.Array
 
 

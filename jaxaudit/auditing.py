@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax
 
-from jaxaudit import results
+from jaxaudit import datasets, results
 from jaxaudit.execution import memory
 from jaxaudit.execution.choice import settle
 from jaxaudit.execution.driver import Held, run_batch
@@ -73,8 +73,8 @@ def audit(
     held = Held(grid)
     for batch in batches:
         run_batch(engine, batch, held)
-    arrays = held.arrays | results.derived(held.arrays[PERFORMANCE], chosen, learner.performance_every)
-    data = results.telemetry(grid, arrays)
+    arrays = held.arrays | datasets.derived(held.arrays[PERFORMANCE], chosen, learner.performance_every)
+    data = datasets.telemetry(grid, arrays)
     data["baseline_performance"] = (("seed", "step"), held.trained)
     data.attrs["execution"] = grid.program.execution
     if measured:
