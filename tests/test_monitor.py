@@ -105,16 +105,17 @@ def test_scores_of_clean_runs_are_what_they_are_said_to_be(scored):
 
 
 def test_departure_and_outlier_are_distances_of_the_telemetry(monitor, scored):
-    """Of all channels, whitened, and of the furthest; at lower rates, of its moving average over its variance."""
+    """Of all channels, whitened, and of the furthest; at lower rates, of its moving average, over its variance."""
     known = monitor.expectation
     y, _ = known.channels.standardise(runs(9000).values)
     z = np.asarray(known.reference.telemetry.standardise(y), np.float64)
     matrix = np.asarray(known.reference.chart.decorrelate, np.float64)
     for rate in TELEMETRY.departure:
-        variance = np.cumsum((rate * (1 - rate) ** np.arange(z.shape[1])) ** 2)[:, None]
-        average = signal.lfilter([rate], [1, rate - 1], z, axis=1) / np.sqrt(variance)
+        average = signal.lfilter([rate], [1, rate - 1], z, axis=1)
+        variance = rate / (2 - rate) * (1 - (1 - rate) ** (2 * np.arange(1, z.shape[1] + 1)))
         for kind, wanted in (("outlier", (average**2).max(-1)), ("departure", ((average @ matrix) ** 2).mean(-1))):
-            np.testing.assert_allclose(scored[0][..., SCORES.index(f"{kind}_{rate:g}")], wanted, rtol=1e-3, atol=1e-6)
+            found = scored[0][..., SCORES.index(f"{kind}_{rate:g}")]
+            np.testing.assert_allclose(found, wanted / variance, rtol=1e-3, atol=1e-6)
 
 
 def test_deviation_is_the_whitened_drift_corrected_msd(monitor, scored):

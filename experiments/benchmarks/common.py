@@ -37,6 +37,7 @@ def parser(description: str, repetitions: int = 5) -> argparse.ArgumentParser:
 def prepare_jax(devices: int) -> None:
     """One CPU device per core, as on the command line; no compilation cache: compile times are real."""
     jax.config.update("jax_num_cpu_devices", devices)
+    os.environ["JAXAUDIT_CACHE"] = "off"
 
 
 @dataclass(frozen=True)
