@@ -28,7 +28,7 @@ def main() -> None:
     if arguments.quick:
         arguments.repetitions, arguments.lanes = 2, 2
     common.prepare_jax(arguments.devices)
-    fitting = {model: fit(model, arguments.quick) for model in ("lru", "gru")}
+    fitting = {model: fit(model, arguments.quick) for model in ("chart", "lru", "gru")}
     timings = common.interleave(inside(arguments), arguments.repetitions)
     ratios = {model: common.paired_ratio(timings[name], timings[WITHOUT]) for model, name in WITH.items()}
     rows = [(WITHOUT, timings[WITHOUT], "")]
@@ -47,11 +47,12 @@ def inside(arguments) -> dict:
     from jaxaudit import grid
     from jaxaudit.perturbations.core import control
     from jaxaudit.program import Lanes
+    from jaxaudit.slots import disturbance
 
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
     learner = ja.learners.ppo(common.TASK, telemetry="full", evaluations=0, **small)
     program = grid.plan(learner, [ja.lr_spike(10.0)], seeds=arguments.lanes, steps=1000).program
-    column = grid.disturbance(control(0), program, 1000)
+    column = disturbance(control(0), program, 1000)
     lanes = Lanes(
         np.arange(arguments.lanes, dtype=np.uint32), jax.tree.map(lambda x: np.stack([x] * arguments.lanes), column)
     )
