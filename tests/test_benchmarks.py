@@ -1,4 +1,4 @@
-"""The benchmarks' scripts run: a smoke run of each that needs nothing but this package."""
+"""Every benchmark that needs nothing but this package still runs."""
 
 import subprocess
 import sys
@@ -6,27 +6,22 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "experiments" / "benchmarks"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
-        ["fork_savings"],
-        ["kernels"],
-        ["lanes"],
-        ["monitor"],
-        ["off_policy", "--no-sb3"],
-        ["overhead"],
-        ["language_model", "--parts", "losses", "memory"],
-        ["language_model", "--parts", "lanes"],
+        "first_answer.py",
+        "fork_savings.py",
+        "kernels.py",
+        "lanes.py",
+        "monitor.py",
+        "off_policy.py --no-sb3",
+        "overhead.py",
     ],
-    ids="-".join,
 )
-def test_a_script_runs(command):
-    script, *options = command
-    command = [sys.executable, f"{script}.py", "--quick", *options]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "| --- |" in done.stdout
+def test_a_benchmark_runs(command):
+    script, *options = command.split()
+    subprocess.run([sys.executable, BENCHMARKS / script, "--quick", *options], check=True, capture_output=True)
