@@ -5,7 +5,8 @@
 A mutant is the package with one expression changed: a sign, an operator, a comparison, a constant, a condition, an
 argument that is left out. Each is made in a copy of the repository, so that nothing here changes, and is killed if a
 test fails or does not end within the limit. Columns: module, line, what, before, after, outcome, tests, seconds. What
-survives is to be read by a person: either a test is missing, or the mutant does the same.
+survives is to be read by a person: either a test is missing, or the mutant does the same. Stopped, the same command
+goes on after the last in OUT.csv.
 """
 
 from __future__ import annotations
@@ -203,15 +204,20 @@ def main() -> None:
     every = [m for p in files if fnmatch.fnmatch(str(p.relative_to(ROOT)), given.only) for m in mutants_of(p)]
     drawn = random.Random(given.seed).sample(every, min(given.mutants, len(every)))
     print(f"{len(drawn)} of {len(every)} mutants, seed {given.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as place, given.out.open("w", newline="") as file:
+    before = len(list(csv.reader(given.out.open(newline="")))) if given.out.exists() else 0
+    with tempfile.TemporaryDirectory() as place, given.out.open("a", newline="") as file:
         copies, rows = Copies(Path(place), given.workers), csv.writer(file)
-        rows.writerow(("module", "line", "what", "before", "after", "outcome", "tests", "seconds"))
+        if not before:
+            rows.writerow(("module", "line", "what", "before", "after", "outcome", "tests", "seconds"))
+        judged_already = max(before - 1, 0)
 
         def judged(mutant: Mutant) -> tuple[Mutant, str, list[str], float]:
             return mutant, *copies.judge(mutant, given.limit)
 
         with ThreadPoolExecutor(given.workers) as pool:
-            for number, (m, outcome, tests, seconds) in enumerate(pool.map(judged, drawn), 1):
+            for number, (m, outcome, tests, seconds) in enumerate(
+                pool.map(judged, drawn[judged_already:]), judged_already + 1
+            ):
                 rows.writerow((m.path, m.line, m.what, m.before, m.after, outcome, " ".join(tests), f"{seconds:.0f}"))
                 file.flush()
                 print(f"{number}: {outcome} {m.path}:{m.line} {m.before} -> {m.after}", flush=True)
