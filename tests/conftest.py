@@ -36,6 +36,30 @@ LONG = (
 """Files of minutes. A worker runs whole files: begun late, one of these would keep it when all others are done."""
 
 
+AS_FOR_USERS = (
+    "promises",
+    "durable",
+    "replay",
+    "closed_loop",
+    "lane_batches",
+    "shards",
+    "off_policy_audit",
+    "undisturbed",
+    "memory",
+    "lowering",
+)
+"""Files whose promises, bit for bit or byte for byte, are of what XLA makes for users."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_in_a_hurry(request):
+    """In all other files XLA leaves out most optimisations: these programs are run for moments, and once."""
+    quickly = request.path.stem.removeprefix("test_") not in AS_FOR_USERS
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_collection_modifyitems(items):
     """The longest files first."""
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
