@@ -184,3 +184,4 @@ def test_a_control_lane_that_goes_astray_does_not_set_the_unit():
     assert manifold.spread(control, slice(0, 200)) == pytest.approx(2, rel=0.2)
     flat = np.where(np.arange(200) < 100, control[:1], 0.0)
     assert manifold.spread(flat, slice(120, 160)) == pytest.approx(flat.std())
+    assert manifold.spread(np.ones((5, 200)), slice(0, 200)) == 1.0

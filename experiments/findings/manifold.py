@@ -2,9 +2,10 @@
 
     python experiments/findings/manifold.py OUT PPO=runs/ppo-disturbed PPO=runs/ppo-slow GPT-2=runs/gpt2-disturbed
 
-Of every condition the channel x_grad or x_inst around the onset, less the same seed's control lane, in standard
-deviations of the control lanes. Draws `manifold.png`, writes `manifold.csv` (a row for each condition and channel) and
-`likeness.csv`, and prints both.
+Of every condition the channels x_grad (of the gradients as they were), x_used (between them and those that were used)
+and x_inst around the onset, less the same seed's control lane, in standard deviations of the control lanes; x_used,
+which is 1 in all of these, as it is. Draws `manifold.png`, writes `manifold.csv` (a row for each condition and channel)
+and `likeness.csv`, and prints both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from basics import markdown, over_seeds, pairs, said, save
 from jaxaudit.report import style
 from jaxaudit.stored import CONTROL, load
 
-CHANNELS = ("x_grad", "x_inst")
+CHANNELS = ("x_grad", "x_used", "x_inst")
 BEFORE, AFTER, AT_ONCE = 10, 40, 10
 """Steps before the onset that are drawn, steps after it that a profile has, and those that are "at once"."""
 
@@ -75,10 +76,11 @@ def held(series: np.ndarray) -> np.ndarray:
 def spread(control: np.ndarray, steps: slice) -> float:
     """The standard deviation of control lanes `[seeds, T]` over some steps; where most are flat, over the whole run.
 
-    Over the steps from the interquartile range, as a normal would have it: an undisturbed lane may go astray, too.
+    Over the steps from the interquartile range, as a normal would have it: an undisturbed lane may go astray, too. Of
+    a channel that never moves in them, 1.
     """
     low, high = np.nanpercentile(control[:, steps], [25, 75])
-    return float((high - low) / 1.349 if high > low else np.nanstd(control))
+    return float((high - low) / 1.349 if high > low else np.nanstd(control)) or 1.0
 
 
 def typical(z: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -215,7 +217,7 @@ def main() -> None:
     table.to_csv(chosen.out / "manifold.csv", index=False, float_format="%.4g")
     likenesses.to_csv(chosen.out / "likeness.csv", index=False)
     print(markdown(table), markdown(likenesses), sep="\n\n")
-    save(alt.concat(*panels, columns=2).resolve_scale(y="independent"), chosen.out / "manifold.png")
+    save(alt.concat(*panels, columns=len(CHANNELS)).resolve_scale(y="independent"), chosen.out / "manifold.png")
 
 
 if __name__ == "__main__":
