@@ -13,7 +13,7 @@ from without_baseline import train_from_the_start
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.paths import matches, paths_of
-from jaxaudit.perturbations import conditions, data, interventions, optimization, parametric, signal
+from jaxaudit.perturbations import conditions, data, interventions, optimization, parametric, signal, transforms
 from jaxaudit.sites import find_sites
 from jaxaudit.taps import Taps
 
@@ -521,3 +521,20 @@ def test_a_kind_of_ones_own_takes_few_lines():
         assert gradient_bias(onset=5).when == ja.window(5, 10)
     finally:
         del registry.perturbations._entries["gradient_bias"]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("name", ["weight_noise", "gradient_sign_flip", "gradient_mask"])
+def test_leaves_of_a_tree_are_disturbed_independently(monkeypatch, name, at_once):
+    """Of a small tree, whose randomness is drawn at once, and of a large one; of leaves that are alike, too."""
+    monkeypatch.setattr(transforms, "DRAWN_AT_ONCE", 2**20 if at_once else 1)
+    tree = {"a": jnp.ones((40, 50)), "b": jnp.ones((40, 50)), "c": jnp.ones(3), "d": jnp.float32(1.0)}
+    changed = registry.perturbations[name](0.5).apply(tree, jax.random.key(3))
+    assert jax.tree.map(jnp.shape, changed) == jax.tree.map(jnp.shape, tree)
+    one, other = (np.ravel(changed[leaf]) for leaf in "ab")
+    assert abs(stats.pearsonr(one, other).statistic) < 5 / np.sqrt(one.size)
+    for leaf in (one, other):
+        if name == "weight_noise":
+            assert stats.kstest(leaf, stats.norm(1, 0.5).cdf).pvalue > 1e-4
+        else:
+            assert stats.binomtest(int((leaf != 1).sum()), leaf.size, 0.5).pvalue > 1e-4

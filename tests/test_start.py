@@ -92,6 +92,14 @@ def test_the_callers_own_cache_stays(ours):
     assert jax.config.jax_compilation_cache_dir == str(ours.parent / "theirs")
 
 
+def test_a_cache_chosen_meanwhile_stays(ours):
+    theirs = str(ours.parent / "theirs")
+    compiling._kept.enter()
+    jax.config.update("jax_compilation_cache_dir", theirs)
+    compiling._kept.leave()
+    assert jax.config.jax_compilation_cache_dir == theirs
+
+
 def test_a_program_that_could_not_be_compiled_is_tried_again(monkeypatch):
     from jaxaudit.execution import engine
 

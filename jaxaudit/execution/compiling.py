@@ -23,9 +23,14 @@ SIDE_BY_SIDE = 4
 def compiling(lowered: jax.stages.Lowered) -> Future[jax.stages.Compiled]:
     """Compiles a program in a thread of its own; Ctrl-C does not wait for it."""
     _kept.enter()
-    compiled = _threads().submit(lowered.compile)
-    compiled.add_done_callback(lambda _: _kept.leave())
-    return compiled
+
+    def compiled() -> jax.stages.Compiled:
+        try:
+            return lowered.compile()
+        finally:  # before anyone has the program: what the caller compiles next is not kept
+            _kept.leave()
+
+    return _threads().submit(compiled)
 
 
 @functools.cache
@@ -39,21 +44,23 @@ class _Kept:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._ours = False
+        self._ours: str | None = None
 
     def enter(self) -> None:
         with self._lock:
             self._inside += 1
             if not self._ours and self._free():
-                self._ours = True
-                self._switch(str(program_cache()))
+                self._ours = str(program_cache())
+                self._switch(self._ours)
 
     def leave(self) -> None:
         with self._lock:
             self._inside -= 1
             if self._ours and not self._inside:
-                self._ours = False
-                self._switch(None)
+                config: Any = jax.config
+                if config.jax_compilation_cache_dir == self._ours:  # or the caller has chosen one meanwhile
+                    self._switch(None)
+                self._ours = None
 
     def _free(self) -> bool:
         config: Any = jax.config
