@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers and editors; in a program a name is imported when it is first asked for
     from jaxaudit import learners, metrics, statistics, tasks, text
     from jaxaudit.auditing import audit
+    from jaxaudit.dialogues import Dialogue
     from jaxaudit.grid import plan
     from jaxaudit.learner import Channel, Learner
     from jaxaudit.margins.search import margin
@@ -30,6 +31,7 @@ _PACKAGES = ("learners", "metrics", "statistics", "tasks", "text")
 _HOMES = {
     "SITES": "taps",
     "Channel": "learner",
+    "Dialogue": "dialogues",
     "Learner": "learner",
     "Margins": "margins.table",
     "Monitor": "metastate.monitor",

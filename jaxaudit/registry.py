@@ -77,7 +77,8 @@ def summary(entry: object) -> str:
 
 
 tasks = Registry("task", "tasks")
-task_kinds = Registry("task kind", "tasks", "text")
+task_kinds = Registry("task kind", "tasks", "text", "dialogues")
+dialogues = Registry("dialogue", "dialogues")
 learners = Registry("learner", "learners")
 perturbations = Registry("perturbation", "perturbations")
 interventions = Registry("intervention", "perturbations")
@@ -86,7 +87,7 @@ metrics = Registry("metric")
 
 def register(kind: str, name: str) -> Callable[[Any], Any]:
     """Decorator that registers an entry of a kind, e.g. a learner: `@register("learner", "my_learner")`."""
-    registries = {r.what: r for r in (tasks, task_kinds, learners, perturbations, interventions, metrics)}
+    registries = {r.what: r for r in (tasks, task_kinds, dialogues, learners, perturbations, interventions, metrics)}
     if kind not in registries:
         raise UnknownName(unknown("kind of entry", kind, list(registries)))
     return registries[kind].register(name)
