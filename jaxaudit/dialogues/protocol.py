@@ -46,8 +46,8 @@ class Reply:
 
     Attributes:
       tokens: given tokens that are to be written next, int32 `[R]`, `NOTHING` after the last.
-      role: whose they are, `PROMPT` or `TOOL`, int32; `OWN` where there are none and the policy goes on; `END` where the
-        dialogue is over.
+      role: whose they are, `PROMPT` or `TOOL`, int32; `OWN` where there are none and the policy goes on; `END` where
+        the dialogue is over.
       fresh: bool, whether they begin a new chunk, which sees nothing before it and whose positions begin at zero.
     """
 
@@ -103,10 +103,10 @@ class Dialogue:
         raise NotImplementedError
 
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
-        """A whole row that begins with the prompt of `reset(key, difficulty)`: int32 `[length]`, `NOTHING` after its end.
+        """A whole row, int32 `[length]`, `NOTHING` after its end, that begins with the prompt of `reset(key, difficulty)`.
 
-        `right` (bool) says whether it earns its reward or shows no more than the manner. Its given tokens are those that
-        the dialogue gives to its own ones.
+        `right` (bool) says whether it earns its reward or shows no more than the manner. Its given tokens are those
+        that the dialogue gives to its own ones.
         """
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations, so nothing to warm up with")
 
