@@ -103,7 +103,7 @@ class Dialogue:
         raise NotImplementedError
 
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
-        """A whole row, int32 `[length]`, `NOTHING` after its end, that begins with the prompt of `reset(key, difficulty)`.
+        """A whole row that begins with the prompt of `reset(key, difficulty)`: int32 `[length]`, then `NOTHING`.
 
         `right` (bool) says whether it earns its reward or shows no more than the manner. Its given tokens are those
         that the dialogue gives to its own ones.
