@@ -1,0 +1,116 @@
+"""What a token is worth beyond expectation: generalised advantage estimation, and baselines from a rollout group.
+
+Scores of rollout groups are `[P, G]`, tokens `[N, T]` with N = P * G rows, row-major by prompt. `kept` leaves rows out
+of every mean, standard deviation and count: those of dynamic sampling, or truncated ones.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+
+def terminal(score: jax.Array, own: jax.Array) -> jax.Array:
+    """Each row's score at its last own slot, zero elsewhere: `[N]` and bool `[N, T]` to `[N, T]`."""
+    after = jnp.flip(jnp.cumsum(jnp.flip(own, -1), -1), -1)  # own slots from here on
+    return jnp.where(own & (after == 1), score[:, None], 0)
+
+
+def gae(
+    reward: jax.Array,
+    value: jax.Array,
+    own: jax.Array,
+    gamma: ArrayLike,
+    lam: ArrayLike,
+    critic_lam: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Advantages of own tokens as if the given ones between them were not there (Schulman et al., 2016).
+
+    The next value of an own token is the next own token's, over however many given ones: `gamma` and `lam` count own
+    tokens, not slots. After a row's last own token there is nothing. Rewards and values of given tokens do not enter.
+
+    Args:
+        reward: of writing this token, `[N, T]`; a row's score belongs at its last own slot (`terminal`).
+        value: what is to come before this token is written, `[N, T]`.
+        own: bool `[N, T]`.
+        gamma: discount, scalar.
+        lam: lambda of the advantages, scalar.
+        critic_lam: lambda of the critic's targets (1 in VC-PPO: Yuan et al., 2025); `lam` unless given.
+
+    Returns:
+        advantages `[N, T]` and the critic's targets `[N, T]`, zero where a token is given.
+    """
+    reward, value = jnp.where(own, reward, 0), jnp.where(own, value, 0)
+    decay = jnp.stack([jnp.asarray(gamma * l, value.dtype) for l in (lam, lam if critic_lam is None else critic_lam)])
+    gamma = jnp.asarray(gamma, value.dtype)
+
+    def backward(carry: tuple[jax.Array, jax.Array], slot: tuple[jax.Array, ...]):
+        next_value, later = carry  # [N], [2, N]
+        r, v, mine = slot
+        advantage = r + gamma * next_value - v + decay[:, None] * later
+        carry = jnp.where(mine, v, next_value), jnp.where(mine, advantage, later)
+        return carry, jnp.where(mine, advantage, 0)
+
+    nothing = jnp.zeros_like(value[:, 0])
+    _, both = jax.lax.scan(backward, (nothing, jnp.stack([nothing] * 2)), (reward.T, value.T, own.T), reverse=True)
+    return both[:, 0].T, jnp.where(own, both[:, 1].T + value, 0)
+
+
+def differ(score: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+    """Which rollout groups carry a signal, their kept scores not all the same: `[P, G]` to bool `[P]`."""
+    kept = jnp.ones_like(score, bool) if kept is None else kept
+    highest = jnp.max(jnp.where(kept, score, -jnp.inf), -1)
+    return highest > jnp.min(jnp.where(kept, score, jnp.inf), -1)
+
+
+def group_mean(score: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+    """Score less the group's mean (Dr. GRPO: Liu et al., 2025), `[P, G]`; zero where not kept."""
+    kept = _with_signal(score, kept)
+    return jnp.where(kept, score - _mean(score, kept), 0)
+
+
+def group(score: jax.Array, kept: jax.Array | None = None, eps: ArrayLike = 1e-4) -> jax.Array:
+    """Score less the group's mean, over its standard deviation (ddof 1) + `eps` (GRPO: Shao et al., 2024), `[P, G]`.
+
+    Exactly zero in a group without signal: its scores are all the same, or fewer than two are kept.
+    """
+    kept = _with_signal(score, kept)
+    centred = group_mean(score, kept)
+    squares = jnp.sum(centred**2, -1, keepdims=True)
+    std = jnp.sqrt(squares / jnp.maximum(_count(kept, score) - 1, 1))
+    return centred / (std + eps)
+
+
+def leave_one_out(score: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+    """Score less the mean of the group's others (RLOO: Ahmadian et al., 2024), `[P, G]`; zero where not kept."""
+    kept = _with_signal(score, kept)
+    count = _count(kept, score)
+    others = jnp.sum(jnp.where(kept, score, 0), -1, keepdims=True) - score
+    return jnp.where(kept, score - others / jnp.maximum(count - 1, 1), 0)
+
+
+def to_tokens(advantage: jax.Array, own: jax.Array) -> jax.Array:
+    """Every own token of a row gets the row's advantage: `[P, G]` and bool `[N, T]` to `[N, T]`."""
+    return jnp.where(own, advantage.reshape(-1, 1), 0)
+
+
+def whiten(advantage: jax.Array, own: jax.Array) -> jax.Array:
+    """Advantages of mean 0 and variance 1 (ddof 1) over the own tokens, as PPO on language takes them, `[N, T]`."""
+    count = jnp.sum(own, dtype=advantage.dtype)
+    mean = jnp.sum(jnp.where(own, advantage, 0)) / jnp.maximum(count, 1)
+    centred = jnp.where(own, advantage - mean, 0)
+    return centred * jax.lax.rsqrt(jnp.sum(centred**2) / jnp.maximum(count - 1, 1) + 1e-8)
+
+
+def _with_signal(score: jax.Array, kept: jax.Array | None) -> jax.Array:
+    kept = jnp.ones_like(score, bool) if kept is None else kept
+    return kept & differ(score, kept)[:, None]
+
+
+def _count(kept: jax.Array, score: jax.Array) -> jax.Array:
+    return jnp.sum(kept, -1, keepdims=True, dtype=score.dtype)
+
+
+def _mean(score: jax.Array, kept: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(kept, score, 0), -1, keepdims=True) / jnp.maximum(_count(kept, score), 1)

@@ -1,0 +1,122 @@
+"""Which parts a learner on dialogues is made of: the structure of its program, as words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxaudit.learners import settings as checks
+from jaxaudit.learners.dialogue import aggregation, corrections, kl, ratios
+
+ADVANTAGES = ("gae", "group", "group_mean", "leave_one_out")
+KLS = ("none", *kl.ESTIMATORS, "exact")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The structural choices; numbers are `Coefficients`, which are data.
+
+    Attributes:
+      objective: "policy", or "preference" (DPO), of whose other parts only the reference matters.
+      advantage: "gae" (needs a critic), "group", "group_mean" or "leave_one_out".
+      whiten: token advantages to mean 0, variance 1 over an iteration's own tokens.
+      ratio: "token", "sequence_mean" or "sequence_sum".
+      correction: of a mismatch of sampler and trainer, "none", "tis" or "mis".
+      correction_level: "token", "sequence", or for mis "geometric".
+      aggregation: "token_minibatch", "token_iteration", "sequence" or "constant".
+      kl: estimator of KL(policy || reference), "k1", "k2", "k3" or "exact"; "none" for no such term.
+      kl_in: "loss" or "reward".
+      kl_weight: in the loss, "none", "ratio" (unbiased off policy with k3) or "stopped_ratio" (with k2).
+      entropy: an entropy bonus.
+      clip_value: the value loss, too.
+      old: old log-probabilities are "recomputed" by the trainer or the "sampled" ones.
+      reference: whether there is a reference policy.
+      overlong: the penalty on long rows is added to the score.
+      mask_truncated: rows that were cut off leave the loss and the baselines.
+      dynamic: rollout groups without signal are drawn anew, from a fixed surplus.
+    """
+
+    objective: str = "policy"
+    advantage: str = "group"
+    whiten: bool = False
+    ratio: str = "token"
+    correction: str = "none"
+    correction_level: str = "token"
+    aggregation: str = "sequence"
+    kl: str = "none"
+    kl_in: str = "loss"
+    kl_weight: str = "none"
+    entropy: bool = False
+    clip_value: bool = True
+    old: str = "recomputed"
+    reference: bool = True
+    overlong: bool = False
+    mask_truncated: bool = False
+    dynamic: bool = False
+
+    def __post_init__(self):
+        checks.one_of(
+            self,
+            objective=("policy", "preference"),
+            advantage=ADVANTAGES,
+            ratio=tuple(ratios.RATIOS),
+            correction=("none", "tis", "mis"),
+            correction_level=corrections.LEVELS,
+            aggregation=aggregation.AGGREGATIONS,
+            kl=KLS,
+            kl_in=("loss", "reward"),
+            kl_weight=kl.WEIGHTS,
+            old=("recomputed", "sampled"),
+        )
+        for wrong, why in self._misfits():
+            if wrong:
+                raise ValueError(why)
+
+    def _misfits(self):
+        yield self.kl != "none" and not self.reference, f"kl = {self.kl!r} is measured from a reference, which is off"
+        yield (
+            self.objective == "preference" and not self.reference,
+            "a preference objective compares with a reference, which is off",
+        )
+        yield (
+            self.objective == "preference" and self.kl != "none",
+            f"a preference objective has its KL within it, so kl must be 'none', not {self.kl!r}",
+        )
+        yield (
+            self.objective == "preference" and (self.correction != "none" or self.entropy),
+            "a preference objective has no ratio and no entropy bonus, so correction must be 'none' and entropy off",
+        )
+        yield (
+            self.correction != "none" and self.old == "sampled",
+            f"correction = {self.correction!r} weighs by recomputed over sampled probabilities, so old must be "
+            "'recomputed', not 'sampled'",
+        )
+        yield (
+            self.correction_level == "geometric" and self.correction != "mis",
+            f"correction_level = 'geometric' is a mask, so correction must be 'mis', not {self.correction!r}",
+        )
+        yield (
+            self.kl_weight != "none" and (self.kl == "none" or self.kl_in == "reward"),
+            f"kl_weight = {self.kl_weight!r} is of a KL in the loss, and there is none",
+        )
+        yield (
+            self.kl_weight != "none" and self.kl == "exact",
+            f"kl_weight = {self.kl_weight!r} is of an estimate from the token written, which kl = 'exact' is not",
+        )
+        yield (
+            self.whiten and self.advantage != "gae",
+            f"whiten is of a critic's token advantages, so advantage must be 'gae', not {self.advantage!r}",
+        )
+        yield (
+            self.advantage == "gae" and self.ratio == "sequence_sum",
+            "ratio = 'sequence_sum' has one advantage for a row, so advantage must not be 'gae'",
+        )
+
+    @property
+    def critic(self) -> bool:
+        """Whether there is a critic."""
+        return self.objective == "policy" and self.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the objective asks for the reference's log-probabilities."""
+        return self.objective == "preference" or self.kl != "none"

@@ -1,0 +1,177 @@
+"""The objective of one minibatch, composed of the parts chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxaudit.learners.dialogue import clipping, corrections, kl, preference_loss, ratios, value_loss
+from jaxaudit.learners.dialogue.aggregation import Denominators, aggregate, token_minibatch
+from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.parts import Parts
+
+
+@struct.dataclass
+class Now:
+    """What the trained parameters say of the rows' tokens, `[N, T]`; gradients go through it. None: not asked for.
+
+    Attributes:
+      log_probability: of the token written.
+      entropy: of the policy there.
+      value: the critic's.
+      exact_kl: KL(policy || reference) over the vocabulary.
+    """
+
+    log_probability: Any
+    entropy: Any = None
+    value: Any = None
+    exact_kl: Any = None
+
+
+@struct.dataclass
+class Rows:
+    """A minibatch's constants, `[N, T]`. None: not asked for.
+
+    Attributes:
+      own: bool, the policy's own tokens in rows that count.
+      old: old log-probabilities.
+      advantage: of each token.
+      sampled: the sampler's log-probabilities, for corrections, whose numerator is `old`.
+      reference: the reference's log-probabilities.
+      value: the critic's values when the rows were written.
+      target: what they should be.
+    """
+
+    own: Any
+    old: Any = None
+    advantage: Any = None
+    sampled: Any = None
+    reference: Any = None
+    value: Any = None
+    target: Any = None
+
+
+@struct.dataclass
+class Tokens:
+    """What the policy's loss is made of, token by token.
+
+    Attributes:
+      log_ratio: logarithm of the ratio that is clipped, `[N, T]`, or `[N, 1]` of rows.
+      surrogate: see `clipping.Surrogate`.
+      weight: of the correction, `[N, T]`.
+    """
+
+    log_ratio: Any
+    surrogate: Any
+    weight: Any
+
+
+def tokens(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows) -> Tokens:
+    """Ratios, the surrogate and weights of a policy objective."""
+    now, rows = _masked(now, rows.own), _masked(rows, rows.own)
+    log_ratio = ratios.RATIOS[parts.ratio](now.log_probability, rows.old, rows.own)
+    surrogate = clipping.surrogate(
+        log_ratio, rows.advantage, coefficients.clip_low, coefficients.clip_high, coefficients.dual_clip
+    )
+    return Tokens(log_ratio, surrogate, _correction(parts, coefficients, rows))
+
+
+def policy_loss(
+    parts: Parts, coefficients: Coefficients, now: Now, rows: Rows, counts: Denominators
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What is minimised, scalar, and what it is made of by name: scalars, sums over the same counts as the loss's.
+
+    The surrogate and a KL in the loss are aggregated as `parts.aggregation` says. The entropy bonus and the value loss
+    are means over own tokens whichever it is, so that their coefficients mean the same with all. With several
+    parts of a minibatch and the `counts` of the whole, losses and statistics add up, but for `ratio_max`, the largest.
+    """
+    now, rows = _masked(now, rows.own), _masked(rows, rows.own)
+    if parts.objective == "preference":
+        return _preference(coefficients, now, rows, counts)
+    made = tokens(parts, coefficients, now, rows)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return token_minibatch(jnp.broadcast_to(x, rows.own.shape).astype(rows.old.dtype), rows.own, counts.tokens)
+
+    gain = jnp.broadcast_to(made.surrogate.objective, rows.own.shape) * made.weight
+    loss = surrogate = aggregate(parts.aggregation, -gain, rows.own, counts)
+    ratio = jax.lax.stop_gradient(jnp.exp(made.log_ratio))
+    told = {
+        "surrogate_loss": surrogate,
+        "clip_low": mean(made.surrogate.low),
+        "clip_high": mean(made.surrogate.high),
+        "clip_dual": mean(made.surrogate.dual),
+        "ratio_mean": mean(ratio),
+        "ratio_max": jnp.max(jnp.where(rows.own, ratio, 0)),
+        "old_kl": mean(kl.k3(rows.old, now.log_probability)),
+    }
+    if parts.correction != "none":
+        told["correction_mean"] = mean(made.weight)
+        told["correction_zero"] = mean(made.weight == 0)
+    if parts.kl != "none" and parts.kl_in == "loss":
+        estimate = _kl(parts, now, rows)
+        term = aggregate(parts.aggregation, estimate, rows.own, counts)
+        loss = loss + coefficients.kl_coefficient * term
+        told["kl_loss"] = term
+    if parts.entropy:
+        bonus = mean(now.entropy)
+        loss = loss - coefficients.entropy_coefficient * bonus
+        told["entropy"] = bonus
+    if parts.critic:
+        critic, stopped = _value(parts, coefficients, now, rows)
+        told |= {"value_loss": mean(critic), "value_clipped": mean(stopped)}
+        loss = loss + coefficients.value_coefficient * told["value_loss"]
+    return loss, {"loss": loss} | told
+
+
+def _masked(arrays: Any, own: jax.Array) -> Any:
+    """Arrays with zeros (or False) where a token is given: whatever was there, NaN too, enters no loss or gradient."""
+    return jax.tree.map(lambda x: jnp.where(own, x, jnp.zeros((), x.dtype)), arrays)
+
+
+def _correction(parts: Parts, coefficients: Coefficients, rows: Rows) -> jax.Array:
+    if parts.correction == "none":
+        return corrections.none(rows.old)
+    log_weight, level = rows.old - rows.sampled, parts.correction_level
+    if parts.correction == "tis":
+        return corrections.tis(log_weight, rows.own, coefficients.tis_cap, level)
+    return corrections.mis(log_weight, rows.own, coefficients.mis_low, coefficients.mis_high, level)
+
+
+def _kl(parts: Parts, now: Now, rows: Rows) -> jax.Array:
+    """The KL's estimate in the loss, `[N, T]`."""
+    if parts.kl == "exact":
+        return now.exact_kl
+    estimate = kl.ESTIMATORS[parts.kl](now.log_probability, rows.reference)
+    return kl.weighted(estimate, ratios.token(now.log_probability, rows.old, rows.own), parts.kl_weight)
+
+
+def _value(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    if not parts.clip_value:
+        return value_loss.squared(now.value, rows.target), jnp.zeros_like(rows.own)
+    return value_loss.clipped(now.value, rows.value, rows.target, coefficients.value_clip)
+
+
+def _preference(
+    coefficients: Coefficients, now: Now, rows: Rows, counts: Denominators
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """DPO's loss, a mean over the pairs both of whose rows count."""
+    pairs = preference_loss.of_rows(
+        now.log_probability, rows.reference, rows.own, coefficients.beta, coefficients.label_smoothing
+    )
+    whole = jnp.all(jnp.any(rows.own, -1).reshape(-1, 2), -1)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(whole, x, 0)) / jnp.maximum(counts.rows / 2, 1)
+
+    loss = mean(pairs.loss)
+    return loss, {
+        "loss": loss,
+        "margin": mean(pairs.margin),
+        "preference_accuracy": mean(pairs.accuracy),
+        "chosen_reward": mean(pairs.chosen),
+        "rejected_reward": mean(pairs.rejected),
+    }
