@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 # ruff: noqa: F401, F403
 if TYPE_CHECKING:  # for type checkers and editors; in a program a name is imported when it is first asked for
-    from jaxaudit import learners, metrics, statistics, tasks, text
+    from jaxaudit import dialogues, learners, metrics, statistics, tasks, text
     from jaxaudit.auditing import audit
     from jaxaudit.dialogues import Dialogue
     from jaxaudit.grid import plan
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # for type checkers and editors; in a program a name is impor
 
 __version__ = "0.2.0"
 
-_PACKAGES = ("learners", "metrics", "statistics", "tasks", "text")
+_PACKAGES = ("dialogues", "learners", "metrics", "statistics", "tasks", "text")
 
 _HOMES = {
     "SITES": "taps",

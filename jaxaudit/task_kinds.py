@@ -28,6 +28,9 @@ defaults, and `__post_init__` says in one sentence what is wrong with them; one 
 Another package registers its class in the entry-point group `jaxaudit.task_kinds`, under the same name. A field that is
 a path says so, as `name` does here: the path of what exists is made absolute when a spec is read, so that a run goes on
 from any folder, and the `words` are no paths.
+
+Where the name decides what keys there are beside it, the fields are `name` and `settings`, and a class method
+`named(name)` gives the dataclass of the settings, whose fields the keys are.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ class Task(Protocol):
 
     Attributes:
       kind: the name that the class is registered under.
-      gives: what `make` gives, in one word, by which a learner says what it needs: "environment", a brax `Env`, or
-        "text", a `Corpus`. An environment has the attributes `max_episode_steps`, and `actions` (how many discrete
-        ones there are) or `action_low` and `action_high`.
+      gives: what `make` gives, in one word, by which a learner says what it needs: "environment", a brax `Env`,
+        "text", a `Corpus`, or "dialogue", a `Dialogue`. An environment has the attributes `max_episode_steps`, and
+        `actions` (how many discrete ones there are) or `action_low` and `action_high`.
     """
 
     kind: ClassVar[str]

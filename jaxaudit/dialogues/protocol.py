@@ -103,7 +103,7 @@ class Dialogue:
         raise NotImplementedError
 
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
-        """A whole row that begins with the prompt of `reset(key, difficulty)`: int32 `[length]`, then `NOTHING`.
+        """A whole row, int32 `[length]`, `NOTHING` after its end, that begins with `reset(key, difficulty)`'s prompt.
 
         `right` (bool) says whether it earns its reward or shows no more than the manner. Its given tokens are those
         that the dialogue gives to its own ones.
@@ -118,6 +118,11 @@ class Dialogue:
         """Tokens `[N]` in legible form; `NOTHING` is left out."""
         shown = [int(t) for t in tokens if t >= 0]
         return " ".join(self.words[t] if self.words else str(t) for t in shown)
+
+    def derive(self, **values: Any) -> None:
+        """Sets attributes that follow from the fields of a frozen dataclass; for its `__post_init__`."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     # What `reset` and `respond` give back.
 

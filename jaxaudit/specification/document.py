@@ -31,6 +31,7 @@ from jaxaudit.specification.sections import (
     read_monitor,
     read_run,
     read_task,
+    task_values,
 )
 from jaxaudit.specification.tables import Table, given, to_text
 from jaxaudit.specification.trial import misfits
@@ -57,7 +58,7 @@ class Spec:
         return to_text(
             {
                 "audit": dataclasses.asdict(self.audit),
-                "task": {"kind": self.task.kind, **dataclasses.asdict(self.task)},
+                "task": task_values(self.task),
                 "learner": {"kind": self.learner.kind, **settings},
                 "metrics": dataclasses.asdict(self.metrics),
                 "monitor": {"file": m.file, "alpha": m.alpha} if (m := self.monitor) else None,

@@ -138,7 +138,20 @@ def read_task(sections: Table) -> Task:
     kind = table.get("kind", str)
     if kind not in (known := registry.task_kinds):
         raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, list(known))}")
-    return read(section(sections, "task", ["kind", *keys(known[kind])]), known[kind])
+    if not hasattr(known[kind], "named"):
+        return read(section(sections, "task", ["kind", *keys(known[kind])]), known[kind])
+    name = table.get("name", str)
+    with placed(table.place):
+        settings = known[kind].named(name)
+    return known[kind](name, read(section(sections, "task", ["kind", "name", *keys(settings)]), settings))
+
+
+def task_values(task: Task) -> dict[str, Any]:
+    """[task] as `read_task` reads it, every default written out."""
+    chosen: Any = task
+    apart = {"name": task.name} if hasattr(task, "named") else {}
+    of = chosen.settings if apart else chosen
+    return {"kind": task.kind, **apart, **{key: getattr(of, key) for key in keys(type(of))}}
 
 
 @dataclass(frozen=True)
