@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for type checkers and editors; in a program a name is impor
     from jaxaudit.margins.search import margin
     from jaxaudit.margins.table import Margins
     from jaxaudit.metastate.monitor import Monitor
+    from jaxaudit.models.sampling import generate
     from jaxaudit.optimizer import Optimizer
     from jaxaudit.perturbations import *
     from jaxaudit.program import compiled, run
@@ -40,6 +41,7 @@ _HOMES = {
     "Taps": "taps",
     "audit": "auditing",
     "compiled": "program",
+    "generate": "models.sampling",
     "inputs": "whole",
     "margin": "margins.search",
     "plan": "grid",

@@ -98,7 +98,7 @@ def _losses(block, hidden, embedding, labels, weights, smoothing):
         logits = _Logits(rows, embedding, smoothing)
         return None, (logits.losses, logits.squares)
 
-    _, outputs = jax.lax.scan(one, None, _split(block, hidden, labels, weights))
+    _, outputs = jax.lax.scan(one, None, split(block, hidden, labels, weights))
     return _result(weights, *outputs)
 
 
@@ -129,7 +129,7 @@ def _gradients(block, hidden, embedding, labels, by_loss, smoothing, by_square=N
         return by_embedding, (logits.losses, logits.squares, by_hidden)
 
     zeros = jnp.zeros(embedding.shape, jnp.float32)
-    rows = _split(block, *(x for x in (hidden, labels, by_loss, by_square) if x is not None))
+    rows = split(block, *(x for x in (hidden, labels, by_loss, by_square) if x is not None))
     by_embedding, (losses, squares, by_hidden) = jax.lax.scan(one, zeros, rows)
     tokens = hidden.shape[0]
     by_hidden = by_hidden.reshape(-1, hidden.shape[1])[:tokens]
@@ -169,7 +169,7 @@ class _Logits:
         return self._weights[:, None] * (self._exponentials / self._total - wanted)
 
 
-def _split(block, *rows):
+def split(block, *rows):
     """Arrays `[N, ...]` as blocks, `[blocks, block, ...]`, the last filled up with zeros."""
 
     def split(x):

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxaudit.kernels.attention import causal_attention
 from jaxaudit.kernels.layer_norm import layer_norm
+from jaxaudit.models.lora import Adapted, joined
 from jaxaudit.paths import Stack
 
 Params = dict[str, Any]
@@ -34,13 +35,14 @@ class Size:
 
 
 SIZES = {
+    "micro": Size(64, 2, 4),
     "nano": Size(96, 4, 4),
     "mini": Size(384, 6, 6),
     "124m": Size(768, 12, 12),
     "355m": Size(1024, 24, 16),
     "774m": Size(1280, 36, 20),
 }
-"""The sizes of the paper's models (their millions of parameters, at GPT-2's vocabulary), and two for CPUs."""
+"""The sizes of the paper's models (their millions of parameters, at GPT-2's vocabulary), and three for CPUs."""
 
 
 class GPT2(nn.Module):
@@ -65,14 +67,24 @@ class GPT2(nn.Module):
     observe: bool = False
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Hidden states, in `dtype`, and each layer's mean entropy of attention `[depth]`, in nats; else zeros."""
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array | None = None, first: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Hidden states, in `dtype`, and each layer's mean entropy of attention `[depth]`, in nats; else zeros.
+
+        Args:
+          tokens: int `[B, T]`.
+          positions: int `[B, T]`, which embedding each token's place has; 0 to T - 1 unless given.
+          first: int `[B, T]`, the first place that each one sees, at most itself; 0 unless given.
+        """
         depth = self.size.depth
-        positions = jnp.arange(tokens.shape[1])
+        positions = jnp.arange(tokens.shape[1]) if positions is None else positions
         x = self._embedding("wte", self.vocabulary)(tokens) + self._embedding("wpe", self.context)(positions)
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
-        layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth)
-        x, entropies = layers(self.size, self.dtype, self.observe, name="h")(x, None)
+        layers = nn.scan(
+            layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=depth
+        )
+        x, entropies = layers(self.size, self.dtype, self.observe, name="h")(x, first)
         return Norm(self.dtype, name="ln_f")(x), entropies
 
     def _embedding(self, name: str, entries: int) -> nn.Embed:
@@ -92,11 +104,11 @@ class Layer(nn.Module):
     observe: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        """The stream `[B, T, width]` after this layer, and the attention's entropy."""
+    def __call__(self, x: jax.Array, first: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """The stream `[B, T, width]` after this layer, and the attention's entropy; `first` is `GPT2.__call__`'s."""
         std = 0.02 / np.sqrt(2 * self.size.depth)
         attention = Attention(self.size.heads, std, self.dtype, self.observe, name="attn")
-        change, entropy = attention(Norm(self.dtype, name="ln_1")(x))
+        change, entropy = attention(Norm(self.dtype, name="ln_1")(x), first)
         x = x + change
         return x + Perceptron(std, self.dtype, name="mlp")(Norm(self.dtype, name="ln_2")(x)), entropy
 
@@ -115,14 +127,14 @@ class Attention(nn.Module):
     observe: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`[B, T, width]` to the same, and the mean entropy over heads and places."""
+    def __call__(self, x: jax.Array, first: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """`[B, T, width]` to the same, and the mean entropy over heads and places; `first` is `GPT2.__call__`'s."""
         width = x.shape[-1]
         joined = dense(3 * width, 0.02, self.dtype, "c_attn")(x)
         query, key, value = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(joined, 3, axis=-1))
-        mixed = causal_attention(query, key, value)
+        mixed = causal_attention(query, key, value, first=first)
         change = dense(width, self.output_std, self.dtype, "c_proj")(mixed.reshape(x.shape))
-        return change, attention_entropy(query, key) if self.observe else jnp.zeros(())
+        return change, attention_entropy(query, key, first) if self.observe else jnp.zeros(())
 
 
 class Perceptron(nn.Module):
@@ -157,15 +169,34 @@ class Norm(nn.Module):
         return layer_norm(x, scale, bias, 1e-5, self.dtype)
 
 
-def dense(features: int, std: float, dtype: Any, name: str) -> nn.Dense:
+class Dense(nn.Dense):
+    """A dense layer, with an adapter where its parameters have one (`lora.joined`)."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[..., inputs]` to `[..., features]`."""
+        y = super().__call__(x)
+        if not self.has_variable("params", "a"):
+            return y
+        return y + adapted(x.astype(self.dtype), *(self.get_variable("params", name) for name in ("a", "b")))
+
+
+def adapted(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """What an adapter adds to a dense layer's output, `(x a) b`, in the dtype of `x` `[..., inputs]`."""
+    return (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
+
+
+def dense(features: int, std: float, dtype: Any, name: str) -> Dense:
     """A dense layer with normal initial weights."""
-    return nn.Dense(features, dtype=dtype, kernel_init=nn.initializers.normal(std), name=name)
+    return Dense(features, dtype=dtype, kernel_init=nn.initializers.normal(std), name=name)
 
 
-def attention_entropy(query: jax.Array, key: jax.Array) -> jax.Array:
+def attention_entropy(query: jax.Array, key: jax.Array, first: jax.Array | None = None) -> jax.Array:
     """Mean entropy, in nats, of causal attention `[B, T, heads, d]`, over sequences, places and heads; float32."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) / np.sqrt(query.shape[-1])
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    if first is not None:
+        causal &= jnp.arange(key.shape[1]) >= first[:, None, :, None]
     logits = jax.nn.log_softmax(jnp.where(causal, scores, -jnp.inf))
     return -jnp.mean(jnp.sum(jnp.where(causal, jnp.exp(logits) * logits, 0.0), axis=-1))
 
@@ -176,9 +207,27 @@ def init_params(model: GPT2, key: jax.Array) -> Params:
     return {**params, "h": Stack(params["h"])}
 
 
-def apply(model: GPT2, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def apply(
+    model: GPT2,
+    params: Params | Adapted,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    first: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Hidden states and attention entropies, as `GPT2.__call__`, of parameters as `init_params` makes them."""
-    return model.apply({"params": {**params, "h": params["h"].layers}}, tokens)  # type: ignore[return-value]
+    params = joined(params)
+    return model.apply({"params": {**params, "h": params["h"].layers}}, tokens, positions, first)  # type: ignore[return-value]
+
+
+def embedding(params: Params | Adapted) -> jax.Array:
+    """The tokens' embedding, float32 `[V, width]`, which is the output layer's weights too."""
+    return joined(params)["wte"]["embedding"]
+
+
+def logits(params: Params | Adapted, hidden: jax.Array) -> jax.Array:
+    """Of the tokens that may follow, float32 `[..., V]`, by hidden states `[..., width]`; products in their dtype."""
+    weights = embedding(params).astype(hidden.dtype)
+    return jnp.einsum("...d,vd->...v", hidden, weights, preferred_element_type=jnp.float32)
 
 
 def count(params: Any) -> int:
