@@ -22,7 +22,8 @@ def sequence_mean(new: jax.Array, old: jax.Array, own: jax.Array) -> jax.Array:
     """
     log_ratio = token(new, old, own)
     mean = jnp.sum(log_ratio, -1, keepdims=True) / jnp.maximum(jnp.sum(own, -1, keepdims=True, dtype=new.dtype), 1)
-    return jnp.where(own, jax.lax.stop_gradient(mean - log_ratio) + log_ratio, 0)
+    # The difference is exactly zero: GSPO's clip ranges are so narrow that rounding must not add to the mean.
+    return jnp.where(own, jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio)), 0)
 
 
 def sequence_sum(new: jax.Array, old: jax.Array, own: jax.Array) -> jax.Array:

@@ -18,5 +18,5 @@ def clipped(value: jax.Array, old: jax.Array, target: jax.Array, clip: ArrayLike
     Returns beside it, bool `[N, T]`, where the clipped one is larger, so that the gradient is zero.
     """
     free = squared(value, target)
-    near = squared(old + jnp.clip(value - old, -jnp.asarray(clip), clip), target)
+    near = squared(jnp.clip(value, old - clip, old + clip), target)
     return jnp.maximum(free, near), near > free

@@ -1,0 +1,419 @@
+"""Parts of losses on dialogues against closed forms, enumeration of a small vocabulary, and float64 NumPy."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaudit.learners.dialogue import advantages, aggregation, clipping, corrections, kl, preference_loss, ratios
+from jaxaudit.learners.dialogue.aggregation import denominators
+from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.estimation import estimate
+from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.policy_loss import Now, Rows, policy_loss
+from jaxaudit.learners.dialogue.presets import PRESETS
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+# KL estimators, over all tokens that there are.
+
+
+def kl_of(one, other):
+    one, other = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
+    return jnp.sum(jnp.exp(one) * (one - other))
+
+
+def bandit(seed=0, size=5):
+    """Logits of a policy, a reference and a sampler."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(3, size)))
+
+
+def expected(term, weights):
+    """The mean over all tokens of a loss of each, `[V, 1]`, and of its gradient; the weights are constants."""
+    return lambda logits: jnp.sum(
+        jax.lax.stop_gradient(weights(logits))[:, None] * term(jax.nn.log_softmax(logits)[:, None])
+    )
+
+
+def test_the_estimators_means_are_those_known(float64):
+    policy, reference, _ = bandit()
+    new, ref = jax.nn.log_softmax(policy), jax.nn.log_softmax(reference)
+    mean = {name: float(jnp.sum(jnp.exp(new) * f(new, ref))) for name, f in kl.ESTIMATORS.items()}
+    truth = float(kl_of(policy, reference))
+    assert mean["k1"] == pytest.approx(truth, rel=1e-12)
+    assert mean["k3"] == pytest.approx(truth, rel=1e-12)
+    assert abs(mean["k2"] - truth) > 0.05 * truth
+    assert float(jnp.min(kl.k3(new, ref))) >= 0 > float(jnp.min(kl.k1(new, ref)))
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "on_policy", "wanted"),
+    [
+        ("k1", "none", True, None),
+        ("k2", "none", True, "reverse"),
+        ("k3", "none", True, "forward"),
+        ("k3", "ratio", True, "reverse"),
+        ("k3", "ratio", False, "reverse"),
+        ("k2", "stopped_ratio", False, "reverse"),
+        ("k1", "ratio", False, "reverse"),
+    ],
+)
+def test_what_gradient_an_estimator_in_the_loss_follows(float64, name, weight, on_policy, wanted):
+    policy, reference, sampler = bandit()
+    ref, old = (jax.nn.log_softmax(x)[:, None] for x in (reference, policy if on_policy else sampler))
+    own = jnp.ones_like(ref, bool)
+
+    def term(new):
+        return kl.weighted(kl.ESTIMATORS[name](new, ref), ratios.token(new, old, own), weight)
+
+    gradient = jax.grad(expected(term, lambda _: jnp.exp(old[:, 0])))(policy)
+    truth = {
+        None: lambda p: 0.0 * p[0],
+        "reverse": lambda p: kl_of(p, reference),
+        "forward": lambda p: kl_of(reference, p),
+    }[wanted]
+    np.testing.assert_allclose(gradient, jax.grad(truth)(policy), **EXACT)
+    if not on_policy:
+        unweighted = jax.grad(expected(lambda new: kl.ESTIMATORS[name](new, ref), lambda _: jnp.exp(old[:, 0])))(policy)
+        assert np.abs(unweighted - gradient).max() > 1e-2
+
+
+def test_k2_is_right_for_a_token_and_wrong_for_a_row_where_k1_in_the_reward_is_right(float64):
+    """Two tokens: the first decides which KL the second one pays."""
+    rng = np.random.default_rng(1)
+    policy, reference = ([jnp.asarray(rng.normal(size=(3,))), jnp.asarray(rng.normal(size=(3, 3)))] for _ in range(2))
+    rows = jnp.asarray(list(itertools.product(range(3), repeat=2)))
+    own = jnp.ones_like(rows, bool)
+
+    def of_rows(logits):
+        first, second = map(jax.nn.log_softmax, logits)
+        return jnp.stack([first[rows[:, 0]], second[rows[:, 0], rows[:, 1]]], 1)
+
+    def truth(logits):
+        new = of_rows(logits)
+        return jnp.sum(jnp.exp(new.sum(1)) * kl.k1(new, of_rows(reference)).sum(1))
+
+    chance = jax.lax.stop_gradient(jnp.exp(of_rows(policy).sum(1)))
+    wanted = jax.grad(truth)(policy)
+    by_token = jax.grad(lambda p: jnp.sum(chance[:, None] * kl.k2(of_rows(p), of_rows(reference))))(policy)
+    np.testing.assert_allclose(by_token[1], wanted[1], **EXACT)
+    assert np.abs(by_token[0] - wanted[0]).max() > 1e-2
+
+    def penalised(logits):
+        new = of_rows(logits)
+        reward = kl.penalised(jnp.zeros_like(new), kl.k1(new, of_rows(reference)), own, 1.0).sum(1)
+        return -jnp.sum(chance * reward * new.sum(1))
+
+    for mine, known in zip(jax.grad(penalised)(policy), wanted, strict=True):
+        np.testing.assert_allclose(mine, known, **EXACT)
+
+
+def test_kl_is_in_the_loss_as_the_parts_say(float64):
+    """Of rows without advantage, the loss is the coefficient times the aggregated estimate, exact KL included."""
+    rng = np.random.default_rng(2)
+    own = jnp.asarray(rng.random((4, 5)) < 0.6).at[:, 2].set(True)
+    new, old, reference, exact = (jnp.asarray(rng.normal(size=own.shape)) for _ in range(4))
+    counts = denominators(own, 5)
+    for name in ("k1", "k2", "k3", "exact"):
+        rows = Rows(own, old, jnp.zeros_like(new), reference=reference)
+        loss, told = policy_loss(
+            Parts(kl=name), Coefficients(kl_coefficient=0.3), Now(new, exact_kl=exact), rows, counts
+        )
+        estimate = exact if name == "exact" else kl.ESTIMATORS[name](new, reference)
+        means = [np.mean(np.asarray(e)[np.asarray(o)]) for e, o in zip(estimate, own, strict=True)]
+        np.testing.assert_allclose(told["kl_loss"], np.mean(means), **EXACT)
+        np.testing.assert_allclose(loss, 0.3 * np.mean(means), **EXACT)
+
+
+# Advantages.
+
+
+def test_gamma_and_lambda_of_one_give_the_return_less_the_value(float64):
+    rng = np.random.default_rng(3)
+    own = rng.random((6, 9)) < 0.5
+    reward, value = rng.normal(size=(2, 6, 9))
+    advantage, target = advantages.gae(reward, value, jnp.asarray(own), 1.0, 1.0)
+    to_come = np.cumsum(np.where(own, reward, 0)[:, ::-1], 1)[:, ::-1]
+    np.testing.assert_allclose(advantage, np.where(own, to_come - value, 0), **EXACT)
+    np.testing.assert_allclose(target, np.where(own, to_come, 0), **EXACT)
+
+
+def test_given_tokens_between_own_ones_are_as_if_they_were_not_there(float64):
+    rng = np.random.default_rng(4)
+    own = np.array([False, True, False, False, True, True, False])
+    reward, value = rng.normal(size=(2, 1, 7))
+    spread, target = advantages.gae(reward, value, jnp.asarray(own[None]), 0.9, 0.8, 1.0)
+    dense, _ = advantages.gae(reward[:, own], value[:, own], jnp.ones((1, 3), bool), 0.9, 0.8)
+    np.testing.assert_allclose(spread[0, own], dense[0], **EXACT)
+    one, two, three = reward[0, own]
+    first = one + 0.9 * two + 0.81 * three
+    np.testing.assert_allclose(target[0, own][0], first, **EXACT)  # the critic's lambda is 1
+
+
+def test_a_score_is_paid_at_the_last_own_token():
+    own = jnp.asarray([[False, True, True, False], [True, False, False, False], [False, False, False, False]])
+    found = advantages.terminal(jnp.asarray([2.0, 3.0, 4.0]), own)
+    np.testing.assert_array_equal(found, [[0, 0, 2, 0], [3, 0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_rows_that_are_not_kept_leave_means_deviations_and_counts(float64):
+    rng = np.random.default_rng(5)
+    score = rng.normal(size=(4, 6))
+    kept = rng.random((4, 6)) < 0.7
+    kept[2] = [True] + [False] * 5
+    kept[3] = False
+    spoilt = jnp.asarray(np.where(kept, score, np.nan))
+    found = {
+        "group": advantages.group(spoilt, jnp.asarray(kept), 1e-6),
+        "group_mean": advantages.group_mean(spoilt, jnp.asarray(kept)),
+        "leave_one_out": advantages.leave_one_out(spoilt, jnp.asarray(kept)),
+    }
+    for p in range(2):
+        s = score[p, kept[p]]
+        mean, std = s.mean(), s.std(ddof=1)
+        np.testing.assert_allclose(found["group"][p, kept[p]], (s - mean) / (std + 1e-6), **EXACT)
+        np.testing.assert_allclose(found["group_mean"][p, kept[p]], s - mean, **EXACT)
+        others = [np.delete(s, i).mean() for i in range(len(s))]
+        np.testing.assert_allclose(found["leave_one_out"][p, kept[p]], s - others, **EXACT)
+    for x in found.values():
+        np.testing.assert_array_equal(x[2:], 0)  # one row has no other to compare with
+        np.testing.assert_array_equal(np.asarray(x)[~kept], 0)
+    np.testing.assert_array_equal(advantages.differ(spoilt, jnp.asarray(kept)), [True, True, False, False])
+
+
+def test_a_group_without_signal_has_advantages_of_exactly_zero():
+    score = jnp.full((2, 7), 0.1, jnp.float32)  # 7 x 0.1 / 7 is not 0.1 in float32
+    for name in ("group", "group_mean", "leave_one_out"):
+        np.testing.assert_array_equal(getattr(advantages, name)(score), 0)
+
+
+# Ratios and clipping.
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence_sum"])
+def test_a_bandit_s_gradient_is_the_softmax_policy_gradient(float64, ratio):
+    """Every action once from a uniform sampler: the gradient of E_pi[A] by logit j is pi_j (A_j - E_pi[A])."""
+    logits, advantage, _ = bandit(seed=6)
+    own = jnp.ones((5, 1), bool)
+    rows = Rows(own, jnp.full((5, 1), -jnp.log(5.0)), advantage[:, None])
+    wide = Coefficients(clip_low=1.0, clip_high=100.0)
+
+    def loss(logits):
+        now = Now(jax.nn.log_softmax(logits)[:, None])
+        return policy_loss(Parts(advantage="group_mean", ratio=ratio), wide, now, rows, denominators(own, 1))[0]
+
+    chance = np.asarray(jax.nn.softmax(logits))
+    mean = np.sum(chance * advantage)
+    np.testing.assert_allclose(loss(logits), -mean, **EXACT)
+    np.testing.assert_allclose(jax.grad(loss)(logits), -chance * (advantage - mean), **EXACT)
+
+
+def test_where_the_surrogate_is_flat_and_what_it_is_there(float64):
+    ratio = jnp.asarray([[0.5, 0.9, 1.2, 1.5, 5.0]])
+    for sign, values, slopes in (
+        (1.0, [0.5, 0.9, 1.2, 1.28, 1.28], [1, 1, 1, 0, 0]),
+        (-1.0, [0.8, 0.9, 1.2, 1.5, 3.0], [0, 1, 1, 1, 0]),
+    ):
+        made = clipping.surrogate(jnp.log(ratio), jnp.full((1, 5), 2 * sign), 0.2, 0.28, 3.0)
+        np.testing.assert_allclose(made.objective[0], 2 * sign * np.array(values), **EXACT)
+        slope = jax.grad(lambda r, a: clipping.surrogate(jnp.log(r), a, 0.2, 0.28, 3.0).objective.sum())
+        np.testing.assert_allclose(slope(ratio, jnp.full((1, 5), 2 * sign))[0], 2 * sign * np.array(slopes), **EXACT)
+        flat = made.low | made.high | made.dual
+        np.testing.assert_array_equal(flat[0], np.array(slopes) == 0)
+
+
+def test_no_dual_clipping_is_an_infinite_one(float64):
+    log_ratio, advantage = jnp.asarray([[0.1, 3.0]]), jnp.asarray([[-1.0, -1.0]])
+    off = clipping.surrogate(log_ratio, advantage, 0.2, 0.2)
+    np.testing.assert_array_equal(off.objective, clipping.surrogate(log_ratio, advantage, 0.2, 0.2, jnp.inf).objective)
+    np.testing.assert_allclose(off.objective, -jnp.exp(log_ratio), **EXACT)
+    assert not off.dual.any()
+
+
+def test_a_ratio_that_is_infinite_does_no_harm_where_it_does_not_count():
+    def total(log_ratio):
+        return clipping.surrogate(log_ratio, jnp.asarray([[1.0, 0.0, -1.0]]), 0.2, 0.2, 3.0).objective.sum()
+
+    value, gradient = jax.value_and_grad(total)(jnp.full((1, 3), 200.0, jnp.float32))
+    assert float(value) == pytest.approx(1.2 - 3.0)
+    np.testing.assert_array_equal(gradient, 0)
+
+
+def test_ratios_of_rows(float64):
+    rng = np.random.default_rng(7)
+    new, old = rng.normal(size=(2, 3, 5))
+    own = rng.random((3, 5)) < 0.5
+    own[2] = False
+    total = np.where(own, new - old, 0).sum(1, keepdims=True)
+    mean = total / np.maximum(own.sum(1, keepdims=True), 1)
+    arrays = jnp.asarray(new), jnp.asarray(old), jnp.asarray(own)
+    np.testing.assert_allclose(ratios.sequence_sum(*arrays), total, **EXACT)
+    np.testing.assert_allclose(ratios.sequence_mean(*arrays), np.where(own, mean, 0), **EXACT)
+    slope = jax.grad(lambda x: jnp.sum(jnp.exp(ratios.sequence_mean(x, *arrays[1:])) * arrays[2]))(arrays[0])
+    np.testing.assert_allclose(slope, np.where(own, np.exp(mean), 0), **EXACT)
+
+
+# Corrections and preferences.
+
+
+def test_masks_by_a_row_s_geometric_mean_do_not_reject_it_for_being_long(float64):
+    log_weight = jnp.full((2, 40), 0.05).at[1].set(0.5)
+    own = jnp.ones_like(log_weight, bool)
+    by_product = corrections.mis(log_weight, own, 0.5, 1.5, "sequence")
+    by_mean = corrections.mis(log_weight, own, 0.5, 1.5, "geometric")
+    np.testing.assert_array_equal(by_product, 0)
+    np.testing.assert_allclose(by_mean, [[np.exp(0.05)] * 40, [0.0] * 40], **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["tis", "mis"])
+def test_weights_are_constants_to_the_gradient(kind):
+    bounds = {"tis": (2.0,), "mis": (0.5, 2.0)}[kind]
+    weight = lambda x: jnp.sum(getattr(corrections, kind)(x, jnp.ones((1, 2), bool), *bounds))  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(weight)(jnp.asarray([[0.1, 0.2]])), 0)
+
+
+def test_smoothed_preferences_are_a_cross_entropy(float64):
+    made = preference_loss.dpo(*(jnp.asarray([x]) for x in (-3.0, -4.0, -3.5, -3.0)), beta=0.5, smoothing=0.1)
+    chance = 1 / (1 + np.exp(-0.5 * (0.5 - -1.0)))
+    np.testing.assert_allclose(made.loss, -0.9 * np.log(chance) - 0.1 * np.log(1 - chance), **EXACT)
+    np.testing.assert_allclose(made.margin, 0.75, **EXACT)
+    assert made.accuracy == 1
+
+
+# What the whole does, whichever its parts.
+
+WHOLES = PRESETS | {
+    "tis": (
+        Parts(correction="tis", correction_level="sequence", kl="k3", kl_weight="ratio"),
+        Coefficients(kl_coefficient=0.1),
+    ),
+    "mis": (Parts(correction="mis", correction_level="geometric", entropy=True), Coefficients(entropy_coefficient=0.1)),
+    "exact": (Parts(kl="exact", aggregation="token_minibatch"), Coefficients(kl_coefficient=0.1)),
+}
+PAIRS, MEMBERS, SLOTS = 4, 2, 6
+
+
+def drawn(seed=8):
+    """Own-mask, scores, and arrays by name, all float32; no gradient of them is zero for want of an own token."""
+    rng = np.random.default_rng(seed)
+    n = PAIRS * MEMBERS
+    own = rng.random((n, SLOTS)) < 0.5
+    own[:, 3] = True
+    old = -np.abs(rng.normal(size=(n, SLOTS)))
+    arrays = {"old": old} | {x: old + 0.3 * rng.normal(size=old.shape) for x in ("new", "sampled", "reference")}
+    arrays |= {x: rng.normal(size=old.shape) for x in ("value", "new_value", "entropy", "exact_kl")}
+    return own, np.float32(rng.normal(size=(PAIRS, MEMBERS))), {k: np.float32(v) for k, v in arrays.items()}
+
+
+def advance(parts, coefficients, own, score, x, counts=None, kept=None):
+    """Loss, statistics, and the gradients by all that the trained parameters say; jitted by the caller."""
+    policy = parts.objective == "policy"
+    penalty = kl.k1(x["old"], x["reference"]) if policy and parts.kl_in == "reward" else None
+    value = x["value"] if parts.critic else None
+    both = estimate(parts, coefficients, score, own, kept, penalty, value) if policy else (None, None)
+    rows = Rows(own, x["old"], both[0], x["sampled"], x["reference"], value, both[1])
+    return of_minibatch(parts, coefficients, rows, x, denominators(own, SLOTS) if counts is None else counts)
+
+
+def of_minibatch(parts, coefficients, rows, x, counts):
+    def loss(now):
+        return policy_loss(parts, coefficients, now, rows, counts)
+
+    now = Now(x["new"], x["entropy"], x["new_value"], x["exact_kl"])
+    gradient, told = jax.grad(loss, has_aux=True)(now)
+    return told, gradient
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_what_is_said_of_given_tokens_changes_no_bit(name):
+    parts, coefficients = WHOLES[name]
+    coefficients = jax.tree.map(jnp.float32, coefficients)
+    own, score, x = drawn()
+    run = jax.jit(lambda c, own, score, x: advance(parts, c, own, score, x))
+    rng = np.random.default_rng(9)
+    told, gradient = run(coefficients, own, score, x)
+    assert float(np.abs(gradient.log_probability).max()) > 1e-4
+    for other in (lambda a: a + rng.normal(0, 9, a.shape), lambda a: np.full(a.shape, np.nan)):
+        spoilt = {k: np.where(own, v, np.float32(other(v))) for k, v in x.items()}
+        again, gradients = run(coefficients, own, score, spoilt)
+        for one, two in zip(jax.tree.leaves((told, gradient)), jax.tree.leaves((again, gradients)), strict=True):
+            np.testing.assert_array_equal(one, two)
+    for leaf in jax.tree.leaves(gradient):
+        np.testing.assert_array_equal(np.asarray(leaf)[~own], 0)
+    assert {a.dtype for a in jax.tree.leaves((told, gradient))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_parts_of_a_minibatch_add_up(name):
+    parts, coefficients = WHOLES[name]
+    own, _, x = drawn()
+    own[:2] = False  # a pair that sampling did not keep
+    counts = denominators(jnp.asarray(own), SLOTS, 7.0)
+    given = {k: x[k] for k in ("old", "sampled", "reference", "value")}
+    rows = Rows(own, **given, advantage=x["entropy"], target=x["exact_kl"])
+    cut = lambda tree, at: jax.tree.map(lambda a: a[at], tree)  # noqa: E731
+    run = jax.jit(lambda rows, x: of_minibatch(parts, coefficients, rows, x, counts))
+    whole, gradient = run(rows, x)
+    halves = [run(cut(rows, at), cut(x, at)) for at in (slice(0, 4), slice(4, 8))]
+    for key, value in whole.items():
+        told = [float(half[0][key]) for half in halves]
+        assert float(value) == pytest.approx(max(told) if key == "ratio_max" else sum(told), rel=1e-5, abs=1e-6), key
+    for one, *two in zip(*(jax.tree.leaves(g) for g in (gradient, *(half[1] for half in halves))), strict=True):
+        np.testing.assert_allclose(one, np.concatenate(two), rtol=1e-5, atol=1e-7)
+
+
+def test_rows_that_are_not_kept_are_as_if_never_drawn():
+    """Two of four groups kept: advantages, loss and gradients are those of the two alone."""
+    own, score, x = drawn()
+    kept = np.array([[True] * 2, [False] * 2, [True] * 2, [False] * 2])
+    rows = np.repeat(kept[:, 0], 2)
+    for name in ("ppo_lm", "grpo", "dr_grpo", "rloo"):
+        parts, coefficients = PRESETS[name]
+        run = jax.jit(functools.partial(advance, parts, coefficients))
+        masked = jnp.asarray(own & rows[:, None])
+        counts = denominators(masked, SLOTS)
+        told, gradient = run(masked, jnp.asarray(score), x, counts, jnp.asarray(kept))
+        fewer = {k: v[rows] for k, v in x.items()}
+        alone, alone_gradient = run(jnp.asarray(own[rows]), jnp.asarray(score[kept[:, 0]]), fewer)
+        np.testing.assert_allclose(told["loss"], alone["loss"], rtol=1e-5)
+        for one, two in zip(jax.tree.leaves(gradient), jax.tree.leaves(alone_gradient), strict=True):
+            np.testing.assert_allclose(np.asarray(one)[rows], two, rtol=1e-5, atol=1e-7)
+            np.testing.assert_array_equal(np.asarray(one)[~rows], 0)
+
+
+def test_with_denominators_of_an_iteration_every_token_weighs_the_same():
+    rng = np.random.default_rng(10)
+    own = jnp.asarray(rng.random((8, 6)) < 0.5)
+    loss = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
+    share = own.sum() / 4
+    each = [aggregation.token_iteration(loss[i : i + 2], own[i : i + 2], share) for i in range(0, 8, 2)]
+    assert float(sum(each)) / 4 == pytest.approx(float(loss[own].mean()), rel=1e-5)
+    with_own = [aggregation.token_minibatch(loss[i : i + 2], own[i : i + 2]) for i in range(0, 8, 2)]
+    assert abs(float(sum(with_own)) / 4 - float(loss[own].mean())) > 1e-3
+
+
+def test_coefficients_are_data_of_one_program():
+    """Lanes under vmap with other coefficients are those lanes alone."""
+    parts, coefficients = WHOLES["ppo_lm"]
+    own, score, x = drawn()
+    lanes = jax.tree.map(lambda c: jnp.float32(c) * jnp.asarray([1.0, 0.5, 0.1]), coefficients)
+    lanes = dataclasses.replace(lanes, dual_clip=jnp.asarray([jnp.inf, 3.0, 1.1]))
+    run = lambda c: advance(parts, c, jnp.asarray(own), jnp.asarray(score), x)  # noqa: E731
+    together = jax.jit(jax.vmap(run))(lanes)
+    alone = jax.jit(run)
+    for lane in range(3):
+        single = alone(jax.tree.map(lambda c: c[lane], lanes))  # noqa: B023
+        for one, two in zip(jax.tree.leaves(together), jax.tree.leaves(single), strict=True):
+            np.testing.assert_allclose(one[lane], two, rtol=1e-4, atol=1e-6)
+    assert len({float(v) for v in together[0]["loss"]}) == 3
