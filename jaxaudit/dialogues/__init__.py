@@ -1,6 +1,9 @@
 """Dialogues as tasks: rows of tokens, of which a policy writes its own."""
 
+from jaxaudit.dialogues.calculator import Calculator as Calculator
+from jaxaudit.dialogues.chain import Chain as Chain
 from jaxaudit.dialogues.hop import Hop as Hop
+from jaxaudit.dialogues.preference import Preference as Preference
 from jaxaudit.dialogues.protocol import Dialogue as Dialogue
 from jaxaudit.dialogues.protocol import Reply as Reply
 from jaxaudit.dialogues.tasks import DialogueTask as DialogueTask

@@ -1,4 +1,4 @@
-"""What dialogues draw: sizes up to a difficulty, and keys that no `reset` has used."""
+"""What dialogues share: sizes drawn by a difficulty, keys that no `reset` has used, and look-ups in small tables."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ DEMONSTRATION = 0x64656D6F
 """Folded into a dialogue's key, it gives a demonstration its own."""
 
 
-def up_to(key: jax.Array, difficulty: jax.Array, most: int) -> jax.Array:
-    """A whole number, int32, uniform over 1 to a whole difficulty; between two of them, a mixture of both.
-
-    Difficulties are taken to be at least 1 and at most `most`.
-    """
-    mixing, drawing = jax.random.split(key)
+def rounded(key: jax.Array, difficulty: jax.Array, most: int) -> jax.Array:
+    """A difficulty as a whole number from 1 to `most`, int32; of one between two, either, so that it is the mean."""
     bounded = jnp.clip(difficulty, 1.0, most)
-    largest = jnp.floor(bounded + jax.random.uniform(mixing)).astype(jnp.int32)
-    return jax.random.randint(drawing, (), 1, jnp.clip(largest, 1, most) + 1, jnp.int32)
+    return jnp.clip(jnp.floor(bounded + jax.random.uniform(key)).astype(jnp.int32), 1, most)
+
+
+def up_to(key: jax.Array, difficulty: jax.Array, most: int) -> jax.Array:
+    """A whole number, int32, uniform over 1 to a difficulty that is `rounded`."""
+    rounding, drawing = jax.random.split(key)
+    return jax.random.randint(drawing, (), 1, rounded(rounding, difficulty, most) + 1, jnp.int32)
 
 
 def cycle(key: jax.Array, size: int) -> jax.Array:
@@ -27,6 +28,5 @@ def cycle(key: jax.Array, size: int) -> jax.Array:
 
 
 def looked_up(table: jax.Array, index: jax.Array) -> jax.Array:
-    """`table[index]` `[...]` of an int32 table `[K, ...]`, 0 for an index that it has not; without a gather."""
-    here = jnp.arange(table.shape[0]) == index
-    return jnp.where(here.reshape(-1, *[1] * (table.ndim - 1)), table, 0).sum(0, dtype=table.dtype)
+    """`table[index]` of a small int32 table `[K]`, 0 for an index that it has not; without a gather."""
+    return jnp.where(jnp.arange(table.shape[0]) == index, table, 0).sum(dtype=table.dtype)
