@@ -92,6 +92,11 @@ class Channel:
         return cls(((name, tuple(labels)),), dtype, every)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """That its labels give."""
+        return tuple(len(labels) for _, labels in self.dims)
+
+    @property
     def attributes(self) -> dict[str, int]:
         """What a dataset says of it besides, where it is not the default: its cadence, and that no monitor reads it."""
         cadence = {} if self.every == 1 else {"every": self.every}

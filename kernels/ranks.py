@@ -138,7 +138,7 @@ def linear_cka(x: ArrayLike, y: ArrayLike, mask: ArrayLike | None = None) -> jax
         return jnp.sum(jnp.matmul(a.T, b, precision=jax.lax.Precision.HIGHEST) ** 2)
 
     own = jnp.sqrt(cross(x, x)) * jnp.sqrt(cross(y, y))
-    return cross(x, y) / jnp.where(own == 0, 1.0, own)
+    return jnp.minimum(cross(x, y) / jnp.where(own == 0, 1.0, own), 1.0)  # not above by a rounding
 
 
 def _centred(z: jax.Array, there: jax.Array) -> jax.Array:
