@@ -233,7 +233,7 @@ def test_a_critic_that_knows_and_one_that_guesses_its_mean():
         [constant["explained_variance"].value, constant["value_bias"].value], [0, 2.5], atol=1e-6
     )
     equal = values.value_statistics(returns, jnp.ones_like(returns), own)
-    assert equal["explained_variance"].count == 0 and equal["value_bias"].count == 30
+    assert (equal["explained_variance"].count, equal["value_bias"].count) == (0, 30)
     unsure = values.separation(jnp.ones(4), jnp.array([1.0, 0.0, 2.0, 1.0]), jnp.ones(4, bool))
     assert float(unsure["critic_order"].value) == 0.5
     assert list(values.distances(jnp.array([[False, True, False, True, True, False]]))[0]) == [3, 2, 2, 1, 0, 0]
@@ -272,7 +272,7 @@ def test_statistics_of_rows(seed):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
-    assert 0 < found["no_signal"] < 1 and found["turns"] > 1
+    assert 0 < found["no_signal"] < 1 < found["turns"]
 
 
 def test_pass_at_k():
@@ -327,7 +327,7 @@ def test_what_was_seen_last():
     np.testing.assert_array_equal(said["b"], [0, 10, 20, 30, 40])
     np.testing.assert_array_equal(last.values["a"][:, 0], [5, 2, 0])
     kept, only = last.update({"b": strata.Measured(jnp.float32(7), jnp.int32(1))})
-    assert set(only) == {"b"} and set(kept.values) == {"a", "b"}
+    assert (set(only), set(kept.values)) == ({"b"}, {"a", "b"})
 
 
 def test_slots_soon_after_a_result():
@@ -360,5 +360,5 @@ def test_a_run_has_the_channels_of_what_it_has():
     assert basic.keys() < channels("full", FEATURES, EXTENT).keys()
     assert {"performance", "entropy", "kl", "success", "x_grad"} < basic.keys()
     assert (full["performance"].every, full["entropy"].every, full["shown_token"].monitored) == (5, 1, False)
-    with pytest.raises(ValueError, match="features are of tools, .*, not 'spoons'"):
+    with pytest.raises(ValueError, match=r"features are of tools, .*, not 'spoons'"):
         channels("full", ("spoons",), EXTENT)

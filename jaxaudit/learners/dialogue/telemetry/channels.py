@@ -65,7 +65,7 @@ TABLE: dict[str, Entry] = {
     # Lengths.
     "own_tokens": Entry("own tokens of all rows", _TOKENS, basic=True),
     "row_tokens": Entry("own tokens of a row", basic=True),
-    "length_quantile": Entry("quantiles over rows of own tokens", ("length_quantile",)),
+    "length_quantile": Entry("quantiles over rows of own tokens", ("quantile",)),
     "turns": Entry("turns of a row", basic=True),
     "calls": Entry("completed tool calls of a row", basic=True, needs="tools"),
     "truncated": Entry("share of rows that ran out of slots", basic=True),
@@ -84,7 +84,7 @@ TABLE: dict[str, Entry] = {
     "high_entropy_share": Entry("squared score on the fifth of tokens with most entropy", _TOKENS),
     # Ratios of the update, and |ratio x advantage|.
     "ratio_max": Entry("largest ratio", _UPDATE, needs="ratios"),
-    "ratio_quantile": Entry("quantiles of the ratio", (*_UPDATE, "ratio_quantile"), needs="ratios"),
+    "ratio_quantile": Entry("quantiles of the ratio", (*_UPDATE, "upper_quantile"), needs="ratios"),
     "ratio_ess": Entry("effective sample size of the ratios, a share", _UPDATE, needs="ratios"),
     "clip_fraction": Entry("share of tokens clipped", (*_UPDATE, "side"), basic=True, needs="ratios"),
     "weight_cvar": Entry("mean of the top 1% of |ratio x advantage|", _UPDATE, needs="ratios"),
@@ -173,8 +173,8 @@ def _labels(tools: bool, extent: Extent) -> dict[str, Sequence[str]]:
         "stratum": STRATA if tools else STRATA[:1],
         "moment": MOMENTS,
         "estimator": ESTIMATORS,
-        "ratio_quantile": ("q99", "q999"),
-        "length_quantile": ("q10", "q50", "q90"),
+        "upper_quantile": ("q99", "q999"),
+        "quantile": ("q10", "q50", "q90"),
         "side": ("low", "high"),
         "distance": DISTANCE_LABELS,
         "rows": ("collected", "held_out"),
