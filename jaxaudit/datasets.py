@@ -90,10 +90,10 @@ def channel_dims(grid: Grid, channel: str, shape: tuple[int, ...]) -> tuple[str,
 
     Raises ValueError where the learner's have another shape.
     """
-    dims = grid.program.learner.channel(channel).dims
-    if dims and (labelled := tuple(len(labels) for _, labels in dims)) != shape:
-        raise ValueError(f"channel '{channel}' has shape {shape}, and the labels of its dimensions {labelled}")
-    return tuple(name for name, _ in dims) or tuple(f"{channel}_{i}" for i in range(len(shape)))
+    known = grid.program.learner.channel(channel)
+    if known.dims and known.shape != shape:
+        raise ValueError(f"channel '{channel}' has shape {shape}, and the labels of its dimensions {known.shape}")
+    return tuple(name for name, _ in known.dims) or tuple(f"{channel}_{i}" for i in range(len(shape)))
 
 
 def derived(performance: np.ndarray, settings: metrics.MetricSettings, every: int = 1) -> dict[str, np.ndarray]:

@@ -71,11 +71,14 @@ class Channel:
         2^24.
       every: it is measured at every so many steps, those t with (t + 1) % every == 0; what it holds between is not to
         be relied on.
+      monitored: whether monitors and detectors read it unless they are told to; not what is stored to be looked at,
+        e.g. tokens.
     """
 
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
     dtype: str = "float32"
     every: int = 1
+    monitored: bool = True
 
     def __post_init__(self):
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -89,9 +92,15 @@ class Channel:
         return cls(((name, tuple(labels)),), dtype, every)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """That its labels give."""
+        return tuple(len(labels) for _, labels in self.dims)
+
+    @property
     def attributes(self) -> dict[str, int]:
-        """What a dataset says of it besides: its cadence, unless that is every step."""
-        return {} if self.every == 1 else {"every": self.every}
+        """What a dataset says of it besides, where it is not the default: its cadence, and that no monitor reads it."""
+        cadence = {} if self.every == 1 else {"every": self.every}
+        return cadence if self.monitored else cadence | {"monitored": 0}
 
     @property
     def missing(self) -> float | int:

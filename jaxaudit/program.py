@@ -230,6 +230,11 @@ def _telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"the learner's telemetry has no '{PERFORMANCE}'; it has: {', '.join(sorted(shapes))}")
     if taken := sorted(shapes.keys() & RESERVED):
         raise ValueError(f"the learner's telemetry has a channel '{taken[0]}', a name that a grid's coordinates have")
+    dims = {dim for name in shapes for dim, _ in program.learner.channel(name).dims}
+    if taken := sorted(dims & (RESERVED | shapes.keys())):
+        raise ValueError(
+            f"a dimension of the learner's telemetry is called '{taken[0]}', as a channel or a coordinate is"
+        )
     return {name: value.shape for name, value in shapes.items()}
 
 

@@ -20,6 +20,7 @@ CHANNELS = {
     "share": ja.Channel((("layer", ("a", "b", "c")), ("head", ("0", "1")))),
     "count": ja.Channel.vector("layer", "abc", dtype="int32"),
     "tries": ja.Channel(dtype="uint8", every=2),
+    "words": ja.Channel((("slot", ("0", "1")),), dtype="int32", monitored=False),
 }
 
 
@@ -27,7 +28,7 @@ def step(state, key, taps):
     noise = taps("reward", jax.random.normal(key))
     count = state + jnp.arange(3)
     told = {"performance": noise, "share": noise * jnp.arange(6.0).reshape(3, 2), "count": count, "tries": count[0] % 7}
-    return state + 1, told | {"plain": jnp.zeros((2, 2))}
+    return state + 1, told | {"plain": jnp.zeros((2, 2)), "words": count[:2]}
 
 
 LEARNER = ja.Learner(lambda key: jnp.int32(70_000), step, channels=CHANNELS)
@@ -49,11 +50,12 @@ def test_an_audit_keeps_them_as_they_are_declared(audited):
         "share": "float32",
         "count": "int32",
         "tries": "uint8",
+        "words": "int32",
     }
     np.testing.assert_array_equal(audited["count"].sel(layer="c")[1, 1], 70_002 + np.arange(10))
     np.testing.assert_allclose(audited["share"].sel(layer="b", head="1"), 3 * audited["performance"], rtol=1e-6)
     assert audited.attrs["performance_every"] == LEARNER.performance_every == 5
-    assert (audited["tries"].attrs, audited["count"].attrs) == ({"every": 2}, {})
+    assert [audited[name].attrs for name in ("tries", "count", "words")] == [{"every": 2}, {}, {"monitored": 0}]
 
 
 def test_a_runs_folder_keeps_them_too(audited, tmp_path, monkeypatch):
@@ -77,7 +79,10 @@ def test_a_monitor_finds_their_entries_by_the_names_it_was_fitted_to(audited):
         entry for name, shape in telemetry_shapes(program).items() for entry in channel_names(name, shape, CHANNELS)
     ]
     assert "share[b, 1]" in inside
-    assert set(inside) == set(series(audited.drop_vars("baseline_performance")).channel.values)
+    read = {str(name) for name in series(audited.drop_vars("baseline_performance")).channel.values}
+    assert set(inside) - read == {"words[0]", "words[1]"}, "what no monitor reads unless told to"
+    assert read < set(inside)
+    assert list(series(audited, ["words"]).channel.values) == ["words[0]", "words[1]"]
 
 
 @pytest.mark.parametrize(("dtype", "missing"), [("int8", -128), ("int32", -(2**31)), ("uint32", 2**32 - 1)])
@@ -106,4 +111,11 @@ def test_channels_that_make_no_sense(channels, sentence):
 def test_labels_that_do_not_fit_are_told():
     learner = ja.Learner(LEARNER.init, step, channels={"count": ja.Channel.vector("layer", "ab")})
     with pytest.raises(ValueError, match=r"channel 'count' has shape \(3,\), and the labels of its dimensions \(2,\)"):
+        ja.audit(learner, [], seeds=1, steps=2)
+
+
+@pytest.mark.parametrize("name", ["count", "seed"])
+def test_a_dimension_with_a_name_that_is_taken_is_told(name):
+    learner = ja.Learner(LEARNER.init, step, channels={"count": ja.Channel.vector(name, "abc")})
+    with pytest.raises(ValueError, match=f"a dimension of the learner's telemetry is called '{name}'"):
         ja.audit(learner, [], seeds=1, steps=2)

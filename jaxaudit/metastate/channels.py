@@ -23,7 +23,7 @@ def series(telemetry: xr.Dataset, names: Sequence[str] | None = None) -> xr.Data
 
     Args:
       telemetry: variables along "step", and others of "seed", "condition" or a vector's own dimension.
-      names: the variables; None: all but DERIVED.
+      names: the variables; None: all but DERIVED and those that are not `monitored` (`jaxaudit.learner.Channel`).
 
     Raises:
       ValueError: for a name that is not there.
@@ -34,7 +34,8 @@ def series(telemetry: xr.Dataset, names: Sequence[str] | None = None) -> xr.Data
         raise ValueError(f"no channel '{unknown[0]}'; there are: {', '.join(sorted(known))}")
     lanes = [dim for dim in ("seed", "condition", "step") if dim in telemetry.dims]
     parts = []
-    for name in [name for name in known if name not in DERIVED] if names is None else names:
+    read = [name for name in known if name not in DERIVED and telemetry[name].attrs.get("monitored", 1)]
+    for name in read if names is None else names:
         values = telemetry[name].astype(np.float32)
         vector = [str(dim) for dim in values.dims if dim not in lanes]
         if vector:

@@ -1,0 +1,116 @@
+"""Token statistics by stratum, and what a channel says where there is nothing to measure.
+
+A stratum is the entry of a labelled dimension, "stratum", not a channel with brackets in its name: a monitor, a
+detector and a report spell its entries "entropy[tool]" themselves, `telemetry.sel(stratum="tool")` takes all
+statistics of one, and a run's stored arrays need no names of their own for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+STRATA = ("all", "tool", "text")
+"""Entries of the first dimension of every token statistic, `stratum`: all own tokens, those soon after a tool's result,
+and the others. Of a dialogue without tools the first alone."""
+
+
+@struct.dataclass
+class Measured:
+    """A statistic, and how much it is of.
+
+    Attributes:
+      value: any shape.
+      count: how many values it is of, of the leading dimensions of `value`, e.g. `[S]`; 0 where it says nothing.
+    """
+
+    value: Any
+    count: Any
+
+
+Statistics = dict[str, Measured]
+
+
+@struct.dataclass
+class LastSeen:
+    """What every channel said last, for steps at which it has nothing to say: zeros at first.
+
+    So an empty stratum leaves no gap in telemetry. A statistic that is there and not finite is told as it is, and not
+    remembered.
+
+    Attributes:
+      values: by name.
+    """
+
+    values: dict[str, Any]
+
+    @classmethod
+    def zeros(cls, shapes: Mapping[str, tuple[int, ...]]) -> LastSeen:
+        """Before the first step, for statistics of these shapes."""
+        return cls({name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
+
+    def update(self, found: Mapping[str, Measured]) -> tuple[LastSeen, dict[str, jax.Array]]:
+        """What is remembered now, and what the channels say: what was found, or what was seen last.
+
+        Statistics that are not found at all are left as they are, and said nothing of.
+        """
+        said, remembered = {}, dict(self.values)
+        for name, statistic in found.items():
+            last = self.values[name]
+            value = jnp.asarray(statistic.value, jnp.float32)
+            count = jnp.asarray(statistic.count)
+            there = count.reshape(count.shape + (1,) * (value.ndim - count.ndim)) > 0
+            said[name] = jnp.where(there, value, last)
+            remembered[name] = jnp.where(there & jnp.isfinite(value), value, last)
+        return LastSeen(remembered), said
+
+
+def strata_of(own: jax.Array, tool: jax.Array | None = None) -> jax.Array:
+    """The masks of STRATA, bool `[S, ...]`, from own tokens and those of them soon after a tool's result.
+
+    None, of a dialogue without tools: S is 1.
+    """
+    return own[None] if tool is None else jnp.stack([own, own & tool, own & ~tool])
+
+
+def soon_after(given: jax.Array, own: jax.Array, slots: int) -> jax.Array:
+    """Which own tokens are within so many slots after a tool's result: bool `[N, T]`.
+
+    Args:
+      given: the result's tokens, bool `[N, T]`.
+      own: bool `[N, T]`.
+      slots: at least 1; 1 is the token right after the result's last.
+    """
+    places = jnp.arange(given.shape[-1])
+    last = jax.lax.cummax(jnp.where(given, places, -slots - 1), axis=given.ndim - 1)
+    return own & (places - last <= slots)
+
+
+def by_stratum(statistic: Callable[..., jax.Array], masks: jax.Array, *values: jax.Array) -> Measured:
+    """`statistic(*values, mask)` of every stratum.
+
+    Args:
+      statistic: of arrays like a mask, and the mask.
+      masks: bool `[S, ...]`.
+      values: arrays `[...]`.
+    """
+    return Measured(jax.vmap(lambda mask: statistic(*values, mask))(masks), counts_of(masks))
+
+
+def counts_of(masks: jax.Array) -> jax.Array:
+    """How many tokens every stratum has: int32 `[S]`."""
+    return jnp.sum(masks, axis=tuple(range(1, masks.ndim)), dtype=jnp.int32)
+
+
+def mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """The mean under a mask; 0 where that is empty. What is not under it is not looked at, NaN or not."""
+    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def token_means(masks: jax.Array, **values: jax.Array) -> Statistics:
+    """The means of values `[N, T]` by stratum `[S]`, under their names."""
+    return {name: by_stratum(mean, masks, value) for name, value in values.items()}
