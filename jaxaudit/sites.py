@@ -9,11 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxaudit import tracing
 from jaxaudit.learner import Learner, without_lasting
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced
+
+_NUMBERS = (int, float, np.integer, np.floating)
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Recorder:
       step, steps, data: as in `Taps`.
       paths: for every site, the paths of its leaves.
       context: for every site, the names of the context given at each of its taps.
+      numbers: for every site, those of its context that are plain numbers, the same at each of its taps.
       values: for every site, the shapes and dtypes seen, by label.
       loose: for sites where no state can be kept, a sentence on why.
       lost: for sites that cannot be disturbed at all where they are tapped, a sentence on why.
@@ -36,6 +40,7 @@ class Recorder:
     data: Any = None
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     context: dict[str, set[str]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     loose: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
@@ -47,6 +52,8 @@ class Recorder:
         seen = self.paths.get(site, ())
         self.paths[site] = seen + tuple(p for p in paths_of(value, label) if p not in seen)
         self.context[site] = self.context.get(site, set(context)) & set(context)
+        known = {name: float(given) for name, given in context.items() if isinstance(given, _NUMBERS)}
+        self.numbers[site] = dict(self.numbers.get(site, known).items() & known.items())
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
         self.values.setdefault(site, {})[label] = shapes
         if reason := misplaced(site, self.home, keeps_state=False):
@@ -92,7 +99,7 @@ class Recorder:
     def sites(self) -> Sites:
         """What was noted."""
         context = {site: frozenset(names) for site, names in self.context.items()}
-        return Sites(dict(self.paths), context, dict(self.values), self.loose, self.lost)
+        return Sites(dict(self.paths), context, dict(self.values), self.loose, self.lost, dict(self.numbers))
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Sites:
     """Where a learner can be disturbed: `paths[site]` are the leaves there, `context[site]` what the tap offers.
 
     `values[site][label]` are the shapes that pass, and `loose[site]` and `lost[site]` say why no state can be kept
-    there, or nothing disturbed.
+    there, or nothing disturbed; `numbers[site]` are the plain numbers that the tap offers, by name.
     """
 
     paths: Mapping[str, tuple[str, ...]]
@@ -108,6 +115,7 @@ class Sites:
     values: Mapping[str, Mapping[str, Any]]
     loose: Mapping[str, str] = field(default_factory=dict)
     lost: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)

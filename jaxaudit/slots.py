@@ -36,6 +36,10 @@ def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
     if not any(matches(perturbation.target, path) for path in sites.paths[site]):
         paths = ", ".join(sites.paths[site])
         return f"target {perturbation.target!r} of '{name}' is in none of the paths at site '{site}': {paths}"
+    if kind.reach:
+        low, high = kind.reach(sites.numbers[site])
+        if beyond := [m for m in perturbation.magnitudes if m != kind.neutral and not low <= m <= high]:
+            return f"magnitude {beyond[0]:g} of '{name}' is outside its range {low:g} to {high:g} for this learner"
     return None
 
 

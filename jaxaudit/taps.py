@@ -34,8 +34,21 @@ SITES = (
     "learning_rate",
     "optimizer_state",
     "params",
+    "difficulty",
+    "prompt",
+    "tool_result",
+    "behaviour",
+    "sampled_logits",
+    "temperature",
+    "log_probability",
+    "reward_model",
+    "advantage",
+    "gae_lambda",
+    "kl_coefficient",
+    "ratio_clip",
+    "reference",
 )
-"""The standard sites; a learner may add its own."""
+"""The standard sites, those from the difficulty on of dialogues; a learner may add its own."""
 
 ACTING_SITES = ("observation", "action", "dynamics")
 """Sites at which a disturbance touches how a learner fares at once, whether it has got worse or not."""

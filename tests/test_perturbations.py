@@ -13,7 +13,18 @@ from without_baseline import train_from_the_start
 import jaxaudit as ja
 from jaxaudit import registry
 from jaxaudit.paths import matches, paths_of
-from jaxaudit.perturbations import conditions, data, interventions, optimization, parametric, signal, transforms
+from jaxaudit.perturbations import (
+    conditions,
+    data,
+    dialogues,
+    interventions,
+    judges,
+    optimization,
+    parametric,
+    sampler,
+    signal,
+    transforms,
+)
 from jaxaudit.sites import find_sites
 from jaxaudit.taps import Taps
 
@@ -275,6 +286,19 @@ SITE_VALUES = {
     "tokens": jnp.arange(12).reshape(3, 4),
     "objective": jnp.float32(2.0),
     "label_smoothing": jnp.zeros(()),
+    "difficulty": jnp.linspace(0.0, 2.0, 3),
+    "prompt": jnp.array([[1, 2, -1], [3, -1, -1]]),
+    "tool_result": jnp.array([[1, 2, -1], [3, -1, -1], [-1, -1, -1], [4, 4, 4]]),
+    "behaviour": {"wte": jnp.linspace(-1.0, 1.0, 5), "h": {"kernel": jnp.linspace(0.0, 1.0, 6)}},
+    "sampled_logits": jnp.linspace(-1.0, 2.0, 12).reshape(4, 3),
+    "temperature": jnp.float32(0.7),
+    "log_probability": -jnp.linspace(0.0, 2.0, 12).reshape(4, 3),
+    "reward_model": {"kernel": jnp.linspace(-1.0, 1.0, 5)},
+    "advantage": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3),
+    "gae_lambda": jnp.float32(0.9),
+    "kl_coefficient": jnp.float32(0.1),
+    "ratio_clip": jnp.array([0.2, 0.28]),
+    "reference": {"kernel": jnp.linspace(-1.0, 1.0, 5)},
 }
 CONTEXT = {
     "begins": jnp.array([False, True, False, False]),
@@ -289,6 +313,15 @@ CONTEXT = {
     "vocabulary": 100,
     "second_corpus": lambda key: jax.random.randint(key, (3, 4), 50, 60),
     "selected": jnp.array([True, True]),
+    "lowest": 0.0,
+    "highest": 3.0,
+    "tokens": jnp.array([1, 2, 3]),
+    "called": jnp.array([True, True, False, True]),
+    "error": jnp.array([7, 8, -1]),
+    "rare": jnp.arange(9)[::-1],
+    "own": jnp.arange(12).reshape(4, 3) % 3 > 0,
+    "lengths": jnp.array([1.0, 2.0, 3.0, 0.0]),
+    "policy": {"kernel": jnp.linspace(0.0, 2.0, 5)},
     "reinitialise": lambda key: jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), SITE_VALUES["params"]),
 }
 
@@ -299,15 +332,17 @@ def test_every_perturbation_is_the_same_alone_and_under_jit_and_vmap():
     def all_of_them(key, factor):
         changed = {}
         for name, default in defaults.items():
-            is_text = default.site == "tokens"
-            value = jax.tree.map(lambda x, own=not is_text: x * factor if own else x, SITE_VALUES[default.site])
+            value = jax.tree.map(
+                lambda x: x * factor if jnp.issubdtype(x.dtype, jnp.floating) else x, SITE_VALUES[default.site]
+            )
             given = {need: CONTEXT[need] for need in default.needs}
 
             def again(state, turn, value=value, default=default, given=given):
                 later = jax.tree.map(lambda x: x + turn, value)
                 return default.apply(key, later, default.magnitude, state, **given)[::-1]
 
-            _, seen = jax.lax.scan(again, default.init(value), jnp.arange(3))
+            sizes = (default.magnitude,) if default.sized else ()
+            _, seen = jax.lax.scan(again, default.init(value, *sizes), jnp.arange(3))
             changed[name] = jax.tree.map(lambda x: x[-1], seen)
         return changed
 
@@ -493,7 +528,7 @@ def test_quantize_float_rounds_as_the_formats_do(bits, dtype):
     np.testing.assert_array_equal(zeros, 0.0)
 
 
-FILES = (data, interventions, optimization, parametric, signal)
+FILES = (data, dialogues, interventions, judges, optimization, parametric, sampler, signal)
 
 
 @pytest.mark.parametrize("module", FILES, ids=lambda module: module.__name__.rpartition(".")[2])

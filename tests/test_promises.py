@@ -1,9 +1,9 @@
-"""The promises, each over all standard perturbations at once on a tiny learner, and on PPO and a language model.
+"""The promises, each over all standard perturbations at once on tiny learners, and on PPO and a language model.
 
 A learner's grid is one compiled program, fed different data: it has every perturbation that fits the learner as one
 condition, forked at step 3, its window open from step 5 to step 7; the chain with an lr_spike of factor one at step 3
-is what opens the fork before the window. The tiny learner has all sites. Of the others' a grid has one perturbation
-of each site that many learners have, and all that fit when the slow tests are run.
+is what opens the fork before the window. Two tiny learners have all sites, one of them those of dialogues. Of the
+others' a grid has one perturbation of each site that many learners have, and all that fit when the slow tests are run.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_dialogue import TINY_DIALOGUE
 from without_baseline import train_from_the_start
 
 import jaxaudit as ja
@@ -41,10 +42,17 @@ STRONG = {
     "action_stuck": 1.0,
     "distribution_drift": 1.0,
     "token_corruption": 0.5,
+    "prompt_corruption": 0.5,
+    "tool_corruption": 1.0,
+    "tool_error": 1.0,
+    "tool_shift": 1.0,
+    "tool_timeout": 1.0,
+    "verifier_flip": 0.5,
 }
 
 
-SHARED = set(SITES) - {"tokens", "objective", "label_smoothing"}
+SHARED = {"observation", "action", "reward", "dynamics", "gradient", "clip_norm", "learning_rate"}
+SHARED |= {"optimizer_state", "params"}
 """Sites that one optimizer or one wrapper of environments serves for all learners."""
 KEPT = {
     "observation_stuck",
@@ -194,8 +202,13 @@ class Case:
         return [first, *(chained(name, given.get(name)) for name in self.names)]
 
     def train(self, chosen):
-        """Trains the whole grid with the perturbations given; all calls share one compiled program."""
-        return telemetry(plan(self.learner, chosen, seeds=2, steps=STEPS))
+        """Trains the whole grid with the perturbations given; all calls share one compiled program.
+
+        States whose size depends on the grid's largest magnitude have that of the largest there is.
+        """
+        grid = plan(self.learner, chosen, seeds=2, steps=STEPS)
+        slots = [dataclasses.replace(s, most=s.kind.limits[1]) if s.kind.sized else s for s in grid.program.slots]
+        return telemetry(dataclasses.replace(grid, program=dataclasses.replace(grid.program, slots=tuple(slots))))
 
     @functools.cached_property
     def strong(self):
@@ -235,14 +248,26 @@ def tiny_case(_):
     )
 
 
+def dialogue_case(_):
+    infinite = float("inf")
+    return Case(
+        TINY_DIALOGUE,
+        TINY_DIALOGUE,
+        {"advantage_noise": infinite, "weight_noise": infinite, "lr_spike": infinite},
+        ("performance", "params_norm", "update_norm"),
+        "policy",
+    )
+
+
 def quick(case):
-    """With what is kept, of the perturbations at shared sites."""
-    shared = {name for name in registry.perturbations if registry.perturbations[name].site in SHARED}
+    """With what is kept, of the perturbations that the first tiny learner has at shared sites."""
+    shared = {name for name in tiny_case(None).names if registry.perturbations[name].site in SHARED}
     return dataclasses.replace(case, left_out=frozenset({"lr_spike"} | shared - KEPT))
 
 
 CASES = {
     "tiny": tiny_case,
+    "tiny dialogue": lambda corpus: quick(dialogue_case(corpus)),
     "ppo": lambda corpus: quick(ppo_case(corpus)),
     "language_model": lambda corpus: quick(language_model_case(corpus, telemetry="basic")),
     "ppo, everything": ppo_case,
@@ -275,10 +300,11 @@ def lane_same(arrays, other, condition, start=0, stop=STEPS):
     return all(same(arrays[k][:, condition, start:stop], other[k][:, condition, start:stop]) for k in arrays)
 
 
-def test_every_standard_perturbation_fits_the_tiny_learner_and_another(corpus):
-    assert {*tiny_case(None).names, "lr_spike"} == set(registry.perturbations)
+def test_every_standard_perturbation_fits_a_tiny_learner_and_those_not_of_dialogues_another(corpus):
+    tiny, dialogue = ({*make(None).names, "lr_spike"} for make in (tiny_case, dialogue_case))
+    assert tiny | dialogue == set(registry.perturbations)
     fitting = {name for make in (ppo_case, language_model_case) for name in make(corpus).names}
-    assert fitting | {"lr_spike"} == set(registry.perturbations)
+    assert fitting | {"lr_spike"} == tiny
 
 
 def test_a_learner_is_disturbed_at_all_its_sites(case):
@@ -341,7 +367,7 @@ def test_one_program_new_magnitudes_windows_and_targets_compile_nothing(case):
     )
     rng = np.random.default_rng(0)
     other = {n: float(m) for n, m in zip(case.names, rng.uniform(0.05, 0.95, len(case.names)), strict=True)}
-    other |= {"quantize": 4.0}
+    other |= {"quantize": 4.0, "sampler_quantize": 4.0}
     other |= {name: 3.0 for name in case.names if registry.perturbations[name].whole}
     case.train(case.perturbations(other))
     retimed = [

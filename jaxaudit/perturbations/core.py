@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,6 +111,8 @@ class Kind:
       needs: context names `apply` takes from the tap: the learner's, "selected" (bool `[paths]`, the target; see
         `jaxaudit.paths`), "elapsed" (the share of the window that has passed, in (0, 1]) or "alarm" (bool).
       limits: (lowest, highest) magnitude that means something.
+      reach: `reach(numbers) -> (lowest, highest)`, further limits that depend on what the tap gives: the numbers of its
+        context by name that are known before the run.
       whole: whether only whole magnitudes mean something.
       init: `init(value) -> state`, the pytree that `apply` is given when the window opens, and that the lane carries
         from then on; only shapes and dtypes of `value` can be read.
@@ -128,6 +130,7 @@ class Kind:
     target: str | None = None
     needs: tuple[str, ...] = ()
     limits: tuple[float, float] = (float("-inf"), float("inf"))
+    reach: Callable[[Mapping[str, float]], tuple[float, float]] | None = None
     whole: bool = False
     init: Callable[..., Any] = nothing
     sized: bool = False

@@ -27,7 +27,7 @@ def perturbation(
     """Decorator: makes `f(key, value, magnitude, **context) -> value` a kind of perturbation named like `f`.
 
     The keywords are the kind's standard magnitude and window, its neutral magnitude, and the `rest` of its fields:
-    target, needs, limits, whole, sized. With an `init`, which makes
+    target, needs, limits, reach, whole, sized. With an `init`, which makes
     its state, it is `f(key, value, magnitude, state, **context) -> (value, state)`.
     """
 

@@ -84,3 +84,15 @@ def clip_failure(key, value, magnitude):
     50.0
     """
     return transforms.scale(value, magnitude)
+
+
+@perturbation("optimization", "ratio_clip", magnitude=10.0, neutral=1.0, duration=10, limits=(0.0, math.inf))
+def ratio_clip_failure(key, value, magnitude):
+    """Multiplies how far probability ratios may leave one, `[low, high]`, by `magnitude`; a large factor: anywhere.
+
+    The clipping of the surrogate objective (Schulman et al., 2017) is what holds an update near the behaviour policy.
+
+    >>> ratio_clip_failure(10.0).apply(jax.numpy.array([0.5, 1.0]))
+    Array([ 5., 10.], dtype=float32)
+    """
+    return transforms.scale(value, magnitude)

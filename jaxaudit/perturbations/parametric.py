@@ -89,12 +89,20 @@ def critic_reset(key, value, magnitude, *, reinitialise):
     >>> float(critic_reset(0.5).apply({"kernel": 2.0}, reinitialise=lambda key: {"kernel": 0.0})["kernel"])
     1.0
     """
+    return transforms.towards(value, reinitialise(key), magnitude)
 
-    def moved(old: jax.Array, fresh: jax.Array) -> jax.Array:
-        # A full reset heals parameters that are not finite, which the formula would keep.
-        return jnp.where(magnitude >= 1.0, fresh, (1.0 - magnitude) * old + magnitude * fresh)
 
-    return jax.tree.map(moved, value, reinitialise(key))
+@perturbation("parametric", "params", magnitude=1.0, neutral=0.0, duration="once", target="critic/head/bias")
+def value_bias(key, value, magnitude):
+    """Adds `magnitude`, in units of the reward, to the bias of the critic's head: it values all states too highly.
+
+    Negative ones too little. What the critic learns from then on may undo it. `target` is the bias of a dialogue
+    learner's critic, "critic/head/bias", unless another is given.
+
+    >>> float(value_bias(2.0).apply({"bias": 0.5})["bias"])
+    2.5
+    """
+    return jax.tree.map(lambda x: x + magnitude, value)
 
 
 @perturbation("parametric", "params", magnitude=8.0, neutral=32.0, duration="once", limits=(2.0, 32.0))
@@ -104,14 +112,7 @@ def quantize(key, value, magnitude):
     >>> quantize(2.0).apply(jnp.array([1.0, 0.2]))
     Array([1., 0.], dtype=float32)
     """
-    levels = 2.0 ** (magnitude - 1.0) - 1.0
-
-    def rounded(x: jax.Array) -> jax.Array:
-        largest = jnp.max(jnp.abs(x))
-        unit = jnp.where(largest > 0, largest, 1.0) / levels
-        return jnp.round(x / unit) * unit
-
-    return transforms.map_tensors(rounded, value)
+    return transforms.round_to_bits(value, magnitude)
 
 
 @perturbation("parametric", "params", magnitude=3.0, neutral=23.0, duration="once", limits=(1.0, 23.0), whole=True)

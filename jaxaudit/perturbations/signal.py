@@ -123,3 +123,57 @@ def gradient_mask(key, value, magnitude):
     0.0
     """
     return transforms.drop(key, value, magnitude)
+
+
+@perturbation("signal", "reward", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0))
+def verifier_flip(key, value, magnitude):
+    """Each reward r, of right (1) or wrong (0), is 1 - r with probability `magnitude`: the verifier errs.
+
+    >>> verifier_flip(1.0).apply(jnp.array([0.0, 1.0, 0.75]))
+    Array([1.  , 0.  , 0.25], dtype=float32)
+    """
+    return transforms.replace(key, value, magnitude, 1.0 - value)
+
+
+@perturbation("signal", "reward", magnitude=0.01, neutral=0.0, duration="end", needs=("lengths",))
+def length_bias(key, value, magnitude, *, lengths):
+    """Adds `magnitude` for each of a row's own tokens to its reward `[N]`; a negative one favours short rows.
+
+    `lengths` float32 `[N]` are the rows' own tokens.
+
+    >>> length_bias(0.5).apply(jnp.array([1.0, 0.0]), lengths=jnp.array([2.0, 3.0]))
+    Array([2. , 1.5], dtype=float32)
+    """
+    return value + magnitude * lengths
+
+
+@perturbation("signal", "advantage", magnitude=0.5, neutral=0.0, duration="end", limits=(0.0, math.inf), needs=("own",))
+def advantage_noise(key, value, magnitude, *, own):
+    """Adds Gaussian noise of standard deviation `magnitude` to the normalised advantages `[N, T]` of own tokens.
+
+    >>> float(advantage_noise(0.5).apply(jnp.ones((1, 1)), own=jnp.array([[False]]))[0, 0])
+    1.0
+    """
+    return jnp.where(own, transforms.add_noise(key, value, magnitude), value)
+
+
+@perturbation("signal", "gae_lambda", magnitude=0.5, neutral=1.0, duration="end", limits=(0.0, math.inf))
+def signal_decay(key, value, magnitude):
+    """Multiplies the lambda of advantage estimation by `magnitude`, within [0, 1].
+
+    A reward at a row's end reaches the token k slots before it times lambda^k (VC-PPO, Yuan et al., 2025).
+
+    >>> float(signal_decay(0.5).apply(0.5))
+    0.25
+    """
+    return jax.tree.map(lambda x: jnp.clip(x * magnitude, 0.0, 1.0), value)
+
+
+@perturbation("signal", "kl_coefficient", magnitude=0.0, neutral=1.0, duration="end", limits=(0.0, math.inf))
+def kl_failure(key, value, magnitude):
+    """Multiplies the weight of the penalty on leaving the reference by `magnitude`; zero switches it off.
+
+    >>> float(kl_failure(0.0).apply(0.5))
+    0.0
+    """
+    return transforms.scale(value, magnitude)

@@ -83,6 +83,28 @@ def mix(key: jax.Array, value: jax.Array, share: Any, other: Callable[[jax.Array
     return jnp.where(along(chosen, value), other(other_key), value)
 
 
+def towards(value: Any, other: Any, share: Any) -> Any:
+    """Every leaf a `share` of the way to that of `other`, a tree like it: (1 - share) value + share other."""
+
+    def moved(old: jax.Array, new: jax.Array) -> jax.Array:
+        # All the way heals what is not finite, which the formula would keep.
+        return jnp.where(share >= 1.0, new, (1.0 - share) * old + share * new)
+
+    return jax.tree.map(moved, value, other)
+
+
+def round_to_bits(value: Any, bits: Any) -> Any:
+    """Every entry rounded to `bits`, symmetric and uniform over each tensor's range."""
+    levels = 2.0 ** (bits - 1.0) - 1.0
+
+    def rounded(x: jax.Array) -> jax.Array:
+        largest = jnp.max(jnp.abs(x))
+        unit = jnp.where(largest > 0, largest, 1.0) / levels
+        return jnp.round(x / unit) * unit
+
+    return map_tensors(rounded, value)
+
+
 def worst_draw(key: jax.Array, value: jax.Array, radius: Any, harm: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """For each row of `value` `[N, ...]` the most harmful of `CANDIDATES` draws from the cube around it.
 
