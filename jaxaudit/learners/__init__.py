@@ -1,5 +1,7 @@
 """Learning algorithms, each a `Learner`."""
 
+from jaxaudit.learners.dialogue.factories import dapo, dpo, dr_grpo, grpo, gspo, ppo_lm, rloo
+from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.language_model import LanguageModelSettings, language_model
 from jaxaudit.learners.ppo import PPOSettings, ppo
 from jaxaudit.learners.sac import SACSettings, sac
@@ -7,13 +9,21 @@ from jaxaudit.learners.td3 import TD3Settings, td3
 from jaxaudit.learners.trpo import TRPOSettings, trpo
 
 __all__ = [
+    "DialogueSettings",
     "LanguageModelSettings",
     "PPOSettings",
     "SACSettings",
     "TD3Settings",
     "TRPOSettings",
+    "dapo",
+    "dpo",
+    "dr_grpo",
+    "grpo",
+    "gspo",
     "language_model",
     "ppo",
+    "ppo_lm",
+    "rloo",
     "sac",
     "td3",
     "trpo",

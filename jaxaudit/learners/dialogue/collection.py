@@ -1,0 +1,222 @@
+"""Rows for learning and rows for measuring: sampled, rewarded, and compared with what the trainer makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaudit.dialogues.protocol import Dialogue
+from jaxaudit.learners.dialogue import advantages, kl, overlong, policy_loss, rollout
+from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.estimation import estimate
+from jaxaudit.learners.dialogue.experience import Batch, Experience
+from jaxaudit.learners.dialogue.network import Network
+from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
+from jaxaudit.taps import Taps
+
+POLICY, CRITIC, REWARD_MODEL = "policy", "critic", "reward_model"
+"""Labels, which begin the paths of parameters."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Parameters by use, as a step finds them; what is not there is None.
+
+    Attributes:
+      policy, critic: what is trained.
+      reward_model: scores rows.
+      reference: the policy that divergence is measured from.
+      base: of adapters.
+    """
+
+    policy: Any
+    critic: Any
+    reward_model: Any
+    reference: Any
+    base: Any
+
+
+class Collector:
+    """Samples, rewards and estimates.
+
+    Args:
+      dialogue: without its arrays.
+      settings: their `structure`.
+      policy, critic, reward_model: the networks; what is not there is None.
+    """
+
+    def __init__(
+        self,
+        dialogue: Dialogue,
+        settings: DialogueSettings,
+        policy: Network,
+        critic: Network | None,
+        reward_model: Network | None,
+    ):
+        self.dialogue, self.settings, self.parts = dialogue, settings, settings.parts
+        self.policy, self.critic, self.reward_model = policy, critic, reward_model
+        self.sampler = rollout.Sampler(policy.model, settings.top_k, settings.top_p < 1)
+
+    def undisturbed(
+        self,
+        policy: Any,
+        base: Any,
+        dialogue: Dialogue,
+        numbers: Numbers,
+        key: jax.Array,
+        rows: int,
+        greedy: jax.Array | None = None,
+    ) -> Rows:
+        """Rows of a policy on as many prompts of the standard difficulty; `greedy` as in `rollout.carried_on`."""
+        prompts_key, rows_key = jax.random.split(key)
+        closed, whole = Taps(), self.policy.whole(policy, base)
+        begun = rollout.prompted(dialogue, prompts_key, jnp.full(rows, numbers.difficulty), closed)
+        return rollout.carried_on(
+            self.sampler, whole, dialogue, begun, rows_key, numbers.temperature, numbers.top_p, closed, greedy
+        )
+
+    def scored(self, models: Models, rows: Rows) -> jax.Array:
+        """What the learner sees of each row's worth, before it is disturbed: float32 `[N]`."""
+        if self.reward_model is None:
+            return rows.gold
+        return self.reward_model.score(models.reward_model, models.base, rows)
+
+    def collect(self, models: Models, dialogue: Dialogue, numbers: Numbers, key: jax.Array, taps: Taps) -> Experience:
+        """An iteration's experience.
+
+        Args:
+          models: as the step's taps have left them.
+          dialogue: bound to its data.
+          numbers: the settings that are data.
+          key: decides prompts and draws.
+          taps: of the step.
+        """
+        settings, temperature = self.settings, taps("temperature", numbers.temperature)
+        coefficients = tapped(numbers.objective, taps)
+        rows = self._sampled(models, dialogue, numbers, temperature, key, taps)
+        sampled = rows.log_probability
+        if taps.disturbs("log_probability"):
+            sampled = jnp.where(rows.own, taps("log_probability", sampled, own=rows.own), 0.0)
+        reward = taps("reward", self.scored(models, rows), lengths=rows.lengths)
+        kept = ~rows.truncated if settings.mask_truncated else jnp.ones_like(rows.truncated)
+        score = reward
+        if self.parts.overlong:
+            most = longest(dialogue)
+            score += coefficients.overlong_coefficient * overlong.penalty(
+                rows.lengths, most, coefficients.overlong_buffer * most
+            )
+        told = self._seen(rows, reward, kept)
+        index, kept = self._chosen(reward, kept)
+        rows, sampled, score = jax.tree.map(lambda x: x[index], (rows, sampled, score))
+        learnt, told_of = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
+        return Experience(Batch(rows, learnt), coefficients, temperature, told | told_of)
+
+    def _sampled(
+        self, models: Models, dialogue: Dialogue, numbers: Numbers, temperature: jax.Array, key: jax.Array, taps: Taps
+    ) -> Rows:
+        """Rows of the behaviour policy, `[prompts * oversampling * group_size, T]`."""
+        settings = self.settings
+        prompts_key, rows_key = jax.random.split(key)
+        follows_reference = settings.objective == "preference" and not settings.online
+        author = models.reference if follows_reference else models.policy
+        if taps.disturbs("behaviour"):
+            author = taps("behaviour", author, label=POLICY)
+        difficulty = jnp.full(settings.prompts * settings.oversampling, numbers.difficulty)
+        begun = rollout.repeated(rollout.prompted(dialogue, prompts_key, difficulty, taps), settings.group_size)
+        whole = self.policy.whole(author, models.base)
+        return rollout.carried_on(self.sampler, whole, dialogue, begun, rows_key, temperature, numbers.top_p, taps)
+
+    def _chosen(self, reward: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rows that are learned from, and whether each counts: int and bool `[rows]`."""
+        settings = self.settings
+        rewards, each = (x.reshape(-1, settings.group_size) for x in (reward, kept))
+        signal = advantages.differ(rewards, each)
+        first = jnp.arange(settings.prompts)
+        if self.parts.dynamic:  # groups with a signal before those without, in the order they were drawn
+            first = jnp.argsort(jnp.where(signal, 0, 1), stable=True)[: settings.prompts]
+            each = each & signal[:, None]
+        if settings.objective == "preference":
+            best = jnp.argmax(jnp.where(each, rewards, -jnp.inf), axis=1)
+            worst = jnp.argmin(jnp.where(each, rewards, jnp.inf), axis=1)
+            members = jnp.stack([best, worst], axis=1)
+            each = jnp.broadcast_to(signal[:, None], members.shape)
+        else:
+            members = jnp.broadcast_to(jnp.arange(settings.group_size), rewards.shape)
+        index = first[:, None] * settings.group_size + members[first]
+        return index.reshape(-1), each[first].reshape(-1)
+
+    def _learnt(
+        self,
+        models: Models,
+        rows: Rows,
+        sampled: jax.Array,
+        score: jax.Array,
+        kept: jax.Array,
+        coefficients: Coefficients,
+        temperature: jax.Array,
+        taps: Taps,
+    ) -> tuple[policy_loss.Rows, dict[str, jax.Array]]:
+        """What the objective needs to know of rows, and what it tells; the trainer's parameters are not trained yet."""
+        recomputed, entropy = self.policy.log_probabilities(models.policy, models.base, rows, temperature)
+        own = rows.own & kept[:, None]
+        reference = value = target = advantage = None
+        if self.parts.needs_reference or self.settings.telemetry == "full":
+            reference = self.policy.log_probabilities(models.reference, models.base, rows, temperature)[0]
+        if self.critic is not None:
+            value = self.critic.values(models.critic, models.base, rows)
+        if self.parts.objective == "policy":
+            penalty = None
+            if self.parts.kl != "none" and self.parts.kl_in == "reward":
+                assert reference is not None, "a divergence has one"
+                penalty = kl.ESTIMATORS[self.parts.kl](recomputed, reference)
+            groups = (self.settings.prompts, self.settings.group_size)
+            advantage, target = estimate(
+                self.parts, coefficients, score.reshape(groups), own, kept.reshape(groups), penalty, value
+            )
+            advantage = taps("advantage", advantage, own=own)
+        old = sampled if self.settings.old_log_probability == "sampled" else recomputed
+        learnt = policy_loss.Rows(
+            own=own, old=old, advantage=advantage, sampled=sampled, reference=reference, value=value, target=target
+        )
+        gap = jnp.where(rows.own, jnp.abs(recomputed - sampled), 0.0)
+        told = {"entropy": mean_of(entropy, rows.own), "sampler_gap": jnp.max(gap)}
+        if reference is not None:
+            told["reference_kl"] = mean_of(kl.k3(recomputed, reference), rows.own)
+        return learnt, told
+
+    def _seen(self, rows: Rows, reward: jax.Array, kept: jax.Array) -> dict[str, jax.Array]:
+        """What rows tell before any is left out."""
+        signal = advantages.differ(*(x.reshape(-1, self.settings.group_size) for x in (reward, kept)))
+        return {
+            "reward": jnp.mean(reward),
+            "acting_performance": jnp.mean(rows.gold),
+            "groups_with_signal": jnp.mean(signal.astype(jnp.float32)),
+            "own_tokens": jnp.mean(rows.lengths),
+            "calls": jnp.mean(rows.calls),
+            "turns": jnp.mean(rows.turns),
+            "truncated": jnp.mean(rows.truncated.astype(jnp.float32)),
+        }
+
+
+def tapped(coefficients: Coefficients, taps: Taps) -> Coefficients:
+    """The objective's numbers, tapped: "ratio_clip" (low and high), "gae_lambda", "kl_coefficient" and the bonus's."""
+    low, high = taps("ratio_clip", jnp.stack([coefficients.clip_low, coefficients.clip_high]))
+    names = ("gae_lambda", "kl_coefficient", "entropy_coefficient")
+    return dataclasses.replace(
+        coefficients, clip_low=low, clip_high=high, **{name: taps(name, getattr(coefficients, name)) for name in names}
+    )
+
+
+def mean_of(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean where the mask is true; 0 where it nowhere is."""
+    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def longest(dialogue: Dialogue) -> int:
+    """The most own tokens that a row can have."""
+    return dialogue.length - dialogue.prompt_length

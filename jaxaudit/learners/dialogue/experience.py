@@ -1,0 +1,50 @@
+"""What an iteration learns from: rows of tokens, and what the objective needs to know of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import struct
+
+from jaxaudit.learners.dialogue import policy_loss
+from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.rows import Rows
+
+
+@struct.dataclass
+class Batch:
+    """Some rows, `[N, T]`; pairs of a preference objective lie side by side, the better one first.
+
+    Attributes:
+      rows: what was written.
+      learnt: the objective's constants.
+    """
+
+    rows: Rows
+    learnt: policy_loss.Rows
+
+    def picked(self, index: jax.Array) -> Batch:
+        """The rows of an index."""
+        return jax.tree.map(lambda x: x[index], self)
+
+    def parted(self, parts: int) -> Batch:
+        """The rows in equal parts, `[parts, N / parts, ...]`."""
+        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), self)
+
+
+@struct.dataclass
+class Experience:
+    """An iteration's rows, and what is the same for all of them.
+
+    Attributes:
+      batch: the rows.
+      coefficients: of the objective, disturbed or not.
+      temperature: of the policy, disturbed or not.
+      telemetry: what was seen when they were collected.
+    """
+
+    batch: Batch
+    coefficients: Coefficients
+    temperature: Any
+    telemetry: dict[str, jax.Array]

@@ -1,0 +1,167 @@
+"""The presets as learners: `grpo("hop", prompts=8, group_size=8)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxaudit import registry
+from jaxaudit.dialogues import named
+from jaxaudit.dialogues.protocol import Dialogue
+from jaxaudit.learner import PERFORMANCE, Channel, Learner
+from jaxaudit.learners.dialogue import settings as settings_module
+from jaxaudit.learners.dialogue.held_out import SHOWN
+from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
+from jaxaudit.learners.dialogue.presets import PRESETS
+from jaxaudit.learners.dialogue.settings import DialogueSettings
+from jaxaudit.models import gpt2_checkpoint
+from jaxaudit.paths import groups_of
+from jaxaudit.task_kinds import fitting
+
+BESIDES: dict[str, dict[str, Any]] = {
+    "dapo": {"oversampling": 2},
+    "dpo": {"group_size": 2, "prompts": 32, "minibatches": 1, "epochs": 1},
+}
+"""Settings of presets that are no parts and no coefficients, where they are not the standard ones."""
+
+
+def settings_of(preset: str) -> type[DialogueSettings]:
+    """The settings of a preset: `DialogueSettings` with other defaults."""
+    parts, coefficients = PRESETS[preset]
+    chosen = dataclasses.asdict(parts) | vars(coefficients)
+    if not parts.overlong:
+        chosen["overlong_buffer"] = 0.0
+    chosen |= BESIDES.get(preset, {})
+    fields = [
+        (f.name, f.type, dataclasses.field(default=chosen[f.name], metadata=f.metadata))
+        for f in dataclasses.fields(DialogueSettings)
+        if chosen.get(f.name, f.default) != f.default
+    ]
+    return dataclasses.make_dataclass(
+        f"{preset.title().replace('_', '')}Settings",
+        fields,
+        bases=(DialogueSettings,),
+        frozen=True,
+        namespace={"__module__": settings_module.__name__, "__doc__": f"`DialogueSettings` as {preset} has them."},
+    )
+
+
+def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learner:
+    """The learner of some settings on a dialogue: a name, a task that gives one, or a `Dialogue`.
+
+    Raises:
+      ValueError: for a dialogue or checkpoint that does not exist, or settings that do not fit the dialogue.
+    """
+    if isinstance(dialogue, str):
+        dialogue = named(dialogue)
+    if not isinstance(dialogue, Dialogue):
+        dialogue = fitting(dialogue, "dialogue", preset).make()
+    check_fits(dialogue, settings)
+    made = _made(structure_of(dialogue), settings.structure)
+    data, provenance = DialogueData(settings.numbers(dialogue.difficulty), dialogue.data), {}
+    if settings.checkpoint:
+        start = gpt2_checkpoint.load(settings.checkpoint, made.policy.model)
+        data = dataclasses.replace(data, start=start)
+        leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(start)]
+        provenance["checkpoint"] = hashlib.sha256(b"".join(leaves)).hexdigest()
+    return Learner(
+        made.init,
+        made.step,
+        name=preset,
+        step_unit=f"{settings.rows} rows",
+        performance_name="mean gold reward of held-out rows",
+        samples_per_step=settings.rows,
+        sample="rows",
+        channels=channels(made, settings),
+        data=data,
+        init_reads_data=True,
+        provenance=provenance,
+    )
+
+
+def check_fits(dialogue: Dialogue, settings: DialogueSettings) -> None:
+    """Raises ValueError, in one sentence, for settings that a dialogue cannot be trained with."""
+    if settings.top_k >= dialogue.vocabulary:
+        raise ValueError(f"top_k must be below the vocabulary's {dialogue.vocabulary} tokens, not {settings.top_k}")
+    if settings.overlong_buffer and dialogue.length <= dialogue.prompt_length + 1:
+        raise ValueError(f"overlong_buffer is of rows with several own tokens, and a row has {dialogue.length} slots")
+
+
+def structure_of(dialogue: Dialogue) -> Dialogue:
+    """A dialogue at its class's own difficulty: what a program depends on, for the difficulty is data."""
+    if not dataclasses.is_dataclass(dialogue) or isinstance(dialogue, type):
+        return dialogue
+    standards = [f.default for f in dataclasses.fields(dialogue) if f.name == "difficulty"]
+    standard = standards[0] if standards else dataclasses.MISSING
+    if standard is dataclasses.MISSING or standard == dialogue.difficulty:
+        return dialogue
+    try:
+        return dataclasses.replace(dialogue, difficulty=standard)  # type: ignore[type-var]
+    except ValueError:  # it means nothing beside the dialogue's other fields
+        return dialogue
+
+
+def channels(made: DialogueLearner, settings: DialogueSettings) -> dict[str, Channel]:
+    """What is known of the telemetry before it is measured."""
+    every = settings.performance_every
+    known = {PERFORMANCE: Channel(every=every)}
+    if settings.telemetry == "full":
+        layers = groups_of(jax.eval_shape(made.policy.init, jax.random.key(0)))
+        known["layer_gradient_norm"] = Channel.vector("layer", layers)
+        known["greedy_success"] = Channel(every=every)
+        rows = ("held_out_row", tuple(str(row) for row in range(SHOWN)))
+        slots = ("slot", tuple(str(slot) for slot in range(made.dialogue.length)))
+        known["held_out_tokens"] = Channel((rows, slots), dtype="int32", every=every)
+        known["held_out_role"] = Channel((rows, slots), dtype="int8", every=every)
+        known["held_out_log_probability"] = Channel((rows, slots), every=every)
+    return known
+
+
+@functools.lru_cache(maxsize=64)
+def _made(dialogue: Dialogue, settings: DialogueSettings) -> DialogueLearner:
+    """The same object for equal arguments, for its methods are what programs are known by."""
+    return DialogueLearner(dialogue, settings)
+
+
+def _preset(name: str) -> Callable[..., Learner]:
+    of = settings_of(name)
+
+    def factory(dialogue: Any, **settings: Any) -> Learner:
+        return on_dialogue(name, dialogue, of(**settings))
+
+    factory.__name__ = factory.__qualname__ = name
+    factory.__doc__ = f"""{SUMMARIES[name]}: `{name}("hop", learning_rate=1e-4)`.
+
+    Args:
+      dialogue: a registered dialogue's name, a task that gives one, or a `Dialogue`.
+      **settings: fields of `DialogueSettings`, with this preset's defaults.
+
+    Raises:
+      ValueError: for a dialogue or setting that does not exist or makes no sense.
+    """
+    factory.settings = of  # type: ignore[attr-defined]
+    return registry.learners.register(name, factory)
+
+
+SUMMARIES = {
+    "ppo_lm": "PPO with a value model on a dialogue",
+    "grpo": "GRPO on a dialogue",
+    "dr_grpo": "Dr. GRPO on a dialogue",
+    "rloo": "REINFORCE leave-one-out on a dialogue",
+    "dapo": "DAPO on a dialogue",
+    "gspo": "GSPO on a dialogue",
+    "dpo": "DPO on pairs of a dialogue's rows",
+}
+
+ppo_lm = _preset("ppo_lm")
+grpo = _preset("grpo")
+dr_grpo = _preset("dr_grpo")
+rloo = _preset("rloo")
+dapo = _preset("dapo")
+gspo = _preset("gspo")
+dpo = _preset("dpo")

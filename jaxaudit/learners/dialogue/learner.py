@@ -1,0 +1,352 @@
+"""Reinforcement learning of a language model on a dialogue: sample, reward, estimate, update; all presets are this."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxaudit.dialogues.protocol import Dialogue
+from jaxaudit.kernels.coherence import CoherenceSum
+from jaxaudit.kernels.shuffle import shuffled
+from jaxaudit.learners.dialogue import demonstrations, held_out
+from jaxaudit.learners.dialogue.aggregation import Denominators
+from jaxaudit.learners.dialogue.collection import CRITIC, POLICY, REWARD_MODEL, Collector, Models, longest
+from jaxaudit.learners.dialogue.experience import Batch, Experience
+from jaxaudit.learners.dialogue.network import Network
+from jaxaudit.learners.dialogue.policy_loss import Now, policy_loss
+from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
+from jaxaudit.learners.language_model import decays
+from jaxaudit.models import gpt2
+from jaxaudit.optimizer import Optimizer, Update
+from jaxaudit.paths import squares_by_group
+from jaxaudit.taps import Taps
+
+
+@struct.dataclass
+class DialogueData:
+    """What all lanes read.
+
+    Attributes:
+      numbers: the settings that are data.
+      dialogue: the dialogue's arrays.
+      start: a checkpoint's parameters, float32; None: every lane begins with random ones.
+    """
+
+    numbers: Numbers
+    dialogue: Any = None
+    start: Any = None
+
+
+@struct.dataclass
+class Trained:
+    """Parameters, and the state of the optimizer that trains them."""
+
+    params: Any
+    moments: Any
+
+
+@struct.dataclass
+class DialogueState:
+    """What a lane carries.
+
+    Attributes:
+      policy, critic: what is trained; critic is None without a value model.
+      reward_model: parameters; None without one.
+      reference: the policy's parameters that divergence is measured from.
+      warm_start_success: sampled success at which the policy was handed over.
+      measured: the latest measurement of held-out rows.
+    """
+
+    policy: Trained
+    critic: Trained | None
+    reward_model: Any
+    reference: Any
+    warm_start_success: Any
+    measured: held_out.Measured
+
+
+class DialogueLearner:
+    """Pure functions `init` and `step`.
+
+    Args:
+      dialogue: without its arrays, which are data.
+      settings: their `structure`.
+    """
+
+    def __init__(self, dialogue: Dialogue, settings: DialogueSettings):
+        self.dialogue, self.settings, self.parts = dialogue, settings, settings.parts
+        size, dtype = gpt2.SIZES[settings.size], jnp.dtype(settings.precision)
+        model = gpt2.GPT2(dialogue.vocabulary, positions_of(dialogue, settings), size, dtype, settings.remat)
+        self.policy = Network(model, settings.lora_rank)
+        self.critic = Network(model, settings.lora_rank, scalar=True) if self.parts.critic else None
+        self.reward_model = Network(model, settings.lora_rank, scalar=True) if settings.reward == "learned" else None
+        self.collector = Collector(dialogue, settings, self.policy, self.critic, self.reward_model)
+        self.transform = optax.chain(
+            optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon),
+            *([optax.add_decayed_weights(settings.weight_decay, decays)] if settings.weight_decay else []),
+        )
+
+    def optimizer(self, label: str, numbers: Numbers) -> Optimizer:
+        """That of a label, with the numbers' rate."""
+        rate = numbers.learning_rate if label == POLICY else numbers.critic_learning_rate
+        return Optimizer(self.transform, rate, numbers.max_grad_norm, label)
+
+    def base(self, data: DialogueData) -> Any:
+        """The parameters that adapters adapt; None where there are none."""
+        return data.start if self.settings.lora_rank else None
+
+    # Before the first iteration.
+
+    def init(self, key: jax.Array, data: DialogueData) -> DialogueState:
+        """A lane's first state: warmed up, or a checkpoint's policy."""
+        settings, numbers = self.settings, data.numbers
+        dialogue, base = self.dialogue.bind(data.dialogue), self.base(data)
+        policy_key, warm_key, reward_key, critic_key, rows_key, look_key = jax.random.split(key, 6)
+        policy = data.start if data.start is not None and not base else self.policy.init(policy_key)
+
+        def success_of(params: Any, key: jax.Array) -> jax.Array:
+            return jnp.mean(self.collector.undisturbed(params, base, dialogue, numbers, key, LOOKED_AT).gold)
+
+        if settings.warm_start and not settings.checkpoint:
+            policy, success = demonstrations.warmed_up(
+                self.policy,
+                policy,
+                dialogue,
+                warm_key,
+                success_of,
+                updates=settings.warm_start,
+                rows=settings.warm_start_rows,
+                right=numbers.warm_start_right,
+                rate=numbers.warm_start_learning_rate,
+                enough=numbers.warm_start_success,
+                difficulty=numbers.difficulty,
+                temperature=numbers.temperature,
+            )
+        else:
+            success = success_of(policy, look_key)
+        reward_model = None
+        if self.reward_model is not None:
+            reward_model = demonstrations.reward_model(
+                self.reward_model,
+                self.reward_model.init(reward_key),
+                base,
+                dialogue,
+                reward_key,
+                updates=settings.reward_model_warm_start,
+                pairs=settings.warm_start_rows,
+                rate=numbers.warm_start_learning_rate,
+                difficulty=numbers.difficulty,
+            )
+        critic = None
+        if self.critic is not None:
+
+            def rows_of(key: jax.Array) -> tuple[Rows, jax.Array]:
+                rows = self.collector.undisturbed(policy, base, dialogue, numbers, key, settings.rows)
+                return rows, self.collector.scored(Models(policy, None, reward_model, None, base), rows)
+
+            params = demonstrations.value_model(
+                self.critic,
+                self.critic.init(critic_key),
+                base,
+                rows_of,
+                rows_key,
+                updates=settings.critic_warm_start,
+                rate=numbers.critic_learning_rate,
+            )
+            critic = Trained(params, self.transform.init(params))
+        return DialogueState(
+            policy=Trained(policy, self.transform.init(policy)),
+            critic=critic,
+            reward_model=reward_model,
+            reference=policy,
+            warm_start_success=success,
+            measured=held_out.unmeasured(dialogue, success, settings.telemetry),
+        )
+
+    # An iteration.
+
+    def step(self, state: DialogueState, key: jax.Array, taps: Taps) -> tuple[DialogueState, dict[str, jax.Array]]:
+        """One iteration: prompts, rows, rewards, advantages, epochs of minibatches, held-out rows."""
+        data: DialogueData = taps.data
+        collect_key, order_key = jax.random.split(key)
+        numbers, base, dialogue = data.numbers, self.base(data), self.dialogue.bind(data.dialogue)
+        state = self.disturbed(state, numbers, taps)
+        critic = None if state.critic is None else state.critic.params
+        models = Models(state.policy.params, critic, state.reward_model, state.reference, base)
+        experience = self.collector.collect(models, dialogue, numbers, collect_key, taps)
+        after, told = self.improved(state, base, numbers, experience, order_key, taps)
+        measured = held_out.measure_when_due(
+            self.collector, state.measured, after.policy.params, base, dialogue, numbers, taps
+        )
+        before = state.policy.params
+        telemetry = {
+            **measured.telemetry,
+            "warm_start_success": state.warm_start_success,
+            "params_norm": optax.tree.norm(after.policy.params),
+            "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, after.policy.params, before)),
+            **experience.telemetry,
+            **told,
+        }
+        return dataclasses.replace(after, measured=measured), telemetry
+
+    def disturbed(self, state: DialogueState, numbers: Numbers, taps: Taps) -> DialogueState:
+        """The state with what is trained, the reward model and the reference tapped."""
+        policy = Trained(
+            *self.optimizer(POLICY, numbers).disturb(state.policy.params, state.policy.moments, taps, self.policy.init)
+        )
+        critic, reward_model, reference = state.critic, state.reward_model, state.reference
+        if self.critic is not None and critic is not None:
+            optimizer = self.optimizer(CRITIC, numbers)
+            critic = Trained(*optimizer.disturb(critic.params, critic.moments, taps, self.critic.init))
+        if reward_model is not None and taps.disturbs(REWARD_MODEL):
+            reward_model = taps(REWARD_MODEL, reward_model, label=REWARD_MODEL)
+        if taps.disturbs("reference"):
+            reference = taps("reference", reference, label=POLICY, policy=policy.params)
+        return dataclasses.replace(state, policy=policy, critic=critic, reward_model=reward_model, reference=reference)
+
+    def improved(
+        self, state: DialogueState, base: Any, numbers: Numbers, experience: Experience, key: jax.Array, taps: Taps
+    ) -> tuple[DialogueState, dict[str, jax.Array]]:
+        """The state after epochs of minibatches, and what the updates tell."""
+        settings = self.settings
+        share = jnp.sum(experience.batch.learnt.own) / settings.minibatches
+        size = settings.units // settings.minibatches
+
+        def update(taps: Taps, carry: Any, units: jax.Array) -> tuple[Any, Any]:
+            trained, total = carry
+            batch = experience.batch.picked(self.rows_of_units(units))
+            gradient, told = self.gradient(trained, state.reference, base, experience, batch, share, taps)
+            trained, done = self.followed(trained, numbers, gradient, taps)
+            total = total.add(gradient[POLICY])
+            layers = jnp.sqrt(squares_by_group(gradient[POLICY])) if settings.telemetry == "full" else None
+            return (trained, total), (told, done, layers)
+
+        def epoch(taps: Taps, carry: Any, key: jax.Array) -> tuple[Any, Any]:
+            order = shuffled(key, settings.units).reshape(settings.minibatches, size)
+            return taps.scan(update, carry, order)
+
+        trained = {POLICY: state.policy} | ({} if state.critic is None else {CRITIC: state.critic})
+        total = CoherenceSum.zeros(state.policy.params, raw=False)
+        (trained, total), (told, done, layers) = taps.scan(
+            epoch, (trained, total), jax.random.split(key, settings.epochs)
+        )
+        telemetry = {name: jnp.mean(x) for name, x in told.items() if name != "ratio_max"}
+        if "ratio_max" in told:
+            telemetry["ratio_max"] = jnp.max(told["ratio_max"])
+        telemetry |= update_telemetry(done[POLICY]) | {"x_grad": total.mean_pairwise_cosine()}
+        if CRITIC in done:
+            telemetry["critic_gradient_norm"] = jnp.mean(done[CRITIC].gradient_norm)
+        if layers is not None:
+            telemetry["layer_gradient_norm"] = jnp.mean(layers, axis=(0, 1))
+        return dataclasses.replace(state, policy=trained[POLICY], critic=trained.get(CRITIC)), telemetry
+
+    def rows_of_units(self, units: jax.Array) -> jax.Array:
+        """The rows of a minibatch's units, pairs or rows."""
+        if self.settings.objective == "preference":
+            return (2 * units[:, None] + jnp.arange(2)).reshape(-1)
+        return units
+
+    def gradient(
+        self,
+        trained: dict[str, Trained],
+        reference: Any,
+        base: Any,
+        experience: Experience,
+        batch: Batch,
+        share: Any,
+        taps: Taps,
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """Of the objective of a minibatch, by all that is trained; and what it is made of."""
+        own = batch.learnt.own
+        counts = Denominators(
+            tokens=jnp.sum(own), rows=jnp.sum(jnp.any(own, -1)), share=share, longest=longest(self.dialogue)
+        )
+
+        def loss(params: dict[str, Any], batch: Batch, taps: Taps) -> tuple[jax.Array, dict[str, jax.Array]]:
+            log_probability, entropy = self.policy.log_probabilities(
+                params[POLICY], base, batch.rows, experience.temperature
+            )
+            value = None if self.critic is None else self.critic.values(params[CRITIC], base, batch.rows)
+            now = Now(
+                log_probability,
+                entropy,
+                value,
+                self.exact_kl(params[POLICY], reference, base, batch, experience.temperature),
+            )
+            found, told = policy_loss(self.parts, experience.coefficients, now, batch.learnt, counts)
+            return taps("objective", found), told
+
+        params = {label: one.params for label, one in trained.items()}
+        gradient_of = jax.grad(loss, has_aux=True)
+        parts = self.settings.microbatches
+        if parts == 1:
+            return gradient_of(params, batch, taps)
+
+        def add(taps: Taps, carry: Any, batch: Batch) -> tuple[Any, None]:
+            gradient, told = gradient_of(params, batch, taps)
+            largest = {name: jnp.maximum(carry[1][name], told[name]) for name in ("ratio_max",) if name in told}
+            return (jax.tree.map(jnp.add, carry[0], gradient), jax.tree.map(jnp.add, carry[1], told) | largest), None
+
+        split = batch.parted(parts)
+        shapes = jax.eval_shape(lambda: gradient_of(params, jax.tree.map(lambda x: x[0], split), taps.closed))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return taps.scan(add, zeros, split)[0]
+
+    def exact_kl(
+        self, params: Any, reference: Any, base: Any, batch: Batch, temperature: jax.Array
+    ) -> jax.Array | None:
+        """KL(policy || reference) over the whole vocabulary at each slot, `[N, T]`; None where it is not asked for."""
+        if self.parts.kl != "exact":
+            return None
+
+        def logs(params: Any) -> jax.Array:
+            hidden = self.policy.hidden(params, base, batch.rows)
+            logits = gpt2.logits(self.policy.whole(params, base), hidden) / temperature
+            return jax.nn.log_softmax(logits)
+
+        now, then = logs(params), jax.lax.stop_gradient(logs(reference))
+        return jnp.pad(jnp.sum(jnp.exp(now) * (now - then), axis=-1)[:, :-1], ((0, 0), (1, 0)))
+
+    def followed(
+        self, trained: dict[str, Trained], numbers: Numbers, gradient: dict[str, Any], taps: Taps
+    ) -> tuple[dict[str, Trained], dict[str, Update]]:
+        """One update of all that is trained."""
+        after, done = {}, {}
+        for label, one in trained.items():
+            params, moments, done[label] = self.optimizer(label, numbers).update(
+                one.params, one.moments, gradient[label], taps
+            )
+            after[label] = Trained(params, moments)
+        return after, done
+
+
+LOOKED_AT = 128
+"""Sampled rows that tell whether a warm start is over."""
+
+
+def positions_of(dialogue: Dialogue, settings: DialogueSettings) -> int:
+    """Places that the model has an embedding for: a checkpoint's, else as many as a row has slots."""
+    return GPT2_POSITIONS if settings.checkpoint else dialogue.length
+
+
+GPT2_POSITIONS = 1024
+"""Those of GPT-2's checkpoints."""
+
+
+def update_telemetry(done: Update) -> dict[str, jax.Array]:
+    """Means over an iteration's updates, and how far their gradients' norms spread."""
+    norms = done.gradient_norm
+    return {
+        "learning_rate": jnp.mean(done.learning_rate),
+        "gradient_norm": jnp.mean(norms),
+        "gradient_norm_spread": jnp.std(norms) / jnp.maximum(jnp.mean(norms), 1e-12),
+        "clipped_fraction": jnp.mean(done.clipped),
+        "x_mem": jnp.mean(done.persistence),
+        "x_used": jnp.mean(done.used),
+    }

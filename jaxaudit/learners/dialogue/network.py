@@ -1,0 +1,76 @@
+"""A transformer in one of its uses: policy, value model or reward model; its own parameters, or adapters on others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaudit.kernels.token_log_probability import token_log_probability
+from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.models import gpt2, lora
+
+HEAD = "head"
+"""The parameters, beside the transformer's, that make a scalar of a hidden state."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Pure functions of parameters.
+
+    Attributes:
+      model: the transformer.
+      rank: of adapters, which are then all that is trained, on the `base` that functions are given; 0: none.
+      scalar: whether it has a head that makes a scalar of each hidden state, as a value or reward model.
+    """
+
+    model: gpt2.GPT2
+    rank: int = 0
+    scalar: bool = False
+
+    def init(self, key: jax.Array) -> gpt2.Params:
+        """What is trained, before training: random parameters, or adapters that change nothing; a head of zeros."""
+        if self.rank:
+            params = lora.init_adapters(self.model, self.rank, key)
+        else:
+            params = gpt2.init_params(self.model, key)
+        if self.scalar:
+            params = {**params, HEAD: {"kernel": jnp.zeros(self.model.size.width), "bias": jnp.zeros(())}}
+        return params
+
+    def whole(self, params: gpt2.Params, base: Any = None) -> Any:
+        """The transformer's parameters as `gpt2.apply` takes them."""
+        trunk = {name: value for name, value in params.items() if name != HEAD}
+        return lora.Adapted(base, trunk) if self.rank else trunk
+
+    def hidden(self, params: gpt2.Params, base: Any, rows: Rows) -> jax.Array:
+        """The final hidden state at each slot, which has read the token there: `[N, T, width]`."""
+        return gpt2.apply(self.model, self.whole(params, base), rows.tokens, rows.position, rows.first)[0]
+
+    def log_probabilities(
+        self, params: gpt2.Params, base: Any, rows: Rows, temperature: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of each token given what stands before it, and the entropy there: float32 `[N, T]`, 0 at the first slot."""
+        return self.told(self.hidden(params, base, rows), self.whole(params, base), rows, temperature)
+
+    def told(self, hidden: jax.Array, whole: Any, rows: Rows, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`log_probabilities` of hidden states that are there already."""
+        before = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+        embedding = gpt2.embedding(whole).astype(before.dtype)
+        found = token_log_probability(before, embedding, rows.tokens[:, 1:].reshape(-1), temperature)
+        return jax.tree.map(lambda x: jnp.pad(x.reshape(rows.tokens.shape[0], -1), ((0, 0), (1, 0))), found)
+
+    def scalars(self, params: gpt2.Params, base: Any, rows: Rows) -> jax.Array:
+        """The head's value of each hidden state: float32 `[N, T]`."""
+        hidden = self.hidden(params, base, rows).astype(jnp.float32)
+        return hidden @ params[HEAD]["kernel"] + params[HEAD]["bias"]
+
+    def values(self, params: gpt2.Params, base: Any, rows: Rows) -> jax.Array:
+        """What is to be expected before each slot's token is written: float32 `[N, T]`, 0 at the first slot."""
+        return jnp.pad(self.scalars(params, base, rows)[:, :-1], ((0, 0), (1, 0)))
+
+    def score(self, params: gpt2.Params, base: Any, rows: Rows) -> jax.Array:
+        """A reward model's score of each row, read where its last own token is: float32 `[N]`."""
+        return jnp.sum(jnp.where(rows.last_own, self.scalars(params, base, rows), 0.0), axis=1)

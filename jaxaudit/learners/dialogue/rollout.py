@@ -1,0 +1,208 @@
+"""Generation inside a step: a dialogue's automaton and a policy with its cache, carried on in one scan over slots.
+
+The randomness of a row's slot depends on the key, the row and the slot alone, and is drawn where a token is given, too:
+lanes whose rows have parted are still paired slot by slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxaudit.dialogues import automaton
+from jaxaudit.dialogues.protocol import NOTHING, OWN, TOOL, Dialogue
+from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.models import decoding, gpt2, sampling
+from jaxaudit.taps import Taps
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How tokens are chosen.
+
+    Attributes:
+      model: the policy's.
+      top_k: the likeliest tokens that are left; 0: all.
+      truncates: whether top-p is applied at all.
+    """
+
+    model: gpt2.GPT2
+    top_k: int = 0
+    truncates: bool = False
+
+    def choose(
+        self, logits: jax.Array, uniform: jax.Array, top_p: Any, greedy: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Tokens int32 `[N]`, their log-probabilities before truncation, and the mass that it cut off.
+
+        Args:
+          logits: float32 `[N, V]`, divided by the temperature.
+          uniform: float32 `[N]` in [0, 1), by which tokens are drawn: the first whose cumulative probability is above.
+          top_p: share of the probability that is left; read where `truncates`.
+          greedy: bool `[N]`, rows that take the likeliest token instead.
+        """
+        log_probabilities = jax.nn.log_softmax(logits)
+        left, cut = logits, jnp.zeros(logits.shape[0])
+        if self.top_k or self.truncates:
+            left, cut = sampling.truncated(logits, self.top_k, top_p if self.truncates else 1.0)
+        rising = jnp.cumsum(jnp.exp(left - jnp.max(left, axis=1, keepdims=True)), axis=1)
+        below = rising <= uniform[:, None] * rising[:, -1:]
+        token = jnp.minimum(jnp.sum(below, axis=1, dtype=jnp.int32), logits.shape[1] - 1)
+        if greedy is not None:
+            token = jnp.where(greedy, jnp.argmax(left, axis=1).astype(jnp.int32), token)
+        picked = jnp.take_along_axis(log_probabilities, token[:, None], axis=1)[:, 0]
+        return token, picked, cut
+
+
+@struct.dataclass
+class Latest:
+    """The token written last, of each row: int32 `[N]`, with its position and the first slot it sees."""
+
+    token: Any
+    position: Any
+    first: Any
+
+
+@struct.dataclass
+class Slot:
+    """What happened in one slot, `[N]`; the names are those of `Rows`."""
+
+    latest: Latest
+    role: Any
+    log_probability: Any
+    cut: Any
+    called: Any
+
+
+def prompted(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, taps: Taps) -> automaton.Progress:
+    """Dialogues `[P]` that have begun, each with its prompt to be written; tapped at "difficulty" and "prompt".
+
+    Args:
+      dialogue: bound to its data.
+      key: a prompt depends on it and its number.
+      difficulty: float32 `[P]`.
+      taps: of the step.
+    """
+    lowest, highest = dialogue.difficulties
+    if taps.disturbs("difficulty"):
+        difficulty = taps("difficulty", difficulty, lowest=jnp.float32(lowest), highest=jnp.float32(highest))
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(difficulty.shape[0]))
+    progress = jax.vmap(lambda key, d: automaton.begin(dialogue, key, d))(keys, difficulty)
+    if taps.disturbs("prompt"):
+        tokens = jnp.array(dialogue.prompt_tokens or tuple(range(dialogue.vocabulary)), jnp.int32)
+        progress = dataclasses.replace(progress, queue=taps("prompt", progress.queue, tokens=tokens))
+    return progress
+
+
+def repeated(progress: automaton.Progress, times: int) -> automaton.Progress:
+    """Each dialogue `times` times, `[P * times]`: rollout groups."""
+    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), progress)
+
+
+def carried_on(
+    sampler: Sampler,
+    params: Any,
+    dialogue: Dialogue,
+    progress: automaton.Progress,
+    key: jax.Array,
+    temperature: jax.Array,
+    top_p: Any,
+    taps: Taps,
+    greedy: jax.Array | None = None,
+) -> Rows:
+    """Dialogues `[N]` that have begun, to their end or the last slot; taps "tool_result" and "sampled_logits".
+
+    Args:
+      sampler: chooses tokens.
+      params: the behaviour policy's, as `gpt2.apply` takes them.
+      dialogue: bound to its data.
+      progress: of each row, its prompt not written yet.
+      key: decides what is drawn.
+      temperature: of the policy, scalar.
+      top_p: share of the probability that is sampled from, scalar.
+      taps: of the step.
+      greedy: bool `[N]`, rows that take the likeliest tokens.
+    """
+    rows, slots = progress.queue.shape[0], dialogue.length
+    uniform = jax.random.uniform(key, (rows, slots))
+    progress, written = _given(dialogue, progress)
+    latest = jax.tree.map(lambda x: x[-1], written.latest)
+    begun = written.latest.token.shape[0]
+    unrolled = decoding.layers_of(params)
+    # The last of these is read again by the first turn, which writes over what a prompt of one token left.
+    before = jax.tree.map(lambda x: x[: max(begun - 1, 1)].T, written.latest)
+    cache = decoding.prefill(sampler.model, params, before.token, slots, before.position, before.first)[1]
+
+    def turn(taps: Taps, carry: Any, x: Any) -> tuple[Any, Slot]:
+        progress, cache, latest = carry
+        slot, drawn = x
+        hidden, cache = decoding.decode(
+            sampler.model, unrolled, latest.token, latest.position, latest.first, slot - 1, cache
+        )
+        logits = gpt2.logits(params, hidden)
+        if taps.disturbs("sampled_logits"):
+            logits = taps("sampled_logits", logits)
+        chosen, log_probability, cut = sampler.choose(logits / temperature, drawn, top_p, greedy)
+        given, role = jax.vmap(automaton.given)(progress)
+        own = role == OWN
+        token = jnp.where(own, chosen, given)
+        progress, done = _written(dialogue, progress, token, slot, taps)
+        done = dataclasses.replace(
+            done, role=role, log_probability=jnp.where(own, log_probability, 0.0), cut=jnp.where(own, cut, 0.0)
+        )
+        return (progress, cache, done.latest), done
+
+    carry = (progress, cache, latest)
+    numbers = jnp.arange(begun, slots)
+    (progress, _, _), after = taps.scan(turn, carry, (numbers, uniform.T[begun:]))
+    every = jax.tree.map(lambda a, b: jnp.concatenate([a, b]).T, written, after)
+    return Rows(
+        tokens=every.latest.token,
+        role=every.role,
+        position=every.latest.position,
+        first=every.latest.first,
+        log_probability=every.log_probability,
+        cut=every.cut,
+        calls=jnp.sum(every.called, axis=1, dtype=jnp.float32),
+        truncated=~progress.over,
+        rewards=jax.vmap(dialogue.reward)(progress.state),
+    )
+
+
+def _given(dialogue: Dialogue, progress: automaton.Progress) -> tuple[automaton.Progress, Slot]:
+    """The first slots, which all prompts fill, without the policy; fields `[prompt_length, N]`."""
+
+    def turn(progress: automaton.Progress, slot: jax.Array) -> tuple[automaton.Progress, Slot]:
+        token, role = jax.vmap(automaton.given)(progress)
+        progress, done = _written(dialogue, progress, token, slot, None)
+        nothing = jnp.zeros(token.shape[0])
+        return progress, dataclasses.replace(done, role=role, log_probability=nothing, cut=nothing)
+
+    return jax.lax.scan(turn, progress, jnp.arange(dialogue.prompt_length))
+
+
+def _written(
+    dialogue: Dialogue, progress: automaton.Progress, token: jax.Array, slot: jax.Array, taps: Taps | None
+) -> tuple[automaton.Progress, Slot]:
+    """Each row's token in its slot, and what the dialogue says to it, queued; a tool's result is tapped."""
+    latest = Latest(token, progress.position, progress.chunk)
+    progress, reply = jax.vmap(lambda p, t: automaton.write(dialogue, p, t))(progress, token)
+    called = reply.role == TOOL
+    if taps is not None and taps.disturbs("tool_result") and dialogue.result_tokens:
+        reply = dataclasses.replace(reply, tokens=taps("tool_result", reply.tokens, called=called, **_tool(dialogue)))
+    progress = jax.vmap(lambda p, r: automaton.take(p, r, slot))(progress, reply)
+    return progress, Slot(latest=latest, role=None, log_probability=None, cut=None, called=called)
+
+
+def _tool(dialogue: Dialogue) -> dict[str, Any]:
+    """What disturbances of a tool need to know of it."""
+    error = jnp.full(dialogue.reply_length, NOTHING, jnp.int32)
+    error = error.at[: len(dialogue.result_error)].set(jnp.array(dialogue.result_error, jnp.int32))
+    twins = dict(dialogue.rare)
+    rare = jnp.array([twins.get(token, token) for token in range(dialogue.vocabulary)], jnp.int32)
+    return {"error": error, "tokens": jnp.array(dialogue.result_tokens, jnp.int32), "rare": rare}

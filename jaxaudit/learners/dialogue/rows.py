@@ -1,0 +1,71 @@
+"""What a policy wrote: rows of tokens, whose they are, and with what probability."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxaudit.dialogues.protocol import GOLD, OWN, TOOL
+
+
+@struct.dataclass
+class Rows:
+    """N rows of T slots, `[N, T]` where nothing else is said.
+
+    Attributes:
+      tokens: int32, 0 where nothing was written.
+      role: int32, whose each is: `OWN`, `PROMPT`, `TOOL`, or `END` where nothing was written.
+      position: int32, in its chunk.
+      first: int32, the first slot that it sees.
+      log_probability: float32, of own tokens under the behaviour policy at its temperature, before truncation; else 0.
+      cut: float32, the probability that top-k and top-p took from the policy there; 0 where a token was given.
+      calls: float32 `[N]`, of tools, answered or not.
+      truncated: bool `[N]`, whether the slots were used up before the dialogue was over.
+      rewards: float32 `[N]` by name, "gold" among them.
+    """
+
+    tokens: Any
+    role: Any
+    position: Any
+    first: Any
+    log_probability: Any
+    cut: Any
+    calls: Any
+    truncated: Any
+    rewards: dict[str, Any]
+
+    @property
+    def own(self) -> jax.Array:
+        """Whether the policy wrote a token: bool `[N, T]`."""
+        return self.role == OWN
+
+    @property
+    def gold(self) -> jax.Array:
+        """What the dialogue's verifier says of each row: float32 `[N]`."""
+        return self.rewards[GOLD]
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Own tokens of each row: float32 `[N]`."""
+        return jnp.sum(self.own, axis=1, dtype=jnp.float32)
+
+    @property
+    def turns(self) -> jax.Array:
+        """Runs of own tokens of each row: float32 `[N]`."""
+        begins = self.own[:, 1:] & ~self.own[:, :-1]
+        return jnp.sum(begins, axis=1, dtype=jnp.float32)
+
+    @property
+    def last_own(self) -> jax.Array:
+        """Whether a token is the last own one of its row: bool `[N, T]`."""
+        after = jnp.cumsum(self.own[:, ::-1], axis=1)[:, ::-1]
+        return self.own & (after == 1)
+
+    def after_tool(self, window: int) -> jax.Array:
+        """The stratum "tool": own tokens within `window` slots after a token of a tool's result, bool `[N, T]`."""
+        slots = jnp.arange(self.role.shape[1])
+        latest = jax.lax.cummax(jnp.where(self.role == TOOL, slots, -self.role.shape[1] - window), axis=1)
+        return self.own & (slots - latest <= window)
