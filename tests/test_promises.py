@@ -19,6 +19,7 @@ from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit import registry
+from jaxaudit.dialogues.hop import Hop
 from jaxaudit.grid import plan
 from jaxaudit.models import gpt2
 from jaxaudit.optimizer import Optimizer, linear_to_zero
@@ -259,6 +260,26 @@ def dialogue_case(_):
     )
 
 
+def on_dialogue(preset, **settings):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gpt2.SIZES, "tiny", gpt2.Size(8, 1, 2))
+        few = {"size": "tiny", "prompts": 2, "group_size": 2, "epochs": 1, "performance_rows": 2}
+        before = {"warm_start": 15, "warm_start_rows": 4, "critic_warm_start": 2, "reward_model_warm_start": 2}
+        dialogue = Hop(difficulty=1.0, entities=3, hops=2, length=13)
+        return getattr(ja.learners, preset)(dialogue, **few | before | settings)
+
+
+def preset_case(preset, **settings):
+    infinite = float("inf")
+    return Case(
+        on_dialogue(preset, **settings),
+        on_dialogue(preset, **settings | {"telemetry": "basic"}),
+        {"advantage_noise": infinite, "weight_noise": infinite, "lr_spike": infinite},
+        ("performance", "loss", "params_norm", "update_norm"),
+        "policy",
+    )
+
+
 def quick(case):
     """With what is kept, of the perturbations that the first tiny learner has at shared sites."""
     shared = {name for name in tiny_case(None).names if registry.perturbations[name].site in SHARED}
@@ -270,8 +291,16 @@ CASES = {
     "tiny dialogue": lambda corpus: quick(dialogue_case(corpus)),
     "ppo": lambda corpus: quick(ppo_case(corpus)),
     "language_model": lambda corpus: quick(language_model_case(corpus, telemetry="basic")),
+    "grpo": lambda _: quick(preset_case("grpo", telemetry="basic")),
+    "ppo_lm": lambda _: quick(preset_case("ppo_lm", telemetry="basic", reward="learned")),
     "ppo, everything": ppo_case,
     "language_model, everything": language_model_case,
+    "grpo, everything": lambda _: preset_case("grpo"),
+    "ppo_lm, everything": lambda _: preset_case("ppo_lm", reward="learned"),
+    "dr_grpo, everything": lambda _: preset_case("dr_grpo"),
+    "rloo, everything": lambda _: preset_case("rloo"),
+    "dapo, everything": lambda _: preset_case("dapo"),
+    "gspo, everything": lambda _: preset_case("gspo"),
 }
 
 

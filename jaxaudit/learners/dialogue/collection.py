@@ -15,6 +15,7 @@ from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.estimation import estimate
 from jaxaudit.learners.dialogue.experience import Batch, Experience
 from jaxaudit.learners.dialogue.network import Network
+from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.taps import Taps
@@ -97,10 +98,10 @@ class Collector:
           taps: of the step.
         """
         settings, temperature = self.settings, taps("temperature", numbers.temperature)
-        coefficients = tapped(numbers.objective, taps)
+        coefficients = tapped(self.parts, numbers.objective, taps)
         rows = self._sampled(models, dialogue, numbers, temperature, key, taps)
         sampled = rows.log_probability
-        if taps.disturbs("log_probability"):
+        if self.parts.reads_sampled and taps.disturbs("log_probability"):
             sampled = jnp.where(rows.own, taps("log_probability", sampled, own=rows.own), 0.0)
         reward = taps("reward", self.scored(models, rows), lengths=rows.lengths)
         kept = ~rows.truncated if settings.mask_truncated else jnp.ones_like(rows.truncated)
@@ -203,13 +204,19 @@ class Collector:
         }
 
 
-def tapped(coefficients: Coefficients, taps: Taps) -> Coefficients:
-    """The objective's numbers, tapped: "ratio_clip" (low and high), "gae_lambda", "kl_coefficient" and the bonus's."""
-    low, high = taps("ratio_clip", jnp.stack([coefficients.clip_low, coefficients.clip_high]))
-    names = ("gae_lambda", "kl_coefficient", "entropy_coefficient")
-    return dataclasses.replace(
-        coefficients, clip_low=low, clip_high=high, **{name: taps(name, getattr(coefficients, name)) for name in names}
-    )
+def tapped(parts: Parts, coefficients: Coefficients, taps: Taps) -> Coefficients:
+    """The objective's numbers, those that the parts read tapped: each at the site of its name, both bounds of the ratio
+    at "ratio_clip"."""
+    read = {
+        "gae_lambda": parts.critic,
+        "kl_coefficient": parts.kl != "none",
+        "entropy_coefficient": parts.entropy,
+    }
+    found = {name: taps(name, getattr(coefficients, name)) for name, there in read.items() if there}
+    if parts.objective == "policy":
+        bounds = taps("ratio_clip", jnp.stack([coefficients.clip_low, coefficients.clip_high]))
+        found |= {"clip_low": bounds[0], "clip_high": bounds[1]}
+    return dataclasses.replace(coefficients, **found)
 
 
 def mean_of(x: jax.Array, mask: jax.Array) -> jax.Array:

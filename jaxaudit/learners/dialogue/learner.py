@@ -206,7 +206,7 @@ class DialogueLearner:
             critic = Trained(*optimizer.disturb(critic.params, critic.moments, taps, self.critic.init))
         if reward_model is not None and taps.disturbs(REWARD_MODEL):
             reward_model = taps(REWARD_MODEL, reward_model, label=REWARD_MODEL)
-        if taps.disturbs("reference"):
+        if self.parts.needs_reference and taps.disturbs("reference"):
             reference = taps("reference", reference, label=POLICY, policy=policy.params)
         return dataclasses.replace(state, policy=policy, critic=critic, reward_model=reward_model, reference=reference)
 

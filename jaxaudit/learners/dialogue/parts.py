@@ -120,3 +120,8 @@ class Parts:
     def needs_reference(self) -> bool:
         """Whether the objective asks for the reference's log-probabilities."""
         return self.objective == "preference" or self.kl != "none"
+
+    @property
+    def reads_sampled(self) -> bool:
+        """Whether the objective reads the log-probabilities that the sampler gave."""
+        return self.objective == "policy" and (self.old == "sampled" or self.correction != "none")

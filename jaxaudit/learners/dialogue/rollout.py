@@ -90,7 +90,7 @@ def prompted(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, taps: Ta
     """
     lowest, highest = dialogue.difficulties
     if taps.disturbs("difficulty"):
-        difficulty = taps("difficulty", difficulty, lowest=jnp.float32(lowest), highest=jnp.float32(highest))
+        difficulty = taps("difficulty", difficulty, lowest=float(lowest), highest=float(highest))
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(difficulty.shape[0]))
     progress = jax.vmap(lambda key, d: automaton.begin(dialogue, key, d))(keys, difficulty)
     if taps.disturbs("prompt"):

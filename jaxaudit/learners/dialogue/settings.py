@@ -13,6 +13,7 @@ from flax import struct
 from jaxaudit.learners import settings as checks
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.models import gpt2
 
 
 def number(default: float) -> Any:
@@ -163,7 +164,7 @@ class DialogueSettings:
         checks.telemetry(self.telemetry)
         checks.one_of(
             self,
-            size=("micro", "nano", "mini", "124m", "355m", "774m"),
+            size=tuple(gpt2.SIZES),
             precision=("float32", "bfloat16"),
             old_log_probability=("recomputed", "sampled"),
             reward=("gold", "learned"),
