@@ -245,9 +245,11 @@ def test_no_dual_clipping_is_an_infinite_one(float64):
 
 def test_a_ratio_that_is_infinite_does_no_harm_where_it_does_not_count():
     def total(log_ratio):
-        return clipping.surrogate(log_ratio, jnp.asarray([[1.0, 0.0, -1.0]]), 0.2, 0.2, 3.0).objective.sum()
+        made = clipping.surrogate(log_ratio, jnp.asarray([[1.0, 0.0, -1.0]]), 0.2, 0.2, 3.0)
+        return made.objective.sum(), made
 
-    value, gradient = jax.value_and_grad(total)(jnp.full((1, 3), 200.0, jnp.float32))
+    (value, made), gradient = jax.value_and_grad(total, has_aux=True)(jnp.full((1, 3), 200.0, jnp.float32))
+    np.testing.assert_array_equal([made.low[0], made.high[0], made.dual[0]], [[0, 0, 0], [1, 0, 0], [0, 0, 1]])
     assert float(value) == pytest.approx(1.2 - 3.0)
     np.testing.assert_array_equal(gradient, 0)
 
@@ -392,6 +394,20 @@ def test_rows_that_are_not_kept_are_as_if_never_drawn():
         for one, two in zip(jax.tree.leaves(gradient), jax.tree.leaves(alone_gradient), strict=True):
             np.testing.assert_allclose(np.asarray(one)[rows], two, rtol=1e-5, atol=1e-7)
             np.testing.assert_array_equal(np.asarray(one)[~rows], 0)
+
+
+def test_tokens_of_rows_that_are_not_kept_do_not_enter_the_critic_s_advantages():
+    """Nor what advantages are normalised by, though their own-mask says own."""
+    parts, coefficients = PRESETS["ppo_lm"]
+    own, score, x = drawn()
+    kept = np.array([[True] * 2, [True, False], [True] * 2, [False] * 2])
+    run = jax.jit(functools.partial(estimate, parts, coefficients))
+    given = jnp.asarray(score), jnp.asarray(own)
+    found = run(*given, jnp.asarray(kept), x["entropy"], x["value"])
+    cut = run(given[0], jnp.asarray(own & kept.reshape(-1, 1)), jnp.ones_like(kept), x["entropy"], x["value"])
+    for one, two in zip(found, cut, strict=True):
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_array_equal(np.asarray(one)[~kept.reshape(-1)], 0)
 
 
 def test_with_denominators_of_an_iteration_every_token_weighs_the_same():
