@@ -87,10 +87,25 @@ class Run:
         return frame
 
     def channel(self, name: str) -> np.ndarray | None:
-        """A scalar channel, float64 `[seed, condition, step]`; None where it was not recorded."""
-        if name not in self.telemetry or set(self.telemetry[name].dims) != {"seed", "condition", "step"}:
+        """A scalar channel, or an entry of another as monitors spell it ("clip_fraction[tool, after, low]").
+
+        Returns:
+          float64 `[seed, condition, step]`; None where it was not recorded.
+        """
+        variable, _, entry = name.partition("[")
+        if variable not in self.telemetry:
             return None
-        return self.telemetry[name].transpose("seed", "condition", "step").values.astype(np.float64)
+        values, lanes = self.telemetry[variable], ("seed", "condition", "step")
+        labels = entry.removesuffix("]").split(", ") if entry else []
+        own = [str(dim) for dim in values.dims if dim not in lanes]
+        if len(own) != len(labels) or not set(lanes) <= set(values.dims):
+            return None
+        for dim, label in zip(own, labels, strict=True):
+            known = [str(entry) for entry in values[dim].values]
+            if label not in known:
+                return None
+            values = values.isel({dim: known.index(label)})
+        return values.transpose(*lanes).values.astype(np.float64)
 
     @cached_property
     def performance(self) -> np.ndarray:

@@ -64,13 +64,19 @@ def test_a_runs_folder_keeps_them_too(audited, tmp_path, monkeypatch):
         '[run]\nchunk = 3\n[[perturbation]]\nkind = "reward_scale"\nmagnitude = 2.0\nonset = 4'
     )
     durable.run(parse(spec), tmp_path / "run")
-    stored = load_run(tmp_path / "run").telemetry
+    run = load_run(tmp_path / "run")
+    stored = run.telemetry
     for name in (*CHANNELS, "plain"):
         assert stored[name].dtype == audited[name].dtype
         assert stored[name].dims == audited[name].dims
         assert stored[name].attrs == audited[name].attrs
         np.testing.assert_array_equal(stored[name], audited[name])
     assert list(stored["head"].values) == ["0", "1"]
+    np.testing.assert_array_equal(run.channel("performance"), stored["performance"])
+    np.testing.assert_array_equal(run.channel("share[b, 1]"), stored["share"].sel(layer="b", head="1"))
+    np.testing.assert_array_equal(run.channel("plain[0, 1]"), stored["plain"][..., 0, 1])
+    for name in ("share", "share[b]", "share[b, 2]", "performance[b]", "baseline_performance", "other"):
+        assert run.channel(name) is None
 
 
 def test_a_monitor_finds_their_entries_by_the_names_it_was_fitted_to(audited):
