@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fitted", type=float, default=0.35, metavar="SHARE", help="of a fold's clean lanes, fitted to (0.35)"
     )
     watch = add("monitor", _monitor, "score logs of your own training runs by a monitor of your earlier ones")
-    watch.add_argument("files", metavar="LOG", type=Path, nargs="+", help="CSV, JSON lines or TensorBoard")
+    watch.add_argument("files", metavar="LOG", type=Path, nargs="+", help="CSV, JSON lines, TensorBoard, TRL or verl")
     watch.add_argument("--clean", metavar="LOG", type=Path, nargs="+", required=True, help="earlier, sound runs")
     watch.add_argument("--step", metavar="NAME", help="the column that counts steps")
     watch.add_argument("--alpha", type=float, metavar="X", help="false alarms per clean run (0.05)")

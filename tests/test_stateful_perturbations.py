@@ -32,6 +32,8 @@ CASES = [
     for name, some in (LATE | STUCK).items()
     for magnitude, when in itertools.product(some, WINDOWS)
 ]
+OF_DIALOGUES = {"reward_model_drift", "stale_policy", "sync_interval"}
+"""Tested in test_dialogue_perturbations.py."""
 STATEFUL = [name for name in registry.perturbations if registry.perturbations[name].keeps_state]
 
 
@@ -232,7 +234,7 @@ def test_a_run_in_chunks_remembers_across_them(grid, forked, lanes):
 
 
 def test_stateful_kinds_are_the_ones_tested_here():
-    assert sorted(STATEFUL) == sorted(LATE | STUCK)
+    assert set(STATEFUL) == {*LATE, *STUCK, *OF_DIALOGUES}
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -254,9 +256,8 @@ def test_a_loop_that_carries_no_memory_is_refused_in_one_sentence(name):
     with pytest.raises(ValueError, match=sentence):
         plan(learner, [perturbation], seeds=1, steps=5)
     assert "keeps state" in misfits(learner, [perturbation], 5)[0]
-    assert misfits(
-        learner, [ja.reward_noise() if site == "reward" else registry.perturbations[f"{site}_noise"]()], 5
-    ) == [None]
+    stateless = {"reward": ja.reward_noise, "behaviour": ja.sampler_quantize}
+    assert misfits(learner, [(stateless.get(site) or registry.perturbations[f"{site}_noise"])()], 5) == [None]
 
 
 def test_a_branch_not_taken_remembers():
@@ -277,7 +278,7 @@ def test_a_branch_not_taken_remembers():
     np.testing.assert_array_equal(result.telemetry["visits"].values[0, 1], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5])
 
 
-@pytest.mark.parametrize("name", [name for name in STATEFUL if name != "reward_delay"])
+@pytest.mark.parametrize("name", [name for name in STATEFUL if "valid" in registry.perturbations[name].needs])
 def test_rows_that_are_not_valid_leave_the_memory_as_it_is(name):
     default = registry.perturbations[name]
     value, key = jnp.arange(6.0).reshape(3, 2), jax.random.key(0)

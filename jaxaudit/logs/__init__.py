@@ -1,4 +1,4 @@
-"""Telemetry logs of other people's training runs: CSV, JSON lines and TensorBoard's event files."""
+"""Telemetry logs of other people's training runs: CSV, JSON, what verl prints, TensorBoard's event files."""
 
 from jaxaudit.logs.common_grid import together as together
 from jaxaudit.logs.log import Log as Log

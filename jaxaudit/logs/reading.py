@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxaudit.errors import UserError
-from jaxaudit.logs import delimited, events, json_lines
+from jaxaudit.logs import console, delimited, events, json_lines
 from jaxaudit.logs.log import Log
 from jaxaudit.logs.records import Records
 
@@ -26,8 +26,8 @@ def read(path: Path, step: str | None = None) -> Log:
     """The telemetry of one run; nothing in its log is ever executed.
 
     Args:
-      path: a file of comma-, semicolon- or tab-separated values with a header, or of JSON objects, one a line; or an
-        event file of TensorBoard, or a folder of such.
+      path: a file of comma-, semicolon- or tab-separated values with a header, of JSON objects, one a line, or of what
+        verl printed; a trainer_state.json; or an event file of TensorBoard, or a folder of such.
       step: the column of steps; None: the first of `records.STEPS` that there is, else rows are counted.
 
     Raises:
@@ -61,6 +61,8 @@ def _by_content(path: Path) -> Callable[[Path], Records]:
     text = head.decode("utf-8-sig", errors="replace").lstrip()
     if text.startswith("{"):
         return json_lines.records
+    if console.is_in(path):
+        return console.records
     if "\0" not in text and delimited.has_delimiter(text):
         return delimited.records
     raise UserError(f"{path} is neither CSV (.csv) nor JSON lines (.jsonl) nor an event file of TensorBoard")
