@@ -54,7 +54,7 @@ class Spoken:
 @dialogues.register("preference")
 @dataclass(frozen=True)
 class Preference(Dialogue):
-    """Speak about a topic; gold counts the words to the point, and a learned reward may take length for it, or flattery.
+    """Speak about a topic; gold counts words to the point, and a learned reward may take length for it, or flattery.
 
     A row is "about sea  salt and fish the wave splendid end". Gold is the share of the topic's words that were
     written, however often and in whatever order, less `dislike` for each "splendid" after the first. Other words count
