@@ -16,7 +16,7 @@ from flax import struct
 
 from jaxaudit.dialogues import lines, tool_syntax
 from jaxaudit.dialogues.arithmetic import digits, joined
-from jaxaudit.dialogues.drawing import DEMONSTRATION, looked_up
+from jaxaudit.dialogues.drawing import DEMONSTRATION, below, looked_up
 from jaxaudit.dialogues.lines import Line
 from jaxaudit.dialogues.patterns import Unusable
 from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
@@ -190,7 +190,8 @@ class TextDialogue(Dialogue):
 
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Read, Reply]:
         """A line."""
-        line = jax.random.randint(key, (), *self.between, jnp.int32)
+        first, behind = self.between
+        line = first + below(jax.random.uniform(key, (), jnp.float32), behind - first)
         verifier = VERIFIERS[self.verifier]
         prompt = jnp.asarray(self.data.prompts)[line]
         state = Read(
@@ -239,8 +240,8 @@ class TextDialogue(Dialogue):
             raise ValueError(f"file {self.file!r} has no demonstrations, and its answers are patterns")
         state, prompt = self.reset(key, difficulty)
         first, behind = self.between
-        guessing = jax.random.fold_in(key, DEMONSTRATION)
-        beside = jax.random.randint(guessing, (), 1, max(behind - first, 2), jnp.int32)
+        guessing = jax.random.uniform(jax.random.fold_in(key, DEMONSTRATION), (), jnp.float32)
+        beside = 1 + below(guessing, max(behind - first - 1, 1))
         other = first + (state.line - first + beside) % (behind - first)
         shown = jnp.asarray(self.data.demonstrations)[jnp.where(right, state.line, other)]
         row = jnp.pad(prompt.tokens, (0, self.length + shown.size), constant_values=NOTHING)
