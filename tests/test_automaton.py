@@ -1,5 +1,6 @@
 """Rows of dialogues slot by slot, against a loop in plain Python."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -11,99 +12,114 @@ import pytest
 from jaxaudit.dialogues import Dialogue, automaton, named
 from jaxaudit.dialogues.protocol import END, NOTHING, OWN, PROMPT, TOOL
 
-ROWS = 384
+ROWS = 256
+SETTINGS = {
+    "hop": {"rare_share": 0.3},
+    "calculator": {"rare_share": 0.3, "operators": "+-*"},
+    "chain": {},
+    "preference": {},
+}
 
 
-def written(dialogue, keys, difficulty, own, replaced=None, where=None):
-    """Rows `[N, T]` of own tokens `[N, T]`: token, role, position, chunk, and the states after the last slot.
+class Programs:
+    """A dialogue's functions of rows, each compiled once; keys are `[ROWS]`."""
 
-    `replaced` `[N, T, R]` takes a tool's result's place at the slots that `where` `[N, T]` names.
-    """
-    length = own.shape[1]
-    replaced = np.zeros((*own.shape, dialogue.reply_length), np.int32) if replaced is None else replaced
-    where = np.zeros(own.shape, bool) if where is None else where
+    def __init__(self, dialogue):
+        def begun(key, right):
+            shown = dialogue.demonstration(key, dialogue.difficulty, right)
+            return automaton.begin(dialogue, key, dialogue.difficulty), shown
 
-    def one(key, own, replaced, where):
-        def advance(progress, at):
-            slot, own, replaced, where = at
-            token, role = automaton.given(progress)
-            token = jnp.where(role == OWN, own, token)
-            after, reply = automaton.write(dialogue, progress, token)
-            spoilt = where & (reply.role == TOOL)
-            reply = reply.replace(tokens=jnp.where(spoilt, replaced, reply.tokens))
-            seen = jnp.where(role == END, NOTHING, token), role, progress.position, progress.chunk
-            return automaton.take(after, reply, slot), seen
+        def written(progress, own, replaced, where):
+            def advance(progress, at):
+                slot, own, replaced, where = at
+                token, role = automaton.given(progress)
+                token = jnp.where(role == OWN, own, token)
+                after, reply = automaton.write(dialogue, progress, token)
+                reply = reply.replace(tokens=jnp.where(where & (reply.role == TOOL), replaced, reply.tokens))
+                seen = jnp.where(role == END, NOTHING, token), role, progress.position, progress.chunk
+                return automaton.take(after, reply, slot), jnp.stack(seen)
 
-        slots = jnp.arange(length)
-        progress, seen = jax.lax.scan(
-            advance, automaton.begin(dialogue, key, difficulty), (slots, own, replaced, where)
-        )
-        return jnp.stack(seen, -1), progress, dialogue.reward(progress.state)
+            progress, seen = jax.lax.scan(advance, progress, (jnp.arange(own.shape[0]), own, replaced, where))
+            return seen, progress, dialogue.reward(progress.state)
 
-    return jax.jit(jax.vmap(one))(keys, own, replaced, where)
+        self.dialogue = dialogue
+        self.begun = jax.jit(jax.vmap(begun))
+        self._written = jax.jit(jax.vmap(written))
+        self.prefix = jax.jit(jax.vmap(lambda progress: automaton.prefix(dialogue, progress, dialogue.prompt_length)))
+        self.replay = jax.jit(jax.vmap(lambda key, row: automaton.replay(dialogue, key, dialogue.difficulty, row)))
+
+    def written(self, progress, own, replaced=None):
+        """Rows of own tokens `[N, T]`: their slots `[N, T, 4]`, the progress behind them, the reward.
+
+        `replaced` `[N, T, R]` takes the place of tools' results.
+        """
+        disturbed = np.full(own.shape, replaced is not None)
+        replaced = np.zeros((*own.shape, self.dialogue.reply_length), np.int32) if replaced is None else replaced
+        return self._written(progress, own, replaced.astype(np.int32), disturbed)
+
+    def mixed(self, shown, rng, share=0.75):
+        """Own tokens `[N, T]`: demonstrations, in half of which only a share is left and the rest is random."""
+        random = rng.integers(0, self.dialogue.vocabulary, shown.shape)
+        kept = (rng.random(shown.shape) < rng.choice([share, 1.0], (len(shown), 1))) & (np.asarray(shown) >= 0)
+        return np.where(kept, shown, random).astype(np.int32)
+
+    def plain(self, name, progress, own, lost=(), spoilt=()):
+        """The same rows of the plain loop, and their gold."""
+        states, queues, dialogue = *jax.device_get((progress.state, progress.queue)), self.dialogue
+        rows, golds = [], []
+        for n in range(len(own)):
+            rules = plain_dialogues.RULES[name](dialogue, jax.tree.map(lambda leaf, n=n: leaf[n], states))
+            prompt = [dialogue.words[token] for token in queues[n] if token >= 0]
+            disturbed = {"lost": lost[n], "spoilt": spoilt[n]} if lost else {}
+            rows.append(plain_dialogues.row(rules, prompt, dialogue.words, own[n], own.shape[1], **disturbed))
+            golds.append(rules.gold())
+        return np.array(rows), np.array(golds)
 
 
-def mixed(dialogue, keys, rng, own_share=0.75):
-    """Own tokens `[N, T]`: demonstrations, right and wrong ones, with random tokens in them."""
-    right = jnp.asarray(rng.random(len(keys)) < 0.7)
-    shown = jax.jit(jax.vmap(dialogue.demonstration, (0, None, 0)))(keys, dialogue.difficulty, right)
-    random = rng.integers(0, dialogue.vocabulary, shown.shape)
-    kept = (rng.random(shown.shape) < rng.choice([own_share, 1.0], (len(keys), 1))) & (np.asarray(shown) >= 0)
-    return np.where(kept, shown, random).astype(np.int32)
+@functools.cache
+def programs(name):
+    return Programs(named(name, **SETTINGS[name]).make())
 
 
-def plain(name, dialogue, keys, difficulty, own, lost=None, spoilt=None):
-    states, prompts = jax.device_get(jax.jit(jax.vmap(dialogue.reset, (0, None)))(keys, difficulty))
-    rows, golds = [], []
-    for n in range(len(keys)):
-        state = jax.tree.map(lambda leaf, n=n: leaf[n], states)
-        rules = plain_dialogues.RULES[name](dialogue, state)
-        prompt = [dialogue.words[token] for token in prompts.tokens[n] if token >= 0]
-        disturbed = {"lost": lost[n], "spoilt": spoilt[n]} if lost is not None else {}
-        rows.append(plain_dialogues.row(rules, prompt, dialogue.words, own[n], own.shape[1], **disturbed))
-        golds.append(rules.gold())
-    return np.array(rows), np.array(golds)
+def begun(name, seed):
+    """Keys, rows before their first slot, own tokens for them, and what draws more."""
+    rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), ROWS)
+    progress, shown = programs(name).begun(keys, rng.random(ROWS) < 0.7)
+    return keys, progress, shown, rng
 
 
 @pytest.mark.parametrize("name", plain_dialogues.RULES)
 def test_rows_are_those_of_a_plain_loop(name):
-    settings = {"rare_share": 0.3} if name in ("hop", "calculator") else {}
-    if name == "calculator":
-        settings["operators"] = "+-*"
-    dialogue = named(name, **settings).make()
-    rng = np.random.default_rng(0)
-    keys = jax.random.split(jax.random.key(1), ROWS)
-    own = mixed(dialogue, keys, rng)
-    seen, _, reward = written(dialogue, keys, dialogue.difficulty, own)
-    rows, golds = plain(name, dialogue, keys, dialogue.difficulty, own)
+    made = programs(name)
+    _, progress, shown, rng = begun(name, 0)
+    own = made.mixed(shown, rng)
+    seen, _, reward = made.written(progress, own)
+    rows, golds = made.plain(name, progress, own)
     np.testing.assert_array_equal(seen, rows)
     np.testing.assert_allclose(reward["gold"], golds, atol=1e-6)
     assert {OWN, PROMPT, END} <= set(rows[..., 1].ravel())
     assert 0 < (golds == 1).mean() < 1
-    assert (TOOL in rows[..., 1]) == bool(dialogue.result_error)
+    assert (TOOL in rows[..., 1]) == bool(made.dialogue.result_error)
 
 
 @pytest.mark.parametrize("name", ["hop", "calculator"])
 def test_results_that_are_lost_or_spoilt(name):
-    dialogue = named(name).make()
-    rng = np.random.default_rng(1)
-    keys = jax.random.split(jax.random.key(2), ROWS)
-    own = mixed(dialogue, keys, rng, own_share=0.9)
+    made = programs(name)
+    _, progress, shown, rng = begun(name, 1)
+    own, dialogue = made.mixed(shown, rng, share=0.9), made.dialogue
     size = (*own.shape, dialogue.reply_length)
-    # A third of the results is lost, a third is an error, and a third is of tokens drawn, as many as there are.
+    # A third of the results is lost, a third is an error, and a third is of tokens drawn, however many.
     kind, some = rng.integers(0, 3, own.shape), rng.choice(dialogue.result_tokens, size)
     some = np.where(np.arange(size[-1]) < rng.integers(1, size[-1] + 1, own.shape)[..., None], some, NOTHING)
     error = np.pad(dialogue.result_error, (0, size[-1] - len(dialogue.result_error)), constant_values=NOTHING)
     replaced = np.where((kind == 0)[..., None], NOTHING, np.where((kind == 1)[..., None], error, some))
-    seen, progress, reward = written(
-        dialogue, keys, dialogue.difficulty, own, replaced.astype(np.int32), np.ones(own.shape, bool)
-    )
+    seen, after, reward = made.written(progress, own, replaced)
     lost = [set(np.flatnonzero(row == 0)) for row in kind]
-    spoilt = [{slot: [t for t in row[slot] if t >= 0] for slot in range(own.shape[1])} for row in replaced]
-    rows, golds = plain(name, dialogue, keys, dialogue.difficulty, own, lost, spoilt)
+    spoilt = [{slot: [t for t in line if t >= 0] for slot, line in enumerate(row)} for row in replaced]
+    rows, golds = made.plain(name, progress, own, lost, spoilt)
     np.testing.assert_array_equal(seen, rows)
     np.testing.assert_array_equal(reward["gold"], golds)
-    assert 0.3 < np.asarray(progress.over).mean(), "dialogues end well all the same"
+    assert np.asarray(after.over).mean() > 0.3, "dialogues end well all the same"
 
 
 @dataclass(frozen=True)
@@ -146,77 +162,80 @@ class ChunkRules:
         return plain_dialogues.OVER if self.chunk == 3 else (["3", "4", word],)
 
 
-@pytest.mark.parametrize("length", [9, 16, 20])
+@functools.cache
+def chunks():
+    return Programs(Chunks())
+
+
+@pytest.mark.parametrize("length", [9, 20])
 def test_chunks_begin_afresh_and_rows_are_cut(length):
     own = np.random.default_rng(2).integers(0, 5, (8, length)).astype(np.int32)
-    seen, progress, reward = written(Chunks(), jax.random.split(jax.random.key(0), 8), 0.0, own)
+    begin = jax.vmap(lambda key: automaton.begin(Chunks(), key, 0.0))
+    seen, progress, reward = chunks().written(begin(jax.random.split(jax.random.key(0), 8)), own)
     rows = [plain_dialogues.row(ChunkRules(), ["3", "4"], Chunks.words, line, length) for line in own]
     np.testing.assert_array_equal(seen, rows)
     # 2 given and 3 own, then twice 3 given and 3 own: 17 slots.
-    assert np.asarray(seen)[0, :, 3].tolist() == ([0] * 5 + [5] * 6 + [11] * 9)[:length]
+    assert np.asarray(seen)[0, :, 3].tolist() == ([0] * 5 + [5] * 6 + [11] * 6 + [11] * 3)[:length]
     assert (np.asarray(progress.over) == (length >= 17)).all()
     assert (np.asarray(reward["gold"]) == (length >= 17)).all()
 
 
 def test_after_the_end_nothing_changes():
-    dialogue = named("hop").make()
-    keys = jax.random.split(jax.random.key(0), 64)
-    rng = np.random.default_rng(3)
-    own = mixed(dialogue, keys, rng, own_share=1.0)
-    seen, progress, _ = written(dialogue, keys, 2.0, own)
-    after = np.asarray(seen)[..., 1] == END
-    other = np.where(after, rng.integers(0, dialogue.vocabulary, own.shape), own).astype(np.int32)
-    assert after.any() and (other != own).any()
-    again, later, _ = written(dialogue, keys, 2.0, other)
+    made = programs("hop")
+    _, progress, shown, rng = begun("hop", 3)
+    own = made.mixed(shown, rng, share=1.0)
+    seen, after, _ = made.written(progress, own)
+    other = np.where(seen[..., 1] == END, rng.integers(0, made.dialogue.vocabulary, own.shape), own).astype(np.int32)
+    assert (other != own).any()
+    again, later, _ = made.written(progress, other)
     np.testing.assert_array_equal(seen, again)
-    jax.tree.map(np.testing.assert_array_equal, progress, later)
+    jax.tree.map(np.testing.assert_array_equal, after, later)
 
 
 @pytest.mark.parametrize("name", plain_dialogues.RULES)
 def test_replaying_is_writing_again(name):
-    dialogue = named(name).make()
-    keys = jax.random.split(jax.random.key(4), 64)
-    own = mixed(dialogue, keys, np.random.default_rng(4))
-    seen, _, reward = written(dialogue, keys, dialogue.difficulty, own)
-    replay = jax.jit(jax.vmap(lambda key, row: automaton.replay(dialogue, key, dialogue.difficulty, row)))
-    replayed = replay(keys, seen[..., 0])
+    made = programs(name)
+    keys, progress, shown, rng = begun(name, 4)
+    assert made.replay(keys, shown).agrees.all(), "demonstrations are rows that the dialogue knows"
+    seen, _, reward = made.written(progress, made.mixed(shown, rng))
+    replayed = made.replay(keys, seen[..., 0])
     assert replayed.agrees.all()
     for column, there in enumerate(("role", "position", "chunk"), 1):
         np.testing.assert_array_equal(seen[..., column], getattr(replayed, there))
     jax.tree.map(np.testing.assert_array_equal, reward, replayed.reward)
 
-    tokens, roles = np.asarray(seen[..., 0]), np.asarray(seen[..., 1])
+    tokens, roles, vocabulary = np.asarray(seen[..., 0]), np.asarray(seen[..., 1]), made.dialogue.vocabulary
     differing = {
-        "a given token": np.where(roles == PROMPT, (tokens + 1) % dialogue.vocabulary, tokens),
-        "a result": np.where(roles == TOOL, (tokens + 1) % dialogue.vocabulary, tokens),
-        "an own token that there is not": np.where(roles == OWN, dialogue.vocabulary, tokens),
+        "a given token": np.where(roles == PROMPT, (tokens + 1) % vocabulary, tokens),
+        "a result": np.where(roles == TOOL, (tokens + 1) % vocabulary, tokens),
+        "an own token that there is not": np.where(roles == OWN, vocabulary, tokens),
         "no own token": np.where(roles == OWN, NOTHING, tokens),
         "a token after the end": np.where(roles == END, 0, tokens),
     }
     for what, rows in differing.items():
-        np.testing.assert_array_equal(replay(keys, rows).agrees, (rows == tokens).all(1), err_msg=what)
+        np.testing.assert_array_equal(made.replay(keys, rows).agrees, (rows == tokens).all(1), err_msg=what)
 
 
 @pytest.mark.parametrize("name", plain_dialogues.RULES)
 def test_a_prefix_is_the_first_slots(name):
-    dialogue = named(name).make()
-    slots = dialogue.prompt_length
-    keys = jax.random.split(jax.random.key(5), 16)
-    own = np.zeros((16, slots), np.int32)
-    seen, progress, _ = written(dialogue, keys, dialogue.difficulty, own)
-
-    def first(key):
-        return automaton.prefix(dialogue, automaton.begin(dialogue, key, dialogue.difficulty), slots)
-
-    prefix = jax.jit(jax.vmap(first))(keys)
+    made = programs(name)
+    _, progress, shown, rng = begun(name, 5)
+    seen, _, _ = made.written(progress, made.mixed(shown, rng))
+    prefix = made.prefix(progress)
+    slots = made.dialogue.prompt_length
     assert (prefix.role == PROMPT).all()
     for column, there in enumerate(("token", "role", "position", "chunk")):
-        np.testing.assert_array_equal(seen[..., column], getattr(prefix, there))
-    jax.tree.map(np.testing.assert_array_equal, progress, prefix.progress)
+        np.testing.assert_array_equal(seen[:, :slots, column], getattr(prefix, there))
+    # And a row goes on behind it as if it had been written slot by slot: one prompt token is left, or none is.
+    waiting = np.asarray(progress.queue >= 0).sum(1) - slots
+    np.testing.assert_array_equal(np.asarray(prefix.progress.queue >= 0).sum(1), waiting)
+    np.testing.assert_array_equal(prefix.progress.state.left, waiting)
 
 
 def test_a_disturbed_prompt_is_what_is_given():
-    dialogue = named("hop").make()
-    progress = automaton.begin(dialogue, jax.random.key(0), 3.0)
-    disturbed = progress.replace(queue=jnp.array([dialogue.token["2"], dialogue.token["f"]], jnp.int32))
-    assert dialogue.text(automaton.prefix(dialogue, disturbed, 2).token) == "2 f"
+    made = programs("hop")
+    _, progress, _, _ = begun("hop", 6)
+    disturbed = jnp.full((ROWS, 1), 0) + jnp.array([made.dialogue.token["2"], made.dialogue.token["f"]], jnp.int32)
+    prefix = made.prefix(progress.replace(queue=disturbed))
+    assert made.dialogue.text(prefix.token[7]) == "2 f"
+    jax.tree.map(np.testing.assert_array_equal, prefix.progress.state.table, progress.state.table)
