@@ -134,7 +134,8 @@ def _determined(nodes: _Nodes, first: int, last: int, most: int) -> tuple[np.nda
         accepts.append(last in _closure(nodes, here, {EMPTY, END} if rows else {EMPTY, BEGIN, END}))
         if last not in here:
             for bytes_ in kinds.values():
-                reached = {to for node in here for label, to in nodes.edges[node] if bytes_[0] in label}
+                edges = (edge for node in here for edge in nodes.edges[node])
+                reached = {to for label, to in edges if not isinstance(label, str) and bytes_[0] in label}
                 then = _closure(nodes, reached, {EMPTY}) | again
                 if last in then:
                     continue

@@ -14,25 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.dialogues import lines, tool_syntax
+from jaxaudit.dialogues import lines, tokenised, tool_syntax
 from jaxaudit.dialogues.arithmetic import digits, joined
 from jaxaudit.dialogues.drawing import DEMONSTRATION, below, looked_up
 from jaxaudit.dialogues.lines import Line
 from jaxaudit.dialogues.patterns import Unusable
 from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
+from jaxaudit.dialogues.tokenised import Signs
 from jaxaudit.dialogues.verifiers import VERIFIERS
 from jaxaudit.registry import check, dialogues
 from jaxaudit.text import tokenizers
 from jaxaudit.text.tokenizers import Tokenizer
 
-LONGEST_TOKEN = 32
-"""Bytes of a token that are looked at; of a longer one the first ones. GPT-2's longer ones are rules and blanks."""
-
 MOST_DIGITS = 10
 """Of a tool's result."""
-
-ERROR = "error"
-"""What a tool that fails says."""
 
 TOOLS = ("none", "calculator")
 
@@ -73,23 +68,6 @@ class Read:
     verified: Any
     call: tool_syntax.Call
     ended: jax.Array
-
-
-@dataclass(frozen=True)
-class Signs:
-    """Tokens that are known by name.
-
-    Attributes:
-      pieces: the bytes of each token.
-      end: of a text.
-      digits: from 0 to 9.
-      minus: of a negative result.
-    """
-
-    pieces: tuple[bytes, ...]
-    end: int
-    digits: tuple[int, ...] = ()
-    minus: int = 0
 
 
 @dialogues.register("text")
@@ -147,26 +125,22 @@ class TextDialogue(Dialogue):
         """
         found = lines.read(self.file)
         tokenizer = tokenizers.Bytes() if self.tokenizer == "bytes" else tokenizers.read(Path(self.tokenizer))
-        signs, error = _signs(tokenizer, self.tool)
-        prompts = _encoded(tokenizer, [line.prompt for line in found])
-        for line, prompt in zip(found, prompts, strict=True):
-            if not 0 < len(prompt) < self.length:
-                allowed = f"from 1 to {self.length - 1} fit in rows of {self.length} slots"
-                raise ValueError(f"{self._place(line)}: the prompt has {len(prompt)} tokens; {allowed}")
+        signs = tokenised.signs(tokenizer, tool=self.tool != "none")
         try:
+            prompts = tokenised.prompts(tokenizer, [line.prompt for line in found], self.length)
             answers = VERIFIERS[self.verifier].prepared([line.answer for line in found])
+            demonstrations = self._demonstrations(tokenizer, signs, found, prompts)
         except Unusable as unusable:
-            raise ValueError(f"{self._place(found[unusable.line])}: the answer {unusable}") from None
-        demonstrations = self._demonstrations(found, prompts, tokenizer, signs)
+            raise ValueError(f"file {self.file!r}, line {found[unusable.line].number}: {unusable}") from None
         kept = round(len(found) * self.held_out_share)
         cut = min(max(len(found) - kept, 1), len(found) - 1) if self.held_out_share else len(found)
         made = copy.copy(self)
         made.derive(
-            data=Lines(_rows(prompts), answers, demonstrations, *_pieces(signs.pieces)),
+            data=Lines(tokenised.rows(prompts), answers, demonstrations, *tokenised.table(signs.pieces)),
             vocabulary=tokenizer.vocabulary,
-            reply_length=max(*map(len, prompts), *((1 + MOST_DIGITS, len(error)) if error else (1,))),
+            reply_length=max(*map(len, prompts), len(signs.error), 1 + MOST_DIGITS if signs.error else 1),
             prompt_length=min(map(len, prompts)),
-            result_error=error,
+            result_error=signs.error,
             result_tokens=signs.digits,
             prompt_tokens=tuple(np.unique(np.concatenate(prompts)).tolist()),
             content=hashlib.sha256(repr((found, tokenizer.identity)).encode()).hexdigest(),
@@ -174,6 +148,20 @@ class TextDialogue(Dialogue):
             signs=signs,
         )
         return made
+
+    def _demonstrations(
+        self, tokenizer: Tokenizer, signs: Signs, found: Sequence[Line], prompts: Sequence[np.ndarray]
+    ) -> np.ndarray | None:
+        """What is imitated in each line; None where answers are patterns. Raises Unusable where a row has no room."""
+        if self.verifier == "regex" and found[0].demonstration is None:
+            return None
+        texts = [line.answer if line.demonstration is None else line.demonstration for line in found]
+        shown = tokenised.completed(tokenizer, signs, texts)
+        for line, (prompt, text) in enumerate(zip(prompts, shown, strict=True)):
+            if len(prompt) + len(text) > self.length:
+                parts = f"a prompt of {len(prompt)} tokens, what follows it of {len(text) - 1} and the end"
+                raise Unusable(line, f"{parts} do not fit in rows of {self.length} slots")
+        return tokenised.rows(shown)
 
     def held_out(self) -> TextDialogue:
         """The dialogue of the lines that are held out; of all, where none are."""
@@ -256,81 +244,3 @@ class TextDialogue(Dialogue):
         named = jax.vmap(looked_up, (None, 0))(jnp.asarray(self.signs.digits, jnp.int32), shown)
         sign = jnp.where(result < 0, self.signs.minus, NOTHING).astype(jnp.int32)
         return joined([sign[None], jnp.where(shown >= 0, named, NOTHING)])
-
-    def _place(self, line: Line) -> str:
-        return f"file {self.file!r}, line {line.number}"
-
-    def _demonstrations(
-        self, found: Sequence[Line], prompts: Sequence[np.ndarray], tokenizer: Tokenizer, signs: Signs
-    ) -> np.ndarray | None:
-        """What is imitated in each line, as tokens, and the text's end; None where there is nothing to imitate."""
-        if self.verifier == "regex" and found[0].demonstration is None:
-            return None
-        parts = []
-        for number, line in enumerate(found):
-            text = line.answer if line.demonstration is None else line.demonstration
-            for part, result in self._parts(line, text.encode()):
-                parts.append((number, part, result))
-        tokens = _encoded(tokenizer, [part.decode() for _, part, _ in parts])
-        rows: list[list[int]] = [[] for _ in found]
-        minus_or_digit = {ord("-"): signs.minus, **dict(zip(b"0123456789", signs.digits, strict=False))}
-        errors = _encoded(tokenizer, [ERROR])[0].tolist()
-        for (number, _, result), part in zip(parts, tokens, strict=True):
-            rows[number] += part.tolist()
-            rows[number] += errors if result == ERROR.encode() else [minus_or_digit[byte] for byte in result]
-        for line, prompt, row in zip(found, prompts, rows, strict=True):
-            row.append(signs.end)
-            if len(prompt) + len(row) > self.length:
-                raise ValueError(
-                    f"{self._place(line)}: a prompt of {len(prompt)} tokens, what follows it of {len(row) - 1} and the "
-                    f"end do not fit in rows of {self.length} slots"
-                )
-        return _rows([np.array(row, np.int32) for row in rows])
-
-    def _parts(self, line: Line, text: bytes) -> list[tuple[bytes, bytes]]:
-        """A text up to the end of each of its calls, and the call's result; the rest comes last, with none."""
-        parts, begin = [], 0
-        while self.tool != "none" and (call := tool_syntax.CALL.search(text, begin)):
-            value = tool_syntax.evaluated(call[0])
-            result = (ERROR if value is None else str(value)).encode()
-            if not text.startswith(result, call.end()):
-                said = f"{call[0].decode()} must be followed by its result, {result.decode()}"
-                raise ValueError(f"{self._place(line)}: {said}")
-            parts.append((text[begin : call.end()], result))
-            begin = call.end() + len(result)
-        return [*parts, (text[begin:], b"")]
-
-
-def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """The tokens of each text, int32, without its end."""
-    tokens = tokenizer.encode([text.encode() for text in texts]).astype(np.int32)
-    ends = np.flatnonzero(tokens == tokenizer.end_of_text)
-    return [part[:-1] for part in np.split(tokens, ends + 1)[:-1]]
-
-
-def _signs(tokenizer: Tokenizer, tool: str) -> tuple[Signs, tuple[int, ...]]:
-    """The tokens that are known by name, and those of a tool's error. Raises ValueError where digits are no tokens."""
-    pieces = tuple(tokenizer.pieces())
-    if tool == "none":
-        return Signs(pieces, tokenizer.end_of_text), ()
-    *signs, error = (tokens.tolist() for tokens in _encoded(tokenizer, [*"0123456789-", ERROR]))
-    if any(len(sign) != 1 for sign in signs):
-        raise ValueError("a tool's results are written in digits, and in this tokenizer not every digit is one token")
-    *digit, minus = (sign[0] for sign in signs)
-    return Signs(pieces, tokenizer.end_of_text, tuple(digit), minus), tuple(error)
-
-
-def _pieces(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens' bytes, uint8 `[V, B]`, and how many they are, int32 `[V]`."""
-    cut = [piece[:LONGEST_TOKEN] for piece in pieces]
-    longest = max(map(len, cut))
-    table = np.frombuffer(b"".join(piece.ljust(longest, b"\0") for piece in cut), np.uint8)
-    return table.reshape(len(cut), longest), np.array([len(piece) for piece in cut], np.int32)
-
-
-def _rows(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Tokens of several texts, int32 `[P, longest]`, `NOTHING` after the last."""
-    rows = np.full((len(parts), max(map(len, parts))), NOTHING, np.int32)
-    for row, part in zip(rows, parts, strict=True):
-        row[: len(part)] = part
-    return rows

@@ -55,7 +55,7 @@ def _texts(answers: Sequence[str], at_end: bool) -> Wanted:
     stripped = [answer.encode().strip(SPACES) for answer in answers]
     for line, text in enumerate(stripped):
         if not text:
-            raise Unusable(line, "is empty")
+            raise Unusable(line, "the answer is empty")
     longest = max(map(len, stripped))
     filled = [text.rjust(longest, b"\0") if at_end else text.ljust(longest, b"\0") for text in stripped]
     rows = np.frombuffer(b"".join(filled), np.uint8).reshape(len(answers), longest)
@@ -168,11 +168,12 @@ class Number:
         for line, answer in enumerate(answers):
             found = NUMBER.findall(answer.encode())
             if not found:
-                raise Unusable(line, "has no number")
+                raise Unusable(line, "the answer has no number")
             sign, whole, fraction = found[-1]
             whole, fraction = whole.replace(b",", b"").lstrip(b"0"), fraction.rstrip(b"0")
             if max(len(whole), len(fraction)) > MOST_DIGITS:
-                raise Unusable(line, f"has a number of more than {MOST_DIGITS} digits before or after its point")
+                allowed = f"{MOST_DIGITS} digits before or after its point"
+                raise Unusable(line, f"the answer has a number of more than {allowed}")
             rows.append((int(whole or b"0"), int(fraction.ljust(MOST_DIGITS, b"0")), bool(sign)))
         whole_, billionths, negative = (np.array(column) for column in zip(*rows, strict=True))
         return _Number(whole_.astype(np.int32), billionths.astype(np.int32), negative, np.ones(len(rows), bool))
@@ -229,7 +230,10 @@ class Regex:
 
     def prepared(self, answers: Sequence[str]) -> dict[str, np.ndarray]:
         """The answers' automata."""
-        return vars(patterns.compiled(answers))
+        try:
+            return vars(patterns.compiled(answers))
+        except Unusable as error:
+            raise Unusable(error.line, f"the answer {error}") from None
 
     def wanted(self, answers: dict[str, Any], line: jax.Array) -> dict[str, Any]:
         """The table of all, and where the line's begins."""
