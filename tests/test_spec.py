@@ -2,6 +2,7 @@ import datetime
 import importlib.resources
 import itertools
 import tomllib
+from pathlib import Path
 
 import pytest
 import quadratic  # noqa: F401  registers the learner
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jaxaudit as ja
-from jaxaudit import registry
+from jaxaudit import dialogues, registry
 from jaxaudit.errors import UserError
 from jaxaudit.grid import Grid
 from jaxaudit.specification.document import load, parse
@@ -52,6 +53,54 @@ def test_defaults_are_written_out():
         assert values.items() <= written[name].items()
     assert {"magnitude": 10.0, "onset": 0.3, "duration": 10}.items() <= written["perturbation"][0].items()
     assert text.count("telemetry") == 1
+
+
+DIALOGUE = HEAD.replace('kind = "mujoco"\nname = "InvertedPendulum-v5"', 'kind = "dialogue"\n{task}').replace(
+    "{learner}", "quadratic"
+)
+
+
+def test_a_dialogues_name_chooses_the_keys_beside_it():
+    spec = parse(DIALOGUE.format(task='name = "hop"\ndifficulty = 2'))
+    written = tomllib.loads(spec.to_toml())["task"]
+    assert written == {
+        "kind": "dialogue",
+        "name": "hop",
+        "difficulty": 2.0,
+        "entities": 6,
+        "hops": 4,
+        "rare_share": 0.02,
+        "length": 24,
+    }
+    assert parse(spec.to_toml()) == spec
+    assert spec.task == dialogues.named("hop", difficulty=2.0)
+    assert hash(spec.task) == hash(dialogues.named("hop", difficulty=2.0))
+
+
+def test_a_dialogue_is_of_files_that_need_not_be_there_when_a_spec_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lines.jsonl").write_text("")
+    spec = parse(DIALOGUE.format(task='name = "text"\nfile = "lines.jsonl"\nverifier = "number"'))
+    assert spec.task.settings.file == str(tmp_path / "lines.jsonl")
+    assert parse(spec.to_toml()) == spec
+    assert "content" not in spec.to_toml()
+    assert parse(DIALOGUE.format(task='name = "text"\nfile = "gone.jsonl"')).task.settings.file == "gone.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ('name = "hopp"', r"\[task\]: unknown dialogue 'hopp' \(did you mean 'hop'\?\)"),
+        ("", r"\[task\]: 'name' is missing; it must be a string"),
+        ('name = "hop"\nhop = 1', r"\[task\]: unknown key 'hop' \(did you mean 'hops'\?\)"),
+        ('name = "hop"\nhops = "two"', r"\[task\]: hops must be a whole number, not the string 'two'"),
+        ('name = "hop"\ndifficulty = 9', r"\[task\]: difficulty must be from 1 to the 4 hops, not 9"),
+        ('name = "text"', r"\[task\]: 'file' is missing; it must be a string"),
+    ],
+)
+def test_a_wrong_dialogue(task, message):
+    with pytest.raises(UserError, match=message):
+        parse(DIALOGUE.format(task=task))
 
 
 def test_tables_of_a_list_have_headers_and_none_is_left_out():

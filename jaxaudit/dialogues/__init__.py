@@ -8,3 +8,4 @@ from jaxaudit.dialogues.protocol import Dialogue as Dialogue
 from jaxaudit.dialogues.protocol import Reply as Reply
 from jaxaudit.dialogues.tasks import DialogueTask as DialogueTask
 from jaxaudit.dialogues.tasks import named as named
+from jaxaudit.dialogues.text import TextDialogue as TextDialogue

@@ -21,7 +21,7 @@ def evaluate(first: jax.Array, operator: jax.Array, second: jax.Array) -> jax.Ar
 
 
 def digits(value: jax.Array, most: int) -> jax.Array:
-    """A number of at most `most` (up to 9) digits from its highest on, int32 `[most]`, `NOTHING` after the last."""
+    """A number of at most `most` (up to 10) digits from its highest on, int32 `[most]`, `NOTHING` after the last."""
     powers = jnp.asarray(10 ** np.arange(most, dtype=np.int32))
     length = jnp.maximum((value >= powers).sum(dtype=jnp.int32), 1)
     place = length - 1 - jnp.arange(most, dtype=jnp.int32)

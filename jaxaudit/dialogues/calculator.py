@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.dialogues.arithmetic import MOST_DIGITS, OPERATORS, digits, evaluate, joined
-from jaxaudit.dialogues.drawing import DEMONSTRATION, looked_up, up_to
+from jaxaudit.dialogues.drawing import DEMONSTRATION, below, looked_up, up_to
 from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
 from jaxaudit.registry import dialogues
 
@@ -109,14 +109,13 @@ class Calculator(Dialogue):
 
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Calculation, Reply]:
         """Two numbers with equally many digits, and an operator."""
-        for_size, for_first, for_second, for_operator, for_names = jax.random.split(key, 5)
-        size = up_to(for_size, difficulty, self.digits)
+        uniform = jax.random.uniform(key, (15,), jnp.float32)
+        size = up_to(uniform[:2], difficulty, self.digits)
         above = looked_up(10 ** jnp.arange(self.digits + 1, dtype=jnp.int32), size)
         least = jnp.where(size == 1, 0, above // 10)
-        first, second = (jax.random.randint(key, (), least, above, jnp.int32) for key in (for_first, for_second))
-        choice = jax.random.randint(for_operator, (), 0, len(self.asked), jnp.int32)
-        operator = looked_up(jnp.asarray(self.asked, jnp.int32), choice)
-        rare = jax.random.bernoulli(for_names, self.rare_share, (10,))
+        first, second = least + below(uniform[2:4], above - least)
+        operator = looked_up(jnp.asarray(self.asked, jnp.int32), below(uniform[4], len(self.asked)))
+        rare = uniform[5:] < self.rare_share
         zero, no = jnp.int32(0), jnp.zeros((), bool)
         state = Calculation(
             wanted=evaluate(first, operator, second),
@@ -194,11 +193,9 @@ class Calculator(Dialogue):
         """Right: long numbers are called for, and the result is used as it was read. Wrong: another number, at once."""
         state, prompt = self.reset(key, difficulty)
         called = right & (state.left > 2 * self.head + 2)
-        for_size, for_guess = jax.random.split(jax.random.fold_in(key, DEMONSTRATION))
+        guessing = jax.random.uniform(jax.random.fold_in(key, DEMONSTRATION), (2,), jnp.float32)
         size = looked_up(10 ** jnp.arange(self.digits + 1, dtype=jnp.int32), state.left // 2 - 1)
-        guess = state.wanted + jnp.where(jax.random.bernoulli(for_size), 1, -1) * jax.random.randint(
-            for_guess, (), 1, size, jnp.int32
-        )
+        guess = state.wanted + jnp.where(guessing[0] < 0.5, 1, -1) * (1 + below(guessing[1], size - 1))
         result = self._written(state.wanted, state.tool_digits)
         read = jnp.where((result == TOKEN["<"]) | (result == TOKEN[">"]), NOTHING, result)
         plain = self._written(jnp.where(right, state.wanted, guess), jnp.arange(10, dtype=jnp.int32))

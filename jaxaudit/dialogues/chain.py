@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.dialogues.drawing import DEMONSTRATION, looked_up, rounded
+from jaxaudit.dialogues.drawing import DEMONSTRATION, below, looked_up, rounded
 from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
 from jaxaudit.registry import dialogues
 
@@ -92,10 +92,10 @@ class Chain(Dialogue):
 
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Composed, Reply]:
         """A start and functions."""
-        for_start, for_functions, for_steps = jax.random.split(key, 3)
-        start = jax.random.randint(for_start, (), 0, self.values, jnp.int32)
-        functions = jax.random.randint(for_functions, (self.most_steps,), 0, self.functions, jnp.int32)
-        steps = rounded(for_steps, difficulty, self.most_steps)
+        uniform = jax.random.uniform(key, (self.most_steps + 2,), jnp.float32)
+        start = below(uniform[-1], self.values)
+        functions = below(uniform[: self.most_steps], self.functions)
+        steps = rounded(uniform[-2], difficulty, self.most_steps)
         path = [start]
         for step in range(self.most_steps):
             after = jnp.asarray(self.table)[functions[step], path[-1]]
@@ -143,9 +143,9 @@ class Chain(Dialogue):
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
         """Right: every step is written down. Wrong: another value, at once."""
         state, prompt = self.reset(key, difficulty)
-        guessing = jax.random.fold_in(key, DEMONSTRATION)
-        beside = jax.random.randint(guessing, (), 1, self.values, jnp.int32)
-        answer = jnp.where(right, state.path[-1], (state.path[-1] + beside) % self.values)
+        guessing = jax.random.uniform(jax.random.fold_in(key, DEMONSTRATION), (), jnp.float32)
+        beside = jnp.where(right, 0, 1 + below(guessing, self.values - 1))
+        answer = (state.path[-1] + beside) % self.values
         begin = state.left
         shown = jnp.where(right, state.steps, 0)
         row = jnp.full((self.length,), NOTHING, jnp.int32).at[: self.reply_length].set(prompt.tokens)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.dialogues.drawing import DEMONSTRATION, cycle, looked_up, up_to
+from jaxaudit.dialogues.drawing import DEMONSTRATION, below, cycle, looked_up, up_to
 from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
 from jaxaudit.registry import dialogues
 
@@ -92,16 +92,17 @@ class Hop(Dialogue):
 
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Way, Reply]:
         """A table, a start and a number of hops."""
-        for_table, for_names, for_start, for_hops = jax.random.split(key, 4)
-        successor = cycle(for_table, self.entities)
-        rare = jax.random.bernoulli(for_names, self.rare_share, (self.entities,))
-        start = jax.random.randint(for_start, (), 0, self.entities, jnp.int32)
-        hops = up_to(for_hops, difficulty, self.hops)
+        n = self.entities
+        uniform = jax.random.uniform(key, (2 * n + 3,), jnp.float32)
+        successor = cycle(uniform[:n])
+        rare = uniform[n : 2 * n] < self.rare_share
+        start = below(uniform[-1], n)
+        hops = up_to(uniform[2 * n : -1], difficulty, self.hops)
         goal = start
         for hop in range(self.hops):
             goal = jnp.where(hop < hops, looked_up(successor, goal), goal)
         state = Way(
-            table=successor + jnp.where(rare[successor], self.entities, 0).astype(jnp.int32),
+            table=successor + jnp.where(rare[successor], n, 0).astype(jnp.int32),
             goal=goal,
             left=jnp.int32(2),
             expects=jnp.int32(IDLE),
@@ -141,9 +142,8 @@ class Hop(Dialogue):
         names = [prompt.tokens[1]]
         for _ in range(self.hops):
             names.append(looked_up(state.table, self.entity(names[-1])))
-        guessing = jax.random.fold_in(key, DEMONSTRATION)
-        beside = jax.random.randint(guessing, (), 1, self.entities, jnp.int32)
-        guess = (state.goal + beside) % self.entities
+        guessing = jax.random.uniform(jax.random.fold_in(key, DEMONSTRATION), (), jnp.float32)
+        guess = (state.goal + 1 + below(guessing, self.entities - 1)) % self.entities
         way = jnp.stack(names)
         calls = [
             jnp.stack([jnp.int32(self.token["call"]), a, jnp.int32(self.token["result"]), b])

@@ -110,6 +110,14 @@ class Dialogue:
         """
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations, so nothing to warm up with")
 
+    def make(self) -> Dialogue:
+        """The dialogue, with what its files hold if it has any. Raises ValueError where they cannot be read."""
+        return self
+
+    def held_out(self) -> Dialogue:
+        """The dialogue with the prompts that are kept for measuring, where there are not always new ones."""
+        return self
+
     def bind(self, data: Any) -> Dialogue:
         """The dialogue with `data` of its own structure, as it is in a program, in the place of its arrays."""
         return self

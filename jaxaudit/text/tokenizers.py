@@ -47,6 +47,9 @@ class Tokenizer(Protocol):
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """The documents in a row, each ended by the end of text, uint16 `[N]`."""
 
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token stands for; none for the end of text."""
+
 
 @dataclass(frozen=True)
 class Bytes:
@@ -61,6 +64,10 @@ class Bytes:
         end = np.array([self.end_of_text], np.uint16)
         parts = [part for d in documents for part in (np.frombuffer(d, np.uint8), end)]
         return np.concatenate(parts, dtype=np.uint16)
+
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token stands for; none for the end of text."""
+        return [*(bytes([byte]) for byte in range(256)), b""]
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,24 @@ class BytePairs:
             for pairs, (_, ends) in zip(encoded, batch, strict=True):
                 parts += [np.array(pairs.ids, np.uint16), end] if ends else [np.array(pairs.ids, np.uint16)]
         return np.concatenate(parts)
+
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token stands for; none for the end of text."""
+        bytes_of = _bytes_of_signs()
+        found = [b""] * self.vocabulary
+        for signs, token in self.encoder.get_vocab().items():
+            if token != self.end_of_text:
+                found[token] = b"".join(bytes_of.get(sign, sign.encode()) for sign in signs)
+        return found
+
+
+def _bytes_of_signs() -> dict[str, bytes]:
+    """The byte that each sign of a vocabulary of byte-level pairs stands for: itself if it is printable (Radford et
+    al., 2019: `bytes_to_unicode` of GPT-2's encoder.py), the others one after the other from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    signs = {chr(byte): bytes([byte]) for byte in printable}
+    return signs | {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
 
 
 def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[str, bool]]]:

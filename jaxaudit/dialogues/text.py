@@ -1,0 +1,246 @@
+"""Prompts and answers from a file, in a tokenizer's tokens, checked by a verifier, with or without a tool."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxaudit.dialogues import lines, tokenised, tool_syntax
+from jaxaudit.dialogues.arithmetic import digits, joined
+from jaxaudit.dialogues.drawing import DEMONSTRATION, below, looked_up
+from jaxaudit.dialogues.lines import Line
+from jaxaudit.dialogues.patterns import Unusable
+from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
+from jaxaudit.dialogues.tokenised import Signs
+from jaxaudit.dialogues.verifiers import VERIFIERS
+from jaxaudit.registry import check, dialogues
+from jaxaudit.text import tokenizers
+from jaxaudit.text.tokenizers import Tokenizer
+
+MOST_DIGITS = 10
+"""Of a tool's result."""
+
+TOOLS = ("none", "calculator")
+
+
+@struct.dataclass
+class Lines:
+    """The lines of a file, of which there are P, and a tokenizer's tokens.
+
+    Attributes:
+      prompts: int32 `[P, R]`, `NOTHING` after the last token.
+      answers: as the verifier wants them.
+      demonstrations: text to imitate, its tools' results in it, and its end, int32 `[P, D]`, `NOTHING` after that.
+      pieces: the bytes of each token, uint8 `[V, B]`.
+      sizes: how many they are, int32 `[V]`.
+    """
+
+    prompts: Any
+    answers: Any
+    demonstrations: Any
+    pieces: Any
+    sizes: Any
+
+
+@struct.dataclass
+class Read:
+    """A row's state.
+
+    Attributes:
+      line: its prompt's, int32.
+      left: tokens of the prompt that are not yet written, int32.
+      verified: the verifier's state.
+      call: the tool's.
+      ended: bool.
+    """
+
+    line: jax.Array
+    left: jax.Array
+    verified: Any
+    call: tool_syntax.Call
+    ended: jax.Array
+
+
+@dialogues.register("text")
+@dataclass(frozen=True)
+class TextDialogue(Dialogue):
+    """Prompts and answers from a file, in the tokens of GPT-2 or of bytes, and a verifier.
+
+    Each line of the file is {"prompt": ..., "answer": ...}. A row is a prompt and what is written after it, up to the
+    end of text. With the tool, what is written in <<12*34>> is calculated, and the result is given in digits. Gold is 1
+    where the verifier finds the text after the prompt right, results included, whether or not it was ended.
+
+    Attributes:
+      file: the lines, JSON each. They may have a "demonstration" to imitate in the place of the answer. In either a
+        call is followed by its result, as in "That is <<6*7>>42.".
+      tokenizer: "bytes", or a folder with vocab.json and merges.txt.
+      verifier: "exact", the text is the answer but for white space around it; "contains", the answer is in it;
+        "number", the text's last number is the answer's last; "regex", the answer is a regular expression that the text
+        has a match of.
+      tool: "calculator" or "none".
+      length: slots of a row.
+      held_out_share: of the lines, the last, on which is measured and not trained; 0: all are for both.
+      content: of the files, once they are read: dialogues of other contents are not equal.
+      between: the first line of those that prompts are drawn from, and the first behind them, once they are read.
+    """
+
+    file: str = field(metadata={"path": True})
+    tokenizer: str = field(default="bytes", metadata={"path": True, "words": ("bytes",)})
+    verifier: Literal["exact", "contains", "number", "regex"] = "exact"
+    tool: Literal["none", "calculator"] = "none"
+    length: int = 256
+    held_out_share: float = 0.05
+    content: str = field(default="", init=False, repr=False)
+    between: tuple[int, int] = field(default=(0, 0), init=False)
+    signs: Signs = field(default=Signs((), 0), init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        if callable(self.verifier):
+            raise ValueError(
+                "verifier must be a name, not a function: a reward in Python is that of a dialogue of one's own, "
+                'registered by register("dialogue", name)'
+            )
+        check("verifier", self.verifier, VERIFIERS)
+        check("tool", self.tool, TOOLS)
+        if not self.file or not self.tokenizer:
+            raise ValueError("file and tokenizer must not be empty")
+        if self.length < 2:
+            raise ValueError(f"length must be at least 2, not {self.length}")
+        if not 0 <= self.held_out_share < 1:
+            raise ValueError(f"held_out_share must lie in [0, 1), not {self.held_out_share:g}")
+
+    def make(self) -> TextDialogue:
+        """The dialogue with the lines in `data`.
+
+        Raises ValueError where a file cannot be read, or a line cannot be used: the sentence names it.
+        """
+        found = lines.read(self.file)
+        tokenizer = tokenizers.Bytes() if self.tokenizer == "bytes" else tokenizers.read(Path(self.tokenizer))
+        signs = tokenised.signs(tokenizer, tool=self.tool != "none")
+        try:
+            prompts = tokenised.prompts(tokenizer, [line.prompt for line in found], self.length)
+            answers = VERIFIERS[self.verifier].prepared([line.answer for line in found])
+            demonstrations = self._demonstrations(tokenizer, signs, found, prompts)
+        except Unusable as unusable:
+            raise ValueError(f"file {self.file!r}, line {found[unusable.line].number}: {unusable}") from None
+        kept = round(len(found) * self.held_out_share)
+        cut = min(max(len(found) - kept, 1), len(found) - 1) if self.held_out_share else len(found)
+        made = copy.copy(self)
+        made.derive(
+            data=Lines(tokenised.rows(prompts), answers, demonstrations, *tokenised.table(signs.pieces)),
+            vocabulary=tokenizer.vocabulary,
+            reply_length=max(*map(len, prompts), len(signs.error), 1 + MOST_DIGITS if signs.error else 1),
+            prompt_length=min(map(len, prompts)),
+            result_error=signs.error,
+            result_tokens=signs.digits,
+            prompt_tokens=tuple(np.unique(np.concatenate(prompts)).tolist()),
+            content=hashlib.sha256(repr((found, tokenizer.identity)).encode()).hexdigest(),
+            between=(0, max(cut, 1)),
+            signs=signs,
+        )
+        return made
+
+    def _demonstrations(
+        self, tokenizer: Tokenizer, signs: Signs, found: Sequence[Line], prompts: Sequence[np.ndarray]
+    ) -> np.ndarray | None:
+        """What is imitated in each line; None where answers are patterns. Raises Unusable where a row has no room."""
+        if self.verifier == "regex" and found[0].demonstration is None:
+            return None
+        texts = [line.answer if line.demonstration is None else line.demonstration for line in found]
+        shown = tokenised.completed(tokenizer, signs, texts)
+        for line, (prompt, text) in enumerate(zip(prompts, shown, strict=True)):
+            if len(prompt) + len(text) > self.length:
+                parts = f"a prompt of {len(prompt)} tokens, what follows it of {len(text) - 1} and the end"
+                raise Unusable(line, f"{parts} do not fit in rows of {self.length} slots")
+        return tokenised.rows(shown)
+
+    def held_out(self) -> TextDialogue:
+        """The dialogue of the lines that are held out; of all, where none are."""
+        first, behind = self.between[1], len(self.data.prompts)
+        other = copy.copy(self)
+        other.derive(between=(first, behind) if first < behind else (0, behind))
+        return other
+
+    def bind(self, data: Lines) -> TextDialogue:
+        """The dialogue with these lines, arrays of a program."""
+        bound = copy.copy(self)
+        bound.derive(data=data)
+        return bound
+
+    def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Read, Reply]:
+        """A line."""
+        first, behind = self.between
+        line = first + below(jax.random.uniform(key, (), jnp.float32), behind - first)
+        verifier = VERIFIERS[self.verifier]
+        prompt = jnp.asarray(self.data.prompts)[line]
+        state = Read(
+            line=line,
+            left=(prompt >= 0).sum(dtype=jnp.int32),
+            verified=verifier.begin(verifier.wanted(self.data.answers, line)),
+            call=tool_syntax.begin(),
+            ended=jnp.zeros((), bool),
+        )
+        return state, self.prompt(prompt)
+
+    def respond(self, state: Read, token: jax.Array) -> tuple[Read, Reply]:
+        """A call is answered after the token that it is closed in."""
+        prompted = state.left > 0
+        verifier = VERIFIERS[self.verifier]
+        wanted = verifier.wanted(self.data.answers, state.line)
+        piece = jnp.asarray(self.data.pieces)[token]
+        size = jnp.where(prompted, 0, jnp.asarray(self.data.sizes)[token])
+
+        def read(place: jax.Array, before: tuple[Any, tool_syntax.Call]) -> tuple[Any, tool_syntax.Call]:
+            verified, call = before
+            byte = piece[place].astype(jnp.int32)
+            after = verifier.read(wanted, verified, byte), tool_syntax.read(call, byte) if self.result_error else call
+            return jax.tree.map(lambda old, new: jnp.where(place < size, new, old), before, after)
+
+        begun = state.verified, replace(state.call, complete=jnp.zeros((), bool))
+        verified, call = jax.lax.fori_loop(0, piece.size, read, begun)
+        ended = ~prompted & (token == self.signs.end)
+        left = jnp.maximum(state.left - 1, 0)
+        after = Read(state.line, left, verified, call, state.ended | ended)
+        if not self.result_error:
+            return after, self.choose(ended, self.end(), self.own())
+        failed = self.result(jnp.asarray(self.result_error, jnp.int32))
+        result = self.choose(call.failed, failed, self.result(self._written(call.result)))
+        return after, self.choose(ended, self.end(), self.choose(call.complete, result, self.own()))
+
+    def reward(self, state: Read) -> dict[str, jax.Array]:
+        """Gold 1 for a right text, else 0; and whether it was ended."""
+        verifier = VERIFIERS[self.verifier]
+        right = verifier.right(verifier.wanted(self.data.answers, state.line), state.verified)
+        return {"gold": right.astype(jnp.float32), "ended": state.ended.astype(jnp.float32)}
+
+    def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
+        """Right: the line's own. Wrong: another line's, as far as there is room."""
+        if self.data.demonstrations is None:
+            raise ValueError(f"file {self.file!r} has no demonstrations, and its answers are patterns")
+        state, prompt = self.reset(key, difficulty)
+        first, behind = self.between
+        guessing = jax.random.uniform(jax.random.fold_in(key, DEMONSTRATION), (), jnp.float32)
+        beside = 1 + below(guessing, max(behind - first - 1, 1))
+        other = first + (state.line - first + beside) % (behind - first)
+        shown = jnp.asarray(self.data.demonstrations)[jnp.where(right, state.line, other)]
+        row = jnp.pad(prompt.tokens, (0, self.length + shown.size), constant_values=NOTHING)
+        return jax.lax.dynamic_update_slice(row, shown, (state.left,))[: self.length]
+
+    def text(self, tokens: Any) -> str:
+        """The text that tokens `[N]` are; `NOTHING` is left out."""
+        return b"".join(self.signs.pieces[int(token)] for token in tokens if token >= 0).decode("utf-8", "replace")
+
+    def _written(self, result: jax.Array) -> jax.Array:
+        shown = digits(jnp.abs(result), MOST_DIGITS)
+        named = jax.vmap(looked_up, (None, 0))(jnp.asarray(self.signs.digits, jnp.int32), shown)
+        sign = jnp.where(result < 0, self.signs.minus, NOTHING).astype(jnp.int32)
+        return joined([sign[None], jnp.where(shown >= 0, named, NOTHING)])

@@ -1,0 +1,396 @@
+"""Prompts and answers from files: verifiers, patterns and calls on bytes, against plain Python on text."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxaudit.dialogues import automaton, named, patterns, tool_syntax
+from jaxaudit.dialogues.protocol import NOTHING, OWN, TOOL
+from jaxaudit.dialogues.verifiers import NUMBER, VERIFIERS
+from jaxaudit.text import tokenizers
+
+PRODUCTS = [
+    {"prompt": f"What is {a}*{b}? ", "answer": f"It is <<{a}*{b}>>{a * b}."} for a in range(11, 16) for b in (-3, 7)
+]
+LONGEST = 24
+
+
+def written(path, lines):
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return written(tmp_path / "lines.jsonl", PRODUCTS)
+
+
+def padded(texts, longest=LONGEST):
+    rows = [np.frombuffer(text.ljust(longest, b"\0"), np.uint8) for text in texts]
+    return np.stack(rows).astype(np.int32), np.array([len(text) for text in texts])
+
+
+@functools.cache
+def judge(name):
+    """Whether texts `[N, LONGEST]` of so many bytes are right, by the answers of their lines."""
+    verifier = VERIFIERS[name]
+
+    def one(answers, line, text, size):
+        wanted = verifier.wanted(answers, line)
+
+        def read(state, at):
+            byte, place = at
+            after = verifier.read(wanted, state, byte)
+            return jax.tree.map(lambda old, new: jnp.where(place < size, new, old), state, after), None
+
+        state, _ = jax.lax.scan(read, verifier.begin(wanted), (text, jnp.arange(LONGEST)))
+        return verifier.right(wanted, state)
+
+    return jax.jit(jax.vmap(one, (None, 0, 0, 0)))
+
+
+def judged(name, answers, texts):
+    prepared = VERIFIERS[name].prepared(answers)
+    return np.asarray(judge(name)(prepared, np.arange(len(texts)), *padded(texts)))
+
+
+def random_texts(rng, signs, count, longest=10):
+    lengths = rng.integers(0, longest, count)
+    return ["".join(rng.choice(list(signs), n)) for n in lengths]
+
+
+def test_exact_and_contains():
+    rng = np.random.default_rng(0)
+    texts = random_texts(rng, "ab \n", 1000)
+    answers = [answer if answer.strip() else "a b" for answer in random_texts(rng, "ab ", 1000, 5)]
+    texts[:300] = [f" {answer}\n" for answer in answers[:300]]
+    texts[300:400] = [f"{answer}b" for answer in answers[300:400]]
+    coded = [text.encode() for text in texts]
+    exact = [text.strip() == answer.strip() for text, answer in zip(texts, answers, strict=True)]
+    contains = [answer.strip() in text for text, answer in zip(texts, answers, strict=True)]
+    assert 250 < sum(exact) < sum(contains) < 900
+    np.testing.assert_array_equal(judged("exact", answers, coded), exact)
+    np.testing.assert_array_equal(judged("contains", answers, coded), contains)
+
+
+def number_of(text):
+    found = NUMBER.findall(text.encode())
+    if not found:
+        return None
+    sign, whole, fraction = (part.decode() for part in found[-1])
+    digits = whole.replace(",", "").lstrip("0")
+    if max(len(digits), len(fraction.rstrip("0"))) > 9:
+        return None
+    return float(f"{sign}{digits or 0}.{fraction or 0}")
+
+
+def test_last_numbers_are_compared_as_numbers():
+    rng = np.random.default_rng(1)
+    texts = random_texts(rng, "0011239,.- a", 3000, 16)
+    answers = [text for text in random_texts(rng, "0011239,.-", 6000, 6) if number_of(text) is not None][:3000]
+    texts[:500] = [f"x{number_of(answer):.5f}, so" for answer in answers[:500]]
+    fixed = {
+        "1,234.50": "1234.5",
+        "so 0.0": "-0",
+        "-3": "3",
+        "3.": "3",
+        "5-3": "-3",
+        "0.1234567891": "0.123456789",
+        "0.12345678900": "0.123456789",
+        "000000000012": "12",
+        "": "1",
+    }
+    texts += fixed
+    answers += fixed.values()
+    same = [number_of(text) == number_of(answer) for text, answer in zip(texts, answers, strict=True)]
+    assert same[-len(fixed) :] == [True, True, False, True, True, False, True, True, False]
+    assert 500 <= sum(same) < 2000
+    np.testing.assert_array_equal(judged("number", answers, [text.encode() for text in texts]), same)
+
+
+def matches(automata, line, text):
+    state = automata.starts[line]
+    for byte in text:
+        state = automata.table[state, byte]
+    return bool(automata.accepts[state])
+
+
+atoms = st.sampled_from(
+    ["a", "b", r"\d", r"\s", r"\W", ".", "[ab]", "[^a]", "[a-c1]", r"[\d-]", r"\.", "é", "^", r"\Z"]
+)
+expressions = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}", "{,2}", "*?"])).map(
+            lambda repeated: f"({repeated[0]}){repeated[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(expressions, st.lists(st.text("abc1 .-é\n", max_size=8), min_size=1, max_size=6))
+def test_patterns_match_what_pythons_do(pattern, texts):
+    automata = patterns.compiled([pattern.replace(r"\Z", "$")])
+    # Python's on bytes, as ours is.
+    expected = re.compile("".join(sign if sign.isascii() else f"(?:{sign})" for sign in pattern).encode())
+    for text in texts:
+        assert matches(automata, 0, text.encode()) == bool(expected.search(text.encode())), (pattern, text)
+
+
+def test_patterns_run_inside_a_program():
+    answers = [r"answer: \d+\s*$", "^ab|c", r"answer: \d+\s*$"]
+    texts = [b"the answer: 12 ", b"xab", b"answer: no"]
+    assert judged("regex", answers, texts).tolist() == [True, False, False]
+    assert judged("regex", answers, [b"answer: 3 4", b"xc", b"answer: 1"]).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(?=a)b", r"has a group \(\?=a\.\.\.\), which an automaton cannot match"),
+        (r"(a)\1", r"has \\1, which is not allowed"),
+        ("a)", r"has a '\)' that closes nothing"),
+        ("(a", r"ends where a '\)' is missing"),
+        ("[a", r"ends where a '\]' is missing"),
+        ("*a", r"has a '\*' that repeats nothing"),
+        ("a**", "repeats a repetition"),
+        ("a{300}", r"repeats \{300\} times; from 0 to 255 is allowed"),
+        ("[é]", "has 'é' in brackets, where only ASCII is allowed"),
+        ("[b-a]", "has a range in brackets that is none"),
+        ("a.{20}", "is too large"),
+        ("((a{200}){200})", "is too large"),
+    ],
+)
+def test_patterns_that_cannot_be(pattern, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        patterns.compiled(["a", pattern])
+    assert raised.value.line == 1
+
+
+def test_calls_are_found_and_calculated():
+    rng = np.random.default_rng(2)
+    texts = random_texts(rng, "<<>>>12 9-+*/", 3000, 20)
+    pieces = ["<<", ">>", "<", "7", "12", "-", "*", "/", "+", " ", "99999", "123456789"]
+    texts += ["".join(rng.choice(pieces, 6)) for _ in range(3000)]
+    operands = [f"{sign}{n}" for sign in ("", "-") for n in (0, 3, 12, 46340, 46341, 999999999, 1234567890)]
+    texts += [f"<<{a}{op}{b}>>" for a in operands for op in "+-*/" for b in operands]
+    coded = [text.encode()[:40] for text in texts]
+
+    def last(text, size):
+        def read(call, at):
+            byte, place = at
+            after = tool_syntax.read(call, byte)
+            return jax.tree.map(lambda old, new: jnp.where(place < size, new, old), call, after), None
+
+        return jax.lax.scan(read, tool_syntax.begin(), (text, jnp.arange(40)))[0]
+
+    found = jax.device_get(jax.jit(jax.vmap(last))(*padded(coded, 40)))
+    good = 0
+    for text, complete, failed, result in zip(coded, found.complete, found.failed, found.result, strict=True):
+        calls = tool_syntax.CALL.findall(text)
+        value = tool_syntax.evaluated(calls[-1]) if calls else None
+        assert complete == bool(calls), text
+        if calls:
+            assert failed == (value is None), text
+            assert failed or result == value, text
+            good += value is not None
+    assert good > 300
+
+
+def python_value(call):
+    """A call's value by Python's own reading of it."""
+    try:
+        value = eval(call.strip("<>"), {})
+    except (SyntaxError, ZeroDivisionError):
+        return None
+    return int(value) if value == int(value) and abs(value) < 2**31 else None
+
+
+@pytest.mark.parametrize("call", ["<<3*4>>", "<<3-14>>", "<<84/-7>>", "<<7/2>>", "<<1/0>>", "<<99999*99999>>", "<<5>>"])
+def test_calls_have_pythons_values(call):
+    assert tool_syntax.evaluated(call.encode()) == (python_value(call) if call != "<<5>>" else None)
+
+
+@functools.cache
+def programs(dialogue):
+    def shown(data, key, right):
+        bound = dialogue.bind(data)
+        row = bound.demonstration(key, 0.0, right)
+        return row, automaton.replay(bound, key, 0.0, row)
+
+    return jax.jit(jax.vmap(shown, (None, 0, 0)))
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """A small tokenizer of byte pairs, in a folder."""
+    texts = [f"{line['prompt']}{line['answer']} é\n".encode() for line in PRODUCTS]
+    tokenizers.trained(texts, 320, tmp_path / "pairs")
+    return str(tmp_path / "pairs")
+
+
+@pytest.mark.parametrize("verifier", ["exact", "number"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "pairs"])
+def test_demonstrations_call_and_are_right(file, tokenizer, verifier, pairs):
+    folder = pairs if tokenizer == "pairs" else tokenizer
+    task = named("text", file=file, tokenizer=folder, verifier=verifier, tool="calculator", length=48)
+    dialogue = task.make()
+    keys = jax.random.split(jax.random.key(0), 32)
+    rows, seen = jax.device_get(programs(dialogue)(dialogue.data, keys, np.arange(32) % 2 == 0))
+    assert seen.agrees.all()
+    assert (seen.reward["gold"][::2] == 1).all()
+    assert (seen.reward["gold"][1::2] == 0).all()
+    assert (seen.reward["ended"] == 1).all()
+    texts = [dialogue.text(row) for row in rows[::2]]
+    assert set(texts) <= {line["prompt"] + line["answer"] for line in PRODUCTS}
+    for row, role, text in zip(rows[::2], seen.role[::2], texts, strict=True):
+        result = re.search(">>(-?[0-9]+)", text)[1]
+        assert dialogue.text(np.where(role == TOOL, row, NOTHING)) == result
+        assert (role == OWN).sum() == (row >= 0).sum() - (role == TOOL).sum() - (role == 1).sum()
+    assert dialogue == task.make()
+    assert hash(dialogue) == hash(task.make())
+    # In a program the lines are its inputs, and no constants.
+    jaxpr = jax.make_jaxpr(programs(dialogue))(dialogue.data, keys, np.zeros(32, bool))
+    assert max((np.size(const) for const in jaxpr.consts), default=0) < 100
+    if tokenizer == "pairs":
+        assert (rows >= 0).sum() < sum(map(len, (dialogue.text(row) for row in rows)))
+
+
+def test_pieces_are_the_bytes_of_tokens(pairs):
+    for tokenizer in (tokenizers.Bytes(), tokenizers.read(Path(pairs))):
+        pieces = tokenizer.pieces()
+        text = "What is é? \n\t <<3*4>> ☃".encode()
+        tokens = tokenizer.encode([text])
+        assert b"".join(pieces[token] for token in tokens) == text
+        assert len(pieces) == tokenizer.vocabulary
+        assert pieces[tokenizer.end_of_text] == b""
+
+
+def test_a_call_that_fails_and_one_that_is_undone(file):
+    dialogue = named("text", file=file, tool="calculator", length=48).make()
+
+    def told(text):
+        state, _ = dialogue.reset(jax.random.key(0), 0.0)
+        state, said = state.__class__(**{**vars(state), "left": jnp.int32(0)}), None
+        respond, replies = jax.jit(dialogue.respond), []
+        for byte in text:
+            state, said = respond(state, byte)
+            replies.append(dialogue.text(said.tokens))
+        return replies
+
+    assert told(b"<<3/2>>error") == [*[""] * 6, "error", *[""] * 5]
+    assert told(b"<<3<<4+5>>") == [*[""] * 9, "9"]
+    assert told(b"<<2-2>>0<<2-9>>") == [*[""] * 6, "0", *[""] * 7, "-7"]
+
+
+def test_lines_are_held_out(tmp_path):
+    lines = [{"prompt": f"{n:02d}", "answer": "x"} for n in range(20)]
+    task = named("text", file=written(tmp_path / "a.jsonl", lines), length=8, held_out_share=0.2)
+    dialogue = task.make()
+    keys = jax.random.split(jax.random.key(0), 512)
+
+    def prompts(of):
+        return {int(of.text(row)) for row in jax.vmap(lambda key: of.reset(key, 0.0)[1].tokens)(keys)}
+
+    assert prompts(dialogue) == set(range(16))
+    assert prompts(dialogue.held_out()) == set(range(16, 20))
+    assert dialogue != dialogue.held_out()
+    everything = named("text", file=task.settings.file, length=8, held_out_share=0.0).make()
+    assert prompts(everything) == prompts(everything.held_out()) == set(range(20))
+    other = named("text", file=written(tmp_path / "a.jsonl", [*lines[1:], lines[0]]), length=8, held_out_share=0.2)
+    assert other == task
+    assert other.make() != dialogue, "the file has changed"
+
+
+def test_a_demonstration_of_its_own(tmp_path):
+    lines = [{"prompt": "p", "answer": r"\d\d", "demonstration": "it is 12"}]
+    file = written(tmp_path / "a.jsonl", lines)
+    dialogue = named("text", file=file, verifier="regex", length=16).make()
+    row, seen = programs(dialogue)(dialogue.data, jax.random.split(jax.random.key(0), 1), np.ones(1, bool))
+    assert dialogue.text(row[0]) == "pit is 12"
+    assert seen.reward["gold"][0] == 1
+    bare = named("text", file=written(tmp_path / "b.jsonl", [{"prompt": "p", "answer": "a"}]), verifier="regex").make()
+    with pytest.raises(ValueError, match="has no demonstrations, and its answers are patterns"):
+        bare.demonstration(jax.random.key(0), 0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "message"),
+    [
+        (["{"], {}, "line 1: is not JSON"),
+        (["[1]"], {}, 'line 1: must be {"prompt": ..., "answer": ...}'),
+        (['{"prompt": "a"}'], {}, "line 1: 'answer' is missing"),
+        (['{"prompt": "a", "answer": 3}'], {}, "line 1: answer must be a string"),
+        (['{"prompt": "a", "answer": "\\ud800"}'], {}, "line 1: has half of a surrogate pair"),
+        (
+            ['{"prompt": "a", "answer": "b"}', "", '{"prompt": "", "answer": "b"}'],
+            {},
+            "line 3: the prompt has 0 tokens",
+        ),
+        (
+            ['{"prompt": "aaaa", "answer": "b"}'],
+            {"length": 4},
+            "line 1: the prompt has 4 tokens; from 1 to 3 fit in rows",
+        ),
+        (
+            ['{"prompt": "aa", "answer": "bb"}'],
+            {"length": 4},
+            "line 1: a prompt of 2 tokens, what follows it of 2 and the",
+        ),
+        (['{"prompt": "a", "answer": " "}'], {}, "line 1: the answer is empty"),
+        (['{"prompt": "a", "answer": "b"}'], {"verifier": "number"}, "line 1: the answer has no number"),
+        (
+            ['{"prompt": "a", "answer": "1234567890"}'],
+            {"verifier": "number"},
+            "line 1: the answer has a number of more",
+        ),
+        (['{"prompt": "a", "answer": "("}'], {"verifier": "regex"}, "line 1: the answer ends where a ')' is missing"),
+        (
+            ['{"prompt": "a", "answer": "<<3*4>>13"}'],
+            {"tool": "calculator"},
+            "line 1: <<3*4>> must be followed by its result, 12",
+        ),
+        (
+            ['{"prompt": "a", "answer": "b"}', '{"prompt": "a", "answer": "b", "demonstration": "c"}'],
+            {},
+            "line 1: has no demonstration, and line 2 has one",
+        ),
+        ([""], {}, "has no lines"),
+        (None, {}, "cannot be read: No such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, lines, settings, message):
+    path = tmp_path / "lines.jsonl"
+    if lines is not None:
+        path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        named("text", file=str(path), **settings).make()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"verifier": lambda text: 1.0}, "verifier must be a name, not a function: a reward in Python is that of a"),
+        ({"verifier": "exakt"}, "unknown verifier 'exakt' (did you mean 'exact'?)"),
+        ({"tool": "python"}, "unknown tool 'python'"),
+        ({"length": 1}, "length must be at least 2, not 1"),
+        ({"held_out_share": 1.0}, "held_out_share must lie in [0, 1), not 1"),
+        ({"tokenizer": ""}, "file and tokenizer must not be empty"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        named("text", **{"file": "lines.jsonl", **settings})
