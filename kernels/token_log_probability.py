@@ -67,9 +67,9 @@ def _forward(block, hidden, embedding, tokens, temperature):
     def one(_, rows):
         logits = _logits(rows[0], embedding, temperature)
         normalizer = jax.nn.logsumexp(logits, axis=1)
-        chances = jnp.exp(logits - normalizer[:, None])
-        of_token = jnp.take_along_axis(logits, rows[1][:, None], axis=1)[:, 0] - normalizer
-        return None, (of_token, normalizer - jnp.sum(chances * logits, axis=1), normalizer)
+        logs = logits - normalizer[:, None]
+        of_token = jnp.take_along_axis(logs, rows[1][:, None], axis=1)[:, 0]
+        return None, (of_token, -jnp.sum(jnp.exp(logs) * logs, axis=1), normalizer)
 
     _, found = jax.lax.scan(one, None, split(block, hidden, tokens))
     of_token, entropy, normalizer = (x.reshape(-1)[: hidden.shape[0]] for x in found)
