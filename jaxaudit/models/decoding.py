@@ -2,8 +2,8 @@
 
 The layers are unrolled and each has a cache of its own, written at one slot that all rows share: a cache that went
 through a scan over layers would be copied at every token. Rows are the last axis of everything here, `[features, N]`:
-attention of one token is sums of products too small for matrix products, and XLA's CPU backend vectorises them over rows
-where they are written out.
+attention of one token is sums of products too small for matrix products, and XLA's CPU backend vectorises them over
+rows where they are written out.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _layer(model: GPT2, params: Params, x: jax.Array, attend: Attend) -> jax.Array:
-    """The stream `[width, M]` after a layer; `attend` gets query, key and value `[heads, d, M]` and gives what is read."""
+    """The stream `[width, M]` after a layer; `attend`: query, key and value `[heads, d, M]` to what is read."""
     joint = _dense(model, params["attn"]["c_attn"], _norm(model, params["ln_1"], x))
     parts = joint.reshape(3, model.size.heads, -1, x.shape[1])
     x = x + _dense(model, params["attn"]["c_proj"], attend(*parts).reshape(x.shape))
