@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.kernels.cross_entropy import BLOCK_ENTRIES, split
+from jaxaudit.kernels.cross_entropy import block_of, split
 
 HELD_ENTRIES = 2**22
 """Up to so many logits are held whole: 16 MiB in float32."""
@@ -45,8 +45,7 @@ def token_log_probability(
     if block is None and count * vocabulary <= HELD_ENTRIES:
         return _whole(hidden, embedding, tokens, temperature)
     if block is None:
-        parts = -(-count * vocabulary // BLOCK_ENTRIES)
-        block = -(-count // parts // 8) * 8
+        block = block_of(count, vocabulary)
     return _blocked(min(block, count), hidden, embedding, tokens, temperature)
 
 
