@@ -1,4 +1,4 @@
-"""The exact divergence between two linear classifiers over a vocabulary, without their `[tokens, vocabulary]` logits."""
+"""The exact divergence of two linear classifiers over a vocabulary, without their `[tokens, vocabulary]` logits."""
 
 from __future__ import annotations
 
