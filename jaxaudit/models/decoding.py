@@ -69,13 +69,15 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(places), tokens.shape) if positions is None else positions
     room = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
     unrolled = layers_of(params)
-    keys, values = [], []
+    keys: list[jax.Array] = []
+    values: list[jax.Array] = []
 
     def attend(*parts):
         apart = [part.reshape(*part.shape[:2], rows, places) for part in parts]  # [heads, d, N, P]
         for kept, part in zip((keys, values), apart[1:], strict=True):
             kept.append(jnp.pad(jnp.transpose(part, (3, 0, 1, 2)), ((0, room - places), (0, 0), (0, 0), (0, 0))))
-        mixed = causal_attention(*(jnp.transpose(part, (2, 3, 0, 1)) for part in apart), first=first)
+        query, key, value = (jnp.transpose(part, (2, 3, 0, 1)) for part in apart)
+        mixed = causal_attention(query, key, value, first=first)
         return jnp.transpose(mixed, (2, 3, 0, 1)).reshape(parts[0].shape)
 
     x = _embedded(model, unrolled, tokens.reshape(-1), positions.reshape(-1))

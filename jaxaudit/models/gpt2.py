@@ -178,7 +178,8 @@ class Dense(nn.Dense):
         y = super().__call__(x)
         if not self.has_variable("params", "a"):
             return y
-        a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("a", "b"))
+        a: jax.Array = self.get_variable("params", "a").astype(self.dtype)
+        b: jax.Array = self.get_variable("params", "b").astype(self.dtype)
         return y + x.astype(self.dtype) @ a @ b
 
 
