@@ -55,8 +55,7 @@ def cross_entropy(
     """
     tokens, vocabulary = hidden.shape[0], embedding.shape[0]
     if block is None:
-        parts = -(-tokens * vocabulary // BLOCK_ENTRIES)
-        block = -(-tokens // parts // 8) * 8
+        block = block_of(tokens, vocabulary)
     return _cross_entropy(min(tokens, block), hidden, embedding, labels, weights, jnp.float32(smoothing))
 
 
@@ -167,6 +166,12 @@ class _Logits:
         is_label = jnp.arange(vocabulary) == self._labels[:, None]
         wanted = (1.0 - self._smoothing) * is_label + self._smoothing / vocabulary
         return self._weights[:, None] * (self._exponentials / self._total - wanted)
+
+
+def block_of(tokens: int, vocabulary: int) -> int:
+    """How many tokens at a time make equal parts of at most `BLOCK_ENTRIES` logits."""
+    parts = -(-tokens * vocabulary // BLOCK_ENTRIES)
+    return -(-tokens // parts // 8) * 8
 
 
 def split(block, *rows):

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.kernels.cross_entropy import BLOCK_ENTRIES, split
+from jaxaudit.kernels.cross_entropy import block_of, split
 
 HELD_ENTRIES = 2**22
 """Up to so many logits are held whole: 16 MiB in float32."""
@@ -45,8 +45,7 @@ def token_log_probability(
     if block is None and count * vocabulary <= HELD_ENTRIES:
         return _whole(hidden, embedding, tokens, temperature)
     if block is None:
-        parts = -(-count * vocabulary // BLOCK_ENTRIES)
-        block = -(-count // parts // 8) * 8
+        block = block_of(count, vocabulary)
     return _blocked(min(block, count), hidden, embedding, tokens, temperature)
 
 
@@ -67,9 +66,9 @@ def _forward(block, hidden, embedding, tokens, temperature):
     def one(_, rows):
         logits = _logits(rows[0], embedding, temperature)
         normalizer = jax.nn.logsumexp(logits, axis=1)
-        chances = jnp.exp(logits - normalizer[:, None])
-        of_token = jnp.take_along_axis(logits, rows[1][:, None], axis=1)[:, 0] - normalizer
-        return None, (of_token, normalizer - jnp.sum(chances * logits, axis=1), normalizer)
+        logs = logits - normalizer[:, None]
+        of_token = jnp.take_along_axis(logs, rows[1][:, None], axis=1)[:, 0]
+        return None, (of_token, -jnp.sum(jnp.exp(logs) * logs, axis=1), normalizer)
 
     _, found = jax.lax.scan(one, None, split(block, hidden, tokens))
     of_token, entropy, normalizer = (x.reshape(-1)[: hidden.shape[0]] for x in found)

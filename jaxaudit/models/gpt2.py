@@ -178,12 +178,9 @@ class Dense(nn.Dense):
         y = super().__call__(x)
         if not self.has_variable("params", "a"):
             return y
-        return y + adapted(x.astype(self.dtype), *(self.get_variable("params", name) for name in ("a", "b")))
-
-
-def adapted(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """What an adapter adds to a dense layer's output, `(x a) b`, in the dtype of `x` `[..., inputs]`."""
-    return (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
+        a: jax.Array = self.get_variable("params", "a").astype(self.dtype)
+        b: jax.Array = self.get_variable("params", "b").astype(self.dtype)
+        return y + x.astype(self.dtype) @ a @ b
 
 
 def dense(features: int, std: float, dtype: Any, name: str) -> Dense:
