@@ -1,7 +1,8 @@
-"""The held-out rows of dialogues that a run has stored: who wrote which word, with what probability, for what reward."""
+"""The held-out rows of dialogues that a run has stored: who wrote which word, how probable it was, the reward."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +79,9 @@ def rows_at(telemetry: xr.Dataset, seed: int, condition: int, place: int) -> lis
     ]
 
 
-def _words(names: list[str], roles: list[str], tokens: np.ndarray, by: np.ndarray, told: np.ndarray) -> tuple[Word, ...]:
+def _words(
+    names: list[str], roles: list[str], tokens: np.ndarray, by: np.ndarray, told: np.ndarray
+) -> tuple[Word, ...]:
     found = []
     for token, who, log_probability in zip(tokens.tolist(), by.tolist(), told.tolist(), strict=True):
         role = roles[who] if 0 <= who < len(roles) else NOBODY

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 
@@ -52,8 +54,8 @@ def first_signals(run: Run) -> pd.DataFrame:
     return pd.DataFrame(found, columns=columns)
 
 
-def _judge(clean: np.ndarray, onset: int):
-    """Limits `[d]` of controls `[n, T, d]`, and what gives the scores `[n, T - onset, d]` of lanes of the same seeds."""
+def _judge(clean: np.ndarray, onset: int) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """Limits `[d]` of controls `[n, T, d]`, and what gives scores `[n, T - onset, d]` of lanes of the same seeds."""
     filled = forward_filled(clean)
     others = [Envelope.of(np.delete(filled, seed, axis=0)) for seed in range(len(filled))]
 
@@ -95,7 +97,5 @@ def _rows(label: str, names: list[str], scores: np.ndarray, times: np.ndarray, o
 
 def earliest(signals: pd.DataFrame, most: int) -> pd.DataFrame:
     """The first channels of each condition, at most `most`: those that warn in most seeds, of these the earliest."""
-    order = signals.sort_values(
-        ["warned", "after_onset", "score"], ascending=[False, True, False], kind="stable"
-    )
+    order = signals.sort_values(["warned", "after_onset", "score"], ascending=[False, True, False], kind="stable")
     return order.groupby("condition", sort=False).head(most).sort_values("condition", kind="stable")
