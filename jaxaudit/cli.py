@@ -29,6 +29,9 @@ NO_SPACE = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, err
 
 LISTS = ("tasks", "learners", "perturbations", "interventions", "metrics")
 
+QUICKSTARTS = ("llm",)
+"""Packaged specs beside the first one."""
+
 MODELS = ("chart", "lru", "gru", "kalman")
 """Of a monitor, `metastate.monitor.MODELS`; the first is what it has where none is named."""
 
@@ -84,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     quickstart = add("quickstart", _quickstart, "a small audit, from its spec to its report, in minutes")
+    quickstart.add_argument("which", nargs="?", choices=QUICKSTARTS, help="llm: GRPO on a dialogue (else PPO)")
     quickstart.add_argument("--print-spec", action="store_true", help="show the spec and run nothing")
     run = add("run", _run, "run a spec in a new folder")
     run.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file")
@@ -92,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     margin = add("margin", _margin, "how far a finished run is from collapse, for every perturbation")
     replay = add("replay", _replay, "run a finished run again and compare, bit for bit")
     report = add("report", _report, "write a run's report again")
-    for command in (resume, fork, margin, replay, report):
+    sample = add("sample", _sample, "print the held-out rows that a run on a dialogue stored")
+    for command in (resume, fork, margin, replay, report, sample):
         command.add_argument("folder", metavar="DIR", type=Path, help="a run's folder")
     fork.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file with the new perturbations")
     for command in (quickstart, run, fork):
@@ -114,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     margin.add_argument("--lanes", type=int, metavar="N", help="lanes side by side")
     replay.add_argument("--seed", type=int, metavar="N", help="compare this seed alone")
     replay.add_argument("--condition", metavar="LABEL", help="compare this condition (or its number) alone")
+    sample.add_argument("--seed", type=int, metavar="N", help="of the lane (the first)")
+    sample.add_argument("--condition", metavar="LABEL", help="of the lane, or its number (the control)")
+    sample.add_argument("--step", type=int, metavar="N", help="or the nearest that was measured (the last)")
     detect = add("detect", _detect, "how well a monitor and its baselines notice the disturbances of finished runs")
     detect.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="runs' folders; a learner's count as one")
     detect.add_argument("--alpha", type=float, default=0.05, metavar="X", help="false alarms per clean run (0.05)")
@@ -138,13 +146,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:
-    text = importlib.resources.files("jaxaudit").joinpath("quickstart.toml").read_text(encoding="utf-8")
+    name = f"quickstart_{arguments.which}.toml" if arguments.which else "quickstart.toml"
+    text = importlib.resources.files("jaxaudit").joinpath(name).read_text(encoding="utf-8")
     if arguments.print_spec:
         print(text, end="")
         return 0
     from jaxaudit.specification.document import parse
 
-    return _start(lambda: parse(text, "quickstart.toml"), arguments.out)
+    return _start(lambda: parse(text, name), arguments.out)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -221,6 +230,14 @@ def _report(arguments: argparse.Namespace) -> int:
     if not (arguments.folder / "telemetry.zarr").exists():
         raise UserError(f"the run in {arguments.folder} has no telemetry yet, so there is nothing to report")
     return _write_report(arguments.folder)
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    _check_run(arguments.folder)
+    from jaxaudit.sample import sample
+
+    print(sample(arguments.folder, arguments.seed, arguments.condition, arguments.step))
+    return 0
 
 
 def _names(text: str) -> tuple[str, ...]:

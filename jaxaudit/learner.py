@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -73,12 +73,14 @@ class Channel:
         be relied on.
       monitored: whether monitors and detectors read it unless they are told to; not what is stored to be looked at,
         e.g. tokens.
+      words: what its whole numbers stand for, by number: of tokens, their legible names; () where they are numbers.
     """
 
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
     dtype: str = "float32"
     every: int = 1
     monitored: bool = True
+    words: tuple[str, ...] = ()
 
     def __post_init__(self):
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -97,10 +99,11 @@ class Channel:
         return tuple(len(labels) for _, labels in self.dims)
 
     @property
-    def attributes(self) -> dict[str, int]:
-        """What a dataset says of it besides, where it is not the default: its cadence, and that no monitor reads it."""
+    def attributes(self) -> dict[str, Any]:
+        """What a dataset says of it besides, where not the default: cadence, that no monitor reads it, and words."""
         cadence = {} if self.every == 1 else {"every": self.every}
-        return cadence if self.monitored else cadence | {"monitored": 0}
+        unread = {} if self.monitored else {"monitored": 0}
+        return cadence | unread | ({"words": list(self.words)} if self.words else {})
 
     @property
     def missing(self) -> float | int:
@@ -148,6 +151,8 @@ class Learner:
       init_reads_data: whether it is `init(key, data) -> state` instead, e.g. of parameters to begin with.
       provenance: what a run depends on beside its spec, in words, e.g. a corpus's hash; recorded. A run goes on with
         the same alone; programs do not depend on it.
+      remarks: `remarks(telemetry) -> sentences` on what a user should know of how undisturbed lanes begin, from their
+        channels `[lane, step, ...]`, float arrays by name; told by the runner after the first chunk, and in reports.
       shapes: of `data`.
     """
 
@@ -162,6 +167,7 @@ class Learner:
     data: Any = field(default=None, compare=False, repr=False)
     init_reads_data: bool = False
     provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
+    remarks: Callable[[Mapping[str, np.ndarray]], Sequence[str]] | None = field(default=None, compare=False)
     shapes: Shapes = field(init=False, repr=False)
 
     def __post_init__(self):

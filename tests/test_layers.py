@@ -35,7 +35,7 @@ LAYERS = (
     ("sharding", "program", "slots", "grid", "batches", "placing", "whole"),
     ("metastate", "datasets", "results", "execution", "auditing"),
     ("specification", "runner", "margins"),
-    ("logs", "stored", "detection", "report", "listing", "cli"),
+    ("logs", "stored", "held_out_rows", "sample", "detection", "report", "listing", "cli"),
 )
 ORDER = [name for layer in LAYERS for name in layer]
 """Modules and packages, each of which imports only what stands before it."""

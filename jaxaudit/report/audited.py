@@ -10,7 +10,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from jaxaudit.report import audited_tables, glossary, lines, probability
+from jaxaudit.report import audited_tables, dialogue, glossary, lines, probability
 from jaxaudit.report.page import HANDLING, Block, Details, Page, Section, Summary, Text
 from jaxaudit.report.series import Panel, band_name, panels
 from jaxaudit.report.tables import code, plain
@@ -81,6 +81,7 @@ def _sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
             "Dose-response",
             [dose, audited_tables.criticals(run, groups)] if dose else [],
         ),
+        *dialogue.sections(run, groups),
         Section("channels", "Channels around the injection", "Channels", channels),
         Section("metrics", "Metrics per condition", "Metrics", _metrics(run, band)),
         Section("replay", "Replay, resume, analyse", "Replay", _replay(run)),

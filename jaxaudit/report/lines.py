@@ -123,29 +123,42 @@ def _performance_caption(run: Run, cut: bool, limits: bool) -> str:
 
 def channels(run: Run, groups: list[Panel]) -> list[Figure]:
     """The meta-state channels round the onset (step 0 = injection), one figure per perturbation and onset."""
-    values = {name: v for name in CHANNELS if (v := run.channel(name)) is not None and np.isfinite(v).any()}
+    values = {title: v for name, title in CHANNELS.items() if (v := run.channel(name)) is not None}
+    return aligned(run, groups, values, "channels")
+
+
+def aligned(run: Run, groups: list[Panel], values: dict[str, np.ndarray], file: str) -> list[Figure]:
+    """Series round the onset (step 0 = injection), one figure per perturbation and onset, a panel for each series.
+
+    Args:
+      run: the run.
+      groups: its panels.
+      values: `[seed, condition, step]` by title; those without a value, or that are all the same, are left out.
+      file: what the figures' files begin with.
+    """
+    values = {title: v for title, v in values.items() if np.isfinite(v).any()}
     found = []
     for place, panel in enumerate(groups):
         if not panel.disturbed:
             continue
-        charts = _aligned(run, panel, values, place)
+        charts = _aligned(run, panel, values, f"{file}_{place}")
         if charts:
             chart = style.finish(charts, 4, shared=True, width=190, limit=440, gutter=70)
             subtitle = _subtitle(panel)
-            found.append(Figure(f"channels_{style.slug(panel.title)}", f"{panel.title} ({subtitle})", chart, ""))
+            found.append(Figure(f"{file}_{style.slug(panel.title)}", f"{panel.title} ({subtitle})", chart, ""))
     return found
 
 
-def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], place: int) -> list[Any]:
+def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], mark: str) -> list[Any]:
     window = run.setting("window", 50)
     first, last = -window, 3 * window + min(max(panel.durations), window)
     near = np.flatnonzero((run.step >= panel.onset + first) & (run.step <= panel.onset + last))
     kept = near[thin(run.step[near], panel.onset, window // 2, limit=160)]
-    zooming, picking = zoom(f"zoom_{place}"), pick(f"pick_{place}")
+    zooming, picking = zoom(f"zoom_{mark}"), pick(f"pick_{mark}")
     charts: list[Any] = []
-    for name, block in values.items():
+    for title, block in values.items():
         lanes = block[:, [line.index for line in panel.lines]]
-        if np.nanmin(lanes) == np.nanmax(lanes) or (name == ACTING and _as_performance(run, panel, lanes)):
+        if np.nanmin(lanes) == np.nanmax(lanes) or (title == CHANNELS[ACTING] and _as_performance(run, panel, lanes)):
             continue  # nothing to be seen
         data = frame(run, panel, block, kept)
         if not np.isfinite(data["median"]).any():
@@ -153,9 +166,9 @@ def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], place: int) 
         data["step"] -= panel.onset
         data, scale = channel_scale(data)
         data["lost"] = np.nan
-        heading = alt.TitleParams(CHANNELS[name], fontSize=11.5, fontWeight="normal", color=style.MUTED)
+        heading = alt.TitleParams(title, fontSize=11.5, fontWeight="normal", color=style.MUTED)
         axes = Axes(True, None, (first, min(last, run.step[-1] - panel.onset)), scale,
-                     zooming, picking, f"{place}_{len(charts)}", owner=not charts)  # fmt: skip
+                     zooming, picking, f"{mark}_{len(charts)}", owner=not charts)  # fmt: skip
         charts.append(draw(panel, data, axes, heading, []).properties(width=215, height=150))
     return charts
 

@@ -50,7 +50,41 @@ class Details:
     blocks: Sequence[Block]
 
 
-Block = str | Figure | Table | Summary | Text | Details
+@dataclass(frozen=True)
+class ShownWord:
+    """A token: its text, its CSS classes, and what is told where it is pointed at."""
+
+    text: str
+    look: str
+    told: str = ""
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row of tokens, and what stands at its left."""
+
+    mark: str
+    words: Sequence[ShownWord]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Rows at one moment, with its heading."""
+
+    heading: str
+    rows: Sequence[ShownRow]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of tokens at several moments, side by side."""
+
+    kind: ClassVar[str] = "rows"
+    title: str
+    moments: Sequence[Shown]
+
+
+Block = str | Figure | Table | Summary | Text | Details | Rows
 """What a section is made of; a string is a hint."""
 
 

@@ -39,9 +39,9 @@ def verdict(run: Run, groups: list[Panel]) -> Verdict:
     """The verdict in words, from `summary.csv`."""
     groups = [panel for panel in groups if panel.disturbed]
     if run.summary is None or "collapse_probability" not in run.summary:
-        return Verdict(Markup("The metrics are not computed yet, so there is no verdict."), [])
+        return Verdict(Markup("The metrics are not computed yet, so there is no verdict."), _remarks(run))
     if not groups:
-        return Verdict(Markup("Only the undisturbed control was run; nothing was put to the test."), [])
+        return Verdict(Markup("Only the undisturbed control was run; nothing was put to the test."), _remarks(run))
     effects = [effect(run, panel) for panel in groups]
     outcomes = [_outcome(run, panel) for panel, told in zip(groups, effects, strict=True) if told is None]
     judged = judge(run, [o.panel for o in outcomes if o.kind == "unharmed"])
@@ -191,8 +191,14 @@ def _unharmed(run: Run, outcomes: list[_Outcome], judged: Judged) -> list[Markup
     return [text + Markup(".")]
 
 
+def _remarks(run: Run) -> list[Markup]:
+    """What the learner had to say of how the run began."""
+    said = [str(remark) for remark in run.environment.get("remarks", ())]
+    return [Markup("{}.").format(remark[:1].upper() + remark[1:]) for remark in said if remark]
+
+
 def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
-    found = []
+    found = _remarks(run)
     if run.seeds == 1:
         found.append(Markup("One seed: nothing here has an interval, and another seed may well differ."))
     elif run.seeds < 5:

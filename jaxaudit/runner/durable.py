@@ -20,7 +20,7 @@ from jaxaudit.batches import Batch, Plan, layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
 from jaxaudit.execution.choice import settle
-from jaxaudit.execution.driver import chunk_size, run_batch
+from jaxaudit.execution.driver import chunk_size, run_batch, spans
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Fork, Grid
 from jaxaudit.learner import ACTING, PERFORMANCE, Telemetry
@@ -239,7 +239,9 @@ def _execute(store: Folder, spec: Spec, engine: Engine, plan: Plan) -> None:
         lanes = sum(len(batch.seeds) * (batch.stop - batch.onset) for batch in plan)
         learner = engine.grid.program.learner
         samples = lanes * learner.samples_per_step
-        store.update_environment(status="finished", **clock(), samples=samples, sample=learner.sample)
+        begun = _remarks(engine.grid, _first_chunk(store, engine, plan[0]))
+        facts = {"samples": samples, "sample": learner.sample} | ({"remarks": begun} if begun else {})
+        store.update_environment(status="finished", **clock(), **facts)
         shutil.rmtree(store.batches, ignore_errors=True)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped at once; go on with: jaxaudit resume {store.path}") from None
@@ -309,10 +311,21 @@ class _Watched(InFolder):
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         """Keeps telemetry, and tells of it."""
         super().rows(batch, rows, start, stop)
+        if not batch.disturbed and start == batch.onset:
+            self._tell_remarks(batch, rows, stop - start)
         if batch.disturbed and batch.onset not in self._levels:
             self._levels[batch.onset] = self._level(batch.onset)
         level = self._levels.get(batch.onset) if batch.disturbed else None
         self._progress.advance(batch, start, stop, collapsed(self._engine.grid, batch, rows, start, stop, level))
+
+    def _tell_remarks(self, batch: Batch, rows: Telemetry, count: int) -> None:
+        """What the learner has to say of how a batch of the baseline begins: on stderr, and kept for a report."""
+        lanes = {name: np.moveaxis(np.asarray(x)[:count, : len(batch.seeds)], 0, 1) for name, x in rows.items()}
+        said = _remarks(self._engine.grid, lanes)
+        for sentence in said:
+            print(f"note: {sentence}", file=sys.stderr)
+        if said:
+            self.store.update_environment(remarks=said)
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
         """Keeps states, and stops if that is asked."""
@@ -333,6 +346,20 @@ class _Watched(InFolder):
 def _level(store: Folder, grid: Grid, window: int, onset: int) -> tuple[np.ndarray, np.ndarray]:
     before = store.read_channel("baseline_performance")[:, :onset]
     return performance_level(before, window, grid.program.learner.performance_every)
+
+
+def _remarks(grid: Grid, lanes: dict[str, np.ndarray]) -> list[str]:
+    """What the learner has to say of undisturbed lanes' first steps, channels `[lane, step, ...]`."""
+    remarks = grid.program.learner.remarks
+    return list(remarks(lanes)) if remarks else []
+
+
+def _first_chunk(store: Folder, engine: Engine, first: Batch) -> dict[str, np.ndarray]:
+    """The first chunk of the first control, all seeds, as it is stored: channels `[seed, step, ...]`."""
+    grid = engine.grid
+    known = telemetry_shapes(grid.program) if grid.program.learner.remarks else ()
+    stop = min(engine.rows, next((stop for _, stop in spans(grid, first, engine.rows)), engine.rows))
+    return {name: store.read_channel(name, slice(0, 1), slice(0, stop))[:, 0] for name in known}
 
 
 def _clock(recorded: dict[str, Any], engine: Engine) -> Callable[[], dict[str, float]]:

@@ -1,0 +1,205 @@
+"""A run on a dialogue, as its readers want to see it: rows of words, statistics of tokens, and what warned first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import xarray as xr
+
+from jaxaudit.detection.first_signals import FEWEST_SEEDS, earliest, first_signals
+from jaxaudit.held_out_rows import cadence, has_rows, measured_near, rows_at
+from jaxaudit.report import lines
+from jaxaudit.report.page import Block, Details, Rows, Section, Shown, ShownRow, ShownWord
+from jaxaudit.report.series import CONTROL_KEY, Line, Panel
+from jaxaudit.report.tables import Cell, Column, Table, code, number, table, word
+from jaxaudit.stored import Run
+
+PROBABILITIES = (0.9, 0.5, 0.1, 0.01)
+"""Between the shades in which own tokens are shown: at least 0.9, at least 0.5, ..., and less than 0.01."""
+
+OPEN = 12
+"""Conditions whose rows stand on the page as it opens; those of more are to be unfolded."""
+
+CHANNELS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
+    ("greedy_success", "greedy success", {}),
+    ("no_signal", "rollout groups without signal", {}),
+    ("entropy", "entropy", {"stratum": ("text", "tool")}),
+    ("kl", "exact KL to the reference", {"stratum": ("text", "tool")}),
+    ("row_tokens", "own tokens of a row", {}),
+    ("length_quantile", "own tokens of a row", {"quantile": ("q10", "q90")}),
+    ("truncated", "rows that ran out of slots", {}),
+    ("calls", "tool calls of a row", {}),
+    ("ratio_max", "largest ratio", {"stratum": ("text", "tool"), "moment": ("visited",)}),
+    ("weight_cvar", "top 1% of |ratio x advantage|", {"stratum": ("text", "tool"), "moment": ("visited",)}),
+    ("weight_tail", "1 / tail index of it", {"stratum": ("text", "tool"), "moment": ("visited",)}),
+    ("mismatch_kl", "KL of sampler and trainer", {"stratum": ("text", "tool")}),
+    ("explained_variance", "explained variance", {}),
+    ("pair_margin", "implicit reward of chosen less rejected", {}),
+)
+"""Channels round the onset: name, words, and what of their dimensions is shown side by side."""
+
+
+def sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
+    """What is added to the page of a run on a dialogue; nothing to that of another."""
+    if not has_rows(run.telemetry):
+        return []
+    figures = lines.aligned(run, list(groups), dict(_series(run.telemetry)), "tokens")
+    hint = (
+        "Step 0 is the injection. Text: own tokens that do not follow a tool's result; tool: those that do. KL "
+        "estimators are shown less the exact KL that they estimate. Of ratios and weights: over all minibatches as "
+        "visited."
+    )
+    return [
+        Section("rows", "What the policy writes", "Rows", _rows(run, groups)),
+        Section("tokens", "Tokens around the injection", "Tokens", [hint, *figures] if figures else []),
+        Section("signals", "Which signal fires first", "First signals", _signals(run)),
+    ]
+
+
+def _rows(run: Run, groups: Sequence[Panel]) -> list[Block]:
+    control = next((line for panel in groups for line in panel.lines if line.key == CONTROL_KEY), None)
+    conditions: list[tuple[str, Line, int]] = [("control", control, 0)] if control and groups else []
+    for panel in groups:
+        conditions += [(run.conditions["condition"][line.index], line, panel.onset) for line in panel.disturbed]
+    blocks = [block for each in conditions if (block := _moments(run, *each)) is not None]
+    if not blocks:
+        return []
+    every = cadence(run.telemetry)
+    measured = "" if every == 1 else f", which are measured every {every} steps"
+    hint = (
+        "Stored rows on held-out prompts, of the seed whose final performance is the median one: right before the "
+        f"onset, where its performance is lowest after it, and at the end{measured}. Grey: given tokens, of tools in "
+        "italics. Shaded: the policy's own, the darker the less probable; point at one for its log-probability. At the "
+        "left: the row's reward."
+    )
+    shown, folded = blocks[:OPEN], blocks[OPEN:]
+    legend = Rows("", (Shown("", (_legend(),)),))
+    return [hint, legend, *shown, *([Details(f"{len(folded)} more conditions", folded)] if folded else [])]
+
+
+def _legend() -> ShownRow:
+    ends = [*PROBABILITIES, 0.0]
+    words = [
+        ShownWord(f"{'at least ' if end else 'below '}{end or PROBABILITIES[-1]:g}", f"p{shade}", "")
+        for shade, end in enumerate(ends)
+    ]
+    return ShownRow("", (ShownWord("given", "given", ""), ShownWord("own, of probability", "plain", ""), *words))
+
+
+def _moments(run: Run, label: str, line: Line, onset: int) -> Rows | None:
+    last = int(run.computed[line.index]) - 1
+    if last < cadence(run.telemetry) - 1:
+        return None
+    performance = run.performance[:, line.index]
+    final = np.where(np.isfinite(performance[:, last]), performance[:, last], -np.inf)
+    seed = int(np.argsort(final, kind="stable")[(len(final) - 1) // 2])
+    mine = performance[seed]
+    places: dict[str, int] = {}
+    if onset:
+        places["before the onset"] = onset - 1
+    if line.key != CONTROL_KEY and onset < last:
+        after = np.where(np.isfinite(mine[onset : last + 1]), mine[onset : last + 1], -np.inf)
+        places["lowest"] = onset + int(np.argmin(after))
+    places["at the end"] = last
+    moments = []
+    for name, asked in places.items():
+        place = measured_near(run.telemetry, asked, last)
+        rows = [_row(row) for row in rows_at(run.telemetry, seed, line.index, place)]
+        told = f"{name}: step {int(run.step[place])}, performance {number(float(mine[place]), digits=3)}"
+        moments.append(Shown(told, rows))
+    which = f"{label}, seed {int(run.telemetry['seed'].values[seed])}"
+    return Rows(which, moments)
+
+
+def _row(row) -> ShownRow:
+    return ShownRow(f"{row.reward:.3g}", [_shown(one) for one in row.words])
+
+
+def _shown(one) -> ShownWord:
+    text = "".join(c if c.isprintable() else "\N{OPEN BOX}" for c in one.text)
+    if not one.own:
+        return ShownWord(text, f"given {one.role}", "")
+    probability = math.exp(min(one.log_probability, 0.0))
+    shade = sum(probability < end for end in PROBABILITIES)
+    return ShownWord(text, f"p{shade}", f"{one.log_probability:.3f}")
+
+
+def _series(data: xr.Dataset) -> Iterator[tuple[str, np.ndarray]]:
+    """Titles and values `[seed, condition, step]` of what is shown of the channels that there are."""
+    for name, words, wanted in CHANNELS:
+        if name in data:
+            yield from _entries(data[name], words, wanted)
+        if name == "kl":
+            yield from _estimators(data)
+
+
+def _entries(values: xr.DataArray, words: str, wanted: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, np.ndarray]]:
+    if set(values.dims) != {"seed", "condition", "step", *wanted}:
+        return
+    for picked in _combinations(values, list(wanted.items())):
+        labels = [str(label) for dim, label in picked.items() if len(wanted[dim]) > 1]
+        title = f"{words} ({', '.join(labels)})" if labels else words
+        one = values.sel(picked).transpose("seed", "condition", "step")
+        yield title, one.values.astype(np.float64)
+
+
+def _combinations(values: xr.DataArray, wanted: Sequence[tuple[str, Iterable[str]]]) -> Iterator[dict[str, str]]:
+    if not wanted:
+        yield {}
+        return
+    (dim, labels), *others = wanted
+    for rest in _combinations(values, others):
+        for label in labels:
+            if label in values[dim].values:
+                yield {dim: label, **rest}
+
+
+def _estimators(data: xr.Dataset) -> Iterator[tuple[str, np.ndarray]]:
+    """Each estimator of the KL to the reference, less the exact one."""
+    if not {"kl", "kl_estimate"} <= set(data.data_vars):
+        return
+    apart = (data["kl_estimate"] - data["kl"]).sel(stratum="text")
+    for name in apart["estimator"].values:
+        one = apart.sel(estimator=name).transpose("seed", "condition", "step")
+        yield f"{name} less the exact KL (text)", one.values.astype(np.float64)
+
+
+def _signals(run: Run) -> list[Block]:
+    if not run.finished or run.metrics is None:
+        return []
+    if run.seeds < FEWEST_SEEDS:
+        return [f"It takes at least {FEWEST_SEEDS} seeds to tell what is unusual: {run.seeds} were run."]
+    signals = first_signals(run)
+    if signals.empty:
+        return ["No condition collapses in any seed, so nothing could warn of it."]
+    hint = (
+        "Of the seeds that collapse under a condition: in how many a channel left the range of the undisturbed control "
+        f"before or as performance collapsed, and when (medians, steps). The limit of each channel is its largest "
+        f"deviation in any control, held against the other seeds: about one undisturbed run in {run.seeds + 1} goes "
+        "beyond it, in some channel far more. A lead over a collapse that follows at once is the onset seen, not a "
+        "collapse foreseen."
+    )
+    return [hint, _signal_table(earliest(signals, 5), run.seeds)]
+
+
+def _signal_table(rows, seeds: int) -> Table:
+    def share(row) -> Cell:
+        return Cell(f"{row['warned']} of {row['collapsed']}", value=str(row["warned"] / row["collapsed"]))
+
+    def figure(name: str, row) -> Cell:
+        return Cell(number(float(row[name]), digits=3), value=repr(float(row[name])))
+
+    return table(
+        rows,
+        [
+            word("condition"),
+            word("channel", show=code),
+            Column("seeds warned", share),
+            Column("after the onset", partial(figure, "after_onset")),
+            Column("before the collapse", partial(figure, "lead")),
+            Column("score, in limits", partial(figure, "score")),
+        ],
+    )
