@@ -255,7 +255,7 @@ def test_statistics_of_rows(seed):
     lengths = own.sum(1)[kept]
     seen = proxy.reshape(PROMPTS, MEMBERS)[kept[::MEMBERS]]
     wanted = {
-        "gold": gold[kept].mean(),
+        "acting_performance": gold[kept].mean(),
         "proxy": proxy[kept].mean(),
         "reward_gap": (proxy - gold)[kept].mean(),
         "reward_part": [np.mean(gold[kept] ** 2), np.mean(gold[kept] / 2)],

@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jaxaudit.learner import PERFORMANCE, Channel
+from jaxaudit.learner import ACTING, PERFORMANCE, Channel
 from jaxaudit.learners.dialogue.telemetry.policy import ESTIMATORS
 from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
 from jaxaudit.learners.dialogue.telemetry.strata import STRATA
 from jaxaudit.learners.dialogue.telemetry.values import DISTANCE_LABELS
 
-FEATURES = ("tools", "parts", "reference", "ratios", "critic", "reward_model", "pairs", "mismatch")
+FEATURES = (
+    "tools",
+    "parts",
+    "reference",
+    "ratios",
+    "correction",
+    "critic",
+    "demonstrations",
+    "reward_model",
+    "pairs",
+    "mismatch",
+)
 """What a run may have, and its channels with it: a dialogue's tools and parts of a reward, a reference policy, updates
-by ratios, a critic, a learned reward model, pairs (DPO), and log-probabilities both sampled and recomputed."""
+by ratios, weights that correct them, a critic, a critic and demonstrations to try it on, a learned reward model, pairs
+(DPO), and log-probabilities both sampled and recomputed."""
 
 MOMENTS = ("visited", "after")
-"""Over all minibatches as visited, and of all rows after the last update."""
+"""Over all minibatches as visited, and of all rows after the last update, which "full" telemetry alone looks at."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +61,11 @@ TABLE: dict[str, Entry] = {
     # Success on held-out prompts, nothing disturbed.
     PERFORMANCE: Entry("gold reward of sampled rows on held-out prompts", basic=True, held_out=True),
     "performance_error": Entry("its standard error over rows", basic=True, held_out=True),
-    "greedy_success": Entry("gold reward of greedy rows on held-out prompts", basic=True, held_out=True),
+    "greedy_success": Entry("gold reward of greedy rows on held-out prompts", held_out=True),
     "changed_prompt_success": Entry("success with one token of the prompt changed", held_out=True),
     "warm_start_success": Entry("sampled success at the end of the warm start", basic=True),
     # Rewards of the rows trained on.
-    "gold": Entry("the verifier's reward", basic=True),
+    ACTING: Entry("gold reward of the rows sampled to train on, disturbed or not", basic=True),
     "proxy": Entry("the reward the learner sees", basic=True),
     "reward_gap": Entry("proxy less gold reward", basic=True),
     "reward_part": Entry("parts of the gold reward", ("part",), needs="parts"),
@@ -79,7 +91,7 @@ TABLE: dict[str, Entry] = {
     "kl_spread": Entry("the largest of these less the smallest", _TOKENS, needs="reference"),
     "reference_log_probability": Entry("the reference's log-probability of own tokens", _TOKENS, needs="reference"),
     "tool_log_probability": Entry("the reference's log-probability of a tool's tokens (unfamiliarity)", needs="tools"),
-    "update_kl": Entry("exact KL, the rows' policy to the updated one", _TOKENS, basic=True),
+    "update_kl": Entry("exact KL, the rows' policy to the updated one", _TOKENS),
     "greedy_churn": Entry("share of slots whose greedy token the update changed", _TOKENS),
     "high_entropy_share": Entry("squared score on the fifth of tokens with most entropy", _TOKENS),
     # Ratios of the update, and |ratio x advantage|.
@@ -95,20 +107,31 @@ TABLE: dict[str, Entry] = {
     "mismatch_kl": Entry("KL of the sampler from the trainer, by k3", _TOKENS, needs="mismatch"),
     "mismatch_chi2": Entry("mean squared ratio of trainer to sampler, less 1", _TOKENS, needs="mismatch"),
     "mismatch_ess": Entry("effective sample size of these ratios, a share", _TOKENS, needs="mismatch"),
+    "correction_mean": Entry("mean weight that corrects it", basic=True, needs="correction"),
+    "correction_zero": Entry("share of tokens whose weight is zero", basic=True, needs="correction"),
     # The critic.
+    "value_loss": Entry("its loss", basic=True, needs="critic"),
+    "critic_gradient_norm": Entry("norm of its gradient", basic=True, needs="critic"),
     "explained_variance": Entry("variance of returns that values explain", basic=True, needs="critic"),
     "value_bias": Entry("values less returns", basic=True, needs="critic"),
-    "critic_error": Entry("mean squared error of values", ("rows",), needs="critic"),
+    "critic_error": Entry("mean squared error of values", ("rows",), needs="critic", held_out=True),
     "value_correlation": Entry("values with returns, by own tokens to the row's end", ("distance",), needs="critic"),
-    "critic_separation": Entry("value after a right token less after a wrong one", needs="critic", held_out=True),
-    "critic_order": Entry("pairs in which the right token's value is higher", needs="critic", held_out=True),
+    "critic_separation": Entry(
+        "value after a right token less after a wrong one", needs="demonstrations", held_out=True
+    ),
+    "critic_order": Entry("pairs in which the right token's value is higher", needs="demonstrations", held_out=True),
     # Gradients and hidden states.
     "loss": Entry("the objective, over minibatches", basic=True),
     "gradient_norm": Entry("norm of the policy's gradient, a mean over minibatches", basic=True),
     "gradient_norm_spread": Entry("standard deviation over minibatches of its logarithm"),
     "layer_gradient_norm": Entry("gradient norms by layer", ("layer",)),
     "x_grad": Entry("gradient coherence: mean pairwise cosine of minibatch gradients", basic=True),
-    "x_grad_dominant": Entry("gradient coherence: their dominant direction's share"),
+    "x_mem": Entry("cosine of updates with the first moment", basic=True),
+    "x_used": Entry("cosine of gradients as used with what they were undisturbed", basic=True),
+    "learning_rate": Entry("as used, disturbed or not", basic=True),
+    "clipped_fraction": Entry("share of updates whose gradient was clipped", basic=True),
+    "params_norm": Entry("norm of the policy's parameters", basic=True),
+    "update_norm": Entry("norm of their change in the iteration", basic=True),
     "effective_rank": Entry("effective rank of hidden states on held-out rows", held_out=True),
     "stable_rank": Entry("their stable rank", held_out=True),
     "representation_drift": Entry("1 - CKA of hidden states with the warm start's", held_out=True),
@@ -158,7 +181,7 @@ def channels(telemetry: str, features: Collection[str], extent: Extent) -> dict[
     unknown = sorted(set(features) - set(FEATURES))
     if unknown:
         raise ValueError(f"features are of {', '.join(FEATURES)}, not '{unknown[0]}'")
-    labels = _labels("tools" in features, extent)
+    labels = _labels(telemetry, "tools" in features, extent)
     found = {}
     for name, entry in TABLE.items():
         wanted = (telemetry == "full" or entry.basic) and (not entry.needs or entry.needs in features)
@@ -168,10 +191,10 @@ def channels(telemetry: str, features: Collection[str], extent: Extent) -> dict[
     return found
 
 
-def _labels(tools: bool, extent: Extent) -> dict[str, Sequence[str]]:
+def _labels(telemetry: str, tools: bool, extent: Extent) -> dict[str, Sequence[str]]:
     return {
         "stratum": STRATA if tools else STRATA[:1],
-        "moment": MOMENTS,
+        "moment": MOMENTS if telemetry == "full" else MOMENTS[:1],
         "estimator": ESTIMATORS,
         "upper_quantile": ("q99", "q999"),
         "quantile": ("q10", "q50", "q90"),

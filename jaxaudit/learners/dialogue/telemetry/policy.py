@@ -17,9 +17,10 @@ from jaxaudit.kernels.tails import (
     order_statistics,
     top_share,
 )
+from jaxaudit.learners.dialogue import kl
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
 
-ESTIMATORS = ("k1", "k2", "k3")
+ESTIMATORS = tuple(kl.ESTIMATORS)
 RATIO_QUANTILES = (0.99, 0.999)
 TAIL = 0.01
 HIGH_ENTROPY = 0.2
@@ -49,7 +50,8 @@ def kl_estimators(log_probability: jax.Array, reference: jax.Array) -> jax.Array
     With d = log ref - log pi: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
     """
     d = reference - log_probability
-    return jnp.stack([-d, d**2 / 2, jnp.expm1(jnp.minimum(d, LARGEST_EXPONENT)) - d])
+    k3 = jnp.expm1(jnp.minimum(d, LARGEST_EXPONENT)) - d
+    return jnp.stack([kl.k1(log_probability, reference), kl.k2(log_probability, reference), k3])
 
 
 def reference_statistics(
@@ -64,7 +66,7 @@ def reference_statistics(
       masks: bool `[S, N, T]`.
 
     Returns:
-      kl (exact), kl_estimate `[S, 3]`, kl_spread (the largest of the three less the smallest), kl_largest (of tokens,
+      kl (exact), kl_estimate `[S, 3]`, kl_spread (the largest of the three less the smallest), kllargest (of tokens,
       exact) and reference_log_probability, a mean, `[S]`.
     """
     estimates = kl_estimators(log_probability, reference)
@@ -74,7 +76,7 @@ def reference_statistics(
         "kl": known,
         "kl_estimate": Measured(means, known.count),
         "kl_spread": Measured(means.max(axis=1) - means.min(axis=1), known.count),
-        "kl_largest": by_stratum(_largest, masks, exact),
+        "kllargest": by_stratum(largest, masks, exact),
         "reference_log_probability": by_stratum(mean, masks, reference),
     }
 
@@ -109,22 +111,27 @@ def ratio_statistics(log_ratio: jax.Array, advantage: jax.Array, clip: jax.Array
     """
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_EXPONENT))
     weight = ratio * jnp.abs(advantage)
+    return clip_fraction(log_ratio, advantage, clip, masks) | {
+        "ratio_max": by_stratum(largest, masks, ratio),
+        "ratio_quantile": by_stratum(lambda x, mask: masked_quantiles(x, mask, RATIO_QUANTILES), masks, ratio),
+        "ratio_ess": by_stratum(effective_sample_size, masks, log_ratio),
+        "weight_cvar": by_stratum(lambda x, mask: cvar(x, mask, TAIL), masks, weight),
+        "weight_q999": by_stratum(lambda x, mask: masked_quantiles(x, mask, (0.999,))[0], masks, weight),
+        "weight_top_share": by_stratum(lambda x, mask: top_share(x, mask, TAIL), masks, weight),
+        "weight_tail": by_stratum(extreme_value_index, masks, weight),
+    }
+
+
+def clip_fraction(log_ratio: jax.Array, advantage: jax.Array, clip: jax.Array, masks: jax.Array) -> Statistics:
+    """That of `ratio_statistics` alone: clip_fraction `[S, 2]`."""
+    ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_EXPONENT))
     low = (advantage < 0) & (ratio < 1.0 - clip[0])
     high = (advantage > 0) & (ratio > 1.0 + clip[1])
 
     def clipped(mask: jax.Array) -> jax.Array:
         return jnp.stack([mean(low, mask), mean(high, mask)])
 
-    return {
-        "ratio_max": by_stratum(_largest, masks, ratio),
-        "ratio_quantile": by_stratum(lambda x, mask: masked_quantiles(x, mask, RATIO_QUANTILES), masks, ratio),
-        "ratio_ess": by_stratum(effective_sample_size, masks, log_ratio),
-        "clip_fraction": by_stratum(clipped, masks),
-        "weight_cvar": by_stratum(lambda x, mask: cvar(x, mask, TAIL), masks, weight),
-        "weight_q999": by_stratum(lambda x, mask: masked_quantiles(x, mask, (0.999,))[0], masks, weight),
-        "weight_top_share": by_stratum(lambda x, mask: top_share(x, mask, TAIL), masks, weight),
-        "weight_tail": by_stratum(extreme_value_index, masks, weight),
-    }
+    return {"clip_fraction": by_stratum(clipped, masks)}
 
 
 def at_moments(visited: Statistics, after: Statistics) -> Statistics:
@@ -190,5 +197,6 @@ def churn(before: jax.Array, after: jax.Array, masks: jax.Array) -> Statistics:
     return {"greedy_churn": by_stratum(mean, masks, before != after)}
 
 
-def _largest(x: jax.Array, mask: jax.Array) -> jax.Array:
+def largest(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """The largest value under a mask; 0 where that is empty."""
     return jnp.where(jnp.any(mask), jnp.max(jnp.where(mask, x, -jnp.inf)), 0.0)

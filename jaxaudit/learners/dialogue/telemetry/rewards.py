@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit.kernels.tails import masked_quantiles
+from jaxaudit.learner import ACTING
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, mean
 
 LENGTH_QUANTILES = (0.1, 0.5, 0.9)
@@ -25,10 +26,11 @@ def reward_statistics(gold: jax.Array, proxy: jax.Array, parts: Mapping[str, jax
       kept: the rows that count, bool `[N]`.
 
     Returns:
-      gold, proxy, reward_gap (proxy less gold), and reward_part `[parts]` in the order of the names, if there are any.
+      acting_performance (gold), proxy, reward_gap (proxy less gold), and
+      reward_part `[parts]` in the order of the names, if there are any.
     """
     count = jnp.sum(kept)
-    means = {"gold": mean(gold, kept), "proxy": mean(proxy, kept), "reward_gap": mean(proxy - gold, kept)}
+    means = {ACTING: mean(gold, kept), "proxy": mean(proxy, kept), "reward_gap": mean(proxy - gold, kept)}
     found = {name: Measured(value, count) for name, value in means.items()}
     if parts:
         found["reward_part"] = Measured(jnp.stack([mean(parts[name], kept) for name in sorted(parts)]), count)
@@ -86,6 +88,25 @@ def group_statistics(rewards: jax.Array, kept: jax.Array) -> Statistics:
     # Of equal rewards the rounded mean leaves a deviation that is none.
     std = jnp.where(flat, 0.0, std)
     return {"no_signal": Measured(mean(flat, kept), count), "group_std": Measured(mean(std, kept), count)}
+
+
+def order(score: jax.Array, gold: jax.Array) -> Statistics:
+    """How a reward model orders pairs of rows of one prompt whose gold rewards differ.
+
+    Args:
+      score: the model's, `[P, G]`.
+      gold: the verifier's, `[P, G]`.
+
+    Returns:
+      reward_model_accuracy, the share of these pairs ordered as gold does, equal scores counting half.
+    """
+
+    def gaps(x: jax.Array) -> jax.Array:
+        return x[:, :, None] - x[:, None, :]
+
+    better = gaps(gold) > 0  # each pair once, the better row first
+    right = (jnp.sign(gaps(score)) + 1) / 2
+    return {"reward_model_accuracy": Measured(mean(right, better), jnp.sum(better))}
 
 
 def turns(own: jax.Array) -> jax.Array:
