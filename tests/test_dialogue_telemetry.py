@@ -55,7 +55,7 @@ def told(r):
     found = strata.token_means(masks, entropy=r["entropy"], saturation=score, mass_cut=r["exact"], update_kl=r["exact"])
     found |= policy.reference_statistics(r["log_probability"], r["reference"], r["exact"], masks)
     found |= policy.unfamiliarity(r["reference"], r["given"])
-    found |= policy.at_moments(visited, after)
+    found |= policy.at_moments(jax.tree.map(lambda *x: jnp.stack(x), visited, after))
     found |= policy.score_share(r["entropy"], score, masks)
     found |= policy.churn((r["values"] > 0).astype(int), (r["returns"] > 0).astype(int), masks)
     found |= policy.mismatch(r["log_probability"], r["reference"], masks)

@@ -137,8 +137,8 @@ def separation(collector: Collector, models: Models, dialogue: Dialogue, numbers
     good, bad = shown.tokens[:pairs], shown.tokens[pairs:]
     slot = jnp.argmax(good != bad, axis=1)[:, None]
     told = collector.critic.scalars(models.critic, models.base, shown)
-    after = (jnp.take_along_axis(x, slot, axis=1)[:, 0] for x in (told[:pairs], told[pairs:]))
-    return values.separation(*after, jnp.any(good != bad, axis=1))
+    after_good, after_bad = (jnp.take_along_axis(x, slot, axis=1)[:, 0] for x in (told[:pairs], told[pairs:]))
+    return values.separation(after_good, after_bad, jnp.any(good != bad, axis=1))
 
 
 def has_demonstrations(dialogue: Dialogue) -> bool:

@@ -12,7 +12,6 @@ import optax
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.kernels.shuffle import shuffled
-from jaxaudit.learner import PERFORMANCE
 from jaxaudit.learners.dialogue import demonstrations, held_out, policy_loss, ratios
 from jaxaudit.learners.dialogue.aggregation import Denominators
 from jaxaudit.learners.dialogue.collection import CRITIC, POLICY, REWARD_MODEL, Collector, Models, longest
@@ -22,16 +21,14 @@ from jaxaudit.learners.dialogue.policy_loss import Now
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
-from jaxaudit.learners.dialogue.telemetry.channels import TABLE
 from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Visited
-from jaxaudit.learners.dialogue.telemetry.run import channels_of
-from jaxaudit.learners.dialogue.telemetry.strata import LastSeen, Measured, Statistics
+from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_of
+from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2
 from jaxaudit.optimizer import Optimizer, Update
 from jaxaudit.paths import squares_by_group
 from jaxaudit.taps import Taps
-
 
 LOOKED_AT = 128
 """Sampled rows that tell whether a warm start is over."""
@@ -132,18 +129,15 @@ class DialogueLearner:
                 rate=numbers.critic_learning_rate,
             )
             critic = Trained(params, self.transform.init(params))
-        shapes = {
-            held_out: {name: one.shape for name, one in self.channels.items() if TABLE[name].held_out == held_out}
-            for held_out in (False, True)
-        }
+        told, measured = before_the_first(self.channels, success)
         return DialogueState(
             policy=Trained(policy, self.transform.init(policy)),
             critic=critic,
             reward_model=reward_model,
             reference=policy,
             warm_start_success=success,
-            told=LastSeen.zeros(shapes[False]),
-            measured=LastSeen({**LastSeen.zeros(shapes[True]).values, PERFORMANCE: success}),
+            told=told,
+            measured=measured,
         )
 
     # An iteration.
@@ -198,7 +192,7 @@ class DialogueLearner:
             gradient, told, log_ratio = self.gradient(trained, state.reference, base, experience, batch, share, taps)
             trained, done = self.followed(trained, numbers, gradient, taps)
             layers = jnp.sqrt(squares_by_group(gradient[POLICY])) if settings.telemetry == "full" else None
-            return (trained, total.add(gradient[POLICY])), (rows, log_ratio, told, done, layers)
+            return (trained, total.add(gradient[POLICY])), Visited(rows, log_ratio, told, done, layers)
 
         def epoch(taps: Taps, carry: Any, key: jax.Array) -> tuple[Any, Any]:
             order = shuffled(key, settings.units).reshape(settings.minibatches, size)
@@ -208,7 +202,7 @@ class DialogueLearner:
         total = CoherenceSum.zeros(state.policy.params, raw=False)
         (trained, total), seen = taps.scan(epoch, (trained, total), jax.random.split(key, settings.epochs))
         after = dataclasses.replace(state, policy=trained[POLICY], critic=trained.get(CRITIC))
-        return after, Visited(*seen, total)
+        return after, dataclasses.replace(seen, coherence=total)
 
     def read(self, before: Models, after: Models, experience: Experience, visited: Visited) -> Statistics:
         """What the iteration's rows and updates tell."""

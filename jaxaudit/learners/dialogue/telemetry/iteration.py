@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
-from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.learners.dialogue import ratios
 from jaxaudit.learners.dialogue.experience import Experience
 from jaxaudit.learners.dialogue.network import Network
@@ -38,7 +37,7 @@ class Visited:
       told: what the loss is made of, by name.
       done: what the optimizer did, by label.
       layers: the policy's gradient norms by layer, `[..., layers]`, in "full" telemetry; else None.
-      coherence: of the policy's gradients.
+      coherence: `CoherenceSum` of the policy's gradients; None of a single update.
     """
 
     rows: Any
@@ -46,7 +45,7 @@ class Visited:
     told: dict[str, Any]
     done: dict[str, Update]
     layers: Any
-    coherence: CoherenceSum
+    coherence: Any = None
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,14 @@ class Instruments:
         found |= policy.reference_statistics(recomputed.log_probability, learnt.reference, exact, masks)
         found |= {"kl": by_stratum(mean, known, exact), "kl_largest": by_stratum(policy.largest, known, exact)}
         later = logs(after, later_hidden)
-        greedy = (slots.back(jnp.argmax(x, axis=-1)) for x in (now, later))
+        first, then = (slots.back(jnp.argmax(x, axis=-1)) for x in (now, later))
         collision = slots.back(jnp.sum(jnp.exp(2 * now), axis=-1))
         slope = policy.saturation(recomputed.log_probability, collision)
         weight = slope if learnt.advantage is None else slope * learnt.advantage
         found |= strata.token_means(
             known, saturation=slope, update_kl=slots.back(vocabulary.divergence(now, later)), mass_cut=rows.cut
         )
-        found |= policy.churn(*greedy, known)
+        found |= policy.churn(first, then, known)
         found |= policy.score_share(recomputed.entropy, weight**2, known)
         if self.settings.objective == "policy" or self.settings.online:
             found |= policy.mismatch(rows.log_probability, recomputed.log_probability, masks)
@@ -179,7 +178,7 @@ class Instruments:
             return policy.ratio_statistics(log_ratio, learnt.advantage[index], clip, masks[:, index])
 
         both = jax.vmap(one)(jnp.stack([log_ratio, last]), jnp.stack([index, every]))
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), both)
+        return policy.at_moments(both)
 
     def of_updates(self, visited: Visited) -> Statistics:
         """Of losses, gradients and what the optimizer did; updates without a gradient have no direction."""

@@ -66,7 +66,7 @@ def reference_statistics(
       masks: bool `[S, N, T]`.
 
     Returns:
-      kl (exact), kl_estimate `[S, 3]`, kl_spread (the largest of the three less the smallest), kllargest (of tokens,
+      kl (exact), kl_estimate `[S, 3]`, kl_spread (the largest of the three less the smallest), kl_largest (of tokens,
       exact) and reference_log_probability, a mean, `[S]`.
     """
     estimates = kl_estimators(log_probability, reference)
@@ -76,7 +76,7 @@ def reference_statistics(
         "kl": known,
         "kl_estimate": Measured(means, known.count),
         "kl_spread": Measured(means.max(axis=1) - means.min(axis=1), known.count),
-        "kllargest": by_stratum(largest, masks, exact),
+        "kl_largest": by_stratum(largest, masks, exact),
         "reference_log_probability": by_stratum(mean, masks, reference),
     }
 
@@ -134,15 +134,9 @@ def clip_fraction(log_ratio: jax.Array, advantage: jax.Array, clip: jax.Array, m
     return {"clip_fraction": by_stratum(clipped, masks)}
 
 
-def at_moments(visited: Statistics, after: Statistics) -> Statistics:
-    """`ratio_statistics` over all minibatches as visited and after the last one, as one: `[S, 2, ...]`."""
-    return {
-        name: Measured(
-            jnp.stack([statistic.value, after[name].value], axis=1),
-            jnp.stack([statistic.count, after[name].count], axis=1),
-        )
-        for name, statistic in visited.items()
-    }
+def at_moments(both: Statistics) -> Statistics:
+    """`ratio_statistics` over all minibatches as visited and after the last one, `[2, S, ...]`, as `[S, 2, ...]`."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), both)
 
 
 def mismatch(sampled: jax.Array, recomputed: jax.Array, masks: jax.Array) -> Statistics:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
 from jaxaudit.dialogues.protocol import GOLD, Dialogue
-from jaxaudit.learner import Channel
+from jaxaudit.learner import PERFORMANCE, Channel
 from jaxaudit.learners.dialogue.held_out import SHOWN, has_demonstrations
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.settings import DialogueSettings
-from jaxaudit.learners.dialogue.telemetry.channels import Extent, channels
+from jaxaudit.learners.dialogue.telemetry.channels import TABLE, Extent, channels
+from jaxaudit.learners.dialogue.telemetry.strata import LastSeen
 from jaxaudit.paths import groups_of
 
 
@@ -54,3 +57,12 @@ def parts_of(dialogue: Dialogue) -> tuple[str, ...]:
         return bound.reward(bound.reset(key, jnp.float32(dialogue.difficulty))[0])
 
     return tuple(sorted(jax.eval_shape(rewarded, jax.random.key(0), dialogue.data).keys() - {GOLD}))
+
+
+def before_the_first(channels: Mapping[str, Channel], success: jax.Array) -> tuple[LastSeen, LastSeen]:
+    """What channels of rows and updates, and those of held-out rows, say before the first step: a policy's success."""
+    told, measured = (
+        LastSeen.zeros({name: one.shape for name, one in channels.items() if TABLE[name].held_out == held_out})
+        for held_out in (False, True)
+    )
+    return told, LastSeen(measured.values | {PERFORMANCE: success})
