@@ -26,13 +26,9 @@ def rows(seed=0):
     own, given = role == 0, role == 2
     shape = (ROWS, SLOTS)
     noise = rng.normal(size=(8, *shape))
-    tool = np.zeros_like(own)  # own tokens within two slots after a tool's
-    for row, t in np.argwhere(own):
-        tool[row, t] = given[row, max(t - 2, 0) : t].any()
     return {
         "own": own,
         "given": given,
-        "tool": tool,
         "entropy": np.exp(noise[0]),
         "log_probability": -np.exp(noise[1]),
         "reference": -np.exp(noise[1] + 0.3 * noise[2]),
@@ -51,14 +47,15 @@ def cast(found):
 @jax.jit
 def told(r):
     """All token statistics of some rows, in one program."""
-    masks, bounds = strata.strata_of(r["own"], r["tool"]), (0.2, 0.28, 1.7)
+    masks = strata.strata_of(r["own"], strata.soon_after(r["given"], r["own"], 2))
+    clip = jnp.array([0.2, 0.28])
     score = (r["advantage"] * policy.saturation(r["log_probability"], jnp.exp(r["log_probability"]) ** 2)) ** 2
-    visited = policy.ratio_statistics(r["log_ratio"], r["advantage"], *bounds, masks)
-    after = policy.ratio_statistics(2 * r["log_ratio"], r["advantage"], *bounds, masks)
+    visited = policy.ratio_statistics(r["log_ratio"], r["advantage"], clip, masks)
+    after = policy.ratio_statistics(2 * r["log_ratio"], r["advantage"], clip, masks)
     found = strata.token_means(masks, entropy=r["entropy"], saturation=score, mass_cut=r["exact"], update_kl=r["exact"])
     found |= policy.reference_statistics(r["log_probability"], r["reference"], r["exact"], masks)
     found |= policy.unfamiliarity(r["reference"], r["given"])
-    found |= policy.at_moments(visited, after)
+    found |= policy.at_moments(jax.tree.map(lambda *x: jnp.stack(x), visited, after))
     found |= policy.score_share(r["entropy"], score, masks)
     found |= policy.churn((r["values"] > 0).astype(int), (r["returns"] > 0).astype(int), masks)
     found |= policy.mismatch(r["log_probability"], r["reference"], masks)
@@ -72,11 +69,12 @@ def told(r):
 
 @jax.jit
 def told_of_rows(gold, proxy, own, calls, truncated, kept):
-    grouped, kept_of = gold.reshape(PROMPTS, MEMBERS), kept.reshape(PROMPTS, MEMBERS)
+    grouped = gold.reshape(PROMPTS, MEMBERS)
+    prompts = kept.reshape(PROMPTS, MEMBERS)[:, 0]
     found = rewards.reward_statistics(gold, proxy, {"b": gold / 2, "a": gold**2}, kept)
-    found |= rewards.success_statistics(grouped == 1, jnp.any(kept_of, axis=1))
-    found |= rewards.group_statistics(proxy.reshape(PROMPTS, MEMBERS), kept_of)
-    return found | rewards.length_statistics(jnp.sum(own, axis=1), jnp.sum(own, axis=1) % 3, calls, truncated, kept)
+    found |= rewards.success_statistics(grouped == 1, prompts)
+    found |= rewards.group_statistics(proxy.reshape(PROMPTS, MEMBERS), prompts)
+    return found | rewards.length_statistics(own, calls, truncated, kept)
 
 
 def row_arguments(seed=0):
@@ -85,14 +83,17 @@ def row_arguments(seed=0):
     gold[:MEMBERS], gold[MEMBERS : 2 * MEMBERS] = 0.0, 1.0
     proxy = gold + rng.integers(0, 2, ROWS)
     proxy[2 * MEMBERS : 3 * MEMBERS] = 0.1
-    kept = np.repeat(np.arange(PROMPTS) != 3, MEMBERS)  # all of a prompt's rows, or some
-    kept[[1, 16]] = False
+    kept = np.repeat(np.arange(PROMPTS) != 3, MEMBERS)
     own = rows(seed)["own"]
     return gold, proxy.astype(np.float32), own, rng.integers(0, 3, ROWS), rng.random(ROWS) < 0.3, kept
 
 
-def stratum_masks(r):
-    return [r["own"], r["own"] & r["tool"], r["own"] & ~r["tool"]]
+def stratum_masks(r, slots=2):
+    """The strata, slot by slot."""
+    tool = np.zeros_like(r["own"])
+    for row, t in np.argwhere(r["own"]):
+        tool[row, t] = r["given"][row, max(t - slots, 0) : t].any()
+    return [r["own"], tool, r["own"] & ~tool]
 
 
 def cut(x, threshold_share):
@@ -112,8 +113,8 @@ def wanted_of_tokens(r, m):
     found = {
         "entropy": x["entropy"].mean(),
         "saturation": score.mean(),
-        "exact_kl": x["exact"].mean(),
-        "exact_kl_max": x["exact"].max(),
+        "kl": x["exact"].mean(),
+        "kl_largest": x["exact"].max(),
         "kl_estimate": k,
         "kl_spread": k.max() - k.min(),
         "reference_log_probability": x["reference"].mean(),
@@ -137,12 +138,11 @@ def wanted_of_tokens(r, m):
                 "clip_fraction": [
                     np.mean((ratio < 0.8) & (x["advantage"] < 0)),
                     np.mean((ratio > 1.28) & (x["advantage"] > 0)),
-                    np.mean((ratio > 1.7) & (x["advantage"] < 0)),
                 ],
-                "token_weight_cvar": cut(weight, 0.01) / (0.01 * len(d)),
-                "token_weight_q999": np.quantile(weight, 0.999, method="inverted_cdf"),
-                "token_weight_top_share": cut(weight, 0.01) / weight.sum(),
-                "token_weight_tail": np.mean(np.log(tail[:size] / tail[size])),
+                "weight_cvar": cut(weight, 0.01) / (0.01 * len(d)),
+                "weight_q999": np.quantile(weight, 0.999, method="inverted_cdf"),
+                "weight_top_share": cut(weight, 0.01) / weight.sum(),
+                "weight_tail": np.mean(np.log(tail[:size] / tail[size])),
             }
         )
     return found | {name: np.stack([moment[name] for moment in moments]) for name in moments[0]}
@@ -178,7 +178,7 @@ def test_estimators_of_the_kl_agree_with_it_on_average():
     log_p, log_q = (jax.nn.log_softmax(x) for x in 0.8 * jax.random.normal(jax.random.key(3), (2, 9)))
     exact = float(jnp.sum(jnp.exp(log_p) * (log_p - log_q)))
     tokens = jax.random.categorical(jax.random.key(4), log_p, shape=(40_000,))
-    k = np.asarray(policy.kl_estimates(log_p[tokens], log_q[tokens]), np.float64)
+    k = np.asarray(policy.kl_estimators(log_p[tokens], log_q[tokens]), np.float64)
     error = k.std(axis=1, ddof=1) / 200
     assert abs(k[0].mean() - exact) < 3 * error[0]
     assert abs(k[2].mean() - exact) < 3 * error[2]
@@ -247,24 +247,24 @@ def choose(n, k):
 def test_statistics_of_rows(seed):
     gold, proxy, own, calls, truncated, kept = row_arguments(seed)
     found = {name: np.asarray(x.value) for name, x in told_of_rows(gold, proxy, own, calls, truncated, kept).items()}
-    there = kept.reshape(PROMPTS, MEMBERS).any(axis=1)
-    grouped = gold.reshape(PROMPTS, MEMBERS)[there]
+    grouped = gold.reshape(PROMPTS, MEMBERS)[kept[::MEMBERS]]
     passed = [
         np.mean([1 - choose(MEMBERS - int(c), k) / choose(MEMBERS, k) for c in grouped.sum(1)]) for k in (1, 2, 4)
     ]
+    runs = [sum(own[row, t] and not own[row, t - 1] for t in range(1, SLOTS)) + own[row, 0] for row in range(ROWS)]
     lengths = own.sum(1)[kept]
-    seen = [proxy[g * MEMBERS :][:MEMBERS][kept[g * MEMBERS :][:MEMBERS]] for g in np.flatnonzero(there)]
+    seen = proxy.reshape(PROMPTS, MEMBERS)[kept[::MEMBERS]]
     wanted = {
         "acting_performance": gold[kept].mean(),
-        "reward": proxy[kept].mean(),
+        "proxy": proxy[kept].mean(),
         "reward_gap": (proxy - gold)[kept].mean(),
         "reward_part": [np.mean(gold[kept] ** 2), np.mean(gold[kept] / 2)],
-        "success": (grouped == 1).mean(),
+        "success": (gold[kept] == 1).mean(),
         "pass_at": passed,
-        "groups_with_signal": np.mean([len(set(group)) > 1 for group in seen]),
-        "group_std": np.mean([group.std(ddof=1) for group in seen]),
-        "own_tokens": lengths.mean(),
-        "turns": np.mean(lengths % 3),
+        "no_signal": np.mean([len(set(group)) == 1 for group in seen]),
+        "group_std": seen.std(axis=1, ddof=1).mean(),
+        "row_tokens": lengths.mean(),
+        "turns": np.mean(np.array(runs)[kept]),
         "calls": calls[kept].mean(),
         "truncated": truncated[kept].mean(),
         "length_quantile": np.quantile(lengths, [0.1, 0.5, 0.9], method="inverted_cdf"),
@@ -272,7 +272,7 @@ def test_statistics_of_rows(seed):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
-    assert 0 < found["groups_with_signal"] < 1
+    assert 0 < found["no_signal"] < 1 < found["turns"]
 
 
 def test_pass_at_k():
@@ -303,10 +303,10 @@ def test_a_policy_that_is_not_finite_is_told():
         "ratio_max",
         "ratio_quantile",
         "ratio_ess",
-        "token_weight_cvar",
-        "token_weight_q999",
-        "token_weight_top_share",
-        "token_weight_tail",
+        "weight_cvar",
+        "weight_q999",
+        "weight_top_share",
+        "weight_tail",
     ):
         assert np.isnan(found[name].value).all(), name
     assert np.isfinite(found["entropy"].value).all()
@@ -318,7 +318,7 @@ def test_what_was_seen_last():
     def step(last, turn):
         count = jnp.stack([turn + 1, turn % 2, 0 * turn])
         value = jnp.where(turn == 3, jnp.nan, 1.0 + turn) * jnp.ones((3, 2))
-        found = {"a": strata.Statistic(value, count), "b": strata.Statistic(10.0 * turn, turn)}
+        found = {"a": strata.Measured(value, count), "b": strata.Measured(10.0 * turn, turn)}
         return last.update(found)
 
     last, said = jax.lax.scan(step, last, jnp.arange(5))
@@ -326,16 +326,17 @@ def test_what_was_seen_last():
     np.testing.assert_array_equal(said["a"][..., 1].T, [[1, 2, 3, nan, 5], [0, 2, 2, nan, 2], [0] * 5])
     np.testing.assert_array_equal(said["b"], [0, 10, 20, 30, 40])
     np.testing.assert_array_equal(last.values["a"][:, 0], [5, 2, 0])
-    kept, only = last.update({"b": strata.Statistic(jnp.float32(7), jnp.int32(1))})
+    kept, only = last.update({"b": strata.Measured(jnp.float32(7), jnp.int32(1))})
     assert (set(only), set(kept.values)) == ({"b"}, {"a", "b"})
 
 
-def test_a_dialogue_without_tools_has_one_stratum():
-    own = rows()["own"]
-    masks = strata.strata_of(own)
-    assert masks.shape == (1, *own.shape)
-    assert strata.token_means(masks, entropy=jnp.ones(own.shape))["entropy"].value.tolist() == [1.0]
-    assert strata.counts_of(masks).tolist() == [own.sum()]
+def test_slots_soon_after_a_result():
+    given = np.array([[0, 1, 1, 0, 0, 0, 1, 0]], bool)
+    own = np.array([[1, 0, 0, 1, 1, 1, 0, 1]], bool)
+    assert strata.soon_after(given, own, 1)[0].tolist() == [False, False, False, True, False, False, False, True]
+    assert strata.soon_after(given, own, 2)[0].tolist() == [False, False, False, True, True, False, False, True]
+    np.testing.assert_array_equal(strata.counts_of(strata.strata_of(own, strata.soon_after(given, own, 2))), [5, 3, 2])
+    assert strata.strata_of(own).shape == (1, 1, 8)
 
 
 EXTENT = Extent(members=MEMBERS, slots=SLOTS, parts=("a", "b"), layers=("wte", "h/0"), every=5)
@@ -352,15 +353,12 @@ def test_the_table_has_the_channels_that_are_computed():
 def test_a_run_has_the_channels_of_what_it_has():
     full = channels("full", (), EXTENT)
     assert full["entropy"].dims == (("stratum", ("all",)),)
-    assert (
-        not {"exact_kl", "ratio_max", "explained_variance", "tool_log_probability", "reward_part", "margin"}
-        & full.keys()
-    )
+    assert not {"kl", "ratio_max", "explained_variance", "calls", "reward_part", "pair_margin"} & full.keys()
     assert channels("full", ("tools",), EXTENT)["entropy"].dims == (("stratum", strata.STRATA),)
     assert "layer_gradient_norm" not in channels("full", (), Extent(members=8, slots=3))
     basic = channels("basic", FEATURES, EXTENT)
     assert basic.keys() < channels("full", FEATURES, EXTENT).keys()
-    assert {"performance", "entropy", "reference_kl", "turns", "x_grad"} < basic.keys()
-    assert (full["performance"].every, full["entropy"].every, full["held_out_tokens"].monitored) == (5, 1, False)
+    assert {"performance", "entropy", "kl", "success", "x_grad"} < basic.keys()
+    assert (full["performance"].every, full["entropy"].every, full["shown_token"].monitored) == (5, 1, False)
     with pytest.raises(ValueError, match=r"features are of tools, .*, not 'spoons'"):
         channels("full", ("spoons",), EXTENT)

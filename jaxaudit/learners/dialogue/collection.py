@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.dialogues.automaton import Progress
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learners.dialogue import advantages, kl, overlong, policy_loss, rollout
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.estimation import estimate
-from jaxaudit.learners.dialogue.experience import Batch, Experience
+from jaxaudit.learners.dialogue.experience import Batch, Drawn, Experience, Recomputed
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.rows import Rows
@@ -72,13 +74,17 @@ class Collector:
         key: jax.Array,
         rows: int,
         greedy: jax.Array | None = None,
+        altered: Callable[[Progress], Progress] = lambda begun: begun,
     ) -> Rows:
-        """Rows of a policy on as many prompts of the standard difficulty; `greedy` as in `rollout.carried_on`."""
+        """Rows of a policy on as many prompts of the standard difficulty.
+
+        `greedy` is as in `rollout.carried_on`; `altered` changes the dialogues that have begun.
+        """
         prompts_key, rows_key = jax.random.split(key)
         closed, whole = Taps(), self.policy.whole(policy, base)
         begun = rollout.prompted(dialogue, prompts_key, jnp.full(rows, numbers.difficulty), closed)
         return rollout.carried_on(
-            self.sampler, whole, dialogue, begun, rows_key, numbers.temperature, numbers.top_p, closed, greedy
+            self.sampler, whole, dialogue, altered(begun), rows_key, numbers.temperature, numbers.top_p, closed, greedy
         )
 
     def scored(self, models: Models, rows: Rows) -> jax.Array:
@@ -103,7 +109,8 @@ class Collector:
         sampled = rows.log_probability
         if self.parts.reads_sampled and taps.disturbs("log_probability"):
             sampled = jnp.where(rows.own, taps("log_probability", sampled, own=rows.own), 0.0)
-        reward = taps("reward", self.scored(models, rows), lengths=rows.lengths)
+        scored = self.scored(models, rows)
+        reward = taps("reward", scored, lengths=rows.lengths)
         kept = ~rows.truncated if settings.mask_truncated else jnp.ones_like(rows.truncated)
         score = reward
         if self.parts.overlong:
@@ -111,11 +118,11 @@ class Collector:
             score += coefficients.overlong_coefficient * overlong.penalty(
                 rows.lengths, most, coefficients.overlong_buffer * most
             )
-        told = self._seen(rows, reward, kept)
+        drawn = Drawn(rows, scored, reward, kept)
         index, kept = self._chosen(reward, kept)
         rows, sampled, score = jax.tree.map(lambda x: x[index], (rows, sampled, score))
-        learnt, told_of = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
-        return Experience(Batch(rows, learnt), coefficients, temperature, told | told_of)
+        learnt, recomputed = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
+        return Experience(Batch(rows, learnt), coefficients, temperature, drawn, recomputed)
 
     def _sampled(
         self, models: Models, dialogue: Dialogue, numbers: Numbers, temperature: jax.Array, key: jax.Array, taps: Taps
@@ -161,13 +168,18 @@ class Collector:
         coefficients: Coefficients,
         temperature: jax.Array,
         taps: Taps,
-    ) -> tuple[policy_loss.Rows, dict[str, jax.Array]]:
-        """What the objective needs to know of rows, and what it tells; the trainer's parameters are not trained yet."""
-        recomputed, entropy = self.policy.log_probabilities(models.policy, models.base, rows, temperature)
+    ) -> tuple[policy_loss.Rows, Recomputed]:
+        """What the objective needs to know of rows, and what the trainer makes of them before the first update."""
+
+        def read(params: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+            hidden = self.policy.hidden(params, models.base, rows)
+            return (*self.policy.told(hidden, self.policy.whole(params, models.base), rows, temperature), hidden)
+
+        recomputed, entropy, hidden = read(models.policy)
         own = rows.own & kept[:, None]
-        reference = value = target = advantage = None
+        reference = reference_hidden = value = target = advantage = None
         if self.parts.needs_reference or self.settings.telemetry == "full":
-            reference = self.policy.log_probabilities(models.reference, models.base, rows, temperature)[0]
+            reference, _, reference_hidden = read(models.reference)
         if self.critic is not None:
             value = self.critic.values(models.critic, models.base, rows)
         if self.parts.objective == "policy":
@@ -184,24 +196,7 @@ class Collector:
         learnt = policy_loss.Rows(
             own=own, old=old, advantage=advantage, sampled=sampled, reference=reference, value=value, target=target
         )
-        gap = jnp.where(rows.own, jnp.abs(recomputed - sampled), 0.0)
-        told = {"entropy": mean_of(entropy, rows.own), "sampler_gap": jnp.max(gap)}
-        if reference is not None:
-            told["reference_kl"] = mean_of(kl.k3(recomputed, reference), rows.own)
-        return learnt, told
-
-    def _seen(self, rows: Rows, reward: jax.Array, kept: jax.Array) -> dict[str, jax.Array]:
-        """What rows tell before any is left out."""
-        signal = advantages.differ(*(x.reshape(-1, self.settings.group_size) for x in (reward, kept)))
-        return {
-            "reward": jnp.mean(reward),
-            "acting_performance": jnp.mean(rows.gold),
-            "groups_with_signal": jnp.mean(signal.astype(jnp.float32)),
-            "own_tokens": jnp.mean(rows.lengths),
-            "calls": jnp.mean(rows.calls),
-            "turns": jnp.mean(rows.turns),
-            "truncated": jnp.mean(rows.truncated.astype(jnp.float32)),
-        }
+        return learnt, Recomputed(recomputed, entropy, hidden, reference_hidden, score)
 
 
 def tapped(parts: Parts, coefficients: Coefficients, taps: Taps) -> Coefficients:
@@ -217,11 +212,6 @@ def tapped(parts: Parts, coefficients: Coefficients, taps: Taps) -> Coefficients
         bounds = taps("ratio_clip", jnp.stack([coefficients.clip_low, coefficients.clip_high]))
         found |= {"clip_low": bounds[0], "clip_high": bounds[1]}
     return dataclasses.replace(coefficients, **found)
-
-
-def mean_of(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean where the mask is true; 0 where it nowhere is."""
-    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def longest(dialogue: Dialogue) -> int:

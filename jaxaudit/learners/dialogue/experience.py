@@ -34,6 +34,41 @@ class Batch:
 
 
 @struct.dataclass
+class Drawn:
+    """All rows that were sampled, before any are left out, `[M]`.
+
+    Attributes:
+      rows: what was written.
+      scored: the reward that the learner would see were it not disturbed.
+      reward: the one it sees.
+      kept: bool, whether it counts.
+    """
+
+    rows: Rows
+    scored: Any
+    reward: Any
+    kept: Any
+
+
+@struct.dataclass
+class Recomputed:
+    """What the trainer's parameters make of the rows before the first update.
+
+    Attributes:
+      log_probability, entropy: of each token and slot, `[N, T]`.
+      hidden: `[N, T, D]`.
+      reference_hidden: the reference's; None where it is not asked for.
+      score: what each row earned, `[N]`.
+    """
+
+    log_probability: Any
+    entropy: Any
+    hidden: Any
+    reference_hidden: Any
+    score: Any
+
+
+@struct.dataclass
 class Experience:
     """An iteration's rows, and what is the same for all of them.
 
@@ -41,10 +76,12 @@ class Experience:
       batch: the rows.
       coefficients: of the objective, disturbed or not.
       temperature: of the policy, disturbed or not.
-      telemetry: what was seen when they were collected.
+      drawn: what the rows were chosen from.
+      recomputed: of the rows.
     """
 
     batch: Batch
     coefficients: Coefficients
     temperature: Any
-    telemetry: dict[str, jax.Array]
+    drawn: Drawn
+    recomputed: Recomputed

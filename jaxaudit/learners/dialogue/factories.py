@@ -13,14 +13,13 @@ import jax
 from jaxaudit import registry
 from jaxaudit.dialogues import named
 from jaxaudit.dialogues.protocol import Dialogue
-from jaxaudit.learner import PERFORMANCE, Channel, Learner
+from jaxaudit.learner import Learner
 from jaxaudit.learners.dialogue import settings as settings_module
-from jaxaudit.learners.dialogue.held_out import SHOWN
-from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
+from jaxaudit.learners.dialogue.learner import DialogueLearner
 from jaxaudit.learners.dialogue.presets import PRESETS
 from jaxaudit.learners.dialogue.settings import DialogueSettings
+from jaxaudit.learners.dialogue.state import DialogueData
 from jaxaudit.models import gpt2_checkpoint
-from jaxaudit.paths import groups_of
 from jaxaudit.task_kinds import fitting
 
 BESIDES: dict[str, dict[str, Any]] = {
@@ -77,7 +76,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         performance_name="mean gold reward of held-out rows",
         samples_per_step=settings.rows,
         sample="rows",
-        channels=channels(made, settings),
+        channels=made.channels,
         data=data,
         init_reads_data=True,
         provenance=provenance,
@@ -104,22 +103,6 @@ def structure_of(dialogue: Dialogue) -> Dialogue:
         return dataclasses.replace(dialogue, difficulty=standard)  # type: ignore[type-var]
     except ValueError:  # it means nothing beside the dialogue's other fields
         return dialogue
-
-
-def channels(made: DialogueLearner, settings: DialogueSettings) -> dict[str, Channel]:
-    """What is known of the telemetry before it is measured."""
-    every = settings.performance_every
-    known = {PERFORMANCE: Channel(every=every)}
-    if settings.telemetry == "full":
-        layers = groups_of(jax.eval_shape(made.policy.init, jax.random.key(0)))
-        known["layer_gradient_norm"] = Channel.vector("layer", layers)
-        known["greedy_success"] = Channel(every=every)
-        rows = ("held_out_row", tuple(str(row) for row in range(SHOWN)))
-        slots = ("slot", tuple(str(slot) for slot in range(made.dialogue.length)))
-        known["held_out_tokens"] = Channel((rows, slots), dtype="int32", every=every)
-        known["held_out_role"] = Channel((rows, slots), dtype="int8", every=every)
-        known["held_out_log_probability"] = Channel((rows, slots), every=every)
-    return known
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,16 +1,25 @@
-"""Performance: the gold reward of rows that nothing disturbs, on the same prompts and draws for all lanes and steps."""
+"""What is measured on held-out rows, which nothing disturbs: the same prompts and draws for all lanes and steps."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
-from jaxaudit.dialogues.protocol import END, Dialogue
-from jaxaudit.learners.dialogue.collection import Collector
+from jaxaudit.dialogues.automaton import Progress
+from jaxaudit.dialogues.protocol import Dialogue
+from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
+from jaxaudit.learner import PERFORMANCE
+from jaxaudit.learners.dialogue import demonstrations
+from jaxaudit.learners.dialogue.collection import Collector, Models
+from jaxaudit.learners.dialogue.experience import Experience
+from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import Numbers
+from jaxaudit.learners.dialogue.telemetry import values, vocabulary
+from jaxaudit.learners.dialogue.telemetry.iteration import returns
+from jaxaudit.learners.dialogue.telemetry.strata import LastSeen, Measured, Statistics
 from jaxaudit.taps import Taps
 
 KEY = 0x4E1D
@@ -20,68 +29,143 @@ SHOWN = 2
 """Rows of a measurement that are kept to be read."""
 
 
-@struct.dataclass
-class Measured:
-    """A measurement.
+def measure(
+    collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, experience: Experience
+) -> Statistics:
+    """Samples held-out rows of a policy, and reads them.
 
-    Attributes:
-      success: mean gold reward of rows sampled at the training temperature.
-      greedy: that of rows of the likeliest tokens, in full telemetry; else None.
-      tokens, role: of `SHOWN` sampled rows, int32 `[SHOWN, T]`, in full telemetry; else None.
-      log_probability: of their own tokens, float32 `[SHOWN, T]`.
+    In "full" telemetry half as many are greedy, and half as many have one token of their prompt changed; their prompts
+    are the first of the others'.
+
+    Args:
+      collector: samples.
+      models: after the last update.
+      dialogue: bound to its data.
+      numbers: the settings that are data.
+      experience: the iteration's, which a critic's errors are compared with.
     """
+    settings, key = collector.settings, jax.random.key(KEY)
+    count = settings.performance_rows
+    if settings.telemetry == "basic":
+        rows = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, count)
+        return performance(rows.gold)
+    half = max(count // 2, 1)
+    number = jnp.concatenate([jnp.arange(count), jnp.arange(half), jnp.arange(half)])
+    place = jnp.arange(count + 2 * half)
 
-    success: Any
-    greedy: Any = None
-    tokens: Any = None
-    role: Any = None
-    log_probability: Any = None
+    def altered(begun: Progress) -> Progress:
+        begun = jax.tree.map(lambda x: x[number], begun)
+        changed = one_changed(dialogue, begun.queue, jax.random.fold_in(key, 1))
+        return dataclasses.replace(begun, queue=jnp.where((place >= count + half)[:, None], changed, begun.queue))
 
-    @property
-    def telemetry(self) -> dict[str, jax.Array]:
-        """Its channels."""
-        found = {"performance": self.success}
-        if self.greedy is not None:
-            found["greedy_success"] = self.greedy
-            found |= {
-                "held_out_tokens": self.tokens,
-                "held_out_role": self.role,
-                "held_out_log_probability": self.log_probability,
-            }
-        return found
-
-
-def unmeasured(dialogue: Dialogue, success: jax.Array, telemetry: str) -> Measured:
-    """What is held before the first measurement."""
-    if telemetry == "basic":
-        return Measured(success)
-    shape = (SHOWN, dialogue.length)
-    return Measured(success, success, jnp.zeros(shape, jnp.int32), jnp.full(shape, END, jnp.int32), jnp.zeros(shape))
+    greedy = (place >= count) & (place < count + half)
+    found = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, place.size, greedy, altered)
+    rows = jax.tree.map(lambda x: x[:count], found)
+    told = performance(rows.gold) | {
+        "greedy_success": _known(jnp.mean(found.gold[count : count + half])),
+        "changed_prompt_success": _known(jnp.mean(found.gold[count + half :])),
+        "shown_token": _known(rows.tokens[:SHOWN]),
+        "shown_role": _known(rows.role[:SHOWN]),
+        "shown_log_probability": _known(rows.log_probability[:SHOWN]),
+        "shown_reward": _known(rows.gold[:SHOWN]),
+    }
+    told |= representation(collector, models, rows)
+    if collector.critic is not None:
+        told |= critic(collector, models, rows, numbers, experience)
+        if has_demonstrations(dialogue):
+            told |= separation(collector, models, dialogue, numbers, half)
+    return told
 
 
-def measure(collector: Collector, params: Any, base: Any, dialogue: Dialogue, numbers: Numbers) -> Measured:
-    """Samples held-out rows of a policy."""
-    rows, key = collector.settings.performance_rows, jax.random.key(KEY)
-    if collector.settings.telemetry == "basic":
-        return Measured(jnp.mean(collector.undisturbed(params, base, dialogue, numbers, key, rows).gold))
-    greedy = jnp.arange(2 * rows) >= rows
-    found = collector.undisturbed(params, base, dialogue, numbers, key, 2 * rows, greedy)
-    shown = jax.tree.map(lambda x: x[:SHOWN], (found.tokens, found.role, found.log_probability))
-    return Measured(jnp.mean(found.gold[:rows]), jnp.mean(found.gold[rows:]), *shown)
+def performance(gold: jax.Array) -> Statistics:
+    """The mean of `[N]`, and its standard error over rows."""
+    error = jnp.std(gold, ddof=1) / jnp.sqrt(gold.size) if gold.size > 1 else jnp.zeros(())
+    return {PERFORMANCE: _known(jnp.mean(gold)), "performance_error": _known(error)}
+
+
+def one_changed(dialogue: Dialogue, prompts: jax.Array, key: jax.Array) -> jax.Array:
+    """Prompts int32 `[N, R]` with one token of each in the place of which another is drawn of those they have."""
+    tokens = jnp.array(dialogue.prompt_tokens or tuple(range(dialogue.vocabulary)), jnp.int32)
+    place_key, token_key = jax.random.split(key)
+    there = prompts >= 0
+    place = jnp.argmax(jnp.where(there, jax.random.uniform(place_key, prompts.shape), -1.0), axis=1)
+    old = jnp.take_along_axis(prompts, place[:, None], axis=1)
+    # Of the tokens that are not the old one, the first ones after it being moved up.
+    number = jnp.argmax(tokens == old, axis=1)
+    known = jnp.any(tokens == old, axis=1)
+    step = jax.random.randint(token_key, place.shape, 1, max(tokens.size, 2))
+    new = tokens[jnp.where(known, number + step, step) % tokens.size]
+    chosen = (jnp.arange(prompts.shape[1]) == place[:, None]) & there
+    return jnp.where(chosen, new[:, None], prompts)
+
+
+def representation(collector: Collector, models: Models, rows: Rows) -> Statistics:
+    """Ranks of the hidden states of some own slots, less their mean, and how far they are from the reference's."""
+    slots = vocabulary.some(rows.own, vocabulary.LOOKED_AT)
+    there = slots.of(slots.known)
+    now, then = (
+        slots.of(collector.policy.hidden(params, models.base, rows)).astype(jnp.float32)
+        for params in (models.policy, models.reference)
+    )
+    count = jnp.sum(there)
+    centre = jnp.sum(jnp.where(there[:, None], now, 0.0), axis=0) / jnp.maximum(count, 1)
+    spectrum = singular_values(jnp.where(there[:, None], now - centre, 0.0))
+    found = {
+        "effective_rank": effective_rank(spectrum),
+        "stable_rank": stable_rank(spectrum),
+        "representation_drift": 1.0 - linear_cka(now, then, there),
+    }
+    return {name: Measured(value, count > 1) for name, value in found.items()}
+
+
+def critic(collector: Collector, models: Models, rows: Rows, numbers: Numbers, experience: Experience) -> Statistics:
+    """The critic's errors on the rows collected, when they were, and on held-out ones now."""
+    assert collector.critic is not None, "or there would be nothing to measure"
+    learnt, gamma = experience.batch.learnt, experience.coefficients.gamma
+    held = collector.critic.values(models.critic, models.base, rows)
+    held -= returns(collector.scored(models, rows), rows.own, numbers.objective.gamma)
+    collected = learnt.value - returns(experience.recomputed.score, learnt.own, gamma)
+    return values.critic_errors(collected, learnt.own, held, rows.own)
+
+
+def separation(collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, pairs: int) -> Statistics:
+    """The critic's values of demonstrations, a right and a wrong one of each prompt, after their first other token."""
+    assert collector.critic is not None, "or there would be nothing to measure"
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(KEY), 2), pairs)
+    right = jnp.arange(2 * pairs) < pairs
+    shown = demonstrations.demonstrated(dialogue, jnp.concatenate([keys, keys]), numbers.difficulty, right)
+    good, bad = shown.tokens[:pairs], shown.tokens[pairs:]
+    slot = jnp.argmax(good != bad, axis=1)[:, None]
+    told = collector.critic.scalars(models.critic, models.base, shown)
+    after_good, after_bad = (jnp.take_along_axis(x, slot, axis=1)[:, 0] for x in (told[:pairs], told[pairs:]))
+    return values.separation(after_good, after_bad, jnp.any(good != bad, axis=1))
+
+
+def has_demonstrations(dialogue: Dialogue) -> bool:
+    """Whether it shows how it is done."""
+    return type(dialogue).demonstration is not Dialogue.demonstration
 
 
 def measure_when_due(
     collector: Collector,
-    latest: Measured,
-    params: Any,
-    base: Any,
+    latest: LastSeen,
+    models: Models,
     dialogue: Dialogue,
     numbers: Numbers,
+    experience: Experience,
     taps: Taps,
-) -> Measured:
-    """`measure` at the learner's cadence, between them the latest."""
+) -> tuple[LastSeen, dict[str, jax.Array]]:
+    """`measure` at the learner's cadence, and between the latest again."""
+
+    def now() -> tuple[LastSeen, dict[str, jax.Array]]:
+        return latest.update(measure(collector, models, dialogue, numbers, experience))
+
     every = collector.settings.performance_every
     if every == 1:
-        return measure(collector, params, base, dialogue, numbers)
+        return now()
     due = (jnp.asarray(taps.step) + 1) % every == 0
-    return jax.lax.cond(due, lambda: measure(collector, params, base, dialogue, numbers), lambda: latest)
+    return jax.lax.cond(due, now, lambda: (latest, latest.values))
+
+
+def _known(value: Any) -> Measured:
+    return Measured(value, jnp.asarray(1))

@@ -8,67 +8,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.kernels.shuffle import shuffled
-from jaxaudit.learners.dialogue import demonstrations, held_out
+from jaxaudit.learners.dialogue import demonstrations, held_out, policy_loss, ratios
 from jaxaudit.learners.dialogue.aggregation import Denominators
 from jaxaudit.learners.dialogue.collection import CRITIC, POLICY, REWARD_MODEL, Collector, Models, longest
 from jaxaudit.learners.dialogue.experience import Batch, Experience
 from jaxaudit.learners.dialogue.network import Network
-from jaxaudit.learners.dialogue.policy_loss import Now, policy_loss
+from jaxaudit.learners.dialogue.policy_loss import Now
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
+from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
+from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Visited
+from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_of
+from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2
 from jaxaudit.optimizer import Optimizer, Update
 from jaxaudit.paths import squares_by_group
 from jaxaudit.taps import Taps
 
+LOOKED_AT = 128
+"""Sampled rows that tell whether a warm start is over."""
 
-@struct.dataclass
-class DialogueData:
-    """What all lanes read.
-
-    Attributes:
-      numbers: the settings that are data.
-      dialogue: the dialogue's arrays.
-      start: a checkpoint's parameters, float32; None: every lane begins with random ones.
-    """
-
-    numbers: Numbers
-    dialogue: Any = None
-    start: Any = None
-
-
-@struct.dataclass
-class Trained:
-    """Parameters, and the state of the optimizer that trains them."""
-
-    params: Any
-    moments: Any
-
-
-@struct.dataclass
-class DialogueState:
-    """What a lane carries.
-
-    Attributes:
-      policy, critic: what is trained; critic is None without a value model.
-      reward_model: parameters; None without one.
-      reference: the policy's parameters that divergence is measured from.
-      warm_start_success: sampled success at which the policy was handed over.
-      measured: the latest measurement of held-out rows.
-    """
-
-    policy: Trained
-    critic: Trained | None
-    reward_model: Any
-    reference: Any
-    warm_start_success: Any
-    measured: held_out.Measured
+GPT2_POSITIONS = 1024
+"""Those of GPT-2's checkpoints."""
 
 
 class DialogueLearner:
@@ -82,11 +48,14 @@ class DialogueLearner:
     def __init__(self, dialogue: Dialogue, settings: DialogueSettings):
         self.dialogue, self.settings, self.parts = dialogue, settings, settings.parts
         size, dtype = gpt2.SIZES[settings.size], jnp.dtype(settings.precision)
-        model = gpt2.GPT2(dialogue.vocabulary, positions_of(dialogue, settings), size, dtype, settings.remat)
+        positions = GPT2_POSITIONS if settings.checkpoint else dialogue.length
+        model = gpt2.GPT2(dialogue.vocabulary, positions, size, dtype, settings.remat)
         self.policy = Network(model, settings.lora_rank)
         self.critic = Network(model, settings.lora_rank, scalar=True) if self.parts.critic else None
         self.reward_model = Network(model, settings.lora_rank, scalar=True) if settings.reward == "learned" else None
         self.collector = Collector(dialogue, settings, self.policy, self.critic, self.reward_model)
+        self.instruments = Instruments(dialogue, settings, self.policy)
+        self.channels = channels_of(dialogue, settings, self.policy)
         self.transform = optax.chain(
             optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon),
             *([optax.add_decayed_weights(settings.weight_decay, decays)] if settings.weight_decay else []),
@@ -160,13 +129,15 @@ class DialogueLearner:
                 rate=numbers.critic_learning_rate,
             )
             critic = Trained(params, self.transform.init(params))
+        told, measured = before_the_first(self.channels, success)
         return DialogueState(
             policy=Trained(policy, self.transform.init(policy)),
             critic=critic,
             reward_model=reward_model,
             reference=policy,
             warm_start_success=success,
-            measured=held_out.unmeasured(dialogue, success, settings.telemetry),
+            told=told,
+            measured=measured,
         )
 
     # An iteration.
@@ -180,20 +151,16 @@ class DialogueLearner:
         critic = None if state.critic is None else state.critic.params
         models = Models(state.policy.params, critic, state.reward_model, state.reference, base)
         experience = self.collector.collect(models, dialogue, numbers, collect_key, taps)
-        after, told = self.improved(state, base, numbers, experience, order_key, taps)
-        measured = held_out.measure_when_due(
-            self.collector, state.measured, after.policy.params, base, dialogue, numbers, taps
+        after, visited = self.improved(state, base, numbers, experience, order_key, taps)
+        trained = dataclasses.replace(
+            models, policy=after.policy.params, critic=None if after.critic is None else after.critic.params
         )
-        before = state.policy.params
-        telemetry = {
-            **measured.telemetry,
-            "warm_start_success": state.warm_start_success,
-            "params_norm": optax.tree.norm(after.policy.params),
-            "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, after.policy.params, before)),
-            **experience.telemetry,
-            **told,
-        }
-        return dataclasses.replace(after, measured=measured), telemetry
+        told, telemetry = state.told.update(self.read(models, trained, experience, visited))
+        telemetry["warm_start_success"] = state.warm_start_success
+        measured, held = held_out.measure_when_due(
+            self.collector, state.measured, trained, dialogue, numbers, experience, taps
+        )
+        return dataclasses.replace(after, told=told, measured=measured), telemetry | held
 
     def disturbed(self, state: DialogueState, numbers: Numbers, taps: Taps) -> DialogueState:
         """The state with what is trained, the reward model and the reference tapped."""
@@ -212,7 +179,7 @@ class DialogueLearner:
 
     def improved(
         self, state: DialogueState, base: Any, numbers: Numbers, experience: Experience, key: jax.Array, taps: Taps
-    ) -> tuple[DialogueState, dict[str, jax.Array]]:
+    ) -> tuple[DialogueState, Visited]:
         """The state after epochs of minibatches, and what the updates tell."""
         settings = self.settings
         share = jnp.sum(experience.batch.learnt.own) / settings.minibatches
@@ -220,12 +187,12 @@ class DialogueLearner:
 
         def update(taps: Taps, carry: Any, units: jax.Array) -> tuple[Any, Any]:
             trained, total = carry
-            batch = experience.batch.picked(self.rows_of_units(units))
-            gradient, told = self.gradient(trained, state.reference, base, experience, batch, share, taps)
+            rows = self.rows_of_units(units)
+            batch = experience.batch.picked(rows)
+            gradient, told, log_ratio = self.gradient(trained, state.reference, base, experience, batch, share, taps)
             trained, done = self.followed(trained, numbers, gradient, taps)
-            total = total.add(gradient[POLICY])
             layers = jnp.sqrt(squares_by_group(gradient[POLICY])) if settings.telemetry == "full" else None
-            return (trained, total), (told, done, layers)
+            return (trained, total.add(gradient[POLICY])), Visited(rows, log_ratio, told, done, layers)
 
         def epoch(taps: Taps, carry: Any, key: jax.Array) -> tuple[Any, Any]:
             order = shuffled(key, settings.units).reshape(settings.minibatches, size)
@@ -233,18 +200,17 @@ class DialogueLearner:
 
         trained = {POLICY: state.policy} | ({} if state.critic is None else {CRITIC: state.critic})
         total = CoherenceSum.zeros(state.policy.params, raw=False)
-        (trained, total), (told, done, layers) = taps.scan(
-            epoch, (trained, total), jax.random.split(key, settings.epochs)
-        )
-        telemetry = {name: jnp.mean(x) for name, x in told.items() if name != "ratio_max"}
-        if "ratio_max" in told:
-            telemetry["ratio_max"] = jnp.max(told["ratio_max"])
-        telemetry |= update_telemetry(done[POLICY]) | {"x_grad": total.mean_pairwise_cosine()}
-        if CRITIC in done:
-            telemetry["critic_gradient_norm"] = jnp.mean(done[CRITIC].gradient_norm)
-        if layers is not None:
-            telemetry["layer_gradient_norm"] = jnp.mean(layers, axis=(0, 1))
-        return dataclasses.replace(state, policy=trained[POLICY], critic=trained.get(CRITIC)), telemetry
+        (trained, total), seen = taps.scan(epoch, (trained, total), jax.random.split(key, settings.epochs))
+        after = dataclasses.replace(state, policy=trained[POLICY], critic=trained.get(CRITIC))
+        return after, dataclasses.replace(seen, coherence=total)
+
+    def read(self, before: Models, after: Models, experience: Experience, visited: Visited) -> Statistics:
+        """What the iteration's rows and updates tell."""
+        found = self.instruments.read(before.policy, after.policy, before.reference, before.base, experience, visited)
+        change = jax.tree.map(jnp.subtract, after.policy, before.policy)
+        norms = {"params_norm": optax.tree.norm(after.policy), "update_norm": optax.tree.norm(change)}
+        found |= {name: Measured(norm, jnp.asarray(1)) for name, norm in norms.items()}
+        return {name: found[name] for name in self.channels if name in found}
 
     def rows_of_units(self, units: jax.Array) -> jax.Array:
         """The rows of a minibatch's units, pairs or rows."""
@@ -261,14 +227,14 @@ class DialogueLearner:
         batch: Batch,
         share: Any,
         taps: Taps,
-    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        """Of the objective of a minibatch, by all that is trained; and what it is made of."""
+    ) -> tuple[dict[str, Any], dict[str, jax.Array], jax.Array | None]:
+        """Of the objective of a minibatch, by all that is trained; what it is made of, and log-ratios `[n, T]`."""
         own = batch.learnt.own
         counts = Denominators(
             tokens=jnp.sum(own), rows=jnp.sum(jnp.any(own, -1)), share=share, longest=longest(self.dialogue)
         )
 
-        def loss(params: dict[str, Any], batch: Batch, taps: Taps) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def loss(params: dict[str, Any], batch: Batch, taps: Taps) -> tuple[jax.Array, Any]:
             log_probability, entropy = self.policy.log_probabilities(
                 params[POLICY], base, batch.rows, experience.temperature
             )
@@ -279,24 +245,33 @@ class DialogueLearner:
                 value,
                 self.exact_kl(params[POLICY], reference, base, batch, experience.temperature),
             )
-            found, told = policy_loss(self.parts, experience.coefficients, now, batch.learnt, counts)
-            return taps("objective", found), told
+            found, told = policy_loss.policy_loss(self.parts, experience.coefficients, now, batch.learnt, counts)
+            return taps("objective", found), (told, self.log_ratio(now, batch.learnt))
 
         params = {label: one.params for label, one in trained.items()}
         gradient_of = jax.grad(loss, has_aux=True)
         parts = self.settings.microbatches
         if parts == 1:
-            return gradient_of(params, batch, taps)
+            gradient, (told, log_ratio) = gradient_of(params, batch, taps)
+            return gradient, told, log_ratio
 
-        def add(taps: Taps, carry: Any, batch: Batch) -> tuple[Any, None]:
-            gradient, told = gradient_of(params, batch, taps)
-            largest = {name: jnp.maximum(carry[1][name], told[name]) for name in ("ratio_max",) if name in told}
-            return (jax.tree.map(jnp.add, carry[0], gradient), jax.tree.map(jnp.add, carry[1], told) | largest), None
+        def add(taps: Taps, carry: Any, batch: Batch) -> tuple[Any, Any]:
+            gradient, (told, log_ratio) = gradient_of(params, batch, taps)
+            return jax.tree.map(jnp.add, carry, (gradient, told)), log_ratio
 
         split = batch.parted(parts)
         shapes = jax.eval_shape(lambda: gradient_of(params, jax.tree.map(lambda x: x[0], split), taps.closed))
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return taps.scan(add, zeros, split)[0]
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], shapes[1][0]))
+        (gradient, told), log_ratio = taps.scan(add, zeros, split)
+        return gradient, told, None if log_ratio is None else log_ratio.reshape(own.shape)
+
+    def log_ratio(self, now: Now, learnt: policy_loss.Rows) -> jax.Array | None:
+        """Of each token before clipping, `[n, T]`, a constant; None of a preference objective."""
+        if self.parts.objective != "policy":
+            return None
+        new, old = (jnp.where(learnt.own, x, 0.0) for x in (now.log_probability, learnt.old))
+        found = ratios.RATIOS[self.parts.ratio](new, old, learnt.own)
+        return jax.lax.stop_gradient(jnp.broadcast_to(found, learnt.own.shape))
 
     def exact_kl(
         self, params: Any, reference: Any, base: Any, batch: Batch, temperature: jax.Array
@@ -324,29 +299,3 @@ class DialogueLearner:
             )
             after[label] = Trained(params, moments)
         return after, done
-
-
-LOOKED_AT = 128
-"""Sampled rows that tell whether a warm start is over."""
-
-
-def positions_of(dialogue: Dialogue, settings: DialogueSettings) -> int:
-    """Places that the model has an embedding for: a checkpoint's, else as many as a row has slots."""
-    return GPT2_POSITIONS if settings.checkpoint else dialogue.length
-
-
-GPT2_POSITIONS = 1024
-"""Those of GPT-2's checkpoints."""
-
-
-def update_telemetry(done: Update) -> dict[str, jax.Array]:
-    """Means over an iteration's updates, and how far their gradients' norms spread."""
-    norms = done.gradient_norm
-    return {
-        "learning_rate": jnp.mean(done.learning_rate),
-        "gradient_norm": jnp.mean(norms),
-        "gradient_norm_spread": jnp.std(norms) / jnp.maximum(jnp.mean(norms), 1e-12),
-        "clipped_fraction": jnp.mean(done.clipped),
-        "x_mem": jnp.mean(done.persistence),
-        "x_used": jnp.mean(done.used),
-    }

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.dialogues.protocol import GOLD, OWN, TOOL
+from jaxaudit.dialogues.protocol import GOLD, OWN
 
 
 @struct.dataclass
@@ -53,19 +53,7 @@ class Rows:
         return jnp.sum(self.own, axis=1, dtype=jnp.float32)
 
     @property
-    def turns(self) -> jax.Array:
-        """Runs of own tokens of each row: float32 `[N]`."""
-        begins = self.own[:, 1:] & ~self.own[:, :-1]
-        return jnp.sum(begins, axis=1, dtype=jnp.float32)
-
-    @property
     def last_own(self) -> jax.Array:
         """Whether a token is the last own one of its row: bool `[N, T]`."""
         after = jnp.cumsum(self.own[:, ::-1], axis=1)[:, ::-1]
         return self.own & (after == 1)
-
-    def after_tool(self, window: int) -> jax.Array:
-        """The stratum "tool": own tokens within `window` slots after a token of a tool's result, bool `[N, T]`."""
-        slots = jnp.arange(self.role.shape[1])
-        latest = jax.lax.cummax(jnp.where(self.role == TOOL, slots, -self.role.shape[1] - window), axis=1)
-        return self.own & (slots - latest <= window)

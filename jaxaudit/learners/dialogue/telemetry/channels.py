@@ -6,17 +6,29 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from jaxaudit.learner import ACTING, PERFORMANCE, Channel
-from jaxaudit.learners.dialogue import kl
+from jaxaudit.learners.dialogue.telemetry.policy import ESTIMATORS
 from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
 from jaxaudit.learners.dialogue.telemetry.strata import STRATA
 from jaxaudit.learners.dialogue.telemetry.values import DISTANCE_LABELS
 
-FEATURES = ("tools", "parts", "reference", "ratios", "correction", "critic", "reward_model", "pairs")
+FEATURES = (
+    "tools",
+    "parts",
+    "reference",
+    "ratios",
+    "correction",
+    "critic",
+    "demonstrations",
+    "reward_model",
+    "pairs",
+    "mismatch",
+)
 """What a run may have, and its channels with it: a dialogue's tools and parts of a reward, a reference policy, updates
-by ratios, a correction of them, a critic, a learned reward model, a preference objective."""
+by ratios, weights that correct them, a critic, a critic and demonstrations to try it on, a learned reward model, pairs
+(DPO), and log-probabilities both sampled and recomputed."""
 
 MOMENTS = ("visited", "after")
-"""Over all minibatches as visited, and of all rows after the last update."""
+"""Over all minibatches as visited, and of all rows after the last update, which "full" telemetry alone looks at."""
 
 
 @dataclass(frozen=True)
@@ -44,102 +56,93 @@ class Entry:
 
 _TOKENS = ("stratum",)
 _UPDATE = ("stratum", "moment")
-_ROWS = ("held_out_row", "slot")
 
 TABLE: dict[str, Entry] = {
-    # Held-out prompts, nothing disturbed.
+    # Success on held-out prompts, nothing disturbed.
     PERFORMANCE: Entry("gold reward of sampled rows on held-out prompts", basic=True, held_out=True),
+    "performance_error": Entry("its standard error over rows", basic=True, held_out=True),
     "greedy_success": Entry("gold reward of greedy rows on held-out prompts", held_out=True),
-    "changed_prompt_success": Entry("gold reward with one token of the prompt changed", held_out=True),
-    "warm_start_success": Entry("sampled success when the policy was handed over", basic=True),
+    "changed_prompt_success": Entry("success with one token of the prompt changed", held_out=True),
+    "warm_start_success": Entry("sampled success at the end of the warm start", basic=True),
     # Rewards of the rows trained on.
-    ACTING: Entry("gold reward of the rows trained on", basic=True),
-    "reward": Entry("what the learner sees of it (proxy)", basic=True),
+    ACTING: Entry("gold reward of the rows sampled to train on, disturbed or not", basic=True),
+    "proxy": Entry("the reward the learner sees", basic=True),
     "reward_gap": Entry("proxy less gold reward", basic=True),
     "reward_part": Entry("parts of the gold reward", ("part",), needs="parts"),
-    "success": Entry("share of rows that succeed"),
+    "success": Entry("share of rows that succeed", basic=True),
     "pass_at": Entry("share of prompts that one of k rows solves", ("k",)),
-    "groups_with_signal": Entry("share of rollout groups whose rewards differ", basic=True),
-    "group_std": Entry("standard deviation of rewards within a rollout group"),
+    "no_signal": Entry("share of rollout groups whose rewards are all equal", basic=True),
+    "group_std": Entry("standard deviation of rewards within a rollout group", basic=True),
     "reward_model_accuracy": Entry("pairs of current rows that the reward model orders right", needs="reward_model"),
     # Lengths.
-    "own_tokens": Entry("own tokens of a row", basic=True),
-    "length_quantile": Entry("their quantiles over rows", ("quantile",)),
-    "stratum_tokens": Entry("own tokens of all rows", _TOKENS),
+    "own_tokens": Entry("own tokens of all rows", _TOKENS, basic=True),
+    "row_tokens": Entry("own tokens of a row", basic=True),
+    "length_quantile": Entry("quantiles over rows of own tokens", ("quantile",)),
     "turns": Entry("turns of a row", basic=True),
-    "calls": Entry("tool calls of a row", basic=True),
+    "calls": Entry("completed tool calls of a row", basic=True, needs="tools"),
     "truncated": Entry("share of rows that ran out of slots", basic=True),
     # The policy on its tokens.
     "entropy": Entry("entropy, nats", _TOKENS, basic=True),
     "saturation": Entry("norm of the gradient of log pi(token) by the logits", _TOKENS),
     "mass_cut": Entry("probability that top-k and top-p cut off", _TOKENS),
-    "reference_kl": Entry("KL to the reference by k3, nats", basic=True, needs="reference"),
-    "exact_kl": Entry("exact KL to the reference, nats", _TOKENS, needs="reference"),
-    "exact_kl_max": Entry("that of the token where it is the largest", _TOKENS, needs="reference"),
+    "kl": Entry("exact KL to the reference, nats", _TOKENS, basic=True, needs="reference"),
+    "kl_largest": Entry("the largest token's exact KL to the reference", _TOKENS, needs="reference"),
     "kl_estimate": Entry("KL to the reference by k1, k2, k3", ("stratum", "estimator"), needs="reference"),
     "kl_spread": Entry("the largest of these less the smallest", _TOKENS, needs="reference"),
     "reference_log_probability": Entry("the reference's log-probability of own tokens", _TOKENS, needs="reference"),
     "tool_log_probability": Entry("the reference's log-probability of a tool's tokens (unfamiliarity)", needs="tools"),
-    "update_kl": Entry("exact KL of the policy that is updated from the updated one", _TOKENS),
+    "update_kl": Entry("exact KL, the rows' policy to the updated one", _TOKENS),
     "greedy_churn": Entry("share of slots whose greedy token the update changed", _TOKENS),
     "high_entropy_share": Entry("squared score on the fifth of tokens with most entropy", _TOKENS),
-    # Ratios of the update, and |ratio x advantage|, a token's weight.
+    # Ratios of the update, and |ratio x advantage|.
     "ratio_max": Entry("largest ratio", _UPDATE, needs="ratios"),
     "ratio_quantile": Entry("quantiles of the ratio", (*_UPDATE, "upper_quantile"), needs="ratios"),
     "ratio_ess": Entry("effective sample size of the ratios, a share", _UPDATE, needs="ratios"),
-    "clip_fraction": Entry("share of tokens where a bound holds", (*_UPDATE, "bound"), needs="ratios"),
-    "token_weight_cvar": Entry("mean of the top 1% of |ratio x advantage|", _UPDATE, needs="ratios"),
-    "token_weight_q999": Entry("its 99.9% quantile", _UPDATE, needs="ratios"),
-    "token_weight_top_share": Entry("the share of its sum in the top 1%", _UPDATE, needs="ratios"),
-    "token_weight_tail": Entry("Hill's estimate of 1 / tail index", _UPDATE, needs="ratios"),
-    "clip_low": Entry("share of tokens clipped below, over minibatches", basic=True, needs="ratios"),
-    "clip_high": Entry("share of tokens clipped above", basic=True, needs="ratios"),
-    "clip_dual": Entry("share of tokens at the dual clip", basic=True, needs="ratios"),
-    "ratio_mean": Entry("mean ratio", basic=True, needs="ratios"),
-    "old_kl": Entry("KL of the old policy from the trained one by k3", basic=True, needs="ratios"),
+    "clip_fraction": Entry("share of tokens clipped", (*_UPDATE, "side"), basic=True, needs="ratios"),
+    "weight_cvar": Entry("mean of the top 1% of |ratio x advantage|", _UPDATE, needs="ratios"),
+    "weight_q999": Entry("its 99.9% quantile", _UPDATE, needs="ratios"),
+    "weight_top_share": Entry("the share of its sum in the top 1%", _UPDATE, needs="ratios"),
+    "weight_tail": Entry("Hill's estimate of 1 / tail index", _UPDATE, needs="ratios"),
     # The trainer's log-probabilities against the sampler's.
-    "sampler_gap": Entry("largest difference of the trainer's log-probabilities from the sampler's", basic=True),
-    "mismatch_kl": Entry("KL of the sampler from the trainer, by k3", _TOKENS),
-    "mismatch_chi2": Entry("mean squared ratio of trainer to sampler, less 1", _TOKENS),
-    "mismatch_ess": Entry("effective sample size of these ratios, a share", _TOKENS),
-    "correction_mean": Entry("mean weight of the correction", basic=True, needs="correction"),
-    "correction_zero": Entry("share of tokens that it takes out", basic=True, needs="correction"),
+    "mismatch_kl": Entry("KL of the sampler from the trainer, by k3", _TOKENS, needs="mismatch"),
+    "mismatch_chi2": Entry("mean squared ratio of trainer to sampler, less 1", _TOKENS, needs="mismatch"),
+    "mismatch_ess": Entry("effective sample size of these ratios, a share", _TOKENS, needs="mismatch"),
+    "correction_mean": Entry("mean weight that corrects it", basic=True, needs="correction"),
+    "correction_zero": Entry("share of tokens whose weight is zero", basic=True, needs="correction"),
     # The critic.
-    "value_loss": Entry("the value loss", basic=True, needs="critic"),
-    "value_clipped": Entry("share of tokens where the value is clipped", basic=True, needs="critic"),
+    "value_loss": Entry("its loss", basic=True, needs="critic"),
+    "critic_gradient_norm": Entry("norm of its gradient", basic=True, needs="critic"),
     "explained_variance": Entry("variance of returns that values explain", basic=True, needs="critic"),
     "value_bias": Entry("values less returns", basic=True, needs="critic"),
-    "critic_error": Entry("mean squared error of values", ("rows",), needs="critic"),
+    "critic_error": Entry("mean squared error of values", ("rows",), needs="critic", held_out=True),
     "value_correlation": Entry("values with returns, by own tokens to the row's end", ("distance",), needs="critic"),
-    "critic_separation": Entry("value after a right token less after a wrong one", needs="critic", held_out=True),
-    "critic_order": Entry("pairs in which the right token's value is higher", needs="critic", held_out=True),
-    "critic_gradient_norm": Entry("norm of the critic's gradient", basic=True, needs="critic"),
-    # The update, and hidden states.
-    "loss": Entry("the objective", basic=True),
-    "surrogate_loss": Entry("the clipped surrogate's part of it", basic=True, needs="ratios"),
+    "critic_separation": Entry(
+        "value after a right token less after a wrong one", needs="demonstrations", held_out=True
+    ),
+    "critic_order": Entry("pairs in which the right token's value is higher", needs="demonstrations", held_out=True),
+    # Gradients and hidden states.
+    "loss": Entry("the objective, over minibatches", basic=True),
     "gradient_norm": Entry("norm of the policy's gradient, a mean over minibatches", basic=True),
-    "gradient_norm_spread": Entry("its standard deviation over minibatches, relative to the mean", basic=True),
+    "gradient_norm_spread": Entry("standard deviation over minibatches of its logarithm"),
     "layer_gradient_norm": Entry("gradient norms by layer", ("layer",)),
-    "clipped_fraction": Entry("share of gradients that were clipped", basic=True),
-    "learning_rate": Entry("of the policy", basic=True),
     "x_grad": Entry("gradient coherence: mean pairwise cosine of minibatch gradients", basic=True),
-    "x_mem": Entry("persistence: cosine of the update and the first moment", basic=True),
-    "x_used": Entry("gradient as used", basic=True),
+    "x_mem": Entry("cosine of updates with the first moment", basic=True),
+    "x_used": Entry("cosine of gradients as used with what they were undisturbed", basic=True),
+    "learning_rate": Entry("as used, disturbed or not", basic=True),
+    "clipped_fraction": Entry("share of updates whose gradient was clipped", basic=True),
     "params_norm": Entry("norm of the policy's parameters", basic=True),
-    "update_norm": Entry("norm of their change", basic=True),
+    "update_norm": Entry("norm of their change in the iteration", basic=True),
     "effective_rank": Entry("effective rank of hidden states on held-out rows", held_out=True),
     "stable_rank": Entry("their stable rank", held_out=True),
     "representation_drift": Entry("1 - CKA of hidden states with the warm start's", held_out=True),
-    # A preference objective.
-    "margin": Entry("implicit reward of chosen less rejected rows", basic=True, needs="pairs"),
-    "preference_accuracy": Entry("share of pairs in which it is positive", basic=True, needs="pairs"),
-    "chosen_reward": Entry("implicit reward of chosen rows", basic=True, needs="pairs"),
-    "rejected_reward": Entry("implicit reward of rejected rows", basic=True, needs="pairs"),
+    # DPO.
+    "pair_margin": Entry("implicit reward of chosen less rejected rows", basic=True, needs="pairs"),
+    "pair_accuracy": Entry("share of pairs in which it is positive", basic=True, needs="pairs"),
     # Rows to read.
-    "held_out_tokens": Entry("tokens of held-out rows", _ROWS, held_out=True, dtype="int32", monitored=False),
-    "held_out_role": Entry("who wrote them", _ROWS, held_out=True, dtype="int8", monitored=False),
-    "held_out_log_probability": Entry("own tokens' log-probability", _ROWS, held_out=True, monitored=False),
-    "held_out_reward": Entry("the rows' gold reward", _ROWS[:1], held_out=True, monitored=False),
+    "shown_token": Entry("tokens of held-out rows", ("shown", "slot"), held_out=True, dtype="int32", monitored=False),
+    "shown_role": Entry("who wrote them", ("shown", "slot"), held_out=True, dtype="int8", monitored=False),
+    "shown_log_probability": Entry("own tokens' log-probability", ("shown", "slot"), held_out=True, monitored=False),
+    "shown_reward": Entry("the rows' gold reward", ("shown",), held_out=True, monitored=False),
 }
 
 
@@ -178,7 +181,7 @@ def channels(telemetry: str, features: Collection[str], extent: Extent) -> dict[
     unknown = sorted(set(features) - set(FEATURES))
     if unknown:
         raise ValueError(f"features are of {', '.join(FEATURES)}, not '{unknown[0]}'")
-    labels = _labels("tools" in features, extent)
+    labels = _labels(telemetry, "tools" in features, extent)
     found = {}
     for name, entry in TABLE.items():
         wanted = (telemetry == "full" or entry.basic) and (not entry.needs or entry.needs in features)
@@ -188,19 +191,19 @@ def channels(telemetry: str, features: Collection[str], extent: Extent) -> dict[
     return found
 
 
-def _labels(tools: bool, extent: Extent) -> dict[str, Sequence[str]]:
+def _labels(telemetry: str, tools: bool, extent: Extent) -> dict[str, Sequence[str]]:
     return {
         "stratum": STRATA if tools else STRATA[:1],
-        "moment": MOMENTS,
-        "estimator": tuple(kl.ESTIMATORS),
+        "moment": MOMENTS if telemetry == "full" else MOMENTS[:1],
+        "estimator": ESTIMATORS,
         "upper_quantile": ("q99", "q999"),
         "quantile": ("q10", "q50", "q90"),
-        "bound": ("low", "high", "dual"),
+        "side": ("low", "high"),
         "distance": DISTANCE_LABELS,
         "rows": ("collected", "held_out"),
         "k": [str(k) for k in powers_of_two(extent.members)],
         "part": sorted(extent.parts),
         "layer": extent.layers,
-        "held_out_row": [str(row) for row in range(extent.shown)],
+        "shown": [str(row) for row in range(extent.shown)],
         "slot": [str(slot) for slot in range(extent.slots)],
     }

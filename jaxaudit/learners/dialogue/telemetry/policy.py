@@ -17,9 +17,10 @@ from jaxaudit.kernels.tails import (
     order_statistics,
     top_share,
 )
-from jaxaudit.learners.dialogue import clipping, kl
-from jaxaudit.learners.dialogue.telemetry.strata import Statistic, Statistics, by_stratum, mean
+from jaxaudit.learners.dialogue import kl
+from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
 
+ESTIMATORS = tuple(kl.ESTIMATORS)
 RATIO_QUANTILES = (0.99, 0.999)
 TAIL = 0.01
 HIGH_ENTROPY = 0.2
@@ -43,10 +44,14 @@ def saturation(log_probability: jax.Array, collision: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.maximum(square, 0.0))
 
 
-def kl_estimates(log_probability: jax.Array, reference: jax.Array) -> jax.Array:
-    """The estimates `kl.ESTIMATORS` of KL(policy || reference) from the tokens written alone: `[3, ...]`."""
-    d = jnp.minimum(reference - log_probability, LARGEST_EXPONENT)
-    return jnp.stack([estimate(jnp.zeros_like(d), d) for estimate in kl.ESTIMATORS.values()])
+def kl_estimators(log_probability: jax.Array, reference: jax.Array) -> jax.Array:
+    """Schulman's (2020) estimators of KL(policy || reference) from the sampled tokens alone: `[3, ...]`.
+
+    With d = log ref - log pi: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
+    """
+    d = reference - log_probability
+    k3 = jnp.expm1(jnp.minimum(d, LARGEST_EXPONENT)) - d
+    return jnp.stack([kl.k1(log_probability, reference), kl.k2(log_probability, reference), k3])
 
 
 def reference_statistics(
@@ -61,17 +66,17 @@ def reference_statistics(
       masks: bool `[S, N, T]`.
 
     Returns:
-      exact_kl and exact_kl_max, of tokens, `[S]`; kl_estimate `[S, 3]`, and kl_spread, the largest of the three less
-      the smallest; reference_log_probability, a mean, `[S]`.
+      kl (exact), kl_estimate `[S, 3]`, kl_spread (the largest of the three less the smallest), kl_largest (of tokens,
+      exact) and reference_log_probability, a mean, `[S]`.
     """
-    estimates = kl_estimates(log_probability, reference)
+    estimates = kl_estimators(log_probability, reference)
     means = jax.vmap(lambda one: by_stratum(mean, masks, one).value, out_axes=1)(estimates)
     known = by_stratum(mean, masks, exact)
     return {
-        "exact_kl": known,
-        "kl_estimate": Statistic(means, known.count),
-        "kl_spread": Statistic(means.max(axis=1) - means.min(axis=1), known.count),
-        "exact_kl_max": by_stratum(_largest, masks, exact),
+        "kl": known,
+        "kl_estimate": Measured(means, known.count),
+        "kl_spread": Measured(means.max(axis=1) - means.min(axis=1), known.count),
+        "kl_largest": by_stratum(largest, masks, exact),
         "reference_log_probability": by_stratum(mean, masks, reference),
     }
 
@@ -86,54 +91,52 @@ def unfamiliarity(reference: jax.Array, given: jax.Array) -> Statistics:
     Returns:
       tool_log_probability, a scalar.
     """
-    return {"tool_log_probability": Statistic(mean(reference, given), jnp.sum(given))}
+    return {"tool_log_probability": Measured(mean(reference, given), jnp.sum(given))}
 
 
-def ratio_statistics(
-    log_ratio: jax.Array, advantage: jax.Array, low: jax.Array, high: jax.Array, dual: jax.Array, masks: jax.Array
-) -> Statistics:
+def ratio_statistics(log_ratio: jax.Array, advantage: jax.Array, clip: jax.Array, masks: jax.Array) -> Statistics:
     """Of the ratios of an update, and of what a token weighs in it, |ratio x advantage|.
 
     Args:
-      log_ratio: log pi - log pi_old, `[N, T]` or `[N, 1]`, not clipped.
-      advantage: `[N, T]`.
-      low, high, dual: bounds, as `clipping.surrogate` has them.
-      masks: bool `[S, N, T]`.
+      log_ratio: log pi - log pi_old, before any clipping.
+      advantage: the same shape.
+      clip: float `[2]`: a ratio is clipped below 1 - clip[0] and above 1 + clip[1].
+      masks: bool `[S, ...]`.
 
     Returns:
-      ratio_max, ratio_quantile `[S, 2]`, ratio_ess, clip_fraction `[S, 3]` (low, high, dual), and of the weight
-      token_weight_cvar (of the top 1%), token_weight_q999, token_weight_top_share (of the top 1%) and
-      token_weight_tail (Hill's estimate of 1 / tail index), `[S]`.
+      ratio_max, ratio_quantile `[S, 2]`, ratio_ess, clip_fraction `[S, 2]` (low: the advantage is negative, and the
+      ratio below; high: positive, and above: where the clipped objective has no gradient), and of the weight
+      weight_cvar (of the top 1%), weight_q999, weight_top_share (of the top 1%) and weight_tail (Hill's estimate of
+      1 / tail index), `[S]`.
     """
-    log_ratio, advantage = (jnp.broadcast_to(x, masks.shape[1:]) for x in (log_ratio, advantage))
-    surrogate = clipping.surrogate(log_ratio, advantage, low, high, dual)
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_EXPONENT))
     weight = ratio * jnp.abs(advantage)
-
-    def clipped(mask: jax.Array) -> jax.Array:
-        return jnp.stack([mean(x, mask) for x in (surrogate.low, surrogate.high, surrogate.dual)])
-
-    return {
-        "ratio_max": by_stratum(_largest, masks, ratio),
+    return clip_fraction(log_ratio, advantage, clip, masks) | {
+        "ratio_max": by_stratum(largest, masks, ratio),
         "ratio_quantile": by_stratum(lambda x, mask: masked_quantiles(x, mask, RATIO_QUANTILES), masks, ratio),
         "ratio_ess": by_stratum(effective_sample_size, masks, log_ratio),
-        "clip_fraction": by_stratum(clipped, masks),
-        "token_weight_cvar": by_stratum(lambda x, mask: cvar(x, mask, TAIL), masks, weight),
-        "token_weight_q999": by_stratum(lambda x, mask: masked_quantiles(x, mask, (0.999,))[0], masks, weight),
-        "token_weight_top_share": by_stratum(lambda x, mask: top_share(x, mask, TAIL), masks, weight),
-        "token_weight_tail": by_stratum(extreme_value_index, masks, weight),
+        "weight_cvar": by_stratum(lambda x, mask: cvar(x, mask, TAIL), masks, weight),
+        "weight_q999": by_stratum(lambda x, mask: masked_quantiles(x, mask, (0.999,))[0], masks, weight),
+        "weight_top_share": by_stratum(lambda x, mask: top_share(x, mask, TAIL), masks, weight),
+        "weight_tail": by_stratum(extreme_value_index, masks, weight),
     }
 
 
-def at_moments(visited: Statistics, after: Statistics) -> Statistics:
-    """`ratio_statistics` over all minibatches as visited and after the last one, as one: `[S, 2, ...]`."""
-    return {
-        name: Statistic(
-            jnp.stack([statistic.value, after[name].value], axis=1),
-            jnp.stack([statistic.count, after[name].count], axis=1),
-        )
-        for name, statistic in visited.items()
-    }
+def clip_fraction(log_ratio: jax.Array, advantage: jax.Array, clip: jax.Array, masks: jax.Array) -> Statistics:
+    """That of `ratio_statistics` alone: clip_fraction `[S, 2]`."""
+    ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_EXPONENT))
+    low = (advantage < 0) & (ratio < 1.0 - clip[0])
+    high = (advantage > 0) & (ratio > 1.0 + clip[1])
+
+    def clipped(mask: jax.Array) -> jax.Array:
+        return jnp.stack([mean(low, mask), mean(high, mask)])
+
+    return {"clip_fraction": by_stratum(clipped, masks)}
+
+
+def at_moments(both: Statistics) -> Statistics:
+    """`ratio_statistics` over all minibatches as visited and after the last one, `[2, S, ...]`, as `[S, 2, ...]`."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), both)
 
 
 def mismatch(sampled: jax.Array, recomputed: jax.Array, masks: jax.Array) -> Statistics:
@@ -151,7 +154,7 @@ def mismatch(sampled: jax.Array, recomputed: jax.Array, masks: jax.Array) -> Sta
     log_ratio = recomputed - sampled
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_EXPONENT / 2))
     return {
-        "mismatch_kl": by_stratum(mean, masks, kl_estimates(sampled, recomputed)[2]),
+        "mismatch_kl": by_stratum(mean, masks, kl_estimators(sampled, recomputed)[2]),
         "mismatch_chi2": by_stratum(lambda x, mask: mean(x**2 - 1.0, mask), masks, ratio),
         "mismatch_ess": by_stratum(effective_sample_size, masks, log_ratio),
     }
@@ -188,5 +191,6 @@ def churn(before: jax.Array, after: jax.Array, masks: jax.Array) -> Statistics:
     return {"greedy_churn": by_stratum(mean, masks, before != after)}
 
 
-def _largest(x: jax.Array, mask: jax.Array) -> jax.Array:
+def largest(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """The largest value under a mask; 0 where that is empty."""
     return jnp.where(jnp.any(mask), jnp.max(jnp.where(mask, x, -jnp.inf)), 0.0)

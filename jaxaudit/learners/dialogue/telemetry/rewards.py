@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxaudit.kernels.tails import masked_quantiles
 from jaxaudit.learner import ACTING
-from jaxaudit.learners.dialogue import advantages
-from jaxaudit.learners.dialogue.telemetry.strata import Statistic, Statistics, mean
+from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, mean
 
 LENGTH_QUANTILES = (0.1, 0.5, 0.9)
 
@@ -27,14 +26,14 @@ def reward_statistics(gold: jax.Array, proxy: jax.Array, parts: Mapping[str, jax
       kept: the rows that count, bool `[N]`.
 
     Returns:
-      acting_performance (gold), reward (proxy), reward_gap (proxy less gold), and reward_part `[parts]` in the order of
-      the names, if there are any.
+      acting_performance (gold), proxy, reward_gap (proxy less gold), and
+      reward_part `[parts]` in the order of the names, if there are any.
     """
     count = jnp.sum(kept)
-    means = {ACTING: mean(gold, kept), "reward": mean(proxy, kept), "reward_gap": mean(proxy - gold, kept)}
-    found = {name: Statistic(value, count) for name, value in means.items()}
+    means = {ACTING: mean(gold, kept), "proxy": mean(proxy, kept), "reward_gap": mean(proxy - gold, kept)}
+    found = {name: Measured(value, count) for name, value in means.items()}
     if parts:
-        found["reward_part"] = Statistic(jnp.stack([mean(parts[name], kept) for name in sorted(parts)]), count)
+        found["reward_part"] = Measured(jnp.stack([mean(parts[name], kept) for name in sorted(parts)]), count)
     return found
 
 
@@ -69,7 +68,7 @@ def success_statistics(right: jax.Array, kept: jax.Array) -> Statistics:
     solved = jnp.asarray(_pass_at(members))[jnp.sum(right, axis=1)]
     count = jnp.sum(kept)
     at = jax.vmap(mean, in_axes=(1, None))(solved, kept)
-    return {"success": Statistic(mean(jnp.mean(right, axis=1), kept), count), "pass_at": Statistic(at, count)}
+    return {"success": Measured(mean(jnp.mean(right, axis=1), kept), count), "pass_at": Measured(at, count)}
 
 
 def group_statistics(rewards: jax.Array, kept: jax.Array) -> Statistics:
@@ -77,39 +76,59 @@ def group_statistics(rewards: jax.Array, kept: jax.Array) -> Statistics:
 
     Args:
       rewards: `[P, G]`.
-      kept: the rows that count, bool `[P, G]`.
+      kept: the prompts that count, bool `[P]`.
 
     Returns:
-      groups_with_signal, the share of rollout groups whose rewards are not all equal: group-relative advantages learn
-      nothing from the others; group_std, the mean over groups of the standard deviation (ddof 1) within.
+      no_signal, the share of rollout groups whose rewards are all equal, from which group-relative advantages learn
+      nothing; group_std, the mean standard deviation within a group (n - 1 in the divisor; 0 where G is 1).
     """
-    there = jnp.any(kept, axis=1)
-    members, squares = jnp.sum(kept, axis=1), jnp.sum(advantages.group_mean(rewards, kept) ** 2, axis=1)
-    std = jnp.sqrt(squares / jnp.maximum(members - 1, 1))
-    count = jnp.sum(there)
-    return {
-        "groups_with_signal": Statistic(mean(advantages.differ(rewards, kept), there), count),
-        "group_std": Statistic(mean(std, there), count),
-    }
+    members, count = rewards.shape[1], jnp.sum(kept)
+    flat = jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)
+    std = jnp.std(rewards, axis=1, ddof=1) if members > 1 else jnp.zeros(len(rewards))
+    # Of equal rewards the rounded mean leaves a deviation that is none.
+    std = jnp.where(flat, 0.0, std)
+    return {"no_signal": Measured(mean(flat, kept), count), "group_std": Measured(mean(std, kept), count)}
 
 
-def length_statistics(
-    lengths: jax.Array, turns: jax.Array, calls: jax.Array, truncated: jax.Array, kept: jax.Array
-) -> Statistics:
+def order(score: jax.Array, gold: jax.Array) -> Statistics:
+    """How a reward model orders pairs of rows of one prompt whose gold rewards differ.
+
+    Args:
+      score: the model's, `[P, G]`.
+      gold: the verifier's, `[P, G]`.
+
+    Returns:
+      reward_model_accuracy, the share of these pairs ordered as gold does, equal scores counting half.
+    """
+
+    def gaps(x: jax.Array) -> jax.Array:
+        return x[:, :, None] - x[:, None, :]
+
+    better = gaps(gold) > 0  # each pair once, the better row first
+    right = (jnp.sign(gaps(score)) + 1) / 2
+    return {"reward_model_accuracy": Measured(mean(right, better), jnp.sum(better))}
+
+
+def turns(own: jax.Array) -> jax.Array:
+    """How many turns, maximal runs of own tokens, the rows of bool `[N, T]` have: int32 `[N]`."""
+    before = jnp.pad(own[:, :-1], ((0, 0), (1, 0)))
+    return jnp.sum(own & ~before, axis=1, dtype=jnp.int32)
+
+
+def length_statistics(own: jax.Array, calls: jax.Array, truncated: jax.Array, kept: jax.Array) -> Statistics:
     """How long rows are.
 
     Args:
-      lengths: own tokens, `[N]`.
-      turns: runs of them, `[N]`.
-      calls: of tools, `[N]`.
+      own: bool `[N, T]`.
+      calls: completed tool calls, `[N]`.
       truncated: whether a row ran out of slots before its end, bool `[N]`.
       kept: the rows that count, bool `[N]`.
 
     Returns:
-      own_tokens, turns, calls, truncated, means; length_quantile `[3]`, of own tokens.
+      row_tokens (own ones), turns, calls, truncated, means; length_quantile `[3]`, of own tokens.
     """
-    count = jnp.sum(kept)
-    means = {"own_tokens": lengths, "turns": turns, "calls": calls, "truncated": truncated}
-    found = {name: Statistic(mean(value, kept), count) for name, value in means.items()}
-    found["length_quantile"] = Statistic(masked_quantiles(lengths, kept, LENGTH_QUANTILES), count)
+    count, lengths = jnp.sum(kept), jnp.sum(own, axis=1).astype(jnp.float32)
+    means = {"row_tokens": lengths, "turns": turns(own), "calls": calls, "truncated": truncated}
+    found = {name: Measured(mean(value, kept), count) for name, value in means.items()}
+    found["length_quantile"] = Measured(masked_quantiles(lengths, kept, LENGTH_QUANTILES), count)
     return found

@@ -20,8 +20,8 @@ and the others. Of a dialogue without tools the first alone."""
 
 
 @struct.dataclass
-class Statistic:
-    """A statistic, and of how much.
+class Measured:
+    """A statistic, and how much it is of.
 
     Attributes:
       value: any shape.
@@ -32,7 +32,7 @@ class Statistic:
     count: Any
 
 
-Statistics = dict[str, Statistic]
+Statistics = dict[str, Measured]
 
 
 @struct.dataclass
@@ -53,7 +53,7 @@ class LastSeen:
         """Before the first step, for statistics of these shapes."""
         return cls({name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
 
-    def update(self, found: Mapping[str, Statistic]) -> tuple[LastSeen, dict[str, jax.Array]]:
+    def update(self, found: Mapping[str, Measured]) -> tuple[LastSeen, dict[str, jax.Array]]:
         """What is remembered now, and what the channels say: what was found, or what was seen last.
 
         Statistics that are not found at all are left as they are, and said nothing of.
@@ -70,16 +70,27 @@ class LastSeen:
 
 
 def strata_of(own: jax.Array, tool: jax.Array | None = None) -> jax.Array:
-    """The masks of STRATA, bool `[S, ...]`.
+    """The masks of STRATA, bool `[S, ...]`, from own tokens and those of them soon after a tool's result.
 
-    Args:
-      own: own tokens, bool `[...]`.
-      tool: those of them soon after a tool's result (`Rows.after_tool`); None: there are no tools, and S is 1.
+    None, of a dialogue without tools: S is 1.
     """
     return own[None] if tool is None else jnp.stack([own, own & tool, own & ~tool])
 
 
-def by_stratum(statistic: Callable[..., jax.Array], masks: jax.Array, *values: jax.Array) -> Statistic:
+def soon_after(given: jax.Array, own: jax.Array, slots: int) -> jax.Array:
+    """Which own tokens are within so many slots after a tool's result: bool `[N, T]`.
+
+    Args:
+      given: the result's tokens, bool `[N, T]`.
+      own: bool `[N, T]`.
+      slots: at least 1; 1 is the token right after the result's last.
+    """
+    places = jnp.arange(given.shape[-1])
+    last = jax.lax.cummax(jnp.where(given, places, -slots - 1), axis=given.ndim - 1)
+    return own & (places - last <= slots)
+
+
+def by_stratum(statistic: Callable[..., jax.Array], masks: jax.Array, *values: jax.Array) -> Measured:
     """`statistic(*values, mask)` of every stratum.
 
     Args:
@@ -87,7 +98,7 @@ def by_stratum(statistic: Callable[..., jax.Array], masks: jax.Array, *values: j
       masks: bool `[S, ...]`.
       values: arrays `[...]`.
     """
-    return Statistic(jax.vmap(lambda mask: statistic(*values, mask))(masks), counts_of(masks))
+    return Measured(jax.vmap(lambda mask: statistic(*values, mask))(masks), counts_of(masks))
 
 
 def counts_of(masks: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.learners.dialogue.telemetry.strata import Statistic, Statistics, mean
+from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, mean
 
 DISTANCES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Where bins of the distance from a row's end begin, in own tokens; the last has no end."""
@@ -34,8 +34,8 @@ def value_statistics(values: jax.Array, returns: jax.Array, own: jax.Array) -> S
     unexplained, variance = mean((error - bias) ** 2, own), mean((returns - centre) ** 2, own)
     explained = 1.0 - unexplained / jnp.where(variance == 0, 1.0, variance)
     return {
-        "explained_variance": Statistic(explained, jnp.where(variance == 0, 0, count)),
-        "value_bias": Statistic(-bias, count),
+        "explained_variance": Measured(explained, jnp.where(variance == 0, 0, count)),
+        "value_bias": Measured(-bias, count),
     }
 
 
@@ -50,7 +50,7 @@ def critic_errors(collected: jax.Array, own: jax.Array, held_out: jax.Array, hel
       critic_error `[2]`: collected, held out.
     """
     errors = jnp.stack([mean(collected**2, own), mean(held_out**2, held_out_own)])
-    return {"critic_error": Statistic(errors, jnp.stack([jnp.sum(own), jnp.sum(held_out_own)]))}
+    return {"critic_error": Measured(errors, jnp.stack([jnp.sum(own), jnp.sum(held_out_own)]))}
 
 
 def distances(own: jax.Array) -> jax.Array:
@@ -91,7 +91,7 @@ def correlation_by_distance(
         return jnp.sum(x * y) / jnp.where(there, length, 1.0), jnp.where(there, jnp.sum(mask), 0)
 
     found, count = jax.vmap(correlation)(bins)
-    return {"value_correlation": Statistic(found, count)}
+    return {"value_correlation": Measured(found, count)}
 
 
 def separation(right: jax.Array, wrong: jax.Array, there: jax.Array) -> Statistics:
@@ -109,6 +109,6 @@ def separation(right: jax.Array, wrong: jax.Array, there: jax.Array) -> Statisti
     count = jnp.sum(there)
     order = jnp.where(right > wrong, 1.0, jnp.where(right == wrong, 0.5, jnp.where(right < wrong, 0.0, jnp.nan)))
     return {
-        "critic_separation": Statistic(mean(right - wrong, there), count),
-        "critic_order": Statistic(mean(order, there), count),
+        "critic_separation": Measured(mean(right - wrong, there), count),
+        "critic_order": Measured(mean(order, there), count),
     }

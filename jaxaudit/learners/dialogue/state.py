@@ -1,0 +1,55 @@
+"""What a learner on dialogues carries from step to step, and what all its lanes read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import struct
+
+from jaxaudit.learners.dialogue.settings import Numbers
+from jaxaudit.learners.dialogue.telemetry.strata import LastSeen
+
+
+@struct.dataclass
+class DialogueData:
+    """What all lanes read.
+
+    Attributes:
+      numbers: the settings that are data.
+      dialogue: the dialogue's arrays.
+      start: a checkpoint's parameters, float32; None: every lane begins with random ones.
+    """
+
+    numbers: Numbers
+    dialogue: Any = None
+    start: Any = None
+
+
+@struct.dataclass
+class Trained:
+    """Parameters, and the state of the optimizer that trains them."""
+
+    params: Any
+    moments: Any
+
+
+@struct.dataclass
+class DialogueState:
+    """What a lane carries.
+
+    Attributes:
+      policy, critic: what is trained; critic is None without a value model.
+      reward_model: parameters; None without one.
+      reference: the policy's parameters that divergence is measured from.
+      warm_start_success: sampled success at which the policy was handed over.
+      told: what the channels of rows and updates said last.
+      measured: what those of held-out rows did.
+    """
+
+    policy: Trained
+    critic: Trained | None
+    reward_model: Any
+    reference: Any
+    warm_start_success: Any
+    told: LastSeen
+    measured: LastSeen

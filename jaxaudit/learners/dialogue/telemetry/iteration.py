@@ -1,0 +1,212 @@
+"""What an iteration's rows and updates tell: every channel of the table that is not of held-out rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
+from jaxaudit.learners.dialogue import ratios
+from jaxaudit.learners.dialogue.experience import Experience
+from jaxaudit.learners.dialogue.network import Network
+from jaxaudit.learners.dialogue.settings import DialogueSettings
+from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values, vocabulary
+from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
+from jaxaudit.models import gpt2
+from jaxaudit.optimizer import Update
+
+POLICY = "policy"
+
+ALONE = ("loss", "value_loss", "correction_mean", "correction_zero")
+"""Parts of the loss that are channels by their own names."""
+
+OF_PAIRS = {"pair_margin": "margin", "pair_accuracy": "preference_accuracy"}
+
+
+@struct.dataclass
+class Visited:
+    """What the updates of an iteration tell, `[epochs, minibatches, ...]`.
+
+    Attributes:
+      rows: int32, which rows each was of, `[..., n]`.
+      log_ratio: before clipping, `[..., n, T]`; None of a preference objective.
+      told: what the loss is made of, by name.
+      done: what the optimizer did, by label.
+      layers: the policy's gradient norms by layer, `[..., layers]`, in "full" telemetry; else None.
+      coherence: `CoherenceSum` of the policy's gradients; None of a single update.
+    """
+
+    rows: Any
+    log_ratio: Any
+    told: dict[str, Any]
+    done: dict[str, Update]
+    layers: Any
+    coherence: Any = None
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """Reads an iteration.
+
+    Attributes:
+      dialogue: without its arrays.
+      settings: their `structure`.
+      policy: its network.
+    """
+
+    dialogue: Dialogue
+    settings: DialogueSettings
+    policy: Network
+
+    @property
+    def full(self) -> bool:
+        """Whether all is measured."""
+        return self.settings.telemetry == "full"
+
+    def masks(self, role: jax.Array, own: jax.Array) -> jax.Array:
+        """The strata of own tokens, bool `[S, N, T]`."""
+        if not self.dialogue.result_tokens:
+            return strata.strata_of(own)
+        return strata.strata_of(own, strata.soon_after(role == TOOL, own, self.settings.tool_window))
+
+    def read(
+        self, before: Any, after: Any, reference: Any, base: Any, experience: Experience, visited: Visited
+    ) -> Statistics:
+        """All statistics of an iteration.
+
+        Args:
+          before, after: the policy's parameters before the first update and after the last.
+          reference: the reference's.
+          base: of adapters.
+          experience: what was learned from.
+          visited: what the updates told.
+        """
+        later = self.policy.hidden(after, base, experience.batch.rows) if self.full else None
+        found = self.of_rows(experience) | self.of_updates(visited)
+        found |= self.of_tokens(before, after, reference, base, experience, later)
+        if self.settings.objective == "policy":
+            found |= self.of_ratios(self.policy.whole(after, base), experience, visited, later)
+        learnt, rows = experience.batch.learnt, experience.batch.rows
+        if learnt.value is not None:
+            returned = returns(experience.recomputed.score, learnt.own, experience.coefficients.gamma)
+            found |= values.value_statistics(learnt.value, returned, learnt.own)
+            if self.full:
+                found |= values.correlation_by_distance(learnt.value, returned, learnt.own)
+        if self.full and self.dialogue.result_tokens:
+            found |= policy.unfamiliarity(learnt.reference, rows.role == TOOL)
+        return found
+
+    def of_rows(self, experience: Experience) -> Statistics:
+        """Of all rows that were sampled, those too that nothing is learned from."""
+        drawn = experience.drawn
+        rows, gold = drawn.rows, drawn.rows.gold
+        groups = (-1, self.settings.group_size)
+        everything = jnp.ones_like(drawn.kept)
+        prompts = jnp.ones(everything.size // self.settings.group_size, bool)
+        parts = {name: value for name, value in rows.rewards.items() if name != GOLD}
+        found = rewards.reward_statistics(gold, drawn.reward, parts, everything)
+        found |= rewards.success_statistics((gold >= 1.0).reshape(groups), prompts)
+        found |= rewards.group_statistics(drawn.reward.reshape(groups), prompts)
+        found |= rewards.length_statistics(rows.own, rows.calls, rows.truncated, everything)
+        if self.settings.reward == "learned":
+            found |= rewards.order(drawn.scored.reshape(groups), gold.reshape(groups))
+        return found
+
+    def of_tokens(
+        self, before: Any, after: Any, reference: Any, base: Any, experience: Experience, later_hidden: Any
+    ) -> Statistics:
+        """Of the policy on the rows learned from, before the first update and, with `later_hidden`, after the last."""
+        rows, learnt, recomputed = experience.batch.rows, experience.batch.learnt, experience.recomputed
+        masks = self.masks(rows.role, rows.own)
+        counts = strata.counts_of(masks)
+        found = strata.token_means(masks, entropy=recomputed.entropy)
+        found["own_tokens"] = Measured(counts, jnp.ones_like(counts))
+        slots = vocabulary.slots_of(rows.own, self.dialogue.vocabulary)
+        known = masks & slots.known
+
+        def logs(params: Any, hidden: jax.Array) -> jax.Array:
+            embedding = gpt2.embedding(self.policy.whole(params, base))
+            return vocabulary.log_distributions(hidden, embedding, experience.temperature, slots)
+
+        if recomputed.reference_hidden is None:
+            return found
+        now = logs(before, recomputed.hidden)
+        exact = slots.back(vocabulary.divergence(now, logs(reference, recomputed.reference_hidden)))
+        if not self.full:
+            return found | {"kl": by_stratum(mean, known, exact)}
+        found |= policy.reference_statistics(recomputed.log_probability, learnt.reference, exact, masks)
+        found |= {"kl": by_stratum(mean, known, exact), "kl_largest": by_stratum(policy.largest, known, exact)}
+        later = logs(after, later_hidden)
+        first, then = (slots.back(jnp.argmax(x, axis=-1)) for x in (now, later))
+        collision = slots.back(jnp.sum(jnp.exp(2 * now), axis=-1))
+        slope = policy.saturation(recomputed.log_probability, collision)
+        weight = slope if learnt.advantage is None else slope * learnt.advantage
+        found |= strata.token_means(
+            known, saturation=slope, update_kl=slots.back(vocabulary.divergence(now, later)), mass_cut=rows.cut
+        )
+        found |= policy.churn(first, then, known)
+        found |= policy.score_share(recomputed.entropy, weight**2, known)
+        if self.settings.objective == "policy" or self.settings.online:
+            found |= policy.mismatch(rows.log_probability, recomputed.log_probability, masks)
+        return found
+
+    def of_ratios(self, whole: Any, experience: Experience, visited: Visited, later_hidden: Any) -> Statistics:
+        """Of the ratios, over all minibatches as visited and, with `later_hidden`, of all rows after the last."""
+        rows, learnt, coefficients = experience.batch.rows, experience.batch.learnt, experience.coefficients
+        masks = self.masks(rows.role, learnt.own)
+        clip = jnp.stack([coefficients.clip_low, coefficients.clip_high])
+        index = visited.rows.reshape(-1)
+        log_ratio = visited.log_ratio.reshape(-1, masks.shape[-1])
+        if not self.full:
+            low_high = policy.clip_fraction(log_ratio, learnt.advantage[index], clip, masks[:, index])
+            return {
+                name: Measured(statistic.value[:, None], statistic.count[:, None])
+                for name, statistic in low_high.items()
+            }
+        new = self.policy.told(later_hidden, whole, rows, experience.temperature)[0]
+        new, old = (jnp.where(learnt.own, x, 0.0) for x in (new, learnt.old))
+        last = ratios.RATIOS[self.settings.ratio](new, old, learnt.own)
+        # Both moments are of one length, so that one program serves both.
+        last = jnp.tile(jnp.broadcast_to(last, learnt.own.shape), (self.settings.epochs, 1))
+        every = jnp.tile(jnp.arange(learnt.own.shape[0]), self.settings.epochs)
+
+        def one(log_ratio: jax.Array, index: jax.Array) -> Statistics:
+            return policy.ratio_statistics(log_ratio, learnt.advantage[index], clip, masks[:, index])
+
+        both = jax.vmap(one)(jnp.stack([log_ratio, last]), jnp.stack([index, every]))
+        return policy.at_moments(both)
+
+    def of_updates(self, visited: Visited) -> Statistics:
+        """Of losses, gradients and what the optimizer did; updates without a gradient have no direction."""
+        done, told = visited.done[POLICY], visited.told
+        there = jnp.asarray(1)
+        norms, moved = done.gradient_norm, done.gradient_norm != 0
+        count = jnp.sum(moved)
+        found = {name: Measured(jnp.mean(told[name]), there) for name in ALONE if name in told}
+        found |= {name: Measured(jnp.mean(told[part]), there) for name, part in OF_PAIRS.items() if part in told}
+        found |= {
+            "gradient_norm": Measured(jnp.mean(norms), there),
+            "x_grad": Measured(visited.coherence.mean_pairwise_cosine(), visited.coherence.nonzero > 1),
+            "x_mem": Measured(mean(done.persistence, moved), count),
+            "x_used": Measured(mean(done.used, moved), count),
+            "learning_rate": Measured(jnp.mean(done.learning_rate), there),
+            "clipped_fraction": Measured(jnp.mean(done.clipped), there),
+        }
+        for label, other in visited.done.items():
+            if label != POLICY:
+                found[f"{label}_gradient_norm"] = Measured(jnp.mean(other.gradient_norm), there)
+        if self.full:
+            logs = jnp.log(jnp.where(moved, norms, 1.0))
+            spread = jnp.sqrt(mean((logs - mean(logs, moved)) ** 2, moved))
+            found["gradient_norm_spread"] = Measured(spread, count)
+            found["layer_gradient_norm"] = Measured(jnp.mean(visited.layers, axis=(0, 1)), there)
+        return found
+
+
+def returns(score: jax.Array, own: jax.Array, gamma: Any) -> jax.Array:
+    """What a row's score `[N]` is worth at each own token, discounted by `gamma` for each after it: `[N, T]`."""
+    return jnp.where(own, score[:, None] * gamma ** values.distances(own), 0.0)

@@ -1,0 +1,75 @@
+"""What is known of whole distributions over the vocabulary: at all slots of a small one, some of a large."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+SMALL = 4096
+"""Up to so many tokens are a small vocabulary, whose distributions are held at all slots."""
+
+LOOKED_AT = 256
+"""Own slots that distributions over a large vocabulary are held at."""
+
+
+@struct.dataclass
+class Slots:
+    """Slots of rows `[N, T]` that are looked at.
+
+    Attributes:
+      index: int32 `[K]`, of the slots one after the other, row by row; None: all of them.
+      known: bool `[N, T]`, those that are looked at.
+    """
+
+    index: Any
+    known: Any
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """What is at them, `[K, ...]`, of `[N, T, ...]`."""
+        flat = x.reshape(-1, *x.shape[2:])
+        return flat if self.index is None else flat[self.index]
+
+    def back(self, x: jax.Array) -> jax.Array:
+        """`[K]` as `[N, T]`, zero at slots that are not looked at."""
+        if self.index is None:
+            return x.reshape(self.known.shape)
+        return jnp.zeros(self.known.size, x.dtype).at[self.index].set(x).reshape(self.known.shape)
+
+
+def some(own: jax.Array, most: int) -> Slots:
+    """At most so many own slots of bool `[N, T]`, evenly spaced among them."""
+    if own.size <= most:
+        return Slots(None, own)
+    rising = jnp.cumsum(own.reshape(-1))
+    wanted = jnp.arange(most) * rising[-1] // most + 1
+    index = jnp.minimum(jnp.searchsorted(rising, wanted), own.size - 1)
+    known = jnp.zeros(own.size, bool).at[index].set(True).reshape(own.shape)
+    return Slots(index, known & own)
+
+
+def slots_of(own: jax.Array, vocabulary: int) -> Slots:
+    """All slots where the vocabulary is small, else some of the own ones."""
+    return Slots(None, jnp.ones_like(own)) if vocabulary <= SMALL else some(own, LOOKED_AT)
+
+
+def log_distributions(hidden: jax.Array, embedding: jax.Array, temperature: jax.Array, slots: Slots) -> jax.Array:
+    """Log-probabilities of all tokens that may be written at slots, by the hidden states before: float32 `[K, V]`.
+
+    Args:
+      hidden: of every slot, `[N, T, D]`.
+      embedding: `[V, D]`.
+      temperature: scalar.
+      slots: looked at; at a row's first nothing is known.
+    """
+    before = slots.of(jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0))))
+    weights = embedding.astype(before.dtype)
+    logits = jnp.einsum("kd,vd->kv", before, weights, preferred_element_type=jnp.float32)
+    return jax.nn.log_softmax(logits / temperature)
+
+
+def divergence(one: jax.Array, other: jax.Array) -> jax.Array:
+    """KL(one || other), nats, of log-probabilities `[K, V]`: `[K]`."""
+    return jnp.sum(jnp.exp(one) * (one - other), axis=-1)

@@ -1,0 +1,246 @@
+"""What learners on dialogues tell of an iteration: all of the table, and the numbers that its rows and updates give."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxaudit as ja
+from jaxaudit.dialogues.hop import Hop
+from jaxaudit.dialogues.preference import Preference
+from jaxaudit.dialogues.protocol import OWN, TOOL
+from jaxaudit.learners.dialogue import held_out
+from jaxaudit.learners.dialogue.collection import Models
+from jaxaudit.learners.dialogue.telemetry import rewards, vocabulary
+from jaxaudit.program import Program, telemetry_shapes
+from jaxaudit.stored import load as load_run
+from jaxaudit.taps import Taps
+
+SMALL_HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
+FEW = {"prompts": 2, "performance_rows": 4, "warm_start": 0, "critic_warm_start": 0}
+
+
+def made(preset, dialogue=SMALL_HOP, **settings):
+    members = {} if preset == "dpo" else {"group_size": 4}
+    return getattr(ja.learners, preset)(dialogue, **FEW | members | settings)
+
+
+@pytest.mark.parametrize("level", ["basic", "full"])
+@pytest.mark.parametrize(
+    ("preset", "dialogue", "settings"),
+    [
+        ("grpo", SMALL_HOP, {}),
+        ("ppo_lm", SMALL_HOP, {"performance_every": 2}),
+        ("dpo", SMALL_HOP, {}),
+        ("dpo", SMALL_HOP, {"online": True, "performance_rows": 1}),
+        ("dapo", SMALL_HOP, {"microbatches": 2, "correction": "tis"}),
+        ("dr_grpo", Preference(), {"reward": "learned", "reward_model_warm_start": 0}),
+    ],
+)
+def test_every_channel_of_the_table_is_told_and_no_other(preset, dialogue, settings, level):
+    learner = made(preset, dialogue, telemetry=level, **settings)
+    found = telemetry_shapes(Program(learner.without_data, 4, (), ()))
+    assert found == {name: channel.shape for name, channel in learner.channels.items()}
+    assert {"performance", "acting_performance", "entropy", "x_grad", "x_mem", "x_used"} <= found.keys()
+
+
+@pytest.fixture(scope="module")
+def iteration():
+    """An iteration of PPO in full: what it learned from, what the updates told, and the channels."""
+    learner = made("ppo_lm", telemetry="full")
+    made_of = learner.step.__self__
+
+    @jax.jit
+    def run(key, data):
+        state = made_of.init(key, data)
+        reference = jax.tree.map(lambda x: x * 1.1, state.policy.params)
+        models = Models(state.policy.params, state.critic.params, None, reference, None)
+        dialogue = made_of.dialogue.bind(data.dialogue)
+        taps = Taps(0, 4, data=data)
+        experience = made_of.collector.collect(models, dialogue, data.numbers, key, taps)
+        after, visited = made_of.improved(state, None, data.numbers, experience, key, taps)
+        trained = Models(after.policy.params, after.critic.params, None, reference, None)
+        found = state.told.update(made_of.read(models, trained, experience, visited))[1]
+        held = held_out.measure(made_of.collector, trained, dialogue, data.numbers, experience)
+        found |= state.measured.update(held)[1]
+        hidden = made_of.policy.hidden(after.policy.params, None, experience.batch.rows)
+        embeddings = [x["wte"]["embedding"] for x in (models.policy, reference, after.policy.params)]
+        return experience, visited, hidden, embeddings, found
+
+    return jax.tree.map(np.asarray, run(jax.random.key(3), learner.data))
+
+
+def log_softmax(hidden, embedding):
+    """At each slot the distribution of its token, by the hidden state before: float64 `[N, T, V]`."""
+    logits = np.asarray(hidden, np.float64) @ np.asarray(embedding, np.float64).T
+    logits = np.concatenate([np.zeros_like(logits[:, :1]), logits[:, :-1]], axis=1)
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def strata(role, window=4):
+    own = role == OWN
+    tool = np.zeros_like(own)
+    for n, t in np.argwhere(own):
+        tool[n, t] = (role[n, max(t - window, 0) : t] == TOOL).any()
+    return [own, own & tool, own & ~tool]
+
+
+def test_of_tokens(iteration):
+    experience, _, hidden, embeddings, found = iteration
+    rows, recomputed = experience.batch.rows, experience.recomputed
+    before = log_softmax(recomputed.hidden, embeddings[0])
+    reference = log_softmax(recomputed.reference_hidden, embeddings[1])
+    after = log_softmax(hidden, embeddings[2])
+    entropy = -(np.exp(before) * before).sum(-1)
+    kl = (np.exp(before) * (before - reference)).sum(-1)
+    moved = (np.exp(before) * (before - after)).sum(-1)
+    assert kl[rows.role == OWN].min() > 1e-4
+    assert moved[rows.role == OWN].max() > 1e-6
+    picked = np.take_along_axis(before, rows.tokens[..., None], -1)[..., 0]
+    slope = np.linalg.norm(np.eye(before.shape[-1])[rows.tokens] - np.exp(before), axis=-1)
+    for place, mask in enumerate(strata(rows.role)):
+        assert found["own_tokens"][place] == mask.sum()
+        if not mask.any():
+            assert found["entropy"][place] == 0
+            continue
+        for name, wanted in (("entropy", entropy), ("kl", kl), ("saturation", slope)):
+            np.testing.assert_allclose(found[name][place], wanted[mask].mean(), rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(found["update_kl"][place], moved[mask].mean(), rtol=2e-2, atol=1e-7)
+        np.testing.assert_allclose(found["kl_largest"][place], kl[mask].max(), rtol=1e-4)
+        np.testing.assert_allclose(
+            found["reference_log_probability"][place], log_of(reference, rows)[mask].mean(), rtol=1e-4
+        )
+    np.testing.assert_allclose(picked[rows.role == OWN], recomputed.log_probability[rows.role == OWN], atol=1e-5)
+
+
+def log_of(logs, rows):
+    return np.take_along_axis(logs, rows.tokens[..., None], -1)[..., 0]
+
+
+def test_strata_add_up(iteration):
+    found = iteration[-1]
+    every, *apart = found["own_tokens"]
+    assert every == sum(apart) > 0
+    for name in ("entropy", "kl", "saturation", "mismatch_kl", "greedy_churn"):
+        np.testing.assert_allclose(found[name][0] * every, found[name][1:] @ apart, rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def test_of_ratios_as_visited_and_after(iteration):
+    experience, visited, hidden, embeddings, found = iteration
+    rows, learnt = experience.batch.rows, experience.batch.learnt
+    new = log_of(log_softmax(hidden, embeddings[2]), rows)
+    last = np.exp(np.where(learnt.own, new - learnt.old, 0.0))
+    index, seen = visited.rows.reshape(-1), np.exp(visited.log_ratio.reshape(-1, rows.tokens.shape[1]))
+    assert sorted(index) == sorted(list(range(8)) * 2)
+    np.testing.assert_allclose(visited.log_ratio[0, 0], 0.0, atol=2e-6)  # nothing has moved yet
+    for moment, (ratio, of) in enumerate([(seen, index), (last, np.arange(8))]):
+        own, advantage = learnt.own[of], learnt.advantage[of]
+        low, high = (advantage < 0) & (ratio < 0.8), (advantage > 0) & (ratio > 1.2)
+        np.testing.assert_allclose(found["ratio_max"][0, moment], ratio[own].max(), rtol=1e-4)
+        np.testing.assert_allclose(found["clip_fraction"][0, moment], [low[own].mean(), high[own].mean()], atol=1e-6)
+        r = ratio[own].astype(np.float64)
+        np.testing.assert_allclose(found["ratio_ess"][0, moment], r.sum() ** 2 / (r.size * (r**2).sum()), rtol=1e-4)
+    assert found["ratio_max"][0, 0] > 1
+    assert np.isfinite(found["ratio_ess"]).all()
+
+
+def test_of_rows_values_and_updates(iteration):
+    experience, visited, _, _, found = iteration
+    rows, learnt, drawn = experience.batch.rows, experience.batch.learnt, experience.drawn
+    gold = drawn.rows.rewards["gold"]
+    assert found["acting_performance"] == gold.mean()
+    assert found["proxy"] == drawn.reward.mean()
+    np.testing.assert_allclose(found["row_tokens"], (drawn.rows.role == OWN).sum(1).mean(), rtol=1e-6)
+    returned = experience.recomputed.score[:, None] * np.ones_like(learnt.value)  # gamma is 1
+    error = (learnt.value - returned)[learnt.own]
+    np.testing.assert_allclose(found["value_bias"], error.mean(), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found["critic_error"][0], (error**2).mean(), rtol=1e-5, atol=1e-9)
+    norms = visited.done["policy"].gradient_norm.reshape(-1)
+    assert (norms > 0).all()
+    np.testing.assert_allclose(found["gradient_norm"], norms.mean(), rtol=1e-5)
+    np.testing.assert_allclose(found["gradient_norm_spread"], np.log(norms).std(), rtol=1e-3)
+    layers = visited.layers.reshape(len(norms), -1)
+    np.testing.assert_allclose((layers**2).sum(1), norms**2, rtol=1e-4)
+    assert found["representation_drift"] > 0
+    assert 1 <= found["stable_rank"] <= found["effective_rank"] + 1e-4
+    assert np.all([np.isfinite(x).all() for x in found.values()])
+    assert rows.tokens.shape == (8, 13)
+
+
+def test_a_large_vocabulary_is_looked_at_where_the_policy_wrote():
+    own = np.random.default_rng(0).random((6, 8)) < 0.5
+    slots = vocabulary.some(jnp.asarray(own), 10)
+    known = np.asarray(slots.known)
+    assert known.sum() == 10
+    assert not (known & ~own).any()
+    x = np.arange(48.0).reshape(6, 8)
+    np.testing.assert_array_equal(slots.back(slots.of(jnp.asarray(x))), np.where(known, x, 0))
+    few = vocabulary.some(jnp.asarray(np.arange(48).reshape(6, 8) == 5), 10)
+    assert np.asarray(few.known).sum() == 1
+    assert np.asarray(few.known)[0, 5]
+    none = vocabulary.some(jnp.zeros((6, 8), bool), 10)
+    assert not np.asarray(none.known).any()
+
+
+def test_one_token_of_a_prompt_is_changed_to_another():
+    prompts = jnp.array([[0, 7, -1], [1, 2, -1], [2, -1, -1], [6, 6, 6]] * 50)
+    changed = np.asarray(held_out.one_changed(SMALL_HOP, prompts, jax.random.key(0)))
+    differs = changed != np.asarray(prompts)
+    assert (differs.sum(1) == 1).all()
+    assert (np.asarray(prompts)[differs] >= 0).all()
+    assert set(changed[differs]) <= set(SMALL_HOP.prompt_tokens)
+    assert 10 < differs[0::4, 0].sum() < 40
+
+
+def test_pairs_that_a_reward_model_orders_right():
+    score, gold = np.array([[3.0, 1.0, 2.0], [0.0, 0.0, 5.0]]), np.array([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    found = rewards.order(jnp.asarray(score), jnp.asarray(gold))["reward_model_accuracy"]
+    assert (float(found.value), int(found.count)) == ((1 + 1 + 0.5 + 0) / 4, 4)
+
+
+RUN = """
+[audit]
+seeds = 4
+steps = 6
+telemetry = "basic"
+[task]
+kind = "dialogue"
+name = "hop"
+difficulty = 1.0
+entities = 3
+hops = 2
+length = 13
+[learner]
+kind = "grpo"
+prompts = 2
+group_size = 4
+epochs = 1
+performance_rows = 4
+performance_every = 2
+warm_start = 0
+[metrics]
+window = 1
+hold = 1
+horizon = 1
+[[perturbation]]
+kind = "verifier_flip"
+onset = 3
+duration = 2
+"""
+
+
+def test_a_run_is_stored_with_its_strata_and_a_monitor_takes_it(tmp_path, here):
+    (tmp_path / "spec.toml").write_text(RUN)
+    done = here("run", tmp_path / "spec.toml", "-o", tmp_path / "run")
+    assert done.code == 0, done.err
+    found = load_run(tmp_path / "run").telemetry
+    assert found["entropy"].dims[-1] == "stratum"
+    assert list(found["stratum"].values) == ["all", "tool", "text"]
+    assert found["performance"].attrs["every"] == 2
+    control = found.isel(condition=0)
+    assert np.isfinite(control["entropy"].values).all()
+    assert (control["entropy"].sel(stratum="all") > 0).all()
+    assert np.isfinite(control["x_grad"].values).all()
+    monitor = ja.Monitor.fit(control)
+    assert "entropy[all]" in list(monitor.channels)
