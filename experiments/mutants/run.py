@@ -144,43 +144,44 @@ def named(module: str) -> str:
     return f"jaxaudit.{dotted}" if dotted.startswith("kernels") else dotted
 
 
-def imports_of(path: Path) -> set[str]:
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """A file's syntax tree, flat."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
     """The modules that a file imports, and the names it imports from them, dotted."""
-    found = {n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and n.module}
-    return {n.module for n in found} | {f"{n.module}.{a.name}" for n in found for a in n.names}
+    found = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom) and node.module]
+    return frozenset({n.module for n in found} | {f"{n.module}.{a.name}" for n in found for a in n.names})
+
+
+@functools.cache
+def attributes_of(path: Path) -> frozenset[tuple[str, str]]:
+    """Every `a.b.name` of a file as ("b", "name")."""
+    found = (node for node in nodes_of(path) if isinstance(node, ast.Attribute))
+    return frozenset((ast.unparse(node.value).rsplit(".")[-1], node.attr) for node in found)
 
 
 @functools.cache
 def tests_of(module: str) -> tuple[str, ...]:
-    """The test files that import a module, or what a package above has from it; those named after it first, long last.
+    """The test files that import a module, or what a package above has from it; those named after it first, the long last.
 
     Where there is none, those of the modules that import it.
     """
-    exported = {
-        node.name
-        for node in ast.walk(ast.parse((ROOT / module).read_text()))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
+    exported = {node.name for node in nodes_of(ROOT / module) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     parents = [named(module).rsplit(".", depth)[0] for depth in range(1, named(module).count(".") + 1)]
     wanted = {named(module)} | {f"{parent}.{name}" for parent in parents for name in exported}
-    aliases = {"ja", *(parent.rsplit(".")[-1] for parent in parents)}
-    found = []
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
-        tree = ast.parse(path.read_text())
-        used = {
-            node.attr
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value).rsplit(".")[-1] in aliases
-        }
-        if wanted & imports_of(path) or used & exported:
-            found.append(path.stem.removeprefix("test_"))
+    used = {(alias, name) for alias in ("ja", *(p.rsplit(".")[-1] for p in parents)) for name in exported}
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    found = [p.stem.removeprefix("test_") for p in files if wanted & imports_of(p) or used & attributes_of(p)]
     if not found:
         above = [str(p.relative_to(ROOT)) for p in ROOT.glob("jaxaudit/**/*.py") if named(module) in imports_of(p)]
         found = [Path(test).stem.removeprefix("test_") for other in above for test in tests_of(other)]
-    stem = Path(module).stem
-    order = sorted(
-        set(found), key=lambda name: (stem not in name, LONG.index(name) * -1 if name in LONG else -99, name)
-    )
+    stem, package = Path(module).stem, Path(module).parent.name.removesuffix("s")
+    long = {name: place for place, name in enumerate(reversed(LONG), 1)}
+    order = sorted(set(found), key=lambda name: (stem not in name, package not in name, long.get(name, 0), name))
     return tuple(f"tests/test_{name}.py" for name in order)
 
 
