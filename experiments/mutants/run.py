@@ -166,7 +166,7 @@ def attributes_of(path: Path) -> frozenset[tuple[str, str]]:
 
 @functools.cache
 def tests_of(module: str) -> tuple[str, ...]:
-    """The test files that import a module, or what a package above has from it; those named after it first, the long last.
+    """The test files that import a module or its names from a package: those named after it first, the long last.
 
     Where there is none, those of the modules that import it.
     """
