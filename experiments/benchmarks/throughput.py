@@ -88,7 +88,7 @@ def main() -> None:
 def build(arguments):
     """The grid, a call that runs all of it, and the seconds its compilation took."""
     import jaxaudit as ja
-    from jaxaudit import grid
+    from jaxaudit import grid, whole
     from jaxaudit.program import compiled
 
     learner = getattr(ja.learners, arguments.learner)(common.TASK, evaluations=0)
@@ -97,7 +97,7 @@ def build(arguments):
     # The baseline goes on past the onset by the share that 50 steps are of a run of 489, a million env steps.
     tail = round(arguments.steps * 50 / 489)
     plan = grid.plan(learner, [spike], seeds=arguments.seeds, steps=arguments.steps, tail=tail)
-    data = grid.inputs(plan)
+    data = whole.inputs(plan)
     begun = time.perf_counter()
     program = compiled(plan.program).lower(data).compile()
     compile_seconds = time.perf_counter() - begun
