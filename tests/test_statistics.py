@@ -244,7 +244,9 @@ def test_few_seeds_bound_nothing():
 def test_missing_cells_propagate_or_are_counted():
     table = thresholds([5.0] * 8).astype(float)
     table[0, 1] = np.nan
-    assert np.isnan(statistics.critical_magnitude(GRID, table).value)
+    refused = statistics.critical_magnitude(GRID, table)
+    assert np.isnan(refused.value)
+    assert (refused.n, refused.n_missing) == (7, 1)
     found = statistics.critical_magnitude(GRID, table, missing="count")
     np.testing.assert_allclose(found[:5], (np.sqrt(30), 3, 10, 7, 1))
     table[:, 1] = np.nan
