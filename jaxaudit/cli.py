@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxaudit.errors import UserError
-from jaxaudit.machine import cores, has_cuda_plugin, program_cache
+from jaxaudit.machine import CACHE, cores, has_cuda_plugin, program_cache
 from jaxaudit.runner.interrupts import interrupt
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
@@ -316,7 +316,7 @@ def prepare_jax() -> None:
     if not chosen and "JAX_NUM_CPU_DEVICES" not in os.environ:
         with contextlib.suppress(RuntimeError):  # a backend is running already
             jax.config.update("jax_num_cpu_devices", cores())
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and os.environ.get(CACHE) != "off":
         jax.config.update("jax_compilation_cache_dir", str(program_cache()))
 
 

@@ -44,6 +44,10 @@ def caches() -> Path:
     return place / "jaxaudit"
 
 
+CACHE = "JAXAUDIT_CACHE"
+"""Environment variable: "off", and what is compiled is not kept for the next process."""
+
+
 def program_cache() -> Path:
     """The folder of compiled programs, one for every kind of processor: a home may be shared by machines."""
     kind = processor()

@@ -60,8 +60,10 @@ def compiled_in_a_hurry(request):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def pytest_collection_modifyitems(items):
-    """The longest files first."""
+def pytest_collection_modifyitems(config, items):
+    """The longest files first, where several workers share them."""
+    if not hasattr(config, "workerinput"):
+        return
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
 

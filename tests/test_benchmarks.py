@@ -20,6 +20,7 @@ BENCHMARKS = Path(__file__).parents[1] / "experiments" / "benchmarks"
         "monitor.py",
         "off_policy.py --no-sb3",
         "overhead.py",
+        "throughput.py --no-sb3",
     ],
 )
 def test_a_benchmark_runs(command):

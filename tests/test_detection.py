@@ -1,16 +1,20 @@
 """Detectors compared: the figures against closed forms, and disturbances of known kind and onset."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
 from planted import CHANNELS, ONSET, System
 from scipy import stats
 
+from jaxaudit.detection import lanes
 from jaxaudit.detection.baselines import standard
 from jaxaudit.detection.comparison import NEVER, Settings, compare, splits
 from jaxaudit.detection.detector import ALL_CHANNELS, ONE_CHANNEL
 from jaxaudit.detection.learned import MetaState
-from jaxaudit.detection.summary import by_condition, summary
+from jaxaudit.detection.summary import best_chart, by_condition, summary
+from jaxaudit.errors import UserError
 from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.training import Training
 
@@ -230,3 +234,23 @@ def test_false_alarms_are_as_many_as_stated_for_every_detector(said):
     shares = (clean.alarm != NEVER).groupby(clean.detector).mean()
     assert shares.mean() == pytest.approx(0.05, abs=0.02)
     assert (shares <= stats.binom.ppf(0.9999, 160, 0.05) / 160 + 0.03).all()
+
+
+def test_an_interval_takes_five_seeds_on_either_side():
+    random = np.random.default_rng(3)
+    for clean, disturbed in ((4, 20), (20, 4)):
+        found = summary(table(random.normal(size=clean), random.normal(size=disturbed)), "x").iloc[0]
+        assert np.isfinite(found.auroc)
+        assert np.isnan([found.auroc_low, found.auroc_high]).all()
+
+
+def test_a_chart_without_a_figure_is_not_the_best():
+    figures = pd.DataFrame({"detector": ["a", "b"], "family": ALL_CHANNELS, "auroc": [np.nan, 0.4]})
+    assert best_chart(figures, "mine").detector == "b"
+
+
+def test_a_run_that_is_not_finished_is_refused(monkeypatch, tmp_path):
+    """Though it has metrics of the lanes that are."""
+    monkeypatch.setattr(lanes, "load", lambda folder: SimpleNamespace(finished=False, metrics=pd.DataFrame()))
+    with pytest.raises(UserError, match="is not finished; go on with: jaxaudit resume"):
+        lanes.gather([tmp_path])

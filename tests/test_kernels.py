@@ -346,6 +346,14 @@ def test_linear_scan_equals_the_recurrence(steps, method):
     np.testing.assert_allclose(found, linear_recurrence(*rounded), atol=1e-5)
 
 
+def test_linear_scan_goes_the_way_it_is_told():
+    """Step after step is a scan; associatively there is none; and the platform chooses between the two."""
+    ones = jnp.ones((64, 3))
+    for method, ways in (("sequential", {"scan"}), ("associative", set()), ("auto", {"scan", "platform_index"})):
+        told = str(jax.make_jaxpr(functools.partial(linear_scan, method=method))(ones, ones))
+        assert {way for way in ("scan", "platform_index") if f"{way}[" in told} == ways, method
+
+
 def test_linear_scan_with_a_decay_of_each_step_holds_the_latest_value():
     random = np.random.default_rng(0)
     seen = (random.random((100, 3)) < 0.3).astype(np.float32)

@@ -13,9 +13,9 @@ from test_known_answer import CURVATURE, LEARNER, RATE
 
 import jaxaudit as ja
 from jaxaudit import registry
-from jaxaudit.margins.pool import baseline, fit, rounds
+from jaxaudit.margins.pool import baseline, fit, pending, rounds
 from jaxaudit.margins.rays import Axis, rays
-from jaxaudit.margins.rounds import CONTROL, Plan, found, next_round
+from jaxaudit.margins.rounds import CONTROL, Plan, Probe, found, next_round
 from jaxaudit.margins.search import Settings, lay_out
 from jaxaudit.margins.staircase import bracket, contradictory, envelope
 from jaxaudit.margins.table import Margins
@@ -252,6 +252,28 @@ def test_whole_magnitudes_stay_whole(first, low, safety, verdict):
     assert row.safety_factor == pytest.approx(safety)
     assert (row.checked, row.collapsed_at_margin) == (4, 4)
     assert row.verdict == verdict
+
+
+def test_a_margin_that_not_all_seeds_were_trained_at_is_not_checked():
+    (ray,) = rays([spike(10.0)], 100, 4, 100.0)
+    plan, u = Plan((ray,), {20: 50.0}, 0.02, 0.95, 8), math.log(2)
+    controls = [Probe(1, CONTROL, 20, seed, -math.inf, "control", math.inf) for seed in range(4)]
+    tried = [Probe(1, 0, 20, seed, u, "bracket", 21.0) for seed in range(3)]
+    before = [Probe(0, 0, 20, seed, u / 2, "run", math.inf) for seed in range(4)]
+    probes = (*controls, *before, *tried)
+    (one,) = found(plan, probes)
+    at_u = dataclasses.replace(one, middle=one.middle._replace(value=u))
+    margins = Margins(plan, probes, (0, 1, 2, 3), "divergence", 100)
+    told = margins._check(at_u)
+    assert math.isnan(told["collapsed_at_margin"])
+    assert (told["checked"], told["reason"]) == (3, "3 of 4 seeds were trained at it")
+    assert margins.table.iloc[0].evaluations == 3, "what the run had trained already is not counted"
+
+
+def test_what_is_planned_and_not_trained_is_pending_at_its_own_onset():
+    waiting, later = (Probe(1, 0, onset, 0, 0.0, "scan") for onset in (20, 40))
+    trained = Probe(1, 0, 20, 1, 0.0, "scan", 21.0)
+    assert pending([waiting, trained, later], 20) == [waiting]
 
 
 # Against theory.

@@ -271,3 +271,25 @@ def test_what_a_monitor_cannot_be_fitted_to_is_refused(monitor):
         monitor.threshold(0.01)
     with pytest.raises(ValueError, match="the monitor reads channel 'performance', which is not there"):
         monitor.score(runs(0, count=1).drop_isel(channel=0))
+
+
+def test_scores_are_compared_in_spreads_of_clean_runs():
+    """Whose largest ones are at 0 in the median, and at 1 in the 97th percentile."""
+    largest = np.random.default_rng(0).lognormal((1, 3), (0.5, 2), size=(5001, 2))
+    known = Yardstick.of(np.stack([largest, largest / 2], axis=1))
+    found = known.compare(largest, np)
+    np.testing.assert_allclose(np.median(found, axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(np.percentile(found, 97, axis=0), 1, atol=1e-5)
+
+
+def test_a_step_without_any_value_is_an_alarm_unless_gaps_are_allowed():
+    new = runs(5000)
+    new[:, 30:40] = np.nan
+    found = Monitor.fit(runs(0, count=60), model="chart").score(new).score.values
+    assert (found[:, 30:40] == np.inf).all()
+
+
+def test_a_monitor_is_not_changed_in_place(monitor):
+    for thing, name in ((monitor, "gaps"), (monitor.expectation, "model")):
+        with pytest.raises(AttributeError):
+            setattr(thing, name, None)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from pathlib import Path
 
 import noisy  # noqa: F401  registers its learner
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import xarray as xr
 
 from jaxaudit.cli import main
-from jaxaudit.detection.monitored import _alpha
+from jaxaudit.detection.monitored import _alpha, _but_clocks
+from jaxaudit.logs.log import Log
 from jaxaudit.metastate.monitor import DEFAULT, Monitor, scorer
 
 STEPS = 60
@@ -217,3 +219,9 @@ def test_a_sweep_of_seeds_needs_no_perturbation(runs):
     assert dict(data.sizes)["seed"] == 60
     assert np.isfinite(data.performance.values).all()
     assert (runs[0] / "report.html").exists()
+
+
+def test_two_values_that_rise_are_no_clock():
+    values = np.array([[0.0, 0.0], [1.0, np.nan], [2.0, 1.0]])
+    log = Log(Path("x.csv"), ("seconds", "seldom"), np.arange(3), values, ())
+    assert _but_clocks([log, log], []) == ["seldom"]

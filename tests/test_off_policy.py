@@ -59,6 +59,13 @@ def run(request):
     return request.getfixturevalue(request.param)
 
 
+def test_td3_explores_within_the_action_space():
+    agent = TD3(Rooms(), Rooms.max_episode_steps, TD3Settings(**DEEP, exploration_noise=5.0))
+    params, rooms = agent.init_params(jax.random.key(0)), jnp.zeros((4096, 5))
+    action = agent.explore(params, rooms, jax.random.key(1))
+    assert (action.min(), action.max()) == (-1.0, 1.0)
+
+
 def value(run, room):
     agent, state, _ = run
     return float(agent.value(state.networks.params, jax.nn.one_hot(room, 5)))

@@ -573,3 +573,7 @@ def test_leaves_of_a_tree_are_disturbed_independently(monkeypatch, name, at_once
             assert stats.kstest(leaf, stats.norm(1, 0.5).cdf).pvalue > 1e-4
         else:
             assert stats.binomtest(int((leaf != 1).sum()), leaf.size, 0.5).pvalue > 1e-4
+
+
+def test_a_kind_begins_at_30_percent_unless_told_otherwise():
+    assert ja.lr_spike.when == ja.window(0.3, 10)

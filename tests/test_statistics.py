@@ -72,13 +72,13 @@ def test_interquartile_mean_shows_nan_and_survives_outer_infinities():
 @pytest.mark.parametrize("method", ["percentile", "bca"])
 @pytest.mark.parametrize("statistic", [np.mean, statistics.interquartile_mean])
 def test_bootstrap_equals_scipy(method, statistic):
-    x = np.random.default_rng(5).exponential(size=12)
+    x = np.random.default_rng(0).exponential(size=12) ** 2  # skewed, or BCa's acceleration would not show
     found = statistics.bootstrap(x, statistic=statistic, method=method, resamples=40_000)
     reference = scipy.stats.bootstrap(
         (x,), statistic, n_resamples=40_000, method=method, vectorized=True, rng=np.random.default_rng(1)
     ).confidence_interval
     width = reference.high - reference.low
-    np.testing.assert_allclose((found.low, found.high), reference, atol=0.03 * width)
+    np.testing.assert_allclose((found.low, found.high), reference, atol=0.05 * width)
     assert found.value == pytest.approx(statistic(x))
 
 
@@ -244,7 +244,9 @@ def test_few_seeds_bound_nothing():
 def test_missing_cells_propagate_or_are_counted():
     table = thresholds([5.0] * 8).astype(float)
     table[0, 1] = np.nan
-    assert np.isnan(statistics.critical_magnitude(GRID, table).value)
+    refused = statistics.critical_magnitude(GRID, table)
+    assert np.isnan(refused.value)
+    assert (refused.n, refused.n_missing) == (7, 1)
     found = statistics.critical_magnitude(GRID, table, missing="count")
     np.testing.assert_allclose(found[:5], (np.sqrt(30), 3, 10, 7, 1))
     table[:, 1] = np.nan
@@ -301,3 +303,12 @@ def test_whitening_gives_unit_covariance():
     np.testing.assert_allclose(np.cov(white, rowvar=False), np.eye(4), atol=1e-10)
     with pytest.raises(ValueError, match="singular"):
         statistics.whitening(np.concatenate([h, h[..., :1]], -1))
+
+
+def test_shrinkage_moves_the_covariance_towards_its_mean_variance():
+    h = np.random.default_rng(0).normal(size=(500, 3)) * (1, 5, 20)
+    matrix = statistics.whitening(h, 0.1)
+    covariance = np.cov(h, rowvar=False)
+    moved = 0.9 * covariance + 0.1 * np.diag(covariance).mean() * np.eye(3)
+    np.testing.assert_allclose(matrix.T @ moved @ matrix, np.eye(3), atol=1e-10)
+    assert np.isfinite(statistics.whitening(np.repeat(h, 2, axis=1), 0.1)).all()

@@ -210,6 +210,22 @@ def test_the_line_search_takes_the_first_step_within_the_trust_region(search, po
     assert reference_divergence(policy, found.params, batch.observation) <= DELTA * (1 + 1e-4)
 
 
+@pytest.mark.parametrize(("most", "accepted"), [(2, False), (3, True), (4, True)])
+def test_the_line_search_tries_as_often_as_it_may(most, accepted):
+    """Where the third backtrack is the first within the region: 0.5^3 <= 0.2 < 0.5^2."""
+    found = line_search(
+        lambda x: (jnp.abs(x), jnp.float32(1.0)),
+        jnp.float32(0.0),
+        jnp.float32(1.0),
+        max_kl=0.2,
+        first_length=1.0,
+        factor=0.5,
+        max_backtracks=most,
+    )
+    assert (bool(found.accepted), int(found.backtracks)) == (accepted, min(most, 3))
+    assert float(found.params) == (0.125 if accepted else 0.0)
+
+
 REFUSED = {
     "uphill": lambda change: jax.tree.map(lambda c: -c, change),
     "too far": lambda change: jax.tree.map(lambda c: np.float32(1e3) * c, change),

@@ -31,6 +31,7 @@ def main() -> None:
     """Runs the benchmark."""
     options = common.parser(__doc__.splitlines()[0], repetitions=3)
     options.add_argument("--python", default=sys.executable, help="Python with stable-baselines3 (this one)")
+    options.add_argument("--no-sb3", action="store_true", help="without Stable-Baselines3")
     options.add_argument("--learner", default="ppo", choices=("ppo", "trpo"))
     options.add_argument("--seeds", type=int, default=8)
     options.add_argument("--spikes", type=float, nargs="+", default=[3.0, 10.0, 30.0], help="factors (%(default)s)")
@@ -46,8 +47,8 @@ def main() -> None:
         for processes, threads in sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
         for envs in (1, ENVS)
     }
-    if arguments.quick:
-        variants = dict(list(variants.items())[:1])
+    if arguments.quick or arguments.no_sb3:
+        variants = {} if arguments.no_sb3 else dict(list(variants.items())[:1])
     simulations = len(grid.seeds) * len(grid.conditions) * ENVS
     candidates = {AUDIT: audit, SIMULATOR: functools.partial(simulate, simulations)} | {
         name: functools.partial(
@@ -64,18 +65,21 @@ def main() -> None:
     rates = {name: work[name] / timing.median for name, timing in timings.items()}
     rows = [(name, t.rate(work[name]), f"{rates[AUDIT] / rates[name]:.2f}") for name, t in timings.items()]
     rows.insert(1, ("jaxaudit, shared prefix counted for every lane", timings[AUDIT].rate(whole), ""))
-    best = max(variants, key=rates.__getitem__)
-    fastest = max((name for name, (processes, *_) in variants.items() if processes == 1), key=rates.__getitem__)
     markdown = common.table(("", "env steps/s: median (lowest - highest)", "jaxaudit is x times as fast"), rows)
     markdown += (
         f"\n\naudit: {len(grid.seeds)} seeds x {len(grid.conditions)} conditions, {grid.steps} iterations, "
         f"{computed:,} env steps computed; compiled in {compile_seconds:.0f} s, not counted above"
-        f"\nbest of Stable-Baselines3: {best}; ratio {rates[AUDIT] / rates[best]:.2f}, "
-        f"prefix counted for every lane {rates[AUDIT] / rates[best] * whole / computed:.2f}"
-        f"\nbest single process: {fastest}; ratio {rates[AUDIT] / rates[fastest]:.2f}, "
-        f"prefix counted for every lane {rates[AUDIT] / rates[fastest] * whole / computed:.2f}; "
-        f"C MuJoCo alone {rates[SIMULATOR] / rates[fastest]:.2f}"
     )
+    best = max(variants, key=rates.__getitem__, default=None)
+    if best:
+        fastest = max((name for name, (processes, *_) in variants.items() if processes == 1), key=rates.__getitem__)
+        markdown += (
+            f"\nbest of Stable-Baselines3: {best}; ratio {rates[AUDIT] / rates[best]:.2f}, "
+            f"prefix counted for every lane {rates[AUDIT] / rates[best] * whole / computed:.2f}"
+            f"\nbest single process: {fastest}; ratio {rates[AUDIT] / rates[fastest]:.2f}, "
+            f"prefix counted for every lane {rates[AUDIT] / rates[fastest] * whole / computed:.2f}; "
+            f"C MuJoCo alone {rates[SIMULATOR] / rates[fastest]:.2f}"
+        )
     numbers = {
         "seconds": timings,
         "env_steps": work,
@@ -88,7 +92,7 @@ def main() -> None:
 def build(arguments):
     """The grid, a call that runs all of it, and the seconds its compilation took."""
     import jaxaudit as ja
-    from jaxaudit import grid
+    from jaxaudit import grid, whole
     from jaxaudit.program import compiled
 
     learner = getattr(ja.learners, arguments.learner)(common.TASK, evaluations=0)
@@ -97,7 +101,7 @@ def build(arguments):
     # The baseline goes on past the onset by the share that 50 steps are of a run of 489, a million env steps.
     tail = round(arguments.steps * 50 / 489)
     plan = grid.plan(learner, [spike], seeds=arguments.seeds, steps=arguments.steps, tail=tail)
-    data = grid.inputs(plan)
+    data = whole.inputs(plan)
     begun = time.perf_counter()
     program = compiled(plan.program).lower(data).compile()
     compile_seconds = time.perf_counter() - begun

@@ -3,7 +3,8 @@
     python experiments/detection/closed_loop.py ppo runs/ppo-clean -o OUT
     python experiments/detection/closed_loop.py gpt2 runs/gpt2-clean -o OUT
 
-The monitor is fitted to half of the clean run's lanes and calibrated on the others; trained are other seeds.
+The monitor, the default chart or `--model lru`, is fitted to half of the clean run's lanes and calibrated on the
+others; trained are other seeds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import xarray as xr
 
 import jaxaudit as ja
 from jaxaudit.cli import prepare_jax
+from jaxaudit.metastate.monitor import DEFAULT
 from jaxaudit.metrics import MetricSettings
 
 ONSET = 0.4
@@ -50,10 +52,11 @@ def main() -> None:
     options.add_argument("clean", type=Path, help="the folder of its clean run's, experiments/detection/*-clean.toml")
     options.add_argument("-o", dest="out", type=Path, required=True, help="folder of the results")
     options.add_argument("--seeds", type=int, default=16, help="(%(default)s)")
+    options.add_argument("--model", default=DEFAULT, help="what the monitor scores by (%(default)s)")
     arguments = options.parse_args()
     prepare_jax()
     clean = xr.open_zarr(arguments.clean / "telemetry.zarr").load()
-    monitor = ja.Monitor.fit(clean.isel(condition=0), model="lru")
+    monitor = ja.Monitor.fit(clean.isel(condition=0), model=arguments.model)
     grid = []
     for disturb in DISTURBANCES[arguments.learner]:
         grid += [disturb, *(ja.chain(disturb, intervene) for intervene in INTERVENTIONS)]

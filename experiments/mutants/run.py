@@ -1,12 +1,16 @@
 """How many small faults the tests notice: a seeded sample of mutants, each against the tests that import its module.
 
-    python run.py OUT.csv [--mutants 120] [--seed 0] [--workers 2] [--limit 900] [--only GLOB]
+    python run.py OUT.csv [--mutants 120] [--seed 0] [--workers 2] [--limit 3600] [--only GLOB]
 
 A mutant is the package with one expression changed: a sign, an operator, a comparison, a constant, a condition, an
 argument that is left out. Each is made in a copy of the repository, so that nothing here changes, and is killed if a
 test fails or does not end within the limit. Columns: module, line, what, before, after, outcome, tests, seconds. What
 survives is to be read by a person: either a test is missing, or the mutant does the same. Stopped, the same command
 goes on after the last in OUT.csv.
+
+A module that no test imports is put to the tests of those that import it. Where the tests have run here before, copies
+begin with what they compiled (`.pytest_cache/xla`): XLA then works only on what a mutant changes. Without it the
+outcomes are the same, some hours later.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import ast
 import copy
 import csv
 import fnmatch
+import functools
 import os
 import random
 import shutil
@@ -29,6 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from conftest import LONG  # noqa: E402
+
 WHERE = (
     "jaxaudit/learners/*.py",
     "kernels/*.py",
@@ -129,28 +138,51 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
             yield Mutant(str(path.relative_to(ROOT)), node.lineno, what, before, after, source)
 
 
-def tests_of(module: str) -> list[str]:
-    """The test files that import a module, or what `jaxaudit` itself has from it."""
+def named(module: str) -> str:
+    """How a file of the package is imported."""
     dotted = module.removesuffix(".py").replace("/", ".")
-    dotted = f"jaxaudit.{dotted}" if dotted.startswith("kernels") else dotted
-    exported = set()
-    for node in ast.walk(ast.parse((ROOT / module).read_text())):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            exported.add(node.name)
-    found = []
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
-        tree = ast.parse(path.read_text())
-        imports = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
-        imports |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-        used = {
-            n.attr
-            for n in ast.walk(tree)
-            if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name | ast.Attribute)
-            and ast.unparse(n.value) in ("ja", "ja.learners", "ja.metrics", "ja.statistics")
-        }  # fmt: skip
-        if dotted in imports or used & exported:
-            found.append(str(path.relative_to(ROOT)))
-    return found
+    return f"jaxaudit.{dotted}" if dotted.startswith("kernels") else dotted
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """A file's syntax tree, flat."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
+    """The modules that a file imports, and the names it imports from them, dotted."""
+    found = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom) and node.module]
+    return frozenset({n.module for n in found} | {f"{n.module}.{a.name}" for n in found for a in n.names})
+
+
+@functools.cache
+def attributes_of(path: Path) -> frozenset[tuple[str, str]]:
+    """Every `a.b.name` of a file as ("b", "name")."""
+    found = (node for node in nodes_of(path) if isinstance(node, ast.Attribute))
+    return frozenset((ast.unparse(node.value).rsplit(".")[-1], node.attr) for node in found)
+
+
+@functools.cache
+def tests_of(module: str) -> tuple[str, ...]:
+    """The test files that import a module or its names from a package: those named after it first, the long last.
+
+    Where there is none, those of the modules that import it.
+    """
+    exported = {node.name for node in nodes_of(ROOT / module) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    parents = [named(module).rsplit(".", depth)[0] for depth in range(1, named(module).count(".") + 1)]
+    wanted = {named(module)} | {f"{parent}.{name}" for parent in parents for name in exported}
+    used = {(alias, name) for alias in ("ja", *(p.rsplit(".")[-1] for p in parents)) for name in exported}
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    found = [p.stem.removeprefix("test_") for p in files if wanted & imports_of(p) or used & attributes_of(p)]
+    if not found:
+        above = [str(p.relative_to(ROOT)) for p in ROOT.glob("jaxaudit/**/*.py") if named(module) in imports_of(p)]
+        found = [Path(test).stem.removeprefix("test_") for other in above for test in tests_of(other)]
+    stem, package = Path(module).stem, Path(module).parent.name.removesuffix("s")
+    long = {name: place for place, name in enumerate(reversed(LONG), 1)}
+    order = sorted(set(found), key=lambda name: (stem not in name, package not in name, long.get(name, 0), name))
+    return tuple(f"tests/test_{name}.py" for name in order)
 
 
 class Copies:
@@ -160,12 +192,13 @@ class Copies:
         self._free = []
         for number in range(workers):
             folder = place / str(number)
-            ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".pytest_cache", "*.egg-info", "__pycache__")
-            shutil.copytree(ROOT, folder, ignore=ignored)
+            shutil.copytree(ROOT, folder, ignore=_left)
             (folder / "jaxaudit" / "kernels").symlink_to(folder / "kernels")
+            if (compiled := ROOT / ".pytest_cache" / "xla").exists():
+                shutil.copytree(compiled, folder / ".pytest_cache" / "xla")
             self._free.append(folder)
 
-    def judge(self, mutant: Mutant, limit: float) -> tuple[str, list[str], float]:
+    def judge(self, mutant: Mutant, limit: float) -> tuple[str, tuple[str, ...], float]:
         """What becomes of a mutant, the tests it was put to, and the seconds that took."""
         folder, tests = self._free.pop(), tests_of(mutant.path)
         original = (folder / mutant.path).read_text()
@@ -178,7 +211,13 @@ class Copies:
             self._free.append(folder)
 
 
-def _tested(folder: Path, tests: list[str], limit: float) -> str:
+def _left(folder: str, names: list[str]) -> set[str]:
+    """What a copy does without: what is not of the repository, and links, `jaxaudit/kernels` above all."""
+    patterns = shutil.ignore_patterns(".git", ".venv", "runs", ".pytest_cache", "*.egg-info", "__pycache__")
+    return patterns(folder, names) | {name for name in names if Path(folder, name).is_symlink()}
+
+
+def _tested(folder: Path, tests: tuple[str, ...], limit: float) -> str:
     if not tests:
         return "no tests"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
@@ -197,7 +236,7 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds for the tests of one")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the tests of one")
     parser.add_argument("--only", default="*", help="files, e.g. 'kernels/*'")
     given = parser.parse_args()
     files = sorted({p for pattern in WHERE for p in ROOT.glob(pattern)})
@@ -211,7 +250,7 @@ def main() -> None:
             rows.writerow(("module", "line", "what", "before", "after", "outcome", "tests", "seconds"))
         judged_already = max(before - 1, 0)
 
-        def judged(mutant: Mutant) -> tuple[Mutant, str, list[str], float]:
+        def judged(mutant: Mutant) -> tuple[Mutant, str, tuple[str, ...], float]:
             return mutant, *copies.judge(mutant, given.limit)
 
         with ThreadPoolExecutor(given.workers) as pool:
