@@ -17,6 +17,7 @@ from jaxaudit.learner import Learner
 from jaxaudit.learners.dialogue import settings as settings_module
 from jaxaudit.learners.dialogue.learner import DialogueLearner
 from jaxaudit.learners.dialogue.presets import PRESETS
+from jaxaudit.learners.dialogue.remarks import of_the_beginning
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.state import DialogueData
 from jaxaudit.models import gpt2_checkpoint
@@ -80,6 +81,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         data=data,
         init_reads_data=True,
         provenance=provenance,
+        remarks=functools.partial(of_the_beginning, compares=settings.compares),
     )
 
 

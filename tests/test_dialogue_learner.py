@@ -1,0 +1,167 @@
+"""Learners on dialogues as a whole: what they learn, what they leave alone, and that a lane is what its seed says."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxaudit as ja
+from jaxaudit.dialogues.protocol import NOTHING, OWN, TOOL
+from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
+from jaxaudit.models import gpt2
+from jaxaudit.taps import Taps
+
+LOWER, HIGHER, BEGIN = 4, 5, 6
+
+
+@dataclass(frozen=True)
+class Guess(ja.Dialogue):
+    """Guess a number from 0 to 3 in two tries, told once whether it is higher or lower."""
+
+    vocabulary, length, reply_length = 7, 4, 1
+    result_tokens, result_error = (LOWER, HIGHER), (BEGIN,)
+
+    def reset(self, key, difficulty):
+        return (jax.random.randint(key, (), 0, 4), jnp.bool_(False)), self.prompt([BEGIN])
+
+    def respond(self, state, token):
+        secret, _ = state
+        hint = self.result(jnp.where(secret > token, HIGHER, LOWER)[None])
+        found = token == secret
+        return (secret, found), self.choose(found, self.end(), self.choose(token < 4, hint, self.own()))
+
+    def reward(self, state):
+        return {"gold": state[1].astype(jnp.float32)}
+
+
+@dataclass(frozen=True)
+class Constant(ja.Dialogue):
+    """One token, whatever it is, earns one half."""
+
+    vocabulary, length, reply_length = 3, 3, 1
+
+    def reset(self, key, difficulty):
+        return jnp.int32(0), self.prompt([0])
+
+    def respond(self, state, token):
+        return state + 1, self.choose(state >= 1, self.end(), self.own())
+
+    def reward(self, state):
+        return {"gold": jnp.float32(0.5)}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 1, 2))
+
+
+FEW = {"size": "tiny", "prompts": 8, "group_size": 8, "epochs": 1, "warm_start": 0, "telemetry": "basic"}
+
+
+def learner(preset="grpo", dialogue=None, **settings):
+    return getattr(ja.learners, preset)(dialogue or Guess(), **FEW | settings)
+
+
+def trained(one, steps, seeds=2):
+    """Telemetry of lanes trained alone, and their last states."""
+
+    def lane(key):
+        def step(state, t):
+            return one.step(state, jax.random.fold_in(key, t), Taps(t, steps, data=one.data))
+
+        return jax.lax.scan(step, one.begin(key, one.data), jnp.arange(steps))
+
+    state, telemetry = jax.jit(jax.vmap(lane))(jax.random.split(jax.random.key(0), seeds))
+    return {name: np.asarray(x) for name, x in telemetry.items()}, state
+
+
+@pytest.fixture(scope="module")
+def audited():
+    """A grid with a neutral lane, a disturbed one, and one whose tool lies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 1, 2))
+        conditions = [ja.tool_error(ja.sweep(0.0, 1.0), onset=10), ja.lr_spike(30.0, onset=10, duration=5)]
+        return ja.audit(learner(learning_rate=3e-2), conditions, seeds=2, steps=50).telemetry
+
+
+def test_it_learns_to_guess_better_than_chance(audited):
+    """Blind guesses find one of four in two tries with 7/16; who uses the hint, with 3/4."""
+    control = audited.performance.values[:, 0]
+    assert control[:, :2].mean() < 0.6
+    assert control[:, -10:].mean() > 0.7
+
+
+def test_a_neutral_lane_is_bitwise_the_control_and_others_are_not(audited):
+    for name in audited.data_vars:
+        values = audited[name].values
+        assert np.array_equal(values[:, 0], values[:, 1], equal_nan=True), name
+    after = audited.performance.values[:, :, 11:]
+    for condition in (2, 3):
+        assert not np.array_equal(after[:, 0], after[:, condition])
+
+
+def test_a_tool_that_fails_harms_acting_at_once(audited):
+    acting = audited.acting_performance.values[:, :, 10:16].mean(axis=(0, 2))
+    assert acting[2] < acting[0] - 0.05
+
+
+def test_at_rate_zero_sampler_and_trainer_agree_for_fifty_iterations():
+    settings = settings_of("grpo")(**FEW, learning_rate=0.0)
+    made = _made(structure_of(Guess()), settings.structure)
+    one = learner(learning_rate=0.0)
+    told, state = trained(one, 50)
+    assert np.ptp(told["params_norm"], axis=1).max() == 0
+    assert np.abs(told["performance"] - told["performance"][:, :1]).max() == 0
+
+    def gap(params, key):
+        rows = made.collector.undisturbed(params, None, one.data.dialogue or Guess(), one.data.numbers, key, 256)
+        again = made.policy.log_probabilities(params, None, rows, one.data.numbers.temperature)[0]
+        return jnp.max(jnp.where(rows.own, jnp.abs(again - rows.log_probability), 0.0)), rows
+
+    found, rows = jax.jit(jax.vmap(gap))(state.policy.params, jax.random.split(jax.random.key(7), 2))
+    assert float(found.max()) < 1e-5
+    roles, tokens = np.asarray(rows.role), np.asarray(rows.tokens)
+    assert set(np.unique(tokens[roles == TOOL])) == {LOWER, HIGHER}
+    assert (roles == OWN).any()
+    assert (np.asarray(rows.log_probability)[roles != OWN] == 0).all()
+
+
+def test_tokens_are_drawn_with_the_policys_probabilities():
+    """The first own token over many rows, against the softmax of the full forward pass."""
+    from scipy import stats
+
+    one = learner()
+    made = _made(structure_of(Guess()), settings_of("grpo")(**FEW).structure)
+    params = jax.tree.map(lambda x: 8.0 * x, made.policy.init(jax.random.key(3)))
+    rows = jax.jit(lambda key: made.collector.undisturbed(params, None, Guess(), one.data.numbers, key, 4096))(
+        jax.random.key(5)
+    )
+    hidden = made.policy.hidden(params, None, jax.tree.map(lambda x: x[:1], rows))[0, 0]
+    wanted = np.asarray(jax.nn.softmax(gpt2.logits(params, hidden)), np.float64)
+    counts = np.bincount(np.asarray(rows.tokens)[:, 1], minlength=Guess.vocabulary)
+    assert wanted.max() > 1.5 / Guess.vocabulary
+    assert stats.chisquare(counts, 4096 * wanted / wanted.sum()).pvalue > 1e-3
+
+
+def test_a_value_model_on_a_constant_reward_converges_to_it():
+    one = learner("ppo_lm", Constant(), critic_warm_start=0, kl="none", kl_coefficient=0.0, learning_rate=0.0)
+    _, state = trained(one, 60)
+    made = _made(structure_of(Constant()), settings_of("ppo_lm")(**FEW, critic_warm_start=0, kl="none").structure)
+    numbers = one.data.numbers
+
+    def values(params, critic):
+        rows = made.collector.undisturbed(params, None, Constant(), numbers, jax.random.key(1), 16)
+        return made.critic.values(critic, None, rows), rows.own
+
+    found, own = jax.jit(jax.vmap(values))(state.policy.params, state.critic.params)
+    assert np.abs(np.asarray(found)[np.asarray(own)] - 0.5).max() < 0.05
+
+
+def test_other_numbers_compile_nothing():
+    one, other = learner(), learner(learning_rate=1e-2, clip_high=0.3, temperature=0.9, kl_coefficient=0.2)
+    assert one == other
+    assert one.without_data == other.without_data
+    assert learner(epochs=2) != one
+    assert NOTHING < 0
