@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit.learners.rollout import Samples
-from jaxaudit.learners.trpo import TRPO, TRPOSettings
+from jaxaudit.learners.trpo import TRPO, TRPOSettings, _root_mean_square_norm
 from jaxaudit.learners.trust_region import line_search
 from jaxaudit.perturbations.kinds import stateless
 from jaxaudit.taps import Taps
@@ -208,6 +209,20 @@ def test_the_line_search_takes_the_first_step_within_the_trust_region(search, po
     assert float(found.gain) == pytest.approx(gain, rel=1e-3)
     np.testing.assert_allclose(flat64(found.params), flat64(candidate), rtol=1e-5, atol=1e-6)
     assert reference_divergence(policy, found.params, batch.observation) <= DELTA * (1 + 1e-4)
+
+
+def test_norms_by_layer_are_root_mean_squares(params, batch):
+    """Over minibatches; the critic's of its first epoch, here of one minibatch."""
+    chosen = {"num_envs": 2, "rollout_length": SAMPLES // 2, "minibatch_size": SAMPLES, "hidden": (WIDTH,)}
+    agent, critic = TRPO(Wide(None, False), 16, TRPOSettings(**chosen, critic_epochs=2)), params["critic"]
+    optimizer = agent.optimizer.init(critic)
+    samples = jax.tree.map(lambda x: x.reshape(SAMPLES // 2, 2, *x.shape[1:]), batch)
+    *_, norms = jax.jit(lambda c: agent.fit_critic(c, optimizer, samples, jax.random.key(0), Taps(0, 1)))(critic)
+    gradient = jax.jit(jax.grad(agent.value_loss))(critic, batch)
+    chex.assert_trees_all_close(norms, jax.tree.map(lambda g: np.sqrt((g**2).sum()), gradient), rtol=1e-4)
+    several = np.random.default_rng(0).normal(size=(5, 3, 2))
+    expected = np.sqrt((several**2).sum((1, 2)).mean())
+    assert float(_root_mean_square_norm(jnp.asarray(several))) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("most", "accepted"), [(2, False), (3, True), (4, True)])
