@@ -82,28 +82,32 @@ def audited():
     """A grid with a neutral lane, a disturbed one, and one whose tool lies."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 1, 2))
-        conditions = [ja.tool_error(ja.sweep(0.0, 1.0), onset=10), ja.lr_spike(30.0, onset=10, duration=5)]
-        return ja.audit(learner(learning_rate=3e-2), conditions, seeds=2, steps=50).telemetry
+        conditions = [ja.tool_error(ja.sweep(0.0, 1.0), onset=100), ja.lr_spike(30.0, onset=100, duration=5)]
+        return ja.audit(
+            learner(learning_rate=5e-3, kl="none", kl_coefficient=0.0), conditions, seeds=2, steps=120
+        ).telemetry
 
 
 def test_it_learns_to_guess_better_than_chance(audited):
     """Blind guesses find one of four in two tries with 7/16; who uses the hint, with 3/4."""
     control = audited.performance.values[:, 0]
-    assert control[:, :2].mean() < 0.6
-    assert control[:, -10:].mean() > 0.7
+    assert control[:, :2].mean() < 0.55
+    assert control[:, -10:].mean() > 0.6
 
 
 def test_a_neutral_lane_is_bitwise_the_control_and_others_are_not(audited):
-    for name in audited.data_vars:
+    told = [name for name in audited.data_vars if audited[name].dims[:2] == ("seed", "condition")]
+    assert {"performance", "entropy", "x_grad"} <= set(told)
+    for name in told:
         values = audited[name].values
         assert np.array_equal(values[:, 0], values[:, 1], equal_nan=True), name
-    after = audited.performance.values[:, :, 11:]
+    after = audited.performance.values[:, :, 101:]
     for condition in (2, 3):
         assert not np.array_equal(after[:, 0], after[:, condition])
 
 
 def test_a_tool_that_fails_harms_acting_at_once(audited):
-    acting = audited.acting_performance.values[:, :, 10:16].mean(axis=(0, 2))
+    acting = audited.acting_performance.values[:, :, 100:110].mean(axis=(0, 2))
     assert acting[2] < acting[0] - 0.05
 
 
@@ -148,7 +152,10 @@ def test_tokens_are_drawn_with_the_policys_probabilities():
 def test_a_value_model_on_a_constant_reward_converges_to_it():
     one = learner("ppo_lm", Constant(), critic_warm_start=0, kl="none", kl_coefficient=0.0, learning_rate=0.0)
     _, state = trained(one, 60)
-    made = _made(structure_of(Constant()), settings_of("ppo_lm")(**FEW, critic_warm_start=0, kl="none").structure)
+    made = _made(
+        structure_of(Constant()),
+        settings_of("ppo_lm")(**FEW, critic_warm_start=0, kl="none", kl_coefficient=0.0).structure,
+    )
     numbers = one.data.numbers
 
     def values(params, critic):
