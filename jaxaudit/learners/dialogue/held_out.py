@@ -44,7 +44,7 @@ def measure(
       numbers: the settings that are data.
       experience: the iteration's, which a critic's errors are compared with.
     """
-    settings, key = collector.settings, jax.random.key(KEY)
+    settings, key, dialogue = collector.settings, jax.random.key(KEY), dialogue.held_out()
     count = settings.performance_rows
     if settings.telemetry == "basic":
         rows = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, count)
