@@ -202,7 +202,7 @@ def test_pairs_that_a_reward_model_orders_right():
 RUN = """
 [audit]
 seeds = 4
-steps = 6
+steps = 8
 telemetry = "basic"
 [task]
 kind = "dialogue"
@@ -220,12 +220,12 @@ performance_rows = 4
 performance_every = 2
 warm_start = 0
 [metrics]
-window = 1
-hold = 1
-horizon = 1
+window = 2
+hold = 2
+horizon = 2
 [[perturbation]]
 kind = "verifier_flip"
-onset = 3
+onset = 6
 duration = 2
 """
 
