@@ -243,4 +243,4 @@ def test_a_run_is_stored_with_its_strata_and_a_monitor_takes_it(tmp_path, here):
     assert (control["entropy"].sel(stratum="all") > 0).all()
     assert np.isfinite(control["x_grad"].values).all()
     monitor = ja.Monitor.fit(control)
-    assert "entropy[all]" in list(monitor.channels)
+    assert "entropy[all]" in monitor.expectation.channels.names
