@@ -120,7 +120,7 @@ SPECS = {
     ),
     # The checkpoint.
     "a checkpoint that is not there": (learner('checkpoint = "nowhere"'), "nowhere: there is no such file"),
-    "a checkpoint of other tokens": (learner('checkpoint = "checkpoint"'), "tensor 'transformer.wpe.weight' has shape [16, 64]"),
+    "a checkpoint of other tokens": (learner('checkpoint = "checkpoint"'), "wpe.weight' has shape [16, 64]"),
     # Disturbances.
     "a tool that is not there": (
         (f'name = "hop"\n[learner]\n{LEARNER}\n{PERTURBATION}',
