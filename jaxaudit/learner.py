@@ -153,6 +153,7 @@ class Learner:
         the same alone; programs do not depend on it.
       remarks: `remarks(telemetry) -> sentences` on what a user should know of how undisturbed lanes begin, from their
         channels `[lane, step, ...]`, float arrays by name; told by the runner after the first chunk, and in reports.
+      absent: for sites that it does not tap, and for what its taps do not give, why: the end of a sentence.
       shapes: of `data`.
     """
 
@@ -168,6 +169,7 @@ class Learner:
     init_reads_data: bool = False
     provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: Callable[[Mapping[str, np.ndarray]], Sequence[str]] | None = field(default=None, compare=False)
+    absent: Mapping[str, str] = field(default_factory=dict, compare=False)
     shapes: Shapes = field(init=False, repr=False)
 
     def __post_init__(self):

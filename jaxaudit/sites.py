@@ -31,6 +31,7 @@ class Recorder:
       values: for every site, the shapes and dtypes seen, by label.
       loose: for sites where no state can be kept, a sentence on why.
       lost: for sites that cannot be disturbed at all where they are tapped, a sentence on why.
+      absent: the learner's, on what is not there.
       carried: whether this place can keep a state.
       home: where it was made.
     """
@@ -44,6 +45,7 @@ class Recorder:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     loose: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
     carried: bool = True
     home: Any = field(default_factory=tracing.here)
 
@@ -99,7 +101,8 @@ class Recorder:
     def sites(self) -> Sites:
         """What was noted."""
         context = {site: frozenset(names) for site, names in self.context.items()}
-        return Sites(dict(self.paths), context, dict(self.values), self.loose, self.lost, dict(self.numbers))
+        numbers = dict(self.numbers)
+        return Sites(dict(self.paths), context, dict(self.values), self.loose, self.lost, numbers, self.absent)
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Sites:
 
     `values[site][label]` are the shapes that pass, and `loose[site]` and `lost[site]` say why no state can be kept
     there, or nothing disturbed; `numbers[site]` are the plain numbers that the tap offers, by name.
+    `absent` says of sites and context that are not there why.
     """
 
     paths: Mapping[str, tuple[str, ...]]
@@ -116,6 +120,7 @@ class Sites:
     loose: Mapping[str, str] = field(default_factory=dict)
     lost: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)
@@ -138,6 +143,7 @@ def _found(learner: Learner, steps: int | None) -> Sites:
 
 def trace(learner: Learner, recorder: Recorder) -> None:
     """Traces one step of a learner with `recorder` for its taps."""
+    recorder.absent = learner.absent
 
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
     def traced(state, key, index, data):

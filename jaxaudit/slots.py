@@ -22,25 +22,39 @@ def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
     name, site = kind.name, kind.site
     if site not in sites:
         known = ", ".join(sorted(sites)) or "none"
-        return f"perturbation '{name}' acts at site '{site}', which the learner does not tap; its sites: {known}"
+        why = f", for {sites.absent[site]}" if site in sites.absent else ""
+        return f"perturbation '{name}' acts at site '{site}', which the learner does not tap{why}; its sites: {known}"
     missing = sorted(set(kind.needs) - set(OFFERED) - sites.context[site])
     if missing:
+        why = "".join(f", for {sites.absent[what]}" for what in missing if what in sites.absent)
         return (
             f"perturbation '{name}' needs {', '.join(missing)} at site '{site}', "
-            "which the learner's tap there does not give"
+            f"which the learner's tap there does not give{why}"
         )
     if not sites.paths[site]:
         return f"perturbation '{name}' acts at site '{site}', where the learner has nothing to disturb"
     if reason := sites.lost.get(site) or (sites.loose.get(site) if kind.keeps_state else None):
         return f"perturbation '{name}' {reason}"
     if not any(matches(perturbation.target, path) for path in sites.paths[site]):
-        paths = ", ".join(sites.paths[site])
+        paths = _listed(sites.paths[site])
         return f"target {perturbation.target!r} of '{name}' is in none of the paths at site '{site}': {paths}"
     if kind.reach:
         low, high = kind.reach(sites.numbers[site])
         if beyond := [m for m in perturbation.magnitudes if m != kind.neutral and not low <= m <= high]:
             return f"magnitude {beyond[0]:g} of '{name}' is outside its range {low:g} to {high:g} for this learner"
     return None
+
+
+def _listed(paths: Sequence[str]) -> str:
+    """Paths in words; of many, how many begin with the same name."""
+    if len(paths) <= MOST_LISTED:
+        return ", ".join(paths)
+    groups = Counter(path.partition("/")[0] for path in paths)
+    return ", ".join(f"{name}/... ({count} paths)" if count > 1 else name for name, count in groups.items())
+
+
+MOST_LISTED = 24
+"""Paths that a sentence names one by one."""
 
 
 def slots_of(unrolled: Sequence[Condition]) -> tuple[Slot, ...]:

@@ -1,11 +1,11 @@
 import errno
-import hashlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from refusals import contents, refusal
 from small_runs import header
 
 from jaxaudit import cli, registry
@@ -29,29 +29,6 @@ def _workplace(tmp_path, monkeypatch):
     """An empty current folder, and a JAX left as the other tests want it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "prepare_jax", lambda: None)
-
-
-def contents(folder: Path) -> dict[str, str]:
-    """Every path below a folder, with what it holds."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-        for path in sorted(folder.rglob("*"))
-    }
-
-
-def refusal(capsys, *argv: str) -> str:
-    """The sentence of a command that fails by the user's fault and leaves everything as it was."""
-    before = contents(Path.cwd())
-    code = cli.main(argv)
-    out, err = capsys.readouterr()
-    assert code == 2, err
-    assert out == ""
-    assert err.startswith("jaxaudit: ")
-    assert err.endswith("\n")
-    assert len(err.splitlines()) == 1
-    assert "Traceback" not in err
-    assert contents(Path.cwd()) == before
-    return err
 
 
 SPECS = {

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from refusals import refusal
 from server import Server
 from small_runs import header
-from test_cli import refusal
 
 import jaxaudit as ja
 from jaxaudit import cli

@@ -33,6 +33,9 @@ from flax import struct
 OWN, PROMPT, TOOL, END = range(4)
 """Who writes a slot's token: the policy, the prompt, a tool's result; or nobody, for the dialogue is over."""
 
+ROLES = ("own", "prompt", "tool", "end")
+"""The same in words."""
+
 GOLD = "gold"
 """The reward that says what a row is worth, from 0 to 1."""
 

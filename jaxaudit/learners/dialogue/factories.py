@@ -82,6 +82,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         init_reads_data=True,
         provenance=provenance,
         remarks=functools.partial(of_the_beginning, compares=settings.compares),
+        absent=absent(dialogue, settings),
     )
 
 
@@ -91,6 +92,29 @@ def check_fits(dialogue: Dialogue, settings: DialogueSettings) -> None:
         raise ValueError(f"top_k must be below the vocabulary's {dialogue.vocabulary} tokens, not {settings.top_k}")
     if settings.overlong_buffer and dialogue.length <= dialogue.prompt_length + 1:
         raise ValueError(f"overlong_buffer is of rows with several own tokens, and a row has {dialogue.length} slots")
+
+
+def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
+    """Why there are no such sites, and why taps do not give such context."""
+    preference = settings.objective == "preference"
+    objective = "a preference objective" if preference else f"advantage '{settings.advantage}'"
+    found = {
+        "ends": "a row has one reward, when it is over",
+        "td_error": "the reward is a row's, not a transition's",
+        "label_smoothing": "the policy's tokens are no labels",
+        "tokens": "rows are written by the policy: see prompt_corruption and tool_corruption",
+    }
+    if not dialogue.result_tokens:
+        found["tool_result"] = "the dialogue has no tool"
+    if settings.reward == "gold":
+        found["reward_model"] = "reward is 'gold'"
+    if settings.kl == "none":
+        found["kl_coefficient"] = "kl is 'none'"
+    if not settings.parts.critic:
+        found["gae_lambda"] = f"{objective} has no critic"
+    if preference:
+        found |= dict.fromkeys(("advantage", "ratio_clip"), "a preference objective has none")
+    return found
 
 
 def structure_of(dialogue: Dialogue) -> Dialogue:

@@ -87,8 +87,8 @@ class Parts:
         )
         yield (
             self.correction != "none" and self.old == "sampled",
-            f"correction = {self.correction!r} weighs by recomputed over sampled probabilities, so old must be "
-            "'recomputed', not 'sampled'",
+            f"correction = {self.correction!r} weighs by recomputed over sampled probabilities, so "
+            "old_log_probability must be 'recomputed', not 'sampled'",
         )
         yield (
             self.correction_level == "geometric" and self.correction != "mis",

@@ -37,6 +37,10 @@ class Numbers:
     warm_start_learning_rate: Any
 
 
+REWARDS = ("gold", "learned")
+"""What a learner may see of a row's worth: what the verifier says, or a reward model that is learned."""
+
+
 @dataclass(frozen=True)
 class DialogueSettings:
     """The settings of all presets; a preset is another choice of defaults.
@@ -140,7 +144,7 @@ class DialogueSettings:
     overlong_buffer: float = number(0.0)
     mask_truncated: bool = False
     online: bool = False
-    reward: Literal["gold", "learned"] = "gold"
+    reward: str = "gold"
     reward_model_warm_start: int = 200
     warm_start: int = 300
     warm_start_rows: int = 64
@@ -167,8 +171,12 @@ class DialogueSettings:
             size=tuple(gpt2.SIZES),
             precision=("float32", "bfloat16"),
             old_log_probability=("recomputed", "sampled"),
-            reward=("gold", "learned"),
         )
+        if self.reward not in REWARDS:
+            raise ValueError(
+                f"reward must be {' or '.join(map(repr, REWARDS))}, not {self.reward!r}: a reward in Python is that of "
+                'a dialogue of one\'s own, registered by register("dialogue", name)'
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
         self._divided("minibatches", self.minibatches, self.units, self._units)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from jaxaudit.dialogues.protocol import ROLES
 from jaxaudit.learner import ACTING, PERFORMANCE, Channel
 from jaxaudit.learners.dialogue.telemetry.policy import ESTIMATORS
 from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
@@ -157,6 +158,7 @@ class Extent:
       shown: held-out rows that are stored.
       slots: T.
       every: cadence of what is measured on held-out rows, steps.
+      words: a legible name for each token; () for numbers.
     """
 
     members: int
@@ -165,6 +167,7 @@ class Extent:
     layers: tuple[str, ...] = ()
     shown: int = 2
     every: int = 1
+    words: tuple[str, ...] = ()
 
 
 def channels(telemetry: str, features: Collection[str], extent: Extent) -> dict[str, Channel]:
@@ -182,12 +185,14 @@ def channels(telemetry: str, features: Collection[str], extent: Extent) -> dict[
     if unknown:
         raise ValueError(f"features are of {', '.join(FEATURES)}, not '{unknown[0]}'")
     labels = _labels(telemetry, "tools" in features, extent)
+    words = {"shown_token": extent.words, "shown_role": ROLES}
     found = {}
     for name, entry in TABLE.items():
         wanted = (telemetry == "full" or entry.basic) and (not entry.needs or entry.needs in features)
         if wanted and all(labels[dim] for dim in entry.dims):
             dims = tuple((dim, tuple(labels[dim])) for dim in entry.dims)
-            found[name] = Channel(dims, entry.dtype, extent.every if entry.held_out else 1, entry.monitored)
+            every = extent.every if entry.held_out else 1
+            found[name] = Channel(dims, entry.dtype, every, entry.monitored, words.get(name, ()))
     return found
 
 

@@ -27,6 +27,7 @@ def channels_of(dialogue: Dialogue, settings: DialogueSettings, policy: Network)
         layers=groups_of(jax.eval_shape(policy.init, jax.random.key(0))),
         shown=min(SHOWN, settings.performance_rows),
         every=settings.performance_every,
+        words=dialogue.words,
     )
     return channels(settings.telemetry, features_of(dialogue, settings, bool(parts)), extent)
 
