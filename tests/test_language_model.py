@@ -275,7 +275,7 @@ def test_learners_that_begin_with_checkpoints_share_a_program(made, corpus, tmp_
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"size": "huge"}, "size must be nano, mini, 124m, 355m, 774m.*, not 'huge'"),
+        ({"size": "huge"}, "size must be micro, nano, mini, 124m, 355m, 774m.*, not 'huge'"),
         ({"positions": 8}, "positions must be at least the context, 16, not 8"),
         ({"accumulation": 3}, "accumulation 3 does not divide the batch_size 8"),
         ({"context": 10**6}, "the corpus has [0-9,]+ tokens to train on, and one batch has 8,000,001"),

@@ -39,7 +39,6 @@ STRONG = {
     "clip_failure": 0.01,
     "reward_flip": 0.5,
     "lr_schedule_error": 0.4,
-    "ratio_clip_failure": 0.001,
     "observation_stuck": 0.7,
     "action_stuck": 1.0,
     "distribution_drift": 1.0,
