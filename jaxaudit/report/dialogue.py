@@ -61,7 +61,7 @@ def sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
 
 def _rows(run: Run, groups: Sequence[Panel]) -> list[Block]:
     control = next((line for panel in groups for line in panel.lines if line.key == CONTROL_KEY), None)
-    conditions: list[tuple[str, Line, int]] = [("control", control, 0)] if control and groups else []
+    conditions: list[tuple[str, Line, int]] = [("control", control, groups[0].onset)] if control else []
     for panel in groups:
         conditions += [(run.conditions["condition"][line.index], line, panel.onset) for line in panel.disturbed]
     blocks = [block for each in conditions if (block := _moments(run, *each)) is not None]
