@@ -187,7 +187,10 @@ def test_the_first_signal_is_found_where_it_was_planted(stored):
     assert planted.lead == np.median(times - ONSET - 7)
     assert "layer_gradient_norm[0]" not in mine.index  # it never moves
     assert not any(name.startswith("shown_") for name in mine.index)
-    assert len(earliest(found, 2)) == 2 * found.condition.nunique()
+    first = earliest(found, 2)
+    assert len(first) == 2 * found.condition.nunique()
+    assert list(first.condition.unique()) == list(found.condition.unique())
+    assert not any(rows.channel.str.partition("[")[0].duplicated().any() for _, rows in first.groupby("condition"))
 
 
 def test_limits_are_of_each_control_against_the_others(stored):

@@ -96,6 +96,12 @@ def _rows(label: str, names: list[str], scores: np.ndarray, times: np.ndarray, o
 
 
 def earliest(signals: pd.DataFrame, most: int) -> pd.DataFrame:
-    """The first channels of each condition, at most `most`: those that warn in most seeds, of these the earliest."""
+    """The first channels of each condition, at most `most`: those that warn in most seeds, of these the earliest.
+
+    Of a vector's entries the first alone.
+    """
     order = signals.sort_values(["warned", "after_onset", "score"], ascending=[False, True, False], kind="stable")
-    return order.groupby("condition", sort=False).head(most).sort_values("condition", kind="stable")
+    order = order[~order.assign(vector=order["channel"].str.partition("[")[0]).duplicated(["condition", "vector"])]
+    first = order.groupby("condition", sort=False).head(most)
+    place = {condition: number for number, condition in enumerate(signals["condition"].unique())}
+    return first.sort_values("condition", key=lambda names: names.map(place), kind="stable")

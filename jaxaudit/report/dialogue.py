@@ -23,6 +23,9 @@ PROBABILITIES = (0.9, 0.5, 0.1, 0.01)
 OPEN = 12
 """Conditions whose rows stand on the page as it opens; those of more are to be unfolded."""
 
+ROUNDING = 1e-9
+"""Smaller values are rounding errors: of a divergence of two computations of the same probabilities."""
+
 CHANNELS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
     ("greedy_success", "greedy success", {}),
     ("no_signal", "rollout groups without signal", {}),
@@ -46,7 +49,7 @@ def sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
     """What is added to the page of a run on a dialogue; nothing to that of another."""
     if not has_rows(run.telemetry):
         return []
-    figures = lines.aligned(run, list(groups), dict(_series(run.telemetry)), "tokens")
+    figures = lines.aligned(run, list(groups), dict(_series(run.telemetry)), "tokens", zeros=True)
     hint = (
         "Step 0 is the injection. Text: own tokens that do not follow a tool's result; tool: those that do. KL "
         "estimators are shown less the exact KL that they estimate. Of ratios and weights: over all minibatches as "
@@ -61,7 +64,7 @@ def sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
 
 def _rows(run: Run, groups: Sequence[Panel]) -> list[Block]:
     control = next((line for panel in groups for line in panel.lines if line.key == CONTROL_KEY), None)
-    conditions: list[tuple[str, Line, int]] = [("control", control, 0)] if control and groups else []
+    conditions: list[tuple[str, Line, int]] = [("control", control, groups[0].onset)] if control else []
     for panel in groups:
         conditions += [(run.conditions["condition"][line.index], line, panel.onset) for line in panel.disturbed]
     blocks = [block for each in conditions if (block := _moments(run, *each)) is not None]
@@ -143,7 +146,8 @@ def _entries(values: xr.DataArray, words: str, wanted: dict[str, tuple[str, ...]
         labels = [str(label) for dim, label in picked.items() if len(wanted[dim]) > 1]
         title = f"{words} ({', '.join(labels)})" if labels else words
         one = values.sel(picked).transpose("seed", "condition", "step")
-        yield title, one.values.astype(np.float64)
+        seen = one.values.astype(np.float64)
+        yield title, np.where(np.abs(seen) < ROUNDING, 0.0, seen)
 
 
 def _combinations(values: xr.DataArray, wanted: Sequence[tuple[str, Iterable[str]]]) -> Iterator[dict[str, str]]:

@@ -127,7 +127,9 @@ def channels(run: Run, groups: list[Panel]) -> list[Figure]:
     return aligned(run, groups, values, "channels")
 
 
-def aligned(run: Run, groups: list[Panel], values: dict[str, np.ndarray], file: str) -> list[Figure]:
+def aligned(
+    run: Run, groups: list[Panel], values: dict[str, np.ndarray], file: str, zeros: bool = False
+) -> list[Figure]:
     """Series round the onset (step 0 = injection), one figure per perturbation and onset, a panel for each series.
 
     Args:
@@ -135,13 +137,14 @@ def aligned(run: Run, groups: list[Panel], values: dict[str, np.ndarray], file: 
       groups: its panels.
       values: `[seed, condition, step]` by title; those without a value, or that are all the same, are left out.
       file: what the figures' files begin with.
+      zeros: whether a median of zero is to be seen, which has no place on a logarithmic axis.
     """
     values = {title: v for title, v in values.items() if np.isfinite(v).any()}
     found = []
     for place, panel in enumerate(groups):
         if not panel.disturbed:
             continue
-        charts = _aligned(run, panel, values, f"{file}_{place}")
+        charts = _aligned(run, panel, values, f"{file}_{place}", zeros)
         if charts:
             chart = style.finish(charts, 4, shared=True, width=190, limit=440, gutter=70)
             subtitle = _subtitle(panel)
@@ -149,7 +152,7 @@ def aligned(run: Run, groups: list[Panel], values: dict[str, np.ndarray], file: 
     return found
 
 
-def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], mark: str) -> list[Any]:
+def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], mark: str, zeros: bool) -> list[Any]:
     window = run.setting("window", 50)
     first, last = -window, 3 * window + min(max(panel.durations), window)
     near = np.flatnonzero((run.step >= panel.onset + first) & (run.step <= panel.onset + last))
@@ -164,7 +167,7 @@ def _aligned(run: Run, panel: Panel, values: dict[str, np.ndarray], mark: str) -
         if not np.isfinite(data["median"]).any():
             continue
         data["step"] -= panel.onset
-        data, scale = channel_scale(data)
+        data, scale = channel_scale(data, zeros)
         data["lost"] = np.nan
         heading = alt.TitleParams(title, fontSize=11.5, fontWeight="normal", color=style.MUTED)
         axes = Axes(True, None, (first, min(last, run.step[-1] - panel.onset)), scale,
@@ -178,12 +181,16 @@ def _as_performance(run: Run, panel: Panel, acting: np.ndarray) -> bool:
     return np.array_equal(acting, run.performance[:, [line.index for line in panel.lines]], equal_nan=True)
 
 
-def channel_scale(data: pd.DataFrame) -> tuple[pd.DataFrame, alt.Scale]:
-    """A linear axis without extremes; a logarithmic one for positive values over a wide range."""
+def channel_scale(data: pd.DataFrame, zeros: bool = False) -> tuple[pd.DataFrame, alt.Scale]:
+    """A linear axis without extremes; a logarithmic one for positive values over a wide range.
+
+    With `zeros` it is linear where a median is zero.
+    """
     columns = ["median", "low", "high"]
     x = data[columns].to_numpy()
     finite = x[np.isfinite(x)]
-    if (finite >= 0).all() and (positive := finite[finite > 0]).size:
+    hidden = zeros and bool((data["median"] == 0).any())
+    if not hidden and (finite >= 0).all() and (positive := finite[finite > 0]).size:
         low, high = np.quantile(positive, (0.02, 0.98))
         if high > 30 * low:
             data[columns] = np.where(x > 0, x, np.nan)
