@@ -111,29 +111,29 @@ def elsewhere(python: str, script: str, arguments: Sequence[Any], processes: int
 class Advance:
     """Lanes of a program, compiled: `advance(start, stop)` trains them from their warm state and waits.
 
-    The learner is one without data.
-
     Args:
       program: a grid's.
       lanes: L of them.
       rows: steps of telemetry the compiled program holds.
+      data: the learner's.
     """
 
-    def __init__(self, program: Any, lanes: Any, rows: int):
+    def __init__(self, program: Any, lanes: Any, rows: int, data: Any = None):
         from jaxaudit.program import advance, initial, telemetry_rows, with_perturbations
 
-        def begin(seeds):
-            states = initial(program, None, seeds)
+        def begin(seeds, data):
+            states = initial(program, data, seeds)
             return states if lanes.disturbance is None else with_perturbations(program, states, len(seeds))
 
         self._lanes = lanes
-        states = jax.jit(begin)(lanes.seed)
+        self._data = data
+        states = jax.jit(begin)(lanes.seed, data)
         self._rows = telemetry_rows(program, rows, lanes.seed.shape[0])
 
-        def run(states, lanes, start, stop, rows):
-            return advance(program, None, states, lanes, start, stop, rows, start)
+        def run(states, lanes, start, stop, rows, data):
+            return advance(program, data, states, lanes, start, stop, rows, start)
 
-        arguments = (states, lanes, 0, 1, self._rows)
+        arguments = (states, lanes, 0, 1, self._rows, data)
         begun = time.perf_counter()
         self.compiled = jax.jit(run).lower(*arguments).compile()
         self.compile_seconds = time.perf_counter() - begun
@@ -142,7 +142,7 @@ class Advance:
 
     def __call__(self, start: int, stop: int, lanes: Any = None) -> Any:
         """States and telemetry at `stop`; `lanes` may differ from the first in data."""
-        arguments = (self._states, self._lanes if lanes is None else lanes, start, stop, self._rows)
+        arguments = (self._states, self._lanes if lanes is None else lanes, start, stop, self._rows, self._data)
         placed = jax.tree.map(jax.device_put, arguments, self.compiled.input_shardings[0])
         return jax.block_until_ready(self.compiled(*placed))
 

@@ -1,0 +1,153 @@
+"""GRPO on `hop`, many lanes in one program, in turns with TRL's GRPOTrainer on the same cores; and what a lane takes.
+
+    python dialogues.py --trl-python PYTHON      # one that has torch, transformers and trl; --no-trl: without it
+
+Same model, rows, slots and updates. TRL samples up to as many tokens and has no tool; this side carries a tool's
+dialogue on, and measures 32 held-out rows in every iteration besides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import common
+import jax
+import numpy as np
+
+SIZES = {"micro": (64, 2, 4), "mini": (384, 6, 6)}
+PARTS = ("trl", "lanes", "overhead")
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = common.parser(__doc__.splitlines()[0])
+    options.add_argument("--trl-python", default=sys.executable, help="a Python with trl (%(default)s)")
+    options.add_argument("--no-trl", action="store_true", help="leave TRL out")
+    options.add_argument("--size", choices=SIZES, default="micro", help="of the model (%(default)s)")
+    options.add_argument("--lanes", type=int, default=8, help="beside TRL (%(default)s)")
+    options.add_argument("--many", type=int, default=64, help="lanes to compare 8 with (%(default)s)")
+    options.add_argument("--iterations", type=int, default=20, help="that a timing takes (%(default)s)")
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(%(default)s)")
+    arguments = options.parse_args()
+    if arguments.quick:
+        arguments.repetitions, arguments.lanes, arguments.many, arguments.iterations = 2, 2, 4, 1
+    common.prepare_jax(arguments.devices)
+    parts = {"trl": against_trl, "lanes": against_lanes, "overhead": overheads}
+    found = {name: parts[name](arguments) for name in arguments.parts}
+    tables = "\n\n".join(markdown for markdown, _ in found.values())
+    common.finish(arguments, tables, {name: data for name, (_, data) in found.items()})
+
+
+def learner(arguments, **settings):
+    """GRPO without a reference, on hop; the warm start is left out, for nothing here depends on what is known."""
+    import jaxaudit as ja
+
+    few = {"prompts": 2, "group_size": 4, "performance_rows": 2} if arguments.quick else {}
+    same = {"size": arguments.size, "kl": "none", "kl_coefficient": 0.0, "warm_start": 0, "telemetry": "basic"}
+    return ja.learners.grpo("hop", **few | same | settings)
+
+
+def advancing(arguments, one, lanes: int, perturbations=(), rows: int = 1):
+    """Lanes of a learner, compiled and warm after 20 iterations: a function that trains them on, and the program."""
+    from jaxaudit import grid
+    from jaxaudit.perturbations.core import control
+    from jaxaudit.program import Lanes
+    from jaxaudit.slots import lanes_of
+
+    plan = grid.plan(one, list(perturbations), seeds=lanes, steps=10_000)
+    seeds = np.arange(lanes, dtype=np.uint32)
+    program = dataclasses.replace(plan.program, devices=tuple(jax.devices()))
+    chosen = lanes_of(program, seeds, [control(0)] * lanes) if perturbations else Lanes(seeds, None)
+    advance = common.Advance(program, chosen, arguments.iterations, data=one.data)
+    advance(1, 1 + (1 if arguments.quick else 20))
+
+    def once() -> None:
+        advance(1, 1 + arguments.iterations)
+
+    return once, advance
+
+
+def against_trl(arguments):
+    """Iterations a second of all lanes together, and TRL's by one process of all cores and by one of each core."""
+    once, advance = advancing(arguments, learner(arguments), arguments.lanes)
+    ours = f"{arguments.lanes} lanes, held-out rows included"
+    without, _ = advancing(arguments, learner(arguments, performance_every=1_000), arguments.lanes)
+    candidates = {ours: once, f"{arguments.lanes} lanes, without held-out rows": without}
+    work = dict.fromkeys(candidates, arguments.lanes * arguments.iterations)
+    if not arguments.no_trl:
+        shape = (*SIZES[arguments.size], arguments.iterations)
+
+        def trl(processes: int, threads: int):
+            return lambda: common.elsewhere(arguments.trl_python, "trl_grpo.py", (threads, *shape), processes)
+
+        candidates |= {
+            "TRL, one process": trl(1, arguments.devices),
+            "TRL, a process on each core": trl(arguments.devices, 1),
+        }
+        work |= {
+            "TRL, one process": arguments.iterations,
+            "TRL, a process on each core": arguments.devices * arguments.iterations,
+        }
+    timings = common.interleave(candidates, arguments.repetitions)
+    flops = advance.compiled.cost_analysis().get("flops", float("nan"))
+    rows = [(name, timing_rate(t, work[name])) for name, t in timings.items()]
+    print(f"compiled in {advance.compile_seconds:.0f} s", file=sys.stderr)
+    header = ("GRPO, 64 rows of 24 slots, 4 updates", "iterations/s: median (lowest - highest)")
+    return common.table(header, rows), {"seconds": timings, "work": work, "flops_told_by_xla": flops}
+
+
+def timing_rate(timing: common.Timing, work: float) -> str:
+    """Iterations a second, with two digits behind the point."""
+    rates = [work / timing.median, work / max(timing.seconds), work / min(timing.seconds)]
+    return "{:.2f} ({:.2f} - {:.2f})".format(*rates)
+
+
+def against_lanes(arguments):
+    """8 lanes and many: throughput, and memory by the compiled program."""
+    candidates, work, memory = {}, {}, {}
+    for lanes in (arguments.lanes, arguments.many):
+        name = f"{lanes} lanes"
+        candidates[name], advance = advancing(arguments, learner(arguments), lanes)
+        work[name] = lanes * arguments.iterations
+        sizes = advance.compiled.memory_analysis()
+        needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+        memory[name] = needed * arguments.devices / lanes / 2**20
+    timings = common.interleave(candidates, arguments.repetitions)
+    rows = [(name, timing_rate(t, work[name]), f"{memory[name]:.2f}") for name, t in timings.items()]
+    header = ("lanes", "iterations/s: median (lowest - highest)", "MiB per lane, compiled program")
+    return common.table(header, rows), {"seconds": timings, "work": work, "memory": memory}
+
+
+def overheads(arguments):
+    """What taps with closed windows, telemetry and held-out rows cost."""
+    from jaxaudit import registry, sites, slots
+
+    basic = learner(arguments, performance_every=1_000)
+    found = sites.find_sites(basic, 10_000)
+    standard = [registry.perturbations[name] for name in registry.perturbations]
+    fitting = [f(onset=0.5, duration=1) for f in standard if slots.site_misfit(f(), found) is None]
+
+    def told(state, key, taps):
+        state, telemetry = basic.step(state, key, taps)
+        return state, {"performance": telemetry["performance"]}
+
+    bare = dataclasses.replace(basic, step=told, channels={}, remarks=None)
+    programs = {
+        "bare: no telemetry, no kinds, no held-out rows": (bare, ()),
+        "basic telemetry": (basic, ()),
+        f"basic telemetry, {len(fitting)} kinds, windows closed": (basic, fitting),
+        "basic telemetry and 32 held-out rows in every iteration": (learner(arguments), ()),
+        "full telemetry, 64 held-out rows in every iteration": (learner(arguments, telemetry="full"), ()),
+    }
+    candidates = {name: advancing(arguments, one, arguments.lanes, kinds)[0] for name, (one, kinds) in programs.items()}
+    timings = common.interleave(candidates, arguments.repetitions)
+    first = next(iter(timings.values()))
+    ratios = {name: common.paired_ratio(t, first) for name, t in timings.items()}
+    rows = [(name, t, f"{ratios[name].median:.3f}") for name, t in timings.items()]
+    work = f"seconds for {arguments.iterations} iterations of {arguments.lanes} lanes"
+    return common.table(("program", work, "ratio to bare"), rows), {"seconds": timings, "ratios": ratios}
+
+
+if __name__ == "__main__":
+    main()

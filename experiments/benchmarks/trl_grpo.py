@@ -1,0 +1,109 @@
+"""TRL's GRPOTrainer at the shapes of `dialogues.py`: warms up, says "ready", trains at a word, gives seconds.
+
+Called by `common.elsewhere`: `python trl_grpo.py THREADS WIDTH DEPTH HEADS ITERATIONS`, by a Python with torch,
+transformers and trl. An iteration is 8 prompts of 2 tokens, 8 rows of each with up to 22 tokens more, and 2 epochs of 2
+minibatches; no reference model, no tools and no held-out rows, which the other side has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+VOCABULARY, PROMPT, OWN = 21, 2, 22
+PROMPTS, MEMBERS, EPOCHS, MINIBATCHES = 8, 8, 2, 2
+WARM = 20
+WORDS = ("<pad>", "<end>", *(f"w{i}" for i in range(VOCABULARY - 2)))
+
+
+class Clock(TrainerCallback):
+    """Waits for the word after the warm iterations, and begins to count."""
+
+    def __init__(self, say):
+        self.say, self.begun = say, 0.0
+
+    def on_step_end(self, args, state, control, **_):
+        """At the end of the last warm update."""
+        if state.global_step == WARM * EPOCHS * MINIBATCHES:
+            self.say("ready")
+            sys.stdin.readline()
+            self.begun = time.perf_counter()
+
+
+def main(threads: int, width: int, depth: int, heads: int, iterations: int) -> None:
+    """Trains."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    out, sys.stdout = sys.stdout, sys.stderr  # what the trainer prints is none of the caller's
+
+    def say(line: str) -> None:
+        print(line, file=out, flush=True)
+
+    clock = Clock(say)
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<end>", padding_side="left"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=PROMPT + OWN,
+            n_embd=width,
+            n_layer=depth,
+            n_head=heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        GPT2LMHeadModel(config).save_pretrained(Path(folder) / "start")
+        settings = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=PROMPTS * MEMBERS // MINIBATCHES,
+            steps_per_generation=MINIBATCHES,
+            num_generations=MEMBERS,
+            num_iterations=EPOCHS,
+            max_completion_length=OWN,
+            max_steps=(WARM + iterations) * EPOCHS * MINIBATCHES,
+            learning_rate=3e-4,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            beta=0.0,
+            loss_type="grpo",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+        )
+        trainer = GRPOTrainer(
+            str(Path(folder) / "start"),
+            lambda completions, **_: [float(len(set(text.split()))) for text in completions],
+            args=settings,
+            train_dataset=Dataset.from_list([{"prompt": f"w{i % 19} w{i % 7}"} for i in range(1000)]),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        trainer.train()
+        say(json.dumps({"seconds": time.perf_counter() - clock.begun}))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
