@@ -13,13 +13,15 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+del sys.path[0]  # this folder has a kernels.py, and transformers looks for a package of that name
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 VOCABULARY, PROMPT, OWN = 21, 2, 22
 PROMPTS, MEMBERS, EPOCHS, MINIBATCHES = 8, 8, 2, 2
