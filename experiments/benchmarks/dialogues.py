@@ -9,6 +9,7 @@ dialogue on, and measures 32 held-out rows in every iteration besides.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 
 import common
@@ -27,6 +28,7 @@ def main() -> None:
     options.add_argument("--size", choices=SIZES, default="micro", help="of the model (%(default)s)")
     options.add_argument("--lanes", type=int, default=8, help="beside TRL (%(default)s)")
     options.add_argument("--many", type=int, default=64, help="lanes to compare 8 with (%(default)s)")
+    options.add_argument("--execution", nargs="+", default=["vmap", "map"], help="of the lanes, e.g. 4 (%(default)s)")
     options.add_argument("--iterations", type=int, default=20, help="that a timing takes (%(default)s)")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(%(default)s)")
     arguments = options.parse_args()
@@ -48,14 +50,19 @@ def learner(arguments, **settings):
     return ja.learners.grpo("hop", **few | same | settings)
 
 
-def advancing(arguments, one, lanes: int, perturbations=(), rows: int = 1):
-    """Lanes of a learner, compiled and warm after 20 iterations: a function that trains them on, and the program."""
+def advancing(arguments, one, lanes: int, perturbations=(), execution: str | None = None):
+    """Lanes of a learner, compiled and warm after 20 iterations: a function that trains them on, and the program.
+
+    They run as the last of the executions unless told.
+    """
     from jaxaudit import grid
     from jaxaudit.perturbations.core import control
     from jaxaudit.program import Lanes
     from jaxaudit.slots import lanes_of
 
-    plan = grid.plan(one, list(perturbations), seeds=lanes, steps=10_000)
+    how = execution or arguments.execution[-1]
+    how = int(how) if how.isdigit() else how
+    plan = grid.plan(one, list(perturbations), seeds=lanes, steps=10_000, execution=how)
     seeds = np.arange(lanes, dtype=np.uint32)
     program = dataclasses.replace(plan.program, devices=tuple(jax.devices()))
     chosen = lanes_of(program, seeds, [control(0)] * lanes) if perturbations else Lanes(seeds, None)
@@ -104,11 +111,11 @@ def timing_rate(timing: common.Timing, work: float) -> str:
 
 
 def against_lanes(arguments):
-    """8 lanes and many: throughput, and memory by the compiled program."""
+    """8 lanes and many, in each way of running them: throughput, and memory by the compiled program."""
     candidates, work, memory = {}, {}, {}
-    for lanes in (arguments.lanes, arguments.many):
-        name = f"{lanes} lanes"
-        candidates[name], advance = advancing(arguments, learner(arguments), lanes)
+    for lanes, execution in itertools.product((arguments.lanes, arguments.many), arguments.execution):
+        name = f"{lanes} lanes, {execution}"
+        candidates[name], advance = advancing(arguments, learner(arguments), lanes, execution=execution)
         work[name] = lanes * arguments.iterations
         sizes = advance.compiled.memory_analysis()
         needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
