@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).parents[1] / "experiments" / "benchmarks"
 @pytest.mark.parametrize(
     "command",
     [
+        "dialogues.py --no-trl",
         "first_answer.py",
         "fork_savings.py",
         "kernels.py",

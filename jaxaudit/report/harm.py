@@ -37,11 +37,17 @@ class Judged:
     @property
     def sentence(self) -> Markup:
         """How it was judged, in words."""
-        text = Markup(
-            "Whether final performance suffers is judged over all {} conditions of the perturbations that collapse no "
-            "seed, by signed-rank tests of the differences to the control: of those told to cost some, at most {:.0%} "
-            "are expected to do so by chance (Benjamini and Hochberg's false discovery rate)."
-        ).format(self.count, RATE)
+        if self.count == 1:
+            text = Markup(
+                "Whether final performance suffers is judged of the one condition whose perturbation collapses no seed, "
+                "by a signed-rank test of the difference to the control at {:.0%}."
+            ).format(RATE)
+        else:
+            text = Markup(
+                "Whether final performance suffers is judged over all {} conditions of the perturbations that collapse "
+                "no seed, by signed-rank tests of the differences to the control: of those told to cost some, at most "
+                "{:.0%} are expected to do so by chance (Benjamini and Hochberg's false discovery rate)."
+            ).format(self.count, RATE)
         # The least p-value that so many seeds allow is 2 ** -seeds.
         if (fewest := math.ceil(self.count * 0.5**self.seeds / RATE)) > 1:
             text += Markup(" With {} seeds it takes {} such conditions for any to be told.").format(self.seeds, fewest)
