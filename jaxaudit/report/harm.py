@@ -39,8 +39,8 @@ class Judged:
         """How it was judged, in words."""
         if self.count == 1:
             text = Markup(
-                "Whether final performance suffers is judged of the one condition whose perturbation collapses no seed, "
-                "by a signed-rank test of the difference to the control at {:.0%}."
+                "Whether final performance suffers is judged of the one condition whose perturbation collapses no "
+                "seed, by a signed-rank test of the difference to the control at {:.0%}."
             ).format(RATE)
         else:
             text = Markup(
