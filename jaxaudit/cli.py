@@ -40,9 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; a failure is one sentence on stderr."""
     try:
         arguments = _parser().parse_args(argv)
-        return arguments.command(arguments)
+        code = arguments.command(arguments)
+        sys.stdout.flush()
+        return code
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
+    except BrokenPipeError:  # whoever read has read enough, as `head` does
+        return 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         code, sentence = _explain(error)
         if code == 1 and os.environ.get(TRACEBACK):

@@ -1,5 +1,6 @@
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -400,6 +401,16 @@ def test_in_a_shell(argv):
     assert done.stderr.startswith("jaxaudit: ")
     assert len(done.stderr.splitlines()) == 1
     assert contents(Path.cwd()) == {}
+
+
+def test_a_reader_that_has_read_enough():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxaudit.cli", "list", "metrics"], stdout=writing, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_a_wrong_spec_in_a_shell():
