@@ -182,7 +182,7 @@ def test_the_stored_spec_has_every_default(kind):
     spec = parse(GOOD.replace(LEARNER, f'kind = "{kind}"'))
     text = spec.to_toml()
     assert parse(text) == spec
-    for line in ("entities = 6", "rare_share = 0.02", "clip_low = ", 'advantage = "', "warm_start_success = 0.5"):
+    for line in ("entities = 6", "rare_share = 0.002", "clip_low = ", 'advantage = "', "warm_start_success = 0.5"):
         assert line in text
     assert f'kind = "{kind}"' in text
 

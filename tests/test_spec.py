@@ -69,7 +69,7 @@ def test_a_dialogues_name_chooses_the_keys_beside_it():
         "difficulty": 2.0,
         "entities": 6,
         "hops": 4,
-        "rare_share": 0.02,
+        "rare_share": 0.002,
         "length": 24,
     }
     assert parse(spec.to_toml()) == spec

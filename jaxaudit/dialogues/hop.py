@@ -58,7 +58,7 @@ class Hop(Dialogue):
     difficulty: float = 3.0
     entities: int = 6
     hops: int = 4
-    rare_share: float = 0.02
+    rare_share: float = 0.002
     length: int = 24
     token: dict[str, int] = field(init=False, repr=False, compare=False)
 
