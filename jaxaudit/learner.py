@@ -154,6 +154,8 @@ class Learner:
       remarks: `remarks(telemetry) -> sentences` on what a user should know of how undisturbed lanes begin, from their
         channels `[lane, step, ...]`, float arrays by name; told by the runner after the first chunk, and in reports.
       absent: for sites that it does not tap, and for what its taps do not give, why: the end of a sentence.
+      numbers: for some of its sites, numbers that are data to its taps and known before a run, by name: they bound what
+        magnitudes mean something there.
       shapes: of `data`.
     """
 
@@ -170,6 +172,7 @@ class Learner:
     provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: Callable[[Mapping[str, np.ndarray]], Sequence[str]] | None = field(default=None, compare=False)
     absent: Mapping[str, str] = field(default_factory=dict, compare=False)
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
     shapes: Shapes = field(init=False, repr=False)
 
     def __post_init__(self):

@@ -133,7 +133,7 @@ SPECS = {
     ),
     "a difficulty beyond": (
         perturbation("difficulty_shift", 9),
-        "[[perturbation]] 1: magnitude 9 of 'difficulty_shift' is outside its range -3 to 3 for this learner",
+        "[[perturbation]] 1: magnitude 9 of 'difficulty_shift' is outside its range -2 to 1 for this learner",
     ),
     "a policy too old": (perturbation("stale_policy", 9), "magnitude 9.0 of 'stale_policy' is outside its range 0 to"),
     "half a step": (perturbation("stale_policy", 2.5), "magnitude 2.5 of 'stale_policy' must be a whole number"),

@@ -83,6 +83,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         provenance=provenance,
         remarks=functools.partial(of_the_beginning, compares=settings.compares),
         absent=absent(dialogue, settings),
+        numbers={"difficulty": {"usual": float(dialogue.difficulty)}},
     )
 
 

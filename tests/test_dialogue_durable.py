@@ -1,0 +1,99 @@
+"""A dialogue run that is killed ends as if nothing had been, rows it stored to be read included; it is replayed and
+forked from its folder alone."""
+
+import signal
+
+import numpy as np
+import pytest
+from small_runs import arrays, assert_same, chunks_done, killing
+
+from jaxaudit.stored import load
+
+SPEC = """
+[audit]
+name = "small"
+seeds = 2
+steps = 10
+[task]
+kind = "dialogue"
+name = "hop"
+entities = 3
+hops = 2
+difficulty = 1.0
+length = 13
+[learner]
+kind = "grpo"
+prompts = 2
+group_size = 4
+epochs = 1
+warm_start = 20
+warm_start_rows = 8
+learning_rate = 1e-2
+performance_rows = 4
+performance_every = 2
+[metrics]
+window = 3
+hold = 3
+horizon = 3
+[run]
+chunk = 2
+[[perturbation]]
+kind = "stale_policy"
+magnitude = 2
+onset = 4
+duration = "end"
+[[perturbation]]
+kind = "sync_interval"
+magnitude = 3
+onset = 4
+duration = "end"
+[[perturbation]]
+kind = "tool_error"
+magnitude = 0.5
+onset = 4
+duration = "end"
+"""
+BASELINE = 4  # chunks of the undisturbed lanes: to the onset, and a window after it
+KILLED = BASELINE + 1
+"""Chunks done at the kill: the windows are open, the ring of policies is full, and nobody has been synced again."""
+
+ROWS = ("shown_token", "shown_role", "shown_log_probability", "shown_reward")
+"""Held-out rows, as they are stored to be read."""
+
+
+@pytest.fixture(scope="module")
+def runs(server, tmp_path_factory):
+    """A run that was left alone, and one that was killed and went on; each command in a process of its own."""
+    place = tmp_path_factory.mktemp("dialogues")
+    spec = place / "spec.toml"
+    spec.write_text(SPEC)
+    done = server("run", spec, "-o", place / "whole")
+    assert done.code == 0, done.err
+    killed = server("run", spec, "-o", place / "run", watch=killing(place / "run", signal.SIGKILL, chunk=KILLED))
+    assert killed.code == -signal.SIGKILL
+    assert KILLED <= chunks_done(place / "run") < chunks_done(place / "whole")
+    done = server("resume", place / "run")
+    assert done.code == 0, done.err
+    return place
+
+
+def test_a_killed_run_goes_on_to_the_same_telemetry_rows_and_checkpoints(runs):
+    assert_same(runs / "run", runs / "whole")
+    told = load(runs / "run").telemetry
+    assert set(ROWS) <= set(told.data_vars)
+    control = told.sel(condition="control")
+    for condition in told.condition.values[1:]:  # what was compared is of a run whose disturbances did something
+        lane = told.sel(condition=condition)
+        assert not np.array_equal(lane["params_norm"], control["params_norm"]), condition
+    assert len(np.unique(told["shown_token"])) > 3
+
+
+def test_it_is_replayed_and_forked_from_its_folder(runs, server):
+    """In part, and at the same width: bit for bit."""
+    done = server("replay", runs / "run", "--seed", "1", "--condition", "sync_interval 3")
+    assert (done.code, done.out) == (0, "bitwise equal: 1 lanes, 6 lane steps\n")
+    done = server("fork", runs / "run", runs / "spec.toml", "-o", runs / "fork")
+    assert done.code == 0, done.err
+    ours, theirs = arrays(runs / "fork"), arrays(runs / "run")
+    assert set(ROWS) < set(theirs)
+    assert [name for name in theirs if not name.startswith("chunk") and ours[name] != theirs[name]] == []
