@@ -90,7 +90,11 @@ SPECS = {
     # Parts that do not fit each other.
     "a weight without its KL": (
         learner("kl_coefficient = 0.1", "dr_grpo"),
-        "kl_coefficient 0.1 weighs a divergence from the reference, and kl is 'none'; choose k1, k2, k3 or exact",
+        "kl_coefficient 0.1 weighs a divergence from the reference, and kl is 'none'; choose k1, k2, k3 or exact, or kl_",
+    ),
+    "the weight of a KL in DPO": (
+        learner("kl_coefficient = 0.1", "dpo"),
+        "from the reference, and a preference objective has its own, weighed by beta; leave it 0",
     ),
     "an exact KL in the reward": (learner('kl = "exact"\nkl_in = "reward"'), "in the reward kl must be k1, k2 or k3"),
     "TIS with what was sampled": (
@@ -163,6 +167,11 @@ def test_sites_that_settings_leave_out_say_why(capsys):
         "reward_model_noise": "for reward is 'gold'",
         "kl_failure": "for kl is 'none'",
         "signal_decay": "for advantage 'group_mean' has no critic",
+        "reference_drift": "for kl is 'none'",
+        "log_probability_noise": "for correction is 'none' and old_log_probability is 'recomputed'",
+        "observation_noise": "for rows are made of tokens: see prompt_corruption and tool_corruption",
+        "action_noise": "for rows are made of tokens: see sampler_noise and temperature_spike",
+        "dynamics_shift": "for a dialogue has none: see tool_shift and difficulty_shift",
     }
     spec = parse(GOOD.replace('kind = "grpo"', 'kind = "dr_grpo"'))
     sites = find_sites(spec._learner(), 20)

@@ -104,6 +104,9 @@ def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
         "td_error": "the reward is a row's, not a transition's",
         "label_smoothing": "the policy's tokens are no labels",
         "tokens": "rows are written by the policy: see prompt_corruption and tool_corruption",
+        "observation": "rows are made of tokens: see prompt_corruption and tool_corruption",
+        "action": "rows are made of tokens: see sampler_noise and temperature_spike",
+        "dynamics": "a dialogue has none: see tool_shift and difficulty_shift",
     }
     if not dialogue.result_tokens:
         found["tool_result"] = "the dialogue has no tool"
@@ -113,7 +116,14 @@ def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
         found["kl_coefficient"] = "kl is 'none'"
     if not settings.parts.critic:
         found["gae_lambda"] = f"{objective} has no critic"
+    if not settings.parts.needs_reference:
+        found["reference"] = "kl is 'none'"
+    if not settings.parts.entropy:
+        found["entropy_coefficient"] = "there is no entropy bonus"
+    if not settings.parts.reads_sampled:
+        found["log_probability"] = "correction is 'none' and old_log_probability is 'recomputed'"
     if preference:
+        found["log_probability"] = "a preference objective reads none of the sampler's"
         found |= dict.fromkeys(("advantage", "ratio_clip"), "a preference objective has none")
     return found
 
