@@ -269,12 +269,12 @@ def on_dialogue(preset, **settings):
         return getattr(ja.learners, preset)(dialogue, **few | before | settings)
 
 
-def preset_case(preset, **settings):
+def preset_case(preset, poison="advantage_noise", **settings):
     infinite = float("inf")
     return Case(
         on_dialogue(preset, **settings),
         on_dialogue(preset, **settings | {"telemetry": "basic"}),
-        {"advantage_noise": infinite, "weight_noise": infinite, "lr_spike": infinite},
+        {poison: infinite, "weight_noise": infinite, "lr_spike": infinite},
         ("performance", "loss", "params_norm", "update_norm"),
         "policy",
     )
@@ -299,6 +299,7 @@ CASES = {
     "rloo, everything": lambda _: preset_case("rloo"),
     "dapo, everything": lambda _: preset_case("dapo"),
     "gspo, everything": lambda _: preset_case("gspo"),
+    "dpo, everything": lambda _: preset_case("dpo", poison="momentum_noise"),
 }
 
 
