@@ -153,7 +153,8 @@ class Learner:
         the same alone; programs do not depend on it.
       remarks: `remarks(telemetry) -> sentences` on what a user should know of how undisturbed lanes begin, from their
         channels `[lane, step, ...]`, float arrays by name; told by the runner after the first chunk, and in reports.
-      absent: for sites that it does not tap, and for what its taps do not give, why: the end of a sentence.
+      absent: for sites that it does not tap, what its taps do not give and labels that no parameters have, why: the end
+        of a sentence.
       numbers: for some of its sites, numbers that are data to its taps and known before a run, by name: they bound what
         magnitudes mean something there.
       shapes: of `data`.

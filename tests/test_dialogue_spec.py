@@ -165,7 +165,7 @@ SPECS = {
     "a disturbance nobody knows": (perturbation("tool_eror", 0.2), "'tool_eror' (did you mean 'tool_error'?); allowed"),
     "a part of nothing": (
         perturbation("weight_noise", '0.1\ntarget = "critic"'),
-        "target 'critic' of 'weight_noise' is in none of the paths at site 'params': policy/... (",
+        "of 'weight_noise' is in none of the paths at site 'params', for advantage 'group' has no critic: policy/... (",
     ),
     "no temperature for a while": (perturbation("temperature_spike", 0), "outside its range 0.01 to inf"),
     "rarely synced": (perturbation("sync_interval", 1.5), "magnitude 1.5 of 'sync_interval' must be a whole number"),
@@ -200,6 +200,8 @@ def test_sites_that_settings_leave_out_say_why(capsys):
         "adversarial_reward": "for the reward is a row's, not a transition's",
         "reward_model_noise": "for reward is 'gold'",
         "kl_failure": "for kl is 'none'",
+        "lr_schedule_error": "for its rate is the same at every step",
+        "value_bias": "for advantage 'group_mean' has no critic",
         "signal_decay": "for advantage 'group_mean' has no critic",
         "reference_drift": "for kl is 'none'",
         "log_probability_noise": "for correction is 'none' and old_log_probability is 'recomputed'",
@@ -212,7 +214,8 @@ def test_sites_that_settings_leave_out_say_why(capsys):
     for name, why in kinds.items():
         assert why in site_misfit(perturbations[name](), sites)
     target = perturbations["weight_noise"](target="critic")
-    assert "in none of the paths at site 'params': policy/... (" in site_misfit(target, sites)
+    said = site_misfit(target, sites)
+    assert "in none of the paths at site 'params', for advantage 'group_mean' has no critic: policy/... (" in said
 
 
 def test_a_function_as_a_reward_is_told_the_way():

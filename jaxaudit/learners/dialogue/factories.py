@@ -96,12 +96,13 @@ def check_fits(dialogue: Dialogue, settings: DialogueSettings) -> None:
 
 
 def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
-    """Why there are no such sites, and why taps do not give such context."""
+    """Why there are no such sites or parameters, and why taps do not give such context."""
     preference = settings.objective == "preference"
     objective = "a preference objective" if preference else f"advantage '{settings.advantage}'"
     found = {
         "ends": "a row has one reward, when it is over",
         "td_error": "the reward is a row's, not a transition's",
+        "schedule": "its rate is the same at every step",
         "label_smoothing": "the policy's tokens are no labels",
         "tokens": "rows are written by the policy: see prompt_corruption and tool_corruption",
         "observation": "rows are made of tokens: see prompt_corruption and tool_corruption",
@@ -115,7 +116,7 @@ def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
     if settings.kl == "none":
         found["kl_coefficient"] = "kl is 'none'"
     if not settings.parts.critic:
-        found["gae_lambda"] = f"{objective} has no critic"
+        found |= dict.fromkeys(("gae_lambda", "critic"), f"{objective} has no critic")
     if not settings.parts.needs_reference:
         found["reference"] = "kl is 'none'"
     if not settings.parts.entropy:
