@@ -3,10 +3,13 @@ forked from its folder alone."""
 
 import signal
 
+import jax
 import numpy as np
 import pytest
 from small_runs import arrays, assert_same, chunks_done, killing
 
+from jaxaudit.runner import durable
+from jaxaudit.specification.document import parse
 from jaxaudit.stored import load
 
 SPEC = """
@@ -61,19 +64,24 @@ ROWS = ("shown_token", "shown_role", "shown_log_probability", "shown_reward")
 """Held-out rows, as they are stored to be read."""
 
 
+def as_here():
+    """What a process runs first to compile as this one does, and to find what was compiled here."""
+    names = ("jax_disable_most_optimizations", "jax_compilation_cache_dir")
+    return "import jax; " + "; ".join(f"jax.config.update({n!r}, {getattr(jax.config, n)!r})" for n in names)
+
+
 @pytest.fixture(scope="module")
 def runs(server, tmp_path_factory):
-    """A run that was left alone, and one that was killed and went on; each command in a process of its own."""
+    """A run that was left alone, and one that was killed, in a process of its own, and went on in another."""
     place = tmp_path_factory.mktemp("dialogues")
     spec = place / "spec.toml"
     spec.write_text(SPEC)
-    done = server("run", spec, "-o", place / "whole")
-    assert done.code == 0, done.err
-    killed = server("run", spec, "-o", place / "run", watch=killing(place / "run", signal.SIGKILL, chunk=KILLED))
-    assert killed.code == -signal.SIGKILL
+    durable.run(parse(SPEC), place / "whole")
+    kill = killing(place / "run", signal.SIGKILL, chunk=KILLED)
+    killed = server("run", spec, "-o", place / "run", first=as_here(), watch=kill)
+    assert killed.code == -signal.SIGKILL, killed.err
     assert KILLED <= chunks_done(place / "run") < chunks_done(place / "whole")
-    done = server("resume", place / "run")
-    assert done.code == 0, done.err
+    durable.resume(place / "run")
     return place
 
 
@@ -88,11 +96,11 @@ def test_a_killed_run_goes_on_to_the_same_telemetry_rows_and_checkpoints(runs):
     assert len(np.unique(told["shown_token"])) > 3
 
 
-def test_it_is_replayed_and_forked_from_its_folder(runs, server):
+def test_it_is_replayed_and_forked_from_its_folder(runs, here):
     """In part, and at the same width: bit for bit."""
-    done = server("replay", runs / "run", "--seed", "1", "--condition", "sync_interval 3")
+    done = here("replay", runs / "run", "--seed", "1", "--condition", "sync_interval 3")
     assert (done.code, done.out) == (0, "bitwise equal: 1 lanes, 6 lane steps\n")
-    done = server("fork", runs / "run", runs / "spec.toml", "-o", runs / "fork")
+    done = here("fork", runs / "run", runs / "spec.toml", "-o", runs / "fork")
     assert done.code == 0, done.err
     ours, theirs = arrays(runs / "fork"), arrays(runs / "run")
     assert set(ROWS) < set(theirs)
