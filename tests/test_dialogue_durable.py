@@ -39,7 +39,7 @@ window = 3
 hold = 3
 horizon = 3
 [run]
-chunk = 2
+chunk = 1
 [[perturbation]]
 kind = "stale_policy"
 magnitude = 2
@@ -56,8 +56,8 @@ magnitude = 0.5
 onset = 4
 duration = "end"
 """
-BASELINE = 4  # chunks of the undisturbed lanes: to the onset, and a window after it
-KILLED = BASELINE + 1
+BASELINE = 7  # chunks of the undisturbed lanes: to the onset, and a window after it
+KILLED = BASELINE + 3
 """Chunks done at the kill: the windows are open, the ring of policies is full, and nobody has been synced again."""
 
 ROWS = ("shown_token", "shown_role", "shown_log_probability", "shown_reward")
