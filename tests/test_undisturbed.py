@@ -7,8 +7,6 @@ import pytest
 
 import jaxaudit as ja
 from jaxaudit import registry
-from jaxaudit.dialogues.hop import Hop
-from jaxaudit.models import gpt2
 from jaxaudit.sites import find_sites
 from jaxaudit.slots import site_misfit
 from jaxaudit.taps import ACTING_SITES
@@ -88,64 +86,6 @@ def test_a_learner_that_cannot_learn_keeps_its_performance_under_everything(name
     learner = LEARNERS[name]()
     kinds = {k: site for k, site in kinds_of(learner).items() if site not in WRITES}
     assert_innocent(frozen(learner, kinds, duration="end"), kinds)
-
-
-ASKED = {"tool_result", "difficulty", "prompt", "behaviour", "sampled_logits", "temperature"}
-"""Sites at which a disturbance changes what rows of a dialogue are collected."""
-UNFELT = {"stale_policy", "sync_interval"}
-"""A policy that cannot learn was always what it is."""
-
-
-def on_dialogue(monkeypatch):
-    """With a value model, a learned reward, a divergence and a correction, so that every site of dialogues is there."""
-    monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(8, 1, 2))
-    few = {"size": "tiny", "prompts": 4, "group_size": 4, "epochs": 1, "minibatches": 1, "performance_rows": 16}
-    before = {"warm_start": 60, "warm_start_rows": 16, "critic_warm_start": 1, "reward_model_warm_start": 1}
-    dialogue = Hop(difficulty=1.0, entities=3, hops=2, length=13)
-    parts = {"reward": "learned", "correction": "tis", "entropy_coefficient": 0.01}
-    return ja.learners.ppo_lm(dialogue, telemetry="basic", **few | before | parts)
-
-
-def assert_dialogues_innocent(kinds, monkeypatch):
-    """What the policy is worth on held-out rows is the same number at every step; what it collects is felt."""
-    learner, start, steps = on_dialogue(monkeypatch), 2, 8
-    chosen = [
-        ja.chain(
-            registry.perturbations[name](onset=start, duration="end"), ja.lr_spike(0.0, onset=start, duration="end")
-        )
-        for name in kinds
-    ]
-    still = ja.lr_spike(0.0, onset=start, duration="end")
-    settings = ja.metrics.MetricSettings(window=2, hold=2)
-    told = ja.audit(learner, [still, *chosen], seeds=2, steps=steps, settings=settings).telemetry
-    performance, acting = (told[name].values[..., start:] for name in ("performance", "acting_performance"))
-    assert (told["update_norm"].values[:, 1:, start:] == 0).all()
-    assert (told["update_norm"].values[:, 0] > 0).all()
-    assert ((performance > 0) & (performance < 1)).any()
-    for position, (name, site) in enumerate(kinds.items(), 2):
-        wanted = np.broadcast_to(performance[:, 1, :1], performance[:, position].shape)
-        np.testing.assert_array_equal(performance[:, position], wanted, err_msg=name)
-        felt = site in ASKED and name not in UNFELT
-        assert np.array_equal(acting[:, position], acting[:, 1]) != felt, name
-
-
-def kinds_of_dialogues(monkeypatch):
-    """All that fit and write no parameters of what is trained."""
-    return {name: site for name, site in kinds_of(on_dialogue(monkeypatch)).items() if site not in WRITES}
-
-
-def test_rows_that_are_disturbed_leave_a_policy_that_cannot_learn_its_performance(monkeypatch):
-    kinds = kinds_of_dialogues(monkeypatch)
-    few = {name: site for name, site in kinds.items() if site in ASKED | {"reward", "log_probability"}}
-    assert {"tool_error", "difficulty_shift", "sampler_noise", "temperature_spike", "verifier_flip"} < set(few)
-    assert_dialogues_innocent(few, monkeypatch)
-
-
-@pytest.mark.slow
-def test_a_policy_that_cannot_learn_keeps_its_performance_under_everything(monkeypatch):
-    kinds = kinds_of_dialogues(monkeypatch)
-    assert {"reference", "reward_model", "advantage", "gae_lambda", "gradient"} < set(kinds.values())
-    assert_dialogues_innocent(kinds, monkeypatch)
 
 
 class Copycat(Env):
