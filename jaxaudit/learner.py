@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -199,6 +200,17 @@ class Learner:
         return self.init(key, data) if self.init_reads_data else self.init(key)
 
     @property
+    def state_shapes(self) -> State:
+        """Shapes and dtypes of the state before the first step, of one lane."""
+        return _state_shapes(self.without_data)
+
+    @property
     def without_data(self) -> Learner:
         """The learner with shapes in the place of its data: all that a program depends on, and light to keep."""
         return replace(self, data=self.shapes.tree)
+
+
+@functools.lru_cache(maxsize=64)
+def _state_shapes(learner: Learner) -> State:
+    """Kept, for an `init` that trains is long to trace."""
+    return jax.eval_shape(learner.begin, jax.random.key(0), learner.shapes.tree)

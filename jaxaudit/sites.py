@@ -159,7 +159,7 @@ def trace(learner: Learner, recorder: Recorder) -> None:
 
     key = jax.random.key(0)
     data = learner.shapes.tree
-    jax.eval_shape(traced, jax.eval_shape(learner.begin, key, data), key, jnp.int32(0), data)
+    jax.eval_shape(traced, learner.state_shapes, key, jnp.int32(0), data)
 
 
 def initial_states(slots: tuple[Slot, ...], sites: Sites) -> States:

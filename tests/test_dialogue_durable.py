@@ -106,7 +106,8 @@ def test_a_killed_run_goes_on_to_the_same_telemetry_and_checkpoints(runs, level)
 def test_it_is_replayed_and_forked_from_its_folder(runs, here):
     """In part, and at the same width: bit for bit."""
     done = here("replay", runs / "run", "--seed", "1", "--condition", "sync_interval 3")
-    assert (done.code, done.out) == (0, "bitwise equal: 1 lanes, 6 lane steps\n")
+    assert done.code == 0, done.out
+    assert done.out.startswith("bitwise equal: 1 lanes, 6 lane steps\n")
     done = here("fork", runs / "run", runs / "spec.toml", "-o", runs / "fork")
     assert done.code == 0, done.err
     ours, theirs = arrays(runs / "fork"), arrays(runs / "run")
