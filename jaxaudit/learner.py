@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -153,7 +154,10 @@ class Learner:
         the same alone; programs do not depend on it.
       remarks: `remarks(telemetry) -> sentences` on what a user should know of how undisturbed lanes begin, from their
         channels `[lane, step, ...]`, float arrays by name; told by the runner after the first chunk, and in reports.
-      absent: for sites that it does not tap, and for what its taps do not give, why: the end of a sentence.
+      absent: for sites that it does not tap, what its taps do not give and labels that no parameters have, why: the end
+        of a sentence.
+      numbers: for some of its sites, numbers that are data to its taps and known before a run, by name: they bound what
+        magnitudes mean something there.
       shapes: of `data`.
     """
 
@@ -170,6 +174,7 @@ class Learner:
     provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: Callable[[Mapping[str, np.ndarray]], Sequence[str]] | None = field(default=None, compare=False)
     absent: Mapping[str, str] = field(default_factory=dict, compare=False)
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
     shapes: Shapes = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -195,6 +200,17 @@ class Learner:
         return self.init(key, data) if self.init_reads_data else self.init(key)
 
     @property
+    def state_shapes(self) -> State:
+        """Shapes and dtypes of the state before the first step, of one lane."""
+        return _state_shapes(self.without_data)
+
+    @property
     def without_data(self) -> Learner:
         """The learner with shapes in the place of its data: all that a program depends on, and light to keep."""
         return replace(self, data=self.shapes.tree)
+
+
+@functools.lru_cache(maxsize=64)
+def _state_shapes(learner: Learner) -> State:
+    """Kept, for an `init` that trains is long to trace."""
+    return jax.eval_shape(learner.begin, jax.random.key(0), learner.shapes.tree)

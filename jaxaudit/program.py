@@ -143,8 +143,17 @@ def initial(program: Program, data: Any, seeds: jax.Array) -> LaneState:
 
 def first_state(program: Program, data: Any, key: jax.Array) -> LaneState:
     """A lane of the baseline before its first step."""
+    return _unperturbed(program, program.learner.begin(key, data))
+
+
+def first_shapes(program: Program) -> LaneState:
+    """Shapes and dtypes of `first_state`."""
+    return jax.eval_shape(functools.partial(_unperturbed, program), program.learner.state_shapes)
+
+
+def _unperturbed(program: Program, state: State) -> LaneState:
     watched = None if program.watch is None else Watched(program.watch.begin(), jnp.zeros((), bool))
-    return LaneState(program.learner.begin(key, data), {}, watched)
+    return LaneState(state, {}, watched)
 
 
 def forked(program: Program, baseline: LaneState, positions: jax.Array | np.ndarray) -> LaneState:
@@ -221,11 +230,11 @@ def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
 @functools.lru_cache(maxsize=64)
 def _telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
 
-    def one(seed: jax.Array, data: Any) -> Telemetry:
-        state = first_state(program, data, jax.random.key(seed))
+    def one(seed: jax.Array, data: Any, state: LaneState) -> Telemetry:
         return lane_step(program, data, state, Lanes(seed, None), jnp.int32(0), None)[1]
 
-    shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), np.uint32), program.learner.shapes.tree)
+    seed = jax.ShapeDtypeStruct((), np.uint32)
+    shapes = jax.eval_shape(one, seed, program.learner.shapes.tree, first_shapes(program))
     if PERFORMANCE not in shapes:
         raise ValueError(f"the learner's telemetry has no '{PERFORMANCE}'; it has: {', '.join(sorted(shapes))}")
     if taken := sorted(shapes.keys() & RESERVED):

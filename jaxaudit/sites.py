@@ -110,7 +110,8 @@ class Sites:
     """Where a learner can be disturbed: `paths[site]` are the leaves there, `context[site]` what the tap offers.
 
     `values[site][label]` are the shapes that pass, and `loose[site]` and `lost[site]` say why no state can be kept
-    there, or nothing disturbed; `numbers[site]` are the plain numbers that the tap offers, by name.
+    there, or nothing disturbed; `numbers[site]` are the plain numbers that the tap offers, and those that the learner
+    tells, by name.
     `absent` says of sites and context that are not there why.
     """
 
@@ -128,10 +129,15 @@ class Sites:
     def __contains__(self, site: str) -> bool:
         return site in self.paths
 
+    def told(self, learner: Learner) -> Sites:
+        """The same with the numbers of one of several equal learners, which may tell other ones."""
+        numbers = {site: {**self.numbers[site], **learner.numbers.get(site, {})} for site in self}
+        return replace(self, numbers=numbers)
+
 
 def find_sites(learner: Learner, steps: int | None = None) -> Sites:
     """Traces one step abstractly (no computation) and returns the sites it taps."""
-    return _found(learner.without_data, steps)
+    return _found(learner.without_data, steps).told(learner)
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,7 +159,7 @@ def trace(learner: Learner, recorder: Recorder) -> None:
 
     key = jax.random.key(0)
     data = learner.shapes.tree
-    jax.eval_shape(traced, jax.eval_shape(learner.begin, key, data), key, jnp.int32(0), data)
+    jax.eval_shape(traced, learner.state_shapes, key, jnp.int32(0), data)
 
 
 def initial_states(slots: tuple[Slot, ...], sites: Sites) -> States:

@@ -36,8 +36,10 @@ def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
     if reason := sites.lost.get(site) or (sites.loose.get(site) if kind.keeps_state else None):
         return f"perturbation '{name}' {reason}"
     if not any(matches(perturbation.target, path) for path in sites.paths[site]):
+        part = str(perturbation.target).partition("/")[0]
+        why = f", for {sites.absent[part]}" if part in sites.absent else ""
         paths = _listed(sites.paths[site])
-        return f"target {perturbation.target!r} of '{name}' is in none of the paths at site '{site}': {paths}"
+        return f"target {perturbation.target!r} of '{name}' is in none of the paths at site '{site}'{why}: {paths}"
     if kind.reach:
         low, high = kind.reach(sites.numbers[site])
         if beyond := [m for m in perturbation.magnitudes if m != kind.neutral and not low <= m <= high]:

@@ -3,6 +3,8 @@
 That closed windows and neutral magnitudes leave a learner as it is, to the bit, is in the matrix of test_promises.py.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,10 @@ from tiny_dialogue import TINY_DIALOGUE
 
 import jaxaudit as ja
 from jaxaudit import registry
+from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.collection import tapped
+from jaxaudit.learners.dialogue.estimation import estimate
+from jaxaudit.learners.dialogue.presets import PRESETS
 
 KEY = jax.random.key(11)
 N = 4000
@@ -145,6 +151,16 @@ def test_a_difficulty_that_may_be_there_is_allowed():
     np.testing.assert_array_equal(told.values[0, 1], [1, 1, 3, 3], "clipped in the program")
 
 
+def test_learners_that_are_equal_in_all_but_their_difficulty_have_ranges_of_their_own():
+    easy = dataclasses.replace(asked(lowest=0.0, highest=3.0), numbers={"difficulty": {"usual": 0.5}})
+    hard = dataclasses.replace(easy, numbers={"difficulty": {"usual": 2.2}})
+    assert easy == hard
+    ja.plan(easy, [ja.difficulty_shift(2.5)], seeds=1, steps=10)
+    ja.plan(hard, [ja.difficulty_shift(0.8)], seeds=1, steps=10)  # 3 - 2.2 is less in floating point
+    with pytest.raises(ValueError, match=r"outside its range -2\.2 to 0\.8 for this learner"):
+        ja.plan(hard, [ja.difficulty_shift(2.5)], seeds=1, steps=10)
+
+
 # Who writes the rows
 
 
@@ -268,6 +284,29 @@ def test_noise_on_own_tokens_alone(name):
 @pytest.mark.parametrize("name", ["temperature_spike", "kl_failure", "ratio_clip_failure"])
 def test_factors_multiply(name):
     np.testing.assert_allclose(applied(name, jnp.array([0.2, 0.28]), 7.0), [1.4, 1.96], rtol=1e-6)
+
+
+def test_signal_decay_is_of_the_advantages_alone_and_what_the_critic_learns_stays():
+    """Lambda 0.8 times 0.5: what a row ends with reaches the token k before its end times 0.4^k; lambda 0.9 of the
+    critic's targets, by hand from one of the rows."""
+    parts = PRESETS["ppo_lm"].parts
+    parts = dataclasses.replace(parts, whiten=False, kl="none", kl_in="loss")
+    usual = Coefficients(gamma=1.0, gae_lambda=0.8, critic_lambda=0.9)
+    own, score, value = jnp.ones((2, 5), bool), jnp.array([[1.0], [0.5]]), jnp.zeros((2, 5))
+
+    def step(x, key, taps):
+        advantage, target = estimate(parts, tapped(parts, usual, taps), score, own, value=value)
+        return x, {"performance": x, "advantage": advantage, "targets": target}
+
+    learner = ja.Learner(lambda key: jnp.float32(0.0), step)
+    told = ja.audit(learner, [ja.signal_decay(0.5, onset=1)], seeds=1, steps=3).telemetry
+    before, after = told["advantage"].values[0, 1, :2]
+    later = np.arange(4, -1, -1)
+    np.testing.assert_allclose(before, [0.8**later, 0.5 * 0.8**later], rtol=1e-5)
+    np.testing.assert_allclose(after, [0.4**later, 0.5 * 0.4**later], rtol=1e-5)
+    targets = told["targets"].values[0, 1]
+    np.testing.assert_array_equal(targets[1], targets[0])
+    np.testing.assert_allclose(targets[1, 0], 0.9**later, rtol=1e-5)
 
 
 def test_signal_decay_multiplies_lambda_and_stays_one_at_most():

@@ -1,5 +1,6 @@
 """Specs of learners on dialogues: every mistake is one sentence, and what is stored says all."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -63,6 +64,17 @@ SPECS = {
     "too many topics": (task("preference", "difficulty = 3"), "difficulty must be from 1 to 2 topics, not 3"),
     "a text without its file": (task("text"), "[task]: 'file' is missing; it must be a string"),
     "a text that is not there": (task("text", 'file = "no.jsonl"'), "no.jsonl"),
+    "a response that cannot fit": (
+        task("text", 'file = "lines.jsonl"\nlength = 20'),
+        "line 2: a prompt of 4 tokens, what follows it of 40 and the end do not fit in rows of 20 slots",
+    ),
+    "a prompt that cannot fit": (
+        task("text", 'file = "lines.jsonl"\nlength = 4'),
+        "line 1: the prompt has 4 tokens; from 1 to 3 fit in rows of 4 slots",
+    ),
+    "a kind of task nobody knows": (
+        ('kind = "dialogue"', 'kind = "dialog"'), "[task]: unknown kind of task 'dialog' (did you mean 'dialogue'?)",
+    ),
     "a verifier nobody knows": (
         task("text", 'file = "no.jsonl"\nverifier = "judge"'),
         'verifier must be "exact" or "contains" or "number" or "regex", not the string \'judge\'',
@@ -70,7 +82,14 @@ SPECS = {
     "another kind of task": (('kind = "dialogue"\nname = "hop"', 'kind = "mujoco"\nname = "Hopper-v5"'),
         "learner 'grpo' trains on a task of kind 'dialogue', not 'mujoco'"),
     "another kind of learner": (learner("", "ppo"), "learner 'ppo' trains on environments, not on a task of kind"),
+    "a learner nobody knows": (learner("", "grop"), "unknown learner 'grop' (did you mean 'grpo'?); allowed"),
     # The learner's numbers.
+    "a KL that pays": (learner("kl_coefficient = -0.1"), "kl_coefficient must not be negative, not -0.1"),
+    "a clip range above one": (learner("clip_low = 1.5"), "clip_low must lie in [0, 1], not 1.5"),
+    "no cap": (learner('correction = "tis"\ntis_cap = 0'), "tis_cap must be positive, not 0"),
+    "never measured": (learner("performance_every = 0"), "performance_every must be at least 1, not 0"),
+    "half a row": (learner("group_size = 4.5"), "group_size must be a whole number, not the number 4.5"),
+    "a buffer longer than rows": (learner("overlong_buffer = 2", "dapo"), "overlong_buffer must lie in [0, 1], not 2"),
     "groups of one": (learner("group_size = 1"), "group_size must be at least 2 for advantage 'group', which compares"),
     "pairs of one": (learner("group_size = 1", "dpo"), "group_size must be at least 2 for a preference objective"),
     "rows that do not divide": (learner("minibatches = 3"), "minibatches must divide the 64 rows (prompts * "),
@@ -90,7 +109,11 @@ SPECS = {
     # Parts that do not fit each other.
     "a weight without its KL": (
         learner("kl_coefficient = 0.1", "dr_grpo"),
-        "kl_coefficient 0.1 weighs a divergence from the reference, and kl is 'none'; choose k1, k2, k3 or exact",
+        "weighs a divergence from the reference, and kl is 'none'; choose k1, k2, k3 or exact, or kl_coefficient = 0",
+    ),
+    "the weight of a KL in DPO": (
+        learner("kl_coefficient = 0.1", "dpo"),
+        "from the reference, and a preference objective has its own, weighed by beta; leave it 0",
     ),
     "an exact KL in the reward": (learner('kl = "exact"\nkl_in = "reward"'), "in the reward kl must be k1, k2 or k3"),
     "TIS with what was sampled": (
@@ -107,6 +130,10 @@ SPECS = {
     ),
     "sequences with a critic": (learner('ratio = "sequence_sum"', "ppo_lm"), "so advantage must not be 'gae'"),
     "a KL in DPO": (learner('kl = "k3"', "dpo"), "a preference objective has its KL within it, so kl must be 'none'"),
+    "TIS in DPO": (
+        learner('correction = "tis"', "dpo"),
+        "a preference objective has no ratio and no entropy bonus, so correction must be 'none' and entropy_coeff",
+    ),
     "online GRPO": (learner("online = true"), "online is for a preference objective"),
     "adapters of nothing": (learner("lora_rank = 4"), "lora_rank 4 adapts the parameters of a checkpoint, and none is"),
     "a word nobody knows": (
@@ -133,8 +160,16 @@ SPECS = {
     ),
     "a difficulty beyond": (
         perturbation("difficulty_shift", 9),
-        "[[perturbation]] 1: magnitude 9 of 'difficulty_shift' is outside its range -3 to 3 for this learner",
+        "[[perturbation]] 1: magnitude 9 of 'difficulty_shift' is outside its range -2 to 1 for this learner",
     ),
+    "a disturbance nobody knows": (perturbation("tool_eror", 0.2), "'tool_eror' (did you mean 'tool_error'?); allowed"),
+    "a part of nothing": (
+        perturbation("weight_noise", '0.1\ntarget = "critic"'),
+        "of 'weight_noise' is in none of the paths at site 'params', for advantage 'group' has no critic: policy/... (",
+    ),
+    "no temperature for a while": (perturbation("temperature_spike", 0), "outside its range 0.01 to inf"),
+    "rarely synced": (perturbation("sync_interval", 1.5), "magnitude 1.5 of 'sync_interval' must be a whole number"),
+    "more bits than there are": (perturbation("sampler_quantize", 50), "outside its range 2 to 32"),
     "a policy too old": (perturbation("stale_policy", 9), "magnitude 9.0 of 'stale_policy' is outside its range 0 to"),
     "half a step": (perturbation("stale_policy", 2.5), "magnitude 2.5 of 'stale_policy' must be a whole number"),
     "more than all rewards": (perturbation("verifier_flip", 2), "magnitude 2.0 of 'verifier_flip' is outside its"),
@@ -145,6 +180,9 @@ SPECS = {
 def test_a_wrong_spec(case, capsys):
     (old, new), words = SPECS[case]
     assert old in GOOD
+    if "lines.jsonl" in new:
+        lines = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "four " * 8}]
+        Path("lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if case == "a checkpoint of other tokens":
         model = gpt2.GPT2(10, 16, gpt2.SIZES["micro"])
         gpt2_checkpoint.save(Path("checkpoint"), gpt2.init_params(model, jax.random.key(0)), model)
@@ -162,14 +200,22 @@ def test_sites_that_settings_leave_out_say_why(capsys):
         "adversarial_reward": "for the reward is a row's, not a transition's",
         "reward_model_noise": "for reward is 'gold'",
         "kl_failure": "for kl is 'none'",
+        "lr_schedule_error": "for its rate is the same at every step",
+        "value_bias": "for advantage 'group_mean' has no critic",
         "signal_decay": "for advantage 'group_mean' has no critic",
+        "reference_drift": "for kl is 'none'",
+        "log_probability_noise": "for correction is 'none' and old_log_probability is 'recomputed'",
+        "observation_noise": "for rows are made of tokens: see prompt_corruption and tool_corruption",
+        "action_noise": "for rows are made of tokens: see sampler_noise and temperature_spike",
+        "dynamics_shift": "for a dialogue has none: see tool_shift and difficulty_shift",
     }
     spec = parse(GOOD.replace('kind = "grpo"', 'kind = "dr_grpo"'))
     sites = find_sites(spec._learner(), 20)
     for name, why in kinds.items():
         assert why in site_misfit(perturbations[name](), sites)
     target = perturbations["weight_noise"](target="critic")
-    assert "in none of the paths at site 'params': policy/... (" in site_misfit(target, sites)
+    said = site_misfit(target, sites)
+    assert "in none of the paths at site 'params', for advantage 'group_mean' has no critic: policy/... (" in said
 
 
 def test_a_function_as_a_reward_is_told_the_way():

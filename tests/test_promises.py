@@ -44,6 +44,7 @@ STRONG = {
     "distribution_drift": 1.0,
     "token_corruption": 0.5,
     "prompt_corruption": 0.5,
+    "ratio_clip_failure": 0.01,
     "tool_corruption": 1.0,
     "tool_error": 1.0,
     "tool_shift": 1.0,
@@ -264,19 +265,22 @@ def on_dialogue(preset, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(gpt2.SIZES, "tiny", gpt2.Size(8, 1, 2))
         few = {"size": "tiny", "prompts": 4, "group_size": 4, "epochs": 1, "performance_rows": 4, "max_grad_norm": 0.05}
-        before = {"warm_start": 60, "warm_start_rows": 16, "critic_warm_start": 2, "reward_model_warm_start": 2}
+        # Where no rollout group has a signal a gradient is rounding alone: this epsilon keeps it from being scaled up.
+        few |= {"learning_rate": 1e-2, "epsilon": 1e-3}
+        before = {"warm_start": 150, "warm_start_rows": 16, "critic_warm_start": 2, "reward_model_warm_start": 2}
+        before["warm_start_learning_rate"] = 1e-2
         dialogue = Hop(difficulty=1.0, entities=3, hops=2, length=13)
         return getattr(ja.learners, preset)(dialogue, **few | before | settings)
 
 
-def preset_case(preset, **settings):
+def preset_case(preset, poison="advantage_noise", **settings):
     infinite = float("inf")
     return Case(
         on_dialogue(preset, **settings),
         on_dialogue(preset, **settings | {"telemetry": "basic"}),
-        {"advantage_noise": infinite, "weight_noise": infinite, "lr_spike": infinite},
+        {poison: infinite, "weight_noise": infinite, "lr_spike": infinite},
         ("performance", "loss", "params_norm", "update_norm"),
-        "policy",
+        "policy/h/0",
     )
 
 
@@ -299,6 +303,7 @@ CASES = {
     "rloo, everything": lambda _: preset_case("rloo"),
     "dapo, everything": lambda _: preset_case("dapo"),
     "gspo, everything": lambda _: preset_case("gspo"),
+    "dpo, everything": lambda _: preset_case("dpo", poison="momentum_noise"),
 }
 
 

@@ -24,6 +24,7 @@ from jaxaudit.program import (
     LaneState,
     Program,
     advance,
+    first_shapes,
     initial,
     telemetry_rows,
     undisturbed,
@@ -272,8 +273,10 @@ def _first(program: Program, disturbed: bool, data: Any, seeds: jax.Array) -> La
 
 
 def _first_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
-    seeds = jax.ShapeDtypeStruct((lanes,), np.uint32)
-    return jax.eval_shape(functools.partial(_first, program, disturbed), program.learner.shapes.tree, seeds)
+    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype), first_shapes(program))
+    if not disturbed:
+        return states
+    return jax.eval_shape(lambda states: with_perturbations(program, states, lanes), states)
 
 
 def _data(program: Program) -> Any:

@@ -102,12 +102,13 @@ def tool_shift(key, value, magnitude, *, called, rare):
 
 
 def shifts(given: Mapping[str, float]) -> tuple[float, float]:
-    """The least and the largest shift of difficulty that mean something, by what of the tap's context is known.
+    """The least and the largest shift of difficulty that mean something, by what is known of the learner's.
 
-    Where the `usual` difficulty is not, at most from one end of the range to the other.
+    Where the `usual` difficulty is not, at most from one end of the range to the other. Rounded, so that what a user
+    subtracts by hand is within.
     """
     lowest, highest = given.get("lowest", -math.inf), given.get("highest", math.inf)
-    return lowest - given.get("usual", highest), highest - given.get("usual", lowest)
+    return round(lowest - given.get("usual", highest), 6), round(highest - given.get("usual", lowest), 6)
 
 
 @perturbation(

@@ -161,7 +161,8 @@ def advantage_noise(key, value, magnitude, *, own):
 def signal_decay(key, value, magnitude):
     """Multiplies the lambda of advantage estimation by `magnitude`, within [0, 1].
 
-    A reward at a row's end reaches the token k slots before it times lambda^k (VC-PPO, Yuan et al., 2025).
+    A reward at a row's end reaches the token k own tokens before it times lambda^k; the lambda of the critic's targets
+    is another one and stays as it is, so that the critic learns what it did (VC-PPO, Yuan et al., 2025).
 
     >>> float(signal_decay(0.5).apply(0.5))
     0.25

@@ -51,9 +51,10 @@ def misfits(
     parts = [part for perturbation in perturbations for part in perturbation.parts]
     trial = _Trial(steps=steps, perturbations=parts)
     trace(learner, trial)
+    sites = trial.sites.told(learner)
     reasons = iter(
         [
-            trial.refused.get(i) or site_misfit(part, trial.sites) or (None if monitored else _waits(part))
+            trial.refused.get(i) or site_misfit(part, sites) or (None if monitored else _waits(part))
             for i, part in enumerate(parts)
         ]
     )

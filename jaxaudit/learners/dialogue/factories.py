@@ -83,6 +83,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         provenance=provenance,
         remarks=functools.partial(of_the_beginning, compares=settings.compares),
         absent=absent(dialogue, settings),
+        numbers={"difficulty": {"usual": float(dialogue.difficulty)}},
     )
 
 
@@ -95,14 +96,18 @@ def check_fits(dialogue: Dialogue, settings: DialogueSettings) -> None:
 
 
 def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
-    """Why there are no such sites, and why taps do not give such context."""
+    """Why there are no such sites or parameters, and why taps do not give such context."""
     preference = settings.objective == "preference"
     objective = "a preference objective" if preference else f"advantage '{settings.advantage}'"
     found = {
         "ends": "a row has one reward, when it is over",
         "td_error": "the reward is a row's, not a transition's",
+        "schedule": "its rate is the same at every step",
         "label_smoothing": "the policy's tokens are no labels",
         "tokens": "rows are written by the policy: see prompt_corruption and tool_corruption",
+        "observation": "rows are made of tokens: see prompt_corruption and tool_corruption",
+        "action": "rows are made of tokens: see sampler_noise and temperature_spike",
+        "dynamics": "a dialogue has none: see tool_shift and difficulty_shift",
     }
     if not dialogue.result_tokens:
         found["tool_result"] = "the dialogue has no tool"
@@ -111,8 +116,15 @@ def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
     if settings.kl == "none":
         found["kl_coefficient"] = "kl is 'none'"
     if not settings.parts.critic:
-        found["gae_lambda"] = f"{objective} has no critic"
+        found |= dict.fromkeys(("gae_lambda", "critic"), f"{objective} has no critic")
+    if not settings.parts.needs_reference:
+        found["reference"] = "kl is 'none'"
+    if not settings.parts.entropy:
+        found["entropy_coefficient"] = "there is no entropy bonus"
+    if not settings.parts.reads_sampled:
+        found["log_probability"] = "correction is 'none' and old_log_probability is 'recomputed'"
     if preference:
+        found["log_probability"] = "a preference objective reads none of the sampler's"
         found |= dict.fromkeys(("advantage", "ratio_clip"), "a preference objective has none")
     return found
 

@@ -83,7 +83,8 @@ class Parts:
         )
         yield (
             self.objective == "preference" and (self.correction != "none" or self.entropy),
-            "a preference objective has no ratio and no entropy bonus, so correction must be 'none' and entropy off",
+            "a preference objective has no ratio and no entropy bonus, so correction must be 'none' and "
+            "entropy_coefficient 0",
         )
         yield (
             self.correction != "none" and self.old == "sampled",

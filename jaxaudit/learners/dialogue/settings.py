@@ -200,8 +200,12 @@ class DialogueSettings:
         )
         yield (
             self.kl == "none" and self.kl_coefficient > 0,
-            f"kl_coefficient {self.kl_coefficient:g} weighs a divergence from the reference, and kl is 'none'; "
-            "choose k1, k2, k3 or exact",
+            f"kl_coefficient {self.kl_coefficient:g} weighs a divergence from the reference, and "
+            + (
+                "a preference objective has its own, weighed by beta; leave it 0"
+                if self.objective == "preference"
+                else "kl is 'none'; choose k1, k2, k3 or exact, or kl_coefficient = 0"
+            ),
         )
         yield (
             self.kl == "exact" and self.kl_in == "reward",
