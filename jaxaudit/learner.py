@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -153,6 +154,8 @@ class Learner:
         the same alone; programs do not depend on it.
       remarks: `remarks(telemetry) -> sentences` on what a user should know of how undisturbed lanes begin, from their
         channels `[lane, step, ...]`, float arrays by name; told by the runner after the first chunk, and in reports.
+      save: `save(folder, state, data)` writes what a lane has trained as other programs read it, e.g. in Hugging Face's
+        format, from a state of NumPy arrays and the learner's data; None where it cannot.
       absent: for sites that it does not tap, and for what its taps do not give, why: the end of a sentence.
       shapes: of `data`.
     """
@@ -169,6 +172,7 @@ class Learner:
     init_reads_data: bool = False
     provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: Callable[[Mapping[str, np.ndarray]], Sequence[str]] | None = field(default=None, compare=False)
+    save: Callable[[Path, State, Any], None] | None = field(default=None, compare=False)
     absent: Mapping[str, str] = field(default_factory=dict, compare=False)
     shapes: Shapes = field(init=False, repr=False)
 
