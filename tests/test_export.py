@@ -99,9 +99,9 @@ def log_softmax(model, params, tokens):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def moved(params):
+def moved(params, seed=0):
     """Parameters with noise, so that none are all alike."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + jnp.float32(0.1 * random.normal(size=x.shape)), params)
 
 
@@ -111,7 +111,7 @@ def test_a_policy_as_its_learner_saves_it(place, rank):
     gpt2_checkpoint.save("start", start, MODEL)
     dialogue = ja.dialogues.named("text", file="lines.jsonl", verifier="regex", length=12)
     learner = ja.learners.grpo(dialogue, checkpoint="start", lora_rank=rank)
-    params = moved(lora.init_adapters(MODEL, rank, jax.random.key(1)) if rank else start)
+    params = moved(lora.init_adapters(MODEL, rank, jax.random.key(1)) if rank else start, seed=1)
     state = types.SimpleNamespace(policy=Trained(params, None))
     learner.save(Path("policy"), state, learner.data)
     assert json.loads(Path("policy/config.json").read_text())["eos_token_id"] == 256

@@ -40,7 +40,7 @@ OFF_POLICY = SMALL + "num_envs = 2\niteration_steps = 8\nlearning_starts = 8\nba
 PENDULUM = 'kind = "mujoco"\nname = "InvertedPendulum-v5"\nphysics = "mjx"'
 CARTPOLE = 'kind = "mujoco"\nname = "CartPole-v1"'
 LANGUAGE = 'kind = "language_model"\nsize = "nano"\ncontext = 16\nbatch_size = 4\naccumulation = 2\nvalidation = 2'
-HOP = 'kind = "dialogue"\nname = "hop"\nentities = 3\nhops = 2\nlength = 13'
+HOP = 'kind = "dialogue"\nname = "hop"\ndifficulty = 1\nentities = 3\nhops = 2\nlength = 13'
 DIALOGUE = 'kind = "grpo"\nprompts = 2\ngroup_size = 2\nperformance_rows = 2\nwarm_start = 2\nwarm_start_rows = 2'
 LINES = 'kind = "dialogue"\nname = "text"\ntool = "calculator"\nlength = 24\nfile = "{folder}/lines.jsonl"'
 ADAPTED = DIALOGUE + '\nlora_rank = 2\ncheckpoint = "{folder}"'
@@ -57,8 +57,8 @@ CASES = {
 }
 
 
-SLOW = ("trpo", "td3")
-"""Of whose programs PPO and SAC have the most."""
+SLOW = ("trpo", "td3", "grpo with adapters")
+"""Of whose programs PPO, SAC and GRPO have the most."""
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
@@ -105,7 +105,7 @@ def test_adapters_of_gpt2_124m_lower_for_cuda_from_shapes_alone(checkpoint, tmp_
     data = DialogueData(settings.numbers(dialogue.difficulty), dialogue.data, start)
     learner = ja.Learner(made.init, made.step, channels=made.channels, data=data, init_reads_data=True)
     assert sum(x.size for x in jax.tree.leaves(start)) == 124_439_808
-    assert_lowers(ja.plan(learner, [ja.lr_spike(10.0, onset=1)], seeds=1, steps=3), ["cuda"])
+    assert_lowers(ja.plan(learner, [ja.lr_spike(10.0, onset=1, duration=1)], seeds=1, steps=3), ["cuda"])
 
 
 def test_c_mujoco_is_what_calls_the_host():

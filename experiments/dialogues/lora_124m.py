@@ -34,20 +34,24 @@ steps = 3
 [task]
 kind = "dialogue"
 name = "text"
-file = "lines.jsonl"
-tokenizer = "start"
+file = "{folder}/lines.jsonl"
+tokenizer = "{folder}/start"
 verifier = "contains"
-length = 64
+length = 32
 [learner]
 kind = "grpo"
 size = "124m"
-checkpoint = "start"
+checkpoint = "{folder}/start"
 lora_rank = 8
 remat = true
 prompts = 2
 group_size = 4
 learning_rate = 1e-3
 performance_rows = 4
+[metrics]
+window = 2
+hold = 1
+horizon = 1
 [run]
 chunk = 1
 """
@@ -71,9 +75,9 @@ def write(folder: Path) -> None:
         lambda path, x: x * (2 if path[-1].key in ("kernel", "embedding") else 1), params
     )
     gpt2_checkpoint.save(start, params, MODEL)
-    lines = [{"prompt": f"Write a word with the letter {letter}:", "answer": letter} for letter in "bdfghkmpvwxyz"]
+    lines = [{"prompt": f"Write a word with the letter {letter}:", "answer": letter} for letter in "jqzJKQWXYZ"]
     (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    (folder / "spec.toml").write_text(SPEC)
+    (folder / "spec.toml").write_text(SPEC.format(folder=folder.resolve()))
 
 
 def _tokenizer() -> ByteLevelBPETokenizer:

@@ -4,7 +4,9 @@
     JAX_NUM_CPU_DEVICES=1 python planned_memory.py hop 8|32 OUT         # GRPO on hop with so many lanes side by side
 
 Prints JSON, in bytes: `expected`, of which `held` is there when it is told, and `lane`, as told; `peak` from then on,
-by the kernel's accounts; `before`, the most that reading and compiling took.
+by the kernel's accounts, and `training`, that from the first chunks on, when lanes' first states (of a warm start, of
+rows that are looked at) are there; `before`, the most that reading and compiling took. The first ratio is of the whole
+process, the others of what is beyond `held`: all of it, and in training, which is to be lanes times `lane`.
 """
 
 from __future__ import annotations
@@ -32,17 +34,18 @@ SIZE = r"([\d.]+) (\w+)"
 
 
 class Told:
-    """Standard error, which from the plan on counts the process's peak anew."""
+    """Standard error, which counts the process's peak anew from the plan on, and again from the first chunk on."""
 
     def __init__(self):
-        self.stderr, self.text, self.before = sys.stderr, "", 0
+        self.stderr, self.text, self.peaks, self.bars = sys.stderr, "", [], 0
 
     def write(self, text: str) -> None:
         """Passes text on."""
         self.stderr.write(text)
         self.text += text
-        if not self.before and "expected memory" in text:
-            self.before = peak()
+        self.bars += bool(re.search(r"\d% *\|.*\| *[1-9]", text))
+        if len(self.peaks) == (1 if self.bars else 0) and (self.bars or "expected memory" in text):
+            self.peaks.append(peak())
             Path("/proc/self/clear_refs").write_text("5")
 
     def flush(self) -> None:
@@ -72,8 +75,16 @@ def main() -> None:
     sys.stderr = told.stderr
     found = re.search(rf"expected memory: {SIZE} \({SIZE} of it in use now\), {SIZE} a lane", told.text)
     expected, held, lane = (int(float(found[i]) * UNITS[found[i + 1]]) for i in (1, 3, 5))
-    numbers = {"expected": expected, "held": held, "lane": lane, "peak": peak(), "before": told.before}
-    print(json.dumps(numbers | {"peak / expected": round(peak() / expected, 3)}))
+    (before, beginning), training = told.peaks, peak()
+    most, lanes = max(beginning, training), len(spec.build().seeds)
+    numbers = {"lanes": lanes, "expected": expected, "held": held, "lane": lane}
+    numbers |= {"peak": most, "training": training, "before": before}
+    beyond = {
+        "peak / expected": most / expected,
+        "beyond held": (most - held) / (expected - held),
+        "training": (training - held) / (lanes * lane),
+    }
+    print(json.dumps(numbers | {"ratios": {name: round(ratio, 3) for name, ratio in beyond.items()}}))
 
 
 if __name__ == "__main__":
