@@ -101,9 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     replay = add("replay", _replay, "run a finished run again and compare, bit for bit")
     report = add("report", _report, "write a run's report again")
     sample = add("sample", _sample, "print the held-out rows that a run on a dialogue stored")
-    for command in (resume, fork, margin, replay, report, sample):
+    export = add("export", _export, "write a finished run's trained language model in Hugging Face's format")
+    for command in (resume, fork, margin, replay, report, sample, export):
         command.add_argument("folder", metavar="DIR", type=Path, help="a run's folder")
     fork.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file with the new perturbations")
+    export.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")
+    export.add_argument("--seed", type=int, metavar="N", help="of the lane (the first)")
+    export.add_argument("--condition", metavar="LABEL", help="of the lane, or its number (the control)")
     for command in (quickstart, run, fork):
         command.add_argument("-o", dest="out", metavar="DIR", type=Path, help="the new folder (runs/NAME)")
     margin.add_argument(
@@ -241,6 +245,15 @@ def _sample(arguments: argparse.Namespace) -> int:
     from jaxaudit.sample import sample
 
     print(sample(arguments.folder, arguments.seed, arguments.condition, arguments.step))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    _check_run(arguments.folder)
+    prepare_jax()
+    from jaxaudit.runner.export import export
+
+    print(export(arguments.folder, arguments.out, arguments.seed, arguments.condition))
     return 0
 
 

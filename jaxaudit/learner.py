@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -154,6 +155,8 @@ class Learner:
         the same alone; programs do not depend on it.
       remarks: `remarks(telemetry) -> sentences` on what a user should know of how undisturbed lanes begin, from their
         channels `[lane, step, ...]`, float arrays by name; told by the runner after the first chunk, and in reports.
+      save: `save(folder, state, data)` writes what a lane has trained as other programs read it, e.g. in Hugging Face's
+        format, from a state of NumPy arrays and the learner's data; None where it cannot.
       absent: for sites that it does not tap, what its taps do not give and labels that no parameters have, why: the end
         of a sentence.
       numbers: for some of its sites, numbers that are data to its taps and known before a run, by name: they bound what
@@ -173,6 +176,7 @@ class Learner:
     init_reads_data: bool = False
     provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: Callable[[Mapping[str, np.ndarray]], Sequence[str]] | None = field(default=None, compare=False)
+    save: Callable[[Path, State, Any], None] | None = field(default=None, compare=False)
     absent: Mapping[str, str] = field(default_factory=dict, compare=False)
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
     shapes: Shapes = field(init=False, repr=False)

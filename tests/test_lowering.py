@@ -1,12 +1,17 @@
 """Whole grids lower for CUDA and TPU, on a machine that has neither, with nothing in them that calls the host."""
 
 import functools
+import json
 
 import jax
-import numpy as np
 import pytest
 from jax import export
 
+import jaxaudit as ja
+from jaxaudit.learners.dialogue.factories import settings_of
+from jaxaudit.learners.dialogue.learner import DialogueLearner
+from jaxaudit.learners.dialogue.state import DialogueData
+from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.program import run
 from jaxaudit.specification.document import parse
 from jaxaudit.whole import inputs
@@ -35,6 +40,10 @@ OFF_POLICY = SMALL + "num_envs = 2\niteration_steps = 8\nlearning_starts = 8\nba
 PENDULUM = 'kind = "mujoco"\nname = "InvertedPendulum-v5"\nphysics = "mjx"'
 CARTPOLE = 'kind = "mujoco"\nname = "CartPole-v1"'
 LANGUAGE = 'kind = "language_model"\nsize = "nano"\ncontext = 16\nbatch_size = 4\naccumulation = 2\nvalidation = 2'
+HOP = 'kind = "dialogue"\nname = "hop"\ndifficulty = 1\nentities = 3\nhops = 2\nlength = 13'
+DIALOGUE = 'kind = "grpo"\nprompts = 2\ngroup_size = 2\nperformance_rows = 2\nwarm_start = 2\nwarm_start_rows = 2'
+LINES = 'kind = "dialogue"\nname = "text"\ntool = "calculator"\nlength = 24\nfile = "{folder}/lines.jsonl"'
+ADAPTED = DIALOGUE + '\nlora_rank = 2\ncheckpoint = "{folder}"'
 
 CASES = {
     "ppo": (PENDULUM, ON_POLICY.format("ppo"), "observation_noise"),
@@ -43,24 +52,60 @@ CASES = {
     "sac": (PENDULUM, OFF_POLICY.format("sac"), "dynamics_shift"),
     "td3": (PENDULUM, OFF_POLICY.format("td3") + "\nupdates_per_step = 1.0", "action_noise"),
     "language_model": ("", LANGUAGE, "token_corruption"),
+    "grpo": (HOP, DIALOGUE, "tool_error"),
+    "grpo with adapters": (LINES, ADAPTED, "tool_error"),
 }
 
 
-SLOW = ("trpo", "td3")
-"""Of whose programs PPO and SAC have the most."""
+SLOW = ("trpo", "td3", "grpo with adapters")
+"""Of whose programs PPO, SAC and GRPO have the most."""
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
-def test_every_learners_grid_lowers_for_cuda_and_tpu_without_the_host(case, corpus):
-    task, learner, disturbance = CASES[case]
+def test_every_learners_grid_lowers_for_cuda_and_tpu_without_the_host(case, corpus, checkpoint):
+    task, learner, disturbance = (text.format(folder=checkpoint) for text in CASES[case])
     task = task or f'kind = "text"\nname = "{corpus.name}"'
-    grid = parse(SPEC.format(task=task, learner=learner, disturbance=disturbance)).build()
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), inputs(grid))
-    exported = export.export(jax.jit(functools.partial(run, grid.program)), platforms=["cuda", "tpu"])(given)
-    assert exported.platforms == ("cuda", "tpu")
+    assert_lowers(parse(SPEC.format(task=task, learner=learner, disturbance=disturbance)).build(), ["cuda", "tpu"])
+
+
+def assert_lowers(grid, platforms):
+    """Without data: of these, and of all else, only shapes are given."""
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(grid))
+    exported = export.export(jax.jit(functools.partial(run, grid.program)), platforms=platforms)(given)
+    assert exported.platforms == tuple(platforms)
     text = exported.mlir_module()
     assert "callback" not in text
     assert "stablehlo.while" in text
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder with a policy of tokens that are bytes, and with prompts and answers."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = gpt2.GPT2(257, 1024, gpt2.SIZES["micro"])
+    gpt2_checkpoint.save(folder, gpt2.init_params(model, jax.random.key(0)), model)
+    lines = [{"prompt": f"{i}*7: ", "answer": f"<<{i}*7>>{7 * i}"} for i in range(4)]
+    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+@pytest.mark.slow
+def test_adapters_of_gpt2_124m_lower_for_cuda_from_shapes_alone(checkpoint, tmp_path):
+    """The vocabulary has all 50,257 tokens, of which those above 255 are spelled as nothing."""
+    signs = [chr(byte if 33 <= byte < 127 else 256 + byte) for byte in range(256)]  # of ASCII as GPT-2 has them
+    (tmp_path / "vocab.json").write_text(
+        json.dumps({sign: token for token, sign in enumerate(signs)} | {"<|endoftext|>": 50256})
+    )
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    file = str(checkpoint / "lines.jsonl")
+    dialogue = ja.dialogues.named("text", file=file, tokenizer=str(tmp_path), length=64).make()
+    settings = settings_of("grpo")(size="124m", lora_rank=8, checkpoint="x", prompts=2, group_size=4)
+    made = DialogueLearner(dialogue, settings.structure)
+    start = jax.eval_shape(functools.partial(gpt2.init_params, made.policy.model), jax.random.key(0))
+    data = DialogueData(settings.numbers(dialogue.difficulty), dialogue.data, start)
+    learner = ja.Learner(made.init, made.step, channels=made.channels, data=data, init_reads_data=True)
+    assert sum(x.size for x in jax.tree.leaves(start)) == 124_439_808
+    assert_lowers(ja.plan(learner, [ja.lr_spike(10.0, onset=1, duration=1)], seeds=1, steps=3), ["cuda"])
 
 
 def test_c_mujoco_is_what_calls_the_host():

@@ -73,6 +73,7 @@ class Dialogue:
       result_tokens: the tokens that results are written in.
       prompt_tokens: the tokens that prompts are written in; () for all.
       rare: pairs of a token and a rare one of the same meaning, for results in words that were hardly seen.
+      end_of_text: the token that ends a text, as a saved policy's config tells it; None: the vocabulary's last.
       words: a legible name for each token, for printing; () for numbers.
       data: arrays that the functions read, a pytree kept once a device; see `bind`.
     """
@@ -87,6 +88,7 @@ class Dialogue:
     result_tokens: tuple[int, ...] = ()
     prompt_tokens: tuple[int, ...] = ()
     rare: tuple[tuple[int, int], ...] = ()
+    end_of_text: int | None = None
     words: tuple[str, ...] = ()
     data: Any = None
 

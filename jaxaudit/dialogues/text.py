@@ -143,6 +143,7 @@ class TextDialogue(Dialogue):
             result_error=signs.error,
             result_tokens=signs.digits,
             prompt_tokens=tuple(np.unique(np.concatenate(prompts)).tolist()),
+            end_of_text=signs.end,
             words=tuple(piece.decode(errors="replace") or "<end>" for piece in signs.pieces),
             content=hashlib.sha256(repr((found, tokenizer.identity)).encode()).hexdigest(),
             between=(0, max(cut, 1)),

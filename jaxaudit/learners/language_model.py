@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -156,6 +157,10 @@ class LanguageModel:
         """The state before the first step."""
         params = self.init_params(key) if data.start is None else data.start
         return LanguageModelState(params, self.optimizer.init(params))
+
+    def save(self, folder: Path, state: LanguageModelState, data: Data) -> None:
+        """Writes the model as a folder that transformers reads."""
+        gpt2_checkpoint.save(folder, state.params, self.model, self.end_of_text)
 
     def step(
         self, state: LanguageModelState, key: jax.Array, taps: Taps
@@ -309,6 +314,7 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         data=data,
         init_reads_data=True,
         provenance=provenance,
+        save=made.save,
     )
 
 

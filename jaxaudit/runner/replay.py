@@ -73,8 +73,8 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
     if not is_finished(store):
         raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
     plan = store.read_plan(grid)
-    seeds = _chosen("seed", seed, [str(s) for s in grid.seeds])
-    members = _chosen("condition", condition, datasets.labels(grid))
+    seeds = chosen("seed", seed, [str(s) for s in grid.seeds])
+    members = chosen("condition", condition, datasets.labels(grid))
     engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
     compared = _Comparison(store, engine, seeds, members)
     for batch in plan:
@@ -153,7 +153,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values, np.float32).view(np.uint32)
 
 
-def _chosen(what: str, given: int | str | None, allowed: list[str]) -> list[int]:
+def chosen(what: str, given: int | str | None, allowed: list[str]) -> list[int]:
     """Positions of what was chosen: all, a label, or (for conditions) a position."""
     if given is None:
         return list(range(len(allowed)))

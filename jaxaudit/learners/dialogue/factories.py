@@ -82,6 +82,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         init_reads_data=True,
         provenance=provenance,
         remarks=functools.partial(of_the_beginning, compares=settings.compares),
+        save=made.save,
         absent=absent(dialogue, settings),
         numbers={"difficulty": {"usual": float(dialogue.difficulty)}},
     )

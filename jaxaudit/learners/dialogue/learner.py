@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Visited
 from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_of
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics
 from jaxaudit.learners.language_model import decays
-from jaxaudit.models import gpt2
+from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.optimizer import Optimizer, Update
 from jaxaudit.paths import squares_by_group
 from jaxaudit.taps import Taps
@@ -69,6 +70,13 @@ class DialogueLearner:
     def base(self, data: DialogueData) -> Any:
         """The parameters that adapters adapt; None where there are none."""
         return data.start if self.settings.lora_rank else None
+
+    def save(self, folder: Path, state: DialogueState, data: DialogueData) -> None:
+        """Writes the policy, adapters merged, as a folder that transformers reads."""
+        params = self.policy.whole(state.policy.params, self.base(data))
+        if isinstance(params, lora.Adapted):
+            params = lora.merged(params)
+        gpt2_checkpoint.save(folder, params, self.policy.model, self.dialogue.end_of_text)
 
     # Before the first iteration.
 
