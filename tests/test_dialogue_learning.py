@@ -12,6 +12,7 @@ def test_grpo_follows_the_hidden_table():
         "hop",
         kl="none",
         kl_coefficient=0.0,
+        prompts=16,
         beta2=0.99,
         performance_rows=1024,
         performance_every=2,
