@@ -1,0 +1,449 @@
+"""Figures of the experiments on dialogues, and the small tables that they are drawn of.
+
+    python experiments/dialogues/draw.py collect ppo_lm=runs/a grpo=runs/b dapo=runs/c dpo=runs/d
+    python experiments/dialogues/draw.py collect-hacking runs/e
+    python experiments/dialogues/draw.py draw
+
+The first two write tables into four_learners and reward_hacking, the last draws all figures whose tables are there.
+Means over seeds, with the lowest and the highest seed: of four seeds no interval says more.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from figures import save
+
+from jaxaudit.report import style
+from jaxaudit.stored import load
+
+HERE = Path(__file__).parent
+
+NAMES = {"ppo_lm": "PPO", "grpo": "GRPO", "dapo": "DAPO", "dpo": "DPO"}
+COLORS = dict(zip(NAMES.values(), ("#2c7fb8", "#b02f72", "#e8952c", "#4d4d4d"), strict=True))
+COUNTS = ("acting_performance", "own_tokens", "calls", "truncated")
+"""Channels that count what was written: where they differ, rows do; while they are the same, rows may be."""
+
+MEASURED = {
+    "lr_spike": "learning rate, times",
+    "kl_failure": "KL weight, times",
+    "ratio_clip_failure": "clip range, times",
+    "temperature_spike": "temperature, times",
+    "group_size": "rows of a prompt",
+    "epochs": "epochs",
+    "beta": "DPO's beta",
+}
+STANDARD = {
+    "group_size": {"grpo": 8, "dapo": 8, "dpo": 2},
+    "epochs": {"grpo": 2, "dapo": 2, "ppo_lm": 2, "dpo": 1},
+    "beta": {"dpo": 0.1},
+}
+"""What the controls of the specs have."""
+
+
+def collect(**runs: str) -> None:
+    """Final figures of all lanes, and how lanes with noise of 1e-6 part from their controls."""
+    lanes, parting = [], []
+    for name, folder in runs.items():
+        data = load(Path(folder)).telemetry.load()
+        last = data.isel(step=-1)
+        entropy = data["entropy"].sel(stratum="all")
+        for index, condition in enumerate(data["condition"].values):
+            lanes.append(
+                pd.DataFrame(
+                    {
+                        "learner": name,
+                        "perturbation": data["perturbation"].values[index],
+                        "magnitude": data["magnitude"].values[index],
+                        "condition": condition,
+                        "seed": data["seed"].values,
+                        "warm_start": data["warm_start_success"].isel(condition=index, step=0).values,
+                        "first": data["performance"].isel(condition=index, step=4).values,
+                        "performance": last["performance"].isel(condition=index).values,
+                        "acting": data["acting_performance"].isel(condition=index, step=slice(-10, None)).mean("step"),
+                        "entropy": entropy.isel(condition=index, step=-1).values,
+                        "row_tokens": last["row_tokens"].isel(condition=index).values,
+                        "calls": last["calls"].isel(condition=index).values,
+                    }
+                )
+            )
+        parting.append(parted(name, data))
+    pd.concat(lanes).round(4).to_csv(HERE / "four_learners" / "lanes.csv", index=False)
+    pd.concat(parting).to_csv(HERE / "four_learners" / "parting.csv", index=False, float_format="%.3g")
+
+
+def parted(name: str, data) -> pd.DataFrame:
+    """Of each seed and step: whether rows have ever differed from the control's, and how far apart the lanes are."""
+    noise = int(np.flatnonzero(data["perturbation"].values == "weight_noise")[0])
+    control = int(np.flatnonzero(data["perturbation"].values == "control")[0])
+    frames = []
+
+    def both(channel: str) -> tuple[np.ndarray, np.ndarray]:
+        found = data[channel].transpose("seed", "condition", "step", ...).values
+        return found[:, noise], found[:, control]
+
+    differs = []
+    for channel in COUNTS:
+        one, other = both(channel)
+        differs.append((one != other).reshape(*one.shape[:2], -1).any(-1))
+    rows = np.maximum.accumulate(np.any(differs, axis=0), axis=1)
+    apart = {}
+    for channel in ("performance", "entropy", "gradient_norm", "params_norm"):
+        one, other = both(channel)
+        far = np.abs(one - other)
+        apart[channel] = far if far.ndim == 2 else far[..., 0]
+    for number, seed in enumerate(data["seed"].values):
+        frames.append(
+            pd.DataFrame(
+                {"learner": name, "seed": seed, "step": data["step"].values, "rows": rows[number].astype(int)}
+                | {channel: values[number] for channel, values in apart.items()}
+            )
+        )
+    return pd.concat(frames)
+
+
+def collect_hacking(folder: str) -> None:
+    """Every fifth step of all lanes."""
+    data = load(Path(folder)).telemetry.load()
+    frames = []
+    for index in range(data.sizes["condition"]):
+        for seed in data["seed"].values:
+            one = data.isel(condition=index).sel(seed=seed)
+            parts = {f"part_{p}": one["reward_part"].sel(part=p).values for p in data["part"].values}
+            frame = pd.DataFrame(
+                {
+                    "perturbation": data["perturbation"].values[index],
+                    "factor": data["magnitude"].values[index],
+                    "seed": seed,
+                    "step": data["step"].values,
+                    "proxy": one["proxy"].values,
+                    "gold": one["acting_performance"].values,
+                    "performance": one["performance"].values,
+                    "row_tokens": one["row_tokens"].values,
+                    "truncated": one["truncated"].values,
+                    "accuracy": one["reward_model_accuracy"].values,
+                    "entropy": one["entropy"].sel(stratum="all").values,
+                    "kl": one["kl"].sel(stratum="all").values,
+                    **parts,
+                }
+            )
+            frame["factor"] = frame["factor"].fillna(1.0)
+            frames.append(frame.iloc[4::5])
+    pd.concat(frames).round(4).to_csv(HERE / "reward_hacking" / "steps.csv", index=False)
+
+
+def of_seeds(frame: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
+    """Mean, lowest and highest over seeds."""
+    found = frame.groupby(by, sort=False)[value].agg(["mean", "min", "max"]).reset_index()
+    return found
+
+
+def band(
+    frame: pd.DataFrame, x: alt.X, y: str, color: alt.Color, width: int = 230, height: int = 170, log: bool = False
+) -> alt.LayerChart:
+    """A line of means and a band from the lowest to the highest seed."""
+    scale = alt.Scale(type="log") if log else alt.Scale(zero=False)
+    base = alt.Chart(frame).encode(x=x, color=color)
+    line = base.mark_line(strokeWidth=1.8, clip=True).encode(y=alt.Y("mean:Q", title=y, scale=scale))
+    area = base.mark_area(opacity=0.12).encode(y=alt.Y("min:Q", scale=scale, title=y), y2="max:Q")
+    return alt.layer(area, line).properties(width=width, height=height)
+
+
+def colored(names: dict[str, str], field: str = "learner", title: str | None = None) -> alt.Color:
+    """Colours by name."""
+    scale = alt.Scale(domain=list(names), range=list(names.values()))
+    return alt.Color(f"{field}:N", title=title, scale=scale, legend=alt.Legend(symbolOpacity=1, symbolType="circle"))
+
+
+def sensitivity_table() -> pd.DataFrame:
+    """Final performance by learner, what is varied and seed, controls included."""
+    lanes = pd.read_csv(HERE / "four_learners" / "lanes.csv")
+    control = lanes[lanes.perturbation == "control"]
+    rows = [lanes[lanes.perturbation.isin(MEASURED)].assign(setting=lanes.perturbation, value=lanes.magnitude)]
+    for setting in ("lr_spike", "kl_failure", "ratio_clip_failure", "temperature_spike"):
+        have = lanes[lanes.perturbation == setting].learner.unique()
+        rows.append(control[control.learner.isin(have)].assign(setting=setting, value=1.0))
+    path = HERE / "four_learners" / "structure.csv"
+    if path.is_file():
+        rows.append(pd.read_csv(path))
+        for setting, values in STANDARD.items():
+            for name, value in values.items():
+                if ((rows[-1].learner == name) & (rows[-1].setting == setting)).any():
+                    pass
+                rows.insert(0, control[control.learner == name].assign(setting=setting, value=float(value)))
+    return pd.concat(rows)[["learner", "setting", "value", "seed", "performance", "entropy"]]
+
+
+def draw_sensitivity() -> None:
+    """A panel for each setting, a line for each learner."""
+    frame = sensitivity_table()
+    panels = []
+    for setting, title in MEASURED.items():
+        one = frame[frame.setting == setting]
+        if one.empty:
+            continue
+        means = of_seeds(one, ["learner", "value"], "performance")
+        means["learner"] = means.learner.map(NAMES)
+        order = sorted(means.value.unique())
+        means["label"] = means.value.map(lambda v: f"{v:g}")
+        means["dx"] = means.learner.map({n: i for i, n in enumerate(COLORS)})
+        x = alt.X("label:N", title=title, sort=[f"{v:g}" for v in order], axis=alt.Axis(labelAngle=0))
+        offset = alt.XOffset("dx:Q", scale=alt.Scale(domain=[-3, 6]))
+        base = alt.Chart(means).encode(x=x, color=colored(COLORS))
+        y = alt.Y("mean:Q", title="final performance", scale=alt.Scale(domain=[0, 1]))
+        panels.append(
+            alt.layer(
+                base.mark_line(strokeWidth=1.2, opacity=0.6).encode(y=y, xOffset=offset),
+                base.mark_rule(strokeWidth=1.4).encode(y=alt.Y("min:Q"), y2="max:Q", xOffset=offset),
+                base.mark_circle(size=46, opacity=1).encode(y=y, xOffset=offset),
+            ).properties(width=52 * max(len(order), 3), height=160)
+        )
+    chart = alt.concat(*panels, columns=4).resolve_scale(y="shared", color="shared")
+    save(chart, HERE / "four_learners" / "sensitivity.png")
+
+
+def draw_flipped() -> None:
+    """Final performance against the share of flipped labels."""
+    lanes = pd.read_csv(HERE / "four_learners" / "lanes.csv")
+    one = lanes[lanes.perturbation.isin(["control", "verifier_flip"])].fillna({"magnitude": 0.0})
+    panels = []
+    for value, title in (("performance", "final performance"), ("acting", "reward of rows trained on, gold")):
+        means = of_seeds(one, ["learner", "magnitude"], value)
+        means["learner"] = means.learner.map(NAMES)
+        means["x"] = means.magnitude + means.learner.map({n: 0.004 * i for i, n in enumerate(COLORS)})
+        base = alt.Chart(means).encode(
+            x=alt.X("x:Q", title="share of labels flipped", axis=alt.Axis(format=".0%", values=[0, 0.1, 0.2, 0.3])),
+            color=colored(COLORS),
+        )
+        y = alt.Y("mean:Q", title=title, scale=alt.Scale(domain=[0, 1]))
+        panels.append(
+            alt.layer(
+                base.mark_line(strokeWidth=1.4).encode(y=y),
+                base.mark_rule(strokeWidth=1.4).encode(y="min:Q", y2="max:Q"),
+                base.mark_circle(size=46, opacity=1).encode(y=y),
+            ).properties(width=260, height=190)
+        )
+    save(alt.hconcat(*panels[:1]), HERE / "four_learners" / "flipped_labels.png")
+
+
+def draw_parting() -> None:
+    """How lanes part that differ by 1e-6."""
+    frame = pd.read_csv(HERE / "four_learners" / "parting.csv")
+    frame["learner"] = frame.learner.map(NAMES)
+    x = alt.X("step:Q", title="iteration")
+    panels = []
+    share = frame.groupby(["learner", "step"])["rows"].sum().reset_index()
+    share["rows"] += share.learner.map({n: 0.04 * i for i, n in enumerate(COLORS)})
+    panels.append(
+        alt.Chart(share)
+        .mark_line(interpolate="step-after", strokeWidth=1.6)
+        .encode(x=x, y=alt.Y("rows:Q", title="seeds whose rows have differed"), color=colored(COLORS))
+        .properties(width=230, height=170)
+    )
+    for channel, title in (
+        ("gradient_norm", "|difference of gradient norm|"),
+        ("entropy", "|difference of entropy|, nats"),
+        ("performance", "|difference of performance|"),
+    ):
+        log = channel != "performance"
+        one = frame.assign(**{channel: frame[channel].clip(lower=1e-9)}) if log else frame
+        if channel == "performance":
+            one = one[one.step % 5 == 4]
+        middle = one.groupby(["learner", "step"])[channel].median().reset_index()
+        scale = alt.Scale(type="log") if log else alt.Scale()
+        panels.append(
+            alt.Chart(middle)
+            .mark_line(strokeWidth=1.6)
+            .encode(
+                x=x,
+                y=alt.Y(f"{channel}:Q", title=title, scale=scale, axis=alt.Axis(format=".0e") if log else alt.Axis()),
+                color=colored(COLORS),
+            )
+            .properties(width=230, height=170)
+        )
+    save(alt.concat(*panels, columns=4).resolve_scale(y="independent"), HERE / "four_learners" / "parting.png")
+
+
+def draw_hacking() -> None:
+    """Proxy and gold over training, and what the policy learned to write."""
+    frame = pd.read_csv(HERE / "reward_hacking" / "steps.csv")
+    labels = {0.0: "no KL penalty", 1.0: "0.04, the preset's", 10.0: "0.4"}
+    frame["kl weight"] = frame.factor.map(labels)
+    colors = dict(zip(labels.values(), (style.RAMP[1], style.GREY, "#2c7fb8"), strict=True))
+    panels = []
+    for channel, title in (
+        ("proxy", "learned reward (proxy)"),
+        ("performance", "gold, held-out prompts"),
+        ("part_markers", '"splendid" in a row'),
+        ("row_tokens", "own tokens of a row"),
+        ("part_coverage", "topic's words written, share"),
+        ("accuracy", "pairs the reward model orders right"),
+        ("kl", "exact KL to the warm start, nats"),
+        ("entropy", "entropy, nats"),
+    ):
+        means = of_seeds(frame, ["kl weight", "step"], channel)
+        panels.append(band(means, alt.X("step:Q", title="iteration"), title, colored(colors, "kl weight"), 210, 150))
+    save(alt.concat(*panels, columns=4).resolve_scale(y="independent"), HERE / "reward_hacking" / "hacking.png")
+
+
+def draw_chain() -> None:
+    """Value signals and the gradient's noise over the length."""
+    lanes = pd.read_csv(HERE / "chain_length" / "lanes.csv")
+    steps = pd.read_csv(HERE / "chain_length" / "steps.csv")
+    split = lanes.condition.str.extract(r"^(\w+?)(?:@\d+)? ?([\d.]+)?$")
+    lanes["kind"], lanes["magnitude"] = lanes.condition.str.split(" ").str[0], lanes.condition.str.split(" ").str[1]
+    del split
+    ppo = lanes[lanes.learner == "ppo_lm"]
+    control = ppo[ppo.condition.str.startswith("control")]
+    lengths = dict(zip(("2", "4", "8"), (style.RAMP[0], style.RAMP[2], style.RAMP[4]), strict=True))
+    panels = []
+    for kind, neutral, title in (
+        ("value_bias", 0.0, "bias added to the critic once, reward units"),
+        ("signal_decay", 1.0, "lambda, times"),
+    ):
+        one = ppo[ppo.kind == kind].copy()
+        one["magnitude"] = one.magnitude.astype(float)
+        one = pd.concat([one, control.assign(magnitude=neutral)])
+        for value, y in (("performance", "final performance"),):
+            means = of_seeds(one, ["steps", "magnitude"], value)
+            order = sorted(means.magnitude.unique())
+            means["label"] = means.magnitude.map(lambda v: f"{v:g}")
+            means["steps"] = means.steps.astype(str)
+            means["dx"] = means.steps.map({"2": 0, "4": 1, "8": 2})
+            base = alt.Chart(means).encode(
+                x=alt.X("label:N", title=title, sort=[f"{v:g}" for v in order], axis=alt.Axis(labelAngle=0)),
+                xOffset=alt.XOffset("dx:Q", scale=alt.Scale(domain=[-3, 5])),
+                color=colored(lengths, "steps", "steps of the chain"),
+            )
+            yy = alt.Y("mean:Q", title=y, scale=alt.Scale(domain=[0, 1]))
+            panels.append(
+                alt.layer(
+                    base.mark_line(strokeWidth=1.2, opacity=0.6).encode(y=yy),
+                    base.mark_rule(strokeWidth=1.4).encode(y="min:Q", y2="max:Q"),
+                    base.mark_circle(size=46, opacity=1).encode(y=yy),
+                ).properties(width=200, height=170)
+            )
+    bins = [c for c in ppo.columns if c.startswith("correlation ")]
+    long = control.melt(["steps", "seed"], bins, "distance", "correlation")
+    long["distance"] = long.distance.str.removeprefix("correlation ")
+    means = of_seeds(long, ["steps", "distance"], "correlation").assign(steps=lambda f: f.steps.astype(str))
+    base = alt.Chart(means).encode(
+        x=alt.X("distance:N", sort=None, title="own tokens to the row's end", axis=alt.Axis(labelAngle=0)),
+        color=colored(lengths, "steps", "steps of the chain"),
+    )
+    y = alt.Y("mean:Q", title="correlation of values with returns")
+    panels.append(
+        alt.layer(
+            base.mark_line(strokeWidth=1.6, point=True).encode(y=y),
+            base.mark_rule(opacity=0.4).encode(y="min:Q", y2="max:Q"),
+        ).properties(width=200, height=170)
+    )
+    save(alt.hconcat(*panels).resolve_scale(color="shared"), HERE / "chain_length" / "value_signals.png")
+    steps["learner"] = steps.learner.map(NAMES)
+    steps["label"] = steps.learner + ", " + steps.steps.astype(str)
+    colors = {f"{name}, {n}": c for name in ("PPO", "GRPO") for n, c in lengths.items()}
+    panels = []
+    for channel, y in (
+        ("acting_performance", "success of the rows trained on"),
+        ("x_grad", "x_grad (coherence of 8 gradients)"),
+        ("gradient_norm_spread", "spread of log gradient norms"),
+    ):
+        smooth = steps.assign(step=steps.step // 5 * 5 + 2).groupby(["learner", "steps", "step"])[channel].mean()
+        smooth = smooth.reset_index().assign(steps=lambda f: f.steps.astype(str))
+        panels.append(
+            alt.Chart(smooth)
+            .mark_line(strokeWidth=1.7)
+            .encode(
+                x=alt.X("step:Q", title="iteration"),
+                y=alt.Y(f"{channel}:Q", title=y),
+                color=colored(lengths, "steps", "steps of the chain"),
+                strokeDash=alt.StrokeDash("learner:N", title=None, sort=["PPO", "GRPO"]),
+            )
+            .properties(width=230, height=170)
+        )
+    del colors
+    save(alt.hconcat(*panels).resolve_scale(color="shared"), HERE / "chain_length" / "gradient_noise.png")
+
+
+def r2(x: np.ndarray, y: np.ndarray) -> float:
+    """Of y as x itself, not of a line fitted."""
+    return 1 - float(np.sum((y - x) ** 2) / np.sum((y - y.mean()) ** 2))
+
+
+def draw_entropy() -> None:
+    """Predicted against actual changes, and how entropy falls."""
+    frame = pd.read_csv(HERE / "entropy" / "iterations.csv")
+    frame["lane"] = [f"bonus {c:g}, rate {r:g}" for c, r in zip(frame.coefficient, frame.rate, strict=True)]
+    names = list(frame.lane.unique())
+    colors = dict(zip(names, (style.RAMP[2], style.RAMP[0], "#2c7fb8", style.GREY), strict=False))
+    panels, rows = [], []
+    means = of_seeds(frame, ["lane", "step"], "entropy")
+    panels.append(band(means, alt.X("step:Q", title="iteration"), "entropy, nats", colored(colors, "lane"), 230, 200))
+    for predictor, title in (
+        ("logits", "-Cov(log pi, dz), nats"),
+        ("advantage", "-Cov(log pi, A - bonus log pi)"),
+    ):
+        base = alt.Chart(frame).encode(
+            x=alt.X(f"{predictor}:Q", title=title),
+            y=alt.Y("change:Q", title="entropy's change in the iteration, nats"),
+        )
+        points = base.mark_circle(size=9, opacity=0.45, clip=True).encode(color=colored(colors, "lane"))
+        layers = [points]
+        if predictor == "logits":
+            ends = [float(frame.change.min()), float(frame.change.max())]
+            line = alt.Chart(pd.DataFrame({"x": ends, "y": ends}))
+            layers.append(line.mark_line(color=style.INK, strokeWidth=0.8).encode(x="x:Q", y="y:Q"))
+        panels.append(alt.layer(*layers).properties(width=230, height=200))
+    for name in names:
+        one = frame[frame.lane == name]
+        rows.append(
+            {
+                "lanes": name,
+                "R^2, dz": r2(one.logits, one.change),
+                "correlation, dz": np.corrcoef(one.logits, one.change)[0, 1],
+                "correlation, advantage": np.corrcoef(one.advantage, one.change)[0, 1],
+                "R^2, probabilities (median)": one.probability_r2.median(),
+                "entropy first": one[one.step == 0].entropy.mean(),
+                "last": one[one.step >= 75].entropy.mean(),
+                "reward last": one[one.step >= 70].reward.mean(),
+            }
+        )
+    print(pd.DataFrame(rows).round(3).to_string())
+    save(alt.hconcat(*panels).resolve_scale(color="shared"), HERE / "entropy" / "entropy.png")
+
+
+def draw() -> None:
+    """All figures whose tables are there."""
+    for path, function in (
+        ("four_learners/lanes.csv", draw_sensitivity),
+        ("four_learners/lanes.csv", draw_flipped),
+        ("four_learners/parting.csv", draw_parting),
+        ("reward_hacking/steps.csv", draw_hacking),
+        ("chain_length/lanes.csv", draw_chain),
+        ("entropy/iterations.csv", draw_entropy),
+    ):
+        if (HERE / path).is_file():
+            function()
+
+
+def main(what: str, *given: str) -> None:
+    """One command."""
+    if what == "collect":
+        collect(**dict(one.split("=", 1) for one in given))
+    elif what == "collect-hacking":
+        collect_hacking(*given)
+    elif what == "draw":
+        draw()
+    else:
+        raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
