@@ -19,12 +19,12 @@ import jaxaudit as ja
 from jaxaudit.dialogues.chain import Chain
 from jaxaudit.metrics import MetricSettings
 
-SEEDS, STEPS = 4, 60
+SEEDS, STEPS = 4, 50
 LENGTHS = (2, 4, 8)
 DISTURBED = {
     "ppo_lm": [
-        ja.value_bias(ja.sweep(1.0, 3.0, 10.0), onset=0),
-        ja.signal_decay(ja.sweep(0.0, 0.3, 0.7), onset=0, duration="end"),
+        ja.value_bias(ja.sweep(1.0, 10.0), onset=0),
+        ja.signal_decay(ja.sweep(0.0, 0.5), onset=0, duration="end"),
     ],
     "grpo": [],
 }
@@ -44,7 +44,9 @@ def trained(preset: str, steps: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         performance_rows=64,
         performance_every=5,
     )
-    data = ja.audit(learner, DISTURBED[preset], seeds=SEEDS, steps=STEPS, settings=MetricSettings(2, 20, 20)).telemetry
+    data = ja.audit(
+        learner, DISTURBED[preset], seeds=SEEDS, steps=STEPS, execution="map", settings=MetricSettings(2, 20, 20)
+    ).telemetry
     lanes, every = [], []
     for condition in data["condition"].values:
         for seed in data["seed"].values:

@@ -113,7 +113,8 @@ def main(out: str) -> None:
 
     lanes = [(seed, coefficient, rate) for coefficient, rate in LANES for seed in range(SEEDS)]
     seeds, coefficients, rates = (np.array(x) for x in zip(*lanes, strict=True))
-    found = jax.jit(jax.vmap(lane))(seeds, coefficients.astype(np.float32), rates.astype(np.float32))
+    given = seeds, coefficients.astype(np.float32), rates.astype(np.float32)
+    found = jax.jit(lambda given: jax.lax.map(lambda one: lane(*one), given))(given)
     frames = [
         pd.DataFrame({name: np.asarray(values)[number] for name, values in found.items()}).assign(
             coefficient=coefficient, rate=rate, seed=seed, step=range(STEPS)

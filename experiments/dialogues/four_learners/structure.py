@@ -20,13 +20,13 @@ from jaxaudit.metrics import MetricSettings
 SEEDS, STEPS, ROWS = 4, 60, 64
 VARIED = (
     ("grpo", "group_size", (4, 16)),
-    ("grpo", "epochs", (1, 4)),
     ("dpo", "beta", (0.03, 0.3)),
+    ("grpo", "epochs", (1, 4)),
+    ("ppo_lm", "epochs", (1, 4)),
     ("dpo", "epochs", (4,)),
     ("dpo", "group_size", (4,)),
-    ("ppo_lm", "epochs", (1, 4)),
-    ("dapo", "epochs", (1, 4)),
-    ("dapo", "group_size", (4, 16)),
+    ("dapo", "epochs", (4,)),
+    ("dapo", "group_size", (4,)),
 )
 
 
@@ -37,7 +37,9 @@ def trained(preset: str, setting: str, value: float) -> pd.DataFrame:
         given["prompts"] = ROWS // int(value)
     learner = getattr(ja.learners, preset)(Hop(rare_share=0.005), **given)
     # A window of 2: the baseline goes no further than it must beside its control.
-    data = ja.audit(learner, [], seeds=SEEDS, steps=STEPS, settings=MetricSettings(2, 20, 20)).telemetry
+    data = ja.audit(
+        learner, [], seeds=SEEDS, steps=STEPS, execution="map", settings=MetricSettings(2, 20, 20)
+    ).telemetry
     last = data.isel(condition=0, step=-1)
     first = data["acting_performance"].isel(condition=0, step=0)
     return pd.DataFrame(
