@@ -19,12 +19,12 @@ import jaxaudit as ja
 from jaxaudit.dialogues.chain import Chain
 from jaxaudit.metrics import MetricSettings
 
-SEEDS, STEPS = 4, 50
+SEEDS, STEPS = 4, 40
 LENGTHS = (2, 4, 8)
 DISTURBED = {
     "ppo_lm": [
-        ja.value_bias(ja.sweep(1.0, 10.0), onset=0),
-        ja.signal_decay(ja.sweep(0.0, 0.5), onset=0, duration="end"),
+        ja.value_bias(3.0, onset=0),
+        ja.signal_decay(0.0, onset=0, duration="end"),
     ],
     "grpo": [],
 }
@@ -40,7 +40,7 @@ def trained(preset: str, steps: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         kl_coefficient=0.0,
         epochs=1,
         minibatches=8,
-        warm_start=450,
+        warm_start=300,
         performance_rows=64,
         performance_every=5,
     )

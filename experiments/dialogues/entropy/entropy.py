@@ -36,8 +36,8 @@ from jaxaudit.learners.dialogue.learner import DialogueLearner
 from jaxaudit.models import gpt2
 from jaxaudit.taps import Taps
 
-SEEDS, STEPS = 4, 80
-LANES = ((0.0, 3e-4), (0.01, 3e-4), (0.05, 3e-4), (0.0, 1e-3))
+SEEDS, STEPS = 4, 60
+LANES = ((0.0, 3e-4), (0.05, 3e-4), (0.0, 1e-3))
 """Entropy coefficient and learning rate."""
 
 
@@ -97,7 +97,7 @@ def main(out: str) -> None:
     """Trains all lanes in one program, the coefficients and rates being data."""
     dialogue = Hop(rare_share=0.005)
     settings = ja.learners.grpo.settings(
-        kl="none", kl_coefficient=0.0, entropy_coefficient=0.01, warm_start=150, telemetry="basic"
+        kl="none", kl_coefficient=0.0, entropy_coefficient=0.05, warm_start=150, telemetry="basic"
     )
     made = DialogueLearner(structure_of(dialogue), settings.structure)
     data = ja.learners.grpo(dialogue, **{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}).data
