@@ -3,8 +3,10 @@
     python experiments/dialogues/draw.py collect ppo_lm=runs/a grpo=runs/b dapo=runs/c dpo=runs/d
     python experiments/dialogues/draw.py collect-hacking runs/e
     python experiments/dialogues/draw.py draw
+    python experiments/dialogues/draw.py tables
 
-The first two write tables into four_learners and reward_hacking, the last draws all figures whose tables are there.
+The first two write tables into four_learners and reward_hacking, the third draws all figures whose tables are there,
+the last prints what README has.
 Means over seeds, with the lowest and the highest seed: of four seeds no interval says more.
 """
 
@@ -19,7 +21,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from figures import save
+from figures import markdown, save
 
 from jaxaudit.report import style
 from jaxaudit.stored import load
@@ -46,6 +48,24 @@ STANDARD = {
     "beta": {"dpo": 0.1},
 }
 """What the controls of the specs have."""
+
+
+HACKING = {
+    "proxy": "proxy",
+    "performance": "gold, held-out",
+    "part_markers": '"splendid" a row',
+    "row_tokens": "own tokens a row",
+    "accuracy": "reward model orders right",
+    "kl": "KL, nats",
+    "entropy": "entropy",
+}
+NOISE = {
+    "acting_performance": "success",
+    "row_tokens": "own tokens",
+    "x_grad": "x_grad",
+    "gradient_norm": "gradient norm",
+    "gradient_norm_spread": "spread of its log",
+}
 
 
 def collect(**runs: str) -> None:
@@ -419,6 +439,98 @@ def draw_entropy() -> None:
     save(alt.hconcat(*panels).resolve_scale(color="shared"), HERE / "entropy" / "entropy.png")
 
 
+def said(values: np.ndarray, form: str = ".2f") -> str:
+    """A mean, with the lowest and the highest seed."""
+    return f"{values.mean():{form}} [{values.min():{form}}, {values.max():{form}}]"
+
+
+def tables() -> None:
+    """What README has in tables, as Markdown."""
+    frame = sensitivity_table()
+    keys = frame[["setting", "value"]].drop_duplicates()
+    rows = []
+    for setting in MEASURED:
+        for value in sorted(keys[keys.setting == setting].value):
+            row = {"setting": f"{MEASURED[setting]} {value:g}"}
+            for name in frame.learner.unique():
+                one = frame[(frame.learner == name) & (frame.setting == setting) & (frame.value == value)]
+                row[NAMES[name]] = said(one.sort_values("seed").performance.values) if len(one) else "-"
+            rows.append(row)
+    print(markdown(pd.DataFrame(rows)), "\n")
+    lanes = pd.read_csv(HERE / "four_learners" / "lanes.csv")
+    rows = []
+    for name, of in lanes.groupby("learner", sort=False):
+        control = of[of.perturbation == "control"].sort_values("seed")
+        row = {
+            "learner": NAMES[str(name)],
+            "warm start": said(control.warm_start.values),
+            "control": said(control.performance.values),
+        }
+        for share in (0.1, 0.2, 0.3):
+            one = of[(of.perturbation == "verifier_flip") & (of.magnitude == share)].sort_values("seed")
+            if len(one):
+                less = one.performance.values - control.performance.values
+                row[f"flipped {share:g}"] = f"{said(one.performance.values)}; {said(less, '+.2f')}"
+        rows.append(row)
+    print(markdown(pd.DataFrame(rows).fillna("-")), "\n")
+    apart = pd.read_csv(HERE / "four_learners" / "parting.csv")
+    rows = []
+    for name, of in apart.groupby("learner", sort=False):
+        control = lanes[(lanes.learner == name) & (lanes.perturbation == "control")]
+        first = [int(one[one.rows == 1].step.min()) if one.rows.any() else "never" for _, one in of.groupby("seed")]
+        late = of[of.step >= of.step.max() - 19]
+        measured = late[late.step % 5 == 4]
+        rows.append(
+            {
+                "learner": NAMES[str(name)],
+                "rows differ from iteration": ", ".join(map(str, first)),
+                "entropy apart at the first, the tenth iteration": ", ".join(
+                    f"{of[of.step == step].entropy.median():.1e}" for step in (0, 9)
+                ),
+                "entropy apart, last 20": f"{late.entropy.median():.3f}",
+                "performance apart, last 20: median, largest": f"{measured.performance.median():.3f}, "
+                f"{measured.performance.max():.3f}",
+                "standard deviation of controls over seeds": f"{control.performance.std():.3f}",
+            }
+        )
+    print(markdown(pd.DataFrame(rows)), "\n")
+    if (HERE / "reward_hacking" / "steps.csv").is_file():
+        steps = pd.read_csv(HERE / "reward_hacking" / "steps.csv")
+        rows = []
+        for factor, of in steps.groupby("factor"):
+            for when, part in (("first", of[of.step < 15]), ("last", of[of.step >= of.step.max() - 14])):
+                means = part.groupby("seed")[list(HACKING)].mean()
+                rows.append(
+                    {"KL weight": 0.04 * factor, "iterations": f"{when} 15"}
+                    | {title: said(means[channel].values) for channel, title in HACKING.items()}
+                )
+        print(markdown(pd.DataFrame(rows)), "\n")
+    if (HERE / "chain_length" / "lanes.csv").is_file():
+        chain_tables()
+
+
+def chain_tables() -> None:
+    """Value signals and the gradient's noise, by length."""
+    lanes = pd.read_csv(HERE / "chain_length" / "lanes.csv")
+    columns = ("warm_start", "performance", "entropy", "explained_variance", "value_bias")
+    rows = []
+    for (learner, steps, condition), of in lanes.groupby(["learner", "steps", "condition"], sort=False):
+        row = {"learner": NAMES[str(learner)], "steps": steps, "condition": condition}
+        rows.append(row | {c: said(of[c].values) if of[c].notna().all() else "-" for c in columns})
+    print(markdown(pd.DataFrame(rows)), "\n")
+    steps = pd.read_csv(HERE / "chain_length" / "steps.csv")
+    rows = []
+    for (learner, length), of in steps.groupby(["learner", "steps"], sort=False):
+        for when, part in (("first", of[of.step < 10]), ("last", of[of.step >= of.step.max() - 9])):
+            means = part.groupby("seed")[list(NOISE)].mean()
+            means["noise"] = 1 / means.x_grad.clip(lower=1e-3) - 1
+            row = {"learner": NAMES[str(learner)], "steps": length, "iterations": f"{when} 10"}
+            rows.append(
+                row | {title: said(means[c].values) for c, title in (NOISE | {"noise": "noise/signal"}).items()}
+            )
+    print(markdown(pd.DataFrame(rows)), "\n")
+
+
 def draw() -> None:
     """All figures whose tables are there."""
     for path, function in (
@@ -439,8 +551,8 @@ def main(what: str, *given: str) -> None:
         collect(**dict(one.split("=", 1) for one in given))
     elif what == "collect-hacking":
         collect_hacking(*given)
-    elif what == "draw":
-        draw()
+    elif what in ("draw", "tables"):
+        {"draw": draw, "tables": tables}[what]()
     else:
         raise SystemExit(__doc__)
 
