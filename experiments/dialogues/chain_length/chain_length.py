@@ -1,6 +1,6 @@
 """PPO's value signals and its gradients' noise over the length of a chain, on `chain` at 2, 4 and 8 steps; and GRPO.
 
-    python experiments/dialogues/chain_length/chain_length.py FOLDER
+    python experiments/dialogues/chain_length/chain_length.py FOLDER [LEARNER ...]
 
 An iteration is one pass over 64 rows in 8 minibatches, so that their gradients are all of nearly the same parameters.
 Disturbances act from the first iteration: bias of the critic once, lambda times a factor to the end. FOLDER gets
@@ -19,7 +19,7 @@ import jaxaudit as ja
 from jaxaudit.dialogues.chain import Chain
 from jaxaudit.metrics import MetricSettings
 
-SEEDS, STEPS = 4, 40
+SEEDS, STEPS = 4, 30
 LENGTHS = (2, 4, 8)
 DISTURBED = {
     "ppo_lm": [
@@ -40,7 +40,7 @@ def trained(preset: str, steps: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         kl_coefficient=0.0,
         epochs=1,
         minibatches=8,
-        warm_start=300,
+        warm_start=210,
         performance_rows=64,
         performance_every=5,
     )
@@ -79,12 +79,14 @@ def trained(preset: str, steps: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     return pd.DataFrame(lanes), pd.concat(every)
 
 
-def main(out: str) -> None:
-    """Trains and writes, learner by learner and length by length."""
+def main(out: str, *presets: str) -> None:
+    """Trains and writes, learner by learner and length by length; the tables keep what they have of other learners."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    lanes, every = [], []
-    for preset in DISTURBED:
+    lanes, every = (
+        [pd.read_csv(folder / name)] if (folder / name).is_file() else [] for name in ("lanes.csv", "steps.csv")
+    )
+    for preset in presets or DISTURBED:
         for steps in LENGTHS:
             for found, one in zip((lanes, every), trained(preset, steps), strict=True):
                 found.append(one)
