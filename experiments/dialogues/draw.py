@@ -28,8 +28,8 @@ from jaxaudit.stored import load
 
 HERE = Path(__file__).parent
 
-NAMES = {"ppo_lm": "PPO", "grpo": "GRPO", "dapo": "DAPO", "dpo": "DPO"}
-COLORS = dict(zip(NAMES.values(), ("#2c7fb8", "#b02f72", "#e8952c", "#4d4d4d"), strict=True))
+NAMES = {"ppo_lm": "PPO", "grpo": "GRPO", "dapo": "DAPO", "dpo": "DPO", "dpo-1e-4": "DPO, rate 1e-4"}
+COLORS = dict(zip(NAMES.values(), ("#2c7fb8", "#b02f72", "#e8952c", "#4d4d4d", "#9aa0aa"), strict=True))
 COUNTS = ("acting_performance", "own_tokens", "calls", "truncated")
 """Channels that count what was written: where they differ, rows do; while they are the same, rows may be."""
 
@@ -94,7 +94,8 @@ def collect(**runs: str) -> None:
                     }
                 )
             )
-        parting.append(parted(name, data))
+        if "weight_noise" in data["perturbation"].values:
+            parting.append(parted(name, data))
     pd.concat(lanes).round(4).to_csv(HERE / "four_learners" / "lanes.csv", index=False)
     pd.concat(parting).to_csv(HERE / "four_learners" / "parting.csv", index=False, float_format="%.3g")
 
@@ -176,6 +177,11 @@ def band(
     return alt.layer(area, line).properties(width=width, height=height)
 
 
+def of_learners(frame: pd.DataFrame) -> alt.Color:
+    """Colours of the learners that a frame has."""
+    return colored({name: color for name, color in COLORS.items() if (frame.learner == name).any()})
+
+
 def colored(names: dict[str, str], field: str = "learner", title: str | None = None) -> alt.Color:
     """Colours by name."""
     scale = alt.Scale(domain=list(names), range=list(names.values()))
@@ -204,6 +210,7 @@ def sensitivity_table() -> pd.DataFrame:
 def draw_sensitivity() -> None:
     """A panel for each setting, a line for each learner."""
     frame = sensitivity_table()
+    color = of_learners(frame.assign(learner=frame.learner.map(NAMES)))
     panels = []
     for setting, title in MEASURED.items():
         one = frame[frame.setting == setting]
@@ -216,7 +223,7 @@ def draw_sensitivity() -> None:
         means["dx"] = means.learner.map({n: i for i, n in enumerate(COLORS)})
         x = alt.X("label:N", title=title, sort=[f"{v:g}" for v in order], axis=alt.Axis(labelAngle=0))
         offset = alt.XOffset("dx:Q", scale=alt.Scale(domain=[-3, 6]))
-        base = alt.Chart(means).encode(x=x, color=colored(COLORS))
+        base = alt.Chart(means).encode(x=x, color=color)
         y = alt.Y("mean:Q", title="final performance", scale=alt.Scale(domain=[0, 1]))
         panels.append(
             alt.layer(
@@ -232,25 +239,26 @@ def draw_sensitivity() -> None:
 def draw_flipped() -> None:
     """Final performance against the share of flipped labels."""
     lanes = pd.read_csv(HERE / "four_learners" / "lanes.csv")
-    one = lanes[lanes.perturbation.isin(["control", "verifier_flip"])].fillna({"magnitude": 0.0})
-    panels = []
-    for value, title in (("performance", "final performance"), ("acting", "reward of rows trained on, gold")):
-        means = of_seeds(one, ["learner", "magnitude"], value)
-        means["learner"] = means.learner.map(NAMES)
-        means["x"] = means.magnitude + means.learner.map({n: 0.004 * i for i, n in enumerate(COLORS)})
-        base = alt.Chart(means).encode(
-            x=alt.X("x:Q", title="share of labels flipped", axis=alt.Axis(format=".0%", values=[0, 0.1, 0.2, 0.3])),
-            color=colored(COLORS),
-        )
-        y = alt.Y("mean:Q", title=title, scale=alt.Scale(domain=[0, 1]))
-        panels.append(
-            alt.layer(
-                base.mark_line(strokeWidth=1.4).encode(y=y),
-                base.mark_rule(strokeWidth=1.4).encode(y="min:Q", y2="max:Q"),
-                base.mark_circle(size=46, opacity=1).encode(y=y),
-            ).properties(width=260, height=190)
-        )
-    save(alt.hconcat(*panels[:1]), HERE / "four_learners" / "flipped_labels.png")
+    flipped = lanes[lanes.perturbation == "verifier_flip"].learner.unique()
+    one = lanes[lanes.perturbation.isin(["control", "verifier_flip"]) & lanes.learner.isin(flipped)]
+    means = of_seeds(one.fillna({"magnitude": 0.0}), ["learner", "magnitude"], "performance")
+    means["learner"] = means.learner.map(NAMES)
+    means["x"] = means.magnitude + means.learner.map({n: 0.004 * i for i, n in enumerate(means.learner.unique())})
+    start = lanes[lanes.perturbation == "control"].warm_start.mean()
+    base = alt.Chart(means).encode(
+        x=alt.X("x:Q", title="share of labels flipped", axis=alt.Axis(format=".0%", values=[0, 0.1, 0.2, 0.3])),
+        color=of_learners(means),
+    )
+    y = alt.Y("mean:Q", title="final performance", scale=alt.Scale(domain=[0, 1]))
+    warm = alt.Chart(pd.DataFrame({"mean": [start]})).mark_rule(color=style.GREY, strokeDash=[4, 3])
+    chart = alt.layer(
+        warm.encode(y=y),
+        base.mark_line(strokeWidth=1.4).encode(y=y),
+        base.mark_rule(strokeWidth=1.4).encode(y="min:Q", y2="max:Q"),
+        base.mark_circle(size=46, opacity=1).encode(y=y),
+    )
+    title = alt.Title("Flipped labels", subtitle="dashes: after the warm start, mean")
+    save(chart.properties(width=300, height=200, title=title), HERE / "four_learners" / "flipped_labels.png")
 
 
 def draw_parting() -> None:
@@ -264,7 +272,7 @@ def draw_parting() -> None:
     panels.append(
         alt.Chart(share)
         .mark_line(interpolate="step-after", strokeWidth=1.6)
-        .encode(x=x, y=alt.Y("rows:Q", title="seeds whose rows have differed"), color=colored(COLORS))
+        .encode(x=x, y=alt.Y("rows:Q", title="seeds whose rows have differed"), color=of_learners(frame))
         .properties(width=230, height=170)
     )
     for channel, title in (
@@ -284,7 +292,7 @@ def draw_parting() -> None:
             .encode(
                 x=x,
                 y=alt.Y(f"{channel}:Q", title=title, scale=scale, axis=alt.Axis(format=".0e") if log else alt.Axis()),
-                color=colored(COLORS),
+                color=of_learners(frame),
             )
             .properties(width=230, height=170)
         )
