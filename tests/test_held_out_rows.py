@@ -18,6 +18,7 @@ from jaxaudit.held_out_rows import measured_near
 from jaxaudit.learner import Channel
 from jaxaudit.learners.dialogue.remarks import of_the_beginning
 from jaxaudit.metastate.envelope import Envelope
+from jaxaudit.report import dialogue
 from jaxaudit.stored import load
 
 WORDS = ["a", "b", "call", "<script>", "end"]
@@ -173,6 +174,13 @@ def test_estimators_are_held_against_the_exact_divergence(stored, monkeypatch):
     assert "k1 less the exact KL (text)" in page
     assert "k2 less the exact KL (text)" not in page  # it is the exact one: nothing to be seen
     assert "entropy (tool)" in page
+
+
+def test_of_a_dialogue_without_a_tool_all_own_tokens_are_shown_as_text(stored):
+    data = stored[2].isel(stratum=[0]).assign_coords(stratum=["all"])
+    shown = dict(dialogue._series(data))
+    assert "k1 less the exact KL (text)" in shown
+    np.testing.assert_array_equal(shown["entropy (text)"], data["entropy"].sel(stratum="all"))
 
 
 def test_the_first_signal_is_found_where_it_was_planted(stored):

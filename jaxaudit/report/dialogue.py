@@ -132,6 +132,8 @@ def _shown(one) -> ShownWord:
 
 def _series(data: xr.Dataset) -> Iterator[tuple[str, np.ndarray]]:
     """Titles and values `[seed, condition, step]` of what is shown of the channels that there are."""
+    if "stratum" in data.coords and list(data["stratum"].values) == ["all"]:
+        data = data.assign_coords(stratum=["text"])  # without a tool, all own tokens are text
     for name, words, wanted in CHANNELS:
         if name in data:
             yield from _entries(data[name], words, wanted)
