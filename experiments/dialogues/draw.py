@@ -302,9 +302,9 @@ def draw_parting() -> None:
 def draw_hacking() -> None:
     """Proxy and gold over training, and what the policy learned to write."""
     frame = pd.read_csv(HERE / "reward_hacking" / "steps.csv")
-    labels = {0.0: "no KL penalty", 1.0: "0.04, the preset's", 10.0: "0.4"}
+    labels = {0.0: "no KL penalty", 1.0: "0.04, the preset's"}
     frame["kl weight"] = frame.factor.map(labels)
-    colors = dict(zip(labels.values(), (style.RAMP[1], style.GREY, "#2c7fb8"), strict=True))
+    colors = dict(zip(labels.values(), (style.RAMP[2], "#2c7fb8"), strict=True))
     panels = []
     for channel, title in (
         ("proxy", "learned reward (proxy)"),
@@ -316,8 +316,11 @@ def draw_hacking() -> None:
         ("kl", "exact KL to the warm start, nats"),
         ("entropy", "entropy, nats"),
     ):
-        means = of_seeds(frame, ["kl weight", "step"], channel)
-        panels.append(band(means, alt.X("step:Q", title="iteration"), title, colored(colors, "kl weight"), 210, 150))
+        base = alt.Chart(frame).encode(x=alt.X("step:Q", title="iteration"), color=colored(colors, "kl weight"))
+        y = alt.Y(f"{channel}:Q", title=title, scale=alt.Scale(zero=False))
+        seeds = base.mark_line(strokeWidth=0.7, opacity=0.45).encode(y=y, detail="seed:N")
+        mean = base.mark_line(strokeWidth=2.2).encode(y=alt.Y(f"mean({channel}):Q", title=title))
+        panels.append(alt.layer(seeds, mean).properties(width=210, height=150))
     save(alt.concat(*panels, columns=4).resolve_scale(y="independent"), HERE / "reward_hacking" / "hacking.png")
 
 
@@ -408,7 +411,7 @@ def r2(x: np.ndarray, y: np.ndarray) -> float:
 def draw_entropy() -> None:
     """Predicted against actual changes, and how entropy falls."""
     frame = pd.read_csv(HERE / "entropy" / "iterations.csv")
-    frame["lane"] = [f"bonus {c:g}, rate {r:g}" for c, r in zip(frame.coefficient, frame.rate, strict=True)]
+    frame["lane"] = [f"bonus {c:g}, rate {r:.0e}" for c, r in zip(frame.coefficient, frame.rate, strict=True)]
     names = list(frame.lane.unique())
     colors = dict(zip(names, (style.RAMP[2], style.RAMP[0], "#2c7fb8", style.GREY), strict=False))
     panels, rows = [], []
@@ -435,15 +438,18 @@ def draw_entropy() -> None:
             {
                 "lanes": name,
                 "R^2, dz": r2(one.logits, one.change),
+                "of each seed": ", ".join(f"{r2(of.logits, of.change):.2f}" for _, of in one.groupby("seed")),
                 "correlation, dz": np.corrcoef(one.logits, one.change)[0, 1],
                 "correlation, advantage": np.corrcoef(one.advantage, one.change)[0, 1],
                 "R^2, probabilities (median)": one.probability_r2.median(),
                 "entropy first": one[one.step == 0].entropy.mean(),
-                "last": one[one.step >= 75].entropy.mean(),
-                "reward last": one[one.step >= 70].reward.mean(),
+                "last five": one[one.step >= one.step.max() - 4].entropy.mean(),
+                "reward": one[one.step >= one.step.max() - 4].reward.mean(),
+                "trace of the Jacobian, first and last five": f"{one[one.step < 5].jacobian_trace.mean():.2f}, "
+                f"{one[one.step >= one.step.max() - 4].jacobian_trace.mean():.2f}",
             }
         )
-    print(pd.DataFrame(rows).round(3).to_string())
+    print(markdown(pd.DataFrame(rows)))
     save(alt.hconcat(*panels).resolve_scale(color="shared"), HERE / "entropy" / "entropy.png")
 
 
