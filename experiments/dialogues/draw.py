@@ -328,39 +328,28 @@ def draw_chain() -> None:
     """Value signals and the gradient's noise over the length."""
     lanes = pd.read_csv(HERE / "chain_length" / "lanes.csv")
     steps = pd.read_csv(HERE / "chain_length" / "steps.csv")
-    split = lanes.condition.str.extract(r"^(\w+?)(?:@\d+)? ?([\d.]+)?$")
-    lanes["kind"], lanes["magnitude"] = lanes.condition.str.split(" ").str[0], lanes.condition.str.split(" ").str[1]
-    del split
-    ppo = lanes[lanes.learner == "ppo_lm"]
+    ppo = lanes[lanes.learner == "ppo_lm"].copy()
     control = ppo[ppo.condition.str.startswith("control")]
     lengths = dict(zip(("2", "4", "8"), (style.RAMP[0], style.RAMP[2], style.RAMP[4]), strict=True))
     panels = []
-    for kind, neutral, title in (
-        ("value_bias", 0.0, "bias added to the critic once, reward units"),
-        ("signal_decay", 1.0, "lambda, times"),
+    names = {"control": "control", "value_bias 3": "bias 3", "signal_decay 0": "lambda 0"}
+    ppo["label"] = ppo.condition.map(names)
+    for value, title, scale in (
+        ("performance", "final performance", alt.Scale(domain=[0, 1])),
+        ("explained_variance", "explained variance, last ten", alt.Scale()),
     ):
-        one = ppo[ppo.kind == kind].copy()
-        one["magnitude"] = one.magnitude.astype(float)
-        one = pd.concat([one, control.assign(magnitude=neutral)])
-        for value, y in (("performance", "final performance"),):
-            means = of_seeds(one, ["steps", "magnitude"], value)
-            order = sorted(means.magnitude.unique())
-            means["label"] = means.magnitude.map(lambda v: f"{v:g}")
-            means["steps"] = means.steps.astype(str)
-            means["dx"] = means.steps.map({"2": 0, "4": 1, "8": 2})
-            base = alt.Chart(means).encode(
-                x=alt.X("label:N", title=title, sort=[f"{v:g}" for v in order], axis=alt.Axis(labelAngle=0)),
-                xOffset=alt.XOffset("dx:Q", scale=alt.Scale(domain=[-3, 5])),
-                color=colored(lengths, "steps", "steps of the chain"),
-            )
-            yy = alt.Y("mean:Q", title=y, scale=alt.Scale(domain=[0, 1]))
-            panels.append(
-                alt.layer(
-                    base.mark_line(strokeWidth=1.2, opacity=0.6).encode(y=yy),
-                    base.mark_rule(strokeWidth=1.4).encode(y="min:Q", y2="max:Q"),
-                    base.mark_circle(size=46, opacity=1).encode(y=yy),
-                ).properties(width=200, height=170)
-            )
+        means = of_seeds(ppo, ["steps", "label"], value).assign(steps=lambda f: f.steps.astype(str))
+        base = alt.Chart(means).encode(
+            x=alt.X("label:N", title=None, sort=list(names.values()), axis=alt.Axis(labelAngle=0)),
+            xOffset=alt.XOffset("steps:N", sort=list(lengths)),
+            color=colored(lengths, "steps", "steps of the chain"),
+        )
+        panels.append(
+            alt.layer(
+                base.mark_rule(strokeWidth=1.4).encode(y=alt.Y("min:Q", scale=scale, title=title), y2="max:Q"),
+                base.mark_circle(size=50, opacity=1).encode(y=alt.Y("mean:Q", title=title)),
+            ).properties(width=200, height=170)
+        )
     bins = [c for c in ppo.columns if c.startswith("correlation ")]
     long = control.melt(["steps", "seed"], bins, "distance", "correlation")
     long["distance"] = long.distance.str.removeprefix("correlation ")
@@ -378,8 +367,6 @@ def draw_chain() -> None:
     )
     save(alt.hconcat(*panels).resolve_scale(color="shared"), HERE / "chain_length" / "value_signals.png")
     steps["learner"] = steps.learner.map(NAMES)
-    steps["label"] = steps.learner + ", " + steps.steps.astype(str)
-    colors = {f"{name}, {n}": c for name in ("PPO", "GRPO") for n, c in lengths.items()}
     panels = []
     for channel, y in (
         ("acting_performance", "success of the rows trained on"),
@@ -399,7 +386,6 @@ def draw_chain() -> None:
             )
             .properties(width=230, height=170)
         )
-    del colors
     save(alt.hconcat(*panels).resolve_scale(color="shared"), HERE / "chain_length" / "gradient_noise.png")
 
 
