@@ -335,7 +335,7 @@ def draw_chain() -> None:
     names = {"control": "control", "value_bias 3": "bias 3", "signal_decay 0": "lambda 0"}
     ppo["label"] = ppo.condition.map(names)
     for value, title, scale in (
-        ("performance", "final performance", alt.Scale(domain=[0, 1])),
+        ("performance", "final performance (chance 1/6)", alt.Scale(domain=[0, 0.5])),
         ("explained_variance", "explained variance, last ten", alt.Scale()),
     ):
         means = of_seeds(ppo, ["steps", "label"], value).assign(steps=lambda f: f.steps.astype(str))
