@@ -303,7 +303,7 @@ CASES = {
     "rloo, everything": lambda _: preset_case("rloo"),
     "dapo, everything": lambda _: preset_case("dapo"),
     "gspo, everything": lambda _: preset_case("gspo"),
-    "dpo, everything": lambda _: preset_case("dpo", poison="momentum_noise"),
+    "dpo, everything": lambda _: preset_case("dpo", poison="momentum_noise", online=True),
 }
 
 
