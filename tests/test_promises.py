@@ -268,7 +268,7 @@ def on_dialogue(preset, **settings):
         # Where no rollout group has a signal a gradient is rounding alone: this epsilon keeps it from being scaled up.
         few |= {"learning_rate": 1e-3, "epsilon": 1e-3}
         before = {"warm_start": 150, "warm_start_rows": 16, "critic_warm_start": 2, "reward_model_warm_start": 2}
-        before["warm_start_learning_rate"] = 1e-2
+        before["warm_start_learning_rate"] = 3e-3  # at higher ones two programs' roundings part before the first step
         dialogue = Hop(difficulty=1.0, entities=3, hops=2, length=13)
         return getattr(ja.learners, preset)(dialogue, **few | before | settings)
 
