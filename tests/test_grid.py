@@ -389,3 +389,20 @@ def test_a_state_before_the_first_step_is_made_once_a_seed(monkeypatch):
     np.testing.assert_array_equal(values[:, 3], values[:, 0])
     np.testing.assert_allclose(values[:, 0], told["baseline_performance"].values, rtol=1e-4)
     assert (values[:, 1] != values[:, 0]).any()
+
+
+def test_a_first_state_is_traced_once_for_its_shapes_and_once_to_begin():
+    """An `init` that trains, as a warm start does, is long to trace."""
+    traced = []
+
+    def init(key):
+        traced.append(key)
+        return jax.random.normal(key, (3,))
+
+    def step(x, key, taps):
+        x = taps("params", x)
+        return x, {"performance": -jnp.sum(x**2)}
+
+    noise = ja.weight_noise(ja.sweep(0.1, 0.2), onset=2)
+    ja.audit(ja.Learner(init, step), [noise, ja.weight_noise(0.3, onset=3)], seeds=2, steps=5)
+    assert len(traced) == 2

@@ -44,7 +44,7 @@ STRONG = {
     "distribution_drift": 1.0,
     "token_corruption": 0.5,
     "prompt_corruption": 0.5,
-    "ratio_clip_failure": 0.01,
+    "ratio_clip_failure": 1e-4,
     "tool_corruption": 1.0,
     "tool_error": 1.0,
     "tool_shift": 1.0,
@@ -266,9 +266,9 @@ def on_dialogue(preset, **settings):
         patch.setitem(gpt2.SIZES, "tiny", gpt2.Size(8, 1, 2))
         few = {"size": "tiny", "prompts": 4, "group_size": 4, "epochs": 1, "performance_rows": 4, "max_grad_norm": 0.05}
         # Where no rollout group has a signal a gradient is rounding alone: this epsilon keeps it from being scaled up.
-        few |= {"learning_rate": 1e-2, "epsilon": 1e-3}
+        few |= {"learning_rate": 1e-3, "epsilon": 1e-3}
         before = {"warm_start": 150, "warm_start_rows": 16, "critic_warm_start": 2, "reward_model_warm_start": 2}
-        before["warm_start_learning_rate"] = 1e-2
+        before["warm_start_learning_rate"] = 3e-3  # at higher ones two programs' roundings part before the first step
         dialogue = Hop(difficulty=1.0, entities=3, hops=2, length=13)
         return getattr(ja.learners, preset)(dialogue, **few | before | settings)
 
@@ -303,7 +303,7 @@ CASES = {
     "rloo, everything": lambda _: preset_case("rloo"),
     "dapo, everything": lambda _: preset_case("dapo"),
     "gspo, everything": lambda _: preset_case("gspo"),
-    "dpo, everything": lambda _: preset_case("dpo", poison="momentum_noise"),
+    "dpo, everything": lambda _: preset_case("dpo", poison="momentum_noise", online=True),
 }
 
 
