@@ -34,7 +34,8 @@ def workspace_bytes(compiled: jax.stages.Compiled) -> int:
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
     """The computations of a module, by name, as lines."""
-    name, lines = "", []
+    name = ""
+    lines: list[str] = []
     for line in text.splitlines():
         if head := COMPUTATION.match(line):
             name, lines = head[1], []
