@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from jaxaudit.batches import Batch
 from jaxaudit.execution.compiling import compiling
+from jaxaudit.execution.workspace import workspace_bytes
 from jaxaudit.grid import Grid
 from jaxaudit.learner import Telemetry
 from jaxaudit.machine import give_back
@@ -175,7 +176,7 @@ class Engine:
         return self._timed(_compiled, *self._key(batch), self.rows)
 
     def program_bytes(self, batch: Batch) -> int:
-        """Bytes that all devices need for a batch's program: states, telemetry and temporaries."""
+        """Bytes that all devices need for a batch's program: states, telemetry, temporaries, libraries' workspace."""
         return self._needed(self.program(batch))
 
     def initial_bytes(self, batch: Batch) -> int:
@@ -185,7 +186,9 @@ class Engine:
     def _needed(self, compiled: jax.stages.Compiled) -> int:
         sizes: Any = compiled.memory_analysis()
         results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        return len(self.grid.program.devices) * (sizes.argument_size_in_bytes + results + sizes.temp_size_in_bytes)
+        planned = sizes.argument_size_in_bytes + results + sizes.temp_size_in_bytes
+        devices = self.grid.program.devices
+        return len(devices) * (planned + (workspace_bytes(compiled) if devices[0].platform == "cpu" else 0))
 
     def _key(self, batch: Batch) -> tuple[Program, int, bool]:
         program = self.grid.program if batch.disturbed else undisturbed(self.grid.program)
