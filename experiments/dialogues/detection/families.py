@@ -5,8 +5,8 @@
 Reads what `jaxaudit detect` wrote of each difficulty (every channel alone, at equal false alarms), groups channels into
 families, and compares beside it one chart of each whole family (the default monitor's MEWMA, and the largest |z|),
 fitted and calibrated on the same lanes by the same functions as the channels. Writes `families.csv`, `charts.csv`,
-`strata.csv` (the same statistic in [tool] and in [text], lane by lane) and `shares.csv` (of own tokens that are in the
-stratum tool), and draws `lead.png`.
+`strata.csv` (the same statistic in [tool] and in [text], lane by lane), `shares.csv` (of own tokens that are in the
+stratum tool) and `ordering.csv` (finding III: when the monitor's first alarm came), and draws `lead.png`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 
 from basics import markdown, over_seeds, pairs, said, save
-from ordering import SLOW, lead, middle
+from ordering import SLOW, lead, middle, shown, tell
 
 from jaxaudit.detection.comparison import NEVER, Settings, compare
 from jaxaudit.detection.lanes import Lanes, gather
@@ -190,49 +190,54 @@ def tool_shares(runs: Sequence[Path]) -> dict[str, float]:
 
 
 def draw(alone: pd.DataFrame, charts: pd.DataFrame, shares: dict[str, float], path: Path) -> None:
-    """Lead on slow collapses and share detected, against the share of tool tokens, by family."""
-    colors = dict(
-        zip(FAMILIES, (style.GREY, style.RAMP[0], style.RAMP[1], style.RAMP[3], style.SHADE, style.INK), strict=True)
-    )
-    shown = {
-        "a typical channel of the family, alone": alone,
-        "one chart of the whole family": charts[charts.chart == next(iter(CHARTS))],
+    """Lead on slow collapses and share detected, by family, a mark for each difficulty."""
+    labels = {
+        one: f"difficulty {one}: {share:.0%} of own tokens after a tool's result" for one, share in shares.items()
     }
+    shown_tables = {
+        "a typical channel of the family, alone": alone,
+        "one chart of the whole family (MEWMA)": charts[charts.chart == next(iter(CHARTS))],
+    }
+    colors = dict(zip(labels.values(), style.ramp(len(labels)), strict=True))
     panels = []
-    for title, table in shown.items():
-        table = table.assign(share=table.difficulty.map(shares))
-        for figure, words, form in (
-            ("lead", "median lead on slow collapses, steps", "d"),
-            ("detected", "disturbed lanes detected", ".0%"),
+    for title, table in shown_tables.items():
+        for figure, words in (
+            ("lead", "median lead on slow collapses, steps"),
+            ("detected", "disturbed lanes detected"),
         ):
-            panels.append(_panel(table, figure, f"{title}", words, form, colors))
-    save(alt.concat(*panels, columns=2).resolve_scale(color="shared", y="independent"), path)
+            panels.append(_panel(table.assign(label=table.difficulty.map(labels)), figure, title, words, colors))
+    save(alt.concat(*panels, columns=2).resolve_scale(color="shared"), path)
 
 
-def _panel(
-    table: pd.DataFrame, figure: str, title: str, words: str, form: str, colors: dict[str, str]
-) -> alt.LayerChart:
-    frame = table[["family", "share", figure, f"{figure} low", f"{figure} high"]].copy()
-    frame.columns = ["family", "share", "value", "low", "high"]
-    if figure == "lead":  # most collapses without an alarm: at the panel's lower edge
-        least = -10.0
-        frame[["value", "low", "high"]] = frame[["value", "low", "high"]].clip(lower=least)
-    apart = {name: 0.004 * (i - (len(colors) - 1) / 2) for i, name in enumerate(colors)}
-    frame["share"] += frame.family.map(apart)
-    x = alt.X(
-        "share:Q",
-        title="share of own tokens after a tool's result",
-        axis=alt.Axis(format=".0%"),
-        scale=alt.Scale(zero=False),
+LEAST_LEAD, MOST_LEAD = -12.0, 30.0
+"""Ends of the axis of leads; beyond its left end is "never"."""
+
+
+def _panel(table: pd.DataFrame, figure: str, title: str, words: str, colors: dict[str, str]) -> alt.LayerChart:
+    frame = table[["family", "label", figure, f"{figure} low", f"{figure} high"]].copy()
+    frame.columns = ["family", "label", "value", "low", "high"]
+    ends, form = [0.0, 1.0], ".0%"
+    if figure == "lead":
+        ends, form = [LEAST_LEAD, MOST_LEAD], "d"
+        frame[["value", "low", "high"]] = frame[["value", "low", "high"]].clip(*ends)
+    look = {"title": words, "axis": alt.Axis(format=form), "scale": alt.Scale(domain=ends, nice=False)}
+    y = alt.Y("family:N", title=None, sort=list(FAMILIES))
+    scale, legend = (
+        alt.Scale(domain=list(colors), range=list(colors.values())),
+        alt.Legend(orient="bottom", labelLimit=400),
     )
-    color = alt.Color("family:N", title=None, scale=alt.Scale(domain=list(colors), range=list(colors.values())))
+    color = alt.Color("label:N", title=None, scale=scale, legend=legend)
+    apart = alt.YOffset("label:N", sort=list(colors))
     base = alt.Chart(frame.dropna())
-    bars = base.mark_rule(strokeWidth=1.2, opacity=0.7).encode(
-        x=x, y=alt.Y("low:Q", title=words, axis=alt.Axis(format=form)), y2="high:Q", color=color
+    bars = base.mark_rule(strokeWidth=1.4).encode(alt.X("low:Q", **look), y, x2="high:Q", yOffset=apart, color=color)
+    points = base.mark_point(filled=True, size=55, opacity=1).encode(
+        alt.X("value:Q", **look), y, yOffset=apart, color=color
     )
-    lines = base.mark_line(strokeWidth=1.6).encode(x=x, y="value:Q", color=color)
-    points = base.mark_point(filled=True, size=50, opacity=1).encode(x=x, y="value:Q", color=color)
-    return alt.layer(bars, lines, points).properties(title=title, width=300, height=210)
+    layers = [bars, points]
+    if figure == "lead":
+        zero = alt.Chart(pd.DataFrame({"x": [0.0]})).mark_rule(color=style.GREY, strokeDash=[3, 3]).encode(x="x:Q")
+        layers.insert(0, zero)
+    return alt.layer(*layers).properties(title=title, width=300, height=24 * len(FAMILIES) * max(1, len(colors) / 2))
 
 
 def main() -> None:
@@ -242,7 +247,7 @@ def main() -> None:
     options.add_argument("folders", nargs="+", help="DIFFICULTY=FOLDER of a learner in what `jaxaudit detect` wrote")
     chosen = options.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
-    alone, charts, apart, shares = [], [], [], []
+    alone, charts, apart, shares, order = [], [], [], [], []
     for difficulty, (folder, *_) in pairs(chosen.folders).items():
         described = json.loads((folder / "comparison.json").read_text())
         runs = [Path(run) for run in described["runs"]]
@@ -250,12 +255,19 @@ def main() -> None:
         lanes, ranked = pd.read_csv(folder / "lanes.csv"), pd.read_csv(folder / "detectors.csv")
         alone += [{"difficulty": difficulty, **row} for row in channels_alone(lanes, ranked)]
         apart += [{"difficulty": difficulty, **row} for row in strata(lanes)]
+        order += tell(f"difficulty {difficulty}", lanes, list(dict.fromkeys([described["monitor"], *shown(folder)])))
         stored = gather(runs)[0]
         charts += [{"difficulty": difficulty, **row} for row in family_charts(stored, settings, described["channels"])]
         shares.append({"difficulty": difficulty, **tool_shares(runs)})
     tables = {
         name: pd.DataFrame(rows)
-        for name, rows in (("families", alone), ("charts", charts), ("strata", apart), ("shares", shares))
+        for name, rows in (
+            ("families", alone),
+            ("charts", charts),
+            ("strata", apart),
+            ("shares", shares),
+            ("ordering", order),
+        )
     }
     for name, table in tables.items():
         table.to_csv(chosen.out / f"{name}.csv", index=False, float_format="%.4g")
