@@ -6,7 +6,7 @@ Reads what `jaxaudit detect` wrote of each difficulty (every channel alone, at e
 families, and compares beside it one chart of each whole family (the default monitor's MEWMA, and the largest |z|),
 fitted and calibrated on the same lanes by the same functions as the channels. Writes `families.csv`, `charts.csv`,
 `strata.csv` (the same statistic in [tool] and in [text], lane by lane), `shares.csv` (of own tokens that are in the
-stratum tool) and `ordering.csv` (finding III: when the monitor's first alarm came), and draws `lead.png`.
+stratum tool) and `ordering.csv` (finding III: when the monitor's first alarm came), and draws `families.png`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def family(channel: str) -> str | None:
 
 
 def figures(rows: pd.DataFrame) -> dict[str, Estimate]:
-    """Of one or several detectors' lanes: share of disturbed lanes detected and median lead on slow collapses.
+    """Of one or several detectors' lanes: share of disturbed lanes detected, share of slow collapses that have
+    an alarm before they come (and since the onset), and median lead on them, minus infinity for none.
 
     Of several detectors the median over them, in every draw of seeds.
     """
@@ -77,6 +78,7 @@ def figures(rows: pd.DataFrame) -> dict[str, Estimate]:
 
     return {
         "detected": over(disturbed, lambda of, counts: _share((of.late_alarm != NEVER).to_numpy(), counts)),
+        "before": over(collapsed, lambda of, counts: _share(lead(of) > 0, counts)),
         "lead": over(collapsed, lambda of, counts: middle(lead(of), counts)),
     }
 
@@ -190,7 +192,7 @@ def tool_shares(runs: Sequence[Path]) -> dict[str, float]:
 
 
 def draw(alone: pd.DataFrame, charts: pd.DataFrame, shares: dict[str, float], path: Path) -> None:
-    """Lead on slow collapses and share detected, by family, a mark for each difficulty."""
+    """Slow collapses warned of and lanes detected, by family, a mark for each difficulty."""
     labels = {
         one: f"difficulty {one}: {share:.0%} of own tokens after a tool's result" for one, share in shares.items()
     }
@@ -202,25 +204,17 @@ def draw(alone: pd.DataFrame, charts: pd.DataFrame, shares: dict[str, float], pa
     panels = []
     for title, table in shown_tables.items():
         for figure, words in (
-            ("lead", "median lead on slow collapses, steps"),
-            ("detected", "disturbed lanes detected"),
+            ("before", "slow collapses with an alarm before them"),
+            ("detected", "disturbed lanes with an alarm since the onset"),
         ):
             panels.append(_panel(table.assign(label=table.difficulty.map(labels)), figure, title, words, colors))
     save(alt.concat(*panels, columns=2).resolve_scale(color="shared"), path)
 
 
-LEAST_LEAD, MOST_LEAD = -12.0, 30.0
-"""Ends of the axis of leads; beyond its left end is "never"."""
-
-
 def _panel(table: pd.DataFrame, figure: str, title: str, words: str, colors: dict[str, str]) -> alt.LayerChart:
     frame = table[["family", "label", figure, f"{figure} low", f"{figure} high"]].copy()
     frame.columns = ["family", "label", "value", "low", "high"]
-    ends, form = [0.0, 1.0], ".0%"
-    if figure == "lead":
-        ends, form = [LEAST_LEAD, MOST_LEAD], "d"
-        frame[["value", "low", "high"]] = frame[["value", "low", "high"]].clip(*ends)
-    look = {"title": words, "axis": alt.Axis(format=form), "scale": alt.Scale(domain=ends, nice=False)}
+    look = {"title": words, "axis": alt.Axis(format=".0%"), "scale": alt.Scale(domain=[0, 1], nice=False)}
     y = alt.Y("family:N", title=None, sort=list(FAMILIES))
     scale, legend = (
         alt.Scale(domain=list(colors), range=list(colors.values())),
@@ -233,11 +227,9 @@ def _panel(table: pd.DataFrame, figure: str, title: str, words: str, colors: dic
     points = base.mark_point(filled=True, size=55, opacity=1).encode(
         alt.X("value:Q", **look), y, yOffset=apart, color=color
     )
-    layers = [bars, points]
-    if figure == "lead":
-        zero = alt.Chart(pd.DataFrame({"x": [0.0]})).mark_rule(color=style.GREY, strokeDash=[3, 3]).encode(x="x:Q")
-        layers.insert(0, zero)
-    return alt.layer(*layers).properties(title=title, width=300, height=24 * len(FAMILIES) * max(1, len(colors) / 2))
+    return alt.layer(bars, points).properties(
+        title=title, width=300, height=24 * len(FAMILIES) * max(1, len(colors) / 2)
+    )
 
 
 def main() -> None:
@@ -276,7 +268,7 @@ def main() -> None:
         tables["families"],
         tables["charts"],
         tables["shares"].set_index("difficulty")["mean"].to_dict(),
-        chosen.out / "lead.png",
+        chosen.out / "families.png",
     )
 
 
