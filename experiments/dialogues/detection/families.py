@@ -1,0 +1,276 @@
+"""Which kinds of channels notice a disturbed training of a dialogue first, and does the share of tool states matter?
+
+    python experiments/dialogues/detection/families.py OUT 1=runs/detect-1/grpo-on-hop 2.5=... 4=...
+
+Reads what `jaxaudit detect` wrote of each difficulty (every channel alone, at equal false alarms), groups channels into
+families, and compares beside it one chart of each whole family (the default monitor's MEWMA, and the largest |z|),
+fitted and calibrated on the same lanes by the same functions as the channels. Writes `families.csv`, `charts.csv`,
+`strata.csv` (the same statistic in [tool] and in [text], lane by lane), `shares.csv` (of own tokens that are in the
+stratum tool) and `ordering.csv` (finding III: when the monitor's first alarm came), and draws `families.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
+
+from basics import markdown, over_seeds, pairs, said, save
+from ordering import SLOW, lead, middle, shown, tell
+
+from jaxaudit.detection.comparison import NEVER, Settings, compare
+from jaxaudit.detection.lanes import Lanes, gather
+from jaxaudit.detection.multichannel_charts import MultichannelChart
+from jaxaudit.metastate.charts import Chart
+from jaxaudit.report import style
+from jaxaudit.statistics import Estimate
+from jaxaudit.stored import CONTROL, load
+
+TAILS = ("ratio_max", "ratio_quantile", "weight_cvar", "weight_q999", "weight_top_share", "weight_tail")
+MEANS = ("loss", "acting_performance", "entropy[all]", "kl[all]")
+FAMILIES: dict[str, Callable[[str], bool]] = {
+    "means": lambda name: name in MEANS,
+    "ESS": lambda name: name.startswith("ratio_ess[all"),
+    "tails": lambda name: name.startswith(tuple(f"{tail}[all" for tail in TAILS)),
+    "tool": lambda name: "[tool" in name,
+    "text": lambda name: "[text" in name,
+    "unfamiliarity": lambda name: name == "tool_log_probability",
+}
+"""Channels by what they are: what trainers plot (loss, reward, entropy, KL), tails and effective sample size of an
+update's ratios over all own tokens, every token statistic of a stratum, and how little the reference expects a tool's
+words. The mismatch of sampler and trainer is in none of the first three: it is nothing but rounding in a clean run."""
+
+CHARTS = {
+    "MEWMA 0.05": Chart(),
+    "max |z|": Chart(departure=(), outlier=(1.0,)),
+}
+ALONE = "deviation of "
+"""How `jaxaudit detect` calls a channel alone."""
+
+
+def family(channel: str) -> str | None:
+    """Of FAMILIES, the first that a channel belongs to; None for those of none."""
+    return next((name for name, holds in FAMILIES.items() if holds(channel)), None)
+
+
+def figures(rows: pd.DataFrame) -> dict[str, Estimate]:
+    """Of one or several detectors' lanes: share of disturbed lanes detected, share of slow collapses that have
+    an alarm before they come (and since the onset), and median lead on them, minus infinity for none.
+
+    Of several detectors the median over them, in every draw of seeds.
+    """
+    disturbed = rows[~rows.clean]
+    seeds = list(disturbed.seed.unique())
+    collapsed = disturbed[np.isfinite(disturbed.collapse_time) & (disturbed.collapse_time - disturbed.onset >= SLOW)]
+
+    def over(table: pd.DataFrame, figure: Callable[[pd.DataFrame, np.ndarray], float]) -> Estimate:
+        parts = [(of, of.seed.map(seeds.index).to_numpy()) for _, of in table.groupby("detector", sort=False)]
+        return over_seeds(lambda counts: _median([figure(of, counts[place]) for of, place in parts]), seeds)
+
+    return {
+        "detected": over(disturbed, lambda of, counts: _share((of.late_alarm != NEVER).to_numpy(), counts)),
+        "before": over(collapsed, lambda of, counts: _share(lead(of) > 0, counts)),
+        "lead": over(collapsed, lambda of, counts: middle(lead(of), counts)),
+    }
+
+
+def _share(hit: np.ndarray, counts: np.ndarray) -> float:
+    return float(hit @ counts / counts.sum()) if counts.sum() else np.nan
+
+
+def _median(values: Sequence[float]) -> float:
+    """The lower median, which has no trouble with infinities."""
+    known = sorted(value for value in values if not np.isnan(value))
+    return known[(len(known) - 1) // 2] if known else np.nan
+
+
+def row_of(rows: pd.DataFrame) -> dict[str, object]:
+    """The columns of a detector or several: false alarms per clean run, and `figures`, with intervals."""
+    found = {"false alarms": float((rows[rows.clean].alarm != NEVER).mean())}
+    for name, estimate in figures(rows).items():
+        found |= {name: estimate.value, f"{name} low": estimate.low, f"{name} high": estimate.high}
+    return found
+
+
+def channels_alone(lanes: pd.DataFrame, ranked: pd.DataFrame) -> list[dict]:
+    """A row for each family: what a typical channel of it finds, and its best, picked afterwards by AUROC."""
+    alone = lanes[lanes.detector.str.startswith(ALONE)]
+    alone = alone.assign(channel=alone.detector.str.removeprefix(ALONE))
+    alone = alone.assign(kind=alone.channel.map(family))
+    auroc = ranked.set_index("detector").auroc
+    rows = []
+    for name in FAMILIES:
+        of = alone[alone.kind == name]
+        if of.empty:
+            continue
+        scores = auroc[of.detector.unique()]
+        best = scores.idxmax()
+        row = {"family": name, "channels": len(scores), "AUROC, median": scores.median(), **row_of(of)}
+        row |= {"best channel": best.removeprefix(ALONE), "its AUROC": scores[best]}
+        rows.append(row | {f"its {k}": v for k, v in row_of(of[of.detector == best]).items()})
+    return rows
+
+
+def family_charts(lanes: Lanes, settings: Settings, read: Sequence[str]) -> list[dict]:
+    """A row for each family and chart: one detector that reads all of the family's channels and no other."""
+    rows = []
+    for name in FAMILIES:
+        chosen = [i for i, channel in enumerate(lanes.channels) if channel in read and family(channel) == name]
+        if not chosen:
+            continue
+        part = replace(lanes, channels=tuple(lanes.channels[i] for i in chosen), values=lanes.values[..., chosen])
+        for title, chart in CHARTS.items():
+            told = compare(part, [MultichannelChart(chart)], settings)
+            rows.append({"family": name, "chart": title, "channels": len(chosen), **row_of(told)})
+    return rows
+
+
+def strata(lanes: pd.DataFrame) -> list[dict]:
+    """A row for each statistic that both strata have: in which the first alarm since the onset comes first.
+
+    Of the disturbed lanes: sooner in [tool], sooner in [text], at the same step, in neither; and the difference between
+    the shares that both detect, with its interval over seeds.
+    """
+    alone = lanes[lanes.detector.str.startswith(ALONE) & ~lanes.clean].set_index("lane")
+    alone = alone.assign(channel=alone.detector.str.removeprefix(ALONE))
+    by_channel = dict(list(alone.groupby("channel", sort=False)))
+    rows, gains = [], []
+    for name, tool in by_channel.items():
+        text = by_channel.get(name.replace("[tool", "[text"))
+        if "[tool" not in name or text is None:
+            continue
+        text = text.loc[tool.index]
+        first, second = (np.where(x.late_alarm == NEVER, np.inf, x.late_alarm) for x in (tool, text))
+        seeds = list(tool.seed.unique())
+        gain = (np.isfinite(first).astype(float) - np.isfinite(second)).astype(float)
+        gains.append((gain, (first < second).astype(float) - (second < first)))
+        place = tool.seed.map(seeds.index).to_numpy()
+        more = over_seeds(lambda counts, gain=gain, place=place: _share(gain, counts[place]), seeds)
+        rows.append(
+            {
+                "statistic": name.replace("[tool, ", "[").replace("[tool]", ""),
+                "sooner in tool": int((first < second).sum()),
+                "sooner in text": int((second < first).sum()),
+                "same step": int(((first == second) & np.isfinite(first)).sum()),
+                "neither": int((~np.isfinite(first) & ~np.isfinite(second)).sum()),
+                "detected, tool": float(np.isfinite(first).mean()),
+                "detected, text": float(np.isfinite(second).mean()),
+                "more in tool": said(more),
+            }
+        )
+    mean_gain, mean_sooner = (np.mean([g[i] for g in gains], axis=0) for i in (0, 1))
+    for title, of in (
+        ("mean of all: more detected in tool", mean_gain),
+        ("mean of all: sooner in tool less text", mean_sooner),
+    ):
+        rows.append(
+            {"statistic": title, "more in tool": said(over_seeds(lambda c, of=of: _share(of, c[place]), seeds))}
+        )
+    return rows
+
+
+def tool_shares(runs: Sequence[Path]) -> dict[str, float]:
+    """The share of own tokens in the stratum tool, of undisturbed lanes: in the first tenth, and the last."""
+    parts = []
+    for folder in runs:
+        run = load(folder)
+        number = int(np.flatnonzero(run.conditions.perturbation == CONTROL)[0])
+        tokens = run.telemetry["own_tokens"].isel(condition=number)
+        parts.append((tokens.sel(stratum="tool") / tokens.sel(stratum="all")).transpose("seed", "step").values)
+    share = np.concatenate(parts)
+    tenth = max(share.shape[1] // 10, 1)
+    return {"first tenth": share[:, :tenth].mean(), "last tenth": share[:, -tenth:].mean(), "mean": share.mean()}
+
+
+def draw(alone: pd.DataFrame, charts: pd.DataFrame, shares: dict[str, float], path: Path) -> None:
+    """Slow collapses warned of and lanes detected, by family, a mark for each difficulty."""
+    labels = {
+        one: f"difficulty {one}: {share:.0%} of own tokens after a tool's result" for one, share in shares.items()
+    }
+    shown_tables = {
+        "a typical channel of the family, alone": alone,
+        "one chart of the whole family (MEWMA)": charts[charts.chart == next(iter(CHARTS))],
+    }
+    colors = dict(zip(labels.values(), style.ramp(len(labels)), strict=True))
+    panels = []
+    for title, table in shown_tables.items():
+        for figure, words in (
+            ("before", "slow collapses with an alarm before them"),
+            ("detected", "disturbed lanes with an alarm since the onset"),
+        ):
+            panels.append(_panel(table.assign(label=table.difficulty.map(labels)), figure, title, words, colors))
+    save(alt.concat(*panels, columns=2).resolve_scale(color="shared"), path)
+
+
+def _panel(table: pd.DataFrame, figure: str, title: str, words: str, colors: dict[str, str]) -> alt.LayerChart:
+    frame = table[["family", "label", figure, f"{figure} low", f"{figure} high"]].copy()
+    frame.columns = ["family", "label", "value", "low", "high"]
+    look = {"title": words, "axis": alt.Axis(format=".0%"), "scale": alt.Scale(domain=[0, 1], nice=False)}
+    y = alt.Y("family:N", title=None, sort=list(FAMILIES))
+    scale, legend = (
+        alt.Scale(domain=list(colors), range=list(colors.values())),
+        alt.Legend(orient="bottom", labelLimit=400),
+    )
+    color = alt.Color("label:N", title=None, scale=scale, legend=legend)
+    apart = alt.YOffset("label:N", sort=list(colors))
+    base = alt.Chart(frame.dropna())
+    bars = base.mark_rule(strokeWidth=1.4).encode(alt.X("low:Q", **look), y, x2="high:Q", yOffset=apart, color=color)
+    points = base.mark_point(filled=True, size=55, opacity=1).encode(
+        alt.X("value:Q", **look), y, yOffset=apart, color=color
+    )
+    return alt.layer(bars, points).properties(
+        title=title, width=300, height=24 * len(FAMILIES) * max(1, len(colors) / 2)
+    )
+
+
+def main() -> None:
+    """Tells and draws."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("out", type=Path)
+    options.add_argument("folders", nargs="+", help="DIFFICULTY=FOLDER of a learner in what `jaxaudit detect` wrote")
+    chosen = options.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    alone, charts, apart, shares, order = [], [], [], [], []
+    for difficulty, (folder, *_) in pairs(chosen.folders).items():
+        described = json.loads((folder / "comparison.json").read_text())
+        runs = [Path(run) for run in described["runs"]]
+        settings = Settings(**{name: described[name] for name in ("folds", "alpha", "fitted", "seed")})
+        lanes, ranked = pd.read_csv(folder / "lanes.csv"), pd.read_csv(folder / "detectors.csv")
+        alone += [{"difficulty": difficulty, **row} for row in channels_alone(lanes, ranked)]
+        apart += [{"difficulty": difficulty, **row} for row in strata(lanes)]
+        order += tell(f"difficulty {difficulty}", lanes, list(dict.fromkeys([described["monitor"], *shown(folder)])))
+        stored = gather(runs)[0]
+        charts += [{"difficulty": difficulty, **row} for row in family_charts(stored, settings, described["channels"])]
+        shares.append({"difficulty": difficulty, **tool_shares(runs)})
+    tables = {
+        name: pd.DataFrame(rows)
+        for name, rows in (
+            ("families", alone),
+            ("charts", charts),
+            ("strata", apart),
+            ("shares", shares),
+            ("ordering", order),
+        )
+    }
+    for name, table in tables.items():
+        table.to_csv(chosen.out / f"{name}.csv", index=False, float_format="%.4g")
+        print(markdown(table), end="\n\n")
+    draw(
+        tables["families"],
+        tables["charts"],
+        tables["shares"].set_index("difficulty")["mean"].to_dict(),
+        chosen.out / "families.png",
+    )
+
+
+if __name__ == "__main__":
+    main()
