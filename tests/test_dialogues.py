@@ -93,7 +93,7 @@ def test_sizes_between_whole_difficulties(name, mean):
 
 
 def test_a_harder_hop_goes_on_where_the_easier_one_ended():
-    dialogue = named("hop").make()
+    dialogue = named("hop", rare_share=0.02).make()
     easy, easy_prompts = drawn(dialogue, 1.0)
     hard, hard_prompts = drawn(dialogue, 4.0)
     np.testing.assert_array_equal(easy.table, hard.table)

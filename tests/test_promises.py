@@ -44,7 +44,6 @@ STRONG = {
     "distribution_drift": 1.0,
     "token_corruption": 0.5,
     "prompt_corruption": 0.5,
-    "ratio_clip_failure": 1e-4,
     "tool_corruption": 1.0,
     "tool_error": 1.0,
     "tool_shift": 1.0,
@@ -171,6 +170,7 @@ class Case:
       compared: channels that both learners have.
       aim: a part of the parameters.
       left_out: perturbations that are not in its grid.
+      felt: magnitudes that it feels at once, of perturbations whose strong ones it does not, by name.
     """
 
     learner: ja.Learner
@@ -179,6 +179,7 @@ class Case:
     compared: tuple
     aim: str
     left_out: frozenset = frozenset({"lr_spike"})
+    felt: dict = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def names(self):
@@ -199,7 +200,7 @@ class Case:
 
     def perturbations(self, magnitudes=None):
         """All of them, at the magnitudes given by name or else at strong ones."""
-        given = magnitudes or {}
+        given = self.felt | (magnitudes or {})
         first = ja.lr_spike(given.get("lr_spike", 10.0), onset=FORK, duration=CLOSE - FORK)
         return [first, *(chained(name, given.get(name)) for name in self.names)]
 
@@ -281,6 +282,7 @@ def preset_case(preset, poison="advantage_noise", **settings):
         {poison: infinite, "weight_noise": infinite, "lr_spike": infinite},
         ("performance", "loss", "params_norm", "update_norm"),
         "policy/h/0",
+        felt={"ratio_clip_failure": 1e-4},  # its ratios are within the bounds
     )
 
 
