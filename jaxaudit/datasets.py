@@ -12,7 +12,9 @@ import numpy as np
 import xarray as xr
 
 from jaxaudit import metrics
+from jaxaudit.errors import UserError
 from jaxaudit.grid import Grid
+from jaxaudit.registry import unknown
 
 DIMS = ("seed", "condition", "step")
 
@@ -31,6 +33,18 @@ def labels(grid: Grid) -> list[str]:
         seen[name] += 1
         unique.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
     return unique
+
+
+def position(what: str, given: int | str, allowed: list[str]) -> int:
+    """Where a "seed" is among those allowed; of a "condition", its label or its own position may be given.
+
+    Raises UserError if it is not there.
+    """
+    if str(given) in allowed:
+        return allowed.index(str(given))
+    if what == "condition" and str(given).isdigit() and int(given) < len(allowed):
+        return int(given)
+    raise UserError(unknown(what, given, allowed))
 
 
 def coordinates(grid: Grid) -> dict[str, Any]:

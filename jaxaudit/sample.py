@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxaudit.datasets import position
 from jaxaudit.errors import UserError
 from jaxaudit.held_out_rows import HeldOutRow, Word, has_rows, measured_near, rows_at
-from jaxaudit.registry import unknown
 from jaxaudit.stored import CONTROL, Run, load
 
 WIDTH = 110
@@ -37,9 +37,9 @@ def sample(folder: Path, seed: int | None = None, condition: str | None = None, 
         )
     seeds = [str(value) for value in run.telemetry["seed"].values]
     labels = list(run.conditions["condition"])
-    lane = _position("seed", seed, seeds, 0)
+    lane = 0 if seed is None else position("seed", seed, seeds)
     controls = [i for i, name in enumerate(run.conditions["perturbation"]) if name == CONTROL]
-    column = _position("condition", condition, labels, controls[0] if controls else 0)
+    column = next(iter(controls), 0) if condition is None else position("condition", condition, labels)
     last = int(run.computed[column]) - 1
     if last < 0:
         raise UserError(f"condition '{labels[column]}' has not been trained yet; go on with: jaxaudit resume {folder}")
@@ -55,16 +55,6 @@ def sample(folder: Path, seed: int | None = None, condition: str | None = None, 
     rows = rows_at(run.telemetry, lane, column, place)
     parts = [heading, *("\n".join(_row(row, number)) for number, row in enumerate(rows, 1))]
     return "\n\n".join(parts)
-
-
-def _position(what: str, given: int | str | None, allowed: Sequence[str], standard: int) -> int:
-    if given is None:
-        return standard
-    if str(given) in allowed:
-        return list(allowed).index(str(given))
-    if what == "condition" and str(given).isdigit() and int(given) < len(allowed):
-        return int(given)
-    raise UserError(unknown(what, given, list(allowed)))
 
 
 def _when(run: Run, column: int, place: int) -> str:

@@ -12,6 +12,7 @@ from refusals import refusal
 from small_runs import header
 
 import jaxaudit as ja
+from jaxaudit.execution import engine
 from jaxaudit.learners.dialogue.state import Trained
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.specification.document import load as load_spec
@@ -142,8 +143,10 @@ def test_a_policy_with_adapters(run, here):
     assert gaps[~np.eye(len(LANES), dtype=bool)].min() > 1e-2
 
 
-def test_a_language_model(run, here):
+def test_a_language_model(run, here, monkeypatch):
+    """Whose lanes come off the devices one by one, as large ones do."""
     telemetry = run(PLAIN).isel(step=-1)
+    monkeypatch.setattr(engine, "PIECE", 1)
     tokens = load_spec("run/spec.toml").build().data.held_out.astype(np.int32)
     model = gpt2.GPT2(257, 16, gpt2.SIZES["nano"])
     found = []

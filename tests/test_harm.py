@@ -6,7 +6,7 @@ import pytest
 from test_report import dataset, grid, tables
 
 from jaxaudit.report import series
-from jaxaudit.report.harm import EFFECT, _differences, judge
+from jaxaudit.report.harm import EFFECT, Judged, _differences, judge
 from jaxaudit.report.verdict import verdict
 from jaxaudit.stored import Run
 
@@ -59,6 +59,14 @@ def test_of_many_conditions_without_effect_none_is_told_to_cost_performance():
     (how,) = (sentence for sentence in sentences if "false discovery rate" in sentence)
     assert "all 40 conditions" in how
     assert how.endswith("With 8 seeds it takes 4 such conditions for any to be told.")
+
+
+def test_one_condition_is_told_of_as_one():
+    assert str(Judged(1, frozenset(), 8).sentence).endswith(
+        "a signed-rank test of the difference to the control at 5%."
+    )
+    few = str(Judged(1, frozenset(), 3).sentence)
+    assert few.endswith("With 3 seeds it takes 3 such conditions for any to be told.")
 
 
 def test_what_costs_performance_is_told_with_every_magnitude_that_does():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from figures import markdown, save, with_interval
 
 from jaxaudit.statistics import Estimate
 
-__all__ = ["REPETITIONS", "markdown", "over_seeds", "pairs", "said", "save", "with_interval"]
+__all__ = ["REPETITIONS", "asked", "markdown", "over_seeds", "pairs", "said", "save", "with_interval"]
 
 REPETITIONS = 1000
 """Of a bootstrap over seeds."""
@@ -29,6 +30,21 @@ def pairs(given: Sequence[str]) -> dict[str, list[Path]]:
             raise SystemExit(f"NAME=FOLDER is what is asked for, with a folder that is there, not {one}")
         found.setdefault(name, []).append(Path(folder))
     return found
+
+
+def asked(description: str | None, folders: str) -> tuple[Path, dict[str, list[Path]]]:
+    """The command line's folder of results, which is made, and folders by name.
+
+    Args:
+      description: the script's docstring.
+      folders: what its arguments "NAME=FOLDER" are.
+    """
+    options = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    options.add_argument("out", type=Path, help="folder of tables and figures")
+    options.add_argument("folders", nargs="+", metavar="NAME=FOLDER", help=folders)
+    chosen = options.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    return chosen.out, pairs(chosen.folders)
 
 
 def over_seeds(statistic: Callable[[np.ndarray], float], seeds: Sequence[int], seed: int = 0) -> Estimate:

@@ -10,7 +10,6 @@ and `likeness.csv`, and prints both.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 import altair as alt
 import numpy as np
 import pandas as pd
-from basics import markdown, over_seeds, pairs, said, save
+from basics import asked, markdown, over_seeds, said, save
 
 from jaxaudit.report import style
 from jaxaudit.stored import CONTROL, load
@@ -200,13 +199,9 @@ def panel(found: Profiles, name: str, channel: str) -> alt.LayerChart:
 
 def main() -> None:
     """Draws and tells."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("out", type=Path)
-    options.add_argument("runs", nargs="+", help="NAME=FOLDER, a name's runs together")
-    chosen = options.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    out, named = asked(__doc__, "of runs; those of a name together")
     rows, alike, panels = [], [], []
-    for name, folders in pairs(chosen.runs).items():
+    for name, folders in named.items():
         for channel in CHANNELS:
             found = profiles(folders, channel)
             each, one = tell(name, found, channel)
@@ -214,10 +209,10 @@ def main() -> None:
             alike.append(one)
             panels.append(panel(found, name, channel))
     table, likenesses = pd.DataFrame(rows), pd.DataFrame(alike)
-    table.to_csv(chosen.out / "manifold.csv", index=False, float_format="%.4g")
-    likenesses.to_csv(chosen.out / "likeness.csv", index=False)
+    table.to_csv(out / "manifold.csv", index=False, float_format="%.4g")
+    likenesses.to_csv(out / "likeness.csv", index=False)
     print(markdown(table), markdown(likenesses), sep="\n\n")
-    save(alt.concat(*panels, columns=len(CHANNELS)).resolve_scale(y="independent"), chosen.out / "manifold.png")
+    save(alt.concat(*panels, columns=len(CHANNELS)).resolve_scale(y="independent"), out / "manifold.png")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ an alarm that they have as often does not tell of a collapse. Writes `ordering.c
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import altair as alt
 import numpy as np
 import pandas as pd
-from basics import markdown, over_seeds, pairs, said, save
+from basics import asked, markdown, over_seeds, said, save
 
 from jaxaudit.detection.comparison import NEVER
 from jaxaudit.report import style
@@ -143,18 +142,14 @@ def draw(table: pd.DataFrame, path: Path) -> None:
 
 def main() -> None:
     """Tells and draws."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("out", type=Path)
-    options.add_argument("folders", nargs="+", help="NAME=FOLDER of a learner in what `jaxaudit detect` wrote")
-    chosen = options.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    out, named = asked(__doc__, "of a learner in what `jaxaudit detect` wrote")
     rows = []
-    for name, (folder, *_) in pairs(chosen.folders).items():
+    for name, (folder, *_) in named.items():
         rows += tell(name, pd.read_csv(folder / "lanes.csv"), shown(folder))
     table = pd.DataFrame(rows)
-    table.to_csv(chosen.out / "ordering.csv", index=False, float_format="%.4g")
+    table.to_csv(out / "ordering.csv", index=False, float_format="%.4g")
     print(markdown(table))
-    draw(table, chosen.out / "ordering.png")
+    draw(table, out / "ordering.png")
 
 
 if __name__ == "__main__":

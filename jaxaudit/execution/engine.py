@@ -187,8 +187,7 @@ class Engine:
         sizes: Any = compiled.memory_analysis()
         results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         planned = sizes.argument_size_in_bytes + results + sizes.temp_size_in_bytes
-        devices = self.grid.program.devices
-        return len(devices) * (planned + (workspace_bytes(compiled) if devices[0].platform == "cpu" else 0))
+        return len(self.grid.program.devices) * (planned + workspace_bytes(compiled))
 
     def _key(self, batch: Batch) -> tuple[Program, int, bool]:
         program = self.grid.program if batch.disturbed else undisturbed(self.grid.program)

@@ -26,7 +26,7 @@ from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.runner import checkpoint
 from jaxaudit.runner.checkpoint import UNFINISHED
-from jaxaudit.runner.durable import check_monitor, is_finished, open_run
+from jaxaudit.runner.durable import check_monitor, open_finished
 from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
 from jaxaudit.runner.store import Folder, software
 from jaxaudit.runner.trained import at_onset, onset_paths
@@ -159,9 +159,7 @@ class _Run:
 
 
 def _open(folder: Path, spec: Spec | None) -> _Run:
-    store, old, ran = open_run(folder)
-    if not is_finished(store):
-        raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
+    store, old, ran = open_finished(folder)
     if spec is None:
         return _Run(store, replace(old, source=str(store.spec)), replace(ran, tail=0), ran)
     differing = [t for t in ("task", "learner") if getattr(old, t) != getattr(spec, t)]

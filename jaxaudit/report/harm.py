@@ -50,7 +50,10 @@ class Judged:
             ).format(self.count, RATE)
         # The least p-value that so many seeds allow is 2 ** -seeds.
         if (fewest := math.ceil(self.count * 0.5**self.seeds / RATE)) > 1:
-            text += Markup(" With {} seeds it takes {} such conditions for any to be told.").format(self.seeds, fewest)
+            takes = Markup("it takes {} such conditions for any to be told.").format(fewest)
+            text += Markup(" With {} seeds {}").format(
+                self.seeds, takes if fewest <= self.count else "none can be told."
+            )
         return text
 
 

@@ -40,7 +40,7 @@ EARLIER = "0.1."
 GATHER_SECONDS = 30.0
 """Between one time that telemetry is gathered from a batch in training and the next."""
 
-__all__ = ["Interrupted", "fork", "is_finished", "open_run", "resume", "run", "train_batch"]
+__all__ = ["Interrupted", "fork", "is_finished", "open_finished", "open_run", "resume", "run", "train_batch"]
 
 
 def run(spec: Spec, folder: Path) -> None:
@@ -86,9 +86,7 @@ def fork(folder: Path, spec: Spec, out: Path) -> None:
         stored.
       Interrupted: Ctrl-C; `resume` then needs the new folder alone.
     """
-    source, old, old_grid = open_run(folder)
-    if not is_finished(source):
-        raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
+    source, old, old_grid = open_finished(folder)
     _check_provenance(source, old_grid)
     differing = [t for t in ("task", "learner") if getattr(old, t) != getattr(spec, t)]
     differing += [k for k in ("seeds", "steps", "telemetry") if getattr(old.audit, k) != getattr(spec.audit, k)]
@@ -150,6 +148,14 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
         grid = replace(grid, program=replace(grid.program, execution=execution))
     if recorded.get("forked_from"):
         grid = replace(grid, tail=0)
+    return store, spec, grid
+
+
+def open_finished(folder: Path) -> tuple[Folder, Spec, Grid]:
+    """As `open_run`; raises UserError, too, if the run is not finished."""
+    store, spec, grid = open_run(folder)
+    if not is_finished(store):
+        raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
     return store, spec, grid
 
 

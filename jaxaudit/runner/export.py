@@ -16,8 +16,7 @@ from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
 from jaxaudit.learner import State, Telemetry
 from jaxaudit.program import LaneState
-from jaxaudit.runner.durable import is_finished, open_run
-from jaxaudit.runner.replay import chosen
+from jaxaudit.runner.durable import open_finished
 from jaxaudit.runner.store import Folder
 from jaxaudit.runner.trained import at_onset
 
@@ -38,17 +37,15 @@ def export(folder: Path, out: Path, seed: int | None = None, condition: str | No
       UserError: no run, not finished, of a learner that saves nothing, a seed or condition it does not have, a damaged
         checkpoint, or `out` is taken.
     """
-    store, spec, grid = open_run(folder)
+    store, spec, grid = open_finished(folder)
     learner = grid.program.learner
     if learner.save is None:
         raise UserError(f"learner '{learner.name}' has nothing to export: language models have")
-    if not is_finished(store):
-        raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder")
     labels = datasets.labels(grid)
-    place = chosen("seed", seed, [str(s) for s in grid.seeds])[0]
-    column = chosen("condition", condition, labels)[0]
+    place = 0 if seed is None else datasets.position("seed", seed, [str(s) for s in grid.seeds])
+    column = 0 if condition is None else datasets.position("condition", condition, labels)
     engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
     for batch in store.read_plan(grid):
         mine = np.flatnonzero((batch.seeds == place) & (batch.columns == column))

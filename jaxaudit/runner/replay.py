@@ -10,13 +10,11 @@ import numpy as np
 
 from jaxaudit import datasets
 from jaxaudit.batches import Batch
-from jaxaudit.errors import UserError
 from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
 from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.program import LaneState
-from jaxaudit.registry import unknown
-from jaxaudit.runner.durable import is_finished, open_run
+from jaxaudit.runner.durable import open_finished
 from jaxaudit.runner.store import Folder, differences
 from jaxaudit.runner.trained import at_onset
 
@@ -68,13 +66,12 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
     Raises:
       UserError: no run, not finished, a seed or condition it does not have, or a damaged checkpoint.
     """
-    store, spec, grid = open_run(folder)
+    store, spec, grid = open_finished(folder)
     recorded = store.read_environment()
-    if not is_finished(store):
-        raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
     plan = store.read_plan(grid)
-    seeds = chosen("seed", seed, [str(s) for s in grid.seeds])
-    members = chosen("condition", condition, datasets.labels(grid))
+    names, labels = [str(s) for s in grid.seeds], datasets.labels(grid)
+    seeds = list(range(len(names))) if seed is None else [datasets.position("seed", seed, names)]
+    members = list(range(len(labels))) if condition is None else [datasets.position("condition", condition, labels)]
     engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
     compared = _Comparison(store, engine, seeds, members)
     for batch in plan:
@@ -151,14 +148,3 @@ class _Comparison:
 
 def _bits(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values, np.float32).view(np.uint32)
-
-
-def chosen(what: str, given: int | str | None, allowed: list[str]) -> list[int]:
-    """Positions of what was chosen: all, a label, or (for conditions) a position."""
-    if given is None:
-        return list(range(len(allowed)))
-    if str(given) in allowed:
-        return [allowed.index(str(given))]
-    if what == "condition" and str(given).isdigit() and int(given) < len(allowed):
-        return [int(given)]
-    raise UserError(unknown(what, given, allowed))

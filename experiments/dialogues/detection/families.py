@@ -11,7 +11,6 @@ stratum tool) and `ordering.csv` (finding III: when the monitor's first alarm ca
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 
-from basics import markdown, over_seeds, pairs, said, save
+from basics import asked, markdown, over_seeds, said, save
 from ordering import SLOW, lead, middle, shown, tell
 
 from jaxaudit.detection.comparison import NEVER, Settings, compare
@@ -234,13 +233,9 @@ def _panel(table: pd.DataFrame, figure: str, title: str, words: str, colors: dic
 
 def main() -> None:
     """Tells and draws."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("out", type=Path)
-    options.add_argument("folders", nargs="+", help="DIFFICULTY=FOLDER of a learner in what `jaxaudit detect` wrote")
-    chosen = options.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    out, named = asked(__doc__, "of a difficulty, in what `jaxaudit detect` wrote")
     alone, charts, apart, shares, order = [], [], [], [], []
-    for difficulty, (folder, *_) in pairs(chosen.folders).items():
+    for difficulty, (folder, *_) in named.items():
         described = json.loads((folder / "comparison.json").read_text())
         runs = [Path(run) for run in described["runs"]]
         settings = Settings(**{name: described[name] for name in ("folds", "alpha", "fitted", "seed")})
@@ -262,13 +257,13 @@ def main() -> None:
         )
     }
     for name, table in tables.items():
-        table.to_csv(chosen.out / f"{name}.csv", index=False, float_format="%.4g")
+        table.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
         print(markdown(table), end="\n\n")
     draw(
         tables["families"],
         tables["charts"],
         tables["shares"].set_index("difficulty")["mean"].to_dict(),
-        chosen.out / "families.png",
+        out / "families.png",
     )
 
 

@@ -9,7 +9,6 @@ and draws `mismatch.png`.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 
-from basics import markdown, pairs, save
+from basics import asked, markdown, save
 
 from jaxaudit import statistics
 from jaxaudit.report import style
@@ -98,15 +97,11 @@ def draw(table: pd.DataFrame, path: Path) -> None:
 
 def main() -> None:
     """Tells and draws."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("out", type=Path)
-    options.add_argument("runs", nargs="+", help="NAME=FOLDER")
-    chosen = options.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    table = pd.DataFrame([row for name, (folder, *_) in pairs(chosen.runs).items() for row in rows_of(name, folder)])
-    table.to_csv(chosen.out / "mismatch.csv", index=False, float_format="%.4g")
+    out, named = asked(__doc__, "of a run")
+    table = pd.DataFrame([row for name, (folder, *_) in named.items() for row in rows_of(name, folder)])
+    table.to_csv(out / "mismatch.csv", index=False, float_format="%.4g")
     print(markdown(table.round(3)))
-    draw(table, chosen.out / "mismatch.png")
+    draw(table, out / "mismatch.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""Value signals and the gradient's noise over chains: figures and tables of what `chain_length.py` wrote."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import altair as alt
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawing import NAMES, colored, markdown, of_seeds, said, save
+
+from jaxaudit.report import style
+
+HERE = Path(__file__).parent
+
+NOISE = {
+    "acting_performance": "success",
+    "row_tokens": "own tokens",
+    "x_grad": "x_grad",
+    "gradient_norm": "gradient norm",
+    "gradient_norm_spread": "spread of its log",
+}
+
+
+def draw() -> None:
+    """Value signals and the gradient's noise over the length."""
+    lanes = pd.read_csv(HERE / "lanes.csv")
+    steps = pd.read_csv(HERE / "steps.csv")
+    ppo = lanes[lanes.learner == "ppo_lm"].copy()
+    control = ppo[ppo.condition.str.startswith("control")]
+    lengths = dict(zip(("2", "4", "8"), (style.RAMP[0], style.RAMP[2], style.RAMP[4]), strict=True))
+    panels = []
+    names = {"control": "control", "value_bias 3": "bias 3", "signal_decay 0": "lambda 0"}
+    ppo["label"] = ppo.condition.map(names)
+    for value, title, scale in (
+        ("performance", "final performance (chance 1/6)", alt.Scale(domain=[0, 0.5])),
+        ("explained_variance", "explained variance, last ten", alt.Scale()),
+    ):
+        means = of_seeds(ppo, ["steps", "label"], value).assign(steps=lambda f: f.steps.astype(str))
+        base = alt.Chart(means).encode(
+            x=alt.X("label:N", title=None, sort=list(names.values()), axis=alt.Axis(labelAngle=0)),
+            xOffset=alt.XOffset("steps:N", sort=list(lengths)),
+            color=colored(lengths, "steps", "steps of the chain"),
+        )
+        panels.append(
+            alt.layer(
+                base.mark_rule(strokeWidth=1.4).encode(y=alt.Y("min:Q", scale=scale, title=title), y2="max:Q"),
+                base.mark_circle(size=50, opacity=1).encode(y=alt.Y("mean:Q", title=title)),
+            ).properties(width=200, height=170)
+        )
+    bins = [c for c in ppo.columns if c.startswith("correlation ")]
+    long = control.melt(["steps", "seed"], bins, "distance", "correlation")
+    long["distance"] = long.distance.str.removeprefix("correlation ")
+    means = of_seeds(long, ["steps", "distance"], "correlation").assign(steps=lambda f: f.steps.astype(str))
+    base = alt.Chart(means).encode(
+        x=alt.X("distance:N", sort=None, title="own tokens to the row's end", axis=alt.Axis(labelAngle=0)),
+        color=colored(lengths, "steps", "steps of the chain"),
+    )
+    y = alt.Y("mean:Q", title="correlation of values with returns")
+    panels.append(
+        alt.layer(
+            base.mark_line(strokeWidth=1.6, point=True).encode(y=y),
+            base.mark_rule(opacity=0.4).encode(y="min:Q", y2="max:Q"),
+        ).properties(width=200, height=170)
+    )
+    save(alt.hconcat(*panels).resolve_scale(color="shared"), HERE / "value_signals.png")
+    steps["learner"] = steps.learner.map(NAMES)
+    panels = []
+    for channel, y in (
+        ("acting_performance", "success of the rows trained on"),
+        ("x_grad", "x_grad (coherence of 8 gradients)"),
+        ("gradient_norm_spread", "spread of log gradient norms"),
+    ):
+        smooth = steps.assign(step=steps.step // 5 * 5 + 2).groupby(["learner", "steps", "step"])[channel].mean()
+        smooth = smooth.reset_index().assign(steps=lambda f: f.steps.astype(str))
+        panels.append(
+            alt.Chart(smooth)
+            .mark_line(strokeWidth=1.7)
+            .encode(
+                x=alt.X("step:Q", title="iteration"),
+                y=alt.Y(f"{channel}:Q", title=y),
+                color=colored(lengths, "steps", "steps of the chain"),
+                strokeDash=alt.StrokeDash("learner:N", title=None, sort=["PPO", "GRPO"]),
+            )
+            .properties(width=230, height=170)
+        )
+    save(alt.hconcat(*panels).resolve_scale(color="shared"), HERE / "gradient_noise.png")
+
+
+def tables() -> None:
+    """Value signals and the gradient's noise, by length."""
+    lanes = pd.read_csv(HERE / "lanes.csv")
+    columns = ("warm_start", "performance", "entropy", "explained_variance", "value_bias")
+    rows = []
+    for (learner, steps, condition), of in lanes.groupby(["learner", "steps", "condition"], sort=False):
+        row = {"learner": NAMES[str(learner)], "steps": steps, "condition": condition}
+        rows.append(row | {c: said(of[c].values) if of[c].notna().all() else "-" for c in columns})
+    print(markdown(pd.DataFrame(rows)), "\n")
+    steps = pd.read_csv(HERE / "steps.csv")
+    rows = []
+    for (learner, length), of in steps.groupby(["learner", "steps"], sort=False):
+        for when, part in (("first", of[of.step < 10]), ("last", of[of.step >= of.step.max() - 9])):
+            means = part.groupby("seed")[list(NOISE)].mean()
+            means["noise"] = 1 / means.x_grad.clip(lower=1e-3) - 1
+            row = {"learner": NAMES[str(learner)], "steps": length, "iterations": f"{when} 10"}
+            rows.append(
+                row | {title: said(means[c].values) for c, title in (NOISE | {"noise": "noise/signal"}).items()}
+            )
+    print(markdown(pd.DataFrame(rows)), "\n")
+
+
+if __name__ == "__main__":
+    draw()
+    tables()

@@ -1,0 +1,288 @@
+"""What learners are sensitive to, flipped labels, and how lanes part: tables of the runs, and figures.
+
+    python tell.py                            # of the tables that are there
+    python tell.py grpo=runs/a dpo=runs/b     # of these runs
+
+Means over seeds, with the lowest and the highest seed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawing import COLORS, NAMES, colored, markdown, of_seeds, said, save
+
+from jaxaudit.report import style
+from jaxaudit.stored import load
+
+HERE = Path(__file__).parent
+
+COUNTS = ("acting_performance", "own_tokens", "calls", "truncated")
+"""Channels that count what was written: where they differ, rows do; while they are the same, rows may be."""
+
+MEASURED = {
+    "lr_spike": "learning rate, times",
+    "kl_failure": "KL weight, times",
+    "ratio_clip_failure": "clip range, times",
+    "temperature_spike": "temperature, times",
+    "group_size": "rows of a prompt",
+    "epochs": "epochs",
+    "beta": "DPO's beta",
+}
+STANDARD = {
+    "group_size": {"grpo": 8, "dapo": 8, "dpo": 2},
+    "epochs": {"grpo": 2, "dapo": 2, "ppo_lm": 2, "dpo": 1},
+    "beta": {"dpo": 0.1},
+}
+"""What the controls of the specs have."""
+
+
+def collect(**runs: str) -> None:
+    """Final figures of all lanes, and how lanes with noise of 1e-6 part from their controls."""
+    lanes, parting = [], []
+    for name, folder in runs.items():
+        data = load(Path(folder)).telemetry.load()
+        last = data.isel(step=-1)
+        entropy = data["entropy"].sel(stratum="all")
+        for index, condition in enumerate(data["condition"].values):
+            lanes.append(
+                pd.DataFrame(
+                    {
+                        "learner": name,
+                        "perturbation": data["perturbation"].values[index],
+                        "magnitude": data["magnitude"].values[index],
+                        "condition": condition,
+                        "seed": data["seed"].values,
+                        "warm_start": data["warm_start_success"].isel(condition=index, step=0).values,
+                        "first": data["performance"].isel(condition=index, step=4).values,
+                        "performance": last["performance"].isel(condition=index).values,
+                        "acting": data["acting_performance"].isel(condition=index, step=slice(-10, None)).mean("step"),
+                        "entropy": entropy.isel(condition=index, step=-1).values,
+                        "row_tokens": last["row_tokens"].isel(condition=index).values,
+                        "calls": last["calls"].isel(condition=index).values,
+                    }
+                )
+            )
+        if "weight_noise" in data["perturbation"].values:
+            parting.append(parted(name, data))
+    pd.concat(lanes).round(4).to_csv(HERE / "lanes.csv", index=False)
+    pd.concat(parting).to_csv(HERE / "parting.csv", index=False, float_format="%.3g")
+
+
+def parted(name: str, data) -> pd.DataFrame:
+    """Of each seed and step: whether rows have ever differed from the control's, and how far apart the lanes are."""
+    noise = int(np.flatnonzero(data["perturbation"].values == "weight_noise")[0])
+    control = int(np.flatnonzero(data["perturbation"].values == "control")[0])
+    frames = []
+
+    def both(channel: str) -> tuple[np.ndarray, np.ndarray]:
+        found = data[channel].transpose("seed", "condition", "step", ...).values
+        return found[:, noise], found[:, control]
+
+    differs = []
+    for channel in COUNTS:
+        one, other = both(channel)
+        differs.append((one != other).reshape(*one.shape[:2], -1).any(-1))
+    rows = np.maximum.accumulate(np.any(differs, axis=0), axis=1)
+    apart = {}
+    for channel in ("performance", "entropy", "gradient_norm", "params_norm"):
+        one, other = both(channel)
+        far = np.abs(one - other)
+        apart[channel] = far if far.ndim == 2 else far[..., 0]
+    for number, seed in enumerate(data["seed"].values):
+        frames.append(
+            pd.DataFrame(
+                {"learner": name, "seed": seed, "step": data["step"].values, "rows": rows[number].astype(int)}
+                | {channel: values[number] for channel, values in apart.items()}
+            )
+        )
+    return pd.concat(frames)
+
+
+def of_learners(frame: pd.DataFrame) -> alt.Color:
+    """Colours of the learners that a frame has."""
+    return colored({name: color for name, color in COLORS.items() if (frame.learner == name).any()})
+
+
+def sensitivity_table() -> pd.DataFrame:
+    """Final performance by learner, what is varied and seed, controls included."""
+    lanes = pd.read_csv(HERE / "lanes.csv")
+    control = lanes[lanes.perturbation == "control"]
+    rows = [lanes[lanes.perturbation.isin(MEASURED)].assign(setting=lanes.perturbation, value=lanes.magnitude)]
+    for setting in ("lr_spike", "kl_failure", "ratio_clip_failure", "temperature_spike"):
+        have = lanes[lanes.perturbation == setting].learner.unique()
+        rows.append(control[control.learner.isin(have)].assign(setting=setting, value=1.0))
+    path = HERE / "structure.csv"
+    if path.is_file():
+        varied = pd.read_csv(path)
+        for setting, values in STANDARD.items():
+            for name, value in values.items():
+                if ((varied.learner == name) & (varied.setting == setting)).any():
+                    rows.append(control[control.learner == name].assign(setting=setting, value=float(value)))
+        rows.append(varied)
+    return pd.concat(rows)[["learner", "setting", "value", "seed", "performance", "entropy"]]
+
+
+def draw_sensitivity() -> None:
+    """A panel for each setting, a line for each learner."""
+    frame = sensitivity_table()
+    color = of_learners(frame.assign(learner=frame.learner.map(NAMES)))
+    panels = []
+    for setting, title in MEASURED.items():
+        one = frame[frame.setting == setting]
+        if one.empty:
+            continue
+        means = of_seeds(one, ["learner", "value"], "performance")
+        means["learner"] = means.learner.map(NAMES)
+        order = sorted(means.value.unique())
+        means["label"] = means.value.map(lambda v: f"{v:g}")
+        means["dx"] = means.learner.map({n: i for i, n in enumerate(COLORS)})
+        x = alt.X("label:N", title=title, sort=[f"{v:g}" for v in order], axis=alt.Axis(labelAngle=0))
+        offset = alt.XOffset("dx:Q", scale=alt.Scale(domain=[-3, 6]))
+        base = alt.Chart(means).encode(x=x, color=color)
+        y = alt.Y("mean:Q", title="final performance", scale=alt.Scale(domain=[0, 1]))
+        panels.append(
+            alt.layer(
+                base.mark_line(strokeWidth=1.2, opacity=0.6).encode(y=y, xOffset=offset),
+                base.mark_rule(strokeWidth=1.4).encode(y=alt.Y("min:Q"), y2="max:Q", xOffset=offset),
+                base.mark_circle(size=46, opacity=1).encode(y=y, xOffset=offset),
+            ).properties(width=52 * max(len(order), 3), height=160)
+        )
+    chart = alt.concat(*panels, columns=4).resolve_scale(y="shared", color="shared")
+    save(chart, HERE / "sensitivity.png")
+
+
+def draw_flipped() -> None:
+    """Final performance against the share of flipped labels."""
+    lanes = pd.read_csv(HERE / "lanes.csv")
+    flipped = lanes[lanes.perturbation == "verifier_flip"].learner.unique()
+    one = lanes[lanes.perturbation.isin(["control", "verifier_flip"]) & lanes.learner.isin(flipped)]
+    means = of_seeds(one.fillna({"magnitude": 0.0}), ["learner", "magnitude"], "performance")
+    means["learner"] = means.learner.map(NAMES)
+    means["x"] = means.magnitude + means.learner.map({n: 0.004 * i for i, n in enumerate(means.learner.unique())})
+    start = lanes[lanes.perturbation == "control"].warm_start.mean()
+    base = alt.Chart(means).encode(
+        x=alt.X("x:Q", title="share of labels flipped", axis=alt.Axis(format=".0%", values=[0, 0.1, 0.2, 0.3])),
+        color=of_learners(means),
+    )
+    y = alt.Y("mean:Q", title="final performance", scale=alt.Scale(domain=[0, 1]))
+    warm = alt.Chart(pd.DataFrame({"mean": [start]})).mark_rule(color=style.GREY, strokeDash=[4, 3])
+    chart = alt.layer(
+        warm.encode(y=y),
+        base.mark_line(strokeWidth=1.4).encode(y=y),
+        base.mark_rule(strokeWidth=1.4).encode(y="min:Q", y2="max:Q"),
+        base.mark_circle(size=46, opacity=1).encode(y=y),
+    )
+    title = alt.Title("Flipped labels", subtitle="dashes: after the warm start, mean")
+    save(chart.properties(width=300, height=200, title=title), HERE / "flipped_labels.png")
+
+
+def draw_parting() -> None:
+    """How lanes part that differ by 1e-6."""
+    frame = pd.read_csv(HERE / "parting.csv")
+    frame["learner"] = frame.learner.map(NAMES)
+    x = alt.X("step:Q", title="iteration")
+    panels = []
+    share = frame.groupby(["learner", "step"])["rows"].sum().reset_index()
+    share["rows"] += share.learner.map({n: 0.04 * i for i, n in enumerate(COLORS)})
+    panels.append(
+        alt.Chart(share)
+        .mark_line(interpolate="step-after", strokeWidth=1.6)
+        .encode(x=x, y=alt.Y("rows:Q", title="seeds whose rows have differed"), color=of_learners(frame))
+        .properties(width=230, height=170)
+    )
+    for channel, title in (
+        ("gradient_norm", "|difference of gradient norm|"),
+        ("entropy", "|difference of entropy|, nats"),
+        ("performance", "|difference of performance|"),
+    ):
+        log = channel != "performance"
+        one = frame.assign(**{channel: frame[channel].clip(lower=1e-9)}) if log else frame
+        if channel == "performance":
+            one = one[one.step % 5 == 4]
+        middle = one.groupby(["learner", "step"])[channel].median().reset_index()
+        scale = alt.Scale(type="log") if log else alt.Scale()
+        panels.append(
+            alt.Chart(middle)
+            .mark_line(strokeWidth=1.6)
+            .encode(
+                x=x,
+                y=alt.Y(f"{channel}:Q", title=title, scale=scale, axis=alt.Axis(format=".0e") if log else alt.Axis()),
+                color=of_learners(frame),
+            )
+            .properties(width=230, height=170)
+        )
+    save(alt.concat(*panels, columns=4).resolve_scale(y="independent"), HERE / "parting.png")
+
+
+def tables() -> None:
+    """Final performances, flipped labels, and how lanes part, as Markdown."""
+    frame = sensitivity_table()
+    keys = frame[["setting", "value"]].drop_duplicates()
+    rows = []
+    for setting in MEASURED:
+        for value in sorted(keys[keys.setting == setting].value):
+            row = {"setting": f"{MEASURED[setting]} {value:g}"}
+            for name in frame.learner.unique():
+                one = frame[(frame.learner == name) & (frame.setting == setting) & (frame.value == value)]
+                row[NAMES[name]] = said(one.sort_values("seed").performance.values) if len(one) else "-"
+            rows.append(row)
+    print(markdown(pd.DataFrame(rows)), "\n")
+    lanes = pd.read_csv(HERE / "lanes.csv")
+    rows = []
+    for name, of in lanes.groupby("learner", sort=False):
+        control = of[of.perturbation == "control"].sort_values("seed")
+        row = {
+            "learner": NAMES[str(name)],
+            "warm start": said(control.warm_start.values),
+            "control": said(control.performance.values),
+        }
+        for share in (0.1, 0.2, 0.3):
+            one = of[(of.perturbation == "verifier_flip") & (of.magnitude == share)].sort_values("seed")
+            if len(one):
+                less = one.performance.values - control.performance.values
+                row[f"flipped {share:g}"] = f"{said(one.performance.values)}; {said(less, '+.2f')}"
+        rows.append(row)
+    print(markdown(pd.DataFrame(rows).fillna("-")), "\n")
+    apart = pd.read_csv(HERE / "parting.csv")
+    rows = []
+    for name, of in apart.groupby("learner", sort=False):
+        control = lanes[(lanes.learner == name) & (lanes.perturbation == "control")]
+        first = [int(one[one.rows == 1].step.min()) if one.rows.any() else "never" for _, one in of.groupby("seed")]
+        late = of[of.step >= of.step.max() - 19]
+        measured = late[late.step % 5 == 4]
+        rows.append(
+            {
+                "learner": NAMES[str(name)],
+                "rows differ from iteration": ", ".join(map(str, first)),
+                "entropy apart at the first, the tenth iteration": ", ".join(
+                    f"{of[of.step == step].entropy.median():.1e}" for step in (0, 9)
+                ),
+                "entropy apart, last 20": f"{late.entropy.median():.3f}",
+                "performance apart, last 20: median, largest": f"{measured.performance.median():.3f}, "
+                f"{measured.performance.max():.3f}",
+                "standard deviation of controls over seeds": f"{control.performance.std():.3f}",
+            }
+        )
+    print(markdown(pd.DataFrame(rows)), "\n")
+
+
+def main(runs: list[str]) -> None:
+    """Tells and draws, after the tables have been made of the runs where there are any."""
+    if runs:
+        collect(**dict(one.split("=", 1) for one in runs))
+    draw_sensitivity()
+    draw_flipped()
+    draw_parting()
+    tables()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
