@@ -62,11 +62,9 @@ def test_of_many_conditions_without_effect_none_is_told_to_cost_performance():
 
 
 def test_one_condition_is_told_of_as_one():
-    assert str(Judged(1, frozenset(), 8).sentence).endswith(
-        "a signed-rank test of the difference to the control at 5%."
-    )
-    few = str(Judged(1, frozenset(), 3).sentence)
-    assert few.endswith("With 3 seeds it takes 3 such conditions for any to be told.")
+    sentence = str(Judged(1, frozenset(), 8).sentence)
+    assert sentence.endswith("by a signed-rank test of the difference to the control at 5%.")
+    assert str(Judged(1, frozenset(), 3).sentence).endswith("at 5%. With 3 seeds none can be told.")
 
 
 def test_what_costs_performance_is_told_with_every_magnitude_that_does():
