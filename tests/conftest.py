@@ -3,6 +3,7 @@
 What was compiled in one test is not compiled again in another, nor in the next run of the tests.
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from jaxaudit.text import Text
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments" / "detection"))  # planted.py
 
+gc.set_threshold(100_000, 50, 100)  # what tracing makes lives on, and would be gone through over and over
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # small programs, too: every file has the same ones
@@ -43,18 +45,23 @@ AS_FOR_USERS = (
     "closed_loop",
     "lane_batches",
     "shards",
-    "off_policy_audit",
-    "undisturbed",
     "memory",
     "lowering",
 )
 """Files whose promises, bit for bit or byte for byte, are of what XLA makes for users."""
 
 
+FAST = "not slow"
+"""What the default run selects."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiled_in_a_hurry(request):
-    """In all other files XLA leaves out most optimisations: these programs are run for moments, and once."""
-    quickly = request.path.stem.removeprefix("test_") not in AS_FOR_USERS
+    """In all other files XLA leaves out most optimisations: these programs are run for moments, and once.
+
+    Not when slow tests are asked for: then everything is as for users.
+    """
+    quickly = request.path.stem.removeprefix("test_") not in AS_FOR_USERS and request.config.option.markexpr == FAST
     jax.config.update("jax_disable_most_optimizations", quickly)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

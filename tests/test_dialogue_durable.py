@@ -18,6 +18,7 @@ name = "small"
 seeds = 2
 steps = 10
 telemetry = "LEVEL"
+execution = "map"
 [task]
 kind = "dialogue"
 name = "hop"

@@ -204,6 +204,7 @@ RUN = """
 seeds = 4
 steps = 8
 telemetry = "basic"
+execution = "map"
 [task]
 kind = "dialogue"
 name = "hop"

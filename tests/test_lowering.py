@@ -34,9 +34,9 @@ kind = "{disturbance}"
 onset = 4
 duration = 2
 """
-SMALL = 'hidden = [8]\nevaluations = 2\nevaluation_episodes = 1\nkind = "{}"\n'
-ON_POLICY = SMALL + "num_envs = 2\nrollout_length = 8\nminibatch_size = 8"
-OFF_POLICY = SMALL + "num_envs = 2\niteration_steps = 8\nlearning_starts = 8\nbatch_size = 4\nbuffer_size = 64"
+SMALL = 'hidden = [8]\nnum_envs = 2\nkind = "{}"\n'
+ON_POLICY = SMALL + "evaluations = 2\nevaluation_episodes = 1\nrollout_length = 8\nminibatch_size = 8"
+OFF_POLICY = SMALL + "evaluations = 0\niteration_steps = 8\nlearning_starts = 8\nbatch_size = 4\nbuffer_size = 64"
 PENDULUM = 'kind = "mujoco"\nname = "InvertedPendulum-v5"\nphysics = "mjx"'
 CARTPOLE = 'kind = "mujoco"\nname = "CartPole-v1"'
 LANGUAGE = 'kind = "language_model"\nsize = "nano"\ncontext = 16\nbatch_size = 4\naccumulation = 2\nvalidation = 2'

@@ -57,7 +57,7 @@ def assert_innocent(one, kinds):
     still = ja.lr_spike(0.0, **window)
     chosen = [ja.chain(registry.perturbations[name](STRONG.get(name), **window), still) for name in kinds]
     settings = ja.metrics.MetricSettings(window=2, hold=2)
-    told = ja.audit(one, [still, *chosen], seeds=2, steps=STEPS, settings=settings).telemetry
+    told = ja.audit(one, [still, *chosen], seeds=2, steps=STEPS, settings=settings, execution="map").telemetry
     performance, acting = (told[name].values[..., START:] for name in ("performance", "acting_performance"))
     assert (told["update_norm"].values[:, 1:, START:] == 0).all()
     assert (told["update_norm"].values[:, 0] > 0).any()
