@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import gc
 import importlib.resources
 import os
 import signal
@@ -60,8 +61,10 @@ def entry() -> NoReturn:
     """The console's entry: `main`, and out.
 
     After Ctrl-C or a failure at once: a computation still running is not waited for, and no library has a word after
-    the sentence (what Orbax leaves of a save that failed speaks when the interpreter takes it apart).
+    the sentence (what Orbax leaves of a save that failed speaks when the interpreter takes it apart). Garbage is
+    collected less often than usual: what tracing makes lives on, and going through it takes a fifth of tracing's time.
     """
+    gc.set_threshold(100_000, 50, 100)
     signal.signal(signal.SIGINT, interrupt)
     code = main()
     if code:
