@@ -54,7 +54,8 @@ def stale_policy(key, value, magnitude, state):
     """Rows are written by the policy of `magnitude` steps ago (whole steps, at most 8).
 
     Until there is one so old, by that of the step at which the window opened. One copy of the parameters is kept for
-    every step of the longest lag; for large models there is `sync_interval`.
+    every step of the longest lag; for large models there is `sync_interval`. DPO feels it `online` alone: else its rows
+    are the frozen reference's, of which all copies are the same.
 
     >>> float(stale_policy(2).apply({"kernel": 1.0})["kernel"])  # there is nothing yet to lag behind
     1.0
@@ -99,7 +100,8 @@ def never_synced(value: Any) -> Synced:
 def sync_interval(key, value, magnitude, state):
     """The sampler gets the policy's parameters every `magnitude` steps alone, and writes rows with them until then.
 
-    The first time is when the window opens. One copy of the parameters is kept.
+    The first time is when the window opens. One copy of the parameters is kept. As with
+    `stale_policy`, DPO feels it `online` alone.
 
     >>> float(sync_interval(8).apply({"kernel": 1.0})["kernel"])  # handed over as the window opens
     1.0
