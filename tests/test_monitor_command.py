@@ -52,7 +52,7 @@ def logs(tmp_path_factory):
     return clean, write(folder, "good.csv", 100), write(folder, "bad.csv", 101, spike=30), odd
 
 
-@pytest.fixture(scope="module", params=["chart", "lru"])
+@pytest.fixture(scope="module", params=["chart", pytest.param("lru", marks=pytest.mark.slow)])
 def monitored(request, logs, tmp_path_factory):
     """Exit code, the folder, and what was said."""
     clean, *runs = logs
