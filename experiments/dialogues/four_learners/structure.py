@@ -1,6 +1,6 @@
 """What is structure, on hop undisturbed: group sizes and epochs of each learner; and DPO's beta.
 
-    python experiments/dialogues/four_learners/structure.py OUT.csv
+    python experiments/dialogues/four_learners/structure.py OUT.csv [SETTING ...]
 
 The settings of the specs beside it; 64 rows an iteration, but that DPO's larger groups are of as many pairs and so of
 more rows sampled. One row for each learner, setting, value and seed; what the file has already is not trained again.
@@ -25,8 +25,8 @@ VARIED = (
     ("ppo_lm", "epochs", (1, 4)),
     ("dpo", "epochs", (4,)),
     ("dpo", "group_size", (4,)),
-    ("dapo", "epochs", (4,)),
-    ("dapo", "group_size", (4,)),
+    ("dapo", "epochs", (1, 4)),
+    ("dapo", "group_size", (4, 16)),
 )
 
 
@@ -55,14 +55,14 @@ def trained(preset: str, setting: str, value: float) -> pd.DataFrame:
     )
 
 
-def main(out: str) -> None:
-    """Trains what the file lacks."""
+def main(out: str, *settings: str) -> None:
+    """Trains what the file lacks, of these settings, or of all."""
     path = Path(out)
     found = [pd.read_csv(path)] if path.is_file() else []
     for preset, setting, values in VARIED:
         for value in values:
             there = any(((f.learner == preset) & (f.setting == setting) & (f.value == value)).any() for f in found)
-            if not there:
+            if not there and (setting in settings or not settings):
                 found.append(trained(preset, setting, value))
                 pd.concat(found).round(4).to_csv(path, index=False)
 

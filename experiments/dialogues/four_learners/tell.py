@@ -1,7 +1,7 @@
 """What learners are sensitive to, flipped labels, and how lanes part: tables of the runs, and figures.
 
     python tell.py                            # of the tables that are there
-    python tell.py grpo=runs/a dpo=runs/b     # of these runs
+    python tell.py grpo=runs/a dpo=runs/b     # of these runs, and of the tables for other learners
 
 Means over seeds, with the lowest and the highest seed.
 """
@@ -45,7 +45,10 @@ STANDARD = {
 
 
 def collect(**runs: str) -> None:
-    """Final figures of all lanes, and how lanes with noise of 1e-6 part from their controls."""
+    """Final figures of all lanes, and how lanes with noise of 1e-6 part from their controls.
+
+    The tables keep what they have of other learners.
+    """
     lanes, parting = [], []
     for name, folder in runs.items():
         data = load(Path(folder)).telemetry.load()
@@ -72,8 +75,14 @@ def collect(**runs: str) -> None:
             )
         if "weight_noise" in data["perturbation"].values:
             parting.append(parted(name, data))
-    pd.concat(lanes).round(4).to_csv(HERE / "lanes.csv", index=False)
-    pd.concat(parting).to_csv(HERE / "parting.csv", index=False, float_format="%.3g")
+    for table, found in (("lanes.csv", lanes), ("parting.csv", parting)):
+        kept = [pd.read_csv(HERE / table)] if (HERE / table).is_file() else []
+        kept = [frame[~frame.learner.isin(runs)] for frame in kept] + found
+        kept = pd.concat(kept).sort_values("learner", key=lambda names: names.map(list(NAMES).index), kind="stable")
+        if table == "lanes.csv":
+            kept.round(4).to_csv(HERE / table, index=False)
+        else:
+            kept.to_csv(HERE / table, index=False, float_format="%.3g")
 
 
 def parted(name: str, data) -> pd.DataFrame:
