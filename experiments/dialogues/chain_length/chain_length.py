@@ -21,6 +21,8 @@ from jaxaudit.metrics import MetricSettings
 
 SEEDS, STEPS = 4, 30
 LENGTHS = (2, 4, 8)
+WARM_START = {"warm_start": 1500, "warm_start_right": 0.9, "warm_start_success": 0.4}
+"""Long enough at every length (`warm_start.py`), and no longer than leaves room."""
 DISTURBED = {
     "ppo_lm": [
         ja.value_bias(3.0, onset=0),
@@ -40,7 +42,7 @@ def trained(preset: str, steps: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         kl_coefficient=0.0,
         epochs=1,
         minibatches=8,
-        warm_start=210,
+        **WARM_START,
         performance_rows=64,
         performance_every=5,
     )
@@ -87,6 +89,8 @@ def main(out: str, *presets: str) -> None:
         [pd.read_csv(folder / name)] if (folder / name).is_file() else [] for name in ("lanes.csv", "steps.csv")
     )
     for preset in presets or DISTURBED:
+        for found in (lanes, every):
+            found[:] = [frame[frame.learner != preset] for frame in found]
         for steps in LENGTHS:
             for found, one in zip((lanes, every), trained(preset, steps), strict=True):
                 found.append(one)

@@ -1,4 +1,5 @@
-"""Value signals and the gradient's noise over chains: figures and tables of what `chain_length.py` wrote."""
+"""The warm start, value signals and the gradient's noise over chains: figures and tables of what `warm_start.py` and
+`chain_length.py` wrote."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from jaxaudit.report import style
 
 HERE = Path(__file__).parent
 
+LENGTHS = dict(zip(("2", "4", "8"), (style.RAMP[0], style.RAMP[2], style.RAMP[4]), strict=True))
 NOISE = {
     "acting_performance": "success",
     "row_tokens": "own tokens",
@@ -25,13 +27,31 @@ NOISE = {
 }
 
 
+def draw_warm_start() -> None:
+    """Success over updates on demonstrations."""
+    frame = pd.read_csv(HERE / "warm_start.csv").assign(steps=lambda f: f.steps.astype(str))
+    means = frame.groupby(["steps", "right", "updates"])["success"].mean().reset_index()
+    means["right"] = means.right.map(lambda share: f"{share:.0%} right")
+    chance = alt.Chart(pd.DataFrame({"success": [1 / 6]})).mark_rule(color=style.GREY, strokeDash=[4, 3])
+    lines = (
+        alt.Chart(means)
+        .mark_line(strokeWidth=1.6)
+        .encode(
+            x=alt.X("updates:Q", title="updates on demonstrations"),
+            y=alt.Y("success:Q", title="sampled success", scale=alt.Scale(domain=[0, 1])),
+            color=colored(LENGTHS, "steps", "steps of the chain"),
+            strokeDash=alt.StrokeDash("right:N", title="demonstrations"),
+        )
+    )
+    save(alt.layer(chance.encode(y="success:Q"), lines).properties(width=300, height=190), HERE / "warm_start.png")
+
+
 def draw() -> None:
     """Value signals and the gradient's noise over the length."""
     lanes = pd.read_csv(HERE / "lanes.csv")
     steps = pd.read_csv(HERE / "steps.csv")
     ppo = lanes[lanes.learner == "ppo_lm"].copy()
     control = ppo[ppo.condition.str.startswith("control")]
-    lengths = dict(zip(("2", "4", "8"), (style.RAMP[0], style.RAMP[2], style.RAMP[4]), strict=True))
     panels = []
     names = {"control": "control", "value_bias 3": "bias 3", "signal_decay 0": "lambda 0"}
     ppo["label"] = ppo.condition.map(names)
@@ -42,8 +62,8 @@ def draw() -> None:
         means = of_seeds(ppo, ["steps", "label"], value).assign(steps=lambda f: f.steps.astype(str))
         base = alt.Chart(means).encode(
             x=alt.X("label:N", title=None, sort=list(names.values()), axis=alt.Axis(labelAngle=0)),
-            xOffset=alt.XOffset("steps:N", sort=list(lengths)),
-            color=colored(lengths, "steps", "steps of the chain"),
+            xOffset=alt.XOffset("steps:N", sort=list(LENGTHS)),
+            color=colored(LENGTHS, "steps", "steps of the chain"),
         )
         panels.append(
             alt.layer(
@@ -57,7 +77,7 @@ def draw() -> None:
     means = of_seeds(long, ["steps", "distance"], "correlation").assign(steps=lambda f: f.steps.astype(str))
     base = alt.Chart(means).encode(
         x=alt.X("distance:N", sort=None, title="own tokens to the row's end", axis=alt.Axis(labelAngle=0)),
-        color=colored(lengths, "steps", "steps of the chain"),
+        color=colored(LENGTHS, "steps", "steps of the chain"),
     )
     y = alt.Y("mean:Q", title="correlation of values with returns")
     panels.append(
@@ -82,7 +102,7 @@ def draw() -> None:
             .encode(
                 x=alt.X("step:Q", title="iteration"),
                 y=alt.Y(f"{channel}:Q", title=y),
-                color=colored(lengths, "steps", "steps of the chain"),
+                color=colored(LENGTHS, "steps", "steps of the chain"),
                 strokeDash=alt.StrokeDash("learner:N", title=None, sort=["PPO", "GRPO"]),
             )
             .properties(width=230, height=170)
@@ -91,7 +111,10 @@ def draw() -> None:
 
 
 def tables() -> None:
-    """Value signals and the gradient's noise, by length."""
+    """The warm start, value signals and the gradient's noise, by length."""
+    frame = pd.read_csv(HERE / "warm_start.csv")
+    frame = frame[frame.updates.isin([200, 500, 1000, 1500, 2000])]
+    print(markdown(frame.pivot_table("success", ["steps", "right"], "updates").round(2).reset_index()), "\n")
     lanes = pd.read_csv(HERE / "lanes.csv")
     columns = ("warm_start", "performance", "entropy", "explained_variance", "value_bias")
     rows = []
@@ -113,5 +136,6 @@ def tables() -> None:
 
 
 if __name__ == "__main__":
+    draw_warm_start()
     draw()
     tables()
