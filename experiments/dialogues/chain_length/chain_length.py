@@ -21,8 +21,8 @@ from jaxaudit.metrics import MetricSettings
 
 SEEDS, STEPS = 4, 30
 LENGTHS = (2, 4, 8)
-WARM_START = {"warm_start": 1500, "warm_start_right": 0.9, "warm_start_success": 0.4}
-"""Long enough at every length (`warm_start.py`), and no longer than leaves room."""
+WARM_START = {"warm_start": 900, "warm_start_success": 0.35}
+"""Long enough at every length (`warm_start.py`), and stopped where half of the rows may still become right."""
 DISTURBED = {
     "ppo_lm": [
         ja.value_bias(3.0, onset=0),
