@@ -21,7 +21,7 @@ from jaxaudit.metrics import MetricSettings
 
 SEEDS, STEPS = 4, 30
 LENGTHS = (2, 4, 8)
-WARM_START = {"warm_start": 900, "warm_start_success": 0.35}
+WARM_START = {"warm_start": 600, "warm_start_success": 0.35}
 """Long enough at every length (`warm_start.py`), and stopped where half of the rows may still become right."""
 DISTURBED = {
     "ppo_lm": [
