@@ -18,6 +18,12 @@ from jaxaudit.report import style
 HERE = Path(__file__).parent
 
 LENGTHS = dict(zip(("2", "4", "8"), (style.RAMP[0], style.RAMP[2], style.RAMP[4]), strict=True))
+CONDITIONS = {"control": "control", "value_bias 3": "bias 3", "signal_decay 0": "lambda 0"}
+OF_CRITIC = {
+    "explained_variance": "explained variance, last ten",
+    "correlation 0": "values' correlation with returns at the last token",
+    "correlation 4-7": "4 to 7 before",
+}
 NOISE = {
     "acting_performance": "success",
     "row_tokens": "own tokens",
@@ -53,15 +59,14 @@ def draw() -> None:
     ppo = lanes[lanes.learner == "ppo_lm"].copy()
     control = ppo[ppo.condition.str.startswith("control")]
     panels = []
-    names = {"control": "control", "value_bias 3": "bias 3", "signal_decay 0": "lambda 0"}
-    ppo["label"] = ppo.condition.map(names)
+    ppo["label"] = ppo.condition.map(CONDITIONS)
     for value, title, scale in (
-        ("performance", "final performance (chance 1/6)", alt.Scale(domain=[0, 0.5])),
+        ("performance", "final performance (chance 1/6)", alt.Scale(domain=[0, 1])),
         ("explained_variance", "explained variance, last ten", alt.Scale()),
     ):
         means = of_seeds(ppo, ["steps", "label"], value).assign(steps=lambda f: f.steps.astype(str))
         base = alt.Chart(means).encode(
-            x=alt.X("label:N", title=None, sort=list(names.values()), axis=alt.Axis(labelAngle=0)),
+            x=alt.X("label:N", title=None, sort=list(CONDITIONS.values()), axis=alt.Axis(labelAngle=0)),
             xOffset=alt.XOffset("steps:N", sort=list(LENGTHS)),
             color=colored(LENGTHS, "steps", "steps of the chain"),
         )
@@ -113,25 +118,28 @@ def draw() -> None:
 def tables() -> None:
     """The warm start, value signals and the gradient's noise, by length."""
     frame = pd.read_csv(HERE / "warm_start.csv")
-    frame = frame[frame.updates.isin([200, 500, 1000, 1500, 2000])]
-    print(markdown(frame.pivot_table("success", ["steps", "right"], "updates").round(2).reset_index()), "\n")
-    lanes = pd.read_csv(HERE / "lanes.csv")
-    columns = ("warm_start", "performance", "entropy", "explained_variance", "value_bias")
+    frame = frame[frame.updates.isin([200, 300, 400, 500, 1000, 2000])]
+    print(
+        markdown(frame.pivot_table("success", ["steps", "right"], "updates").round(2).reset_index().rename(columns=str))
+    )
+    print()
+    lanes, steps = pd.read_csv(HERE / "lanes.csv"), pd.read_csv(HERE / "steps.csv")
     rows = []
-    for (learner, steps, condition), of in lanes.groupby(["learner", "steps", "condition"], sort=False):
-        row = {"learner": NAMES[str(learner)], "steps": steps, "condition": condition}
-        rows.append(row | {c: said(of[c].values) if of[c].notna().all() else "-" for c in columns})
-    print(markdown(pd.DataFrame(rows)), "\n")
-    steps = pd.read_csv(HERE / "steps.csv")
+    for (learner, length), of in lanes.groupby(["learner", "steps"], sort=False):
+        control = of[of.condition == "control"]
+        row = {"learner": NAMES[str(learner)], "steps": length, "warm start": said(control.warm_start.values)}
+        for condition, title in CONDITIONS.items():
+            one = of[of.condition == condition]
+            row[title] = said(one.performance.values) if len(one) else "-"
+        if learner == "ppo_lm":
+            row |= {title: said(control[c].values) for c, title in OF_CRITIC.items()}
+        rows.append(row)
+    print(markdown(pd.DataFrame(rows).fillna("-")), "\n")
     rows = []
     for (learner, length), of in steps.groupby(["learner", "steps"], sort=False):
-        for when, part in (("first", of[of.step < 10]), ("last", of[of.step >= of.step.max() - 9])):
-            means = part.groupby("seed")[list(NOISE)].mean()
-            means["noise"] = 1 / means.x_grad.clip(lower=1e-3) - 1
-            row = {"learner": NAMES[str(learner)], "steps": length, "iterations": f"{when} 10"}
-            rows.append(
-                row | {title: said(means[c].values) for c, title in (NOISE | {"noise": "noise/signal"}).items()}
-            )
+        means = of.groupby("seed")[list(NOISE)].mean()
+        row = {"learner": NAMES[str(learner)], "steps": length}
+        rows.append(row | {title: said(means[c].values) for c, title in NOISE.items()})
     print(markdown(pd.DataFrame(rows)), "\n")
 
 
