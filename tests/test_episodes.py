@@ -11,6 +11,7 @@ import pytest
 from jaxaudit.taps import Taps
 from jaxaudit.tasks import Episodes, evaluate, make, performance
 from jaxaudit.tasks._brax import Env, State
+from jaxaudit.tasks.episodes import mean_length
 
 
 class Counter(Env):
@@ -106,6 +107,14 @@ class TestEpisodes:
         np.testing.assert_array_equal(at(15).last_return, [8, 16, 24, 32])
         np.testing.assert_array_equal(at(15).last_length, [8, 8, 8, 8])
         assert performance(at(15)) == 20.0
+
+    def test_the_mean_length_is_of_environments_that_have_finished(self):
+        state = Episodes(Counter(), 4, max_episode_steps=8).init(jax.random.key(0))
+        assert np.isnan(mean_length(state))
+        state = state.replace(
+            has_finished=jnp.array([True, False, True, False]), last_length=jnp.array([8, 2, 5, 1], jnp.int32)
+        )
+        assert mean_length(state) == 6.5
 
     def test_a_staggered_episode_that_terminates_counts(self):
         _, states, _ = run(Episodes(Counter(lifetime=3), 2, max_episode_steps=8), 3)

@@ -311,6 +311,8 @@ def test_raise_entropy_multiplies_the_temperature_of_sacs_losses_while_the_alarm
         (ja.learners.td3, {"buffer_dtype": "int8"}, "buffer_dtype must be one of float32, bfloat16, float16"),
         (ja.learners.sac, {"automatic_entropy": True, "entropy_coefficient": 0.0}, "entropy_coefficient must be pos"),
         (ja.learners.sac, {"target_entropy": float("nan")}, "target_entropy must be finite"),
+        (ja.learners.sac, {"hidden": [64, 0]}, r"hidden must be widths of at least 1, not \[64, 0\]"),
+        (ja.learners.td3, {"hidden": []}, r"hidden must be widths of at least 1, not \[\]"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_one_sentence(learner, settings, said):
