@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import time as clock
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +51,8 @@ class Paradigm:
       steps: of a run; disturbed at half of them.
       settings: windows of the metrics.
       execution: how lanes run.
+      besides: further disturbances by name, each made from its onset.
+      draws: configurations of each learner: one with all factors at 1, and points of a Halton sequence.
     """
 
     learners: dict[str, Callable[[], ja.Learner]]
@@ -60,6 +62,8 @@ class Paradigm:
     steps: int
     settings: MetricSettings
     execution: Literal["vmap", "map"]
+    besides: dict[str, Callable[[int], ja.Perturbation]] = field(default_factory=dict)
+    draws: int = 8
 
 
 def ppo(**changed: Any) -> ja.Learner:
@@ -88,8 +92,6 @@ PARADIGMS = {
         execution="map",
     ),
 }
-DRAWS = 8
-"""Configurations of each learner: one with all factors at 1, and points of a Halton sequence."""
 
 
 @ja.perturbation("signal", "entropy_coefficient", magnitude=1.0, neutral=1.0, duration="end")
@@ -110,7 +112,7 @@ VARY: dict[str, Callable[[float], ja.Perturbation]] = {
 
 def points(paradigm: Paradigm) -> list[dict[str, float]]:
     """The configurations within a learner: even in the logarithm of factors, and in what begins at zero."""
-    unit = Halton(len(paradigm.ranges), seed=0).random(DRAWS - 1)
+    unit = Halton(len(paradigm.ranges), seed=0).random(paradigm.draws - 1)
     found = [{name: 1.0 if low else 0.0 for name, (low, _) in paradigm.ranges.items()}]
     for row in unit:
         ends = zip(row, paradigm.ranges.items(), strict=True)
@@ -125,6 +127,7 @@ def audit(paradigm: Paradigm, made: ja.Learner, seeds: Sequence[int]) -> pd.Data
     disturb = {
         "lr_spike": ja.lr_spike(paradigm.spike, onset=half, duration=10),
         "weight_noise": ja.weight_noise(paradigm.noise, onset=half),
+        **{name: make(half) for name, make in paradigm.besides.items()},
     }
     grid = []
     for point in chosen:
@@ -301,7 +304,9 @@ def draw(tables: dict[str, pd.DataFrame], path: Path) -> None:
     panels = []
     for name, table in tables.items():
         for harm, title in HARMS.items():
-            color = alt.Color("disturbance:N", title=None, scale=alt.Scale(range=[style.RAMP[0], style.RAMP[3]]))
+            names = list(table.disturbance.unique())
+            colors = [style.RAMP[k] for k in (0, 3, 2)][: len(names)]
+            color = alt.Color("disturbance:N", title=None, scale=alt.Scale(domain=names, range=colors))
             points = (
                 alt.Chart(table)
                 .mark_point(filled=True, size=55, opacity=0.8)

@@ -6,7 +6,9 @@ Reads what `jaxaudit detect` wrote of each difficulty (every channel alone, at e
 families, and compares beside it one chart of each whole family (the default monitor's MEWMA, and the largest |z|),
 fitted and calibrated on the same lanes by the same functions as the channels. Writes `families.csv`, `charts.csv`,
 `strata.csv` (the same statistic in [tool] and in [text], lane by lane), `shares.csv` (of own tokens that are in the
-stratum tool) and `ordering.csv` (finding III: when the monitor's first alarm came), and draws `families.png`.
+stratum tool), `gaps.csv` (what [tool] has more than [text] and tails more than means, at each difficulty, and the slope
+over the tool share) and `ordering.csv` (finding III: when the monitor's first alarm came); draws `families.png` and
+`gaps.png`.
 """
 
 from __future__ import annotations
@@ -177,6 +179,111 @@ def strata(lanes: pd.DataFrame) -> list[dict]:
     return rows
 
 
+GAPS = {
+    "detected, tool": "detected: [tool] less [text]",
+    "sooner, tool": "first alarm sooner: [tool] less [text]",
+    "before, tool": "alarm before a slow collapse: [tool] less [text]",
+    "detected, tails": "detected: tails less means",
+    "sooner, tails": "first alarm sooner: tails less means",
+    "before, tails": "alarm before a slow collapse: tails less means",
+}
+"""What the claim says is above zero, and grows with the share of tool states."""
+
+
+def gaps(lanes: pd.DataFrame) -> pd.DataFrame:
+    """Of each disturbed lane, by GAPS, the mean over pairs of channels alone of what the first has more than the other.
+
+    A pair is the same statistic in [tool] and in [text], or any of the tails and any of the means. The mean over lanes
+    is a difference of shares of lanes; what is before a slow collapse is NaN in a lane without one.
+
+    Returns:
+      a row for each lane, columns seed and GAPS.
+    """
+    alone = lanes[lanes.detector.str.startswith(ALONE) & ~lanes.clean]
+    alone = alone.assign(channel=alone.detector.str.removeprefix(ALONE))
+    alarm = alone.pivot(index="lane", columns="channel", values="late_alarm").replace(NEVER, np.inf)
+    of = alone.drop_duplicates("lane").set_index("lane").loc[alarm.index]
+    slow = (np.isfinite(of.collapse_time) & (of.collapse_time - of.onset >= SLOW)).to_numpy()
+    collapse = of.collapse_time.to_numpy()[:, None]
+    tool = [name for name in alarm if "[tool" in name and name.replace("[tool", "[text") in alarm]
+    kinds = {kind: [name for name in alarm if family(name) == kind] for kind in ("tails", "means")}
+    pairs = {
+        "tool": [(name, name.replace("[tool", "[text")) for name in tool],
+        "tails": [(tail, mean) for tail in kinds["tails"] for mean in kinds["means"]],
+    }
+    found = {"seed": of.seed.to_numpy()}
+    for kind, names in pairs.items():
+        first, second = (alarm[[pair[i] for pair in names]].to_numpy() for i in (0, 1))
+        found[f"detected, {kind}"] = (np.isfinite(first).astype(float) - np.isfinite(second)).mean(1)
+        found[f"sooner, {kind}"] = ((first < second).astype(float) - (second < first)).mean(1)
+        before = ((first < collapse).astype(float) - (second < collapse)).mean(1)
+        found[f"before, {kind}"] = np.where(slow, before, np.nan)
+    return pd.DataFrame(found)
+
+
+def growth(found: dict[str, pd.DataFrame], shares: dict[str, float]) -> list[dict]:
+    """A row for each of GAPS and difficulty, and one for its least-squares slope per 0.1 of tool share.
+
+    Args:
+      found: by difficulty, what `gaps` tells.
+      shares: of own tokens in the stratum tool, by difficulty.
+
+    Intervals are over seeds: a seed's lanes are taken or left together, at all difficulties (it begins from the same
+    parameters at each).
+    """
+    seeds = sorted({seed for table in found.values() for seed in table.seed})
+    places = {one: table.seed.map(seeds.index).to_numpy() for one, table in found.items()}
+
+    def at(one: str, gap: str, counts: np.ndarray) -> float:
+        values, weights = found[one][gap].to_numpy(), counts[places[one]]
+        there = ~np.isnan(values)
+        return _share(values[there], weights[there])
+
+    rows = []
+    for gap, title in GAPS.items():
+        for one, table in found.items():
+            number = int(table[gap].notna().sum())
+            estimate = over_seeds(lambda counts, one=one, gap=gap: at(one, gap, counts), seeds)
+            rows.append(_gap_row(title, one, shares[one], number, estimate))
+        if len(found) > 1:
+            x = np.array([shares[one] for one in found]) * 10
+
+            def slope(counts: np.ndarray, x: np.ndarray = x, gap: str = gap) -> float:
+                y = np.array([at(one, gap, counts) for one in found])
+                return float(np.polyfit(x, y, 1)[0]) if np.isfinite(y).all() else np.nan
+
+            rows.append(_gap_row(title, "slope per 0.1 of tool share", np.nan, np.nan, over_seeds(slope, seeds)))
+    return rows
+
+
+def _gap_row(title: str, one: str, share: float, lanes: float, estimate: Estimate) -> dict:
+    row = {"gap": title, "difficulty": one, "tool share": share, "lanes": lanes}
+    return row | {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+
+
+def draw_gaps(table: pd.DataFrame, path: Path) -> None:
+    """A panel for each gap: what it is at each difficulty, by the tool share."""
+    panels = []
+    for title, rows in table.dropna(subset=["tool share"]).groupby("gap", sort=False):
+        base = alt.Chart(rows.rename(columns={"tool share": "share"}))
+        ends = (rows["tool share"].min() - 0.02, rows["tool share"].max() + 0.02)
+        x = alt.X(
+            "share:Q",
+            title="share of own tokens after a tool's result",
+            axis=alt.Axis(format=".0%"),
+            scale=alt.Scale(domain=ends, nice=False),
+        )
+        y = {"title": "difference of shares of lanes", "axis": alt.Axis(format="+.0%")}
+        y["scale"] = alt.Scale(domain=[-0.6, 0.6], clamp=True)
+        bars = base.mark_rule(strokeWidth=1.4, color=style.RAMP[2]).encode(x, alt.Y("low:Q", **y), y2="high:Q")
+        points = base.mark_line(color=style.RAMP[2], point={"filled": True, "size": 55, "color": style.RAMP[2]}).encode(
+            x, alt.Y("value:Q", **y)
+        )
+        zero = alt.Chart(pd.DataFrame({"y": [0]})).mark_rule(color=style.GREY, strokeDash=[3, 3]).encode(y="y:Q")
+        panels.append(alt.layer(zero, bars, points).properties(title=title, width=230, height=160))
+    save(alt.concat(*panels, columns=3), path)
+
+
 def tool_shares(runs: Sequence[Path]) -> dict[str, float]:
     """The share of own tokens in the stratum tool, of undisturbed lanes: in the first tenth, and the last."""
     parts = []
@@ -234,7 +341,7 @@ def _panel(table: pd.DataFrame, figure: str, title: str, words: str, colors: dic
 def main() -> None:
     """Tells and draws."""
     out, named = asked(__doc__, "of a difficulty, in what `jaxaudit detect` wrote")
-    alone, charts, apart, shares, order = [], [], [], [], []
+    alone, charts, apart, shares, order, gap = [], [], [], [], [], {}
     for difficulty, (folder, *_) in named.items():
         described = json.loads((folder / "comparison.json").read_text())
         runs = [Path(run) for run in described["runs"]]
@@ -242,10 +349,12 @@ def main() -> None:
         lanes, ranked = pd.read_csv(folder / "lanes.csv"), pd.read_csv(folder / "detectors.csv")
         alone += [{"difficulty": difficulty, **row} for row in channels_alone(lanes, ranked)]
         apart += [{"difficulty": difficulty, **row} for row in strata(lanes)]
+        gap[difficulty] = gaps(lanes)
         order += tell(f"difficulty {difficulty}", lanes, list(dict.fromkeys([described["monitor"], *shown(folder)])))
         stored = gather(runs)[0]
         charts += [{"difficulty": difficulty, **row} for row in family_charts(stored, settings, described["channels"])]
         shares.append({"difficulty": difficulty, **tool_shares(runs)})
+    mean_shares = {row["difficulty"]: row["mean"] for row in shares}
     tables = {
         name: pd.DataFrame(rows)
         for name, rows in (
@@ -253,18 +362,15 @@ def main() -> None:
             ("charts", charts),
             ("strata", apart),
             ("shares", shares),
+            ("gaps", growth(gap, mean_shares)),
             ("ordering", order),
         )
     }
     for name, table in tables.items():
         table.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
         print(markdown(table), end="\n\n")
-    draw(
-        tables["families"],
-        tables["charts"],
-        tables["shares"].set_index("difficulty")["mean"].to_dict(),
-        out / "families.png",
-    )
+    draw(tables["families"], tables["charts"], mean_shares, out / "families.png")
+    draw_gaps(tables["gaps"], out / "gaps.png")
 
 
 if __name__ == "__main__":
