@@ -6,9 +6,10 @@ Reads what `jaxaudit detect` wrote of each difficulty (every channel alone, at e
 families, and compares beside it one chart of each whole family (the default monitor's MEWMA, and the largest |z|),
 fitted and calibrated on the same lanes by the same functions as the channels. Writes `families.csv`, `charts.csv`,
 `strata.csv` (the same statistic in [tool] and in [text], lane by lane), `shares.csv` (of own tokens that are in the
-stratum tool), `gaps.csv` (what [tool] has more than [text] and tails more than means, at each difficulty, and the slope
-over the tool share) and `ordering.csv` (finding III: when the monitor's first alarm came); draws `families.png` and
-`gaps.png`.
+stratum tool), `gaps.csv` (what [tool] has more than [text] and tails more than means, at each difficulty, and at the
+last one more than at the first) and `ordering.csv` (finding III: when the monitor's first alarm came), and of all
+difficulties together `detectors.csv` and `conditions.csv` as the command has them, and `lanes.csv`, the disturbed run's
+metrics; draws `families.png` and `gaps.png`.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def gaps(lanes: pd.DataFrame) -> pd.DataFrame:
 
 
 def growth(found: dict[str, pd.DataFrame], shares: dict[str, float]) -> list[dict]:
-    """A row for each of GAPS and difficulty, and one for its least-squares slope per 0.1 of tool share.
+    """A row for each of GAPS and difficulty, and one for what it has more at the last difficulty than at the first.
 
     Args:
       found: by difficulty, what `gaps` tells.
@@ -240,61 +241,55 @@ def growth(found: dict[str, pd.DataFrame], shares: dict[str, float]) -> list[dic
         return _share(values[there], weights[there])
 
     rows = []
+    first, *_, last = found
     for gap, title in GAPS.items():
         for one, table in found.items():
-            number = int(table[gap].notna().sum())
             estimate = over_seeds(lambda counts, one=one, gap=gap: at(one, gap, counts), seeds)
-            rows.append(_gap_row(title, one, shares[one], number, estimate))
-        if len(found) > 1:
-            x = np.array([shares[one] for one in found]) * 10
-
-            def slope(counts: np.ndarray, x: np.ndarray = x, gap: str = gap) -> float:
-                y = np.array([at(one, gap, counts) for one in found])
-                return float(np.polyfit(x, y, 1)[0]) if np.isfinite(y).all() else np.nan
-
-            rows.append(_gap_row(title, "slope per 0.1 of tool share", np.nan, np.nan, over_seeds(slope, seeds)))
+            row = {"gap": title, "difficulty": one, "tool share": shares[one], "lanes": int(table[gap].notna().sum())}
+            rows.append(row | _with_ends(estimate))
+        if first != last:
+            more = over_seeds(lambda counts, gap=gap: at(last, gap, counts) - at(first, gap, counts), seeds)
+            rows.append({"gap": title, "difficulty": f"{last} less {first}", **_with_ends(more)})
     return rows
 
 
-def _gap_row(title: str, one: str, share: float, lanes: float, estimate: Estimate) -> dict:
-    row = {"gap": title, "difficulty": one, "tool share": share, "lanes": lanes}
-    return row | {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+def _with_ends(estimate: Estimate) -> dict[str, float]:
+    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
 
 
 def draw_gaps(table: pd.DataFrame, path: Path) -> None:
-    """A panel for each gap: what it is at each difficulty, by the tool share."""
+    """A panel for each gap: what it is at each difficulty."""
+    look = {"title": "difference of shares of lanes", "axis": alt.Axis(format="+.0%")}
+    look["scale"] = alt.Scale(domain=[-0.6, 0.6], clamp=True)
+    color = style.RAMP[2]
+    zero = alt.Chart(pd.DataFrame({"y": [0]})).mark_rule(color=style.GREY, strokeDash=[3, 3]).encode(y="y:Q")
     panels = []
     for title, rows in table.dropna(subset=["tool share"]).groupby("gap", sort=False):
-        base = alt.Chart(rows.rename(columns={"tool share": "share"}))
-        ends = (rows["tool share"].min() - 0.02, rows["tool share"].max() + 0.02)
-        x = alt.X(
-            "share:Q",
-            title="share of own tokens after a tool's result",
-            axis=alt.Axis(format=".0%"),
-            scale=alt.Scale(domain=ends, nice=False),
-        )
-        y = {"title": "difference of shares of lanes", "axis": alt.Axis(format="+.0%")}
-        y["scale"] = alt.Scale(domain=[-0.6, 0.6], clamp=True)
-        bars = base.mark_rule(strokeWidth=1.4, color=style.RAMP[2]).encode(x, alt.Y("low:Q", **y), y2="high:Q")
-        points = base.mark_line(color=style.RAMP[2], point={"filled": True, "size": 55, "color": style.RAMP[2]}).encode(
-            x, alt.Y("value:Q", **y)
-        )
-        zero = alt.Chart(pd.DataFrame({"y": [0]})).mark_rule(color=style.GREY, strokeDash=[3, 3]).encode(y="y:Q")
+        named = [f"{one} ({share:.0%})" for one, share in zip(rows.difficulty, rows["tool share"], strict=True)]
+        base = alt.Chart(rows.assign(named=named))
+        x = alt.X("named:N", title="difficulty (tool share)", sort=named, axis=alt.Axis(labelAngle=0))
+        bars = base.mark_rule(strokeWidth=1.4, color=color).encode(x, alt.Y("low:Q", **look), y2="high:Q")
+        points = base.mark_point(filled=True, size=55, opacity=1, color=color).encode(x, alt.Y("value:Q", **look))
         panels.append(alt.layer(zero, bars, points).properties(title=title, width=230, height=160))
     save(alt.concat(*panels, columns=3), path)
 
 
 def tool_shares(runs: Sequence[Path]) -> dict[str, float]:
-    """The share of own tokens in the stratum tool, of undisturbed lanes: in the first tenth, and the last."""
-    parts = []
+    """Of undisturbed lanes: the share of own tokens in the stratum tool, in the first tenth and the last, its standard
+    deviation over seeds, the calls of a row, and success at the end and its standard deviation over seeds."""
+    parts, calls, success = [], [], []
     for folder in runs:
         run = load(folder)
         number = int(np.flatnonzero(run.conditions.perturbation == CONTROL)[0])
         tokens = run.telemetry["own_tokens"].isel(condition=number)
         parts.append((tokens.sel(stratum="tool") / tokens.sel(stratum="all")).transpose("seed", "step").values)
-    share = np.concatenate(parts)
+        calls.append(run.telemetry["calls"].isel(condition=number).transpose("seed", "step").values)
+        success.append(run.channel("performance")[:, number, -1])
+    share, last = np.concatenate(parts), np.concatenate(success)
     tenth = max(share.shape[1] // 10, 1)
-    return {"first tenth": share[:, :tenth].mean(), "last tenth": share[:, -tenth:].mean(), "mean": share.mean()}
+    found = {"first tenth": share[:, :tenth].mean(), "last tenth": share[:, -tenth:].mean(), "mean": share.mean()}
+    found |= {"std over seeds": share.mean(1).std(ddof=1), "calls a row": np.concatenate(calls).mean()}
+    return found | {"success at the end": last.mean(), "success, std over seeds": last.std(ddof=1)}
 
 
 def draw(alone: pd.DataFrame, charts: pd.DataFrame, shares: dict[str, float], path: Path) -> None:
@@ -342,6 +337,7 @@ def main() -> None:
     """Tells and draws."""
     out, named = asked(__doc__, "of a difficulty, in what `jaxaudit detect` wrote")
     alone, charts, apart, shares, order, gap = [], [], [], [], [], {}
+    ranks, conditions, disturbed = [], [], []
     for difficulty, (folder, *_) in named.items():
         described = json.loads((folder / "comparison.json").read_text())
         runs = [Path(run) for run in described["runs"]]
@@ -350,6 +346,11 @@ def main() -> None:
         alone += [{"difficulty": difficulty, **row} for row in channels_alone(lanes, ranked)]
         apart += [{"difficulty": difficulty, **row} for row in strata(lanes)]
         gap[difficulty] = gaps(lanes)
+        ranks.append(ranked.assign(difficulty=difficulty))
+        conditions.append(pd.read_csv(folder / "conditions.csv").assign(difficulty=difficulty))
+        # A run of nothing but undisturbed lanes has nothing to tell here.
+        metrics = [pd.read_csv(run / "metrics.csv") for run in runs]
+        disturbed += [table.assign(difficulty=difficulty) for table in metrics if table.perturbation.nunique() > 1]
         order += tell(f"difficulty {difficulty}", lanes, list(dict.fromkeys([described["monitor"], *shown(folder)])))
         stored = gather(runs)[0]
         charts += [{"difficulty": difficulty, **row} for row in family_charts(stored, settings, described["channels"])]
@@ -366,6 +367,8 @@ def main() -> None:
             ("ordering", order),
         )
     }
+    for name, parts in (("detectors", ranks), ("conditions", conditions), ("lanes", disturbed)):
+        pd.concat(parts).to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
     for name, table in tables.items():
         table.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
         print(markdown(table), end="\n\n")
