@@ -1,6 +1,6 @@
 """Finding I on dialogues: is GRPO's final success apart from its stability? As `experiments/findings/dissociation.py`.
 
-    python experiments/dialogues/dissociation/dissociation.py train OUT.csv --paradigm GRPO --seeds 4
+    python experiments/dialogues/dissociation/dissociation.py train OUT.csv --paradigm GRPO --seeds 3
     python experiments/dialogues/dissociation/dissociation.py tell OUT.csv FOLDER
 
 Configurations of GRPO on hop differ in learning rate, KL weight, clip range, entropy bonus and clipping threshold, all
@@ -25,7 +25,7 @@ from jaxaudit.metrics import MetricSettings
 
 def grpo(**changed: Any) -> ja.Learner:
     """GRPO on hop, 64 rows an iteration as in the other experiments here, with a small entropy bonus."""
-    given = {"warm_start": 150, "entropy_coefficient": 0.005, "performance_rows": 64, "telemetry": "basic"}
+    given = {"warm_start": 150, "entropy_coefficient": 0.005, "telemetry": "basic"}
     return ja.learners.grpo(Hop(rare_share=0.005), **given | changed)
 
 
@@ -44,8 +44,8 @@ dissociation.PARADIGMS["GRPO"] = dissociation.Paradigm(
     },
     noise=0.03,
     spike=10.0,
-    steps=36,
-    settings=MetricSettings(window=9, hold=9, horizon=18),
+    steps=32,
+    settings=MetricSettings(window=8, hold=8, horizon=16),
     execution="map",
     besides={"verifier_flip": lambda onset: ja.verifier_flip(1.0, onset=onset, duration=10)},
     draws=10,

@@ -140,8 +140,11 @@ def _panel(
 
 def main() -> None:
     """Tells and draws."""
-    out, named = asked(__doc__, "of a run")
-    table = pd.DataFrame([row for name, (folder, *_) in named.items() for row in rows_of(name, folder)])
+    out, named = asked(__doc__, "of runs; those of a name are one run and its forks")
+    table = pd.DataFrame(
+        [row for name, folders in named.items() for folder in folders for row in rows_of(name, folder)]
+    )
+    table = table.drop_duplicates(["old log-probability", "perturbation", "magnitude"])  # a fork has its own control
     table.to_csv(out / "mismatch.csv", index=False, float_format="%.4g")
     reached = margins(table)
     reached.to_csv(out / "margins.csv", index=False)
