@@ -144,6 +144,8 @@ def main() -> None:
     table = pd.DataFrame(
         [row for name, folders in named.items() for folder in folders for row in rows_of(name, folder)]
     )
+    if (earlier := out / "earlier.csv").is_file():  # rows of runs that are not kept, in the columns of mismatch.csv
+        table = pd.concat([table, pd.read_csv(earlier)])
     table = table.drop_duplicates(["old log-probability", "perturbation", "magnitude"])  # a fork has its own control
     table.to_csv(out / "mismatch.csv", index=False, float_format="%.4g")
     reached = margins(table)
