@@ -45,13 +45,17 @@ WRITES = {"params", "optimizer_state", "state", "learning_rate"}
 """Sites of what a learner is; at the last one a perturbation would set it learning again."""
 
 
+STRONG = {"action_stuck": 1.0, "observation_stuck": 0.7}
+"""Magnitudes at which the one actuator, or some of the four observations, are sure to be stuck."""
+
+
 def frozen(learner, kinds, **window):
     """An audit of a learner whose rate is zero from the onset on, undisturbed first and then by every kind."""
 
     def still(*parts):
         return ja.chain(*parts, ja.lr_spike(0.0, onset=ONSET, duration="end"))
 
-    strong = [still(registry.perturbations[name](onset=ONSET, **window)) for name in kinds]
+    strong = [still(registry.perturbations[name](STRONG.get(name), onset=ONSET, **window)) for name in kinds]
     return ja.audit(learner, [still(), *strong], seeds=2, steps=STEPS, settings=WINDOWS)
 
 
