@@ -236,6 +236,19 @@ def test_a_save_leaves_alone_what_is_the_whole_process(tmp_path):
     assert of_process() == before
 
 
+def test_a_save_leaves_alone_what_another_process_is_writing_under_a_longer_name(tmp_path):
+    """The second batch's onset, `onset-00000010-0001`, beside the first's."""
+    others = tmp_path / ".unfinished-x-0001" / "lanes-000002"
+    others.mkdir(parents=True)
+    left = [tmp_path / ".unfinished-x" / "old", tmp_path / ".unfinished-x.orbax-checkpoint-tmp" / "old"]
+    for folder in left:
+        folder.mkdir(parents=True)
+    checkpoint.save(tmp_path / "x", [Piece(0, 2, {"x": np.arange(6.0).reshape(2, 3)})], {})
+    assert others.is_dir()
+    assert {path.name for path in tmp_path.iterdir()} == {"x", ".unfinished-x-0001"}
+    assert not (tmp_path / "x" / "old").exists()
+
+
 def test_a_save_without_room_fails_before_it_writes_and_leaves_what_was_there(tmp_path, monkeypatch):
     state = {"x": np.arange(6.0).reshape(2, 3)}
     checkpoint.save(tmp_path / "x", [Piece(0, 2, state)], {"kept": 1})

@@ -129,8 +129,11 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _clear(unfinished: Path) -> None:
-    """Removes what a failed or killed save left: the folder, and Orbax's own beside it."""
-    for path in unfinished.parent.glob(f"{unfinished.name}*"):
+    """Removes what a failed or killed save left: the folder, and Orbax's own beside it.
+
+    A name that only begins alike, `onset-00000010-0001` beside `onset-00000010`, is another process's at this moment.
+    """
+    for path in (unfinished, *unfinished.parent.glob(f"{unfinished.name}.*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
