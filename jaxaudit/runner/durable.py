@@ -241,6 +241,7 @@ def _execute(store: Folder, spec: Spec, engine: Engine, plan: Plan) -> None:
         clock = _clock(recorded, engine)
         store.update_environment(status="running")
         _train(store, spec, engine, plan, clock)
+        store.sweep_checkpoints()
         _finish(store, spec, engine.grid)
         lanes = sum(len(batch.seeds) * (batch.stop - batch.onset) for batch in plan)
         learner = engine.grid.program.learner

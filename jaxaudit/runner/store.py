@@ -113,10 +113,15 @@ class Folder:
 
     def sweep(self) -> None:
         """Removes what a killed process left half written."""
-        for path in [*self.path.glob(f"{UNFINISHED}*"), *self.checkpoints.glob(f"{UNFINISHED}*")]:
+        for path in self.path.glob(f"{UNFINISHED}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in self.telemetry.rglob("*.partial"):  # zarr's
             path.unlink()
+
+    def sweep_checkpoints(self) -> None:
+        """The same of checkpoints, once all batches are trained: before, another process may be writing one."""
+        for path in self.checkpoints.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(path)
 
     def write_plan(self, plan: Plan) -> None:
         """Keeps how lanes are batched, and on how many threads they began to be trained."""
