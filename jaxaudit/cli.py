@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import gc
 import importlib.resources
 import os
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxaudit.errors import UserError
-from jaxaudit.machine import CACHE, cores, has_cuda_plugin, program_cache
+from jaxaudit.machine import CACHE, collect_garbage_seldom, cores, has_cuda_plugin, program_cache
 from jaxaudit.runner.interrupts import interrupt
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
@@ -61,10 +60,9 @@ def entry() -> NoReturn:
     """The console's entry: `main`, and out.
 
     After Ctrl-C or a failure at once: a computation still running is not waited for, and no library has a word after
-    the sentence (what Orbax leaves of a save that failed speaks when the interpreter takes it apart). Garbage is
-    collected less often than usual: what tracing makes lives on, and going through it takes a fifth of tracing's time.
+    the sentence (what Orbax leaves of a save that failed speaks when the interpreter takes it apart).
     """
-    gc.set_threshold(100_000, 50, 100)
+    collect_garbage_seldom()
     signal.signal(signal.SIGINT, interrupt)
     code = main()
     if code:

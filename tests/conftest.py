@@ -3,7 +3,6 @@
 What was compiled in one test is not compiled again in another, nor in the next run of the tests.
 """
 
-import gc
 import sys
 from pathlib import Path
 
@@ -14,11 +13,12 @@ from server import Done, Server
 
 import jaxaudit.report
 from jaxaudit import cli
+from jaxaudit.machine import collect_garbage_seldom
 from jaxaudit.text import Text
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments" / "detection"))  # planted.py
 
-gc.set_threshold(100_000, 50, 100)  # what tracing makes lives on, and would be gone through over and over
+collect_garbage_seldom()
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # small programs, too: every file has the same ones

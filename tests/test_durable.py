@@ -222,6 +222,15 @@ def of_process():
     return threading.excepthook, sys.unraisablehook, sys.excepthook, loggers, list(warnings.filters)
 
 
+def test_half_written_checkpoints_are_swept_when_no_other_process_may_be_writing_them(stopped, monkeypatch):
+    left, there, train = stopped / "checkpoints" / ".unfinished-onset-00000010-0001", [], durable._train
+    left.mkdir()
+    monkeypatch.setattr(durable, "_train", lambda *given: (there.append(left.is_dir()), train(*given)))
+    durable.resume(stopped)
+    assert there == [True]
+    assert not left.exists()
+
+
 def test_a_save_leaves_alone_what_is_the_whole_process(tmp_path):
     """Another thread that fails meanwhile must be heard."""
 
