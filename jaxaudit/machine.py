@@ -20,7 +20,7 @@ def cores() -> int:
 
 
 def collect_garbage_seldom() -> None:
-    """For a process that traces programs: what tracing makes lives on, and going through it takes a fifth of its time."""
+    """For a process that traces: what tracing makes lives on, and going through it takes a fifth of tracing's time."""
     gc.set_threshold(100_000, 50, 100)
 
 

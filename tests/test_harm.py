@@ -67,6 +67,12 @@ def test_one_condition_is_told_of_as_one():
     assert str(Judged(1, frozenset(), 3).sentence).endswith("at 5%. With 3 seeds none can be told.")
 
 
+def test_as_many_conditions_as_it_takes_are_enough():
+    """Of five seeds the least p-value is 1/32, which two conditions at 5% allow, each of them."""
+    sentence = str(Judged(2, frozenset(), 5).sentence)
+    assert sentence.endswith("With 5 seeds it takes 2 such conditions for any to be told.")
+
+
 def test_what_costs_performance_is_told_with_every_magnitude_that_does():
     rng = np.random.default_rng(1)
     final = by_chance(rng)

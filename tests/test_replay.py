@@ -9,6 +9,7 @@ import pytest
 import zarr
 from small_runs import FEW, SPEC, arrays, assert_same, flip, one_sentence
 
+from jaxaudit import datasets
 from jaxaudit.batches import layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
@@ -255,3 +256,12 @@ def test_by_another_process(server, copied):
     done = server("replay", copied)
     assert done.code == 0, done.err
     assert done.out.startswith("bitwise equal: 24 lanes, 342 lane steps\n")
+
+
+def test_a_condition_is_named_by_its_label_or_its_place_and_a_seed_by_itself_alone():
+    labels = ["control", "1", "spike"]
+    assert [datasets.position("condition", given, labels) for given in ("spike", "1", "0", 2)] == [2, 1, 0, 2]
+    assert datasets.position("seed", 7, ["5", "7"]) == 1
+    for what, given, allowed in (("condition", 3, labels), ("condition", "-1", labels), ("seed", 0, ["5", "7"])):
+        with pytest.raises(UserError, match=f"unknown {what} .?{given}"):
+            datasets.position(what, given, allowed)
