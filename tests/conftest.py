@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hurry import compile_in_a_hurry
 from server import Done, Server
 
 import jaxaudit.report
@@ -22,6 +23,7 @@ collect_garbage_seldom()
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # small programs, too: every file has the same ones
+jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody looks for lines in these programs
 
 
 LONG = (
@@ -57,14 +59,11 @@ FAST = "not slow"
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_in_a_hurry(request):
-    """In all other files XLA leaves out most optimisations: these programs are run for moments, and once.
-
-    Not when slow tests are asked for: then everything is as for users.
-    """
+    """In all other files; not when slow tests are asked for: then everything is as for users."""
     quickly = request.path.stem.removeprefix("test_") not in AS_FOR_USERS and request.config.option.markexpr == FAST
-    jax.config.update("jax_disable_most_optimizations", quickly)
+    compile_in_a_hurry(quickly)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    compile_in_a_hurry(False)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -69,8 +69,7 @@ ROWS = ("shown_token", "shown_role", "shown_log_probability", "shown_reward")
 def as_here():
     """What a process runs first to compile as this one does, and to find what was compiled here."""
     cache = jax.config.jax_compilation_cache_dir
-    hurry = "jax.config.update('jax_disable_most_optimizations', True)"
-    return f"import jax; {hurry}; jax.config.update('jax_compilation_cache_dir', {cache!r})"
+    return f"import hurry, jax; hurry.compile_in_a_hurry(); jax.config.update('jax_compilation_cache_dir', {cache!r})"
 
 
 @pytest.fixture(scope="module", params=["basic", pytest.param("full", marks=pytest.mark.slow)])

@@ -1,0 +1,23 @@
+"""How XLA compiles most of the tests' programs: these are run for moments, and once."""
+
+from typing import Any
+
+import jax
+from jax._src import compiler
+
+_as_for_users = compiler.get_compile_options
+
+
+def compile_in_a_hurry(hurry: bool = True) -> None:
+    """From now on XLA leaves out most optimisations, and its fusion emitters, which take half of the time left.
+
+    JAX has no setting of its own for the emitters but one for the whole process.
+    """
+    jax.config.update("jax_disable_most_optimizations", hurry)
+    compiler.get_compile_options = _without_emitters if hurry else _as_for_users
+
+
+def _without_emitters(*args: Any, **settings: Any) -> Any:
+    options = _as_for_users(*args, **settings)
+    options.env_option_overrides = [("xla_cpu_use_fusion_emitters", False), *options.env_option_overrides]
+    return options
