@@ -24,7 +24,7 @@ audit = {{name = "ring", seeds = {seeds}, steps = 12, lanes = {lanes}}}
 task = {{kind = "mujoco", name = "InvertedPendulum-v5"}}
 learner = {{kind = "ring", transitions = {transitions}}}
 metrics = {{window = 4, hold = 4, horizon = 4}}
-run = {{chunk = 4}}
+run = {{chunk = 4, checkpoint_every = 1}}
 perturbation = [{{kind = "weight_noise", magnitude = 0.5, onset = 4, duration = 2}}]
 """
 

@@ -41,6 +41,7 @@ SPEC = (
     header()
     + """[run]
 chunk = 2
+checkpoint_every = 1
 [[perturbation]]
 kind = "lr_spike"
 magnitude = [3, 30]
@@ -56,6 +57,7 @@ CHUNKS = 8 + 8 + 5  # the baseline goes on for a window after the last onset; ch
 
 THREE = """[run]
 chunk = 4
+checkpoint_every = 1
 [[perturbation]]
 kind = "weight_noise"
 magnitude = [1.0, 0.1, 0.01]

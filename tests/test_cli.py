@@ -139,8 +139,8 @@ SPECS = {
     "a negative hold": (("hold = 4", "hold = -4"), "[metrics]: hold must be from 1"),
     "a negative chunk": (("[metrics]", "[run]\nchunk = -1\n[metrics]"), "[run]: chunk must be from 0"),
     "checkpoints never": (
-        ("[metrics]", "[run]\ncheckpoint_every = 0\n[metrics]"),
-        "checkpoint_every must be from 1",
+        ("[metrics]", "[run]\ncheckpoint_every = -1\n[metrics]"),
+        "checkpoint_every must be from 0",
     ),
     "an onset past the end": (("onset = 10", "onset = 20"), "onset 20 is outside the run of 20 steps"),
     "a negative onset": (("onset = 10", "onset = -1"), "onset -1 is negative"),

@@ -289,6 +289,7 @@ hold = 10
 horizon = 20
 [run]
 chunk = 8
+checkpoint_every = 1
 [[perturbation]]
 kind = "lr_spike"
 magnitude = 1.2

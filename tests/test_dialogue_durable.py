@@ -42,6 +42,7 @@ hold = 3
 horizon = 3
 [run]
 chunk = 1
+checkpoint_every = 1
 [[perturbation]]
 kind = "stale_policy"
 magnitude = 2

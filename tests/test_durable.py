@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,10 +30,11 @@ from small_runs import (
     one_sentence,
 )
 
+from jaxaudit.batches import Batch
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine, Piece
-from jaxaudit.runner import checkpoint, durable
+from jaxaudit.runner import checkpoint, durable, trained
 from jaxaudit.runner.interrupts import interrupt
 from jaxaudit.runner.store import Folder
 from jaxaudit.runner.trained import InFolder
@@ -48,6 +50,7 @@ PPO = (
     header(seeds=2, steps=40, learner=TRAINING)
     + """[run]
 chunk = 1
+checkpoint_every = 1
 [[perturbation]]
 kind = "lr_spike"
 magnitude = [3, 30]
@@ -282,6 +285,29 @@ def test_too_full_to_begin(here, small_disk, tmp_path):
     (small_disk / "filler").write_bytes(bytes(left - 20 * 1024))
     one_sentence(here("run", tmp_path / "spec.toml", "-o", small_disk / "a" / "run"), 2, "cannot make the folder")
     assert [p.name for p in small_disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize(("save", "chunk"), [(3.0, 10.0), (3.0, 0.5), (0.01, 10.0)])
+def test_states_are_kept_as_often_as_takes_a_twentieth_of_the_time(save, chunk, monkeypatch):
+    """Of the run's, unless a spec says how often; the first time after the first chunk."""
+    now, kept = [0.0], []
+
+    def saved(folder, engine, states, step):
+        now[0] += save
+        kept.append(step)
+
+    monkeypatch.setattr(trained, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(trained.BatchFolder, "save", saved)
+    one = np.zeros(1, int)
+    batch = Batch(id=0, fork=0, onset=0, stop=5000, first=0, seeds=one, columns=one, conditions=(), width=1)
+    engine = SimpleNamespace(grid=None)
+    place = InFolder(Folder(Path("run")), engine)
+    for step in range(1, 1000):
+        now[0] += chunk
+        place.reached(engine, batch, None, step)
+    share = save * len(kept) / now[0]
+    assert kept[0] == 1
+    assert share == pytest.approx(0.05, rel=0.1) if save == 3.0 else kept == list(range(1, 1000))
 
 
 @pytest.mark.parametrize("place", ["file/run", "file", "/proc/run", "x" * 300])

@@ -361,6 +361,7 @@ hold = 2
 horizon = 2
 [run]
 chunk = 2
+checkpoint_every = 1
 [[perturbation]]
 kind = "lr_spike"
 onset = 4

@@ -57,7 +57,7 @@ def save(path: Path, pieces: Iterable[Piece], note: dict[str, Any]) -> None:
                 large = piece.large
                 del piece
                 if large:
-                    give_back()
+                    give_back(1)
         content["files"] = _digests(unfinished)
         (unfinished / DIGEST).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
     except OSError:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -30,6 +31,9 @@ from jaxaudit.runner.checkpoint import UNFINISHED
 from jaxaudit.runner.store import Folder, held
 
 KEPT_STATES = 2
+
+KEEPING = 0.05
+"""The share of a run's time that keeping states may take, where nobody says how often they are to be kept."""
 
 COMPLETE = "complete"
 
@@ -109,11 +113,12 @@ class BatchFolder:
 class InFolder:
     """The place of a run's batches: a `jaxaudit.execution.driver.Place` on disk."""
 
-    def __init__(self, store: Folder, engine: Engine, every: int = 1):
+    def __init__(self, store: Folder, engine: Engine, every: int = 0):
         self.store = store
         self._engine = engine
         self._every = every
         self._chunks = 0
+        self._kept, self._cost = time.monotonic(), 0.0
 
     def source(self, onset: int) -> Source:
         """The baseline's stored states at an onset."""
@@ -133,12 +138,17 @@ class InFolder:
             path = self.store.checkpoints / onset_name(step, batch)
             checkpoint.save(path, engine.pieces(batch, states), {"step": step, "batch": batch.id})
         elif batch.onset < step < batch.stop and self.due():
+            begun = time.monotonic()
             BatchFolder(self.store, batch).save(engine, states, step)
+            self._kept = time.monotonic()
+            self._cost = self._kept - begun
 
     def due(self) -> bool:
-        """Whether states are to be kept now."""
+        """Whether states are to be kept now: after so many chunks, or as often as takes `KEEPING` of the time."""
         self._chunks += 1
-        return self._chunks % self._every == 0
+        if self._every:
+            return self._chunks % self._every == 0
+        return KEEPING * (time.monotonic() - self._kept) >= self._cost
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         """Keeps telemetry."""

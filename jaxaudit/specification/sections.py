@@ -62,11 +62,11 @@ class RunSpec:
 
     Attributes:
       chunk: steps between one look at the run and the next; 0: chosen by the runner.
-      checkpoint_every: chunks between one checkpoint and the next.
+      checkpoint_every: chunks between one checkpoint and the next; 0: as often as takes a twentieth of the time.
     """
 
     chunk: int = 0
-    checkpoint_every: int = 1
+    checkpoint_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def read_run(sections: Table) -> RunSpec:
     table = section(sections, "run", keys(RunSpec), {})
     spec = read(table, RunSpec)
     _at_least(table, "chunk", spec.chunk, 0)
-    _at_least(table, "checkpoint_every", spec.checkpoint_every, 1)
+    _at_least(table, "checkpoint_every", spec.checkpoint_every, 0)
     return spec
 
 
