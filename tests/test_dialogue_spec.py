@@ -246,7 +246,7 @@ def test_what_can_be_named_is_listed():
 def test_the_packaged_specs_are_specs(capsys):
     assert cli.main(["quickstart", "llm", "--print-spec"]) == 0
     spec = parse(capsys.readouterr().out)
-    assert (spec.learner.kind, spec.task.name, spec.audit.seeds, spec.audit.steps) == ("grpo", "hop", 8, 75)
+    assert (spec.learner.kind, spec.task.name, spec.audit.seeds, spec.audit.steps) == ("grpo", "hop", 8, 100)
     assert cli.main(["quickstart", "--print-spec"]) == 0
     assert parse(capsys.readouterr().out).learner.kind == "ppo"
     assert "invalid choice: 'ppo'" in refusal(capsys, "quickstart", "ppo")
