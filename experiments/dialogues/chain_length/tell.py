@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import altair as alt
+import numpy as np
 import pandas as pd
+from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -141,6 +143,18 @@ def tables() -> None:
         row = {"learner": NAMES[str(learner)], "steps": length}
         rows.append(row | {title: said(means[c].values) for c, title in NOISE.items()})
     print(markdown(pd.DataFrame(rows)), "\n")
+    rows = []
+    for learner, of in steps.groupby("learner", sort=False):
+        means = of.groupby(["steps", "seed"])[list(NOISE)].mean().reset_index()
+        rows.append({"learner": NAMES[str(learner)]} | {NOISE[c]: slope(means, c) for c in NOISE if c != "row_tokens"})
+    print("per doubling of the steps\n\n" + markdown(pd.DataFrame(rows)), "\n")
+
+
+def slope(lanes: pd.DataFrame, channel: str) -> str:
+    """Of a least-squares line over log2 of the steps, a point for each lane, with its 95% interval (Student's t)."""
+    line = stats.linregress(np.log2(lanes.steps), lanes[channel])
+    half = stats.t.ppf(0.975, len(lanes) - 2) * line.stderr
+    return f"{line.slope:.2f} [{line.slope - half:.2f}, {line.slope + half:.2f}]"
 
 
 if __name__ == "__main__":
