@@ -1,19 +1,21 @@
 """Which kinds of channels notice a disturbed training of a dialogue first, and does the share of tool states matter?
 
-    python experiments/dialogues/detection/families.py OUT 1=runs/detect-1/grpo-on-hop 2.5=... 4=...
+    python experiments/dialogues/detection/families.py OUT 1=runs/detect-1/grpo-on-hop 2.5=... 4=... 4=runs/lru-4/...
 
 Reads what `jaxaudit detect` wrote of each difficulty (every channel alone, at equal false alarms), groups channels into
 families, and compares beside it one chart of each whole family (the default monitor's MEWMA, and the largest |z|),
 fitted and calibrated on the same lanes by the same functions as the channels. Writes `families.csv`, `charts.csv`,
 `strata.csv` (the same statistic in [tool] and in [text], lane by lane), `shares.csv` (of own tokens that are in the
-stratum tool), `gaps.csv` (what [tool] has more than [text] and tails more than means, at each difficulty, and at the
-last one more than at the first) and `ordering.csv` (finding III: when the monitor's first alarm came), and of all
-difficulties together `detectors.csv` and `conditions.csv` as the command has them, and `lanes.csv`, the disturbed run's
-metrics; draws `families.png` and `gaps.png`.
+stratum tool, with what undisturbed lanes do), `gaps.csv` (what [tool] has more than [text] and tails more than means,
+at each difficulty, and at one more than at another) and `ordering.csv` (finding III: when the monitor's first alarm
+came), and of all difficulties together `detectors.csv` and `conditions.csv` as the command has them, and `lanes.csv`,
+the disturbed run's metrics; draws `families.png` and `gaps.png`. Further folders of a difficulty are comparisons of the
+same runs with another monitor, of which `models.csv` has the figures beside charts and the best channels.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ from basics import asked, markdown, over_seeds, said, save
 from ordering import SLOW, lead, middle, shown, tell
 
 from jaxaudit.detection.comparison import NEVER, Settings, compare
+from jaxaudit.detection.detector import ALL_CHANNELS, MONITOR
 from jaxaudit.detection.lanes import Lanes, gather
 from jaxaudit.detection.multichannel_charts import MultichannelChart
 from jaxaudit.metastate.charts import Chart
@@ -223,7 +226,9 @@ def gaps(lanes: pd.DataFrame) -> pd.DataFrame:
 
 
 def growth(found: dict[str, pd.DataFrame], shares: dict[str, float]) -> list[dict]:
-    """A row for each of GAPS and difficulty, and one for what it has more at the last difficulty than at the first.
+    """A row for each of GAPS and difficulty, and one for what it has more at one difficulty than at another.
+
+    Those compared are neighbours, and the last and the first.
 
     Args:
       found: by difficulty, what `gaps` tells.
@@ -241,15 +246,16 @@ def growth(found: dict[str, pd.DataFrame], shares: dict[str, float]) -> list[dic
         return _share(values[there], weights[there])
 
     rows = []
-    first, *_, last = found
+    order = list(found)
+    compared = list(dict.fromkeys([*itertools.pairwise(order), (order[0], order[-1])])) if len(order) > 1 else []
     for gap, title in GAPS.items():
         for one, table in found.items():
             estimate = over_seeds(lambda counts, one=one, gap=gap: at(one, gap, counts), seeds)
             row = {"gap": title, "difficulty": one, "tool share": shares[one], "lanes": int(table[gap].notna().sum())}
             rows.append(row | _with_ends(estimate))
-        if first != last:
-            more = over_seeds(lambda counts, gap=gap: at(last, gap, counts) - at(first, gap, counts), seeds)
-            rows.append({"gap": title, "difficulty": f"{last} less {first}", **_with_ends(more)})
+        for a, b in compared:
+            more = over_seeds(lambda counts, gap=gap, a=a, b=b: at(b, gap, counts) - at(a, gap, counts), seeds)
+            rows.append({"gap": title, "difficulty": f"{b} less {a}", **_with_ends(more)})
     return rows
 
 
@@ -275,8 +281,11 @@ def draw_gaps(table: pd.DataFrame, path: Path) -> None:
 
 
 def tool_shares(runs: Sequence[Path]) -> dict[str, float]:
-    """Of undisturbed lanes: the share of own tokens in the stratum tool, in the first tenth and the last, its standard
-    deviation over seeds, the calls of a row, and success at the end and its standard deviation over seeds."""
+    """Of undisturbed lanes: the share of own tokens in the stratum tool, in the first tenth, the last and over the run,
+    its standard deviation over seeds, the calls of a row, and success at the end and its standard deviation over seeds.
+
+    What is over the run or at the end has 95% intervals over seeds.
+    """
     parts, calls, success = [], [], []
     for folder in runs:
         run = load(folder)
@@ -285,11 +294,43 @@ def tool_shares(runs: Sequence[Path]) -> dict[str, float]:
         parts.append((tokens.sel(stratum="tool") / tokens.sel(stratum="all")).transpose("seed", "step").values)
         calls.append(run.telemetry["calls"].isel(condition=number).transpose("seed", "step").values)
         success.append(run.channel("performance")[:, number, -1])
-    share, last = np.concatenate(parts), np.concatenate(success)
+    share = np.concatenate(parts)
     tenth = max(share.shape[1] // 10, 1)
-    found = {"first tenth": share[:, :tenth].mean(), "last tenth": share[:, -tenth:].mean(), "mean": share.mean()}
-    found |= {"std over seeds": share.mean(1).std(ddof=1), "calls a row": np.concatenate(calls).mean()}
-    return found | {"success at the end": last.mean(), "success, std over seeds": last.std(ddof=1)}
+    found = {"first tenth": share[:, :tenth].mean(), "last tenth": share[:, -tenth:].mean()}
+    for name, spread, values in (
+        ("mean", "std over seeds", share.mean(1)),
+        ("calls a row", None, np.concatenate(calls).mean(1)),
+        ("success at the end", "success, std over seeds", np.concatenate(success)),
+    ):
+        for title, figure in ((name, _mean), (spread, _deviation)):
+            if title:
+                known = over_seeds(
+                    lambda counts, figure=figure, v=values: figure(np.repeat(v, counts)), range(len(share))
+                )
+                found |= {title: known.value, f"{title} low": known.low, f"{title} high": known.high}
+    return found
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean())
+
+
+def _deviation(values: np.ndarray) -> float:
+    return float(values.std(ddof=1))
+
+
+def other_monitors(name: str, folders: Sequence[Path]) -> tuple[list[pd.DataFrame], list[dict]]:
+    """Of comparisons of the same runs with other monitors: their figures beside those of charts, of the best channels
+    alone and of performance, as the command has them (`gain`: the monitor less that one, paired); and the rows of
+    `ordering.tell` for the monitor itself."""
+    tables, order = [], []
+    for folder in folders:
+        monitor = json.loads((folder / "comparison.json").read_text())["monitor"]
+        ranked = pd.read_csv(folder / "detectors.csv")
+        kept = ranked.family.isin((MONITOR, ALL_CHANNELS)) | ranked.detector.isin(shown(folder))
+        tables.append(ranked[kept].assign(monitor=monitor))
+        order += tell(name, pd.read_csv(folder / "lanes.csv"), [monitor])
+    return tables, order
 
 
 def draw(alone: pd.DataFrame, charts: pd.DataFrame, shares: dict[str, float], path: Path) -> None:
@@ -337,8 +378,8 @@ def main() -> None:
     """Tells and draws."""
     out, named = asked(__doc__, "of a difficulty, in what `jaxaudit detect` wrote")
     alone, charts, apart, shares, order, gap = [], [], [], [], [], {}
-    ranks, conditions, disturbed = [], [], []
-    for difficulty, (folder, *_) in named.items():
+    ranks, conditions, disturbed, models = [], [], [], []
+    for difficulty, (folder, *others) in named.items():
         described = json.loads((folder / "comparison.json").read_text())
         runs = [Path(run) for run in described["runs"]]
         settings = Settings(**{name: described[name] for name in ("folds", "alpha", "fitted", "seed")})
@@ -352,6 +393,9 @@ def main() -> None:
         metrics = [pd.read_csv(run / "metrics.csv") for run in runs]
         disturbed += [table.assign(difficulty=difficulty) for table in metrics if table.perturbation.nunique() > 1]
         order += tell(f"difficulty {difficulty}", lanes, list(dict.fromkeys([described["monitor"], *shown(folder)])))
+        tables, rows = other_monitors(f"difficulty {difficulty}", others)
+        models += [table.assign(difficulty=difficulty) for table in tables]
+        order += rows
         stored = gather(runs)[0]
         charts += [{"difficulty": difficulty, **row} for row in family_charts(stored, settings, described["channels"])]
         shares.append({"difficulty": difficulty, **tool_shares(runs)})
@@ -367,8 +411,9 @@ def main() -> None:
             ("ordering", order),
         )
     }
-    for name, parts in (("detectors", ranks), ("conditions", conditions), ("lanes", disturbed)):
-        pd.concat(parts).to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
+    for name, parts in (("detectors", ranks), ("conditions", conditions), ("lanes", disturbed), ("models", models)):
+        if parts:
+            pd.concat(parts).to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
     for name, table in tables.items():
         table.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
         print(markdown(table), end="\n\n")
