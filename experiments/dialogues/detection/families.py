@@ -8,9 +8,10 @@ fitted and calibrated on the same lanes by the same functions as the channels. W
 `strata.csv` (the same statistic in [tool] and in [text], lane by lane), `shares.csv` (of own tokens that are in the
 stratum tool, with what undisturbed lanes do), `gaps.csv` (what [tool] has more than [text] and tails more than means,
 at each difficulty, and at one more than at another) and `ordering.csv` (finding III: when the monitor's first alarm
-came), and of all difficulties together `detectors.csv` and `conditions.csv` as the command has them, and `lanes.csv`,
-the disturbed run's metrics; draws `families.png` and `gaps.png`. Further folders of a difficulty are comparisons of the
-same runs with another monitor, of which `models.csv` has the figures beside charts and the best channels.
+came), and of all difficulties together `detectors.csv` and `conditions.csv` as the command has them, `lanes.csv`, the
+disturbed run's metrics, and `clean.csv`, a row for each undisturbed lane; draws `families.png` and `gaps.png`.
+Further folders of a difficulty are comparisons of the same runs with another monitor, of which `models.csv` has the
+figures beside charts and the best channels.
 """
 
 from __future__ import annotations
@@ -228,8 +229,6 @@ def gaps(lanes: pd.DataFrame) -> pd.DataFrame:
 def growth(found: dict[str, pd.DataFrame], shares: dict[str, float]) -> list[dict]:
     """A row for each of GAPS and difficulty, and one for what it has more at one difficulty than at another.
 
-    Those compared are neighbours, and the last and the first.
-
     Args:
       found: by difficulty, what `gaps` tells.
       shares: of own tokens in the stratum tool, by difficulty.
@@ -246,14 +245,12 @@ def growth(found: dict[str, pd.DataFrame], shares: dict[str, float]) -> list[dic
         return _share(values[there], weights[there])
 
     rows = []
-    order = list(found)
-    compared = list(dict.fromkeys([*itertools.pairwise(order), (order[0], order[-1])])) if len(order) > 1 else []
     for gap, title in GAPS.items():
         for one, table in found.items():
             estimate = over_seeds(lambda counts, one=one, gap=gap: at(one, gap, counts), seeds)
             row = {"gap": title, "difficulty": one, "tool share": shares[one], "lanes": int(table[gap].notna().sum())}
             rows.append(row | _with_ends(estimate))
-        for a, b in compared:
+        for a, b in _compared(list(found)):
             more = over_seeds(lambda counts, gap=gap, a=a, b=b: at(b, gap, counts) - at(a, gap, counts), seeds)
             rows.append({"gap": title, "difficulty": f"{b} less {a}", **_with_ends(more)})
     return rows
@@ -280,35 +277,67 @@ def draw_gaps(table: pd.DataFrame, path: Path) -> None:
     save(alt.concat(*panels, columns=3), path)
 
 
-def tool_shares(runs: Sequence[Path]) -> dict[str, float]:
-    """Of undisturbed lanes: the share of own tokens in the stratum tool, in the first tenth, the last and over the run,
-    its standard deviation over seeds, the calls of a row, and success at the end and its standard deviation over seeds.
-
-    What is over the run or at the end has 95% intervals over seeds.
-    """
-    parts, calls, success = [], [], []
+def undisturbed(runs: Sequence[Path]) -> pd.DataFrame:
+    """A row for each undisturbed lane: its seed, the share of its own tokens in the stratum tool in the first tenth,
+    in the last and over the run ("mean"), the calls of a row, and success at the end."""
+    parts = []
     for folder in runs:
         run = load(folder)
         number = int(np.flatnonzero(run.conditions.perturbation == CONTROL)[0])
         tokens = run.telemetry["own_tokens"].isel(condition=number)
-        parts.append((tokens.sel(stratum="tool") / tokens.sel(stratum="all")).transpose("seed", "step").values)
-        calls.append(run.telemetry["calls"].isel(condition=number).transpose("seed", "step").values)
-        success.append(run.channel("performance")[:, number, -1])
-    share = np.concatenate(parts)
-    tenth = max(share.shape[1] // 10, 1)
-    found = {"first tenth": share[:, :tenth].mean(), "last tenth": share[:, -tenth:].mean()}
-    for name, spread, values in (
-        ("mean", "std over seeds", share.mean(1)),
-        ("calls a row", None, np.concatenate(calls).mean(1)),
-        ("success at the end", "success, std over seeds", np.concatenate(success)),
-    ):
-        for title, figure in ((name, _mean), (spread, _deviation)):
-            if title:
-                known = over_seeds(
-                    lambda counts, figure=figure, v=values: figure(np.repeat(v, counts)), range(len(share))
-                )
-                found |= {title: known.value, f"{title} low": known.low, f"{title} high": known.high}
-    return found
+        share = (tokens.sel(stratum="tool") / tokens.sel(stratum="all")).transpose("seed", "step").values
+        tenth = max(share.shape[1] // 10, 1)
+        columns = {"seed": run.telemetry.seed.values, "first tenth": share[:, :tenth].mean(1)}
+        columns |= {"last tenth": share[:, -tenth:].mean(1), "mean": share.mean(1)}
+        columns |= {
+            "calls a row": run.telemetry["calls"].isel(condition=number).transpose("seed", "step").values.mean(1)
+        }
+        columns |= {"success at the end": run.channel("performance")[:, number, -1]}
+        parts.append(pd.DataFrame(columns))
+    return pd.concat(parts, ignore_index=True)
+
+
+SPREADS = {"mean": "std over seeds", "calls a row": None, "success at the end": "success, std over seeds"}
+"""Of `undisturbed`, what intervals are given of, and what its standard deviation over seeds is called."""
+
+
+def tool_shares(lanes: dict[str, pd.DataFrame]) -> list[dict]:
+    """A row for each difficulty, and one for what it has more at one than at another (as in `growth`): means over
+    undisturbed lanes of what `undisturbed` tells and standard deviations over seeds, with 95% intervals over seeds.
+
+    Differences are paired: a seed begins from the same parameters at each difficulty.
+
+    Raises:
+      ValueError: the difficulties' seeds are not the same.
+    """
+    seeds = next(iter(lanes.values())).seed.tolist()
+    if any(table.seed.tolist() != seeds for table in lanes.values()):
+        raise ValueError(f"undisturbed lanes at difficulties {', '.join(lanes)} must be of the same seeds")
+
+    def row_of_some(these: Sequence[str]) -> dict[str, float]:
+        """Of one difficulty, or what the second of two has more than the first."""
+        row = {} if len(these) > 1 else {name: lanes[these[0]][name].mean() for name in ("first tenth", "last tenth")}
+        for name, spread in SPREADS.items():
+            for title, figure in ((name, _mean), (spread, _deviation)):
+                if title is None:
+                    continue
+                values = [lanes[one][name].to_numpy() for one in these]
+
+                def more(counts: np.ndarray, values=values, figure=figure) -> float:
+                    *first, last = (figure(np.repeat(v, counts)) for v in values)
+                    return last - sum(first)
+
+                known = over_seeds(more, seeds)
+                row |= {title: known.value, f"{title} low": known.low, f"{title} high": known.high}
+        return row
+
+    rows = [{"difficulty": one, **row_of_some([one])} for one in lanes]
+    return rows + [{"difficulty": f"{b} less {a}", **row_of_some([a, b])} for a, b in _compared(list(lanes))]
+
+
+def _compared(order: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of difficulties: neighbours, and the first and the last."""
+    return list(dict.fromkeys([*itertools.pairwise(order), (order[0], order[-1])])) if len(order) > 1 else []
 
 
 def _mean(values: np.ndarray) -> float:
@@ -377,7 +406,7 @@ def _panel(table: pd.DataFrame, figure: str, title: str, words: str, colors: dic
 def main() -> None:
     """Tells and draws."""
     out, named = asked(__doc__, "of a difficulty, in what `jaxaudit detect` wrote")
-    alone, charts, apart, shares, order, gap = [], [], [], [], [], {}
+    alone, charts, apart, order, gap, clean = [], [], [], [], {}, {}
     ranks, conditions, disturbed, models = [], [], [], []
     for difficulty, (folder, *others) in named.items():
         described = json.loads((folder / "comparison.json").read_text())
@@ -398,20 +427,22 @@ def main() -> None:
         order += rows
         stored = gather(runs)[0]
         charts += [{"difficulty": difficulty, **row} for row in family_charts(stored, settings, described["channels"])]
-        shares.append({"difficulty": difficulty, **tool_shares(runs)})
-    mean_shares = {row["difficulty"]: row["mean"] for row in shares}
+        clean[difficulty] = undisturbed(runs)
+    mean_shares = {difficulty: table["mean"].mean() for difficulty, table in clean.items()}
     tables = {
         name: pd.DataFrame(rows)
         for name, rows in (
             ("families", alone),
             ("charts", charts),
             ("strata", apart),
-            ("shares", shares),
+            ("shares", tool_shares(clean)),
             ("gaps", growth(gap, mean_shares)),
             ("ordering", order),
         )
     }
-    for name, parts in (("detectors", ranks), ("conditions", conditions), ("lanes", disturbed), ("models", models)):
+    several = {"detectors": ranks, "conditions": conditions, "lanes": disturbed, "models": models}
+    several["clean"] = [table.assign(difficulty=difficulty) for difficulty, table in clean.items()]
+    for name, parts in several.items():
         if parts:
             pd.concat(parts).to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
     for name, table in tables.items():
