@@ -11,7 +11,7 @@ at each difficulty, and at one more than at another) and `ordering.csv` (finding
 came), and of all difficulties together `detectors.csv` and `conditions.csv` as the command has them, `lanes.csv`, the
 disturbed run's metrics, and `clean.csv`, a row for each undisturbed lane; draws `families.png` and `gaps.png`.
 Further folders of a difficulty are comparisons of the same runs with another monitor, of which `models.csv` has the
-figures beside charts and the best channels.
+figures beside charts and the best channels; `pooled.csv` has AUROCs of all of these over clean lanes of all folds.
 """
 
 from __future__ import annotations
@@ -362,6 +362,43 @@ def other_monitors(name: str, folders: Sequence[Path]) -> tuple[list[pd.DataFram
     return tables, order
 
 
+def pooled(folders: Sequence[Path]) -> list[dict]:
+    """A row for each monitor, chart, best channel alone and detector of performance: AUROC over all clean lanes.
+
+    `detectors.csv` compares lanes within a fold, and only folds that hold disturbed seeds count there; here a disturbed
+    lane is compared with clean lanes of all folds, so scores of different fits are, too. "more" is what the first
+    folder's monitor has more, paired. Intervals are over seeds.
+    """
+    monitors = [json.loads((folder / "comparison.json").read_text())["monitor"] for folder in folders]
+    lanes = pd.concat([pd.read_csv(folder / "lanes.csv") for folder in folders])
+    lanes = lanes.drop_duplicates(["lane", "detector"])
+    charts = lanes[lanes.family == ALL_CHANNELS].detector.unique()
+    chosen = dict.fromkeys([*monitors, *charts, *(name for folder in folders for name in shown(folder))])
+    seeds = sorted(lanes.seed.unique())
+
+    def auroc_of(name: str) -> Callable[[np.ndarray], float]:
+        rows = lanes[lanes.detector == name]
+        clean, disturbed = rows[rows.clean], rows[~rows.clean]
+        above, below = disturbed.score.to_numpy()[:, None], clean.score.to_numpy()[None]
+        higher = (above > below) + 0.5 * (above == below)
+        of_disturbed, of_clean = (part.seed.map(seeds.index).to_numpy() for part in (disturbed, clean))
+
+        def auroc(counts: np.ndarray) -> float:
+            pairs = counts[of_disturbed].sum() * counts[of_clean].sum()
+            return float(counts[of_disturbed] @ higher @ counts[of_clean] / pairs) if pairs else np.nan
+
+        return auroc
+
+    mine = auroc_of(monitors[0])
+    rows = []
+    for name in chosen:
+        its = auroc_of(name)
+        more = over_seeds(lambda counts, its=its: mine(counts) - its(counts), seeds)
+        row = {"detector": name, **_with_ends(over_seeds(its, seeds))}
+        rows.append(row | {"more": more.value, "more low": more.low, "more high": more.high})
+    return sorted(rows, key=lambda row: -row["value"])
+
+
 def draw(alone: pd.DataFrame, charts: pd.DataFrame, shares: dict[str, float], path: Path) -> None:
     """Slow collapses warned of and lanes detected, by family, a mark for each difficulty."""
     labels = {
@@ -406,7 +443,7 @@ def _panel(table: pd.DataFrame, figure: str, title: str, words: str, colors: dic
 def main() -> None:
     """Tells and draws."""
     out, named = asked(__doc__, "of a difficulty, in what `jaxaudit detect` wrote")
-    alone, charts, apart, order, gap, clean = [], [], [], [], {}, {}
+    alone, charts, apart, order, among, gap, clean = [], [], [], [], [], {}, {}
     ranks, conditions, disturbed, models = [], [], [], []
     for difficulty, (folder, *others) in named.items():
         described = json.loads((folder / "comparison.json").read_text())
@@ -425,6 +462,7 @@ def main() -> None:
         tables, rows = other_monitors(f"difficulty {difficulty}", others)
         models += [table.assign(difficulty=difficulty) for table in tables]
         order += rows
+        among += [{"difficulty": difficulty, **row} for row in pooled([folder, *others])]
         stored = gather(runs)[0]
         charts += [{"difficulty": difficulty, **row} for row in family_charts(stored, settings, described["channels"])]
         clean[difficulty] = undisturbed(runs)
@@ -438,6 +476,7 @@ def main() -> None:
             ("shares", tool_shares(clean)),
             ("gaps", growth(gap, mean_shares)),
             ("ordering", order),
+            ("pooled", among),
         )
     }
     several = {"detectors": ranks, "conditions": conditions, "lanes": disturbed, "models": models}
