@@ -1,6 +1,7 @@
 """Figures and tables of the experiments, from runs' folders.
 
     python figures.py four-learners OUT ppo=runs/a trpo=runs/b sac=runs/c td3=runs/d
+    python figures.py acting ppo=runs/a-data sac=runs/c-data
     python figures.py onset OUT ppo=runs/e
     python figures.py entropy OUT 0=runs/f 0.01=runs/g 0.1=runs/h
     python figures.py returns OUT returns/curves returns/sb3_curves
@@ -12,6 +13,7 @@ Figures as PNG in the folder OUT, tables as Markdown on standard output.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import altair as alt
@@ -61,10 +63,10 @@ class Run:
         share = row["collapse_probability"]
         return f"{round(share * row['seeds'])}/{row['seeds']}" if np.isfinite(share) else "-"
 
-    def loss(self, condition: str) -> statistics.Estimate:
+    def loss(self, condition: str, acting: bool = False) -> statistics.Estimate:
         """Performance lost at the end against the control of the same seed, as a share of what the controls gained.
 
-        NaN where the controls gained nothing.
+        With `acting` what is lost is of episodes that the condition disturbs. NaN where the controls gained nothing.
         """
         of = lambda c: self.lanes[self.lanes["condition"] == c].sort_values("seed")  # noqa: E731
         disturbed, control = of(condition), of(self.control(condition))
@@ -72,6 +74,9 @@ class Run:
         first = np.array([row[np.isfinite(row)][0] for row in series])
         gain = float(np.median(control["final_performance"].to_numpy() - first))
         lost = control["final_performance"].to_numpy() - disturbed["final_performance"].to_numpy()
+        if acting:
+            last = self.data["acting_performance"].isel(step=-1)
+            lost = last.sel(condition=self.control(condition)).values - last.sel(condition=condition).values
         return statistics.bootstrap(lost / (gain if gain > 0 else np.nan))
 
     def cell(self, condition: str) -> str:
@@ -371,13 +376,35 @@ def save(chart: alt.TopLevelMixin, path: Path) -> None:
     small.save(path, optimize=True)
 
 
-def main(what: str, out: str, *given: str) -> None:
+def read(given: Sequence[str]) -> dict[str, Run]:
+    """The runs of NAME=FOLDER, by name."""
+    return {name: Run(path) for name, path in (one.split("=", 1) for one in given)}
+
+
+def acting_table(runs: dict[str, Run]) -> str:
+    """Condition x run: share of the gain lost at the end, of what was learned and of acting as it is disturbed."""
+    summary = next(iter(runs.values())).summary
+    frame = pd.DataFrame({"condition": summary["condition"][summary["perturbation"] != "control"]})
+    for name, run in runs.items():
+        for acting, what in ((False, "performance"), (True, "acting performance")):
+            frame[f"{NAMES.get(name, name)}: {what} lost"] = [
+                with_interval(run.loss(str(condition), acting), "+.0%") for condition in frame["condition"]
+            ]
+    return markdown(frame)
+
+
+def main(what: str, *given: str) -> None:
     """Draws one experiment."""
-    folder = Path(out)
+    if what == "acting":
+        print(acting_table(read(given)))
+        return
+    if len(given) < 2:
+        raise SystemExit(__doc__)
+    folder, given = Path(given[0]), given[1:]
     if what == "returns":
         returns(Path(given[0]), Path(given[1]), folder)
         return
-    runs = {name: Run(path) for name, path in (one.split("=", 1) for one in given)}
+    runs = read(given)
     if what == "four-learners":
         for perturbation in ("lr_spike", "action_noise", "reward_scale"):
             learner_curves(runs, perturbation, folder)
