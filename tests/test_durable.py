@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from small_runs import (
     FEW,
     SPEC,
     THREE,
+    arrays,
     assert_same,
     chunks_done,
     flip,
@@ -32,7 +34,7 @@ from small_runs import (
 
 from jaxaudit.batches import Batch
 from jaxaudit.errors import UserError
-from jaxaudit.execution import memory
+from jaxaudit.execution import engine, memory
 from jaxaudit.execution.engine import Engine, Piece
 from jaxaudit.runner import checkpoint, durable, trained
 from jaxaudit.runner.interrupts import interrupt
@@ -279,6 +281,33 @@ def test_a_save_without_room_fails_before_it_writes_and_leaves_what_was_there(tm
     assert checkpoint.verify(tmp_path / "x") == {"kept": 1}
 
 
+def test_of_large_pieces_one_at_a_time_is_in_memory(tmp_path, monkeypatch):
+    """What only a circle refers to is freed before the next piece, however seldom garbage is collected otherwise."""
+
+    class Circle:
+        def __init__(self, states):
+            self.states, self.self = states, self
+
+    def piece(first):
+        circle = Circle({"x": np.zeros(4)})
+        circles.append(weakref.ref(circle))
+        return Piece(first, 1, circle.states)
+
+    def pieces():
+        for first in range(3):
+            assert [circle for circle in circles if circle() is not None] == []
+            yield piece(first)
+
+    circles = []
+    monkeypatch.setattr(engine, "LARGE", 1)
+    gc.disable()
+    try:
+        checkpoint.save(tmp_path / "x", pieces(), {})
+    finally:
+        gc.enable()
+    assert len(circles) == 3
+
+
 def test_too_full_to_begin(here, small_disk, tmp_path):
     (tmp_path / "spec.toml").write_text(SPEC)
     left = shutil.disk_usage(small_disk).free
@@ -300,11 +329,11 @@ def test_states_are_kept_as_often_as_takes_a_twentieth_of_the_time(save, chunk, 
     monkeypatch.setattr(trained.BatchFolder, "save", saved)
     one = np.zeros(1, int)
     batch = Batch(id=0, fork=0, onset=0, stop=5000, first=0, seeds=one, columns=one, conditions=(), width=1)
-    engine = SimpleNamespace(grid=None)
-    place = InFolder(Folder(Path("run")), engine)
+    trainer = SimpleNamespace(grid=None)
+    place = InFolder(Folder(Path("run")), trainer)
     for step in range(1, 1000):
         now[0] += chunk
-        place.reached(engine, batch, None, step)
+        place.reached(trainer, batch, None, step)
     share = save * len(kept) / now[0]
     assert kept[0] == 1
     assert share == pytest.approx(0.05, rel=0.1) if save == 3.0 else kept == list(range(1, 1000))
@@ -360,6 +389,18 @@ def test_ctrl_c(server, here, reference, tmp_path):
     assert here("resume", folder).code == 0
     assert_same(folder, reference)
     assert Folder(folder).read_environment()["wall_seconds"] > environment["wall_seconds"]
+
+
+def test_ctrl_c_keeps_what_was_trained_however_seldom_states_are_kept(server, here, reference, tmp_path):
+    folder = tmp_path / "run"
+    (tmp_path / "spec.toml").write_text(SPEC.replace("checkpoint_every = 1", "checkpoint_every = 1000"))
+    kill = killing(folder, signal.SIGINT, chunk=9)  # among forks, whose states are nobody's onset
+    done = server("run", tmp_path / "spec.toml", "-o", folder, watch=kill)
+    stopped = one_sentence(done, 130, f"of {CHUNKS} chunks").partition("stopped after ")[2].partition(";")[0]
+    done = here("resume", folder)
+    assert done.code == 0
+    assert f"going on after {stopped}" in done.err
+    assert arrays(folder) == arrays(reference)
 
 
 SLEEPY = """

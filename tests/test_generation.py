@@ -128,7 +128,7 @@ def test_lanes_of_one_program_are_equal_to_the_last_bit(params):
     np.testing.assert_array_equal(written[1][0], written[1][2])
 
 
-AS_FOR_USERS = {"xla_cpu_use_fusion_emitters": True}
+WITH_EMITTERS = {"xla_cpu_use_fusion_emitters": True}
 
 
 def test_a_write_under_lanes_stays_a_slice(params):
@@ -141,7 +141,7 @@ def test_a_write_under_lanes_stays_a_slice(params):
 
     def scatters(slots, axis):
         lowered = jax.jit(jax.vmap(decoded, in_axes=(0, None, axis))).lower(lanes, np.zeros(3, np.int32), slots)
-        return lowered.compile(AS_FOR_USERS).as_text().count(" scatter(")
+        return lowered.compile(WITH_EMITTERS).as_text().count(" scatter(")
 
     assert scatters(np.int32(5), None) == 0
     assert scatters(np.arange(5), 0) > 0

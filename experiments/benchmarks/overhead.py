@@ -19,6 +19,7 @@ def main() -> None:
     options = common.parser(__doc__.splitlines()[0])
     options.add_argument("--lanes", type=int, default=16, help="side by side, on all devices (%(default)s)")
     options.add_argument("--steps", type=int, default=4, help="iterations a timing takes (%(default)s)")
+    options.add_argument("--epochs", type=int, nargs="+", default=[], help="(a) with so many epochs of updates, too")
     arguments = options.parse_args()
     if arguments.quick:
         arguments.repetitions, arguments.lanes, arguments.steps = 2, 2, 1
@@ -82,6 +83,12 @@ def build(arguments) -> dict:
     noisy = planned(noise)
     acting, unseen = candidate(basic, lanes(noisy, control(0)), noisy)
     kinds = len(program.slots)
+    updating = {
+        f"basic telemetry, no kinds, epochs {n}": candidate(
+            ja.learners.ppo(common.TASK, telemetry="basic", evaluations=0, epochs=n, **small), Lanes(seeds, None)
+        )[1]
+        for n in arguments.epochs
+    }
     return {
         BARE: candidate(bare, Lanes(seeds, None))[1],
         "(a) basic telemetry, no kinds": candidate(basic, Lanes(seeds, None))[1],
@@ -92,7 +99,7 @@ def build(arguments) -> dict:
         "(f) observation noise alone, open: copies of the environments run": timed(
             acting, lanes(noisy, conditions([noise], run)[0])
         ),
-    }
+    } | updating
 
 
 if __name__ == "__main__":

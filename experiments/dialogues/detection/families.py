@@ -16,7 +16,6 @@ figures beside charts and the best channels; `pooled.csv` has AUROCs of all of t
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -31,15 +30,16 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 
 from basics import asked, markdown, over_seeds, said, save
 from ordering import SLOW, lead, middle, shown, tell
+from tool_share import compared, tool_shares, undisturbed
 
 from jaxaudit.detection.comparison import NEVER, Settings, compare
 from jaxaudit.detection.detector import ALL_CHANNELS, MONITOR
 from jaxaudit.detection.lanes import Lanes, gather
 from jaxaudit.detection.multichannel_charts import MultichannelChart
+from jaxaudit.detection.summary import summary
 from jaxaudit.metastate.charts import Chart
 from jaxaudit.report import style
 from jaxaudit.statistics import Estimate
-from jaxaudit.stored import CONTROL, load
 
 TAILS = ("ratio_max", "ratio_quantile", "weight_cvar", "weight_q999", "weight_top_share", "weight_tail")
 MEANS = ("loss", "acting_performance", "entropy[all]", "kl[all]")
@@ -250,7 +250,7 @@ def growth(found: dict[str, pd.DataFrame], shares: dict[str, float]) -> list[dic
             estimate = over_seeds(lambda counts, one=one, gap=gap: at(one, gap, counts), seeds)
             row = {"gap": title, "difficulty": one, "tool share": shares[one], "lanes": int(table[gap].notna().sum())}
             rows.append(row | _with_ends(estimate))
-        for a, b in _compared(list(found)):
+        for a, b in compared(list(found)):
             more = over_seeds(lambda counts, gap=gap, a=a, b=b: at(b, gap, counts) - at(a, gap, counts), seeds)
             rows.append({"gap": title, "difficulty": f"{b} less {a}", **_with_ends(more)})
     return rows
@@ -277,77 +277,6 @@ def draw_gaps(table: pd.DataFrame, path: Path) -> None:
     save(alt.concat(*panels, columns=3), path)
 
 
-def undisturbed(runs: Sequence[Path]) -> pd.DataFrame:
-    """A row for each undisturbed lane: its seed, the share of its own tokens in the stratum tool in the first tenth,
-    in the last and over the run ("mean"), the calls of a row, and success at the end."""
-    parts = []
-    for folder in runs:
-        run = load(folder)
-        number = int(np.flatnonzero(run.conditions.perturbation == CONTROL)[0])
-        tokens = run.telemetry["own_tokens"].isel(condition=number)
-        share = (tokens.sel(stratum="tool") / tokens.sel(stratum="all")).transpose("seed", "step").values
-        tenth = max(share.shape[1] // 10, 1)
-        columns = {"seed": run.telemetry.seed.values, "first tenth": share[:, :tenth].mean(1)}
-        columns |= {"last tenth": share[:, -tenth:].mean(1), "mean": share.mean(1)}
-        columns |= {
-            "calls a row": run.telemetry["calls"].isel(condition=number).transpose("seed", "step").values.mean(1)
-        }
-        columns |= {"success at the end": run.channel("performance")[:, number, -1]}
-        parts.append(pd.DataFrame(columns))
-    return pd.concat(parts, ignore_index=True)
-
-
-SPREADS = {"mean": "std over seeds", "calls a row": None, "success at the end": "success, std over seeds"}
-"""Of `undisturbed`, what intervals are given of, and what its standard deviation over seeds is called."""
-
-
-def tool_shares(lanes: dict[str, pd.DataFrame]) -> list[dict]:
-    """A row for each difficulty, and one for what it has more at one than at another (as in `growth`): means over
-    undisturbed lanes of what `undisturbed` tells and standard deviations over seeds, with 95% intervals over seeds.
-
-    Differences are paired: a seed begins from the same parameters at each difficulty.
-
-    Raises:
-      ValueError: the difficulties' seeds are not the same.
-    """
-    seeds = next(iter(lanes.values())).seed.tolist()
-    if any(table.seed.tolist() != seeds for table in lanes.values()):
-        raise ValueError(f"undisturbed lanes at difficulties {', '.join(lanes)} must be of the same seeds")
-
-    def row_of_some(these: Sequence[str]) -> dict[str, float]:
-        """Of one difficulty, or what the second of two has more than the first."""
-        row = {} if len(these) > 1 else {name: lanes[these[0]][name].mean() for name in ("first tenth", "last tenth")}
-        for name, spread in SPREADS.items():
-            for title, figure in ((name, _mean), (spread, _deviation)):
-                if title is None:
-                    continue
-                values = [lanes[one][name].to_numpy() for one in these]
-
-                def more(counts: np.ndarray, values=values, figure=figure) -> float:
-                    *first, last = (figure(np.repeat(v, counts)) for v in values)
-                    return last - sum(first)
-
-                known = over_seeds(more, seeds)
-                row |= {title: known.value, f"{title} low": known.low, f"{title} high": known.high}
-        return row
-
-    rows = [{"difficulty": one, **row_of_some([one])} for one in lanes]
-    return rows + [{"difficulty": f"{b} less {a}", **row_of_some([a, b])} for a, b in _compared(list(lanes))]
-
-
-def _compared(order: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of difficulties: neighbours, and the first and the last."""
-    return list(dict.fromkeys([*itertools.pairwise(order), (order[0], order[-1])])) if len(order) > 1 else []
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean())
-
-
-def _deviation(values: np.ndarray) -> float:
-    return float(values.std(ddof=1))
-
-
 def other_monitors(name: str, folders: Sequence[Path]) -> tuple[list[pd.DataFrame], list[dict]]:
     """Of comparisons of the same runs with other monitors: their figures beside those of charts, of the best channels
     alone and of performance, as the command has them (`gain`: the monitor less that one, paired); and the rows of
@@ -362,41 +291,22 @@ def other_monitors(name: str, folders: Sequence[Path]) -> tuple[list[pd.DataFram
     return tables, order
 
 
-def pooled(folders: Sequence[Path]) -> list[dict]:
+def pooled(folders: Sequence[Path]) -> pd.DataFrame:
     """A row for each monitor, chart, best channel alone and detector of performance: AUROC over all clean lanes.
 
     `detectors.csv` compares lanes within a fold, and only folds that hold disturbed seeds count there; here a disturbed
-    lane is compared with clean lanes of all folds, so scores of different fits are, too. "more" is what the first
+    lane is compared with clean lanes of all folds, so scores of different fits are, too. "gain" is what the first
     folder's monitor has more, paired. Intervals are over seeds.
     """
     monitors = [json.loads((folder / "comparison.json").read_text())["monitor"] for folder in folders]
     lanes = pd.concat([pd.read_csv(folder / "lanes.csv") for folder in folders])
     lanes = lanes.drop_duplicates(["lane", "detector"])
-    charts = lanes[lanes.family == ALL_CHANNELS].detector.unique()
-    chosen = dict.fromkeys([*monitors, *charts, *(name for folder in folders for name in shown(folder))])
-    seeds = sorted(lanes.seed.unique())
-
-    def auroc_of(name: str) -> Callable[[np.ndarray], float]:
-        rows = lanes[lanes.detector == name]
-        clean, disturbed = rows[rows.clean], rows[~rows.clean]
-        above, below = disturbed.score.to_numpy()[:, None], clean.score.to_numpy()[None]
-        higher = (above > below) + 0.5 * (above == below)
-        of_disturbed, of_clean = (part.seed.map(seeds.index).to_numpy() for part in (disturbed, clean))
-
-        def auroc(counts: np.ndarray) -> float:
-            pairs = counts[of_disturbed].sum() * counts[of_clean].sum()
-            return float(counts[of_disturbed] @ higher @ counts[of_clean] / pairs) if pairs else np.nan
-
-        return auroc
-
-    mine = auroc_of(monitors[0])
-    rows = []
-    for name in chosen:
-        its = auroc_of(name)
-        more = over_seeds(lambda counts, its=its: mine(counts) - its(counts), seeds)
-        row = {"detector": name, **_with_ends(over_seeds(its, seeds))}
-        rows.append(row | {"more": more.value, "more low": more.low, "more high": more.high})
-    return sorted(rows, key=lambda row: -row["value"])
+    best = [name for folder in folders for name in shown(folder)]
+    kept = lanes[(lanes.family == ALL_CHANNELS) | lanes.detector.isin([*monitors, *best])]
+    ends = ("", "_low", "_high")
+    return summary(kept.assign(fold=0), monitors[0])[
+        ["detector", *(f"{figure}{end}" for figure in ("auroc", "gain_auroc") for end in ends)]
+    ]
 
 
 def draw(alone: pd.DataFrame, charts: pd.DataFrame, shares: dict[str, float], path: Path) -> None:
@@ -462,7 +372,7 @@ def main() -> None:
         tables, rows = other_monitors(f"difficulty {difficulty}", others)
         models += [table.assign(difficulty=difficulty) for table in tables]
         order += rows
-        among += [{"difficulty": difficulty, **row} for row in pooled([folder, *others])]
+        among.append(pooled([folder, *others]).assign(difficulty=difficulty))
         stored = gather(runs)[0]
         charts += [{"difficulty": difficulty, **row} for row in family_charts(stored, settings, described["channels"])]
         clean[difficulty] = undisturbed(runs)
@@ -476,10 +386,9 @@ def main() -> None:
             ("shares", tool_shares(clean)),
             ("gaps", growth(gap, mean_shares)),
             ("ordering", order),
-            ("pooled", among),
         )
     }
-    several = {"detectors": ranks, "conditions": conditions, "lanes": disturbed, "models": models}
+    several = {"detectors": ranks, "conditions": conditions, "lanes": disturbed, "models": models, "pooled": among}
     several["clean"] = [table.assign(difficulty=difficulty) for difficulty, table in clean.items()]
     for name, parts in several.items():
         if parts:
