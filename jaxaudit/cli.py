@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib.resources
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxaudit.errors import UserError
-from jaxaudit.machine import CACHE, collect_garbage_seldom, cores, has_cuda_plugin, program_cache
-from jaxaudit.runner.interrupts import interrupt
+from jaxaudit.errors import TRACEBACK, UserError, explain
+from jaxaudit.interrupts import interrupt
+from jaxaudit.machine import collect_garbage_seldom, occupy, planned_threads, prepare_jax, use_cpus
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
-
-TRACEBACK = "JAXAUDIT_TRACEBACK"
-"""Environment variable: set, an error that is not the user's shows its traceback."""
-
-NO_SPACE = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
-"""What a file system says when it, a quota or a limit is reached, with its words."""
 
 LISTS = ("tasks", "learners", "perturbations", "interventions", "metrics")
 
@@ -48,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read has read enough, as `head` does
         return 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
-        code, sentence = _explain(error)
+        code, sentence = explain(error)
         if code == 1 and os.environ.get(TRACEBACK):
             traceback.print_exc()
         with contextlib.suppress(OSError):
@@ -111,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--condition", metavar="LABEL", help="of the lane, or its number (the control)")
     for command in (quickstart, run, fork):
         command.add_argument("-o", dest="out", metavar="DIR", type=Path, help="the new folder (runs/NAME)")
+    run.add_argument(
+        "--plan", metavar="DIR", type=Path, help="take the plan of this run of the same spec: the two end bitwise equal"
+    )
     margin.add_argument(
         "spec", metavar="SPEC", type=Path, nargs="?", help="a TOML file with the perturbations to search (the run's)"
     )
@@ -149,9 +145,48 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--channels", metavar="A,B,...", type=_names, help="what is read (all there is)")
         command.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")
+    for command in (quickstart, run, resume, fork):
+        _add_workers(command)
     names = add("list", _list, "what a spec can name")
     names.add_argument("what", nargs="?", choices=LISTS, help="all of them if none is named")
     return parser
+
+
+def _add_workers(command: argparse.ArgumentParser) -> None:
+    """Who trains: this process, unless --on says otherwise."""
+    group = command.add_argument_group("workers")
+    group.add_argument("--on", metavar="ENGINE", help="ray, ray:ADDRESS, slurm, or local for processes of this machine")
+    for name, words in (
+        ("workers", "side by side (as many as there is room for)"),
+        ("cpus", "cores of each (1)"),
+        ("gpus", "GPUs of each (0)"),
+        ("minutes", "a Slurm job's limit of time; it is queued again after (1440)"),
+    ):
+        group.add_argument(f"--{name}", metavar="N", type=int, help=words)
+
+
+def _workers(arguments: argparse.Namespace) -> Any:
+    """Who trains, `jaxaudit.backends.backend.Workers`; None: this process."""
+    asked = {"count": arguments.workers} | {name: getattr(arguments, name) for name in ("cpus", "gpus", "minutes")}
+    if arguments.on is None:
+        given = [name for name, value in asked.items() if value is not None]
+        if given:
+            raise UserError(f"--{given[0].replace('count', 'workers')} says how workers are, and needs --on")
+        return None
+    from jaxaudit.backends.backend import Workers
+
+    return Workers.parse(arguments.on, **asked)
+
+
+def _prepare(workers: Any, like: Path | None = None) -> None:
+    """Makes JAX ready: to train here, on as many cores as the run in a folder was planned for; or not to train."""
+    if workers is None:
+        if like is not None and (threads := planned_threads(like)):
+            occupy(threads)
+        prepare_jax()
+    else:
+        use_cpus()
+        prepare_jax()
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:
@@ -162,31 +197,34 @@ def _quickstart(arguments: argparse.Namespace) -> int:
         return 0
     from jaxaudit.specification.document import parse
 
-    return _start(lambda: parse(text, name), arguments.out)
+    return _start(lambda: parse(text, name), arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from jaxaudit.specification.document import load
 
-    return _start(lambda: load(arguments.spec), arguments.out)
+    if arguments.plan is not None:
+        _check_run(arguments.plan)
+    return _start(lambda: load(arguments.spec), arguments, arguments.plan)
 
 
-def _start(read: Callable[[], Any], out: Path | None) -> int:
-    spec = read()
-    prepare_jax()
+def _start(read: Callable[[], Any], arguments: argparse.Namespace, like: Path | None = None) -> int:
+    spec, workers = read(), _workers(arguments)
+    _prepare(workers, like)
     from jaxaudit.runner import durable
 
-    folder = out or Path("runs", spec.audit.slug)
-    durable.run(spec, folder)
+    folder = arguments.out or Path("runs", spec.audit.slug)
+    durable.run(spec, folder, workers, like)
     return _write_report(folder)
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    prepare_jax()
+    workers = _workers(arguments)
+    _prepare(workers, arguments.folder)
     from jaxaudit.runner import durable
 
-    durable.resume(arguments.folder)
+    durable.resume(arguments.folder, workers)
     return _write_report(arguments.folder)
 
 
@@ -194,12 +232,12 @@ def _fork(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     from jaxaudit.specification.document import load
 
-    spec = load(arguments.spec)
-    prepare_jax()
+    spec, workers = load(arguments.spec), _workers(arguments)
+    _prepare(workers, arguments.folder)
     from jaxaudit.runner import durable
 
     out = arguments.out or Path("runs", spec.audit.slug)
-    durable.fork(arguments.folder, spec, out)
+    durable.fork(arguments.folder, spec, out, workers)
     return _write_report(out)
 
 
@@ -209,7 +247,7 @@ def _margin(arguments: argparse.Namespace) -> int:
     from jaxaudit.specification.document import load
 
     spec = load(arguments.spec) if arguments.spec else None
-    prepare_jax()
+    _prepare(None, arguments.folder)
     from jaxaudit.margins.folder import margin_of
     from jaxaudit.margins.search import Settings
 
@@ -226,7 +264,7 @@ def _margin(arguments: argparse.Namespace) -> int:
 
 def _replay(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    prepare_jax()
+    _prepare(None, arguments.folder)
     from jaxaudit.runner.replay import replay
 
     replayed = replay(arguments.folder, arguments.seed, arguments.condition)
@@ -251,7 +289,7 @@ def _sample(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    prepare_jax()
+    _prepare(None, arguments.folder)
     from jaxaudit.runner.export import export
 
     print(export(arguments.folder, arguments.out, arguments.seed, arguments.condition))
@@ -318,58 +356,6 @@ def _write_report(folder: Path) -> int:
 
     print(f"report: {build(folder)}")
     return 0
-
-
-def prepare_jax() -> None:
-    """One CPU device for each core and a lasting compilation cache, unless the environment says otherwise.
-
-    With CUDA, operations are made deterministic: exact replay needs it.
-    """
-    import jax
-
-    flags = os.environ.get("XLA_FLAGS", "")
-    if has_cuda_plugin() and "xla_gpu_deterministic_ops" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
-    chosen = "xla_force_host_platform_device_count" in flags
-    if not chosen and "JAX_NUM_CPU_DEVICES" not in os.environ:
-        with contextlib.suppress(RuntimeError):  # a backend is running already
-            jax.config.update("jax_num_cpu_devices", cores())
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and os.environ.get(CACHE) != "off":
-        jax.config.update("jax_compilation_cache_dir", str(program_cache()))
-
-
-def _explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and sentence for a failure."""
-    if isinstance(error, UserError):
-        return 2, str(error)
-    durable = sys.modules.get("jaxaudit.runner.durable")
-    if durable and isinstance(error, durable.Interrupted):
-        return 130, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return 130, "stopped; a run that has begun goes on with: jaxaudit resume DIR"
-    messages = [str(cause) for cause in _causes(error)]
-    if any(isinstance(cause, OSError) and cause.errno in NO_SPACE for cause in _causes(error)) or any(
-        words in message for message in messages for words in NO_SPACE.values()
-    ):
-        return 1, "the disk is full; with more space, go on with: jaxaudit resume DIR"
-    if any(isinstance(cause, MemoryError) for cause in _causes(error)) or any(
-        "RESOURCE_EXHAUSTED" in message for message in messages
-    ):
-        return (
-            1,
-            "out of memory; in [audit], lanes = N keeps at most N of them in memory at a time",
-        )
-    if isinstance(error, OSError):
-        place = f"{error.filename}: " if error.filename else ""
-        return 1, f"{place}{error.strerror or error}"
-    first = next(iter(str(error).splitlines()), "")
-    return 1, f"unexpected {type(error).__name__}: {first} (set {TRACEBACK}=1 for the traceback)"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 if __name__ == "__main__":

@@ -1,11 +1,29 @@
-"""The error that is the user's to mend."""
+"""Errors a user meets, and the sentence and exit code of any."""
+
+from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Iterator
+
+NO_SPACE = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+"""What a file system says when it, a quota or a limit is reached, with its words."""
+
+TRACEBACK = "JAXAUDIT_TRACEBACK"
+"""Environment variable: set, an error that is not the user's shows its traceback."""
 
 
 class UserError(ValueError):
     """Something a user can mend; its message is one sentence that says what was given and what is allowed."""
+
+
+class Interrupted(Exception):
+    """Work stopped at the user's wish; the message says how to go on."""
+
+
+class Failed(Exception):
+    """Work that cannot go on, through no word of the user; the message is one sentence that says why."""
 
 
 @contextlib.contextmanager
@@ -17,3 +35,43 @@ def placed(place: str) -> Iterator[None]:
         raise
     except ValueError as error:
         raise UserError(f"{place}: {error}") from None
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and sentence for a failure: 2 the user's input is wrong; 130 Ctrl-C; 1 anything else."""
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, Interrupted):
+        return 130, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "stopped; a run that has begun goes on with: jaxaudit resume DIR"
+    if isinstance(error, Failed):
+        return 1, str(error)
+    messages = [str(cause) for cause in _causes(error)]
+    if any(isinstance(cause, OSError) and cause.errno in NO_SPACE for cause in _causes(error)) or any(
+        words in message for message in messages for words in NO_SPACE.values()
+    ):
+        return 1, "the disk is full; with more space, go on with: jaxaudit resume DIR"
+    if any(isinstance(cause, MemoryError) for cause in _causes(error)) or any(
+        "RESOURCE_EXHAUSTED" in message for message in messages
+    ):
+        return (
+            1,
+            "out of memory; in [audit], lanes = N keeps at most N of them in memory at a time",
+        )
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        return 1, f"{place}{error.strerror or error}"
+    first = next(iter(str(error).splitlines()), "")
+    return 1, f"unexpected {type(error).__name__}: {first} (set {TRACEBACK}=1 for the traceback)"
+
+
+def error_of(code: int, sentence: str) -> Exception:
+    """An error of which `explain` gives this exit code and sentence."""
+    return {2: UserError, 130: Interrupted}.get(code, Failed)(sentence)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

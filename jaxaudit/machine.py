@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import json
 import os
 import platform
+import socket
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -17,6 +19,71 @@ from pathlib import Path
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_claims: list[socket.socket] = []
+"""Of cores, for as long as this process lives."""
+
+
+def occupy(count: int) -> None:
+    """Keeps this process to so many cores: XLA's sums depend on how many it has. Before JAX is imported.
+
+    Processes that do so take different ones, as far as there are enough: each claims its cores by names that live and
+    die with it (abstract sockets of Linux). On other systems, and where no more are allowed, nothing is done.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) <= count:
+        return
+    free = [core for core in allowed if len(_claims) < count and _claimed(core)]
+    os.sched_setaffinity(0, (free + [core for core in allowed if core not in free])[:count])
+
+
+def _claimed(core: int) -> bool:
+    """Whether nobody had this core."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0jaxaudit-core-{core}")
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
+
+
+def planned_threads(folder: Path) -> int | None:
+    """How many cores the run in a folder was planned for; None where nobody knows."""
+    try:
+        return int(json.loads((folder / "plan.json").read_text(encoding="utf-8"))["threads"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def use_cpus() -> None:
+    """Leaves accelerators to the workers of a process that hands out work."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):  # a backend is running already
+        jax.config.update("jax_platforms", "cpu")
+
+
+def prepare_jax() -> None:
+    """One CPU device for each core and a lasting compilation cache, unless the environment says otherwise.
+
+    With CUDA, operations are made deterministic: exact replay needs it.
+    """
+    import jax
+
+    flags = os.environ.get("XLA_FLAGS", "")
+    if has_cuda_plugin() and "xla_gpu_deterministic_ops" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+    chosen = "xla_force_host_platform_device_count" in flags
+    if not chosen and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        with contextlib.suppress(RuntimeError):  # a backend is running already
+            jax.config.update("jax_num_cpu_devices", cores())
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and os.environ.get(CACHE) != "off":
+        jax.config.update("jax_compilation_cache_dir", str(program_cache()))
 
 
 def collect_garbage_seldom() -> None:

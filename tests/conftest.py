@@ -92,6 +92,7 @@ def here(capsys, monkeypatch):
         return Done(code, *capsys.readouterr(), 0.0)
 
     monkeypatch.setattr(cli, "prepare_jax", lambda: None)
+    monkeypatch.setattr(cli, "occupy", lambda count: None)  # this process has other tests to run
     monkeypatch.setattr(jaxaudit.report, "build", lambda folder: folder)
     return command
 

@@ -63,12 +63,12 @@ def status(name):
 def main():
     transitions, seeds, devices, lanes = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(devices))
-    from jaxaudit.runner import durable
+    from jaxaudit.runner import durable, here
     from jaxaudit.specification.document import parse
 
     registry.learners.register("ring", ring)
     before, lines = [], []
-    tell = durable._tell
+    tell = here._tell
 
     def noting(*arguments):
         tell(*arguments)
@@ -85,7 +85,7 @@ def main():
         def isatty(self):
             return False
 
-    durable._tell = noting
+    here._tell = noting
     sys.stderr, stderr = Lines(), sys.stderr
     spec = parse(SPEC.format(seeds=seeds, lanes=lanes, transitions=transitions))
     with tempfile.TemporaryDirectory() as folder:

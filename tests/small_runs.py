@@ -100,8 +100,8 @@ def chunks_done(folder):
     with contextlib.suppress(OSError, ValueError):  # it was being replaced
         told = json.loads((folder / "environment.json").read_text())
         gathered = told.get("gathered", [])
-        batches = [path for path in folder.glob("batches/*") if int(path.name) not in gathered]
-        return told.get("chunks_done", 0) + sum(1 for path in batches for _ in path.glob("rows-*"))
+        batches = [path for path in folder.glob("batches/[0-9]*") if int(path.name) not in gathered]
+        return told.get("chunks_done", 0) + sum(len({p.name for p in path.glob("*/rows-*")}) for path in batches)
     return 0
 
 

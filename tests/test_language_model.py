@@ -372,7 +372,9 @@ duration = 2
 def test_a_run_is_gone_on_with_from_anywhere_on_the_same_text_alone(tmp_path, monkeypatch):
     """Up to what would be compiled."""
     begun = []
-    monkeypatch.setattr(durable.memory, "fit", lambda grid, rows, laid_out: (Engine(grid, rows), laid_out(None), None))
+    monkeypatch.setattr(
+        durable.memory, "fit", lambda grid, rows, laid_out, **_: (Engine(grid, rows), laid_out(None), None)
+    )
     monkeypatch.setattr(durable, "_execute", lambda store, *_: begun.append(store.path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     text, folder = tmp_path / "a.txt", tmp_path / "run"

@@ -12,7 +12,7 @@ from small_runs import FEW, assert_same
 from jaxaudit.errors import UserError
 from jaxaudit.runner import durable
 from jaxaudit.runner.store import Folder
-from jaxaudit.runner.trained import BatchFolder
+from jaxaudit.runner.workers import train_batch
 from jaxaudit.specification.document import parse
 
 BATCHES = FEW.replace("steps = 20", "steps = 20\nlanes = 2")
@@ -26,7 +26,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", {cache!r})
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 import quadratic
-from jaxaudit.runner.durable import train_batch
+from jaxaudit.runner.workers import train_batch
 sys.stdin.readline()  # all workers begin at once
 for number in {numbers}:
     train_batch({folder!r}, number)
@@ -69,7 +69,7 @@ def side_by_side(folder, *shares):
 
 def test_two_processes_that_write_batches_at_once_lose_nothing(begun, reference):
     side_by_side(begun, [0], [1])
-    assert {p.name for p in Path(begun, "checkpoints").iterdir()} == {"onset-00000010", "onset-00000010-0001"}
+    assert {p.name for p in begun.glob("batches/*/attempt-001/onset-*")} == {"onset-00000010", "onset-00000010-0001"}
     side_by_side(begun, [2, 4, 6], [3, 5, 7])
     store = Folder(begun)
     assert np.isnan(store.read_telemetry(["performance"])["performance"]).all(), "telemetry is the driver's to write"
@@ -79,25 +79,18 @@ def test_two_processes_that_write_batches_at_once_lose_nothing(begun, reference)
 
 
 def test_what_others_have_not_trained_is_trained_by_the_one_that_gathers(begun, reference):
-    durable.train_batch(begun, 0)
-    durable.train_batch(begun, 1)
-    durable.train_batch(begun, 5)
+    train_batch(begun, 0)
+    train_batch(begun, 1)
+    train_batch(begun, 5)
     durable.resume(begun)
     assert_same(begun, reference)
 
 
-def test_a_batch_is_trained_by_one_process_at_a_time(begun):
-    store, _, grid = durable.open_run(begun)
-    batch = store.read_plan(grid)[0]
-    with BatchFolder(store, batch).held(), pytest.raises(UserError, match="another process is at work on batch 0 of"):
-        durable.train_batch(begun, 0)
-
-
 def test_a_batch_that_is_none_and_a_fork_without_its_onset_are_refused(begun):
     with pytest.raises(UserError, match="has no batch 8; it has 0 to 7"):
-        durable.train_batch(begun, 8)
+        train_batch(begun, 8)
     with pytest.raises(UserError, match=r"onset-00000010 is missing, and what follows from it cannot be computed"):
-        durable.train_batch(begun, 2)
+        train_batch(begun, 2)
 
 
 def test_a_damaged_plan_is_one_sentence(begun):

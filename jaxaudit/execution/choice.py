@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import jax
 
-from jaxaudit.batches import layout
+from jaxaudit.batches import Plan, layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution import memory
 from jaxaudit.grid import Grid
@@ -18,7 +19,9 @@ TIMED = 3
 """Steps that are timed, after one that is not; the fastest counts."""
 
 
-def settle(grid: Grid, rows: int, baseline: bool = True, resident: bool = False) -> tuple[Grid, dict[str, float]]:
+def settle(
+    grid: Grid, rows: int, deal: Callable[..., Plan] = layout, resident: bool = False, beside: int = 1
+) -> tuple[Grid, dict[str, float]]:
     """A grid with its execution chosen, and lane steps per second of what was tried; none if it was chosen before.
 
     All devices run their lanes side by side ("vmap") or one after the other ("map"), or one device does one lane
@@ -28,8 +31,8 @@ def settle(grid: Grid, rows: int, baseline: bool = True, resident: bool = False)
     Args:
       grid: what is to run.
       rows: the engine's.
-      baseline: whether it is trained, too.
-      resident: as for `memory.fit`.
+      deal: lays a grid out in batches of at most so many lanes.
+      resident, beside: as for `memory.fit`.
 
     Raises:
       UserError: too little memory for any.
@@ -40,7 +43,7 @@ def settle(grid: Grid, rows: int, baseline: bool = True, resident: bool = False)
     found: dict[str, float] = {}
     for name, candidate in tried.items():
         try:
-            found[name] = _speed(candidate, rows, baseline, resident)
+            found[name] = _speed(candidate, rows, deal, resident, beside)
         except (UserError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -60,9 +63,9 @@ def candidates(grid: Grid) -> dict[str, Grid]:
     return {name: replace(grid, program=program) for name, program in programs.items()}
 
 
-def _speed(grid: Grid, rows: int, baseline: bool, resident: bool) -> float:
+def _speed(grid: Grid, rows: int, deal: Callable[..., Plan], resident: bool, beside: int) -> float:
     """Lane steps per second."""
-    engine, plan, _ = memory.fit(grid, rows, partial(layout, grid, baseline=baseline), resident)
+    engine, plan, _ = memory.fit(grid, rows, partial(deal, grid), resident, beside)
     batch = max(plan, key=lambda batch: (batch.disturbed, len(batch.seeds)))
     states, seconds = engine.initial(batch), []
     for step in range(1 + TIMED):

@@ -44,7 +44,9 @@ class Needs:
     lane: int
 
 
-def fit(grid: Grid, rows: int, plan_of: PlanOf | None = None, resident: bool = False) -> tuple[Engine, Plan, Needs]:
+def fit(
+    grid: Grid, rows: int, plan_of: PlanOf | None = None, resident: bool = False, beside: int = 1
+) -> tuple[Engine, Plan, Needs]:
     """An engine, and a plan of batches that the free memory can hold: as large as can be if the grid leaves it open.
 
     The bytes of a compiled program are taken as linear in its lanes; what is chosen is compiled and checked, and is
@@ -55,12 +57,14 @@ def fit(grid: Grid, rows: int, plan_of: PlanOf | None = None, resident: bool = F
       rows: the engine's.
       plan_of: the plan in batches of at most so many lanes, None being as many as there are; the grid's own layout.
       resident: see `needs`.
+      beside: processes that share the memory, each with a batch of its own.
 
     Raises:
       UserError: too little memory, with the numbers.
     """
     laid_out = plan_of or (lambda most: layout(grid, most))
     free, devices = available_memory(grid.program.devices), len(grid.program.devices)
+    free = None if free is None else free // beside
     engine, most, seen = Engine(grid, rows), grid.batch, []
     while True:
         plan = laid_out(most)

@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.errors import UserError, placed
+from jaxaudit.errors import Interrupted, UserError, placed
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Grid
+from jaxaudit.interrupts import interruptible, stoppable
 from jaxaudit.learner import PERFORMANCE
 from jaxaudit.margins.pool import Stage, before, collapse_times, fit, pending, rounds
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
@@ -25,11 +26,11 @@ from jaxaudit.margins.search import Settings, lay_out
 from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.runner import checkpoint
+from jaxaudit.runner.attempts import onset_paths
 from jaxaudit.runner.checkpoint import UNFINISHED
-from jaxaudit.runner.durable import check_monitor, open_finished
-from jaxaudit.runner.interrupts import Interrupted, interruptible, stoppable
+from jaxaudit.runner.opening import check_monitor, open_finished
 from jaxaudit.runner.store import Folder, software
-from jaxaudit.runner.trained import at_onset, onset_paths
+from jaxaudit.runner.trained import at_onset
 from jaxaudit.specification.document import Spec, parse
 from jaxaudit.specification.entries import Asked
 

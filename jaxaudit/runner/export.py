@@ -16,7 +16,7 @@ from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
 from jaxaudit.learner import State, Telemetry
 from jaxaudit.program import LaneState
-from jaxaudit.runner.durable import open_finished
+from jaxaudit.runner.opening import open_finished
 from jaxaudit.runner.store import Folder
 from jaxaudit.runner.trained import at_onset
 

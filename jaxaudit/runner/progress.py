@@ -1,4 +1,4 @@
-"""The progress bar of a run: rate, time left, lanes collapsed so far."""
+"""What a run tells while it trains: rate, time left, lanes collapsed so far, and what the learner has to say."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from jaxaudit.execution.driver import spans
 from jaxaudit.grid import Grid
 from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.metrics import due_steps
+from jaxaudit.runner.gathering import remarks
+from jaxaudit.runner.store import Folder
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
@@ -109,3 +111,32 @@ class Progress:
 
 def _of(plan: Plan, fork: int | None) -> list[Batch]:
     return [batch for batch in plan if batch.fork == fork]
+
+
+class Teller:
+    """Tells of telemetry as it comes: what the learner has to say of the beginning, and how lanes fare."""
+
+    def __init__(self, store: Folder, grid: Grid, window: int, progress: Progress):
+        self.progress = progress
+        self._store, self._grid, self._window = store, grid, window
+        self._levels: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def tell(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
+        """Of a chunk's telemetry `[T, L, ...]`."""
+        if not batch.disturbed and start == batch.onset:
+            self._tell_remarks(batch, rows, stop - start)
+        if batch.disturbed and batch.onset not in self._levels:
+            before = self._store.read_channel("baseline_performance")[:, : batch.onset]
+            every = self._grid.program.learner.performance_every
+            self._levels[batch.onset] = performance_level(before, self._window, every)
+        level = self._levels.get(batch.onset) if batch.disturbed else None
+        self.progress.advance(batch, start, stop, collapsed(self._grid, batch, rows, start, stop, level))
+
+    def _tell_remarks(self, batch: Batch, rows: Telemetry, count: int) -> None:
+        """On stderr, and kept for a report."""
+        lanes = {name: np.moveaxis(np.asarray(x)[:count, : len(batch.seeds)], 0, 1) for name, x in rows.items()}
+        said = remarks(self._grid, lanes)
+        for sentence in said:
+            print(f"note: {sentence}", file=sys.stderr)
+        if said:
+            self._store.update_environment(remarks=said)

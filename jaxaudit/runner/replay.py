@@ -14,7 +14,7 @@ from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
 from jaxaudit.learner import PERFORMANCE, Telemetry
 from jaxaudit.program import LaneState
-from jaxaudit.runner.durable import open_finished
+from jaxaudit.runner.opening import open_finished
 from jaxaudit.runner.store import Folder, differences
 from jaxaudit.runner.trained import at_onset
 

@@ -61,7 +61,7 @@ class Folder:
     """Paths of a run, and how its files are read and written.
 
     Every file appears complete or not at all (written beside its place, then renamed). One process at a time, the
-    driver, writes them, but for a batch's own folder (`jaxaudit.runner.trained`), from which it gathers telemetry.
+    driver, writes them, but for the attempts at batches (`jaxaudit.runner.attempts`), from which it gathers telemetry.
     """
 
     def __init__(self, path: Path):
@@ -76,6 +76,7 @@ class Folder:
         self.telemetry = path / "telemetry.zarr"
         self.metrics = path / "metrics.csv"
         self.summary = path / "summary.csv"
+        self.shards = path / "shards.csv"
 
     def make(self, **facts: Any) -> None:
         """Makes the folder of a run about to start: environment.json first, which tells it from others."""
@@ -113,15 +114,23 @@ class Folder:
 
     def sweep(self) -> None:
         """Removes what a killed process left half written."""
-        for path in self.path.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for folder in (self.path, self.checkpoints):
+            for path in folder.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in self.telemetry.rglob("*.partial"):  # zarr's
             path.unlink()
 
-    def sweep_checkpoints(self) -> None:
-        """The same of checkpoints, once all batches are trained: before, another process may be writing one."""
-        for path in self.checkpoints.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(path)
+    def write_driver(self, name: str) -> None:
+        """Says who hands out the run's batches; workers of any other stop. Empty: nobody does."""
+        self.batches.mkdir(exist_ok=True)
+        self.write(self.batches / "driver", name)
+
+    def read_driver(self) -> str:
+        """Who hands out the run's batches; empty if nobody does."""
+        try:
+            return (self.batches / "driver").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
 
     def write_plan(self, plan: Plan) -> None:
         """Keeps how lanes are batched, and on how many threads they began to be trained."""

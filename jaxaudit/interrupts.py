@@ -16,10 +16,6 @@ Result = TypeVar("Result")
 ASKED = b"\nstopping after this chunk (Ctrl-C again: at once, from the last checkpoint)\n"
 
 
-class Interrupted(Exception):
-    """A run stopped at the user's wish; the message says how to go on."""
-
-
 def interrupt(signum: int, frame: FrameType | None) -> None:
     """A handler of Ctrl-C: raises KeyboardInterrupt, a little later if the garbage collector is at work.
 

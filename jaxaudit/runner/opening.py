@@ -1,0 +1,71 @@
+"""Runs that are there already: opened, and held against what they began with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxaudit.errors import UserError
+from jaxaudit.grid import Grid
+from jaxaudit.runner.store import VERSION, Folder
+from jaxaudit.specification.document import Spec, load
+
+EARLIER = "0.1."
+"""How versions begin whose runs cannot be gone on with."""
+
+
+def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
+    """The run in a folder, on as many devices as it was begun on if they are there.
+
+    Raises UserError if there is none, or it is an earlier version's.
+    """
+    store = Folder(Path(folder))
+    if not store.spec.is_file():
+        raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
+    recorded = store.read_environment()
+    if (made := str(recorded.get("jaxaudit", VERSION))).startswith(EARLIER):
+        raise UserError(
+            f"the run in {folder} was made by jaxaudit {made}: {VERSION} can report and read it, not go on with it; "
+            "run its spec again"
+        )
+    spec = load(store.spec)
+    grid = spec.build()
+    devices = recorded.get("devices")
+    if isinstance(devices, int) and 0 < devices < len(grid.program.devices):
+        grid = replace(grid, program=replace(grid.program, devices=grid.program.devices[:devices]))
+    if grid.program.execution == "auto":
+        execution = recorded.get("lane_layout", {}).get("execution", "vmap")
+        grid = replace(grid, program=replace(grid.program, execution=execution))
+    if recorded.get("forked_from"):
+        grid = replace(grid, tail=0)
+    return store, spec, grid
+
+
+def open_finished(folder: Path) -> tuple[Folder, Spec, Grid]:
+    """As `open_run`; raises UserError, too, if the run is not finished."""
+    store, spec, grid = open_run(folder)
+    if not is_finished(store):
+        raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
+    return store, spec, grid
+
+
+def check_provenance(store: Folder, grid: Grid) -> None:
+    """Raises UserError where what a run depends on, e.g. a corpus or a monitor, is not what it began with."""
+    then = store.read_environment().get("provenance", {})
+    for what, now in grid.provenance.items():
+        if then.get(what) != now:
+            raise UserError(f"the run in {store.path} began with another {what}: {then.get(what)}, and now it is {now}")
+
+
+def check_monitor(folder: Path, ran: Grid, grid: Grid) -> None:
+    """Raises UserError where a grid that goes on from a run's onsets has another monitor than the run."""
+    then, now = (one.provenance.get("monitor") for one in (ran, grid))
+    if then is None and now is not None:
+        raise UserError(f"the run in {folder} has no monitor to go on with, and the spec has a [monitor]")
+    if then != now:
+        raise UserError(f"the spec must keep the run's [monitor], {Folder(folder).monitor}, and its alpha")
+
+
+def is_finished(store: Folder) -> bool:
+    """Whether a run got to its end."""
+    return store.read_environment().get("status") == "finished"
