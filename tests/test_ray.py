@@ -1,0 +1,149 @@
+"""Runs on a Ray cluster of this machine: a head without cores and two nodes of one; workers, nodes, drivers die."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from small_runs import assert_same
+from worker_runs import PAUSED, kill, meanwhile, plug_in, shards, wait_for, workers_at
+
+from jaxaudit.backends.backend import Workers
+from jaxaudit.errors import Failed, UserError
+from jaxaudit.runner import durable
+from jaxaudit.runner.store import Folder
+from jaxaudit.specification.document import parse
+
+MIB = 2**20
+SPEC = PAUSED.format(pause=0.05)
+
+
+def command(*arguments):
+    code = "import sys; from jaxaudit.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in plug_in(tmp_path_factory.mktemp("plugin")).items():
+            patch.setenv(name, value)
+        head = {"num_cpus": 0, "object_store_memory": 80 * MIB, "include_dashboard": False}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(2):
+            made.add_node(num_cpus=1, object_store_memory=80 * MIB)
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture
+def on(cluster):
+    return Workers("ray", cluster.address)
+
+
+@pytest.fixture(scope="module")
+def planned(cluster, tmp_path_factory):
+    """A run that nothing happened to, by two workers."""
+    folder = tmp_path_factory.mktemp("planned") / "run"
+    durable.run(parse(SPEC), folder, Workers("ray", cluster.address))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(planned, tmp_path_factory):
+    """The same plan on this machine, in one process."""
+    place = tmp_path_factory.mktemp("whole")
+    (place / "spec.toml").write_text(SPEC)
+    assert command("run", place / "spec.toml", "-o", place / "run", "--plan", planned).wait() == 0
+    return place / "run"
+
+
+def test_two_workers_end_as_one_process(planned, reference):
+    assert_same(planned, reference)
+    trained = shards(planned)
+    assert list(trained.outcome) == ["complete"] * 8
+    assert trained.worker.nunique() == 2
+    assert (trained.from_step == trained.onset).all()
+    baseline = trained[trained.fork.isna()]
+    assert trained[trained.onset == 6].begun.min() < baseline.ended.max(), "a fork waits for its onset alone"
+
+
+def test_a_killed_worker_and_a_removed_node(cluster, on, reference, tmp_path):
+    folder, nodes = tmp_path / "run", list(cluster.worker_nodes)
+
+    def accidents():
+        first = wait_for(lambda: workers_at(folder, {0}, states=2))
+        kill(first[0])
+        wait_for(lambda: workers_at(folder, range(2, 8), states=2))
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        cluster.add_node(num_cpus=1, object_store_memory=80 * MIB)
+
+    with meanwhile(accidents):
+        durable.run(parse(SPEC), folder, on, like=reference)
+    assert_same(folder, reference)
+    told = shards(folder)
+    lost, after = told[told.outcome == "lost"], told[told.attempt > 1]
+    assert len(lost) >= 2
+    assert 0 in set(lost.batch)
+    assert (after.from_step > after.onset).any(), "it went on from its states"
+    assert (told[told.outcome == "complete"].groupby("batch").size() == 1).all()
+    for _, one in after.iterrows():
+        earlier = lost[(lost.batch == one.batch) & (lost.attempt == one.attempt - 1)]
+        assert earlier.to_step.tolist() == [one.from_step], "nothing is trained twice but what was not kept"
+
+
+def test_a_killed_driver(cluster, on, reference, tmp_path):
+    folder, spec = tmp_path / "run", tmp_path / "spec.toml"
+    spec.write_text(SPEC)
+    driver = command("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
+    wait_for(lambda: driver.poll() is not None or workers_at(folder, range(2, 5), states=2))
+    driver.send_signal(signal.SIGKILL)
+    assert driver.wait() == -signal.SIGKILL, driver.stderr.read()
+    durable.resume(folder, on)
+    assert_same(folder, reference)
+    told = shards(folder)
+    assert (told[told.attempt > 1].from_step > told[told.attempt > 1].onset).any()
+
+
+def test_ctrl_c_keeps_states_and_another_backend_goes_on(cluster, reference, tmp_path):
+    folder, spec = tmp_path / "run", tmp_path / "spec.toml"
+    spec.write_text(SPEC)
+    driver = command("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
+    wait_for(lambda: driver.poll() is not None or workers_at(folder, range(2, 5), states=1))
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(60) == 130
+    said = driver.stderr.read()
+    assert f"go on with: jaxaudit resume {folder}" in said
+    assert "Traceback" not in said
+    assert Folder(folder).read_environment()["status"] == "interrupted"
+    assert command("resume", folder).wait() == 0
+    assert_same(folder, reference)
+    assert "stopped" in set(shards(folder).outcome)
+
+
+def test_an_error_of_the_program_is_one_sentence_and_not_tried_again(on, tmp_path, capsys):
+    text = SPEC.replace("pause = 0.05", "fails_at = 8")
+    with pytest.raises(Failed, match="the accident of a test"):
+        durable.run(parse(text), tmp_path / "run", on)
+    assert "lost its worker" not in capsys.readouterr().err
+
+
+def test_two_workers_that_die_in_the_same_chunk_are_enough(on, tmp_path, capsys):
+    text = SPEC.replace("pause = 0.05", "dies_at = 8")
+    with pytest.raises(Failed, match=r"batch \d lost its worker twice after step 8 .* given up; go on with"):
+        durable.run(parse(text), tmp_path / "run", on)
+    assert capsys.readouterr().err.count("note: batch 0 lost its worker") == 1
+
+
+def test_a_wrong_spec_and_a_cluster_without_room_are_sentences(cluster, on, tmp_path):
+    with pytest.raises(UserError, match="label_smoothing"):
+        durable.run(parse(SPEC.replace("weight_noise", "label_smoothing")), tmp_path / "run", on)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="no node of the Ray cluster has 64 CPUs and 0 GPUs for a worker"):
+        durable.run(parse(SPEC), tmp_path / "run", Workers("ray", cluster.address, cpus=64))
+    with pytest.raises(UserError, match=r"no Ray cluster answers at 127.0.0.1:1"):
+        durable.run(parse(SPEC), tmp_path / "run", Workers("ray", "127.0.0.1:1"))
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"

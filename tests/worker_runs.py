@@ -1,0 +1,92 @@
+"""Runs trained by workers: a plug-in that they can load, a Ray cluster on this machine, and what was trained how."""
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pandas as pd
+import paused  # noqa: F401  registers the learner
+from small_runs import header
+
+HERE = Path(__file__).parent
+
+PAUSED = (
+    header(seeds=2, steps=24, learner='kind = "paused"\npause = {pause}', audit="lanes = 2")
+    + """[run]
+chunk = 2
+checkpoint_every = 1
+[[perturbation]]
+kind = "weight_noise"
+magnitude = [1.0, 0.1]
+onset = [6, 12]
+"""
+)
+"""Two onsets; one batch of the baseline and three of each fork group."""
+
+
+def plug_in(folder):
+    """Makes the tests' learners known to processes that have a folder, and the tests', on their path."""
+    made = folder / "small_plugins-1.dist-info"
+    made.mkdir(parents=True)
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: small-plugins\nVersion: 1\n")
+    (made / "entry_points.txt").write_text(
+        "[jaxaudit.learners]\nquadratic = quadratic:quadratic\npaused = paused:paused\n"
+    )
+    return {
+        "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "JAX_COMPILATION_CACHE_DIR": str(HERE.parent / ".pytest_cache" / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+def shards(folder):
+    """The run's shards.csv."""
+    return pd.read_csv(folder / "shards.csv")
+
+
+def workers_at(folder, batches, states):
+    """Processes of the attempts at some batches that keep at least so many states or onsets by now."""
+    found = {}
+    for path in folder.glob("batches/[0-9]*/attempt-*"):
+        kept = [*path.glob("state-*"), *path.glob("onset-*"), *path.glob("ended.json")]
+        begun = path / "begun.json"
+        if int(path.parent.name) in batches and len(kept) >= states and begun.exists():
+            worker = pd.read_json(begun, typ="series")["worker"]
+            found[int(path.parent.name)] = int(worker.rpartition(":")[2])
+    return found
+
+
+@contextmanager
+def meanwhile(act):
+    """Runs a function in a thread beside what is inside, and raises what it raises."""
+    failed = []
+
+    def run():
+        try:
+            act()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join(60)
+    if failed:
+        raise failed[0]
+
+
+def wait_for(condition, seconds=120):
+    """What a condition gives when it gives something."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+    return found
+
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
