@@ -62,13 +62,19 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
         return 1, f"{place}{error.strerror or error}"
-    first = next(iter(str(error).splitlines()), "")
-    return 1, f"unexpected {type(error).__name__}: {first} (set {TRACEBACK}=1 for the traceback)"
+    return 1, f"unexpected {type(error).__name__}: {_words(error)} (set {TRACEBACK}=1 for the traceback)"
 
 
 def error_of(code: int, sentence: str) -> Exception:
     """An error of which `explain` gives this exit code and sentence."""
     return {2: UserError, 130: Interrupted}.get(code, Failed)(sentence)
+
+
+def _words(error: BaseException) -> str:
+    """A message's first line; of one that is a traceback, as JAX gives of a callback, what was raised."""
+    lines = str(error).splitlines() or [""]
+    raised = [line for line in lines[1:] if line.strip() and not line.startswith(" ")]
+    return raised[-1] if lines[0].endswith("Traceback (most recent call last):") and raised else lines[0]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

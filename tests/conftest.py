@@ -47,6 +47,7 @@ AS_FOR_USERS = (
     "closed_loop",
     "lane_batches",
     "shards",
+    "ray",
     "memory",
     "lowering",
 )

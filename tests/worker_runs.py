@@ -1,5 +1,6 @@
 """Runs trained by workers: a plug-in that they can load, a Ray cluster on this machine, and what was trained how."""
 
+import json
 import os
 import signal
 import threading
@@ -49,13 +50,15 @@ def shards(folder):
 
 
 def workers_at(folder, batches, states):
-    """Processes of the attempts at some batches that keep at least so many states or onsets by now."""
+    """Processes of the attempts at some batches that keep at least so many states or onsets, and have not ended."""
     found = {}
     for path in folder.glob("batches/[0-9]*/attempt-*"):
-        kept = [*path.glob("state-*"), *path.glob("onset-*"), *path.glob("ended.json")]
+        kept = [*path.glob("state-*"), *path.glob("onset-*")]
+        if (path / "ended.json").exists():
+            continue
         begun = path / "begun.json"
         if int(path.parent.name) in batches and len(kept) >= states and begun.exists():
-            worker = pd.read_json(begun, typ="series")["worker"]
+            worker = json.loads(begun.read_text())["worker"]
             found[int(path.parent.name)] = int(worker.rpartition(":")[2])
     return found
 
