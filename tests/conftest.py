@@ -48,6 +48,7 @@ AS_FOR_USERS = (
     "lane_batches",
     "shards",
     "ray",
+    "local_workers",
     "memory",
     "lowering",
 )

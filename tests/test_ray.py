@@ -2,12 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from small_runs import assert_same
-from worker_runs import PAUSED, kill, plug_in, shards, wait_for, workers_at
+from worker_runs import PAUSED, command, kill, plug_in, shards, wait_for, whole, workers_at
 
 from jaxaudit.backends.backend import Workers
 from jaxaudit.errors import Failed, UserError
@@ -17,11 +15,6 @@ from jaxaudit.specification.document import parse
 
 MIB = 2**20
 SPEC = PAUSED.format(pause=0.05)
-
-
-def command(*arguments):
-    code = "import sys; from jaxaudit.cli import main; sys.exit(main(sys.argv[1:]))"
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +48,7 @@ def planned(cluster, tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(planned, tmp_path_factory):
     """The same plan on this machine, in one process."""
-    place = tmp_path_factory.mktemp("whole")
-    (place / "spec.toml").write_text(SPEC)
-    assert command("run", place / "spec.toml", "-o", place / "run", "--plan", planned).wait() == 0
-    return place / "run"
+    return whole(SPEC, planned, tmp_path_factory.mktemp("whole"))
 
 
 def test_two_workers_end_as_one_process(planned, reference):

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -42,6 +44,20 @@ def plug_in(folder):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PLATFORMS": "cpu",
     }
+
+
+def command(*arguments):
+    """The command line, in a process of its own."""
+    code = "import sys; from jaxaudit.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+
+
+def whole(text, planned, folder):
+    """A run of the plan of another, in one process, as the command line does it."""
+    (folder / "spec.toml").write_text(text)
+    done = command("run", folder / "spec.toml", "-o", folder / "whole", "--plan", planned)
+    assert done.wait() == 0, done.stderr.read()
+    return folder / "whole"
 
 
 def shards(folder):

@@ -75,7 +75,7 @@ class Workers:
       count: workers side by side; None: as many as the machine or the Ray cluster has room for.
       cpus: cores of each.
       gpus: of each.
-      minutes: a Slurm job's limit of time, after which it is queued again.
+      minutes: a job's limit of time, after which it is queued again; Ray has none.
 
     Raises:
       UserError: one of them is out of range.
@@ -86,7 +86,7 @@ class Workers:
     count: int | None = None
     cpus: int = 1
     gpus: int = 0
-    minutes: int = 24 * 60
+    minutes: float = 24 * 60
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -97,7 +97,7 @@ class Workers:
             ("--workers", self.count, 1),
             ("--cpus", self.cpus, 1),
             ("--gpus", self.gpus, 0),
-            ("--minutes", self.minutes, 1),
+            ("--minutes", self.minutes, 0.5),
         ):
             if value is not None and value < least:
                 raise UserError(f"{name} must be at least {least}, not {value}")
