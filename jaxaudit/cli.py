@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--channels", metavar="A,B,...", type=_names, help="what is read (all there is)")
         command.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")
-    for command in (quickstart, run, resume, fork):
+    for command in (quickstart, run, resume, fork, margin, detect):
         _add_workers(command)
     names = add("list", _list, "what a spec can name")
     names.add_argument("what", nargs="?", choices=LISTS, help="all of them if none is named")
@@ -165,8 +165,11 @@ def _add_workers(command: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", metavar="N", type=int, help=words)
 
 
-def _workers(arguments: argparse.Namespace) -> Any:
-    """Who trains, `jaxaudit.backends.backend.Workers`; None: this process."""
+def _workers(arguments: argparse.Namespace, like: Path | None = None) -> Any:
+    """Who trains, `jaxaudit.backends.backend.Workers`; None: this process.
+
+    Of a run that is there, `like`, workers have as many cores as it was planned for, unless another number is asked.
+    """
     asked = {"count": arguments.workers} | {name: getattr(arguments, name) for name in ("cpus", "gpus", "minutes")}
     if arguments.on is None:
         given = [name for name, value in asked.items() if value is not None]
@@ -175,6 +178,11 @@ def _workers(arguments: argparse.Namespace) -> Any:
         return None
     from jaxaudit.backends.backend import Workers
 
+    if like is not None and (planned := planned_threads(like)):
+        if asked["cpus"] not in (None, planned):
+            told = f"the cores of a worker were {planned} and are {asked['cpus']}"
+            print(f"note: {told}: results may not be bitwise the same", file=sys.stderr)
+        asked["cpus"] = asked["cpus"] or planned
     return Workers.parse(arguments.on, **asked)
 
 
@@ -209,7 +217,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _start(read: Callable[[], Any], arguments: argparse.Namespace, like: Path | None = None) -> int:
-    spec, workers = read(), _workers(arguments)
+    spec, workers = read(), _workers(arguments, like)
     _prepare(workers, like)
     from jaxaudit.runner import durable
 
@@ -220,7 +228,7 @@ def _start(read: Callable[[], Any], arguments: argparse.Namespace, like: Path | 
 
 def _resume(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    workers = _workers(arguments)
+    workers = _workers(arguments, arguments.folder)
     _prepare(workers, arguments.folder)
     from jaxaudit.runner import durable
 
@@ -232,7 +240,7 @@ def _fork(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     from jaxaudit.specification.document import load
 
-    spec, workers = load(arguments.spec), _workers(arguments)
+    spec, workers = load(arguments.spec), _workers(arguments, arguments.folder)
     _prepare(workers, arguments.folder)
     from jaxaudit.runner import durable
 
@@ -246,8 +254,8 @@ def _margin(arguments: argparse.Namespace) -> int:
     from jaxaudit.errors import placed
     from jaxaudit.specification.document import load
 
-    spec = load(arguments.spec) if arguments.spec else None
-    _prepare(None, arguments.folder)
+    spec, workers = load(arguments.spec) if arguments.spec else None, _workers(arguments, arguments.folder)
+    _prepare(workers, arguments.folder)
     from jaxaudit.margins.folder import margin_of
     from jaxaudit.margins.search import Settings
 
@@ -258,7 +266,7 @@ def _margin(arguments: argparse.Namespace) -> int:
             criterion=arguments.criterion,
             lanes=arguments.lanes,
         )
-    print(margin_of(arguments.folder, spec, arguments.out, chosen))
+    print(margin_of(arguments.folder, spec, arguments.out, chosen, workers))
     return 0
 
 
@@ -303,6 +311,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _detect(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         _check_run(folder)
+    workers = _workers(arguments)
     prepare_jax()
     from jaxaudit.detection.comparison import Settings
     from jaxaudit.detection.folder import detect
@@ -313,7 +322,7 @@ def _detect(arguments: argparse.Namespace) -> int:
     with placed("jaxaudit detect"):
         settings = Settings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
     detector = MetaState(scorer(arguments.model))
-    folders = detect(arguments.folders, arguments.out, detector, settings, arguments.channels)
+    folders = detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers)
     from jaxaudit.report.detection import build
 
     for folder in folders:

@@ -55,8 +55,8 @@ def test_a_killed_worker_and_one_that_is_sent_away(tmp_path):
 
 @pytest.mark.slow
 def test_a_limit_of_time(tmp_path):
-    text = SPEC.replace("pause = 0.05", "pause = 1.2")
-    durable.run(parse(text), tmp_path / "run", Workers("local", count=2, minutes=0.75))
+    text = SPEC.replace("pause = 0.05", "pause = 2.4")
+    durable.run(parse(text), tmp_path / "run", Workers("local", count=2, minutes=1))
     told = shards(tmp_path / "run")
     assert (told.attempt > 1).any()
     assert (told[told.attempt > 1].from_step > told[told.attempt > 1].onset).all()

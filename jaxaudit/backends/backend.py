@@ -86,7 +86,7 @@ class Workers:
     count: int | None = None
     cpus: int = 1
     gpus: int = 0
-    minutes: float = 24 * 60
+    minutes: int = 24 * 60
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -97,7 +97,7 @@ class Workers:
             ("--workers", self.count, 1),
             ("--cpus", self.cpus, 1),
             ("--gpus", self.gpus, 0),
-            ("--minutes", self.minutes, 0.5),
+            ("--minutes", self.minutes, 1),
         ):
             if value is not None and value < least:
                 raise UserError(f"{name} must be at least {least}, not {value}")
