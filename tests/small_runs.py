@@ -73,7 +73,9 @@ def arrays(folder):
     for path in sorted((folder / "checkpoints").iterdir()):
         assert not path.name.startswith(".")
         for piece in sorted(p for p in path.iterdir() if p.is_dir()):
-            leaves = jax.tree_util.tree_leaves_with_path(ocp.load(piece))
+            shapes = ocp.metadata(piece).metadata
+            blank = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
+            leaves = jax.tree_util.tree_leaves_with_path(ocp.load(piece, blank))
             place = f"{path.name} {piece.name}"
             found |= {f"{place} {jax.tree_util.keystr(k)}": np.asarray(x).tobytes() for k, x in leaves}
     return found

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from small_runs import assert_same
-from worker_runs import PAUSED, command, kill, plug_in, shards, wait_for, whole, workers_at
+from worker_runs import PAUSED, kill, plug_in, shards, started, wait_for, whole, workers_at
 
 from jaxaudit.backends.backend import Workers
 from jaxaudit.errors import Failed, UserError
@@ -64,7 +64,7 @@ def test_two_workers_end_as_one_process(planned, reference):
 def test_a_killed_worker_a_removed_node_and_a_killed_driver(cluster, on, reference, tmp_path):
     folder, spec = tmp_path / "run", tmp_path / "spec.toml"
     spec.write_text(SPEC)
-    driver = command("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
+    driver = started("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
 
     def at_work(batches):
         return wait_for(lambda: driver.poll() is not None or workers_at(folder, batches, states=2))
@@ -92,7 +92,7 @@ def test_a_killed_worker_a_removed_node_and_a_killed_driver(cluster, on, referen
 def test_ctrl_c_keeps_states_and_another_backend_goes_on(cluster, reference, tmp_path):
     folder, spec = tmp_path / "run", tmp_path / "spec.toml"
     spec.write_text(SPEC)
-    driver = command("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
+    driver = started("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
     wait_for(lambda: driver.poll() is not None or workers_at(folder, range(2, 5), states=1))
     driver.send_signal(signal.SIGINT)
     assert driver.wait(60) == 130
@@ -100,7 +100,7 @@ def test_ctrl_c_keeps_states_and_another_backend_goes_on(cluster, reference, tmp
     assert f"go on with: jaxaudit resume {folder}" in said
     assert "Traceback" not in said
     assert Folder(folder).read_environment()["status"] == "interrupted"
-    assert command("resume", folder).wait() == 0
+    assert started("resume", folder).wait() == 0
     assert_same(folder, reference)
     assert "stopped" in set(shards(folder).outcome)
 

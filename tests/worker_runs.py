@@ -51,16 +51,22 @@ def plug_in(folder):
     }
 
 
-def command(*arguments):
+def started(*arguments, **environment):
     """The command line, in a process of its own."""
-    code = "import sys; from jaxaudit.cli import main; sys.exit(main(sys.argv[1:]))"
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    code = "from jaxaudit.cli import entry; entry()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | environment,
+    )
 
 
 def whole(text, planned, folder):
     """A run of the plan of another, in one process, as the command line does it."""
     (folder / "spec.toml").write_text(text)
-    done = command("run", folder / "spec.toml", "-o", folder / "whole", "--plan", planned)
+    done = started("run", folder / "spec.toml", "-o", folder / "whole", "--plan", planned)
     assert done.wait() == 0, done.stderr.read()
     return folder / "whole"
 
