@@ -5,10 +5,13 @@ import socket
 import time
 
 import pytest
+from quadratic import quadratic
 from small_runs import assert_same
 from worker_runs import PAUSED, plug_in, shards, started, wait_for, workers_at
 
+import jaxaudit as ja
 from jaxaudit import cli
+from jaxaudit.program import Program
 
 SPEC = PAUSED.format(pause=0.02).replace("seeds = 2", "seeds = 3").replace("lanes = 2", "")
 """Three lanes of the baseline, which four devices fill up to four, and nine of each fork group."""
@@ -67,7 +70,7 @@ def test_a_process_that_is_killed_is_told_of_and_the_run_goes_on(spec, reference
     wait_for(lambda: processes[0].poll() is not None or workers_at(folder, {1, 2}, states=2))
     processes[1].send_signal(signal.SIGKILL)
     codes, said = ended(processes, 30)
-    assert codes == [1, -signal.SIGKILL]
+    assert codes == [1, -signal.SIGKILL], said
     assert "jaxaudit: another process of the run is gone; in as many as before, go on with: jaxaudit resume" in said[0]
     assert "Traceback" not in said[0]
     codes, said = ended(together("resume", folder))
@@ -115,12 +118,18 @@ def test_ctrl_c_stops_both_in_the_same_chunk(spec, reference, tmp_path):
     for process in processes[::-1]:
         process.send_signal(signal.SIGINT)
     codes, said = ended(processes)
-    assert codes == [130, 130]
+    assert codes == [130, 130], said
     assert f"go on with: jaxaudit resume {folder}" in said[0]
     assert "jaxaudit: " not in said[1]
     one = started("resume", folder)  # by one with as many devices
     assert one.wait() == 0, one.stderr.read()
     assert_same(folder, reference)
+
+
+def test_an_audit_in_memory_is_one_process(monkeypatch):
+    monkeypatch.setattr(Program, "across_hosts", True)
+    with pytest.raises(ValueError, match="an audit in memory is one process's, on jax.local_devices"):
+        ja.audit(quadratic(None), [], seeds=1, steps=4)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,30 @@ from jaxaudit.specification.document import parse
 MIB = 2**20
 SPEC = PAUSED.format(pause=0.05)
 
+PPO = """
+[audit]
+name = "pendulum"
+seeds = 2
+steps = 24
+lanes = 2
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "ppo"
+[run]
+chunk = 2
+checkpoint_every = 1
+[metrics]
+window = 4
+hold = 4
+[[perturbation]]
+kind = "lr_spike"
+magnitude = [10, 100]
+onset = [6, 12]
+"""
+"""As many batches as `SPEC` has."""
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
@@ -61,31 +85,62 @@ def test_two_workers_end_as_one_process(planned, reference):
     assert trained[trained.onset == 6].begun.min() < baseline.ended.max(), "a fork waits for its onset alone"
 
 
-def test_a_killed_worker_a_removed_node_and_a_killed_driver(cluster, on, reference, tmp_path):
-    folder, spec = tmp_path / "run", tmp_path / "spec.toml"
-    spec.write_text(SPEC)
-    driver = started("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
+def hurt(cluster, folder, driver, accidents):
+    """Accidents, one after the other, to a run that a driver hands out."""
 
     def at_work(batches):
         return wait_for(lambda: driver.poll() is not None or workers_at(folder, batches, states=2))
 
-    kill(at_work({0})[0])
-    at_work(range(2, 5))
-    cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
-    cluster.add_node(num_cpus=1, object_store_memory=80 * MIB)
-    at_work(range(5, 8))
-    driver.send_signal(signal.SIGKILL)
-    assert driver.wait() == -signal.SIGKILL, driver.stderr.read()
-    durable.resume(folder, on)
+    forks = iter([range(2, 5), range(5, 8)])
+    for accident in accidents:
+        if accident == "worker":
+            kill(at_work({0})[0])
+        else:
+            at_work(next(forks))
+        if accident == "node":
+            cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+            cluster.add_node(num_cpus=1, object_store_memory=80 * MIB)
+        if accident == "driver":
+            driver.send_signal(signal.SIGKILL)
+
+
+def hurt_and_held_against(cluster, reference, tmp_path, text, *accidents):
+    folder, spec = tmp_path / "run", tmp_path / "spec.toml"
+    spec.write_text(text)
+    driver = started("run", spec, "-o", folder, "--on", f"ray:{cluster.address}", "--plan", reference)
+    hurt(cluster, folder, driver, accidents)
+    code = driver.wait()
+    assert code == (-signal.SIGKILL if "driver" in accidents else 0), driver.stderr.read()
+    if code:
+        durable.resume(folder, Workers("ray", cluster.address))
     assert_same(folder, reference)
     told = shards(folder)
     lost, after = told[told.outcome == "lost"], told[told.attempt > 1]
-    assert {0} < set(lost.batch)
+    assert len(lost)
     assert (after.from_step > after.onset).any(), "it went on from its states"
     assert (told[told.outcome == "complete"].groupby("batch").size() == 1).all()
     for _, one in after.iterrows():
         earlier = told[(told.batch == one.batch) & (told.attempt == one.attempt - 1)]
         assert (earlier.to_step >= one.from_step).all(), "nothing is trained twice but what was not kept"
+
+
+def test_a_killed_worker_a_removed_node_and_a_killed_driver(cluster, reference, tmp_path):
+    hurt_and_held_against(cluster, reference, tmp_path, SPEC, "worker", "node", "driver")
+
+
+@pytest.fixture(scope="module")
+def ppo(cluster, tmp_path_factory):
+    """A grid of PPO's, by two workers and by one process."""
+    place = tmp_path_factory.mktemp("ppo")
+    durable.run(parse(PPO), place / "run", Workers("ray", cluster.address))
+    assert_same(place / "run", reference := whole(PPO, place / "run", place))
+    return reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accidents", [("worker",), ("node",), ("worker", "node"), ("driver",)], ids="-".join)
+def test_a_grid_of_ppo(cluster, ppo, tmp_path, accidents):
+    hurt_and_held_against(cluster, ppo, tmp_path, PPO, *accidents)
 
 
 @pytest.mark.slow

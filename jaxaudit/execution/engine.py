@@ -110,7 +110,7 @@ class Engine:
         A piece must be let go before the states are trained on, or they are copied there.
         """
         count, states = len(batch.seeds), _as_data(states)
-        if hosts.several():  # each has a part of every lane's, or of every leaf's
+        if self.grid.program.across_hosts:  # each has a part of every lane's, or of every leaf's
             yield Piece(batch.first, count, _first_lanes(self.grid.program, batch.width, count)(states))
             return
         most = self._piece_lanes(batch)
@@ -165,7 +165,8 @@ class Engine:
         """
         program = self.program(batch)
         arguments = self.data, states, self._placed(batch), np.int32(start), np.int32(stop)
-        hosts.told()  # all have compiled it
+        if self.grid.program.across_hosts:
+            hosts.told()  # all have compiled it
         return jax.block_until_ready(program(*arguments))
 
     @property
@@ -268,7 +269,7 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Futur
         jax.tree.map(lambda x: _shape(x.shape, x.dtype, _by_lane(program)), shapes),
         jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
     )
-    rows_lie = EVERYWHERE if hosts.several() else ROWS  # whoever writes them has all
+    rows_lie = EVERYWHERE if program.across_hosts else ROWS  # whoever writes them has all
     results = (_by_lane(program), _sharding(program, rows_lie))
     # Data that no step reads lie on the devices as well, and count in what the program needs.
     jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
