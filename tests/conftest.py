@@ -14,6 +14,7 @@ from server import Done, Server
 
 import jaxaudit.report
 from jaxaudit import cli
+from jaxaudit.execution import engine
 from jaxaudit.machine import collect_garbage_seldom
 from jaxaudit.text import Text
 
@@ -49,11 +50,15 @@ AS_FOR_USERS = (
     "shards",
     "ray",
     "local_workers",
+    "workers",
     "memory",
     "lowering",
 )
 """Files whose promises, bit for bit or byte for byte, are of what XLA makes for users."""
 
+
+LATEST: dict[str, bool] = {}
+"""How the file before was compiled."""
 
 FAST = "not slow"
 """What the default run selects."""
@@ -64,6 +69,11 @@ def compiled_in_a_hurry(request):
     """In all other files; not when slow tests are asked for: then everything is as for users."""
     quickly = request.path.stem.removeprefix("test_") not in AS_FOR_USERS and request.config.option.markexpr == FAST
     compile_in_a_hurry(quickly)
+    if quickly != LATEST.get("quickly", False):  # or a program of another file would be taken, which rounds otherwise
+        engine._compiled.cache_clear()
+        engine._initial.cache_clear()
+        jax.clear_caches()
+    LATEST["quickly"] = quickly
     yield
     compile_in_a_hurry(False)
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import paused  # noqa: F401  registers the learner
+import submitit  # noqa: F401  takes logging's handlers apart when it is imported: not within a test
 from small_runs import header
 
 from jaxaudit.backends.backend import Ended

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ SIGNAL_SECONDS = 30
 """Before its limit of time, a job is told to be queued again."""
 
 
+LOOK_SECONDS = 60.0
+"""Between one time that Slurm is asked how jobs are and the next: what of them is lost it alone knows."""
+
+
+WORD_SECONDS = {"local": 1.0, "slurm": 15.0}
+"""For what a job that has ended returns to be seen, in the second in a folder that machines share."""
+
+
 class OnSubmitit:
     """Jobs by submitit. See `jaxaudit.backends.backend.Backend`."""
 
@@ -28,26 +37,35 @@ class OnSubmitit:
             raise UserError(f"--on {asked.engine} needs the extra 'slurm': pip install 'jaxaudit[slurm]'") from None
         if asked.engine == "slurm" and shutil.which("sbatch") is None:
             raise UserError("--on slurm needs Slurm, and there is no sbatch on this machine")
-        self._submitit, self._asked, self.workers = submitit, asked, workers
-        self._local = asked.engine == "local"
-        self.beside = workers if self._local else 1  # Slurm gives each job memory of its own
+        self.errors, self._asked, self.workers = submitit.core.utils, asked, workers
+        self.local = asked.engine == "local"
+        self.beside = workers if self.local else 1  # Slurm gives each job memory of its own
         # Who hands jobs in decides when it has been often enough.
         often = {f"{asked.engine}_max_num_timeout": sys.maxsize}
         self._executor = submitit.AutoExecutor(folder, cluster=asked.engine, **often)
         chosen = {"gpus_per_node": asked.gpus} if asked.gpus else {}
-        if not self._local:
+        if not self.local:
             chosen["slurm_signal_delay_s"] = SIGNAL_SECONDS
         self._executor.update_parameters(
             name="jaxaudit", timeout_min=asked.minutes, cpus_per_task=asked.cpus, tasks_per_node=1, **chosen
         )
         self._jobs: list[_SubmititJob] = []
+        self._looked = time.monotonic()
+        self.word_seconds = WORD_SECONDS[asked.engine]
 
     def submit(self, call: str, arguments: dict[str, Any]) -> _SubmititJob:
         """Hands in a call."""
         with _no_interrupts():
             job = self._executor.submit(_Again(), call, arguments, self._asked.cpus, os.getcwd())
-        self._jobs.append(_SubmititJob(job, self._submitit, self._local))
+        self._jobs.append(_SubmititJob(job, self))
         return self._jobs[-1]
+
+    def look(self) -> bool:
+        """Whether it is time to ask Slurm, about all jobs at once; submitit itself would in ten minutes."""
+        if self.local or time.monotonic() - self._looked < LOOK_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return True
 
     def close(self) -> None:
         """Ends all that was handed in."""
@@ -84,19 +102,25 @@ class _no_interrupts:
 
 
 class _SubmititJob:
-    def __init__(self, job: Any, submitit: Any, local: bool):
-        self._job, self._submitit, self._local = job, submitit, local
+    def __init__(self, job: Any, backend: OnSubmitit):
+        self._job, self._backend = job, backend
         self._ended: Ended | None = None
+        self._silent: float | None = None
 
     def ended(self) -> Ended | None:
         """How it ended; None before."""
-        if self._ended is None and self._job.done():
+        if self._ended is None and self._job.done(force_check=self._backend.look()):
+            if not self._job.paths.result_pickle.exists():  # submitit would wait for it, and nobody be looked after
+                self._silent = self._silent or time.monotonic()
+                if time.monotonic() - self._silent > self._backend.word_seconds:
+                    self._ended = Ended(lost=f"job {self._job.job_id} ended without a word")
+                return self._ended
             try:
                 self._ended = Ended(**self._job.result())
-            except self._submitit.core.utils.FailedJobError as error:
+            except self._backend.errors.FailedJobError as error:
                 trace = str(error).split("-" * 22)[1].strip()
                 self._ended = Ended(error=f"a worker could not begin: {trace.splitlines()[-1]}", code=1)
-            except self._submitit.core.utils.UncompletedJobError as error:
+            except self._backend.errors.UncompletedJobError as error:
                 self._ended = Ended(lost=str(error).splitlines()[0])
         return self._ended
 
@@ -104,7 +128,7 @@ class _SubmititJob:
         """Ends it at once, if it has not ended."""
         if self._job.done():
             return
-        if not self._local:
+        if not self._backend.local:
             self._job.cancel(check=False)
             return
         with suppress(OSError, ValueError):  # it has just ended

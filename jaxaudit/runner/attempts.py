@@ -359,9 +359,9 @@ def onset_paths(store: Folder, onset: int, seeds: Collection[int]) -> list[Path]
 
 
 def onset_lanes(store: Folder, onset: int) -> set[int]:
-    """The positions of the seeds whose states at an onset are there."""
+    """The positions of the seeds whose states at an onset the run has: those are where they stay."""
     found: set[int] = set()
-    for path in _onset_checkpoints(store, onset).values():
+    for path in store.checkpoints.glob(f"{onset_name(onset)}*"):
         with suppress(checkpoint.Damaged):  # a fork that needs it will say so
             found |= checkpoint.lanes(path)
     return found

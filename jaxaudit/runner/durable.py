@@ -86,12 +86,13 @@ def resume(folder: Path, workers: Workers | None = None) -> None:
 @contextmanager
 def _stopped(folder: Path) -> Iterator[tuple[Folder, Spec, Grid, Plan]]:
     """A run that stopped, held."""
-    store, spec, grid, plan = _standing(folder)
+    store, spec, grid = open_run(folder)
     if is_finished(store):
         raise UserError(f"the run in {folder} is already finished")
     if not store.telemetry.exists():
         raise UserError(f"{folder} has lost its telemetry.zarr, so the run cannot go on; run its spec again")
     check_provenance(store, grid)
+    plan = store.read_plan(grid)
     with store.held():
         _announce(spec, grid)
         yield store, spec, grid, plan

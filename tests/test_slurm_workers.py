@@ -1,0 +1,107 @@
+"""Runs by Slurm's jobs, where Slurm is four scripts on this machine that submitit cannot tell from it."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from small_runs import assert_same
+from worker_runs import PAUSED, kill, meanwhile, plug_in, shards, wait_for, whole, workers_at
+
+from jaxaudit.backends import on_submitit
+from jaxaudit.backends.backend import Workers
+from jaxaudit.errors import Failed
+from jaxaudit.runner import durable
+from jaxaudit.specification.document import parse
+
+pytestmark = pytest.mark.slow
+
+SPEC = PAUSED.format(pause=0.1).replace("[1.0, 0.1]", "1.0").replace("[6, 12]", "6")
+TWO = Workers("slurm", count=2)
+
+SCRIPTS = {
+    "sbatch": """
+job = len(list(root.glob("*.sh")))
+script = root / f"{job}.sh"
+again, code = root / f"{job}.requeue", root / f"{job}.code"
+script.write_text(
+    f"while true; do bash {sys.argv[1]}; code=$?; [ -e {again} ] || break; rm {again}; done; echo $code > {code}"
+)
+place = {"JOB_ID": job, "NTASKS": 1, "JOB_NUM_NODES": 1, "NODEID": 0, "JOB_NODELIST": "here", "PROCID": 0, "LOCALID": 0}
+environment = os.environ | {f"SLURM_{name}": str(value) for name, value in place.items()}
+quiet = subprocess.DEVNULL
+started = subprocess.Popen(["bash", script], env=environment, stdout=quiet, stderr=quiet, start_new_session=True)
+(root / f"{job}.pid").write_text(str(started.pid))
+print(f"Submitted batch job {job}")
+""",
+    "srun": """
+_, _, _, out, _, error, *command = sys.argv
+os.dup2(os.open(out.replace("%j", os.environ["SLURM_JOB_ID"]).replace("%t", "0"), os.O_CREAT | os.O_WRONLY), 1)
+os.dup2(os.open(error.replace("%j", os.environ["SLURM_JOB_ID"]).replace("%t", "0"), os.O_CREAT | os.O_WRONLY), 2)
+os.execvp(command[0], command)
+""",
+    "sacct": """
+print("JobID|State|NodeList")
+for script in root.glob("*.sh"):
+    code = script.with_suffix(".code")
+    state = "RUNNING" if not code.exists() else "COMPLETED" if code.read_text() == "0\\n" else "NODE_FAIL"
+    print(f"{script.stem}|{state}|here")
+""",
+    "scontrol": """
+(root / f"{sys.argv[2]}.requeue").touch()
+""",
+    "scancel": """
+os.killpg(int((root / f"{sys.argv[1]}.pid").read_text()), 9)
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def slurm(tmp_path, monkeypatch):
+    """A Slurm on the path, which asks about jobs every second."""
+    place = tmp_path / "slurm"
+    place.mkdir()
+    for name, text in SCRIPTS.items():
+        script = place / name
+        begin = f"#!{sys.executable}\nimport os, pathlib, subprocess, sys\nroot = pathlib.Path({str(place)!r})"
+        script.write_text(begin + text)
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(on_submitit, "LOOK_SECONDS", 1.0)
+    for name, value in plug_in(tmp_path / "plugin").items():
+        monkeypatch.setenv(name, value)
+    return place
+
+
+def test_a_lost_job_and_one_that_slurm_sends_away(slurm, tmp_path, capsys):
+    folder = tmp_path / "run"
+
+    def accidents():
+        kill(wait_for(lambda: workers_at(folder, {0}, states=2))[0])
+        found = wait_for(lambda: workers_at(folder, {2, 3}, states=2))
+        os.kill(next(iter(found.values())), signal.SIGUSR2)
+
+    with meanwhile(accidents):
+        durable.run(parse(SPEC), folder, TWO)
+    assert_same(folder, whole(SPEC, folder, tmp_path))
+    told = shards(folder)
+    after = told[told.attempt > 1]
+    assert len(set(after.batch)) == 2
+    assert (after.from_step > after.onset).all(), "they went on from their states"
+    assert capsys.readouterr().err.count("lost its worker") == 1, "what Slurm queues again itself is not lost"
+    assert len(list(slurm.glob("*.code"))) == 6, "the plan, four batches, and one of them again"
+
+
+def test_an_error_of_the_program_cancels_the_other_jobs(slurm, tmp_path):
+    with pytest.raises(Failed, match="the accident of a test"):
+        durable.run(parse(SPEC.replace("pause = 0.1", "fails_at = 4")), tmp_path / "run", TWO)
+    begun = [path for path in slurm.glob("*.pid") if not path.with_suffix(".code").exists()]
+    assert not [path for path in begun if alive(int(path.read_text()))]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
