@@ -11,13 +11,18 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pandas as pd
 import pytest
 import yaml
 
+import jaxaudit as ja
 from jaxaudit import cli
 from jaxaudit.backends import backend
+from jaxaudit.batches import layout
 from jaxaudit.execution import driver
+from jaxaudit.grid import plan
+from jaxaudit.models import gpt2
 from jaxaudit.runner import trained, workers
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +31,8 @@ DEPLOY = SCALING / "deploy"
 sys.path.append(str(SCALING))
 
 import engine  # noqa: E402
+import gpt2_lanes  # noqa: E402
+import measure  # noqa: E402
 import recorded  # noqa: E402
 import simulate as simulator  # noqa: E402
 from schedule import Cluster, Shard, Work, bounds  # noqa: E402
@@ -245,6 +252,31 @@ def test_real_runs_take_what_is_simulated(repetition):
     assert predicted(results, one, 1, 2) == pytest.approx(recorded.span(two), rel=0.2)
 
 
+def test_the_page_has_the_tables_of_what_is_simulated():
+    page = (SCALING / "README.md").read_text()
+    told = measure.compare(SCALING / "results").splitlines() + gpt2_lanes.sizes().splitlines()
+    never = [line for line in gpt2_lanes.tables(1).splitlines() if "never" in line]
+    assert all(line in page for line in told if line.startswith("|"))
+    assert sum(line in page for line in never) == 7, "8, 64 and 512 workers as the spec is and with short chunks, and 8"
+
+
+@pytest.mark.parametrize(("most", "parts"), [(None, 1), (None, 4), (None, 7), (3, 1), (3, 4), (5, 64)])
+def test_lanes_are_dealt_out_as_a_run_does(most, parts):
+    learner = ja.Learner(lambda key: jnp.zeros(2), lambda x, key, taps: (taps("params", x), {"performance": x.sum()}))
+    grid = plan(learner, [ja.weight_noise(ja.sweep(1.0, 2.0, 3.0), onset=2)], seeds=5, steps=6)
+    batches = layout(grid, most, parts=parts)
+    for disturbed, count in ((False, 5), (True, 20)):
+        dealt = [len(batch.seeds) for batch in batches if batch.disturbed is disturbed]
+        assert dealt == gpt2_lanes.shares(count, most or count, parts)
+
+
+def test_gpt2_has_the_parameters_that_are_counted():
+    size, width, depth = gpt2.SIZES["124m"], 768, 12
+    assert (size.width, size.depth) == (width, depth)
+    layer = 12 * width**2 + 13 * width
+    assert (50257 + 1024) * width + depth * layer + 2 * width == gpt2_lanes.PARAMETERS
+
+
 def predicted(run, rows, recorded_by, among):
     start = recorded.start_seconds(rows, recorded_by, simulator.POLL)
     return simulate(recorded.work_of(run, rows), Cluster(among, start)).span
@@ -255,14 +287,16 @@ SEVERAL_HOSTS = "--distributed"
 """Of programs over several hosts, which the parser of this version may not know yet."""
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "slurm.sh", "slurm_hosts.sh", "ray.yaml", "jobset.yaml"])
+@pytest.mark.parametrize(
+    "name", ["Dockerfile", "slurm.sh", "slurm_hosts.sh", "ray.yaml", "jobset.yaml", "../README.md"]
+)
 def test_the_commands_in_files_for_clusters_are_commands(name):
     found = COMMAND.findall((DEPLOY / name).read_text())
     assert found
     for command in found:
         words = [word for word in shlex.split(command)[1:] if word != SEVERAL_HOSTS]
         arguments = cli._parser().parse_args([re.sub(r"\$\{?\w+\}?", "7", word) for word in words])
-        if name != "Dockerfile" and SEVERAL_HOSTS not in command:
+        if "--on" in words:
             assert cli._workers(arguments).engine in backend.ENGINES
 
 
