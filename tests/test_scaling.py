@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -23,7 +25,7 @@ from jaxaudit.batches import layout
 from jaxaudit.execution import driver
 from jaxaudit.grid import plan
 from jaxaudit.models import gpt2
-from jaxaudit.runner import trained, workers
+from jaxaudit.runner import attempts, trained, workers
 
 ROOT = Path(__file__).parents[1]
 SCALING = ROOT / "experiments" / "scaling"
@@ -102,10 +104,26 @@ def test_a_lost_worker_costs_what_was_not_kept(every, kept):
 
 def test_a_lost_batch_goes_before_all_others():
     work = Work((baseline(0), baseline(1), baseline(2)), chunk=10, every=1)
-    outcome = simulate(work, Cluster(2, repair=1000, losses={0: [55.0]}))
-    # 0 is lost at 55 with 50 kept; 1 ends at 100, then 0 from 50 on, then 2.
-    assert outcome.makespan == 100 + 50 + 100
-    assert outcome.last == 250
+    outcome = simulate(work, Cluster(2, repair=65, losses={0: [55.0]}))
+    # 0 is lost at 55 with 50 kept; at 100 it is trained on where 1 was, and at 120 the other is back and has 2.
+    assert outcome.makespan == outcome.last == 120 + 100
+
+
+def test_a_worker_lost_while_it_begins_has_trained_nothing():
+    work = Work((baseline(setup=4),), chunk=10, every=1)
+    outcome = simulate(work, Cluster(1, start=2, losses={0: [5.0]}))
+    assert (outcome.starting, outcome.twice, outcome.makespan) == (5 + 6, 0, 5 + 6 + 100)
+
+
+def test_a_worker_that_is_back_knows_no_programs():
+    work = Work((baseline(), baseline(1), baseline(2)), chunk=100, every=1)
+    assert simulate(work, Cluster(1, start=9, again=1)).makespan == 109 + 101 + 101
+    lost = simulate(work, Cluster(1, start=9, again=1, losses={0: [160.0]}))
+    assert lost.makespan == 160 + 109 + 101
+
+
+def test_forks_of_a_run_that_has_its_onsets_wait_for_nothing():
+    assert simulate(Work((fork(0), fork(1)), chunk=10, every=1), Cluster(2)).makespan == 60
 
 
 def test_a_worker_lost_with_an_onset_kept_leaves_it():
@@ -134,12 +152,47 @@ def test_lost_twice_in_the_same_chunk_is_given_up_and_resumed():
     assert further.twice == 5 + 6
 
 
+def test_what_is_resumed_has_not_died_yet():
+    work = Work((baseline(),), chunk=10, every=1)
+    outcome = simulate(work, Cluster(1, repair=4, resume=100, losses={0: [35.0, 45.0, 150.0]}))
+    assert (outcome.given_up, outcome.losses, outcome.makespan) == (1, 3, 154 + 70)
+
+
+def test_the_bounds():
+    work = Work((baseline(seconds=2, setup=3), fork(1, seconds=4, setup=3), fork(2, seeds=(5,))), chunk=10, every=1)
+    assert bounds(work, Cluster(2, start=1)) == ((204 + 244 + 61) / 2, (4 + 80) + (4 + 240))
+    assert bounds(work, Cluster(2, start=1, again=2)) == ((202 + 242 + 61) / 2, (2 + 80) + (2 + 240))
+
+
+def test_workers_keep_their_states_before_they_stop():
+    work = Work((baseline(), baseline(1, seconds=3, keep=2)), chunk=10, every=20)
+    outcome = simulate(work, Cluster(2, repair=4, resume=100, losses={0: [5.0, 14.0]}))
+    assert outcome.makespan == 30 + 2 + 100 + 3 * 90
+    assert outcome.keeping == 2
+
+
+def test_lost_again_before_it_has_begun_counts_where_it_was():
+    work = Work((baseline(),), chunk=10, every=2)
+    assert simulate(work, Cluster(1, start=8, losses={0: [43.0, 47.0]})).given_up == 1, "30 steps told of, both times"
+    assert simulate(work, Cluster(1, start=8, losses={0: [43.0, 53.0]})).given_up == 0, "30, and then 20 taken over"
+
+
+def test_what_is_handed_in_and_waits_is_not_trained_when_all_is_given_up():
+    work = Work((baseline(), baseline(1, seconds=3)), chunk=10, every=1)
+    outcome = simulate(work, Cluster(2, repair=20, resume=100, losses={0: [3.0, 28.0], 1: [24.0]}))
+    assert (outcome.given_up, outcome.makespan, outcome.trained) == (1, 28 + 100 + 300, 400)
+
+
 def test_workers_that_do_not_stop_in_time_are_ended():
     work = Work((baseline(), baseline(1, seconds=10)), chunk=10, every=1)
     outcome = simulate(work, Cluster(2, repair=4, resume=100, losses={0: [35.0, 45.0]}))
     # 1 would come to its first chunk's end at 100.
     assert outcome.makespan == 45 + simulator.PATIENCE + 100 + 1000
     assert outcome.twice == 5 + 6 + 75
+    last = Work((baseline(), baseline(1, seconds=10)), chunk=100, every=1)
+    outcome = simulate(last, Cluster(2, repair=4, resume=100, losses={0: [35.0, 45.0]}))
+    assert (outcome.makespan, outcome.trained) == (45 + simulator.PATIENCE + 100 + 1000, 1100)
+    assert outcome.twice == 35 + 6 + 75
 
 
 def test_states_are_kept_as_often_as_takes_a_twentieth_of_the_time():
@@ -252,6 +305,16 @@ def test_real_runs_take_what_is_simulated(repetition):
     assert predicted(results, one, 1, 2) == pytest.approx(recorded.span(two), rel=0.2)
 
 
+def test_real_runs_whose_worker_was_killed_take_what_is_simulated():
+    results = SCALING / "results"
+    shards = pd.read_csv(results / "shards-killed.csv")
+    for run in pd.read_csv(results / "runs-killed.csv").itertuples():
+        rows = shards[shards["repetition"] == run.repetition]
+        told = measure._predicted(results, rows, 1, 1, run.killed_after)
+        assert told == pytest.approx(recorded.span(rows), rel=0.05)
+        assert told > measure._predicted(results, rows, 1, 1) + measure.GONE_SECONDS
+
+
 def test_the_page_has_the_tables_of_what_is_simulated():
     page = (SCALING / "README.md").read_text()
     told = measure.compare(SCALING / "results").splitlines() + gpt2_lanes.sizes().splitlines()
@@ -280,6 +343,18 @@ def test_gpt2_has_the_parameters_that_are_counted():
 def predicted(run, rows, recorded_by, among):
     start = recorded.start_seconds(rows, recorded_by, simulator.POLL)
     return simulate(recorded.work_of(run, rows), Cluster(among, start)).span
+
+
+def test_a_lost_attempt_ended_when_it_last_had_telemetry(tmp_path):
+    attempt = attempts.Attempt(tmp_path / "attempt-001", SimpleNamespace(seeds=[0]))
+    attempt.path.mkdir()
+    attempt.begin(0, "here:1", 1.0, None)
+    attempt.write_rows({"performance": np.zeros((10, 1))}, 0, 10)
+    attempt.state(10).mkdir()
+    for path in attempt.path.iterdir():
+        os.utime(path, (100, 100))
+    attempt.forget_states()
+    assert attempt.latest() == 100, "not when a later attempt had taken its states over"
 
 
 COMMAND = re.compile(r"\bjaxaudit (?:run|resume|quickstart) [^\n'`\]#]+")

@@ -2,23 +2,28 @@
 
     python measure.py plan OUT             # runs spec.toml once: the plan that the others take, programs compiled
     python measure.py run OUT 1; python measure.py run OUT 2     # and again, in turns; two minutes each at most
+    python measure.py run OUT 1 --kill 42  # the worker is killed so many seconds after the first batch was begun
     python measure.py compare OUT          # predicted against measured; OUT or experiments/scaling/results
 
 OUT gets `plan.json` and `spec.toml`, and of every run what its batches took, `shards.csv`, and in `runs.csv` what the
-command took and how busy others kept the machine meanwhile: a share of its cores' time.
+command took and how busy others kept the machine meanwhile: a share of its cores' time. Runs with a worker killed have
+files of their own, `shards-killed.csv` and `runs-killed.csv`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +37,9 @@ SPEC = Path(__file__).with_name("spec.toml")
 
 RULE = "| --- " * 5 + "|"
 
+GONE_SECONDS = 15.0
+"""For which submitit waits for the result of a process that is gone, and the driver for submitit."""
+
 
 def main() -> None:
     """One of the commands."""
@@ -39,11 +47,12 @@ def main() -> None:
     parser.add_argument("command", choices=("plan", "run", "compare"))
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("workers", type=int, nargs="?", default=1)
+    parser.add_argument("--kill", type=float, metavar="S")
     arguments = parser.parse_args()
     if arguments.command == "plan":
         plan(arguments.out)
     elif arguments.command == "run":
-        run(arguments.out, arguments.workers)
+        run(arguments.out, arguments.workers, arguments.kill)
     else:
         print(compare(arguments.out))
 
@@ -56,28 +65,43 @@ def plan(out: Path) -> None:
     shutil.copyfile(SPEC, out / "spec.toml")
 
 
-def run(out: Path, workers: int) -> None:
+def run(out: Path, workers: int, kill: float | None = None) -> None:
     """Runs the same plan by so many workers, and keeps what its batches took."""
     _adopt_descendants()
-    runs = pd.read_csv(out / "runs.csv") if (out / "runs.csv").exists() else pd.DataFrame({"workers": []})
-    repetition = int((runs["workers"] == workers).sum())
+    kind = "" if kill is None else "-killed"
+    runs = out / f"runs{kind}.csv"
+    repetition = int((pd.read_csv(runs)["workers"] == workers).sum()) if runs.exists() else 0
     with tempfile.TemporaryDirectory(dir=out) as made:
+        folder = Path(made) / "run"
+        if kill is not None:
+            threading.Thread(target=_kill_one, args=(folder, kill), daemon=True).start()
         begun, busy = time.monotonic(), _busy_seconds()
-        _train(Path(made) / "run", workers, "--plan", str(out / "planned"))
+        _train(folder, workers, "--plan", str(out / "planned"))
         seconds = time.monotonic() - begun
         with suppress(ChildProcessError):
             while True:
                 os.wait()
         others = _busy_seconds() - busy - _own_seconds()
-        shards = pd.read_csv(Path(made) / "run" / "shards.csv")
+        shards = pd.read_csv(folder / "shards.csv")
     row = {
         "workers": workers,
         "repetition": repetition,
         "command_seconds": round(seconds, 1),
         "others": round(others / seconds / os.cpu_count(), 3),
     }
-    _append(out / "runs.csv", pd.DataFrame([row]))
-    _append(out / "shards.csv", shards.assign(workers=workers, repetition=repetition))
+    _append(runs, pd.DataFrame([row | ({} if kill is None else {"killed_after": kill})]))
+    _append(out / f"shards{kind}.csv", shards.assign(workers=workers, repetition=repetition))
+
+
+def _kill_one(folder: Path, after: float) -> None:
+    """Kills the worker that is at work some seconds after the first batch was begun."""
+    while not (begun := list(folder.glob("batches/*/attempt-*/begun.json"))):
+        time.sleep(0.1)
+    first = json.loads(begun[0].read_text())["begun"]
+    time.sleep(max(0.0, first + after - time.time()))
+    attempts = [path for path in folder.glob("batches/*/attempt-*") if not (path / "ended.json").exists()]
+    worker = json.loads((attempts[0] / "begun.json").read_text())["worker"]
+    os.kill(int(worker.rpartition(":")[2]), signal.SIGKILL)
 
 
 def _train(folder: Path, workers: int, *options: str) -> None:
@@ -131,12 +155,31 @@ def compare(out: Path) -> str:
     lines += ["", f"median difference: {statistics.median(errors):+.1%}"]
     halves, path = bounds(work_of(out, one), Cluster(2, start_seconds(one, 1, POLL)))
     lines += [f"all work / 2: {halves:.1f} s; longest path: {path:.1f} s"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_killed(out)])
 
 
-def _predicted(out: Path, shards: pd.DataFrame, recorded: int, workers: int) -> float:
-    """Seconds from the first beginning to the last end, of batches as `recorded` workers took them."""
-    return simulate(work_of(out, shards), Cluster(workers, start_seconds(shards, recorded, POLL))).span
+def _killed(out: Path) -> list[str]:
+    """A table of the runs whose one worker was killed, simulated with that loss and the times of their own batches."""
+    runs, rows = pd.read_csv(out / "runs-killed.csv"), pd.read_csv(out / "shards-killed.csv")
+    lines = ["| killed after | batch, went on from step | measured | simulated | difference |", RULE]
+    for run in runs.itertuples():
+        shards = rows[rows["repetition"] == run.repetition]
+        lost, second = shards[shards["outcome"] == "lost"].iloc[0], shards[shards["attempt"] == 2].iloc[0]
+        measured, predicted = span(shards), _predicted(out, shards, 1, 1, run.killed_after)
+        where = f"{lost['batch']}, {second['from_step']}"
+        cells = (f"{run.killed_after:.0f} s", where, f"{measured:.1f} s", f"{predicted:.1f} s")
+        lines.append(f"| {' | '.join(cells)} | {predicted / measured - 1:+.1%} |")
+    return lines
+
+
+def _predicted(out: Path, shards: pd.DataFrame, recorded: int, workers: int, killed: float | None = None) -> float:
+    """Seconds from the first beginning to the last end, of batches as `recorded` workers took them.
+
+    `killed`: the first worker is lost so many seconds after the first batch was begun, and there again at once.
+    """
+    start = start_seconds(shards, recorded, POLL)
+    losses = {} if killed is None else {0: [start + killed]}
+    return simulate(work_of(out, shards), Cluster(workers, start, detect=GONE_SECONDS, losses=losses)).span
 
 
 def _seconds(shards: pd.DataFrame) -> pd.Series:
