@@ -267,7 +267,7 @@ def attempt(batch, begun, seconds, attempt=1, start=None, stop=None, outcome="co
     return row | {"outcome": outcome}
 
 
-def test_times_are_read_from_a_runs_table(tmp_path):
+def test_times_are_read_from_a_runs_table(tmp_path, monkeypatch, capsys):
     """Five seconds of setup; a step takes 0.1, 0.2 and 0.2 seconds; two between one batch and the next."""
     rows = [attempt(0, 10.0, 5 + 13.0), attempt(1, 30.0, 5 + 30.0), attempt(2, 67.0, 5 + 20.0)]
     (tmp_path / "plan.json").write_text(json.dumps({"threads": 1, "batches": PLAN}))
@@ -280,6 +280,18 @@ def test_times_are_read_from_a_runs_table(tmp_path):
     assert [shard.seeds for shard in work.shards] == [{0, 1}, {0, 1}, {1}]
     start = recorded.start_seconds(pd.DataFrame(rows), 1, poll=0.5)
     assert start == 2 - 0.25
+    assert recorded.workers_of(pd.DataFrame(rows)) == 1
+    assert recorded.workers_of(pd.DataFrame([*rows, attempt(1, 60.0, 30.0), attempt(1, 65.0, 30.0)])) == 3
+    monkeypatch.setattr(sys, "argv", ["simulate.py", str(tmp_path), "--workers", "1", "2", "--mtbf", "inf", "0.02"])
+    simulator.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "simulated, in seconds; a process begins in 1.8 s"
+    assert [line.split(" | ")[:2] for line in lines[4:]] == [
+        ["| 1", "never"],
+        ["| 1", "0.02 h"],
+        ["| 2", "never"],
+        ["| 2", "0.02 h"],
+    ]
     assert simulate(work, Cluster(1, start)).span == pytest.approx(recorded.span(pd.DataFrame(rows)), abs=1)
 
 

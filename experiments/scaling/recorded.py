@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import tomllib
@@ -62,6 +63,12 @@ def _shard(batch: dict, attempts: pd.DataFrame, setup: float) -> Shard:
         step_seconds=float(max(0.0, seconds) / steps.max()),
         setup=setup,
     )
+
+
+def workers_of(shards: pd.DataFrame) -> int:
+    """How many workers trained side by side, at most."""
+    changes = [(begun, 1) for begun in shards["begun"]] + [(ended, -1) for ended in shards["ended"]]
+    return max(itertools.accumulate(change for _, change in sorted(changes)))
 
 
 def start_seconds(shards: pd.DataFrame, workers: int, poll: float) -> float:

@@ -106,7 +106,7 @@ class _Driver:
 
 def main() -> None:
     """A table for a run's batches."""
-    from recorded import start_seconds, work_of
+    from recorded import start_seconds, work_of, workers_of
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
@@ -114,15 +114,16 @@ def main() -> None:
     parser.add_argument("--mtbf", type=float, nargs="+", default=[math.inf], metavar="HOURS", help="of a worker")
     parser.add_argument("--repair", type=float, default=600.0, metavar="S", help="seconds (%(default)s)")
     parser.add_argument("--detect", type=float, default=30.0, metavar="S", help="seconds (%(default)s)")
-    parser.add_argument("--start", type=float, metavar="S", help="seconds of a process (as the run had, by one worker)")
+    parser.add_argument("--start", type=float, metavar="S", help="seconds of a process (as the run's had)")
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="of the losses (%(default)s)")
     arguments = parser.parse_args()
     work, start = work_of(arguments.run), arguments.start
     if start is None:
         import pandas as pd
 
-        start = start_seconds(pd.read_csv(arguments.run / "shards.csv"), 1, POLL)
-    print(HEADER)
+        shards = pd.read_csv(arguments.run / "shards.csv")
+        start = start_seconds(shards, workers_of(shards), POLL)
+    print(f"simulated, in seconds; a process begins in {start:.1f} s\n\n{HEADER}")
     for workers in arguments.workers:
         for hours in arguments.mtbf:
             cluster = Cluster(
