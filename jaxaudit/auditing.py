@@ -68,6 +68,11 @@ def audit(
         lanes=lanes,
         watch=None if monitor is None else partial(MonitorWatch.of, monitor, alpha),
     )
+    if grid.program.across_hosts:
+        raise ValueError(
+            "an audit in memory is one process's, on jax.local_devices(); several train a run in a folder: "
+            "jaxaudit run --distributed"
+        )
     grid, measured = settle(grid, steps, resident=True)
     engine, batches, _ = memory.fit(grid, steps, resident=True)
     held = Held(grid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.resources
+import io
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ MODELS = ("chart", "lru", "gru", "kalman")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; a failure is one sentence on stderr."""
+    stderr = sys.stderr
     try:
         arguments = _parser().parse_args(argv)
         code = arguments.command(arguments)
@@ -44,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, sentence = explain(error)
         if code == 1 and os.environ.get(TRACEBACK):
             traceback.print_exc()
-        with contextlib.suppress(OSError):
-            print(f"jaxaudit: {' '.join(sentence.split())}", file=sys.stderr)
+        if sentence:
+            with contextlib.suppress(OSError):
+                print(f"jaxaudit: {' '.join(sentence.split())}", file=stderr)
         return code
 
 
@@ -145,8 +148,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--channels", metavar="A,B,...", type=_names, help="what is read (all there is)")
         command.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")
-    for command in (quickstart, run, resume, fork):
+    for command in (quickstart, run, resume, fork, margin, detect):
         _add_workers(command)
+    for command in (quickstart, run, resume, fork):
+        _add_processes(command)
     names = add("list", _list, "what a spec can name")
     names.add_argument("what", nargs="?", choices=LISTS, help="all of them if none is named")
     return parser
@@ -165,9 +170,35 @@ def _add_workers(command: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", metavar="N", type=int, help=words)
 
 
-def _workers(arguments: argparse.Namespace) -> Any:
-    """Who trains, `jaxaudit.backends.backend.Workers`; None: this process."""
+def _add_processes(command: argparse.ArgumentParser) -> None:
+    """Whether this is one of several processes that train the same lanes together."""
+    group = command.add_argument_group("several processes, for lanes that need more devices than a host has")
+    group.add_argument("--distributed", action="store_true", help="this is one: srun, mpirun or Kubernetes says which")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the first is, if nobody says so")
+    group.add_argument("--processes", metavar="N", type=int, help="how many there are")
+    group.add_argument("--process", metavar="I", type=int, help="which this is, from 0")
+
+
+def _join(arguments: argparse.Namespace) -> None:
+    """Joins the other processes of a run, where it has several; all but the first say no more than how they end."""
+    place = arguments.coordinator, arguments.processes, arguments.process
+    if not arguments.distributed and place == (None, None, None):
+        return
+    from jaxaudit import hosts
+
+    hosts.join(*place)
+    if not hosts.first():
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+
+
+def _workers(arguments: argparse.Namespace, like: Path | None = None) -> Any:
+    """Who trains, `jaxaudit.backends.backend.Workers`; None: this process.
+
+    Of a run that is there, `like`, workers have as many cores as it was planned for, unless another number is asked.
+    """
     asked = {"count": arguments.workers} | {name: getattr(arguments, name) for name in ("cpus", "gpus", "minutes")}
+    if arguments.on is not None and getattr(arguments, "distributed", False):
+        raise UserError("--on has workers train lanes apart, and --distributed processes train them together: take one")
     if arguments.on is None:
         given = [name for name, value in asked.items() if value is not None]
         if given:
@@ -175,15 +206,25 @@ def _workers(arguments: argparse.Namespace) -> Any:
         return None
     from jaxaudit.backends.backend import Workers
 
+    if like is not None and (planned := planned_threads(like)):
+        if asked["cpus"] not in (None, planned):
+            told = f"the cores of a worker were {planned} and are {asked['cpus']}"
+            print(f"note: {told}: results may not be bitwise the same", file=sys.stderr)
+        asked["cpus"] = asked["cpus"] or planned
     return Workers.parse(arguments.on, **asked)
 
 
-def _prepare(workers: Any, like: Path | None = None) -> None:
-    """Makes JAX ready: to train here, on as many cores as the run in a folder was planned for; or not to train."""
+def _prepare(workers: Any, like: Path | None = None, joined: argparse.Namespace | None = None) -> None:
+    """Makes JAX ready: to train here, on as many cores as the run in a folder was planned for; or not to train.
+
+    `joined`: the arguments of a command that several processes may do together.
+    """
     if workers is None:
         if like is not None and (threads := planned_threads(like)):
             occupy(threads)
         prepare_jax()
+        if joined is not None:
+            _join(joined)
     else:
         use_cpus()
         prepare_jax()
@@ -209,36 +250,36 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _start(read: Callable[[], Any], arguments: argparse.Namespace, like: Path | None = None) -> int:
-    spec, workers = read(), _workers(arguments)
-    _prepare(workers, like)
+    spec, workers = read(), _workers(arguments, like)
+    _prepare(workers, like, arguments)
     from jaxaudit.runner import durable
 
     folder = arguments.out or Path("runs", spec.audit.slug)
     durable.run(spec, folder, workers, like)
-    return _write_report(folder)
+    return _end(folder)
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    workers = _workers(arguments)
-    _prepare(workers, arguments.folder)
+    workers = _workers(arguments, arguments.folder)
+    _prepare(workers, arguments.folder, arguments)
     from jaxaudit.runner import durable
 
     durable.resume(arguments.folder, workers)
-    return _write_report(arguments.folder)
+    return _end(arguments.folder)
 
 
 def _fork(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     from jaxaudit.specification.document import load
 
-    spec, workers = load(arguments.spec), _workers(arguments)
-    _prepare(workers, arguments.folder)
+    spec, workers = load(arguments.spec), _workers(arguments, arguments.folder)
+    _prepare(workers, arguments.folder, arguments)
     from jaxaudit.runner import durable
 
     out = arguments.out or Path("runs", spec.audit.slug)
     durable.fork(arguments.folder, spec, out, workers)
-    return _write_report(out)
+    return _end(out)
 
 
 def _margin(arguments: argparse.Namespace) -> int:
@@ -246,8 +287,8 @@ def _margin(arguments: argparse.Namespace) -> int:
     from jaxaudit.errors import placed
     from jaxaudit.specification.document import load
 
-    spec = load(arguments.spec) if arguments.spec else None
-    _prepare(None, arguments.folder)
+    spec, workers = load(arguments.spec) if arguments.spec else None, _workers(arguments, arguments.folder)
+    _prepare(workers, arguments.folder)
     from jaxaudit.margins.folder import margin_of
     from jaxaudit.margins.search import Settings
 
@@ -258,7 +299,7 @@ def _margin(arguments: argparse.Namespace) -> int:
             criterion=arguments.criterion,
             lanes=arguments.lanes,
         )
-    print(margin_of(arguments.folder, spec, arguments.out, chosen))
+    print(margin_of(arguments.folder, spec, arguments.out, chosen, workers))
     return 0
 
 
@@ -303,6 +344,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _detect(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         _check_run(folder)
+    workers = _workers(arguments)
     prepare_jax()
     from jaxaudit.detection.comparison import Settings
     from jaxaudit.detection.folder import detect
@@ -313,7 +355,7 @@ def _detect(arguments: argparse.Namespace) -> int:
     with placed("jaxaudit detect"):
         settings = Settings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
     detector = MetaState(scorer(arguments.model))
-    folders = detect(arguments.folders, arguments.out, detector, settings, arguments.channels)
+    folders = detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers)
     from jaxaudit.report.detection import build
 
     for folder in folders:
@@ -349,6 +391,13 @@ def _check_run(folder: Path) -> None:
         raise UserError(f"{folder} is not a folder" if folder.exists() else f"{folder}: there is no such folder")
     if not (folder / "spec.toml").is_file():
         raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
+
+
+def _end(folder: Path) -> int:
+    """A finished run's report; of several processes the first writes it."""
+    from jaxaudit import hosts
+
+    return _write_report(folder) if hosts.first() else 0
 
 
 def _write_report(folder: Path) -> int:

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 NO_SPACE = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """What a file system says when it, a quota or a limit is reached, with its words."""
 
+PEER_LOST = "Gloo ", "CoordinationService", "NCCL operation"
+"""What JAX's errors say of where one of several processes no longer answers."""
+
 TRACEBACK = "JAXAUDIT_TRACEBACK"
 """Environment variable: set, an error that is not the user's shows its traceback."""
 
@@ -59,16 +62,24 @@ def explain(error: BaseException) -> tuple[int, str]:
             1,
             "out of memory; in [audit], lanes = N keeps at most N of them in memory at a time",
         )
+    if any(words in message for message in messages for words in PEER_LOST):
+        return 1, "another process of the run is gone; in as many as before, go on with: jaxaudit resume DIR"
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
         return 1, f"{place}{error.strerror or error}"
-    first = next(iter(str(error).splitlines()), "")
-    return 1, f"unexpected {type(error).__name__}: {first} (set {TRACEBACK}=1 for the traceback)"
+    return 1, f"unexpected {type(error).__name__}: {_words(error)} (set {TRACEBACK}=1 for the traceback)"
 
 
 def error_of(code: int, sentence: str) -> Exception:
     """An error of which `explain` gives this exit code and sentence."""
     return {2: UserError, 130: Interrupted}.get(code, Failed)(sentence)
+
+
+def _words(error: BaseException) -> str:
+    """A message's first line; of one that is a traceback, as JAX gives of a callback, what was raised."""
+    lines = str(error).splitlines() or [""]
+    raised = [line for line in lines[1:] if line.strip() and not line.startswith(" ")]
+    return raised[-1] if lines[0].endswith("Traceback (most recent call last):") and raised else lines[0]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

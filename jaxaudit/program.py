@@ -103,6 +103,11 @@ class Program:
     devices: tuple[jax.Device, ...] = ()
     watch: Watch | None = None
 
+    @property
+    def across_hosts(self) -> bool:
+        """Whether some of the devices are other processes'."""
+        return any(device.process_index != jax.process_index() for device in self.devices)
+
 
 @struct.dataclass
 class Lanes:

@@ -47,6 +47,8 @@ AS_FOR_USERS = (
     "closed_loop",
     "lane_batches",
     "shards",
+    "ray",
+    "local_workers",
     "memory",
     "lowering",
 )

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import resource
 import signal
 import time
 from dataclasses import dataclass
@@ -13,14 +14,18 @@ from quadratic import quadratic
 
 from jaxaudit import Learner, registry
 
+FULL = "DISK_IS_FULL"
+"""Environment variable: set, it is full at `full_at`."""
+
 
 @dataclass(frozen=True)
 class PausedSettings:
-    """Seconds of every step; the step at which the process kills itself, and the one that raises; -1: none."""
+    """Seconds of every step; the step at which the process kills itself, raises, finds the disk full; -1: none."""
 
     pause: float = 0.0
     dies_at: int = -1
     fails_at: int = -1
+    full_at: int = -1
     telemetry: str = "full"
 
 
@@ -36,6 +41,8 @@ def paused(task, **settings):
             os.kill(os.getpid(), signal.SIGKILL)
         if int(step) == chosen.fails_at:
             raise RuntimeError("the accident of a test")
+        if int(step) == chosen.full_at and FULL in os.environ:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
         return np.float32(0)
 
     def step(state, key, taps):

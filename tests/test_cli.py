@@ -323,6 +323,11 @@ def test_a_run_from_end_to_end(capsys, monkeypatch):
         (MemoryError(), 1, "out of memory"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating\n9 bytes"), 1, "out of memory"),
         (RuntimeError("one\ntwo"), 1, "unexpected RuntimeError: one (set JAXAUDIT_TRACEBACK=1"),
+        (
+            RuntimeError("Traceback (most recent call last):\n  line\nKeyError: 3\n"),
+            1,
+            "RuntimeError: KeyError: 3 (set",
+        ),
     ],
 )
 def test_what_goes_wrong_otherwise(error, code, words, capsys, monkeypatch):

@@ -8,7 +8,10 @@ import pandas as pd
 import pytest
 import xarray as xr
 from planted import System
+from worker_runs import Calls
 
+from jaxaudit.backends.backend import Workers
+from jaxaudit.detection import folder
 from jaxaudit.detection.comparison import Settings, splits
 from jaxaudit.detection.detector import ALL_CHANNELS, ONE_CHANNEL
 from jaxaudit.detection.folder import write_comparisons
@@ -111,6 +114,25 @@ def test_learners_without_a_common_channel_are_left_alone():
 def in_common(lanes):
     """Without the channel that no other learner has."""
     return replace(lanes, values=lanes.values[..., :READ], channels=lanes.channels[:READ])
+
+
+def test_workers_write_what_one_process_writes(learners, tmp_path, monkeypatch):
+    backend, told = Calls(), []
+    compared = [in_common(lanes) for lanes in learners[:2]]
+    monkeypatch.setattr(folder, "gather", lambda runs, channels: compared)
+    monkeypatch.setattr(folder, "opened", backend.opened)
+    there = folder.detect([tmp_path], tmp_path / "theirs", MONITOR, SETTINGS, None, Workers("local"), told.append)
+    here = folder.detect([tmp_path], tmp_path / "ours", MONITOR, SETTINGS, say=lambda _: None)
+    assert [arguments["number"] for _, arguments in backend.made] == [0, 1]
+    assert told[:2] == ["a: 48 clean and 16 disturbed lanes", "b: 48 clean and 16 disturbed lanes"]
+    assert [path.name for path in there] == [path.name for path in here]
+    found, expected = (
+        sorted(p.relative_to(out) for p in out.rglob("*.csv")) for out in (there[0].parent, here[0].parent)
+    )
+    assert found == expected
+    for name in expected:
+        assert (there[0].parent / name).read_bytes() == (here[0].parent / name).read_bytes()
+    assert not list(tmp_path.rglob(".*"))
 
 
 def test_files(learners, tmp_path):

@@ -13,7 +13,7 @@ from test_known_answer import CURVATURE, LEARNER, RATE
 
 import jaxaudit as ja
 from jaxaudit import registry
-from jaxaudit.margins.pool import baseline, fit, pending, rounds
+from jaxaudit.margins.pool import baseline, fit, in_turn, pending, rounds
 from jaxaudit.margins.rays import Axis, rays
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe, found, next_round
 from jaxaudit.margins.search import Settings, lay_out
@@ -339,7 +339,7 @@ def test_the_interval_covers_the_true_median_in_at_least_90_of_100_audits():
     lines = dataclasses.replace(lines, rays=tuple(dataclasses.replace(lines.rays[0], seeds=tuple(g)) for g in groups))
     engine, batches, lines = fit(grid, lines, rows=200, baseline=True)
     probes = []
-    for _ in rounds(engine, lines, baseline(engine, batches, SHORT).__getitem__, probes):
+    for _ in rounds(grid, lines, probes, in_turn(engine, lines, baseline(engine, batches, SHORT).__getitem__)):
         pass
     table = Margins(lines, tuple(probes), grid.seeds, "divergence", 200).table
     covered = (table.low <= CRITICAL) & (table.high >= CRITICAL)
@@ -493,7 +493,7 @@ def test_no_round_compiles_anything():
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         probes, seen = [], {}
-        for batch in rounds(engine, lines, baseline(engine, batches, SHORT).__getitem__, probes):
+        for batch in rounds(grid, lines, probes, in_turn(engine, lines, baseline(engine, batches, SHORT).__getitem__)):
             seen[batch[0].round] = len(compiled)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)

@@ -15,11 +15,12 @@ import pytest
 from refusals import refusal
 from server import Server
 from small_runs import header
+from worker_runs import Calls
 
 import jaxaudit as ja
 from jaxaudit import cli
 from jaxaudit.execution.engine import Engine
-from jaxaudit.margins import folder as margin_folder
+from jaxaudit.margins import trainers
 from jaxaudit.runner import durable
 from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import parse
@@ -94,7 +95,7 @@ def test_a_second_call_trains_nothing_and_a_finer_one_goes_on(finished, run, cap
     before = (run / "margins/outcomes.csv").read_bytes()
     table = (run / "margins/margins.csv").read_bytes()
     with monkeypatch.context() as closed:
-        closed.setattr(margin_folder, "fit", lambda *a, **k: pytest.fail("something was trained"))
+        closed.setattr(trainers, "fit", lambda *a, **k: pytest.fail("something was trained"))
         assert cli.main(["margin", "run"]) == 0
     assert capsys.readouterr().out.startswith("perturbation")
     assert (run / "margins/outcomes.csv").read_bytes() == before
@@ -103,6 +104,22 @@ def test_a_second_call_trains_nothing_and_a_finer_one_goes_on(finished, run, cap
     after = (run / "margins/outcomes.csv").read_bytes()
     assert after.startswith(before)
     assert len(after) > len(before)
+
+
+def test_workers_find_what_one_process_finds(run, monkeypatch):
+    backend = Calls()
+    monkeypatch.setattr(trainers, "opened", backend.opened)
+    monkeypatch.setattr(cli, "use_cpus", lambda: None)
+    assert cli.main(["margin", "run", "--on", "local", "-o", "theirs"]) == 0
+    lanes, pools = backend.made[0], backend.made[1:]
+    assert lanes[1]["chosen"]["lanes"] == 9, "half of 6 seeds x 3 perturbations for each worker"
+    assert {call.rpartition(":")[2] for call, _ in pools} == {"collapse_times_of"}
+    assert cli.main(["margin", "run", "--lanes", "9", "-o", "ours"]) == 0
+    for name in ("outcomes.csv", "margins.csv"):
+        assert Path("theirs", name).read_bytes() == Path("ours", name).read_bytes()
+    count = len(backend.made)
+    assert cli.main(["margin", "run", "--on", "local", "-o", "theirs"]) == 0
+    assert len(backend.made) == count, "nothing is left to train"
 
 
 @pytest.mark.parametrize("stop", [1, 4, 9, 16])

@@ -1,15 +1,23 @@
 """Runs trained by workers: a plug-in that they can load, a Ray cluster on this machine, and what was trained how."""
 
+import importlib
+import json
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import paused  # noqa: F401  registers the learner
 from small_runs import header
+
+from jaxaudit.backends.backend import Ended
 
 HERE = Path(__file__).parent
 
@@ -43,19 +51,41 @@ def plug_in(folder):
     }
 
 
+def started(*arguments, **environment):
+    """The command line, in a process of its own."""
+    code = "from jaxaudit.cli import entry; entry()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def whole(text, planned, folder):
+    """A run of the plan of another, in one process, as the command line does it."""
+    (folder / "spec.toml").write_text(text)
+    done = started("run", folder / "spec.toml", "-o", folder / "whole", "--plan", planned)
+    assert done.wait() == 0, done.stderr.read()
+    return folder / "whole"
+
+
 def shards(folder):
     """The run's shards.csv."""
     return pd.read_csv(folder / "shards.csv")
 
 
 def workers_at(folder, batches, states):
-    """Processes of the attempts at some batches that keep at least so many states or onsets by now."""
+    """Processes of the attempts at some batches that keep at least so many states or onsets, and have not ended."""
     found = {}
     for path in folder.glob("batches/[0-9]*/attempt-*"):
-        kept = [*path.glob("state-*"), *path.glob("onset-*"), *path.glob("ended.json")]
+        kept = [*path.glob("state-*"), *path.glob("onset-*")]
+        if (path / "ended.json").exists():
+            continue
         begun = path / "begun.json"
         if int(path.parent.name) in batches and len(kept) >= states and begun.exists():
-            worker = pd.read_json(begun, typ="series")["worker"]
+            worker = json.loads(begun.read_text())["worker"]
             found[int(path.parent.name)] = int(worker.rpartition(":")[2])
     return found
 
@@ -90,3 +120,24 @@ def wait_for(condition, seconds=120):
 
 def kill(pid):
     os.kill(pid, signal.SIGKILL)
+
+
+class Calls:
+    """A backend whose workers are this process; what they are given and give goes through files, as with any other."""
+
+    workers = 2
+    beside = 2
+
+    def __init__(self):
+        self.made = []
+
+    def submit(self, call, arguments):
+        self.made.append((call, arguments))
+        module, _, function = call.partition(":")
+        given = pickle.loads(pickle.dumps(arguments))
+        value = getattr(importlib.import_module(module), function)(**given)
+        return SimpleNamespace(ended=lambda: Ended(value=pickle.loads(pickle.dumps(value))))
+
+    def opened(self, *asked):
+        """In the place of `backend.opened`."""
+        return nullcontext(self)

@@ -75,7 +75,7 @@ class Workers:
       count: workers side by side; None: as many as the machine or the Ray cluster has room for.
       cpus: cores of each.
       gpus: of each.
-      minutes: a Slurm job's limit of time, after which it is queued again.
+      minutes: a job's limit of time, after which it is queued again; Ray has none.
 
     Raises:
       UserError: one of them is out of range.

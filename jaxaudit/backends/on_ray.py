@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 from jaxaudit.backends.backend import Ended, Workers
@@ -11,6 +12,10 @@ from jaxaudit.errors import UserError
 
 STORE_BYTES = 80 * 2**20
 """Of Ray's memory for objects where it is begun here: calls hand over a few names."""
+
+
+ANSWER_SECONDS = 10.0
+"""For a cluster's address to answer."""
 
 
 class OnRay:
@@ -23,13 +28,14 @@ class OnRay:
         except ImportError:
             raise UserError("--on ray needs the extra 'ray': pip install 'jaxaudit[ray]'") from None
         self._ray, self._asked = ray, asked
+        given = asked.address or os.environ.get("RAY_ADDRESS", "")
+        _check_answers(given)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
             ray.init(address=asked.address or "auto", **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            if asked.address or os.environ.get("RAY_ADDRESS"):
-                where = asked.address or os.environ["RAY_ADDRESS"]
-                raise UserError(f"no Ray cluster answers at {where}: {str(error).splitlines()[0]}") from None
+            if given:
+                raise UserError(f"no Ray cluster answers at {given}: {str(error).splitlines()[0]}") from None
             ray.init(address="local", include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
         room = [self._room(node["Resources"]) for node in ray.nodes() if node["Alive"]]
         if not sum(room):
@@ -57,6 +63,16 @@ class OnRay:
     def close(self) -> None:
         """Ends all that was handed in; of a cluster begun here, everything."""
         self._ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raises UserError where nothing listens at HOST:PORT: Ray itself asks again for minutes."""
+    host, _, port = address.rpartition("://")[2].partition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+        except OSError as error:
+            raise UserError(f"no Ray cluster answers at {address}: {error.strerror or error}") from None
 
 
 class _RayJob:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from jaxaudit.backends.backend import Workers, opened, values
 from jaxaudit.detection import view
 from jaxaudit.detection.baselines import standard
 from jaxaudit.detection.comparison import Settings, compare, judged, splits, thresholds
@@ -25,6 +29,9 @@ from jaxaudit.errors import UserError, placed
 from jaxaudit.metastate.channels import measured
 from jaxaudit.metastate.monitor import Monitor
 
+UNFINISHED = ".unfinished-"
+"""How a folder is called that is still being written."""
+
 SHOWN = 5
 """Detectors, the monitor among them, whose figures are told condition by condition."""
 
@@ -35,18 +42,53 @@ def detect(
     detector: MetaState,
     settings: Settings,
     channels: Sequence[str] | None = None,
+    workers: Workers | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
     """Compares the monitor with its baselines on the lanes of finished runs, learner by learner.
 
-    Gives the folders that `write_comparisons` writes.
+    Gives the folders that `write_comparisons` writes. Workers, where there are any, take a learner each.
 
     Raises:
       UserError: a run is not finished, lanes are too few, a channel is not there, or `out` exists.
     """
     if out.exists():
         raise UserError(f"{out} exists; name another folder with -o")
-    return write_comparisons(gather(folders, channels), out, detector, settings, say)
+    learners = gather(folders, channels)
+    if workers is None:
+        return write_comparisons(learners, out, detector, settings, say)
+    for lanes in learners:
+        _check(lanes, settings)
+    asked = {
+        "runs": [str(folder.absolute()) for folder in folders],
+        "channels": channels,
+        "out": str(out.absolute()),
+        "detector": detector,
+        "settings": settings,
+    }
+    with opened(workers, jobs := out / ".jobs") as backend:
+        for _, said in values(backend, [(COMPARE, asked | {"number": n}) for n in range(len(learners))]):
+            say(said)
+    shutil.rmtree(jobs, ignore_errors=True)
+    _transfer(out, learners, detector, settings, say)
+    return [out / _slug(lanes.learner) for lanes in learners]
+
+
+def compare_learner(
+    runs: Sequence[str],
+    channels: Sequence[str] | None,
+    out: str,
+    detector: MetaState,
+    settings: Settings,
+    number: int,
+) -> str:
+    """What a worker does: compares on one learner's lanes, by its number among those of the runs, and says whose."""
+    lanes = gather([Path(run) for run in runs], channels)[number]
+    _compare(Path(out) / _slug(lanes.learner), lanes, detector, settings)
+    return _told(lanes)
+
+
+COMPARE = f"{__name__}:{compare_learner.__name__}"
 
 
 def write_comparisons(
@@ -71,13 +113,15 @@ def write_comparisons(
         _check(lanes, settings)
     written = []
     for lanes in learners:
-        say(f"{lanes.learner}: {lanes.table.clean.sum()} clean and {(~lanes.table.clean).sum()} disturbed lanes")
+        say(_told(lanes))
         written.append(out / _slug(lanes.learner))
-        with placed(lanes.learner):
-            _compare(written[-1], lanes, detector, settings)
-    if len(learners) > 1:
-        _transfer(out, learners, detector, settings, say)
+        _compare(written[-1], lanes, detector, settings)
+    _transfer(out, learners, detector, settings, say)
     return written
+
+
+def _told(lanes: Lanes) -> str:
+    return f"{lanes.learner}: {lanes.table.clean.sum()} clean and {(~lanes.table.clean).sum()} disturbed lanes"
 
 
 def _check(lanes: Lanes, settings: Settings) -> None:
@@ -90,6 +134,9 @@ def _check(lanes: Lanes, settings: Settings) -> None:
 def _transfer(
     out: Path, learners: Sequence[Lanes], detector: MetaState, settings: Settings, say: Callable[[str], None]
 ) -> None:
+    """Monitors of some learners tested on another, where there are several."""
+    if len(learners) == 1:
+        return
     rows = transfer(learners, detector, settings, say)
     if rows.empty:
         say("the learners have no channel in common, so no monitor of one is tested on another")
@@ -98,6 +145,18 @@ def _transfer(
 
 
 def _compare(folder: Path, lanes: Lanes, detector: MetaState, settings: Settings) -> None:
+    """Compares on one learner's lanes; the folder appears with all that is in it, and is the first who made it's."""
+    unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{platform.node()}-{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    with placed(lanes.learner):
+        _write_comparison(unfinished, lanes, detector, settings)
+    if folder.exists():  # a worker that was taken for lost
+        shutil.rmtree(unfinished)
+    else:
+        unfinished.rename(folder)
+
+
+def _write_comparison(folder: Path, lanes: Lanes, detector: MetaState, settings: Settings) -> None:
     parts = splits(lanes, settings)
     known = [detector.expect(lanes.values[part.fit], lanes.channels) for part in parts]
     scores = [one.score(one.channels.pick(lanes.values, lanes.channels)) for one in known]
@@ -122,7 +181,6 @@ def _read(lanes: Lanes) -> list[str]:
 
 
 def _write(folder: Path, lanes: Lanes, said: pd.DataFrame, detector: MetaState, settings: Settings) -> None:
-    folder.mkdir(parents=True)
     said.drop(columns="learner").to_csv(folder / "lanes.csv", index=False)
     figures = summary(said, detector.name)
     figures.to_csv(folder / "detectors.csv", index=False)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxaudit import hosts
 from jaxaudit.batches import Batch
 from jaxaudit.execution.compiling import compiling
 from jaxaudit.execution.workspace import workspace_bytes
@@ -109,6 +110,9 @@ class Engine:
         A piece must be let go before the states are trained on, or they are copied there.
         """
         count, states = len(batch.seeds), _as_data(states)
+        if self.grid.program.across_hosts:  # each has a part of every lane's, or of every leaf's
+            yield Piece(batch.first, count, _first_lanes(self.grid.program, batch.width, count)(states))
+            return
         most = self._piece_lanes(batch)
         each = batch.width // len(self.grid.program.devices)
         if count <= most:
@@ -161,6 +165,8 @@ class Engine:
         """
         program = self.program(batch)
         arguments = self.data, states, self._placed(batch), np.int32(start), np.int32(stop)
+        if self.grid.program.across_hosts:
+            hosts.told()  # all have compiled it
         return jax.block_until_ready(program(*arguments))
 
     @property
@@ -213,11 +219,12 @@ class Engine:
         """States whose lane i is the one that has the number `wanted[i]` in the pieces, written into their place."""
         program = self.grid.program
         each = len(wanted) // len(program.devices)
-        blocks = [_blank(program, each, batch.disturbed, device)() for device in program.devices]
+        here = {i: device for i, device in enumerate(program.devices) if device in jax.local_devices()}
+        blocks = {i: _blank(program, each, batch.disturbed, device)() for i, device in here.items()}
         for piece in pieces:
             if large := piece.large:
                 give_back()
-            for index, device in enumerate(program.devices):
+            for index, device in here.items():
                 rows = wanted[index * each : (index + 1) * each] - piece.first
                 lanes = np.flatnonzero((rows >= 0) & (rows < piece.lanes))
                 if len(lanes):
@@ -234,7 +241,16 @@ class Engine:
             shape = (len(wanted), *parts[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, _by_lane(program), list(parts))
 
-        return jax.tree.map(joined, *blocks)
+        return jax.tree.map(joined, *blocks.values())
+
+
+@functools.lru_cache(maxsize=32)
+def _first_lanes(program: Program, width: int, count: int) -> Callable[[LaneState], LaneState]:
+    """Cuts states `[width, ...]` to the first lanes, which then lie on every device if that is not all of them."""
+    if width == count:
+        return lambda states: states
+    cut = functools.partial(jax.tree.map, lambda x: x[:count])
+    return jax.jit(cut, out_shardings=_sharding(program))
 
 
 @functools.lru_cache(maxsize=32)
@@ -253,7 +269,8 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Futur
         jax.tree.map(lambda x: _shape(x.shape, x.dtype, _by_lane(program)), shapes),
         jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
     )
-    results = (_by_lane(program), _sharding(program, ROWS))
+    rows_lie = EVERYWHERE if program.across_hosts else ROWS  # whoever writes them has all
+    results = (_by_lane(program), _sharding(program, rows_lie))
     # Data that no step reads lie on the devices as well, and count in what the program needs.
     jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
     return compiling(jitted.lower(*arguments, step, step))

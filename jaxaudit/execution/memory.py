@@ -154,13 +154,17 @@ def _on_cpus(grid: Grid) -> bool:
 
 
 def available_memory(devices: tuple[jax.Device, ...]) -> int | None:
-    """Bytes that can still be taken: of the host for CPU devices, else of all devices; None where unknown."""
+    """Bytes that can still be taken: of the host for CPU devices, else of all devices; None where unknown.
+
+    Other hosts' devices are taken to be as free as those here.
+    """
     if devices[0].platform == "cpu":
         return host_memory()
-    stats = [device.memory_stats() or {} for device in devices]
+    here = [device for device in devices if device in jax.local_devices()]
+    stats = [device.memory_stats() or {} for device in here]
     if not all("bytes_limit" in s for s in stats):
         return None
-    return sum(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats)
+    return sum(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats) * len(devices) // len(here)
 
 
 def host_memory() -> int:

@@ -22,11 +22,14 @@ from jaxaudit.metrics import MetricSettings, collapse_time
 from jaxaudit.perturbations.core import control
 from jaxaudit.program import LaneState
 
+Train = Callable[[int, Sequence[list[Probe]]], Iterator[list[Probe]]]
+"""Trains pools of lanes, each a probe, that begin where a fork group does; yields each when its times are noted."""
 
-def fit(grid: Grid, lines: Plan, rows: int, baseline: bool) -> tuple[Engine, list[Batch], Plan]:
+
+def fit(grid: Grid, lines: Plan, rows: int, baseline: bool, beside: int = 1) -> tuple[Engine, list[Batch], Plan]:
     """An engine, the baseline's batches, and a plan with as many lanes side by side as memory holds.
 
-    Raises UserError: too little memory.
+    `beside` processes share the memory. Raises UserError: too little memory.
     """
 
     def laid_out(most: int | None) -> list[Batch]:
@@ -36,7 +39,7 @@ def fit(grid: Grid, lines: Plan, rows: int, baseline: bool) -> tuple[Engine, lis
         pool = Batch(0, 0, grid.forks[0].onset, grid.steps, 0, nowhere, nowhere, (), width)
         return [*(b for b in layout(grid, most) if baseline and not b.disturbed), pool]
 
-    engine, plan, _ = memory.fit(replace(grid, batch=None), rows, laid_out)
+    engine, plan, _ = memory.fit(replace(grid, batch=None), rows, laid_out, beside=beside)
     return engine, [b for b in plan if not b.disturbed], replace(lines, lanes=plan[-1].width)
 
 
@@ -79,26 +82,18 @@ def before(onset: int, grid: Grid, windows: MetricSettings) -> slice:
     return slice(max(0, onset - windows.window) // every * every, onset)
 
 
-def rounds(
-    engine: Engine,
-    lines: Plan,
-    stage_of: Callable[[int], Stage],
-    probes: list[Probe],
-    advance: Callable[..., Any] | None = None,
-) -> Iterator[list[Probe]]:
+def rounds(grid: Grid, lines: Plan, probes: list[Probe], train: Train) -> Iterator[list[Probe]]:
     """Searches to the end, adding to `probes`; first trains those that were planned before and not trained.
 
     Yields every round when it is planned, and every pool of lanes when it is trained.
 
     Args:
-      engine: of `fit`.
+      grid: whose fork groups are searched.
       lines: what is searched.
-      stage_of: a fork group's stage, by its position; asked for where there is something to train.
       probes: what is known already.
-      advance: in place of the engine's, e.g. one that can be interrupted.
+      train: trains pools.
     """
-    for fork, group in enumerate(engine.grid.forks):
-        stage = None
+    for fork, group in enumerate(grid.forks):
         while True:
             asked = pending(probes, group.onset)
             if not asked:
@@ -107,11 +102,29 @@ def rounds(
             if not asked:
                 break
             yield asked
-            stage = stage or stage_of(fork)
-            for first in range(0, len(asked), lines.lanes):
-                batch = asked[first : first + lines.lanes]
-                _train(engine, lines, stage, batch, advance or engine.advance)
-                yield batch
+            pools = [asked[first : first + lines.lanes] for first in range(0, len(asked), lines.lanes)]
+            yield from train(fork, pools)
+
+
+def in_turn(
+    engine: Engine, lines: Plan, stage_of: Callable[[int], Stage], advance: Callable[..., Any] | None = None
+) -> Train:
+    """Trains pools by an engine, one after the other.
+
+    Args:
+      engine: of `fit`.
+      lines: what is searched.
+      stage_of: a fork group's stage, by its position; asked for where there is something to train.
+      advance: in place of the engine's, e.g. one that can be interrupted.
+    """
+
+    def train(fork: int, pools: Sequence[list[Probe]]) -> Iterator[list[Probe]]:
+        stage = stage_of(fork)
+        for pool in pools:
+            train_pool(engine, lines, stage, pool, advance or engine.advance)
+            yield pool
+
+    return train
 
 
 def pending(probes: Sequence[Probe], onset: int) -> list[Probe]:
@@ -119,7 +132,7 @@ def pending(probes: Sequence[Probe], onset: int) -> list[Probe]:
     return [p for p in probes if p.onset == onset and p.time is None]
 
 
-def _train(engine: Engine, lines: Plan, stage: Stage, probes: Sequence[Probe], advance: Callable[..., Any]) -> None:
+def train_pool(engine: Engine, lines: Plan, stage: Stage, probes: Sequence[Probe], advance: Callable[..., Any]) -> None:
     """Trains a pool of lanes, each a probe, and notes their collapse times.
 
     No further than it takes to tell: to the limit, and a `hold` beyond it.

@@ -13,7 +13,7 @@ from jaxaudit.execution.choice import settle
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
-from jaxaudit.margins.pool import baseline, fit, rounds
+from jaxaudit.margins.pool import baseline, fit, in_turn, rounds
 from jaxaudit.margins.rays import rays
 from jaxaudit.margins.rounds import Plan, Probe
 from jaxaudit.margins.table import Margins
@@ -102,7 +102,7 @@ def margin(
     engine, batches, lines = fit(grid, lay_out(grid, perturbations, chosen), chunk_size(steps), baseline=True)
     stages = baseline(engine, batches, windows)
     probes: list[Probe] = []
-    for _ in rounds(engine, lines, stages.__getitem__, probes):
+    for _ in rounds(grid, lines, probes, in_turn(engine, lines, stages.__getitem__)):
         pass
     return Margins(lines, tuple(probes), grid.seeds, chosen.criterion, steps)
 

@@ -244,9 +244,21 @@ class BatchFolder:
                 attempt.clear()
                 continue
             attempt.begin(step, worker, begun, earlier.number)
-            places = (attempt.state(step), attempt.onset(step), self._store.checkpoints / attempt.onset(step).name)
-            return attempt, Standing(step, next(p for p in (*places, standing.states) if p.exists()), attempt)
+            return attempt, Standing(step, self._states(attempt, step) or standing.states, attempt)
         raise AssertionError
+
+    def _states(self, attempt: Attempt, step: int) -> Path | None:
+        """Where an attempt finds the states at a step; None where there are none."""
+        places = (attempt.state(step), attempt.onset(step), self._store.checkpoints / attempt.onset(step).name)
+        return next((path for path in places if path.exists()), None)
+
+    def joined(self, number: int, step: int) -> tuple[Attempt, Path | None]:
+        """The attempt of a number, which another process began, and the states at the step it goes on from.
+
+        A step below zero: it begins where the batch does.
+        """
+        attempt = Attempt(self.path / f"attempt-{number:03d}", self._batch)
+        return attempt, self._states(attempt, step) if step >= 0 else None
 
     def _make(self) -> Attempt:
         self.path.mkdir(parents=True, exist_ok=True)

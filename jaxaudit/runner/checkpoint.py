@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from jaxaudit import hosts
 from jaxaudit.execution.engine import Piece
 from jaxaudit.machine import give_back
 
@@ -40,17 +41,22 @@ class Damaged(Exception):
 def save(path: Path, pieces: Iterable[Piece], note: dict[str, Any]) -> None:
     """Writes lanes' states, and a JSON-able note beside them, under `path`; replaces what was there.
 
+    Of several processes each writes what its devices hold, and the first what goes with it.
+
     Raises:
       OSError: the disk is full or not writable; what was at `path` is then still there.
     """
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
-    _clear(unfinished)
     content: dict[str, Any] = {"note": note, "leaves": [], "pieces": []}
     try:
-        unfinished.mkdir()
+        if hosts.first():
+            _clear(unfinished)
+            unfinished.mkdir()
+        hosts.told()
         with _context():
             for piece in pieces:
-                _reserve(unfinished / "room", jax.tree.leaves(piece.states))
+                if hosts.first():
+                    _reserve(unfinished / "room", jax.tree.leaves(piece.states))
                 ocp.save(unfinished / _name(piece.first), piece.states)
                 content["leaves"] = _describe(piece.states)
                 content["pieces"].append([piece.first, piece.lanes])
@@ -58,16 +64,19 @@ def save(path: Path, pieces: Iterable[Piece], note: dict[str, Any]) -> None:
                 del piece
                 if large:
                     give_back(1)
-        content["files"] = _digests(unfinished)
-        (unfinished / DIGEST).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
+        if hosts.first():
+            content["files"] = _digests(unfinished)
+            (unfinished / DIGEST).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
     except OSError:
         _clear(unfinished)
         raise
     except Exception as error:  # Orbax reports a full disk through errors of TensorStore's own
         _clear(unfinished)
         raise OSError(f"could not write checkpoint {path}: {str(error).splitlines()[0]}") from error
-    remove(path)
-    unfinished.rename(path)
+    if hosts.first():
+        remove(path)
+        unfinished.rename(path)
+    hosts.told()
 
 
 def remove(path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from jaxaudit import hosts
 from jaxaudit.backends.backend import Backend, Workers, called, opened
 from jaxaudit.batches import Plan, layout
 from jaxaudit.errors import Interrupted, UserError
@@ -23,6 +24,7 @@ from jaxaudit.program import telemetry_shapes
 from jaxaudit.runner import checkpoint
 from jaxaudit.runner.attempts import onset_paths
 from jaxaudit.runner.begin import beginning
+from jaxaudit.runner.following import follow
 from jaxaudit.runner.gathering import Gathered, finish
 from jaxaudit.runner.here import train_here
 from jaxaudit.runner.opening import check_monitor, check_provenance, is_finished, open_finished, open_run
@@ -69,25 +71,45 @@ def resume(folder: Path, workers: Workers | None = None) -> None:
       UserError: no run, one that is finished, or one that another process is at work on.
       Interrupted: Ctrl-C.
     """
-    store, spec, grid = open_run(folder)
+    with ExitStack() as stack:
+        begun = hosts.led(lambda: stack.enter_context(_stopped(folder)))
+        store, spec, grid, plan = begun or _standing(folder)
+        if workers is not None:
+            with opened(workers, _jobs(store.path)) as backend:
+                _go_on_elsewhere(store, spec, grid, plan, backend)
+            return
+        if hosts.first():
+            _tell_differences(store, grid, plan)
+        _go_on_here(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan)
+
+
+@contextmanager
+def _stopped(folder: Path) -> Iterator[tuple[Folder, Spec, Grid, Plan]]:
+    """A run that stopped, held."""
+    store, spec, grid, plan = _standing(folder)
     if is_finished(store):
         raise UserError(f"the run in {folder} is already finished")
     if not store.telemetry.exists():
         raise UserError(f"{folder} has lost its telemetry.zarr, so the run cannot go on; run its spec again")
     check_provenance(store, grid)
-    plan = store.read_plan(grid)
     with store.held():
         _announce(spec, grid)
-        if workers is not None:
-            with opened(workers, _jobs(store.path)) as backend:
-                _go_on_elsewhere(store, spec, grid, plan, backend)
-            return
-        changed = differences(store.read_environment(), grid, plan)
-        for what, then, now in changed:
-            print(f"note: {what} was {then} and is {now}: results may not be bitwise the same", file=sys.stderr)
-        if changed:
-            store.update_environment(resumed_with={what: now for what, _, now in changed})
-        _go_on_here(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan)
+        yield store, spec, grid, plan
+
+
+def _standing(folder: Path) -> tuple[Folder, Spec, Grid, Plan]:
+    """A run that is there, and its plan."""
+    store, spec, grid = open_run(folder)
+    return store, spec, grid, store.read_plan(grid)
+
+
+def _tell_differences(store: Folder, grid: Grid, plan: Plan) -> None:
+    """What is not as when a run began, on stderr and in its folder."""
+    changed = differences(store.read_environment(), grid, plan)
+    for what, then, now in changed:
+        print(f"note: {what} was {then} and is {now}: results may not be bitwise the same", file=sys.stderr)
+    if changed:
+        store.update_environment(resumed_with={what: now for what, _, now in changed})
 
 
 def fork(folder: Path, spec: Spec, out: Path, workers: Workers | None = None) -> None:
@@ -105,7 +127,9 @@ def _begin_and_do(
     spec: Spec, folder: Path, workers: Workers | None, lay_out: Layout, source: Path | None = None
 ) -> None:
     if workers is None:
-        with _begun(spec, folder, lay_out, source) as (store, spec, engine, plan):
+        with ExitStack() as stack:
+            begun = hosts.led(lambda: stack.enter_context(_begun(spec, folder, lay_out, source)))
+            store, spec, engine, plan = begun or _begun_by_the_first(folder)
             _go_on_here(store, spec, engine, plan)
         return
     with opened(workers, _jobs(folder)) as backend:
@@ -117,9 +141,15 @@ def _begin_and_do(
             "source": None if source is None else str(source.absolute()),
         }
         called(backend, f"{__name__}:begin", arguments)
-        store, spec, grid = open_run(folder)
+        store, spec, grid, plan = _standing(folder)
         with store.held():
-            _go_on_elsewhere(store, spec, grid, store.read_plan(grid), backend)
+            _go_on_elsewhere(store, spec, grid, plan, backend)
+
+
+def _begun_by_the_first(folder: Path) -> tuple[Folder, Spec, Engine, Plan]:
+    """A run that this process trains together with the one that has begun it."""
+    store, spec, grid, plan = _standing(folder)
+    return store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan
 
 
 def begin(spec: str, place: str, folder: str, lay_out: dict, source: str | None = None) -> None:
@@ -158,6 +188,8 @@ def _begun(
             _announce(spec, grid)
             deal: Callable[..., Plan] = partial(layout, baseline=baseline, parts=lay_out.parts)
             measured: dict[str, float] = {}
+            if hosts.several() and grid.program.execution == "auto":  # to measure takes all
+                grid = replace(grid, program=replace(grid.program, execution="vmap"))
             if lay_out.like is None:
                 grid, measured = interruptible(partial(settle, grid, rows, deal, beside=lay_out.beside))
                 _tell_choice(grid, measured)
@@ -251,8 +283,13 @@ def _copy_onsets(source: Folder, stored: dict[int, Fork], store: Folder, grid: G
 
 
 def _go_on_here(store: Folder, spec: Spec, engine: Engine, plan: Plan) -> None:
+    if not hosts.first():
+        follow(store, engine, plan)
+        hosts.told()  # the first has written what there is to write
+        return
     gathered = Gathered(store, engine.grid, plan, lambda: engine.compile_seconds)
     _execute(store, spec, engine.grid, plan, gathered, lambda: train_here(store, spec, engine, plan, gathered))
+    hosts.told()
 
 
 def _go_on_elsewhere(store: Folder, spec: Spec, grid: Grid, plan: Plan, backend: Backend) -> None:

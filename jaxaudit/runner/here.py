@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from jaxaudit import hosts
 from jaxaudit.batches import Batch, Plan
 from jaxaudit.errors import Interrupted
 from jaxaudit.execution import memory
@@ -40,11 +41,13 @@ def train_here(store: Folder, spec: Spec, engine: Engine, plan: Plan, gathered: 
     _tell(engine, left, plan, begun)
     with stoppable() as stopping, Progress(grid, plan, engine.rows, begun) as progress:
         place = _Watched(store, engine, spec, plan, gathered, stopping, progress)
-        for batch in left:
-            if BatchFolder(store, batch).accepted() is None:
+        for batch in plan:
+            waiting = batch in left
+            if hosts.told(waiting and BatchFolder(store, batch).accepted() is None)[0]:
                 run_batch(engine, batch, place, partial(_interruptible, engine))
                 place.end()
-            gathered.accept(batch, progress.chunks_done)
+            if waiting:
+                gathered.accept(batch, progress.chunks_done)
 
 
 def _interruptible(engine: Engine, *arguments: Any) -> Any:
@@ -92,12 +95,13 @@ class _Watched(InFolder):
             BatchFolder(self.store, batch).publish()
         if step == batch.onset:
             return
-        stopping = self._stopping()
+        stopping = self._stopping() and not (batch is self._plan[-1] and step == batch.stop)
+        hosts.told(stopping)
         if stopping or time.monotonic() - self._latest > GATHER_SECONDS:
             self._rows[batch.id] = gather(self.store, engine.grid, batch, self.attempt, self._rows.get(batch.id, 0))
             self.store.update_environment(**self._done.clock())
             self._latest = time.monotonic()
-        if stopping and not (batch is self._plan[-1] and step == batch.stop):
+        if stopping:
             self.end(COMPLETE if step == batch.stop else STOPPED)
             self.store.update_environment(status="interrupted", **self._done.clock())
             after = f"stopped after {self._progress.chunks_done} of {self._progress.chunks} chunks"

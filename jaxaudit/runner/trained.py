@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+from jaxaudit import hosts
 from jaxaudit.batches import Batch
 from jaxaudit.errors import UserError
 from jaxaudit.execution.driver import is_onset
@@ -55,6 +56,7 @@ class InFolder:
         self._compiled = engine.compile_seconds
         worker = f"{platform.node()}:{os.getpid()}"
         self.attempt, standing = BatchFolder(self.store, batch).begin(engine.grid, worker, self._begun or time.time())
+        hosts.told(self.attempt.number, -1 if standing is None else standing.step)
         if standing is None:
             return None
         return standing.step, engine.restored(checkpoint.load(standing.states, engine.lane_shapes(batch)), batch)
@@ -63,7 +65,7 @@ class InFolder:
         """Keeps the baseline's states at onsets, and others as often as they are to be kept."""
         if is_onset(engine.grid, batch, step):
             self.attempt.save_onset(engine, states, step)
-        elif batch.onset < step < batch.stop and self.due():
+        elif batch.onset < step < batch.stop and hosts.told(self.due())[0]:
             begun = time.monotonic()
             self.attempt.save(engine, states, step)
             self._kept = time.monotonic()

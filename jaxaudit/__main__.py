@@ -1,0 +1,5 @@
+"""`python -m jaxaudit`."""
+
+from jaxaudit.cli import entry
+
+entry()
