@@ -370,8 +370,6 @@ def test_a_lost_attempt_ended_when_it_last_had_telemetry(tmp_path):
 
 
 COMMAND = re.compile(r"\bjaxaudit (?:run|resume|quickstart) [^\n'`\]#]+")
-SEVERAL_HOSTS = "--distributed"
-"""Of programs over several hosts, which the parser of this version may not know yet."""
 
 
 @pytest.mark.parametrize(
@@ -381,7 +379,7 @@ def test_the_commands_in_files_for_clusters_are_commands(name):
     found = COMMAND.findall((DEPLOY / name).read_text())
     assert found
     for command in found:
-        words = [word for word in shlex.split(command)[1:] if word != SEVERAL_HOSTS]
+        words = shlex.split(command)[1:]
         arguments = cli._parser().parse_args([re.sub(r"\$\{?\w+\}?", "7", word) for word in words])
         if "--on" in words:
             assert cli._workers(arguments).engine in backend.ENGINES
