@@ -141,8 +141,8 @@ class Attempt:
                 unfinished.rename(self.path / path.name)
 
     def latest(self) -> float:
-        """When it last kept something, in seconds since the epoch."""
-        return max(path.stat().st_mtime for path in [self.path, *self.path.glob("rows-*")])
+        """When it last kept telemetry, or began, in seconds since the epoch."""
+        return max(path.stat().st_mtime for path in [self.path / BEGUN, *self.path.glob("rows-*")])
 
     def clear(self) -> None:
         """Removes what it has."""

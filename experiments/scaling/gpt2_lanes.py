@@ -1,0 +1,174 @@
+"""A thousand lanes of GPT-2 124M on 8, 64 and 512 GPUs: arithmetic, and the schedule simulated with workers lost.
+
+    python gpt2_lanes.py            # the page's tables
+    python gpt2_lanes.py --memory   # the bytes that the compiler plans for a step of four lanes and of eight, on a CPU
+
+Nothing here was measured on a GPU. What is assumed stands in `Assumed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from schedule import Cluster, Shard, Work
+from simulate import HEADER, row
+
+SEEDS, CONDITIONS, STEPS, ONSET, TAIL = 20, 50, 50_000, 15_000, 50
+"""A grid of 1,000 lanes: the steps of `experiments/language_models/124m.full.toml`, and the standard window after."""
+
+WORKERS, MTBF_HOURS = (8, 64, 512), (math.inf, 1000.0, 100.0)
+
+PARAMETERS = 124_439_808
+"""Of GPT-2 124M."""
+
+STATE_BYTES = 3 * 4 * PARAMETERS
+"""Of one lane, kept: parameters and Adam's two moments in float32."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What is not measured.
+
+    Attributes:
+      step_seconds: of one lane's step of 32 x 1,024 tokens: 28 TFLOP at 100 TFLOP/s, and 7% for what is audited.
+      fit: lanes on a GPU of 80 GiB: 10 GiB and 2.8 a lane, as planned for a CPU, in nine tenths of it.
+      bandwidth: bytes a second that a worker writes states with.
+      start: seconds until a worker has a process, Python and JAX.
+      setup: seconds in which it opens the run, reads states and compiles.
+      repair, detect, resume: seconds of `Cluster`.
+    """
+
+    step_seconds: float = 0.30
+    fit: int = 22
+    bandwidth: float = 1e9
+    start: float = 30.0
+    setup: float = 120.0
+    repair: float = 600.0
+    detect: float = 60.0
+    resume: float = 300.0
+
+
+def shares(lanes: int, most: int, parts: int) -> list[int]:
+    """Lanes of each batch of a group, as `jaxaudit.batches.layout` deals them out."""
+    needed = -(-lanes // min(most, lanes))
+    share = -(-lanes // max(needed, min(parts, lanes)))
+    return [min(share, lanes - first) for first in range(0, lanes, share)]
+
+
+def work_of(workers: int, assumed: Assumed, chunk: int) -> Work:
+    """The grid's plan for so many workers."""
+    baseline, forks = (shares(count, assumed.fit, workers) for count in (SEEDS, SEEDS * CONDITIONS))
+    shards, first = [], 0
+    for lanes in baseline:
+        seeds = range(first, first + lanes)
+        shards.append(_shard(len(shards), 0, ONSET + TAIL, None, seeds, assumed))
+        first += lanes
+    first = 0
+    for lanes in forks:
+        seeds = (lane % SEEDS for lane in range(first, first + lanes))
+        shards.append(_shard(len(shards), ONSET, STEPS, 0, seeds, assumed, lanes))
+        first += lanes
+    return Work(tuple(shards), chunk)
+
+
+def _shard(number, onset, stop, fork, seeds, assumed, lanes=None) -> Shard:
+    chosen = frozenset(seeds)
+    count = len(chosen) if lanes is None else lanes
+    return Shard(
+        id=number,
+        onset=onset,
+        stop=stop,
+        fork=fork,
+        seeds=chosen,
+        step_seconds=count * assumed.step_seconds,
+        setup=assumed.setup,
+        keep=count * STATE_BYTES / assumed.bandwidth,
+    )
+
+
+def cluster_of(workers: int, hours: float, assumed: Assumed) -> Cluster:
+    """Workers, each lost every so many hours on average."""
+    return Cluster(
+        workers,
+        assumed.start,
+        mtbf=hours * 3600,
+        repair=assumed.repair,
+        detect=assumed.detect,
+        accept=1.0,
+        resume=assumed.resume,
+    )
+
+
+def tables(seeds: int) -> str:
+    """Of the page: states kept as the spec says, ten times as often, as workers choose; batches evened out."""
+    even = replace(Assumed(), fit=21)
+    parts = []
+    for title, assumed, chunk, every, among in (
+        ("`checkpoint_every = 5`, chunks of 1,250 steps", Assumed(), 1250, 5, WORKERS),
+        ("`checkpoint_every = 5`, `chunk = 125`", Assumed(), 125, 5, WORKERS),
+        ("neither", Assumed(), 1250, 0, WORKERS),
+        ("`checkpoint_every = 5`, `chunk = 125`, `lanes = 21`", even, 125, 5, WORKERS[:1]),
+    ):
+        parts.append(f"{title}:\n\n{HEADER}")
+        for workers in among:
+            work = replace(work_of(workers, assumed, chunk), every=every)
+            parts += [row(work, cluster_of(workers, hours, assumed), seeds) for hours in MTBF_HOURS]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def sizes() -> str:
+    """How the lanes are dealt out."""
+    lines = ["| workers | batches of the baseline | batches of forks | a chunk of 1,250 steps | states of a batch |"]
+    lines.append("| --- " * 5 + "|")
+    for workers in WORKERS:
+        baseline, forks = (shares(count, Assumed().fit, workers) for count in (SEEDS, SEEDS * CONDITIONS))
+        cells = (
+            workers,
+            f"{len(baseline)} x {baseline[0]}",
+            f"{len(forks)} x {forks[0]}",
+            f"{1250 * forks[0] * Assumed().step_seconds / 60:,.0f} min",
+            f"{forks[0] * STATE_BYTES / 1e9:,.1f} GB",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def planned(precision: str = "float32") -> str:
+    """Bytes the compiler plans for a step of lanes that take turns: 32 x 1,024 tokens in 8 microbatches, of each."""
+    sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+    import common
+    import language_model
+
+    common.prepare_jax(1)
+    import jaxaudit as ja
+    from jaxaudit.batches import layout
+    from jaxaudit.execution.engine import Engine
+    from jaxaudit.grid import plan
+
+    lines = []
+    for lanes in (4, 8):
+        learner, _ = language_model.learner_of("124m", 32, 1024, True, accumulation=8, precision=precision)
+        spike = ja.lr_spike(10.0, onset=1, duration=1)
+        engine = Engine(plan(learner, [spike], seeds=lanes, steps=4, execution="map"), 1)
+        baseline = layout(engine.grid)[0]
+        needed = engine.program_bytes(baseline) / 2**30
+        lines.append(f"{lanes} lanes: {needed:.2f} GiB; a state: {engine.lane_bytes(baseline):,} bytes")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--memory", action="store_true", help="plan a step's memory")
+    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="of the losses (%(default)s)")
+    arguments = parser.parse_args()
+    print(planned() if arguments.memory else f"{sizes()}\n\n{tables(arguments.seeds)}")
+
+
+if __name__ == "__main__":
+    main()
