@@ -97,7 +97,7 @@ def test_an_error_of_the_program_cancels_the_other_jobs(slurm, tmp_path):
     with pytest.raises(Failed, match="the accident of a test"):
         durable.run(parse(SPEC.replace("pause = 0.1", "fails_at = 4")), tmp_path / "run", TWO)
     begun = [path for path in slurm.glob("*.pid") if not path.with_suffix(".code").exists()]
-    assert not [path for path in begun if alive(int(path.read_text()))]
+    wait_for(lambda: not [path for path in begun if alive(int(path.read_text()))], 10)
 
 
 def alive(pid):

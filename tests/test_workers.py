@@ -3,6 +3,7 @@
 import contextlib
 import errno
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from small_runs import FEW, assert_same
@@ -55,6 +56,8 @@ class Here:
             return Job(-1, self._performed(durable.begin, arguments))
         number = arguments["number"]
         self.handed.append(number)
+        onsets = [*Path(arguments["folder"], "checkpoints").glob("onset-*")]
+        assert number < 2 or len(onsets) == 2, "a fork begins from states that stay where they are"
         chunks = self.vanish.get(number)
         self.left = chunks.pop(0) if chunks else None
         ended = self._performed(train_batch, arguments)
