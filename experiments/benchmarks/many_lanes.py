@@ -6,8 +6,8 @@
 `--before`, a folder of another checkout of this repository in which `jaxaudit` can be imported, the two take turns.
 
 Every second belongs to one phase. Planning: from the spec to the stored plan, and what each lane does as arrays.
-Compiling: XLA, waited for. Training. Storing: states, rows, telemetry. Metrics: derived channels and tables. Report. What
-is left is told as other. Imports are not timed.
+Compiling: XLA, waited for. Training. Storing: states, rows, telemetry. Metrics: derived channels and tables. Report.
+What is left is told as other. Imports are not timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ import common
 
 ROOT = Path(__file__).resolve().parents[2]
 
-GRIDS = {"20x100": (20, 4, 8, 3), "200x10": (200, 2, 2, 2), "8x250": (8, 10, 8, 3)}
+GRIDS = {
+    "20x100": (20, 4, 8, 3),
+    "200x10": (200, 2, 2, 2),
+    "8x250": (8, 10, 8, 3),
+    "1x2000": (1, 8, 83, 3),
+    "1000x2": (1000, 1, 1, 1),
+}
 """Seeds, onsets, magnitudes of every kind, kinds: conditions are onsets x (kinds x magnitudes + the control)."""
 
 KINDS = ("lr_spike", "weight_noise", "gradient_scale")
@@ -219,7 +225,7 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
 def spec_of(steps: int, seeds: int, onsets: int, magnitudes: int, kinds: tuple[str, ...]) -> str:
     """A spec; onsets lie evenly between a quarter and three quarters of the run."""
     at = [round(steps * (0.25 + 0.5 * i / max(1, onsets - 1))) for i in range(onsets)]
-    swept = [round(0.05 * 1.5**i, 4) for i in range(magnitudes)]
+    swept = [round(0.05 * 16 ** (i / max(1, magnitudes - 1)), 5) for i in range(magnitudes)]
     entries = [
         ENTRY.format(kind=kind, magnitudes=swept, onsets=at, duration='"once"' if kind == "weight_noise" else 5)
         for kind in kinds
