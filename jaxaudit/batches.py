@@ -96,11 +96,16 @@ def layout(grid: Grid, most: int | None = None, baseline: bool = True, parts: in
                     first,
                     seeds,
                     columns,
-                    () if group is None else tuple(grid.conditions[c] for c in columns),
+                    () if group is None else _conditions(grid, columns),
                     width_of(grid.program, share),
                 )
             )
     return batches
+
+
+def _conditions(grid: Grid, columns: np.ndarray) -> tuple[Condition, ...]:
+    """The conditions at some positions `[L]`."""
+    return tuple(map(grid.conditions.__getitem__, columns.tolist()))
 
 
 def width_of(program: Program, lanes: int) -> int:
@@ -126,7 +131,7 @@ def as_json(plan: Plan) -> list[dict[str, Any]]:
             "fork": b.fork,
             "first": b.first,
             "width": b.width,
-            "lanes": [[int(s), int(c)] for s, c in zip(b.seeds, b.columns, strict=True)],
+            "lanes": np.stack([b.seeds, b.columns], axis=1).tolist(),
         }
         for b in plan
     ]
@@ -139,7 +144,7 @@ def from_json(stored: Sequence[dict[str, Any]], grid: Grid) -> list[Batch]:
         seeds, columns = np.array(one["lanes"], int).reshape(-1, 2).T
         if not len(seeds) or seeds.min() < 0 or seeds.max() >= len(grid.seeds):
             raise ValueError(f"batch {one['id']} has lanes of other seeds")
-        conditions = () if one["fork"] is None else tuple(grid.conditions[c] for c in columns)
+        conditions = () if one["fork"] is None else _conditions(grid, columns)
         whole = {name: one[name] for name in ("id", "fork", "onset", "stop", "first", "width")}
         batches.append(Batch(**whole, seeds=seeds, columns=columns, conditions=conditions))
     return batches

@@ -37,16 +37,7 @@ def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Datas
     after = due >= onsets[:, None]
     values["final_performance"] = series[:, :, due[-1]] if len(due) else np.full(series.shape[:2], np.nan)
     values["performance_minimum"] = np.where(after, series[:, :, due], np.inf).min(axis=2, initial=np.inf)
-    values["reason"] = np.array(
-        [
-            [
-                _reasons(series[s, c], int(onsets[c]), settings, every, {k: v[s, c] for k, v in values.items()})
-                for c in columns
-            ]
-            for s, columns in enumerate([range(series.shape[1])] * series.shape[0])
-        ],
-        dtype=object,
-    ).astype(str)
+    values["reason"] = _reasons(series, onsets, settings, every, values)
     renamed = {"pre_mean": "performance_before", "pre_std": "performance_std_before"}
     coords = {k: v for k, v in data.coords.items() if set(v.dims) <= {"seed", "condition"}}
     return xr.Dataset({renamed.get(k, k): (DIMS[:2], v) for k, v in values.items()}, coords, data.attrs)
@@ -59,12 +50,16 @@ def _evaluation(settings: metrics.MetricSettings, every: int) -> Callable[..., A
 
 
 def _reasons(
-    series: np.ndarray, onset: int, settings: metrics.MetricSettings, every: int, values: dict[str, Any]
-) -> str:
-    if not any(isinstance(v, np.floating) and np.isnan(v) for v in values.values()):
-        return ""
-    found = metrics.explain(series, onset, settings=settings, values=values, every=every)
-    return "; ".join(f"{k}: {v}" for k, v in found.items())
+    series: np.ndarray, onsets: np.ndarray, settings: metrics.MetricSettings, every: int, values: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Why metrics `[S, C]` that are NaN are so, in words; empty where all are defined, and looked at nowhere else."""
+    floats = {name: x for name, x in values.items() if np.issubdtype(x.dtype, np.floating)}
+    reasons = np.full(series.shape[:2], "", object)
+    for s, c in np.argwhere(np.any([np.isnan(x) for x in floats.values()], axis=0)):
+        own = {name: x[s, c] for name, x in values.items()}
+        found = metrics.explain(series[s, c], int(onsets[c]), settings=settings, values=own, every=every)
+        reasons[s, c] = "; ".join(f"{name}: {why}" for name, why in found.items())
+    return reasons.astype(str)
 
 
 def lane_table(lanes: xr.Dataset) -> pd.DataFrame:

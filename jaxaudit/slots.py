@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxaudit.paths import matches
-from jaxaudit.perturbations.core import Condition, Perturbation
+from jaxaudit.perturbations.core import Condition, Kind, Perturbation
 from jaxaudit.program import Lanes, Program
 from jaxaudit.sites import Sites
 from jaxaudit.taps import OFFERED, Disturbance, Slot, Windows
@@ -64,8 +65,9 @@ def slots_of(unrolled: Sequence[Condition]) -> tuple[Slot, ...]:
     slots: list[Slot] = []
     for condition in sorted(unrolled, key=lambda c: (-len(c.parts), c.name)):
         _in_slots(condition, slots)
-    magnitudes = [(part.kind, float(m)) for c in unrolled for part in c.parts for m in part.magnitudes]
-    most = {kind: max(m for k, m in magnitudes if k == kind) for kind, _ in magnitudes if kind.sized}
+    most: dict[Kind, float] = {}
+    for part in (part for condition in unrolled for part in condition.parts if part.kind.sized):
+        most[part.kind] = max(most.get(part.kind, -math.inf), *map(float, part.magnitudes))
     return tuple(replace(slot, most=most.get(slot.kind)) for slot in slots)
 
 
@@ -108,10 +110,13 @@ def disturbance(condition: Condition, program: Program, steps: int) -> Disturban
 
 
 def lanes_of(program: Program, seeds: Sequence[int] | np.ndarray, conditions: Sequence[Condition] | None) -> Lanes:
-    """Lanes of any seeds and conditions of a program's kinds, one of each a lane; None: of the baseline."""
-    stacked = None
-    if conditions is not None:
-        distinct = {id(c): c for c in conditions}
-        rows = {key: disturbance(c, program, program.steps) for key, c in distinct.items()}
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(rows[id(c)] for c in conditions))
+    """Lanes of any seeds and conditions of a program's kinds, one of each a lane; None: of the baseline.
+
+    Many lanes of one condition are that condition many times, the same object.
+    """
+    if conditions is None:
+        return Lanes(np.array(seeds, np.uint32), None)
+    _, firsts, which = np.unique([*map(id, conditions)], return_index=True, return_inverse=True)
+    rows = [disturbance(conditions[first], program, program.steps) for first in firsts]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves)[which], *rows)
     return Lanes(np.array(seeds, np.uint32), stacked)

@@ -106,19 +106,15 @@ def _table(run: Run, known: set[int]) -> pd.DataFrame:
     A lane with an intervention does not count: what it shows is the help too.
     """
     assert run.metrics is not None, "a finished run has them"
-    conditions = run.conditions
-    whole = pd.DataFrame(
-        [
-            {"seed": int(seed), **row, "clean": row["perturbation"] == CONTROL}
-            for seed in run.telemetry["seed"].values
-            for row in conditions.to_dict("records")
-        ]
-    )
+    seeds, conditions = run.telemetry["seed"].values, run.conditions
+    whole = pd.concat([conditions] * len(seeds), ignore_index=True)
+    whole.insert(0, "seed", np.repeat(seeds, len(conditions)).astype(int))
+    whole["clean"] = whole["perturbation"] == CONTROL
     times = run.metrics.set_index(["seed", "condition"])["collapse_time"]
-    whole["collapse_time"] = [times.get(key, np.nan) for key in zip(whole.seed, whole.condition, strict=True)]
+    whole["collapse_time"] = times.reindex(pd.MultiIndex.from_frame(whole[["seed", "condition"]])).to_numpy()
     first = whole.clean & ~whole.duplicated(["seed", "clean"]) & ~whole.seed.isin(known)
-    helped = [any(part in registry.interventions for part in name.split("+")) for name in whole.perturbation]
-    disturbed = ~whole.clean & (whole.magnitude != whole.neutral) & ~np.array(helped)
+    helps = {n: any(part in registry.interventions for part in n.split("+")) for n in whole.perturbation.unique()}
+    disturbed = ~whole.clean & (whole.magnitude != whole.neutral) & ~whole.perturbation.map(helps)
     columns = ["seed", "clean", "condition", "perturbation", "magnitude", "onset", "collapse_time"]
     return whole.loc[first | disturbed, columns]
 

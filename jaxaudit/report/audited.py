@@ -11,6 +11,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from jaxaudit.report import audited_tables, dialogue, glossary, lines, probability
+from jaxaudit.report.chosen import MOST_COLUMNS, MOST_LINES, foremost, thinned
 from jaxaudit.report.page import HANDLING, Block, Details, Page, Section, Summary, Text
 from jaxaudit.report.series import Panel, band_name, panels
 from jaxaudit.report.tables import code, plain
@@ -59,21 +60,26 @@ def build(folder: Path) -> Path:
 
 def _sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
     band, groups = band_name(run.seeds), list(groups)
-    dose = probability.dose_response(run, groups)
-    channels: list[Block] = list(lines.channels(run, groups))
+    chosen = foremost(run, groups)
+    drawn = [thinned(panel) for panel in chosen]
+    dose = probability.dose_response(run, chosen)
+    channels: list[Block] = list(lines.channels(run, drawn))
     if channels:
         many = f"Line: median over {run.seeds} seeds; band: {band}, over the seeds with a finite value."
         hint = f"Step 0 is the injection. {many if band else 'One seed: no band.'} Grey: the control. Panels of a row "
         channels.insert(0, hint + "share their legend and their zoom. Wide positive ranges have a logarithmic axis.")
     return [
         Section(
-            "performance", "Performance around the onset", "Performance", [HANDLING, lines.performance(run, groups)]
+            "performance",
+            "Performance around the onset",
+            "Performance",
+            [HANDLING, _left_out(groups, chosen), lines.performance(run, drawn)],
         ),
         Section(
             "map",
             "Which disturbance, how strong, collapses how many seeds",
             "Collapse map",
-            [probability.collapse_map(run, groups)],
+            [probability.collapse_map(run, [thinned(panel, MOST_COLUMNS) for panel in groups])],
         ),
         Section(
             "dose",
@@ -81,11 +87,24 @@ def _sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
             "Dose-response",
             [dose, audited_tables.criticals(run, groups)] if dose else [],
         ),
-        *dialogue.sections(run, groups),
+        *dialogue.sections(run, drawn),
         Section("channels", "Channels around the injection", "Channels", channels),
         Section("metrics", "Metrics per condition", "Metrics", _metrics(run, band)),
         Section("replay", "Replay, resume, analyse", "Replay", _replay(run)),
     ]
+
+
+def _left_out(groups: Sequence[Panel], chosen: Sequence[Panel]) -> str | None:
+    """What of many panels and magnitudes is not drawn; None where all is."""
+    told = []
+    if len(chosen) < len(groups):
+        told.append(
+            f"Drawn here, and in the figures of dose-response and channels, are {len(chosen)} of {len(groups)} panels, "
+            "a perturbation at an onset each: those that collapse most seeds, or else cost most final performance."
+        )
+    if any(len(panel.disturbed) > MOST_LINES for panel in chosen):
+        told.append(f"A panel has {MOST_LINES} magnitudes at most, from the weakest to the strongest.")
+    return " ".join([*told, "The tables have all of them."]) if told else None
 
 
 def _metrics(run: Run, band: str) -> list[Block]:

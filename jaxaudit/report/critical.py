@@ -65,7 +65,8 @@ def _collapsed(run: Run, data: pd.DataFrame, magnitudes: np.ndarray, kind: str) 
     """`[seeds, M]`: 1 where the lane collapsed (in time, for P_div), NaN where it is not known."""
     assert run.metrics is not None
     names = data.set_index("magnitude")["condition"].reindex(magnitudes)
-    times = run.metrics.pivot_table(index="seed", columns="condition", values="collapse_time", dropna=False)
+    own = run.metrics[run.metrics["condition"].isin(names)]
+    times = own.pivot_table(index="seed", columns="condition", values="collapse_time", dropna=False)
     x = times.reindex(columns=list(names)).to_numpy(np.float64)
     limit = run.steps / 2 if kind == "divergence_probability" else np.inf
     return np.where(np.isnan(x), np.nan, (x < limit).astype(float))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,20 +12,43 @@ from jaxaudit import datasets, results
 from jaxaudit.batches import Batch, Plan
 from jaxaudit.execution.driver import spans
 from jaxaudit.grid import Grid
-from jaxaudit.learner import ACTING, PERFORMANCE
+from jaxaudit.learner import ACTING, PERFORMANCE, Telemetry
 from jaxaudit.program import telemetry_shapes
 from jaxaudit.runner.attempts import Attempt, BatchFolder, forget_lost
 from jaxaudit.runner.shards import write_shards
 from jaxaudit.runner.store import Folder
 from jaxaudit.specification.document import Spec
 
+GATHERED_BYTES = 2**26
+"""Of telemetry that is put into its place at once: a file of it holds all lanes, and is read and written each time."""
+
 
 def gather(store: Folder, grid: Grid, batch: Batch, attempt: Attempt, after: int = 0) -> int:
     """Puts what an attempt has trained from a step on into the run's telemetry; returns the step it has come to."""
-    for rows, start, stop in attempt.rows(after):
+    for rows, start, stop in _joined(attempt.rows(after)):
         store.write_rows(grid, batch, rows, start, stop)
         after = stop
     return after
+
+
+def _joined(chunks: Iterable[tuple[Telemetry, int, int]]) -> Iterator[tuple[Telemetry, int, int]]:
+    """Chunks of telemetry that follow each other as one, as far as `GATHERED_BYTES` allow."""
+    held: list[Telemetry] = []
+    begin = end = size = 0
+    for rows, start, stop in chunks:
+        bytes_here = sum(x.nbytes for x in rows.values())
+        if held and (start != end or size + bytes_here > GATHERED_BYTES):
+            yield _concatenated(held), begin, end
+            held, size = [], 0
+        begin = begin if held else start
+        held.append(rows)
+        end, size = stop, size + bytes_here
+    if held:
+        yield _concatenated(held), begin, end
+
+
+def _concatenated(parts: Sequence[Telemetry]) -> dict[str, Any]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 class Gathered:

@@ -51,6 +51,9 @@ VERSION = _version("jaxaudit")
 DERIVED = ("x_inst", "x_gen")
 """Channels computed from the telemetry when a run ends."""
 
+SIGHT = 2**20
+"""Bytes after which the compressor (Zstandard, whose window is 2 MiB) still finds that values are there already."""
+
 STARTING = "starting"
 """The status of a run until its spec is written, which is what makes the folder a run."""
 
@@ -144,7 +147,11 @@ class Folder:
             raise UserError(f"{self.plan} is damaged: which lanes run together cannot be told ({error!r})") from None
 
     def create_telemetry(self, grid: Grid, shapes: dict[str, tuple[int, ...]], chunk: int) -> None:
-        """Lays out telemetry.zarr, all missing: channel -> shape of one value; a file holds `chunk` steps."""
+        """Lays out telemetry.zarr, all missing: channel -> shape of one value; a file holds all lanes' `chunk` steps.
+
+        Or fewer, where the values are so large that a lane's would be out of the compressor's sight (`SIGHT`). Every
+        lane has its prefix, which is the baseline's, and a file has it once for each seed, and references to it.
+        """
         empty = datasets.telemetry(grid, {})
         channels = dict.fromkeys([*sorted(shapes), *DERIVED])
         with warnings.catch_warnings():
@@ -156,7 +163,8 @@ class Folder:
                 own = tuple(shapes.get(name, ()))
                 dims = datasets.DIMS + datasets.channel_dims(grid, name, own)
                 known = grid.program.learner.channel(name)
-                _empty_array(group, name, known, (*lanes, grid.steps, *own), (*lanes, chunk, *own), dims)
+                steps = _steps_in_sight(chunk, math.prod(own) * np.dtype(known.dtype).itemsize)
+                _empty_array(group, name, known, (*lanes, grid.steps, *own), (*lanes, steps, *own), dims)
             shape = (lanes[0], grid.steps)
             _empty_array(group, "baseline_performance", Channel(), shape, (lanes[0], chunk), ("seed", "step"))
             zarr.consolidate_metadata(self.telemetry)
@@ -223,6 +231,11 @@ def held(path: Path, what: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _steps_in_sight(chunk: int, size: int) -> int:
+    """Steps of a file: a divisor of the chunk's, so that a lane's values of `size` bytes a step are within `SIGHT`."""
+    return next(steps for steps in range(chunk, 0, -1) if steps == 1 or (chunk % steps == 0 and steps * size <= SIGHT))
 
 
 def _empty_array(

@@ -137,10 +137,10 @@ def critical_magnitude(
         return Estimate(np.nan, np.nan, np.nan, seeds - absent, absent, reason)
     point = _crossings(axis, _fit(table[None]))
     rows = table[~np.isnan(table).all(1)]
-    picks = np.random.default_rng(seed).integers(len(rows), size=(resamples, len(rows)))
-    drawn = _crossings(axis, _fit(rows[picks]))
     ends = (-np.inf, np.inf)
     if wilson(0, len(rows), level=level).high < 0.5:
+        picks = np.random.default_rng(seed).integers(len(rows), size=(resamples, len(rows)))
+        drawn = _crossings(axis, _fit(rows[picks]))
         ends = read_tails(drawn.low, drawn.high, *tails(level, len(rows), "expanded"))
     value, low, high = (float(np.exp(v if increasing else -v)) for v in (point.point[0], *ends))
     if not increasing:

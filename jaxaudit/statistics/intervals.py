@@ -8,6 +8,7 @@ NaN among the seeds is a *missing* value, never dropped in silence: every `Estim
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -270,10 +271,16 @@ def bootstrap(
     value = float(statistic(x, axis=-1))
     if _too_few(x.size, level):
         return Estimate(value, np.nan, np.nan, x.size, absent)
-    draws = statistic(x[np.random.default_rng(seed).integers(x.size, size=(resamples, x.size))], axis=-1)
+    draws = statistic(x[_drawn(x.size, resamples, seed)], axis=-1)
     chosen = _bca_tails(x, draws, statistic, level) if method == "bca" else tails(level, x.size, method)
     low, high = read_tails(draws, draws, *chosen)
     return Estimate(value, low, high, x.size, absent)
+
+
+@functools.lru_cache(maxsize=2)
+def _drawn(n: int, resamples: int, seed: int) -> np.ndarray:
+    """Which of n values each resample holds, `[resamples, n]`; the same for all conditions of a run."""
+    return np.random.default_rng(seed).integers(n, size=(resamples, n))
 
 
 def paired_difference(lanes: Any, control: Any, **options: Any) -> Estimate:
