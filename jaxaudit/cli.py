@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         code, sentence = explain(error)
         if code == 1 and os.environ.get(TRACEBACK):
-            traceback.print_exc()
+            traceback.print_exc(file=stderr)
         if sentence:
             with contextlib.suppress(OSError):
                 print(f"jaxaudit: {' '.join(sentence.split())}", file=stderr)
