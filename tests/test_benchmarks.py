@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parents[1] / "experiments" / "benchmarks"
         "fork_savings.py",
         "kernels.py",
         "lanes.py",
+        "many_lanes.py",
         "monitor.py",
         "off_policy.py --no-sb3",
         "overhead.py",

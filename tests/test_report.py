@@ -12,7 +12,7 @@ import xarray as xr
 
 from jaxaudit import report, results
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.report import series, style
+from jaxaudit.report import audited, chosen, series, style
 from jaxaudit.report.verdict import _without_effect, verdict
 from jaxaudit.stored import load
 
@@ -418,3 +418,41 @@ def test_domain_cuts_only_extremes():
     assert cut
     assert -4 < ends[0] < -3
     assert style.domain([np.array([np.nan])], [])[0] == (0.0, 1.0)
+
+
+def test_of_many_panels_those_that_tell_most_are_drawn(tmp_path):
+    conditions = grid(onsets=(100, 120, 140, 160))
+    rng = np.random.default_rng(0)
+    performance = np.full((8, len(conditions), 400), 1.0, np.float32) + rng.normal(size=(8, 1, 400)).astype(np.float32)
+    hit = [
+        place
+        for place, row in conditions.iterrows()
+        if (row.perturbation, row.onset) in {("weight_noise", 160), ("lr_spike", 100), ("reward_flip", 120)}
+    ]
+    performance[:, hit, 170:] = -1e3
+    write(tmp_path, conditions, performance=performance)
+    run = load(tmp_path)
+    groups = series.panels(run)
+    few = chosen.foremost(run, groups, most=3)
+    assert len(groups) == 16
+    assert [(p.perturbation, p.onset) for p in few] == [("lr_spike", 100), ("reward_flip", 120), ("weight_noise", 160)]
+    assert chosen.foremost(run, groups, most=16) == groups
+    assert len(chosen.foremost(dataclasses.replace(run, summary=None), groups)) == chosen.MOST_PANELS
+    told = audited._left_out(groups, few)
+    assert "3 of 16 panels" in told
+    assert "tables have all" in told
+    assert audited._left_out(groups, groups) is None
+
+
+def test_of_many_magnitudes_some_are_drawn_and_both_ends(tmp_path):
+    magnitudes = tuple(float(m) for m in range(1, 41))
+    conditions = grid({"lr_spike": ("optimization", magnitudes, 20.0)})
+    write(tmp_path, conditions, seeds=2)
+    (panel,) = series.panels(load(tmp_path))
+    few = chosen.thinned(panel)
+    assert len(few.disturbed) == chosen.MOST_LINES
+    assert (few.lines[0].key, few.disturbed[0].magnitude, few.disturbed[-1].magnitude) == ("c", 1, 40)
+    assert chosen.thinned(few) is few
+    page = report.build(tmp_path).read_text()
+    assert f"A panel has {chosen.MOST_LINES} magnitudes at most" in page
+    assert "lr_spike 2<" in page, "the tables have all"

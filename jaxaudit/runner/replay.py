@@ -112,20 +112,28 @@ class _Comparison:
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         """Compares a chunk's rows `[T, L, ...]`: a fork group's own, or the baseline's with every prefix it is."""
-        grid, count = self._grid, stop - start
+        count = stop - start
         mine = self.lanes(batch)
         conditions, seeds = batch.columns[mine], batch.seeds[mine]
         new = {name: np.moveaxis(np.asarray(x)[:count, : len(mine)], 0, 1)[mine] for name, x in rows.items()}
         if not batch.disturbed:
             stored = self._store.read_channel("baseline_performance", slice(start, stop))[seeds]
             self._note("baseline_performance", new[PERFORMANCE], stored)
-            for fork in grid.forks:
-                copies = len(fork.conditions)
-                prefix = {n: np.concatenate([x[:, : max(0, fork.onset - start)]] * copies) for n, x in new.items()}
-                self._compare(prefix, np.repeat(fork.conditions, len(seeds)), np.tile(seeds, copies), start)
+            self._compare_prefixes(new, seeds, start)
         else:
             self._compare(new, conditions, seeds, start)
         self.steps += len(seeds) * count
+
+    def _compare_prefixes(self, new: dict[str, np.ndarray], seeds: np.ndarray, start: int) -> None:
+        """Compares the baseline, `[lane, step, ...]` from step `start` on, with all conditions of later onsets."""
+        forks = [fork for fork in self._grid.forks if fork.onset > start]
+        for name, values in new.items() if forks else ():
+            first, stop = forks[0].conditions[0], min(start + values.shape[1], forks[-1].onset)
+            stored = self._store.read_channel(name, slice(first, None), slice(start, stop))[seeds]
+            for fork in forks:
+                columns = slice(fork.conditions[0] - first, fork.conditions[-1] + 1 - first)
+                old = stored[:, columns, : fork.onset - start]
+                self._note(name, np.broadcast_to(values[:, None, : old.shape[2]], old.shape), old)
 
     def _compare(self, new: dict[str, np.ndarray], conditions: np.ndarray, seeds: np.ndarray, start: int) -> None:
         """Compares lanes `[lane, step, ...]` from step `start` on."""
