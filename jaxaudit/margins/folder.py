@@ -175,7 +175,8 @@ def _open(folder: Path, spec: Spec | None) -> _Run:
         if onset not in stored:
             has = ", ".join(map(str, stored))
             raise UserError(f"no stored onset at step {onset}; the run in {folder} has {has}")
-    return _Run(store, spec, replace(grid, tail=0, program=replace(grid.program, devices=ran.program.devices)), ran)
+    program = replace(grid.program, devices=ran.program.devices, model_devices=ran.program.model_devices)
+    return _Run(store, spec, replace(grid, tail=0, program=program), ran)
 
 
 class _Place:
