@@ -29,6 +29,7 @@ def audit(
     steps: int,
     execution: Execution = "vmap",
     devices: Sequence[jax.Device] | None = None,
+    model_devices: int = 1,
     lanes: int | Literal["auto"] = "auto",
     settings: MetricSettings | None = None,
     monitor: Monitor | None = None,
@@ -44,6 +45,8 @@ def audit(
       execution: how a device runs its lanes: "vmap", "map" (one after another), a batch size, or "auto", what is
         fastest in a measurement.
       devices: lanes are spread evenly over these; all of JAX's by default.
+      model_devices: how many of them share a lane, whose parameters are split among them; it divides their number. The
+        learner says how (`Learner.partition`).
       lanes: the most that are on the devices at a time; "auto": as many as their memory can hold.
       settings: windows of the metrics.
       monitor: follows every lane, and raises the alarms that interventions wait for.
@@ -64,6 +67,7 @@ def audit(
         steps=steps,
         execution=execution,
         devices=devices,
+        model_devices=model_devices,
         tail=chosen.window,
         lanes=lanes,
         watch=None if monitor is None else partial(MonitorWatch.of, monitor, alpha),

@@ -109,16 +109,16 @@ def _conditions(grid: Grid, columns: np.ndarray) -> tuple[Condition, ...]:
 
 
 def width_of(program: Program, lanes: int) -> int:
-    """Lanes that a batch is filled up to: devices share them evenly, and each computes all alike.
+    """Lanes that a batch is filled up to: devices, or rows of those that share a lane, have as many each, all alike.
 
     A device that runs its lanes a few at a time has none left over, for their program would round otherwise.
     """
-    devices, execution = max(1, len(program.devices)), program.execution
-    each = -(-lanes // devices)
+    groups, execution = program.groups, program.execution
+    each = -(-lanes // groups)
     if isinstance(execution, int) and each > whole_vectors(execution):
         at_a_time = whole_vectors(execution)
-        return -(-each // at_a_time) * at_a_time * devices
-    return (each if execution == "map" else whole_vectors(each)) * devices
+        return -(-each // at_a_time) * at_a_time * groups
+    return (each if execution == "map" else whole_vectors(each)) * groups
 
 
 def as_json(plan: Plan) -> list[dict[str, Any]]:

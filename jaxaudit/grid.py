@@ -90,8 +90,11 @@ def plan(
     tail: int = 50,
     lanes: int | Literal["auto"] = "auto",
     watch: Callable[[TelemetryShapes, Channels], Watch] | None = None,
+    model_devices: int = 1,
 ) -> Grid:
     """Lays out a grid, in batches of at most `lanes`; "auto" is left to who runs it, and all in one batch until then.
+
+    `model_devices` of the devices share each lane.
 
     `watch` makes what follows the lanes and raises the alarms that interventions wait for, from the shapes of the
     learner's telemetry and what is known of its channels.
@@ -121,7 +124,9 @@ def plan(
         tuple(sorted((site, tuple(paths)) for site, paths in sites.paths.items())),
         _execution(execution),
         tuple(devices if devices is not None else jax.devices()),
+        model_devices=model_devices,
     )
+    _check_shared(learner, program)
     if watch is not None:
         program = replace(program, watch=watch(telemetry_shapes(program), learner.channels))
     return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites, _batch(lanes), learner.data)
@@ -144,6 +149,22 @@ def _execution(execution: Execution) -> Execution:
     if isinstance(execution, bool) or not known:
         raise ValueError(f"execution must be 'auto', 'vmap', 'map' or a batch size of at least 1, not {execution!r}")
     return execution
+
+
+def _check_shared(learner: Learner, program: Program) -> None:
+    """Raises ValueError where a lane cannot be shared by as many devices as it is to be."""
+    devices, shared = len(program.devices), program.model_devices
+    if isinstance(shared, bool) or not isinstance(shared, int) or shared < 1:
+        raise ValueError(f"model_devices must be a whole number of devices, at least 1, not {shared!r}")
+    if shared == 1:
+        return
+    if learner.partition is None:
+        raise ValueError(f"model_devices is {shared}, and '{learner.name}' cannot be split: it has no partition")
+    for what, count in learner.indivisible.items():
+        if count % shared:
+            raise ValueError(f"model_devices is {shared}, which does not divide the model's {count} {what}")
+    if devices % shared:
+        raise ValueError(f"model_devices is {shared}, which does not divide the number of devices, {devices}")
 
 
 def _batch(lanes: int | Literal["auto"]) -> int | None:

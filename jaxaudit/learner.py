@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxaudit.sharding import Partition
 from jaxaudit.taps import Taps
 
 State = Any
@@ -161,6 +162,11 @@ class Learner:
         of a sentence.
       numbers: for some of its sites, numbers that are data to its taps and known before a run, by name: they bound what
         magnitudes mean something there.
+      partition: `partition(path, shape)`, how a lane's arrays are split where several devices share it: for each axis
+        of the array of a leaf of the state or of `data`, by the leaf's path ("params/wte/embedding"), "model" or None;
+        () where it is not. An axis may be odd: it is filled up on the devices alone. None: no lane can be shared.
+      indivisible: how many there are, by name, of what is split and no device can have a part of:
+        {"attention heads": 12}.
       shapes: of `data`.
     """
 
@@ -179,6 +185,8 @@ class Learner:
     save: Callable[[Path, State, Any], None] | None = field(default=None, compare=False)
     absent: Mapping[str, str] = field(default_factory=dict, compare=False)
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
+    partition: Partition | None = None
+    indivisible: Mapping[str, int] = field(default_factory=dict, compare=False)
     shapes: Shapes = field(init=False, repr=False)
 
     def __post_init__(self):

@@ -12,6 +12,7 @@ import optax
 from flax import struct
 
 from jaxaudit.moments import FIRST_MOMENT
+from jaxaudit.sharding import is_split
 from jaxaudit.taps import Taps
 
 Params = Any
@@ -144,7 +145,13 @@ def first_moment_cosine(direction: Params, state: Any) -> jax.Array:
     return cosine(direction, moment)
 
 
+def _product_of_parts(one: jax.Array, other: jax.Array) -> jax.Array:
+    """The inner product, each device of its part: flat arrays have no axes to be split along."""
+    return jnp.sum(one * other)
+
+
 def cosine(one: Params, other: Params) -> jax.Array:
     """Of the angle between two trees with leaves of the same shapes; NaN where one is zero."""
-    inner = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    product = _product_of_parts if is_split() else jnp.vdot
+    inner = sum(product(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
     return inner / (optax.tree.norm(one) * optax.tree.norm(other))

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxaudit.sharding import is_split
+
 
 @struct.dataclass
 class Stack:
@@ -69,7 +71,12 @@ def squares_by_group(value: Any) -> jax.Array:
     groups = groups_of(value)
     total = jnp.zeros(len(groups))
     for leaf, places in zip(jax.tree.leaves(value), places_of(value), strict=True):
-        rows = jnp.sum(jnp.square(leaf.astype(jnp.float32)).reshape(len(places), -1), axis=1)
+        squares = jnp.square(leaf.astype(jnp.float32))
+        if is_split():  # flat rows have no axes to be split along
+            apart = squares if places[0].layer else squares[None]
+            rows = jnp.sum(apart, axis=range(1, apart.ndim))
+        else:
+            rows = jnp.sum(squares.reshape(len(places), -1), axis=1)
         total = total.at[jnp.array([groups.index(_group(place)) for place in places])].add(rows)
     return total
 

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry, with_lasting, without_lasting
-from jaxaudit.sharding import EVERYWHERE, LANES, ROWS, on_devices
+from jaxaudit.sharding import AXIS, EVERYWHERE, LANES, ROWS, on_devices, split
 from jaxaudit.sites import find_sites, initial_states
 from jaxaudit.taps import STATE, Disturbance, Slot, States, Taps, forget
 
@@ -92,7 +92,7 @@ class Watched:
 class Program:
     """Everything a compiled audit depends on but arrays and the shapes of lanes: equal ones share a compilation.
 
-    The learner is one `without_data`; `watch` is what interventions wait for.
+    The learner is one `without_data`; `watch` is what interventions wait for; `model_devices` share each lane.
     """
 
     learner: Learner
@@ -102,6 +102,12 @@ class Program:
     execution: Execution = "vmap"
     devices: tuple[jax.Device, ...] = ()
     watch: Watch | None = None
+    model_devices: int = 1
+
+    @property
+    def groups(self) -> int:
+        """How many devices, or rows of devices that share a lane, the lanes are dealt to."""
+        return max(1, len(self.devices) // self.model_devices)
 
     @property
     def across_hosts(self) -> bool:
@@ -275,23 +281,35 @@ def advance(
                 return None if disturbance is None else disturbance.windows.idle(step)
 
             each = idle(lanes.disturbance)
-            least = None if each is None else jnp.min(each, axis=0)
+            least = None if each is None else _in_step(program, jnp.min(each, axis=0))
 
             def one(state: LaneState, lane: Lanes) -> tuple[LaneState, Telemetry]:
                 # A lane on its own pays for its own open windows alone.
-                return lane_step(
-                    program, data, state, lane, step, idle(lane.disturbance) if program.execution == "map" else least
-                )
+                own = _in_step(program, idle(lane.disturbance)) if program.execution == "map" else least
+                return lane_step(program, data, state, lane, step, own)
 
             states, row = _each_lane(one, program.execution)(states, lanes)
-            return states, {name: rows[name].at[step - first].set(row[name]) for name in rows}
+            return split_states(program, states), {name: rows[name].at[step - first].set(row[name]) for name in rows}
 
-        return jax.lax.fori_loop(start, stop, body, (states, rows))
+        return jax.lax.fori_loop(start, stop, body, (split_states(program, states), rows))
 
     bounds = (jnp.int32(start), jnp.int32(stop), jnp.int32(first))
     specs = (EVERYWHERE, LANES, LANES, EVERYWHERE, EVERYWHERE, ROWS, EVERYWHERE)
-    split = on_devices(program.devices, shard, specs, (LANES, ROWS))
-    return split(data, states, lanes, bounds[0], bounds[1], rows, bounds[2])
+    dealt = on_devices(program.devices, shard, specs, (LANES, ROWS), program.model_devices)
+    return dealt(data, states, lanes, bounds[0], bounds[1], rows, bounds[2])
+
+
+def split_states(program: Program, states: LaneState) -> LaneState:
+    """States of lanes, each split among the devices that share it; as they are where none do."""
+    partition = program.learner.partition
+    return states if partition is None or program.model_devices == 1 else split(states, partition, leading=1)
+
+
+def _in_step(program: Program, idle: jax.Array | None) -> jax.Array | None:
+    """The least over all rows of devices that share a lane: they take the same branches, or wait for one another."""
+    if idle is None or program.model_devices == 1 or program.groups == 1:
+        return idle
+    return jax.lax.pmin(idle, AXIS)
 
 
 def _each_lane(function: Callable, execution: Execution) -> Callable:

@@ -1,4 +1,8 @@
-"""How lanes lie on devices: one mesh, along which they are dealt out evenly and in order."""
+"""How lanes lie on devices: dealt out evenly and in order along one axis of a mesh, and each split along a second one.
+
+The second axis is there where several devices share a lane, and is left to XLA's partitioner: a learner's functions are
+of whole arrays, and say at a few places (`along`, `split`) how these lie.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXIS = "lanes"
-"""The mesh's only axis."""
+"""The mesh's axis of lanes."""
+
+MODEL = "model"
+"""The mesh's axis of the devices that share a lane, where several do."""
 
 EVERYWHERE = PartitionSpec()
 """The same on every device."""
@@ -21,25 +28,64 @@ LANES = PartitionSpec(AXIS)
 ROWS = PartitionSpec(None, AXIS)
 """Of telemetry `[T, L, ...]`, likewise."""
 
-
-def mesh(devices: tuple[jax.Device, ...]) -> Mesh:
-    """The devices in a row."""
-    return Mesh(np.array(devices), (AXIS,))
+Partition = Callable[[str, tuple[int, ...]], tuple[str | None, ...]]
+"""`partition(path, shape)`: for each axis of a lane's array "model", which is split, or None; () for a whole array."""
 
 
-def laid(devices: tuple[jax.Device, ...], spec: PartitionSpec) -> NamedSharding:
+def mesh(devices: tuple[jax.Device, ...], model_devices: int = 1) -> Mesh:
+    """The devices in a row, or in rows of those that share a lane."""
+    if model_devices == 1:
+        return Mesh(np.array(devices), (AXIS,))
+    return Mesh(np.array(devices).reshape(-1, model_devices), (AXIS, MODEL))
+
+
+def laid(devices: tuple[jax.Device, ...], spec: PartitionSpec, model_devices: int = 1) -> NamedSharding:
     """Where on the devices an array lies."""
-    return NamedSharding(mesh(devices), spec)
+    return NamedSharding(mesh(devices, model_devices), spec)
 
 
-def on_devices(devices: tuple[jax.Device, ...], function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def on_devices(
+    devices: tuple[jax.Device, ...], function: Callable, in_specs: Any, out_specs: Any, model_devices: int = 1
+) -> Callable:
     """A function of lanes that each device runs for its own; that function itself where there is one device or none.
 
     Args:
       devices: of the mesh.
-      function: what a device does with its lanes, as if there were no others.
+      function: what a device, or those that share a lane, do with their lanes, as if there were no others.
       in_specs, out_specs: of its arguments and results, as `jax.shard_map` takes them.
+      model_devices: how many share a lane.
     """
     if len(devices) <= 1:
         return function
-    return jax.shard_map(function, mesh=mesh(devices), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    across, manual = mesh(devices, model_devices), frozenset({AXIS})
+    return jax.shard_map(
+        function, mesh=across, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
+    )
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """The path of each leaf, one for all layers of a `Stack`: "h/layers/attention/kernel"."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
+
+
+def is_split() -> bool:
+    """Whether what is traced now is a lane's that several devices share."""
+    return MODEL in jax.sharding.get_abstract_mesh().axis_names
+
+
+def along(x: jax.Array, *axes: str | None) -> jax.Array:
+    """An array, laid out so where several devices share a lane: each axis `MODEL` or None."""
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes)) if is_split() else x
+
+
+def split(tree: Any, partition: Partition, leading: int = 0) -> Any:
+    """A tree laid out by a partition, but for some leading axes, where several devices share a lane."""
+    if not is_split():
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    laid_out = [
+        along(x, *(None,) * leading, *partition(path, x.shape[leading:])) if x.ndim > leading else x
+        for path, x in zip(leaf_paths(tree), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, laid_out)

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import ArrayLike
 
+from jaxaudit.sharding import is_split
+
 PyTree = Any
 
 
@@ -87,6 +89,8 @@ def gram(gradients: PyTree) -> jax.Array:
     """
 
     def products(leaf: jax.Array) -> jax.Array:
+        if is_split():  # a flat one has no axes to be split along
+            return jnp.tensordot(leaf, jnp.moveaxis(leaf, 0, -1), leaf.ndim - 1, precision=jax.lax.Precision.HIGHEST)
         flat = leaf.reshape(leaf.shape[0], -1)
         return jnp.matmul(flat, flat.T, precision=jax.lax.Precision.HIGHEST)
 

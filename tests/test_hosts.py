@@ -3,6 +3,7 @@
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 from quadratic import quadratic
@@ -15,6 +16,38 @@ from jaxaudit.program import Program
 
 SPEC = PAUSED.format(pause=0.02).replace("seeds = 2", "seeds = 3").replace("lanes = 2", "")
 """Three lanes of the baseline, which four devices fill up to four, and nine of each fork group."""
+
+
+GPT2 = """
+[audit]
+name = "gpt2"
+seeds = 2
+steps = 8
+model_devices = 2
+[task]
+kind = "text"
+name = "corpus.txt"
+tokenizer = "bytes"
+[learner]
+kind = "language_model"
+size = "nano"
+context = 16
+batch_size = 4
+accumulation = 2
+held_out = 4
+[run]
+chunk = 2
+checkpoint_every = 1
+[metrics]
+window = 2
+hold = 2
+[[perturbation]]
+kind = "lr_spike"
+magnitude = 10
+onset = 4
+duration = 2
+"""
+"""A mesh of two lanes side by side, each of two devices."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,6 +125,25 @@ def test_what_is_wrong_is_told_once(spec, tmp_path):
     codes, said = ended([started("run", spec, "-o", tmp_path / "run", "--distributed")])
     assert codes == [2]
     assert "jaxaudit: --distributed finds its place under srun, mpirun or Kubernetes alone" in said[0]
+
+
+@pytest.mark.slow
+def test_a_mesh_of_lanes_and_parts_of_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_text(" ".join(f"word{n % 97} and {n % 89}" for n in range(4000)))
+    Path("gpt2.toml").write_text(GPT2)
+    one = started("run", "gpt2.toml", "-o", "one")
+    assert one.wait() == 0, one.stderr.read()
+    processes = together("run", "gpt2.toml", "-o", "two")
+    wait_for(lambda: processes[0].poll() is not None or workers_at(tmp_path / "two", {1}, states=1))
+    processes[0].send_signal(signal.SIGKILL)
+    codes, said = ended(processes, 60)
+    assert codes[0] == -signal.SIGKILL
+    assert codes[1], said
+    codes, said = ended(together("resume", "two"))
+    assert codes == [0, 0], said
+    assert_same(tmp_path / "two", tmp_path / "one")
+    assert (shards(tmp_path / "two").from_step % 4 == 2).any(), "it went on from its states"
 
 
 @pytest.mark.slow

@@ -29,10 +29,11 @@ def test_only_the_command_line_makes_reports():
 
 
 LAYERS = (
-    ("errors", "machine", "interrupts", "hosts", "backends", "moments", "registry", "paths", "tracing", "kernels"),
+    ("errors", "machine", "interrupts", "hosts", "backends"),
+    ("moments", "registry", "sharding", "paths", "tracing", "kernels"),
     ("metrics", "statistics", "perturbations", "taps", "learner", "optimizer", "sites"),
     ("task_kinds", "tasks", "text", "models", "dialogues", "learners"),
-    ("sharding", "program", "slots", "grid", "batches", "placing", "whole"),
+    ("program", "slots", "grid", "batches", "placing", "whole"),
     ("metastate", "datasets", "results", "execution", "auditing"),
     ("specification", "runner", "margins"),
     ("logs", "stored", "held_out_rows", "sample", "detection", "report", "listing", "cli"),

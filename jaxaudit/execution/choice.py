@@ -24,9 +24,9 @@ def settle(
 ) -> tuple[Grid, dict[str, float]]:
     """A grid with its execution chosen, and lane steps per second of what was tried; none if it was chosen before.
 
-    All devices run their lanes side by side ("vmap") or one after the other ("map"), or one device does one lane
-    after the other with all threads to itself. Each is measured on the widest fork group's first steps, with as many
-    lanes at a time as it would have; what does not fit in memory is left out.
+    All devices run their lanes side by side ("vmap") or one after the other ("map"), or one device, or one row of those
+    that share a lane, does one lane after the other with all threads to itself. Each is measured on the widest fork
+    group's first steps, with as many lanes at a time as it would have; what does not fit in memory is left out.
 
     Args:
       grid: what is to run.
@@ -58,8 +58,10 @@ def candidates(grid: Grid) -> dict[str, Grid]:
     """The ways there are to run a grid, by name."""
     devices = grid.program.devices
     programs = {name: replace(grid.program, execution=name) for name in ("vmap", "map")}
-    if len(devices) > 1 and devices[0].platform == "cpu":
-        programs["map on one device"] = replace(grid.program, execution="map", devices=devices[:1])
+    shared = grid.program.model_devices
+    if len(devices) > shared and devices[0].platform == "cpu":
+        name = "map on one device" if shared == 1 else f"map on {shared} devices"
+        programs[name] = replace(grid.program, execution="map", devices=devices[:shared])
     return {name: replace(grid, program=program) for name, program in programs.items()}
 
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxaudit import hosts
 from jaxaudit.batches import Batch
+from jaxaudit.execution import shards
 from jaxaudit.execution.compiling import compiling
 from jaxaudit.execution.workspace import workspace_bytes
 from jaxaudit.grid import Grid
@@ -28,6 +29,7 @@ from jaxaudit.program import (
     advance,
     first_shapes,
     initial,
+    split_states,
     telemetry_rows,
     undisturbed,
     with_perturbations,
@@ -109,18 +111,18 @@ class Engine:
 
         A piece must be let go before the states are trained on, or they are copied there.
         """
-        count, states = len(batch.seeds), _as_data(states)
-        if self.grid.program.across_hosts:  # each has a part of every lane's, or of every leaf's
-            yield Piece(batch.first, count, _first_lanes(self.grid.program, batch.width, count)(states))
+        program, count, states = self.grid.program, len(batch.seeds), _as_data(states)
+        most, shapes = self._piece_lanes(batch), _piece_shapes(program, batch.disturbed)
+        each = batch.width // program.groups
+        if program.across_hosts:  # each has a part of every lane's, or of every leaf's
+            yield Piece(batch.first, count, _first_lanes(program, batch.disturbed, batch.width, count)(states))
             return
-        most = self._piece_lanes(batch)
-        each = batch.width // len(self.grid.program.devices)
         if count <= most:
-            whole = jax.tree.map(np.asarray, states)
+            whole = shards.cut(jax.tree.map(np.asarray, states), shapes)
             yield Piece(batch.first, count, jax.tree.map(lambda x: x[:count], whole))
             return
         for begin in range(0, count, each):
-            shard = jax.tree.map(lambda x: np.asarray(x.addressable_shards[begin // each].data), states)  # noqa: B023
+            shard = shards.cut(shards.on_host(program, states, begin // each), shapes)
             for first in range(begin, min(begin + each, count), most):
                 lanes = min(most, begin + each - first, count - first)
                 cut = slice(first - begin, first - begin + lanes)
@@ -141,6 +143,11 @@ class Engine:
     def piece_bytes(self, batch: Batch) -> int:
         """Bytes of a batch's largest piece."""
         return min(self._piece_lanes(batch), len(batch.seeds)) * self.lane_bytes(batch)
+
+    def placed_bytes(self, batch: Batch) -> int:
+        """Bytes of one lane's state on its devices, all together."""
+        program = self.grid.program
+        return program.model_devices * shards.device_bytes(program, self.lane_shapes(batch))
 
     def onset_shapes(self) -> LaneState:
         """Shapes and dtypes of one lane's state of the baseline, in pieces."""
@@ -173,8 +180,10 @@ class Engine:
     def data(self) -> Any:
         """The learner's data, on every device."""
         if self._data is None:
-            program = self.grid.program
-            self._data = jax.device_put(self.grid.data, _sharding(program))
+            program, data = self.grid.program, self.grid.data
+            whole = program.model_devices == 1 and not program.across_hosts
+            placed = data if whole else jax.tree.map(np.asarray, data)
+            self._data = jax.device_put(shards.filled(program, placed, 0), shards.of_data(program, data))
         return self._data
 
     def program(self, batch: Batch) -> jax.stages.Compiled:
@@ -218,59 +227,60 @@ class Engine:
     def _assembled(self, batch: Batch, pieces: Iterable[Piece], wanted: np.ndarray) -> LaneState:
         """States whose lane i is the one that has the number `wanted[i]` in the pieces, written into their place."""
         program = self.grid.program
-        each = len(wanted) // len(program.devices)
-        here = {i: device for i, device in enumerate(program.devices) if device in jax.local_devices()}
-        blocks = {i: _blank(program, each, batch.disturbed, device)() for i, device in here.items()}
+        each = len(wanted) // program.groups
+        here = shards.groups_here(program)
+        blocks = {group: _blank(program, each, batch.disturbed, group)() for group in here}
         for piece in pieces:
             if large := piece.large:
                 give_back()
-            for index, device in here.items():
+            for index in here:
                 rows = wanted[index * each : (index + 1) * each] - piece.first
                 lanes = np.flatnonzero((rows >= 0) & (rows < piece.lanes))
                 if len(lanes):
                     places = np.zeros((2, each), np.int32)
                     places[:, : len(lanes)] = lanes, rows[lanes]
-                    states = jax.device_put(piece.states, device)
+                    states = shards.put(program, piece.states, index)
                     blocks[index] = jax.block_until_ready(_put(blocks[index], states, places, np.int32(len(lanes))))
                     del states
             del piece
             if large:
                 give_back()
 
-        def joined(*parts: jax.Array) -> jax.Array:
-            shape = (len(wanted), *parts[0].shape[1:])
-            return jax.make_array_from_single_device_arrays(shape, _by_lane(program), list(parts))
-
-        return jax.tree.map(joined, *blocks.values())
+        return shards.joined(program, len(wanted), list(blocks.values()))
 
 
 @functools.lru_cache(maxsize=32)
-def _first_lanes(program: Program, width: int, count: int) -> Callable[[LaneState], LaneState]:
-    """Cuts states `[width, ...]` to the first lanes, which then lie on every device if that is not all of them."""
-    if width == count:
-        return lambda states: states
-    cut = functools.partial(jax.tree.map, lambda x: x[:count])
-    return jax.jit(cut, out_shardings=_sharding(program))
+def _first_lanes(program: Program, disturbed: bool, width: int, count: int) -> Callable[[LaneState], LaneState]:
+    """Cuts states `[width, ...]` to the first lanes and what fills arrays up; they stay split where that is even."""
+    shapes = _piece_shapes(program, disturbed)
+
+    def cut(states: LaneState) -> LaneState:
+        return jax.tree.map(lambda x: x[:count], shards.cut(states, shapes))
+
+    return jax.jit(cut, out_shardings=shards.of_pieces(program, shapes, width == count))
 
 
 @functools.lru_cache(maxsize=32)
 def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Future[jax.stages.Compiled]:
     """Trains lanes in place: `(data, states, lanes, start, stop) -> (states, telemetry)`."""
+    shapes, laid_out = _first_shapes(program, width, disturbed), _by_lane_each(program, disturbed)
 
     def train(data: Any, states: LaneState, lanes: Lanes, start: Any, stop: Any) -> tuple[LaneState, Telemetry]:
-        return advance(program, data, states, lanes, start, stop, telemetry_rows(program, rows, width), start)
+        data, states = _whole(program, data), shards.cut(states, shapes)
+        blank = telemetry_rows(program, rows, width)
+        states, telemetry = advance(program, data, states, lanes, start, stop, blank, start)
+        return shards.filled(program, states, 1), telemetry
 
     data = disturbance(control(0), program, program.steps) if disturbed else None
     lane = Lanes(np.uint32(0), data)
-    shapes = _first_shapes(program, width, disturbed)
     step = _shape((), np.int32, _sharding(program))
     arguments = (
         _data(program),
-        jax.tree.map(lambda x: _shape(x.shape, x.dtype, _by_lane(program)), shapes),
+        jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), shards.filled_shapes(program, shapes, 1), laid_out),
         jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
     )
     rows_lie = EVERYWHERE if program.across_hosts else ROWS  # whoever writes them has all
-    results = (_by_lane(program), _sharding(program, rows_lie))
+    results = (laid_out, _sharding(program, rows_lie))
     # Data that no step reads lie on the devices as well, and count in what the program needs.
     jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
     return compiling(jitted.lower(*arguments, step, step))
@@ -280,15 +290,20 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Futur
 def _initial(program: Program, width: int, disturbed: bool) -> Future[jax.stages.Compiled]:
     """The states at step 0 of lanes with some seeds `[width]`."""
     first = functools.partial(_first, program, disturbed)
-    begin = on_devices(program.devices, first, (EVERYWHERE, LANES), LANES)
+    dealt = on_devices(program.devices, first, (EVERYWHERE, LANES), LANES, program.model_devices)
+
+    def begin(data: Any, seeds: jax.Array) -> LaneState:
+        return shards.filled(program, dealt(_whole(program, data), seeds), 1)
+
     seeds = _shape((width,), np.uint32, _by_lane(program))
-    jitted = jax.jit(begin, out_shardings=_by_lane(program), keep_unused=True)
+    chosen = dealt if program.model_devices == 1 else begin
+    jitted = jax.jit(chosen, out_shardings=_by_lane_each(program, disturbed), keep_unused=True)
     return compiling(jitted.lower(_data(program), seeds))
 
 
 def _first(program: Program, disturbed: bool, data: Any, seeds: jax.Array) -> LaneState:
     states = initial(program, data, seeds)
-    return with_perturbations(program, states, len(seeds)) if disturbed else states
+    return split_states(program, with_perturbations(program, states, len(seeds)) if disturbed else states)
 
 
 def _first_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
@@ -299,14 +314,27 @@ def _first_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
 
 
 def _data(program: Program) -> Any:
-    """Shapes of the learner's data, on every device."""
-    return jax.tree.map(lambda x: _shape(x.shape, x.dtype, _sharding(program)), program.learner.shapes.tree)
+    """Shapes of the learner's data, on the devices."""
+    shapes = program.learner.shapes.tree
+    laid_out = shards.of_data(program, shapes)
+    return jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), shards.filled_shapes(program, shapes, 0), laid_out)
+
+
+def _whole(program: Program, data: Any) -> Any:
+    """The learner's data without what fills them up on the devices."""
+    return shards.cut(data, program.learner.shapes.tree, leading=0)
+
+
+@functools.lru_cache(maxsize=32)
+def _piece_shapes(program: Program, disturbed: bool) -> LaneState:
+    """Shapes of a piece of one lane."""
+    return jax.eval_shape(_as_data, _first_shapes(program, 1, disturbed))
 
 
 @functools.lru_cache(maxsize=32)
 def _lane_shapes(program: Program, disturbed: bool) -> LaneState:
-    states = jax.eval_shape(_as_data, _first_shapes(program, 1, disturbed))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), states)
+    shapes = _piece_shapes(program, disturbed)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
 
 
 def _bytes(shapes: LaneState) -> int:
@@ -314,15 +342,16 @@ def _bytes(shapes: LaneState) -> int:
 
 
 @functools.lru_cache(maxsize=32)
-def _blank(program: Program, lanes: int, disturbed: bool, device: jax.Device) -> Callable[[], LaneState]:
-    """Makes room for some lanes' states on a device."""
+def _blank(program: Program, lanes: int, disturbed: bool, group: int) -> Callable[[], LaneState]:
+    """Makes room for some lanes' states on a device, or on the devices that share them."""
     shapes = _first_shapes(program, lanes, disturbed=False)
 
     def make() -> LaneState:
         states = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), shapes)
-        return with_perturbations(program, states, lanes) if disturbed else states
+        return shards.filled(program, with_perturbations(program, states, lanes) if disturbed else states, 1)
 
-    return jax.jit(make, out_shardings=SingleDeviceSharding(device))
+    whole = _first_shapes(program, lanes, disturbed)
+    return jax.jit(make, out_shardings=shards.of_group(program, whole, group))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -364,8 +393,13 @@ def _shape(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.ShapeD
 
 
 def _sharding(program: Program, spec: PartitionSpec = EVERYWHERE) -> NamedSharding:
-    return laid(program.devices, spec)
+    return laid(program.devices, spec, program.model_devices)
 
 
 def _by_lane(program: Program) -> NamedSharding:
     return _sharding(program, LANES)
+
+
+def _by_lane_each(program: Program, disturbed: bool) -> LaneState:
+    """Where each array of the states lies."""
+    return shards.of_lanes(program, _first_shapes(program, 1, disturbed))

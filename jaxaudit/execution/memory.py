@@ -63,14 +63,14 @@ def fit(
       UserError: too little memory, with the numbers.
     """
     laid_out = plan_of or (lambda most: layout(grid, most))
-    free, devices = available_memory(grid.program.devices), len(grid.program.devices)
+    free, groups = available_memory(grid.program.devices), grid.program.groups
     free = None if free is None else free // beside
     engine, most, seen = Engine(grid, rows), grid.batch, []
     while True:
         plan = laid_out(most)
         widest = max(plan, key=lambda batch: batch.width)
         width = widest.width
-        least = width * engine.lane_bytes(widest) + (_kept(engine, resident) if _on_cpus(grid) else 0)
+        least = width * engine.placed_bytes(widest) + (_kept(engine, resident) if _on_cpus(grid) else 0)
         limit = math.inf if free is None else free if grid.batch else SHARE * free
         if grid.batch or least <= limit:
             engine.compile([widest, *plan])
@@ -85,13 +85,18 @@ def fit(
                 f"{width} lanes at a time need about {readable(least)} of memory and {readable(free or 0)} are "
                 'available; take fewer, or lanes = "auto"'
             )
-        if width <= devices:
-            few = "one lane" if devices == 1 else f"{devices} lanes, one on each device,"
+        if width <= groups:
+            few = "one lane" if groups == 1 else f"{groups} lanes, one on {_each(grid)},"
             raise UserError(
                 f"{few} and what goes with it need about {readable(least)} of memory and {readable(free or 0)} are "
                 "available"
             )
-        most = _fewer(seen or [(width, least)], width - 1, limit, devices)
+        most = _fewer(seen or [(width, least)], width - 1, limit, groups)
+
+
+def _each(grid: Grid) -> str:
+    shared = grid.program.model_devices
+    return "each device" if shared == 1 else f"every {shared} devices"
 
 
 def _checked_on_host(needed: Needs) -> Needs:
@@ -103,13 +108,13 @@ def _checked_on_host(needed: Needs) -> Needs:
     return needed
 
 
-def _fewer(seen: list[tuple[int, int]], most: int, free: float, devices: int) -> int:
-    """Lanes, at most `most`, that should fit by the latest of the (lanes, bytes) seen; whole vectors on all devices."""
+def _fewer(seen: list[tuple[int, int]], most: int, free: float, groups: int) -> int:
+    """Lanes, at most `most`, that should fit by the latest of the (lanes, bytes) seen; whole vectors in all groups."""
     (above, high), (below, low) = seen[-1], seen[-2] if len(seen) > 1 else (0, 0)
     slope = (high - low) / (above - below)
     fitting = above - (high - free) / slope if slope > 0 else above / 2
-    each = max(1, min(most, int(max(fitting, 0))) // devices)
-    return devices * (each // VECTOR * VECTOR if each > WHOLE_VECTORS_FROM else each)
+    each = max(1, min(most, int(max(fitting, 0))) // groups)
+    return groups * (each // VECTOR * VECTOR if each > WHOLE_VECTORS_FROM else each)
 
 
 def needs(engine: Engine, plan: Plan, resident: bool = False) -> Needs:
@@ -128,7 +133,7 @@ def needs(engine: Engine, plan: Plan, resident: bool = False) -> Needs:
 
 def _moments(engine: Engine, batch: Batch) -> Iterator[tuple[int, int]]:
     """Bytes on the devices, and on the host besides, while a batch begins, is stored, and runs."""
-    states = batch.width * engine.lane_bytes(batch)
+    states = batch.width * engine.placed_bytes(batch)
     if batch.disturbed:
         piece = engine.onset_piece_bytes()
         yield states + piece, piece

@@ -239,7 +239,7 @@ class LanguageModel:
         hidden, entropies = gpt2.apply(model, params, tokens[:, :-1])
         hidden = hidden.reshape(-1, hidden.shape[-1])
         weights = jnp.full(hidden.shape[0], 1.0 / hidden.shape[0])
-        embedding = params["wte"]["embedding"].astype(hidden.dtype)
+        embedding = gpt2.embedding(params).astype(hidden.dtype)
         return cross_entropy(hidden, embedding, tokens[:, 1:].reshape(-1), weights, smoothing), entropies
 
     def validation_loss(self, params: Params, sequences: jax.Array) -> jax.Array:
@@ -315,6 +315,8 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         init_reads_data=True,
         provenance=provenance,
         save=made.save,
+        partition=gpt2.partition,
+        indivisible=gpt2.indivisible(made.model),
     )
 
 

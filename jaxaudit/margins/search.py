@@ -72,6 +72,7 @@ def margin(
     settings: MetricSettings | None = None,
     execution: Execution = "vmap",
     devices: Sequence[jax.Device] | None = None,
+    model_devices: int = 1,
     **search: Any,
 ) -> Margins:
     """The magnitude of each perturbation at which half of the seeds collapse, from one baseline for all.
@@ -87,6 +88,7 @@ def margin(
       settings: windows of the metrics.
       execution: how a device runs its lanes, as in `audit`.
       devices: lanes are spread over these; all of JAX's by default.
+      model_devices: how many of them share a lane, as in `audit`.
       **search: tolerance, reach, criterion, level, lanes; see `Settings`.
 
     Returns:
@@ -97,7 +99,16 @@ def margin(
         step 2, where J_pre is undefined.
     """
     chosen, windows = Settings(**search), settings or MetricSettings()
-    grid = plan(learner, perturbations, seeds=seeds, steps=steps, execution=execution, devices=devices, tail=0)
+    grid = plan(
+        learner,
+        perturbations,
+        seeds=seeds,
+        steps=steps,
+        execution=execution,
+        devices=devices,
+        model_devices=model_devices,
+        tail=0,
+    )
     grid, _ = settle(grid, chunk_size(steps))
     engine, batches, lines = fit(grid, lay_out(grid, perturbations, chosen), chunk_size(steps), baseline=True)
     stages = baseline(engine, batches, windows)
@@ -130,7 +141,7 @@ def limit(criterion: Criterion, onset: int, steps: int) -> float:
 
 def _lanes(grid: Grid, thresholds: int) -> int:
     """Lanes side by side: one for every threshold, or several where more cost little; no more than speed things up."""
-    devices = len(grid.program.devices)
+    groups = grid.program.groups
     if grid.program.devices[0].platform == "cpu":
-        return min(thresholds, devices * LANES_PER_CPU)
-    return min(4 * thresholds, devices * LANES_PER_ACCELERATOR)
+        return min(thresholds, groups * LANES_PER_CPU)
+    return min(4 * thresholds, groups * LANES_PER_ACCELERATOR)

@@ -105,4 +105,5 @@ def open_searched(folder: Path, spec: Spec | None) -> Searched:
         if onset not in stored:
             has = ", ".join(map(str, stored))
             raise UserError(f"no stored onset at step {onset}; the run in {folder} has {has}")
-    return Searched(store, spec, replace(grid, tail=0, program=replace(grid.program, devices=ran.program.devices)), ran)
+    program = replace(grid.program, devices=ran.program.devices, model_devices=ran.program.model_devices)
+    return Searched(store, spec, replace(grid, tail=0, program=program), ran)

@@ -18,8 +18,9 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.kernels.attention import causal_attention
-from jaxaudit.models.gpt2 import GPT2, Params
+from jaxaudit.models.gpt2 import GPT2, Params, by_heads, partition
 from jaxaudit.models.lora import Adapted, joined
+from jaxaudit.sharding import MODEL, along, is_split, split
 
 BLOCK = 32
 """Slots whose attention is written out as one sum; more are read so many at a time, as far as they are written."""
@@ -40,12 +41,21 @@ class Cache:
     values: tuple[jax.Array, ...]
 
 
-def layers_of(params: Params | Adapted) -> Params:
-    """The parameters, "h" a tuple of the layers' own; to be called once, outside the loop over slots."""
-    params = joined(params)
-    stacked = params["h"].layers
+def layers_of(params: Params | Adapted, heads: int = 0) -> Params:
+    """The parameters, "h" a tuple of the layers' own; to be called once, outside the loop over slots.
+
+    Where several devices share a lane, queries, keys and values are dealt out by `heads`: `[inputs, 3, heads, d]`.
+    """
+    whole: Params = split(joined(params), partition)
+    stacked = whole["h"].layers
     depth = jax.tree.leaves(stacked)[0].shape[0]
-    return {**params, "h": tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(depth))}
+    layers = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(depth)]
+    return {**whole, "h": tuple(_by_heads(layer, heads) if is_split() else layer for layer in layers)}
+
+
+def _by_heads(layer: Params, heads: int) -> Params:
+    own = {name: x if name == "a" else by_heads(x, heads) for name, x in layer["attn"]["c_attn"].items()}
+    return {**layer, "attn": {**layer["attn"], "c_attn": own}}
 
 
 def prefill(
@@ -68,7 +78,7 @@ def prefill(
     rows, places = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(places), tokens.shape) if positions is None else positions
     room = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
-    unrolled = layers_of(params)
+    unrolled = layers_of(params, model.size.heads)
     keys: list[jax.Array] = []
     values: list[jax.Array] = []
 
@@ -172,17 +182,27 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def _layer(model: GPT2, params: Params, x: jax.Array, attend: Attend) -> jax.Array:
     """The stream `[width, M]` after a layer; `attend`: query, key and value `[heads, d, M]` to what is read."""
-    joint = _dense(model, params["attn"]["c_attn"], _norm(model, params["ln_1"], x))
-    parts = joint.reshape(3, model.size.heads, -1, x.shape[1])
+    parts = _projections(model, params["attn"]["c_attn"], _norm(model, params["ln_1"], x))
     x = x + _dense(model, params["attn"]["c_proj"], attend(*parts).reshape(x.shape))
     inner = _dense(model, params["mlp"]["c_fc"], _norm(model, params["ln_2"], x))
     return x + _dense(model, params["mlp"]["c_proj"], jax.nn.gelu(inner, approximate=True))
 
 
+def _projections(model: GPT2, params: Params, x: jax.Array) -> jax.Array:
+    """`[width, M]` to queries, keys and values, `[3, heads, d, M]`."""
+    if not is_split():
+        return _dense(model, params, x).reshape(3, model.size.heads, -1, x.shape[1])
+    own = {name: value.astype(model.dtype) for name, value in params.items()}
+    y = jnp.einsum("ikhd,im->khdm", own["kernel"], x) + own["bias"][..., None]
+    if "a" in own:
+        y += jnp.einsum("ikhd,im->khdm", own["b"], _product(own["a"], x))
+    return along(y, None, MODEL, None, None)
+
+
 def _embedded(model: GPT2, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """Int `[M]` each to `[width, M]`."""
     of_tokens, of_positions = (params[name]["embedding"].astype(model.dtype) for name in ("wte", "wpe"))
-    return (of_tokens[tokens] + of_positions[positions]).T
+    return (along(of_tokens[tokens], None, None) + along(of_positions[positions], None, None)).T
 
 
 def _dense(model: GPT2, params: Params, x: jax.Array) -> jax.Array:

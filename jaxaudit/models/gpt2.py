@@ -15,6 +15,7 @@ from jaxaudit.kernels.attention import causal_attention
 from jaxaudit.kernels.layer_norm import layer_norm
 from jaxaudit.models.lora import Adapted, joined
 from jaxaudit.paths import Stack
+from jaxaudit.sharding import MODEL, along, is_split, split
 
 Params = dict[str, Any]
 
@@ -43,6 +44,38 @@ SIZES = {
     "774m": Size(1280, 36, 20),
 }
 """The sizes of the paper's models (their millions of parameters, at GPT-2's vocabulary), and three for CPUs."""
+
+
+SPLIT = {
+    "wte/embedding": -2,
+    "wpe/embedding": -1,
+    "attn/c_attn/kernel": -2,
+    "attn/c_proj/kernel": -2,
+    "mlp/c_fc/kernel": -1,
+    "mlp/c_fc/bias": -1,
+    "mlp/c_proj/kernel": -2,
+    "attn/c_proj/a": -2,
+    "mlp/c_fc/b": -1,
+    "mlp/c_proj/a": -2,
+}
+"""Which axis of a parameter is split, counted from its last, by the end of its path; others are whole on each device.
+
+Heads and inner units are dealt out. Queries, keys and values lie joined, head after head, so that an even part of them
+is not some heads': that kernel lies split by its inputs, and a layer that is computed deals it out by heads.
+"""
+
+
+def partition(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """How parameters, and what has their paths and axes, e.g. moments, are split where several devices share a lane."""
+    for end, axis in SPLIT.items():
+        if path.endswith(end) and len(shape) >= -axis:
+            return tuple(MODEL if i == len(shape) + axis else None for i in range(len(shape)))
+    return ()
+
+
+def indivisible(model: GPT2) -> dict[str, int]:
+    """How many there are of what no device can have a part of."""
+    return {"attention heads": model.size.heads}
 
 
 class GPT2(nn.Module):
@@ -79,7 +112,8 @@ class GPT2(nn.Module):
         """
         depth = self.size.depth
         positions = jnp.arange(tokens.shape[1]) if positions is None else positions
-        x = self._embedding("wte", self.vocabulary)(tokens) + self._embedding("wpe", self.context)(positions)
+        x = along(self._embedding("wte", self.vocabulary)(tokens), None, None, None)
+        x += along(self._embedding("wpe", self.context)(positions), *(None,) * (positions.ndim + 1))
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
         layers = nn.scan(
             layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=depth
@@ -130,10 +164,10 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, first: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """`[B, T, width]` to the same, and the mean entropy over heads and places; `first` is `GPT2.__call__`'s."""
         width = x.shape[-1]
-        joined = dense(3 * width, 0.02, self.dtype, "c_attn")(x)
-        query, key, value = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(joined, 3, axis=-1))
+        query, key, value = dense(3 * width, 0.02, self.dtype, "c_attn", heads=self.heads)(x)
         mixed = causal_attention(query, key, value, first=first)
-        change = dense(width, self.output_std, self.dtype, "c_proj")(mixed.reshape(x.shape))
+        mixed = along(mixed, None, None, MODEL, None).reshape(x.shape)
+        change = along(dense(width, self.output_std, self.dtype, "c_proj")(mixed), None, None, None)
         return change, attention_entropy(query, key, first) if self.observe else jnp.zeros(())
 
 
@@ -146,8 +180,8 @@ class Perceptron(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[B, T, width]` to the same."""
-        inner = _gelu(dense(4 * x.shape[-1], 0.02, self.dtype, "c_fc")(x))
-        return dense(x.shape[-1], self.output_std, self.dtype, "c_proj")(inner)
+        inner = _gelu(along(dense(4 * x.shape[-1], 0.02, self.dtype, "c_fc")(x), None, None, MODEL))
+        return along(dense(x.shape[-1], self.output_std, self.dtype, "c_proj")(inner), None, None, None)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -183,9 +217,43 @@ class Dense(nn.Dense):
         return y + x.astype(self.dtype) @ a @ b
 
 
-def dense(features: int, std: float, dtype: Any, name: str) -> Dense:
-    """A dense layer with normal initial weights."""
-    return Dense(features, dtype=dtype, kernel_init=nn.initializers.normal(std), name=name)
+class Projections(Dense):
+    """Queries, keys and values of all heads as one dense layer.
+
+    Attributes:
+      heads: of attention.
+    """
+
+    heads: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:  # type: ignore[override]
+        """`[..., width]` to three of `[..., heads, d]`."""
+        if not is_split() or self.is_initializing():
+            joint = super().__call__(x)
+            return tuple(part.reshape(*x.shape[:-1], self.heads, -1) for part in jnp.split(joint, 3, axis=-1))
+        own = {name: value.astype(self.dtype) for name, value in self.variables["params"].items()}
+        x = x.astype(self.dtype)
+        y = _times(x, by_heads(own["kernel"], self.heads)) + by_heads(own["bias"], self.heads)
+        if "a" in own:
+            y += _times(x @ own["a"], by_heads(own["b"], self.heads))
+        return tuple(jnp.moveaxis(y, -3, 0))
+
+
+def by_heads(weights: jax.Array, heads: int) -> jax.Array:
+    """Weights `[..., 3 width]` of queries, keys and values as `[..., 3, heads, d]`, dealt out by heads."""
+    apart = weights.reshape(*weights.shape[:-1], 3, heads, -1)
+    return along(apart, *(None,) * (apart.ndim - 2), MODEL, None)
+
+
+def _times(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.einsum("...i,ikhd->...khd", x, weights)
+
+
+def dense(features: int, std: float, dtype: Any, name: str, heads: int = 0) -> Dense:
+    """A dense layer with normal initial weights; with `heads`, that of attention's queries, keys and values."""
+    kind = functools.partial(Projections, heads=heads) if heads else Dense
+    return kind(features, dtype=dtype, kernel_init=nn.initializers.normal(std), name=name)
 
 
 def attention_entropy(query: jax.Array, key: jax.Array, first: jax.Array | None = None) -> jax.Array:
@@ -212,13 +280,13 @@ def apply(
     first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states and attention entropies, as `GPT2.__call__`, of parameters as `init_params` makes them."""
-    params = joined(params)
-    return model.apply({"params": {**params, "h": params["h"].layers}}, tokens, positions, first)  # type: ignore[return-value]
+    whole: Params = split(joined(params), partition)
+    return model.apply({"params": {**whole, "h": whole["h"].layers}}, tokens, positions, first)  # type: ignore[return-value]
 
 
 def embedding(params: Params | Adapted) -> jax.Array:
     """The tokens' embedding, float32 `[V, width]`, which is the output layer's weights too."""
-    return joined(params)["wte"]["embedding"]
+    return split(joined(params), partition)["wte"]["embedding"]
 
 
 def logits(params: Params | Adapted, hidden: jax.Array) -> jax.Array:

@@ -118,7 +118,7 @@ def _generate(model, tokens, top_k, nucleus, greedy, end, params, prompts, key, 
     hidden, cache = prefill(
         model, params, moved, width + tokens, positions=jnp.maximum(slots - missing[:, None], 0), first=first
     )
-    unrolled = layers_of(params)
+    unrolled = layers_of(params, model.size.heads)
 
     def write(writing, slot):
         logits = gpt2.logits(params, writing.hidden) / temperature

@@ -184,7 +184,7 @@ def _begun(
         with beginning(folder) as store:
             rows = chunk_size(grid.steps, spec.run.chunk)
             # Before anything is compiled: as it is with the fewest lanes at a time, where that is still open.
-            fewest = layout(grid, grid.batch or len(grid.program.devices), baseline)
+            fewest = layout(grid, grid.batch or grid.program.groups, baseline)
             check_space(grid, fewest, Engine(grid, rows), folder)
             _announce(spec, grid)
             deal: Callable[..., Plan] = partial(layout, baseline=baseline, parts=lay_out.parts)
@@ -244,7 +244,8 @@ def _planned_like(folder: Path, spec: Spec, grid: Grid) -> tuple[Grid, Plan]:
     store, old, ran = open_run(folder)
     _check_kept(spec, old, f"to take the plan of {folder}, the spec must keep its", "perturbations", "monitor")
     plan = store.read_plan(ran)
-    program = replace(grid.program, execution=ran.program.execution, devices=ran.program.devices)
+    like = ran.program
+    program = replace(grid.program, execution=like.execution, devices=like.devices, model_devices=like.model_devices)
     return replace(grid, program=program, batch=max(len(batch.seeds) for batch in plan)), plan
 
 
@@ -320,7 +321,8 @@ def _announce(spec: Spec, grid: Grid) -> None:
     print(
         f"{spec.audit.name}: {len(grid.seeds)} seeds x {len(grid.conditions)} conditions = {lanes} lanes, "
         f"{grid.steps} steps{'' if unit == 'step' else f' of {unit}'}, on {len(grid.program.devices)} "
-        f"{grid.program.devices[0].platform} device(s)",
+        f"{grid.program.devices[0].platform} device(s)"
+        + (f", {shared} to a lane" if (shared := grid.program.model_devices) > 1 else ""),
         file=sys.stderr,
     )
     for what, value in grid.provenance.items():

@@ -17,6 +17,8 @@ EARLIER = "0.1."
 def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     """The run in a folder, on as many devices as it was begun on if they are there.
 
+    How many share a lane is the spec's to say: states are the same in a checkpoint.
+
     Raises UserError if there is none, or it is an earlier version's.
     """
     store = Folder(Path(folder))

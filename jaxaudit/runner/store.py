@@ -289,6 +289,7 @@ def software(grid: Grid) -> dict[str, Any]:
         "cpu": processor(),
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
+        "model_devices": grid.program.model_devices,
         "flags": {k: os.environ[k] for k in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64") if k in os.environ},
         "precision": str(jax.config.jax_default_matmul_precision),  # type: ignore[attr-defined]
         "byteorder": sys.byteorder,
@@ -298,7 +299,7 @@ def software(grid: Grid) -> dict[str, Any]:
 
 def differences(then: dict[str, Any], grid: Grid, plan: Plan) -> list[tuple[str, str, str]]:
     """What is not as `then`, an earlier `environment`, says: (what, then, now)."""
-    now = environment(grid, plan)
+    now, then = environment(grid, plan), {"model_devices": 1} | then
     pairs = {key: (then.get(key), value) for key, value in now.items() if key != "packages"}
     pairs |= {f"package {k}": (then.get("packages", {}).get(k), v) for k, v in now["packages"].items()}
     return [(what, str(a), str(b)) for what, (a, b) in pairs.items() if a != b]

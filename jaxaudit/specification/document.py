@@ -88,6 +88,7 @@ class Spec:
                 steps=audit.steps,
                 execution=audit.execution,
                 lanes=audit.lanes,
+                model_devices=audit.model_devices,
                 tail=self.metrics.window,
                 watch=self._watch(),
             )

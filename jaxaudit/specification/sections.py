@@ -32,6 +32,7 @@ class AuditSpec:
       execution: how the lanes of a device run: "vmap", "map" (one after the other), a batch size, or "auto", what is
         fastest in a measurement at the run's beginning.
       lanes: the most lanes that are in memory at a time, or "auto": as many as it can hold.
+      model_devices: how many devices share a lane, whose parameters are split among them.
     """
 
     name: str
@@ -40,6 +41,7 @@ class AuditSpec:
     telemetry: Literal["basic", "full"] = "full"
     execution: int | Literal["auto", "vmap", "map"] = "vmap"
     lanes: int | Literal["auto"] = "auto"
+    model_devices: int = 1
 
     @property
     def slug(self) -> str:
@@ -108,6 +110,7 @@ def read_audit(sections: Table) -> AuditSpec:
         telemetry=table.get("telemetry", Literal["basic", "full"], AuditSpec.telemetry),
         execution=table.get("execution", int | Literal["auto", "vmap", "map"], AuditSpec.execution),
         lanes=table.get("lanes", int | Literal["auto"], AuditSpec.lanes),
+        model_devices=table.get("model_devices", int, AuditSpec.model_devices),
     )
     _check_audit(table, spec)
     return spec
@@ -130,6 +133,7 @@ def _check_audit(table: Table, spec: AuditSpec) -> None:
         _at_least(table, "execution", spec.execution, 1)
     if isinstance(spec.lanes, int):
         _at_least(table, "lanes", spec.lanes, 1)
+    _at_least(table, "model_devices", spec.model_devices, 1)
 
 
 def read_task(sections: Table) -> Task:

@@ -20,7 +20,7 @@ from jaxaudit.learners.dialogue.presets import PRESETS
 from jaxaudit.learners.dialogue.remarks import of_the_beginning
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.state import DialogueData
-from jaxaudit.models import gpt2_checkpoint
+from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.task_kinds import fitting
 
 BESIDES: dict[str, dict[str, Any]] = {
@@ -83,6 +83,8 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         provenance=provenance,
         remarks=functools.partial(of_the_beginning, compares=settings.compares),
         save=made.save,
+        partition=gpt2.partition,
+        indivisible=gpt2.indivisible(made.policy.model),
         absent=absent(dialogue, settings),
         numbers={"difficulty": {"usual": float(dialogue.difficulty)}},
     )

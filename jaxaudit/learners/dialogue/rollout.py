@@ -133,7 +133,7 @@ def carried_on(
     progress, written = _given(dialogue, progress)
     latest = jax.tree.map(lambda x: x[-1], written.latest)
     begun = written.latest.token.shape[0]
-    unrolled = decoding.layers_of(params)
+    unrolled = decoding.layers_of(params, sampler.model.size.heads)
     # The last of these is read again by the first turn, which writes over what a prompt of one token left.
     before = jax.tree.map(lambda x: x[: max(begun - 1, 1)].T, written.latest)
     cache = decoding.prefill(sampler.model, params, before.token, slots, before.position, before.first)[1]
