@@ -135,7 +135,7 @@ def test_a_mesh_of_lanes_and_parts_of_models(tmp_path, monkeypatch):
     one = started("run", "gpt2.toml", "-o", "one")
     assert one.wait() == 0, one.stderr.read()
     processes = together("run", "gpt2.toml", "-o", "two")
-    wait_for(lambda: processes[0].poll() is not None or workers_at(tmp_path / "two", {1}, states=1))
+    wait_for(lambda: processes[0].poll() is not None or workers_at(tmp_path / "two", {1}, states=1), 400)
     processes[0].send_signal(signal.SIGKILL)
     codes, said = ended(processes, 60)
     assert codes[0] == -signal.SIGKILL

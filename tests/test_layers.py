@@ -36,7 +36,7 @@ LAYERS = (
     ("program", "slots", "grid", "batches", "placing", "whole"),
     ("metastate", "datasets", "results", "execution", "auditing"),
     ("specification", "runner", "margins"),
-    ("logs", "stored", "held_out_rows", "sample", "detection", "report", "listing", "cli"),
+    ("logs", "stored", "held_out_rows", "sample", "detection", "report", "listing", "cli", "__main__"),
 )
 ORDER = [name for layer in LAYERS for name in layer]
 """Modules and packages, each of which imports only what stands before it."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxaudit import hosts
 from jaxaudit.batches import Batch
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Grid
@@ -108,6 +109,8 @@ class Attempt:
     def save(self, engine: Engine, states: LaneState, step: int) -> None:
         """Keeps the states at a step, and of earlier ones the latest."""
         checkpoint.save(self.state(step), engine.pieces(self._batch, states), self._note(step))
+        if not hosts.first():
+            return
         kept = [known for known in self.states() if known <= step][-KEPT_STATES:]  # a later one was damaged
         for known in self.states():
             if known not in kept:
