@@ -43,7 +43,7 @@ def tiny():
 @functools.cache
 def learner(size="tiny", vocabulary=VOCABULARY, context=8, batch=4, **settings):
     """GPT-2 on random tokens."""
-    usual = {"accumulation": 2, "held_out": 2, "validation": 2, "evaluations": 0}
+    usual = {"telemetry": "basic", "accumulation": 2, "held_out": 2, "validation": 2, "evaluations": 0}
     made = LanguageModel(vocabulary, LanguageModelSettings(size, context, batch_size=batch, **usual | settings))
     tokens = np.random.default_rng(0).integers(0, vocabulary, 40 * (context + 1)).astype(np.uint16)
     rows = tokens[: 2 * (context + 1)].reshape(2, -1)
@@ -166,12 +166,12 @@ def test_what_cannot_be_split_is_refused():
 
 
 SPEC = """
-audit = {{name = "split", seeds = 1, steps = 4, model_devices = 2, telemetry = "basic"}}
+audit = {{name = "split", seeds = 1, steps = 6, model_devices = 2, telemetry = "basic"}}
 task = {{kind = "text", name = "{text}"}}
 learner = {{kind = "language_model", size = "nano", context = 8, batch_size = 2, accumulation = 1, held_out = 1}}
-metrics = {{window = 1, hold = 1, horizon = 1}}
+metrics = {{window = 2, hold = 2, horizon = 2}}
 run = {{chunk = 1, checkpoint_every = 1}}
-perturbation = [{{kind = "lr_spike", magnitude = 3.0, onset = 2, duration = 1}}]
+perturbation = [{{kind = "lr_spike", magnitude = 3.0, onset = 3, duration = 1}}]
 """
 
 
@@ -221,7 +221,9 @@ def test_an_iteration_on_a_dialogue_is_the_unsplit_lanes(settings):
         engine = Engine(grid(shared, of=made, perturbations=[ja.lr_spike(3.0, onset=1, duration=1)]), 1)
         batch = layout(engine.grid)[0]
         states, telemetry = engine.advance(batch, engine.initial(batch), 0, 1)
-        rows.append(({name: telemetry[name] for name in ("performance", "gradient_norm")}, engine.copies(batch, states)))
+        rows.append(
+            ({name: telemetry[name] for name in ("performance", "gradient_norm")}, engine.copies(batch, states))
+        )
     assert_close(*[row[0] for row in rows[::-1]], 1e-5)
     assert_close(*[row[1][0].states.learner.policy.params for row in rows[::-1]], 1e-4)
 
