@@ -1,6 +1,5 @@
 """A lane that several devices share: the same numbers, less memory on each, the same states on disk."""
 
-import dataclasses
 import functools
 import json
 import subprocess
@@ -155,13 +154,13 @@ def test_state_and_argument_bytes_are_as_planned():
 
 
 def test_what_cannot_be_split_is_refused():
-    with pytest.raises(ValueError, match="^model_devices is 3, which does not divide the model's 4 attention heads$"):
+    with pytest.raises(ValueError, match=r"^model_devices is 3, which does not divide the model's 4 attention heads$"):
         grid(3, devices=2)
-    with pytest.raises(ValueError, match="^model_devices is 2, which does not divide the number of devices, 1$"):
+    with pytest.raises(ValueError, match=r"^model_devices is 2, which does not divide the number of devices, 1$"):
         grid(2, devices=1)
-    with pytest.raises(ValueError, match="^model_devices must be a whole number of devices, at least 1, not 0$"):
+    with pytest.raises(ValueError, match=r"^model_devices must be a whole number of devices, at least 1, not 0$"):
         grid(0, devices=2)
-    with pytest.raises(ValueError, match="cannot be split: it has no partition$"):
+    with pytest.raises(ValueError, match=r"cannot be split: it has no partition$"):
         grid(2, of=quadratic(None, adam=False))
 
 
