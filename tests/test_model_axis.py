@@ -42,7 +42,7 @@ def tiny():
 @functools.cache
 def learner(size="tiny", vocabulary=VOCABULARY, context=8, batch=4, **settings):
     """GPT-2 on random tokens."""
-    usual = {"accumulation": 2, "held_out": 2, "validation": 2, "evaluations": 0}
+    usual = {"telemetry": "basic", "accumulation": 2, "held_out": 2, "validation": 2, "evaluations": 0}
     made = LanguageModel(vocabulary, LanguageModelSettings(size, context, batch_size=batch, **usual | settings))
     tokens = np.random.default_rng(0).integers(0, vocabulary, 40 * (context + 1)).astype(np.uint16)
     rows = tokens[: 2 * (context + 1)].reshape(2, -1)
@@ -154,23 +154,23 @@ def test_state_and_argument_bytes_are_as_planned():
 
 
 def test_what_cannot_be_split_is_refused():
-    with pytest.raises(ValueError, match="^model_devices is 3, which does not divide the model's 4 attention heads$"):
+    with pytest.raises(ValueError, match=r"^model_devices is 3, which does not divide the model's 4 attention heads$"):
         grid(3, devices=2)
-    with pytest.raises(ValueError, match="^model_devices is 2, which does not divide the number of devices, 1$"):
+    with pytest.raises(ValueError, match=r"^model_devices is 2, which does not divide the number of devices, 1$"):
         grid(2, devices=1)
-    with pytest.raises(ValueError, match="^model_devices must be a whole number of devices, at least 1, not 0$"):
+    with pytest.raises(ValueError, match=r"^model_devices must be a whole number of devices, at least 1, not 0$"):
         grid(0, devices=2)
-    with pytest.raises(ValueError, match="cannot be split: it has no partition$"):
+    with pytest.raises(ValueError, match=r"cannot be split: it has no partition$"):
         grid(2, of=quadratic(None, adam=False))
 
 
 SPEC = """
-audit = {{name = "split", seeds = 1, steps = 4, model_devices = 2, telemetry = "basic"}}
+audit = {{name = "split", seeds = 1, steps = 6, model_devices = 2, telemetry = "basic"}}
 task = {{kind = "text", name = "{text}"}}
 learner = {{kind = "language_model", size = "nano", context = 8, batch_size = 2, accumulation = 1, held_out = 1}}
-metrics = {{window = 1, hold = 1, horizon = 1}}
+metrics = {{window = 2, hold = 2, horizon = 2}}
 run = {{chunk = 1, checkpoint_every = 1}}
-perturbation = [{{kind = "lr_spike", magnitude = 3.0, onset = 2, duration = 1}}]
+perturbation = [{{kind = "lr_spike", magnitude = 3.0, onset = 3, duration = 1}}]
 """
 
 
