@@ -215,7 +215,7 @@ def test_a_lane_of_774_million_takes_at_most_three_tenths_on_each_of_four():
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_iteration_on_a_dialogue_is_the_unsplit_lanes(rank, tmp_path):
-    model = gpt2.GPT2(named("hop").vocabulary, 1024, TINY.size)
+    model = gpt2.GPT2(named("hop").make().vocabulary, 1024, TINY.size)
     start = jax.tree.map(np.asarray, gpt2.init_params(model, jax.random.key(0)))
     gpt2_checkpoint.save(tmp_path, start, model)
     small = {"size": "tiny", "prompts": 2, "group_size": 2, "telemetry": "basic"}
