@@ -15,13 +15,14 @@ from small_runs import assert_same
 
 import jaxaudit as ja
 from jaxaudit.batches import layout
+from jaxaudit.dialogues import named
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.shards import device_bytes
 from jaxaudit.grid import plan
 from jaxaudit.learner import Learner
 from jaxaudit.learners.language_model import Data, LanguageModel, LanguageModelSettings
-from jaxaudit.models import gpt2, lora
+from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.models.sampling import generate
 from jaxaudit.runner import checkpoint, durable
 from jaxaudit.sharding import mesh
@@ -212,9 +213,13 @@ def test_a_lane_of_774_million_takes_at_most_three_tenths_on_each_of_four():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"lora_rank": 0}, {"lora_rank": 2}])
-def test_an_iteration_on_a_dialogue_is_the_unsplit_lanes(settings):
-    made = ja.learners.grpo("hop", size="tiny", prompts=2, group_size=2, warm_start=1, telemetry="basic", **settings)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_iteration_on_a_dialogue_is_the_unsplit_lanes(rank, tmp_path):
+    model = gpt2.GPT2(named("hop").make().vocabulary, 1024, TINY.size)
+    start = jax.tree.map(np.asarray, gpt2.init_params(model, jax.random.key(0)))
+    gpt2_checkpoint.save(tmp_path, start, model)
+    small = {"size": "tiny", "prompts": 2, "group_size": 2, "telemetry": "basic"}
+    made = ja.learners.grpo("hop", checkpoint=str(tmp_path), lora_rank=rank, **small)
     rows = []
     for shared in (1, 2):
         engine = Engine(grid(shared, of=made, perturbations=[ja.lr_spike(3.0, onset=1, duration=1)]), 1)
