@@ -90,6 +90,7 @@ def ended(processes, seconds=120):
     return [process.returncode for process in processes], said
 
 
+@pytest.mark.slow
 def test_two_processes_end_as_one(spec, reference, tmp_path):
     codes, said = ended(together("run", spec, "-o", tmp_path / "run"))
     assert codes == [0, 0], said

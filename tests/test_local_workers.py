@@ -64,6 +64,7 @@ def test_a_limit_of_time(tmp_path):
     assert_same(tmp_path / "run", whole(text, tmp_path / "run", tmp_path))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_the_run_goes_on_with_more_space(tmp_path, monkeypatch):
     text, folder = SPEC.replace("pause = 0.05", "full_at = 10"), tmp_path / "run"
     with monkeypatch.context() as patch:

@@ -160,6 +160,7 @@ def test_ctrl_c_keeps_states_and_another_backend_goes_on(cluster, reference, tmp
     assert "stopped" in set(shards(folder).outcome)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_program_is_one_sentence_and_not_tried_again(on, tmp_path, capsys):
     text = SPEC.replace("pause = 0.05", "fails_at = 8")
     with pytest.raises(Failed, match="the accident of a test"):

@@ -110,7 +110,7 @@ def meanwhile(act):
         raise failed[0]
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     """What a condition gives when it gives something."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
