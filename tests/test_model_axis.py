@@ -218,7 +218,7 @@ def test_an_iteration_on_a_dialogue_is_the_unsplit_lanes(rank, tmp_path):
     model = gpt2.GPT2(named("hop").make().vocabulary, 1024, TINY.size)
     start = jax.tree.map(np.asarray, gpt2.init_params(model, jax.random.key(0)))
     gpt2_checkpoint.save(tmp_path, start, model)
-    small = {"size": "tiny", "prompts": 2, "group_size": 2, "telemetry": "basic"}
+    small = {"size": "tiny", "prompts": 2, "group_size": 2, "telemetry": "basic", "entropy_coefficient": 0.1}
     made = ja.learners.grpo("hop", checkpoint=str(tmp_path), lora_rank=rank, **small)
     rows = []
     for shared in (1, 2):
@@ -243,7 +243,9 @@ expected = here.trained(here.grid(1, seeds=2))
 for shared, execution in ((4, "vmap"), (2, "vmap"), (2, "map")):
     found = here.trained(here.grid(shared, devices=4, seeds=2, execution=execution))
     for a, b in zip(expected[0], found[0]):
-        here.assert_close(b["loss"][:, :2], a["loss"][:, :2], 1e-4)
+        for name in ("loss", "gradient_norm"):
+            here.assert_close(b[name][:, :1], a[name][:, :1], 1e-5)
+        here.assert_close(b["loss"][:, 1:2], a["loss"][:, 1:2], 1e-4)  # after an update, which divides by roots of v
 """
 
 
