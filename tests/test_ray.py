@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from small_runs import assert_same
@@ -85,6 +86,13 @@ def test_two_workers_end_as_one_process(planned, reference):
     assert trained[trained.onset == 6].begun.min() < baseline.ended.max(), "a fork waits for its onset alone"
 
 
+def node_of(cluster, worker):
+    """The node that a worker process is of."""
+    parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    nodes = cluster.list_all_nodes()
+    return next(n for n in nodes if any(p.process.pid == parent for p in n.all_processes["raylet"]))
+
+
 def hurt(cluster, folder, driver, accidents):
     """Accidents, one after the other, to a run that a driver hands out."""
 
@@ -93,12 +101,11 @@ def hurt(cluster, folder, driver, accidents):
 
     forks = iter([range(2, 5), range(5, 8)])
     for accident in accidents:
+        found = at_work({0} if accident == "worker" else next(forks))
         if accident == "worker":
-            kill(at_work({0})[0])
-        else:
-            at_work(next(forks))
+            kill(found[0])
         if accident == "node":
-            cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+            cluster.remove_node(node_of(cluster, next(iter(found.values()))), allow_graceful=False)
             cluster.add_node(num_cpus=1, object_store_memory=80 * MIB)
         if accident == "driver":
             driver.send_signal(signal.SIGKILL)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,14 +80,13 @@ def shards(folder):
 def workers_at(folder, batches, states):
     """Processes of the attempts at some batches that keep at least so many states or onsets, and have not ended."""
     found = {}
-    for path in folder.glob("batches/[0-9]*/attempt-*"):
-        kept = [*path.glob("state-*"), *path.glob("onset-*")]
-        if (path / "ended.json").exists():
-            continue
-        begun = path / "begun.json"
-        if int(path.parent.name) in batches and len(kept) >= states and begun.exists():
-            worker = json.loads(begun.read_text())["worker"]
-            found[int(path.parent.name)] = int(worker.rpartition(":")[2])
+    for batch in batches:
+        with suppress(FileNotFoundError):  # it is gathered at this moment
+            for path in (folder / "batches" / f"{batch:04d}").glob("attempt-*"):
+                kept = [*path.glob("state-*"), *path.glob("onset-*")]
+                if len(kept) >= states and not (path / "ended.json").exists():
+                    worker = json.loads((path / "begun.json").read_text())["worker"]
+                    found[batch] = int(worker.rpartition(":")[2])
     return found
 
 
