@@ -179,14 +179,19 @@ def _add_processes(command: argparse.ArgumentParser) -> None:
     group.add_argument("--process", metavar="I", type=int, help="which this is, from 0")
 
 
+def _is_one_of_several(arguments: argparse.Namespace) -> bool:
+    """Whether this process was told, in any way, that it is one of a run's; no command that cannot be is."""
+    told = (getattr(arguments, name, None) for name in ("coordinator", "processes", "process"))
+    return getattr(arguments, "distributed", False) or any(value is not None for value in told)
+
+
 def _join(arguments: argparse.Namespace) -> None:
     """Joins the other processes of a run, where it has several; all but the first say no more than how they end."""
-    place = arguments.coordinator, arguments.processes, arguments.process
-    if not arguments.distributed and place == (None, None, None):
+    if not _is_one_of_several(arguments):
         return
     from jaxaudit import hosts
 
-    hosts.join(*place)
+    hosts.join(arguments.coordinator, arguments.processes, arguments.process)
     if not hosts.first():
         sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
@@ -197,7 +202,7 @@ def _workers(arguments: argparse.Namespace, like: Path | None = None) -> Any:
     Of a run that is there, `like`, workers have as many cores as it was planned for, unless another number is asked.
     """
     asked = {"count": arguments.workers} | {name: getattr(arguments, name) for name in ("cpus", "gpus", "minutes")}
-    if arguments.on is not None and getattr(arguments, "distributed", False):
+    if arguments.on is not None and _is_one_of_several(arguments):
         raise UserError("--on has workers train lanes apart, and --distributed processes train them together: take one")
     if arguments.on is None:
         given = [name for name, value in asked.items() if value is not None]

@@ -459,3 +459,19 @@ def test_a_command_keeps_no_programs_where_it_is_told_so():
     env = own | {"JAXAUDIT_CACHE": "off", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert done.stdout.strip() == "None"
+
+
+def test_workers_of_a_run_that_is_there_have_the_cores_it_was_planned_for(tmp_path, capsys):
+    def cpus(*given):
+        arguments = cli._parser().parse_args(["resume", str(tmp_path), "--on", "local", *given])
+        return cli._workers(arguments, tmp_path).cpus
+
+    assert cpus() == 1
+    (tmp_path / "plan.json").write_text('{"threads": 3}')
+    assert cpus() == 3
+    assert cpus("--cpus", "3") == 3
+    assert not capsys.readouterr().err
+    assert cpus("--cpus", "2") == 2
+    assert (
+        "note: the cores of a worker were 3 and are 2: results may not be bitwise the same" in capsys.readouterr().err
+    )

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jaxaudit.errors import UserError
 from jaxaudit.execution import engine as engines
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
+from jaxaudit.margins import pool
+from jaxaudit.margins.search import Settings, lay_out
 from jaxaudit.specification.document import parse
 
 LEARNER = quadratic(None, adam=False)
@@ -128,6 +131,37 @@ def test_the_largest_batch_that_fits_is_chosen_and_is_compiled_already(monkeypat
     assert engines._compiled.cache_info().misses == compilations
     monkeypatch.setattr(memory, "available_memory", lambda devices: None)
     assert max(len(batch.seeds) for batch in memory.fit(grid(), 12, resident=True)[1]) == 12
+
+
+def test_processes_beside_each_other_share_the_memory(monkeypatch):
+    free = room_for(4)
+    monkeypatch.setattr(memory, "available_memory", lambda devices: 3 * free)
+    _, batches, needed = memory.fit(grid(), 12, resident=True, beside=3)
+    assert max(len(batch.seeds) for batch in batches) == 4
+    assert needed.total <= memory.SHARE * free
+
+
+def test_pools_of_margins_share_the_memory_too(monkeypatch):
+    chosen = ja.plan(LEARNER, PERTURBATIONS[:1], seeds=2, steps=12, tail=0)
+    lines = lay_out(chosen, PERTURBATIONS[:1], Settings(lanes=1_000_000))
+
+    def lanes(free, beside):
+        monkeypatch.setattr(memory, "available_memory", lambda devices: free)
+        return pool.fit(chosen, lines, 12, baseline=False, beside=beside)[2].lanes
+
+    free = 64 << 20
+    assert lanes(8 * free, 8) == lanes(free, 1) < lanes(8 * free, 1)
+
+
+def test_other_hosts_devices_are_taken_to_be_as_free(monkeypatch):
+    def device(free):
+        return SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 100 + free, "bytes_in_use": 100})
+
+    here = [device(30), device(50)]
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: here)
+    assert memory.available_memory(tuple(here)) == 80
+    elsewhere = [SimpleNamespace(platform="gpu") for _ in range(4)]
+    assert memory.available_memory((*here, *elsewhere)) == 240
 
 
 def test_what_fits_is_found_by_the_line_through_the_sizes_seen():

@@ -1,12 +1,9 @@
 """Runs by processes of this machine, through submitit; they are killed, sent away, come to their limit of time."""
 
-import os
-import signal
-
 import pytest
 from paused import FULL
 from small_runs import assert_same
-from worker_runs import PAUSED, kill, meanwhile, plug_in, shards, wait_for, whole, workers_at
+from worker_runs import PAUSED, plug_in, shards, through_accidents, whole
 
 from jaxaudit.backends.backend import Workers
 from jaxaudit.errors import Failed, UserError
@@ -28,29 +25,12 @@ def plugged_in(tmp_path_factory):
         yield
 
 
-def accept(folder, tmp_path):
-    """Holds a run against its plan trained in one process; what was trained how."""
-    assert_same(folder, whole(SPEC, folder, tmp_path))
-    told = shards(folder)
-    assert (told[told.outcome == "complete"].groupby("batch").size() == 1).all()
-    assert not folder.with_name(f".{folder.name}.jobs").exists()
-    return told
-
-
 def test_a_killed_worker_and_one_that_is_sent_away(tmp_path):
     folder = tmp_path / "run"
-
-    def accidents():
-        kill(wait_for(lambda: workers_at(folder, {0}, states=2))[0])
-        found = wait_for(lambda: workers_at(folder, {2, 3}, states=2))
-        os.kill(next(iter(found.values())), signal.SIGUSR2)
-
-    with meanwhile(accidents):
-        durable.run(parse(SPEC), folder, TWO)
-    told = accept(folder, tmp_path)
-    after = told[told.attempt > 1]
-    assert len(set(after.batch)) == 2
-    assert (after.from_step > after.onset).all(), "they went on from their states"
+    told = through_accidents(SPEC, folder, TWO)
+    assert_same(folder, whole(SPEC, folder, tmp_path))
+    assert (told[told.outcome == "complete"].groupby("batch").size() == 1).all()
+    assert not folder.with_name(f".{folder.name}.jobs").exists()
 
 
 @pytest.mark.slow

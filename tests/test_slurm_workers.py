@@ -1,13 +1,12 @@
 """Runs by Slurm's jobs, where Slurm is four scripts on this machine that submitit cannot tell from it."""
 
 import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 from small_runs import assert_same
-from worker_runs import PAUSED, kill, meanwhile, plug_in, shards, wait_for, whole, workers_at
+from worker_runs import PAUSED, plug_in, through_accidents, wait_for, whole
 
 from jaxaudit.backends import on_submitit
 from jaxaudit.backends.backend import Workers
@@ -76,19 +75,8 @@ def slurm(tmp_path, monkeypatch):
 
 def test_a_lost_job_and_one_that_slurm_sends_away(slurm, tmp_path, capsys):
     folder = tmp_path / "run"
-
-    def accidents():
-        kill(wait_for(lambda: workers_at(folder, {0}, states=2))[0])
-        found = wait_for(lambda: workers_at(folder, {2, 3}, states=2))
-        os.kill(next(iter(found.values())), signal.SIGUSR2)
-
-    with meanwhile(accidents):
-        durable.run(parse(SPEC), folder, TWO)
+    through_accidents(SPEC, folder, TWO)
     assert_same(folder, whole(SPEC, folder, tmp_path))
-    told = shards(folder)
-    after = told[told.attempt > 1]
-    assert len(set(after.batch)) == 2
-    assert (after.from_step > after.onset).all(), "they went on from their states"
     assert capsys.readouterr().err.count("lost its worker") == 1, "what Slurm queues again itself is not lost"
     assert len(list(slurm.glob("*.code"))) == 6, "the plan, four batches, and one of them again"
 

@@ -19,6 +19,8 @@ import submitit  # noqa: F401  takes logging's handlers apart when it is importe
 from small_runs import header
 
 from jaxaudit.backends.backend import Ended
+from jaxaudit.runner import durable
+from jaxaudit.specification.document import parse
 
 HERE = Path(__file__).parent
 
@@ -88,6 +90,26 @@ def workers_at(folder, batches, states):
                     worker = json.loads((path / "begun.json").read_text())["worker"]
                     found[batch] = int(worker.rpartition(":")[2])
     return found
+
+
+def through_accidents(text, folder, workers):
+    """A run whose worker at batch 0 is killed, and one at batch 2 or 3 sent away; who trained what of it.
+
+    Both are followed by one that goes on from their states.
+    """
+
+    def accidents():
+        kill(wait_for(lambda: workers_at(folder, {0}, states=2))[0])
+        found = wait_for(lambda: workers_at(folder, {2, 3}, states=2))
+        os.kill(next(iter(found.values())), signal.SIGUSR2)
+
+    with meanwhile(accidents):
+        durable.run(parse(text), folder, workers)
+    told = shards(folder)
+    after = told[told.attempt > 1]
+    assert len(set(after.batch)) == 2
+    assert (after.from_step > after.onset).all(), "they went on from their states"
+    return told
 
 
 @contextmanager

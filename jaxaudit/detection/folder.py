@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -26,11 +24,9 @@ from jaxaudit.detection.summary import CLEAN, best_chart, by_condition, summary
 from jaxaudit.detection.trajectories import trajectories
 from jaxaudit.detection.transfer import transfer
 from jaxaudit.errors import UserError, placed
+from jaxaudit.machine import written_whole
 from jaxaudit.metastate.channels import measured
 from jaxaudit.metastate.monitor import Monitor
-
-UNFINISHED = ".unfinished-"
-"""How a folder is called that is still being written."""
 
 SHOWN = 5
 """Detectors, the monitor among them, whose figures are told condition by condition."""
@@ -145,15 +141,10 @@ def _transfer(
 
 
 def _compare(folder: Path, lanes: Lanes, detector: MetaState, settings: Settings) -> None:
-    """Compares on one learner's lanes; the folder appears with all that is in it, and is the first who made it's."""
-    unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{platform.node()}-{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    with placed(lanes.learner):
-        _write_comparison(unfinished, lanes, detector, settings)
-    if folder.exists():  # a worker that was taken for lost
-        shutil.rmtree(unfinished)
-    else:
-        unfinished.rename(folder)
+    """Compares on one learner's lanes; the first worker to have done so is the one whose folder stays."""
+    with placed(lanes.learner), written_whole(folder) as place:
+        place.mkdir()
+        _write_comparison(place, lanes, detector, settings)
 
 
 def _write_comparison(folder: Path, lanes: Lanes, detector: MetaState, settings: Settings) -> None:

@@ -23,7 +23,7 @@ def follow(store: Folder, engine: Engine, plan: Plan) -> None:
 
     Raises Interrupted: the first process was told to stop; Ctrl-C here is its affair.
     """
-    place = _Following(store)
+    place = _Following(store, engine)
     with stoppable():
         for batch in plan:
             if hosts.told(False)[0]:
@@ -35,16 +35,13 @@ class _Following:
 
     attempt: Attempt
 
-    def __init__(self, store: Folder):
-        self._store = store
-        self._engine: Engine | None = None
+    def __init__(self, store: Folder, engine: Engine):
+        self._store, self._engine = store, engine
 
     def source(self, onset: int) -> Source:
-        assert self._engine is not None
         return at_onset(self._store, self._engine, onset)
 
     def restored(self, engine: Engine, batch: Batch) -> tuple[int, LaneState] | None:
-        self._engine = engine
         number, step = hosts.told(0, 0)
         self.attempt, states = BatchFolder(self._store, batch).joined(number, step)
         if states is None:
