@@ -1,5 +1,8 @@
 """Every benchmark that needs nothing but this package still runs."""
 
+import argparse
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +31,18 @@ BENCHMARKS = Path(__file__).parents[1] / "experiments" / "benchmarks"
 def test_a_benchmark_runs(command):
     script, *options = command.split()
     subprocess.run([sys.executable, BENCHMARKS / script, "--quick", *options], check=True, capture_output=True)
+
+
+def test_what_is_found_is_written_with_the_options_it_was_found_with(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("benchmarks_common", BENCHMARKS / "common.py")
+    common = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = common
+    spec.loader.exec_module(common)
+    file = tmp_path / "results" / "found.json"
+    options = argparse.Namespace(quick=True, python=sys.executable, before=Path("that/one"), lanes=3, json=file)
+    common.finish(options, "| a table |", {"training": common.Timing((1.5, 2.0))})
+    found = json.loads(file.read_text())
+    assert found["options"] == {"quick": True, "before": "that/one", "lanes": 3}
+    assert found["training"] == [1.5, 2.0]
+    assert set(found) == {"options", "machine", "training"}
+    assert "| a table |" in capsys.readouterr().out

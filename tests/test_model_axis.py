@@ -74,14 +74,14 @@ def assert_close(found, expected, within=1e-5):
         np.testing.assert_allclose(one, other, rtol=0, atol=within * np.nanmax(np.abs(other), initial=1e-30))
 
 
-def on_two(function, *arguments):
-    """A function of a lane's arrays, traced as where two devices share it."""
-    across = mesh(tuple(jax.devices()[:2]), 2)
-    with jax.sharding.set_mesh(across):
+def shared_by(devices, function, *arguments):
+    """A function of a lane's arrays, traced as where so many devices share it."""
+    with jax.sharding.set_mesh(mesh(tuple(jax.devices()[:devices]), devices)):
         return jax.jit(function)(*arguments)
 
 
-def test_losses_and_gradients_are_the_unsplit_models():
+@pytest.mark.parametrize("devices", [2])
+def test_losses_and_gradients_are_the_unsplit_models(devices):
     tokens = jnp.arange(18).reshape(2, 9) * 5 % VOCABULARY
     made = LanguageModel(VOCABULARY, LanguageModelSettings("tiny", 8, batch_size=2, accumulation=1))
     params = made.init_params(jax.random.key(0))
@@ -89,7 +89,7 @@ def test_losses_and_gradients_are_the_unsplit_models():
     def loss(params):
         return made.losses(made.observing, params, tokens)[0].loss
 
-    found = on_two(jax.value_and_grad(loss), params)
+    found = shared_by(devices, jax.value_and_grad(loss), params)
     assert_close(found, jax.value_and_grad(loss)(params))
 
 
@@ -125,8 +125,9 @@ def test_states_are_the_same_in_a_checkpoint_however_many_share_a_lane(tmp_path)
         assert all(map(np.array_equal, jax.tree.leaves(again[0].states), jax.tree.leaves(kept[0].states)))
 
 
+@pytest.mark.parametrize("devices", [2])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_sampled_tokens_are_the_same(adapted):
+def test_sampled_tokens_are_the_same(adapted, devices):
     params = gpt2.init_params(TINY, jax.random.key(0))
     if adapted:
         adapters = lora.init_adapters(TINY, 2, jax.random.key(1))
@@ -137,7 +138,7 @@ def test_sampled_tokens_are_the_same(adapted):
         return generate(TINY, params, prompts, key, tokens=8, top_k=20)
 
     tokens, log_probability = sample(params, jax.random.key(2))
-    found = on_two(sample, params, jax.random.key(2))
+    found = shared_by(devices, sample, params, jax.random.key(2))
     np.testing.assert_array_equal(found[0], tokens)
     np.testing.assert_allclose(found[1], log_probability, rtol=0, atol=1e-5)
 
@@ -246,6 +247,9 @@ for shared, execution in ((4, "vmap"), (2, "vmap"), (2, "map")):
         for name in ("loss", "gradient_norm"):
             here.assert_close(b[name][:, :1], a[name][:, :1], 1e-5)
         here.assert_close(b["loss"][:, 1:2], a["loss"][:, 1:2], 1e-4)  # after an update, which divides by roots of v
+here.test_losses_and_gradients_are_the_unsplit_models(4)
+for adapted in (False, True):
+    here.test_sampled_tokens_are_the_same(adapted, 4)
 """
 
 

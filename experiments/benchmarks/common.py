@@ -210,4 +210,9 @@ def finish(arguments: argparse.Namespace, markdown: str, data: Mapping[str, Any]
         options = {name: value for name, value in vars(arguments).items() if name not in ("json", "python")}
         record = {"options": options, "machine": machine(), **data}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=2, default=lambda t: list(t.seconds)) + "\n")
+        arguments.json.write_text(json.dumps(record, indent=2, default=as_json) + "\n")
+
+
+def as_json(value: Timing | Path) -> list[float] | str:
+    """What JSON has no form of."""
+    return str(value) if isinstance(value, Path) else list(value.seconds)
