@@ -76,18 +76,24 @@ def copied_bytes(engine, batch) -> int:
     return sum(4 * more.size // program.model_devices for x, more in pairs if x.shape != more.shape)
 
 
-def steps(size: str, repeats: int = 5) -> None:
-    """Prints the seconds of a step on one device and on two that share the lane, the fastest of some."""
-    found = {}
+def steps(size: str, repeats: int = 30) -> None:
+    """Prints the seconds of a step on one device and on two that share the lane, in turns, and the pairs' ratios."""
+    trained = {}
     for devices in (1, 2):
         engine, batch = engine_of(size, devices, 128, batch=4, vocabulary=5001)
-        states, seconds = engine.initial(batch), []
-        for _ in range(1 + repeats):
+        trained[devices] = (engine, batch, engine.initial(batch))
+    seconds = {1: [], 2: []}
+    for _ in range(1 + repeats):
+        for devices, (engine, batch, states) in trained.items():
             begun = time.perf_counter()
             states, _ = engine.advance(batch, states, 0, 1)
-            seconds.append(time.perf_counter() - begun)
-        found[devices] = min(seconds[1:])
-    print(json.dumps({"size": size, "seconds": found, "ratio": found[2] / found[1]}), flush=True)
+            jax.block_until_ready(states)
+            seconds[devices].append(time.perf_counter() - begun)
+            trained[devices] = (engine, batch, states)
+    found = {devices: np.array(every[1:]) for devices, every in seconds.items()}
+    ratios = np.quantile(found[2] / found[1], (0.1, 0.5, 0.9)).round(2).tolist()
+    median = {devices: round(float(np.median(every)), 4) for devices, every in found.items()}
+    print(json.dumps({"size": size, "seconds": median, "ratio, 10%, median, 90%": ratios}), flush=True)
 
 
 def main() -> None:
