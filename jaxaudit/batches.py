@@ -76,14 +76,14 @@ Plan = Sequence[Batch]
 def layout(grid: Grid, most: int | None = None, baseline: bool = True, parts: int = 1) -> list[Batch]:
     """The batches of a grid, in the order they are trained, of at most so many lanes; the grid's own, unless given.
 
-    Each group is cut into `parts` at least, if it has as many lanes.
+    Each group is cut for so many workers: into a multiple of `parts` batches, or nearly so, for lanes are whole.
     """
     batches: list[Batch] = []
     for fork in [*([None] if baseline else []), *range(len(grid.forks))]:
         group = None if fork is None else grid.forks[fork]
         count = len(grid.seeds) * (1 if group is None else len(group.conditions))
         needed = -(-count // min(most or grid.batch or count, count))
-        share = -(-count // max(needed, min(parts, count)))
+        share = -(-count // min(-(-needed // parts) * parts, count))
         for first in range(0, count, share):
             columns, seeds = np.divmod(np.arange(first, min(first + share, count)), len(grid.seeds))
             columns = columns * 0 - 1 if group is None else columns + group.conditions[0]

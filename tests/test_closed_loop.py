@@ -25,6 +25,7 @@ from jaxaudit.metrics import MetricSettings
 from jaxaudit.report.series import panels
 from jaxaudit.report.verdict import verdict
 from jaxaudit.runner import durable
+from jaxaudit.runner.replay import replay
 from jaxaudit.specification.document import load
 from jaxaudit.stored import load as load_run
 from jaxaudit.taps import Taps
@@ -354,6 +355,14 @@ def test_lanes_with_an_intervention_are_not_what_detectors_are_compared_on(finis
     assert not {"alarm", "monitor_score"} & set(lanes.channels)
 
 
+def test_a_monitored_runs_plan_is_taken_wherever_the_monitor_lies(server, finished, tmp_path):
+    shutil.copyfile(finished / "monitor.npz", tmp_path / "fitted.npz")
+    (tmp_path / "spec.toml").write_text(SPEC)
+    done = server("run", tmp_path / "spec.toml", "-o", tmp_path / "again", "--plan", finished)
+    assert done.code == 0, done.err
+    assert_same(tmp_path / "again", finished)
+
+
 def test_a_monitored_run_is_replayed_and_forked_from_its_folder_alone(server, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "moved")
     done = server("replay", tmp_path / "moved")
@@ -444,7 +453,12 @@ def test_what_goes_on_from_a_run_keeps_its_monitor(monitor, finished, tmp_path):
     refused("must keep the run's", durable.fork, finished, load(tmp_path / "without.toml"), out)
     shutil.copytree(finished, tmp_path / "changed")
     other.save(tmp_path / "changed" / "monitor.npz")
-    refused("began with another monitor", durable.fork, tmp_path / "changed", spec_with(monitor, tmp_path), out)
+    changed = tmp_path / "changed"
+    refused("began with another monitor", durable.fork, changed, spec_with(monitor, tmp_path), out)
+    refused("began with another monitor", margin_of, changed, None, out, Settings())
+    refused("began with another monitor", replay, changed)
+    refused("began with another monitor", durable.run, spec_with(other, tmp_path), out, None, changed)
+    refused("must keep the run's", durable.run, spec_with(other, tmp_path), out, None, finished)
     (tmp_path / "changed" / "spec.toml").write_text(without)
     refused("has no monitor to go on with, and the spec has a", durable.fork, tmp_path / "changed",
             spec_with(monitor, tmp_path), out)  # fmt: skip

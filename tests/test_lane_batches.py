@@ -85,6 +85,15 @@ def test_every_lane_is_in_one_batch_and_batches_of_a_group_are_alike(lanes, seed
         )
 
 
+@pytest.mark.parametrize(("most", "workers", "counts"), [(22, 8, [8, 16]), (22, 3, [3, 15]), (200, 4, [4, 4])])
+def test_batches_go_round_among_workers_evenly(most, workers, counts):
+    batches = layout(grid(seeds=50), most, parts=workers)
+    dealt = [[len(b.seeds) for b in batches if b.disturbed is disturbed] for disturbed in (False, True)]
+    assert [len(sizes) for sizes in dealt] == counts
+    assert [sum(sizes) for sizes in dealt] == [50, 300]
+    assert max(map(max, dealt)) <= most
+
+
 def test_lanes_that_fill_a_batch_up_are_controls():
     plan = grid(4, devices=2, seeds=3)
     batch = layout(plan)[-1]

@@ -37,8 +37,8 @@ SPEC = Path(__file__).with_name("spec.toml")
 
 RULE = "| --- " * 5 + "|"
 
-GONE_SECONDS = 15.0
-"""For which submitit waits for the result of a process that is gone, and the driver for submitit."""
+GONE_SECONDS = 1.5
+"""Until the driver takes a process that is gone for lost: the word it may have left is waited for, and looks are apart."""
 
 
 def main() -> None:

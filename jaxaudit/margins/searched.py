@@ -16,7 +16,7 @@ from jaxaudit.margins.search import Settings, lay_out
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.runner import checkpoint
 from jaxaudit.runner.attempts import onset_paths
-from jaxaudit.runner.opening import check_monitor, open_finished
+from jaxaudit.runner.opening import open_onsets
 from jaxaudit.runner.store import Folder
 from jaxaudit.runner.trained import at_onset
 from jaxaudit.specification.document import Spec
@@ -90,20 +90,6 @@ def open_searched(folder: Path, spec: Spec | None) -> Searched:
 
     Raises UserError: it is not finished, or the spec is not of this run.
     """
-    store, old, ran = open_finished(folder)
-    if spec is None:
-        return Searched(store, replace(old, source=str(store.spec)), replace(ran, tail=0), ran)
-    differing = [t for t in ("task", "learner") if getattr(old, t) != getattr(spec, t)]
-    differing += [k for k in ("seeds", "steps", "telemetry") if getattr(old.audit, k) != getattr(spec.audit, k)]
-    if differing:
-        raise UserError(f"the spec must keep the run's {' and '.join(differing)}")
-    spec = spec.expanded()
-    grid = spec.build()
-    check_monitor(folder, ran, grid)
-    stored = [fork.onset for fork in ran.forks]
-    for onset in (fork.onset for fork in grid.forks):
-        if onset not in stored:
-            has = ", ".join(map(str, stored))
-            raise UserError(f"no stored onset at step {onset}; the run in {folder} has {has}")
+    store, spec, grid, ran = open_onsets(folder, spec)
     program = replace(grid.program, devices=ran.program.devices, model_devices=ran.program.model_devices)
-    return Searched(store, spec, replace(grid, tail=0, program=program), ran)
+    return Searched(store, spec, replace(grid, program=program), ran)

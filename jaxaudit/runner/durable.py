@@ -18,7 +18,7 @@ from jaxaudit.execution import memory
 from jaxaudit.execution.choice import settle
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Fork, Grid
+from jaxaudit.grid import Grid
 from jaxaudit.interrupts import interruptible
 from jaxaudit.program import telemetry_shapes
 from jaxaudit.runner import checkpoint
@@ -27,7 +27,7 @@ from jaxaudit.runner.begin import beginning
 from jaxaudit.runner.following import follow
 from jaxaudit.runner.gathering import Gathered, finish
 from jaxaudit.runner.here import train_here
-from jaxaudit.runner.opening import check_monitor, check_provenance, is_finished, open_finished, open_run
+from jaxaudit.runner.opening import check_kept, check_monitor, check_provenance, is_finished, open_onsets, open_run
 from jaxaudit.runner.store import Folder, check_space, differences, environment
 from jaxaudit.runner.workers import train_by_workers
 from jaxaudit.specification.document import Spec, parse
@@ -38,7 +38,7 @@ class Layout:
     """How the lanes of a new run are dealt out.
 
     Attributes:
-      parts: batches that each of the baseline and the fork groups is cut into, at least.
+      parts: workers that the batches of the baseline and of each fork group are to go round among evenly.
       beside: batches that are trained side by side on one machine, sharing its memory.
       like: a run whose plan is taken, batch for batch; its spec must be the same but for name and metrics.
     """
@@ -173,12 +173,12 @@ def _begun(
     spec: Spec, folder: Path, lay_out: Layout, source: Path | None = None
 ) -> Iterator[tuple[Folder, Spec, Engine, Plan]]:
     """A run that begins, held. What it needs from a `source` is copied before it counts as begun."""
-    forked, stored = None, dict[int, Fork]()
+    forked = None
     if source is None:
         spec = spec.expanded()
         grid = spec.build()
     else:
-        forked, spec, grid, stored = _to_fork(source, spec)
+        forked, spec, grid, ran = open_onsets(source, spec)
     baseline = forked is None
     with ExitStack() as stack:
         with beginning(folder) as store:
@@ -205,7 +205,7 @@ def _begun(
             store.create_telemetry(grid, telemetry_shapes(grid.program), rows)
             store.write_plan(plan)
             if forked:
-                _copy_onsets(forked, stored, store, grid)
+                _copy_onsets(forked, ran, store, grid)
             spec = _with_its_monitor(spec, store)
             store.write(store.spec, spec.to_toml())
         yield store, spec, engine, plan
@@ -215,34 +215,12 @@ def _given(plan: Plan, *_: object) -> Plan:
     return plan
 
 
-def _to_fork(source: Path, spec: Spec) -> tuple[Folder, Spec, Grid, dict[int, Fork]]:
-    """A finished run, the spec and grid that fork from it, and its own fork groups by onset."""
-    run, old, old_grid = open_finished(source)
-    check_provenance(run, old_grid)
-    _check_kept(spec, old, "the spec to fork must keep the run's")
-    spec = spec.expanded()
-    grid = replace(spec.build(), tail=0)
-    check_monitor(source, old_grid, grid)
-    stored = {f.onset: f for f in old_grid.forks}
-    for onset in (f.onset for f in grid.forks):
-        if onset not in stored:
-            has = ", ".join(str(o) for o in stored)
-            raise UserError(f"no stored onset at step {onset}; the run in {source} has {has}")
-    return run, spec, grid, stored
-
-
-def _check_kept(spec: Spec, old: Spec, must: str, *also: str) -> None:
-    """Raises UserError where a spec differs from another in what is trained."""
-    differing = [t for t in ("task", "learner", *also) if getattr(old, t) != getattr(spec, t)]
-    differing += [k for k in ("seeds", "steps", "telemetry") if getattr(old.audit, k) != getattr(spec.audit, k)]
-    if differing:
-        raise UserError(f"{must} {' and '.join(differing)}")
-
-
 def _planned_like(folder: Path, spec: Spec, grid: Grid) -> tuple[Grid, Plan]:
     """A grid with another run's execution and devices, and that run's plan."""
     store, old, ran = open_run(folder)
-    _check_kept(spec, old, f"to take the plan of {folder}, the spec must keep its", "perturbations", "monitor")
+    check_kept(spec, old, f"to take the plan of {folder}, the spec must keep its", "perturbations")
+    check_provenance(store, ran)
+    check_monitor(folder, ran, grid)
     plan = store.read_plan(ran)
     like = ran.program
     program = replace(grid.program, execution=like.execution, devices=like.devices, model_devices=like.model_devices)
@@ -269,8 +247,9 @@ def _with_its_monitor(spec: Spec, store: Folder) -> Spec:
     return replace(spec, monitor=replace(spec.monitor, file=store.monitor.name, folder=store.path))
 
 
-def _copy_onsets(source: Folder, stored: dict[int, Fork], store: Folder, grid: Grid) -> None:
+def _copy_onsets(source: Folder, ran: Grid, store: Folder, grid: Grid) -> None:
     """The baseline's states at the onsets and its telemetry before them, from the run that is forked."""
+    stored = {fork.onset: fork for fork in ran.forks}
     store.write_channel("baseline_performance", source.read_channel("baseline_performance"))
     for f in grid.forks:
         try:

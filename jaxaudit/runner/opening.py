@@ -44,11 +44,45 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
 
 
 def open_finished(folder: Path) -> tuple[Folder, Spec, Grid]:
-    """As `open_run`; raises UserError, too, if the run is not finished."""
+    """As `open_run`; raises UserError, too, if the run is not finished, or what it depends on has changed."""
     store, spec, grid = open_run(folder)
     if not is_finished(store):
         raise UserError(f"the run in {folder} is not finished; end it with: jaxaudit resume {folder}")
+    check_provenance(store, grid)
     return store, spec, grid
+
+
+def open_onsets(folder: Path, spec: Spec | None = None) -> tuple[Folder, Spec, Grid, Grid]:
+    """A finished run from whose stored onsets other lanes begin: it, their spec, their grid, and the run's own grid.
+
+    Args:
+      folder: the run's.
+      spec: of those lanes; None: the run's own.
+
+    Raises UserError: it is not finished, what it depends on has changed, more than conditions is changed, or an onset
+    is not stored.
+    """
+    store, old, ran = open_finished(folder)
+    if spec is None:
+        return store, replace(old, source=str(store.spec)), replace(ran, tail=0), ran
+    check_kept(spec, old, "the spec must keep the run's")
+    spec = spec.expanded()
+    grid = replace(spec.build(), tail=0)
+    check_monitor(folder, ran, grid)
+    stored = [fork.onset for fork in ran.forks]
+    for onset in (fork.onset for fork in grid.forks):
+        if onset not in stored:
+            has = ", ".join(map(str, stored))
+            raise UserError(f"no stored onset at step {onset}; the run in {folder} has {has}")
+    return store, spec, grid, ran
+
+
+def check_kept(spec: Spec, old: Spec, must: str, *also: str) -> None:
+    """Raises UserError where a spec differs from another in what is trained."""
+    differing = [t for t in ("task", "learner", *also) if getattr(old, t) != getattr(spec, t)]
+    differing += [k for k in ("seeds", "steps", "telemetry") if getattr(old.audit, k) != getattr(spec.audit, k)]
+    if differing:
+        raise UserError(f"{must} {' and '.join(differing)}")
 
 
 def check_provenance(store: Folder, grid: Grid) -> None:
