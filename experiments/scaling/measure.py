@@ -38,7 +38,7 @@ SPEC = Path(__file__).with_name("spec.toml")
 RULE = "| --- " * 5 + "|"
 
 GONE_SECONDS = 1.5
-"""Until the driver takes a process that is gone for lost: the word it may have left is waited for, and looks are apart."""
+"""Until the driver takes a process that is gone for lost: a second for its word, and looks that are apart."""
 
 
 def main() -> None:
