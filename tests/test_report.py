@@ -13,6 +13,7 @@ import xarray as xr
 from jaxaudit import report, results
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.report import audited, chosen, series, style
+from jaxaudit.report.probability import collapse_map
 from jaxaudit.report.verdict import _without_effect, verdict
 from jaxaudit.stored import load
 
@@ -456,3 +457,17 @@ def test_of_many_magnitudes_some_are_drawn_and_both_ends(tmp_path):
     page = report.build(tmp_path).read_text()
     assert f"A panel has {chosen.MOST_LINES} magnitudes at most" in page
     assert "lr_spike 2<" in page, "the tables have all"
+
+
+@pytest.mark.parametrize(("count", "side_by_side", "intervals"), [(3, 2, True), (8, 1, True), (20, 1, False)])
+def test_an_interval_is_in_a_cell_only_if_it_has_room_there(count, side_by_side, intervals, tmp_path):
+    magnitudes = tuple(float(m) for m in range(1, count + 1))
+    write(tmp_path, grid({"lr_spike": ("optimization", magnitudes, 20.0)}))
+    run = load(tmp_path)
+    drawn = collapse_map(run, series.panels(run)).spec
+    room = drawn["usermeta"]["panel"]
+    assert room["columns"] == side_by_side
+    for panel in drawn["concat"]:
+        texts = [layer["encoding"]["text"]["field"] for layer in panel["layer"] if "text" in layer["encoding"]]
+        assert ("interval" in texts) is intervals
+        assert min(panel["width"], room["least"]) / count >= (60 if intervals else 40)

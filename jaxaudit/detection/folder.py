@@ -56,7 +56,7 @@ def detect(
     for lanes in learners:
         _check(lanes, settings)
     asked = {
-        "runs": [str(folder.absolute()) for folder in folders],
+        "runs": [str(folder) for folder in folders],
         "channels": channels,
         "out": str(out.absolute()),
         "detector": detector,

@@ -14,6 +14,12 @@ from jaxaudit.report.panel import Figure
 from jaxaudit.report.series import Panel
 from jaxaudit.stored import Run
 
+CELL = 64
+"""Pixels of a cell that its interval has room in."""
+
+WIDEST = 1000
+"""Pixels of a map; of one whose cells are narrower for it, intervals are in the tooltips alone."""
+
 KINDS = {
     "divergence_probability": "P_div: collapse before T_max / 2",
     "collapse_probability": "collapse at any time",
@@ -47,14 +53,25 @@ def _cells(run: Run, groups: list[Panel], kind: str) -> pd.DataFrame:
 
 def collapse_map(run: Run, groups: list[Panel]) -> Figure | None:
     """Perturbation by magnitude: the share of seeds that collapse, with its interval in the cell."""
-    charts = [_map(data, title) for kind, title in KINDS.items() if len(data := _cells(run, groups, kind))]
-    if not charts:
+    if not groups:
         return None
     titles, widest = max(len(p.title) for p in groups), max(len(p.disturbed) for p in groups)
+    least, roomy = min(WIDEST, CELL * widest), CELL * widest <= WIDEST
+    charts = [
+        _map(data, title, max(380, least), roomy)
+        for kind, title in KINDS.items()
+        if len(data := _cells(run, groups, kind))
+    ]
+    if not charts:
+        return None
     gutter = round(min(200, max(60, 6.4 * titles))) + 26
-    limit = min(620, 150 * widest)
-    chart = style.finish(charts, 2, shared=True, width=min(300, limit), limit=limit, gutter=gutter)
+    limit = max(least, min(620, 150 * widest))
+    columns = 2 if least <= WIDEST / 2 else 1
+    chart = style.finish(charts, columns, shared=True, width=max(least, min(300, limit)), limit=limit, gutter=gutter)
     caption = "Each cell: the magnitude, the share of seeds, its 95% Wilson interval. Magnitudes rise to the right."
+    if not roomy:
+        caption = "Each cell: the magnitude and the share of seeds; pointed at, its 95% Wilson interval. "
+        caption += "Magnitudes rise to the right."
     if run.seeds < 2:
         caption = "Each cell: the magnitude and the share of seeds. One seed: the share can only be 0 or 1."
     late = sorted({p.onset for p in groups if p.onset >= run.steps / 2})
@@ -64,7 +81,7 @@ def collapse_map(run: Run, groups: list[Panel]) -> Figure | None:
     return Figure("collapse_map", "", chart, caption)
 
 
-def _map(data: pd.DataFrame, title: str) -> Any:
+def _map(data: pd.DataFrame, title: str, width: int, intervals: bool) -> Any:
     names = list(dict.fromkeys(data["perturbation"]))
     y = alt.Y("perturbation:N", title=None, sort=names, axis=alt.Axis(
         labelLimit=200, labelFontSize=12, labelColor=style.INK, domain=False, ticks=False, labelPadding=8),
@@ -87,11 +104,11 @@ def _map(data: pd.DataFrame, title: str) -> Any:
     layers = [
         cell,
         text("label", -17, 10.5, "normal"),
-        text("share", 0, 15, "bold"),
-        text("interval", 16, 10, "normal"),
+        text("share", 0, 15 if intervals else 11, "bold"),
+        *([text("interval", 16, 10, "normal")] if intervals else []),
     ]
     height = alt.Step(58)
-    return alt.layer(*layers, data=style.table(data)).properties(width=380, height=height, title=title)
+    return alt.layer(*layers, data=style.table(data)).properties(width=width, height=height, title=title)
 
 
 def dose_response(run: Run, groups: list[Panel]) -> Figure | None:
