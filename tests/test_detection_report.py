@@ -263,6 +263,16 @@ def test_the_table_tells_what_a_detector_reads():
     assert detector_table(rows, MINE).rows[0][1].text == "all channels"
 
 
+def test_the_page_tells_what_a_detector_reads_and_the_best_chart(tmp_path, page_alone):
+    rows = rows_of_detectors().assign(family="one channel")
+    rows.loc[rows.detector == "deviation of loss", ["detector", "family"]] = "max |z|", "all channels"
+    write_comparison(tmp_path / "ppo", table=rows)
+    page = page_alone(tmp_path)
+    assert "Over the best chart of all channels without a model" in page
+    assert page.count(">all channels<") == 1
+    assert page.count(">one channel<") == len(rows) - 1
+
+
 def test_verdict_without_baselines_monitor_or_figures():
     rows = rows_of_detectors()
     assert "baseline" not in verdict(rows[rows.detector == MINE], MINE, 0.05, 64)

@@ -137,7 +137,7 @@ def _part(folder: Path, part: str, alone: bool) -> tuple[str, Summary, list[Sect
     def add(id: str, heading: str, short: str, *blocks: Block | None) -> None:
         sections.append(Section(f"{part}-{id}", heading, short if alone else "", blocks))
 
-    detectors = stored(folder / "detectors.csv", ("detector",))
+    detectors = stored(folder / "detectors.csv", ("detector", "family"))
     if detectors is not None:
         detectors = detectors.sort_values("auroc", ascending=False, kind="stable")
         rest = further(detectors)
