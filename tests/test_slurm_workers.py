@@ -78,7 +78,7 @@ def test_a_lost_job_and_one_that_slurm_sends_away(slurm, tmp_path, capsys):
     through_accidents(SPEC, folder, TWO)
     assert_same(folder, whole(SPEC, folder, tmp_path))
     assert capsys.readouterr().err.count("lost its worker") == 1, "what Slurm queues again itself is not lost"
-    assert len(list(slurm.glob("*.code"))) == 6, "the plan, four batches, and one of them again"
+    assert len(list(slurm.glob("*.pid"))) == 6, "the plan, four batches, and one of them again"
 
 
 def test_an_error_of_the_program_cancels_the_other_jobs(slurm, tmp_path):
