@@ -12,8 +12,9 @@ from worker_runs import shards
 from jaxaudit.backends.backend import Ended, values
 from jaxaudit.errors import Failed, UserError, explain
 from jaxaudit.execution.engine import Engine
-from jaxaudit.runner import durable
-from jaxaudit.runner.attempts import Attempt
+from jaxaudit.runner import checkpoint, durable
+from jaxaudit.runner.attempts import Attempt, onset_lanes, onset_paths
+from jaxaudit.runner.store import Folder
 from jaxaudit.runner.workers import train_batch
 from jaxaudit.specification.document import parse
 
@@ -166,3 +167,16 @@ def test_what_calls_return_comes_as_they_end():
     always.lost = 2
     with pytest.raises(Failed, match=r"a worker was lost twice \(gone\)"):
         list(values(always, [("b", {})]))
+
+
+def test_states_of_an_onset_are_those_of_its_whole_name(tmp_path, monkeypatch):
+    """What an attempt has not handed over yet can be read, but may be moved, so nothing is begun from it."""
+    store, name = Folder(tmp_path), "onset-10000000"
+    held = {name: {0}, f"{name}-0001": {1}, "onset-100000000": {2}, f"{name}-0002": {3}}
+    places = [store.checkpoints / n for n in list(held)[:3]] + [store.batches / "0002" / "attempt-001" / f"{name}-0002"]
+    for place in places:
+        place.mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "lanes", lambda path: held[path.name])
+    assert onset_lanes(store, 10_000_000) == {0, 1}
+    assert onset_lanes(store, 100_000_000) == {2}
+    assert onset_paths(store, 10_000_000, [0, 3]) == [places[0], places[3]]

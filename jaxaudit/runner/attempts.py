@@ -364,7 +364,7 @@ def onset_paths(store: Folder, onset: int, seeds: Collection[int]) -> list[Path]
 def onset_lanes(store: Folder, onset: int) -> set[int]:
     """The positions of the seeds whose states at an onset the run has: those are where they stay."""
     found: set[int] = set()
-    for path in store.checkpoints.glob(f"{onset_name(onset)}*"):
+    for path in _at(store.checkpoints, onset):
         with suppress(checkpoint.Damaged):  # a fork that needs it will say so
             found |= checkpoint.lanes(path)
     return found
@@ -373,9 +373,15 @@ def onset_lanes(store: Folder, onset: int) -> set[int]:
 def _onset_checkpoints(store: Folder, onset: int) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for place in (store.checkpoints, *sorted(store.batches.glob("*/attempt-*"))):
-        for path in place.glob(f"{onset_name(onset)}*"):
+        for path in _at(place, onset):
             found.setdefault(path.name, path)
     return found
+
+
+def _at(place: Path, onset: int) -> Iterator[Path]:
+    """The checkpoints of an onset in a folder: what `onset_name` calls them, whichever batch's."""
+    name = re.compile(rf"{onset_name(onset)}(-\d+)?")
+    return (path for path in place.glob(f"{onset_name(onset)}*") if name.fullmatch(path.name))
 
 
 def forget_lost(store: Folder, grid: Grid, batch: Batch) -> bool:
