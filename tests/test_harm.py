@@ -83,6 +83,7 @@ def test_what_costs_performance_is_told_with_every_magnitude_that_does():
     said = "collapses no seed but costs final performance at"
     assert found[0].startswith(f"<b>kind_0</b> {said} magnitudes 1, 2: at worst ")
     assert found[2].startswith(f"<b>kind_2</b> {said} magnitude 1: \N{MINUS SIGN}")
+    assert not any("-" in sentence for sentence in found), "one sign for the figure and its interval"
 
 
 @pytest.mark.parametrize("harmed", [0, 10])

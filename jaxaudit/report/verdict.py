@@ -14,6 +14,7 @@ from jaxaudit.report.harm import EFFECT, Judged, judge
 from jaxaudit.report.helped import effect
 from jaxaudit.report.lines import ACTING
 from jaxaudit.report.series import Panel
+from jaxaudit.report.tables import MINUS
 from jaxaudit.stored import Run
 from jaxaudit.taps import ACTING_SITES
 
@@ -146,11 +147,13 @@ def _share(run: Run, row: pd.Series) -> str:
 
 def _interval(row: pd.Series, name: str, digits: str = ".3g") -> str:
     low, high = row.get(f"{name}_low", np.nan), row.get(f"{name}_high", np.nan)
-    return f", 95% interval {low:{digits}} to {high:{digits}}" if not np.isnan(low + high) and low < high else ""
+    if np.isnan(low + high) or low >= high:
+        return ""
+    return f", 95% interval {low:{digits}} to {high:{digits}}".replace("-", MINUS)
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.3g}".replace("-", "\N{MINUS SIGN}")
+    return f"{value:+.3g}".replace("-", MINUS)
 
 
 def _acting(run: Run, panel: Panel) -> Markup | None:
