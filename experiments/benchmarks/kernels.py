@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from unittest import mock
 
 import common
 import flax.linen as nn
@@ -37,6 +38,8 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     from jaxaudit.kernels.layer_norm import layer_norm
     from jaxaudit.kernels.linear_scan import linear_scan
     from jaxaudit.kernels.orthogonal import orthogonal
+    from jaxaudit.kernels.product import product
+    from jaxaudit.models import gpt2
 
     def call(function: Callable, *arguments) -> Callable[[], None]:
         return wait(jax.jit(jax.vmap(function)), *arguments)
@@ -68,8 +71,22 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     def gae_of(*arguments: jax.Array) -> jax.Array:
         return gae(*arguments, 0.99, 0.95)
 
-    def gradients_of(norm: Callable) -> Callable[[], None]:
-        return wait(jax.jit(lambda x, scale, bias, g: jax.vjp(norm, x, scale, bias)[1](g)), *norm_inputs)
+    def gradients_of(function: Callable, arguments: tuple[jax.Array, ...]) -> Callable[[], None]:
+        return wait(jax.jit(lambda g, *of: jax.vjp(function, *of)[1](g)), *arguments)
+
+    def transformer_gradients(multiplied: Callable) -> Callable[[], None]:
+        model = gpt2.GPT2(21, 24, gpt2.SIZES["micro"])
+        params = gpt2.init_params(model, jax.random.key(0))
+        tokens = jnp.asarray(random.integers(0, 21, (32, 24)))
+        with mock.patch.object(gpt2, "product", multiplied):
+            gradients = jax.jit(jax.grad(lambda p: jnp.sum(gpt2.apply(model, p, tokens)[0] ** 2)))
+            once = wait(gradients.lower(params).compile(), params)
+
+        def ten_times() -> None:
+            for _ in range(10):
+                once()
+
+        return ten_times
 
     def mine(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         return layer_norm(x, scale, bias, 1e-5, x.dtype)
@@ -92,7 +109,7 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
 
     decays = jnp.asarray(0.99 * np.exp(1j * random.random((lanes, 8))), jnp.complex64)
     drives = jnp.asarray(random.normal(size=(lanes, 500, 8)), jnp.complex64)
-    norm_inputs = normal(1, 1024, 768), normal(768), normal(768), normal(1, 1024, 768)
+    norm_inputs = normal(1, 1024, 768), normal(1, 1024, 768), normal(768), normal(768)
     whole = f"{lanes} x [{steps}, {envs}]"
     gradients = f"{lanes} x 32 gradients of {parameters:,}"
     associative = functools.partial(linear_scan, method="associative")
@@ -104,8 +121,10 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
         "coherence.mean_pairwise_cosine": (gradients, call(mean_pairwise_cosine, stack)),
         "coherence.CoherenceSum, streamed": (gradients, call(streamed, stack)),
         "coherence.dominant_share": (gradients, call(dominant_share, stack)),
-        "layer_norm, with its gradients": ("[1024, 768]", gradients_of(mine)),
-        "flax's layer norm, with its gradients": ("[1024, 768]", gradients_of(by_flax)),
+        "layer_norm, with its gradients": ("[1024, 768]", gradients_of(mine, norm_inputs)),
+        "flax's layer norm, with its gradients": ("[1024, 768]", gradients_of(by_flax, norm_inputs)),
+        "product, in gradients of GPT-2 (micro)": ("10 x [32, 24] tokens", transformer_gradients(product)),
+        "matmul, in the same": ("10 x [32, 24] tokens", transformer_gradients(jnp.matmul)),
         "linear_scan, with its gradients": (f"{lanes} x [500, 8] complex", scan_gradients(associative)),
         "lax.scan of the same": (f"{lanes} x [500, 8] complex", scan_gradients(step_by_step)),
         "orthogonal": (f"{lanes} x [64, 64]", call(lambda key: orthogonal(key, (64, 64)), keys)),

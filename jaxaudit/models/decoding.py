@@ -44,13 +44,24 @@ class Cache:
 def layers_of(params: Params | Adapted, heads: int = 0) -> Params:
     """The parameters, "h" a tuple of the layers' own; to be called once, outside the loop over slots.
 
-    Where several devices share a lane, queries, keys and values are dealt out by `heads`: `[inputs, 3, heads, d]`.
+    Matrices of dense layers are `[outputs, inputs]`: XLA's CPU backend multiplies these faster with rows that lie in
+    columns. Where several devices share a lane, queries, keys and values are dealt out by `heads`:
+    `[3, heads, d, inputs]`.
     """
     whole: Params = split(joined(params), partition)
     stacked = whole["h"].layers
     depth = jax.tree.leaves(stacked)[0].shape[0]
     layers = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(depth)]
-    return {**whole, "h": tuple(_by_heads(layer, heads) if is_split() else layer for layer in layers)}
+    return {**whole, "h": tuple(_turned(_by_heads(layer, heads) if is_split() else layer) for layer in layers)}
+
+
+def _turned(layer: Params) -> Params:
+    """Its dense layers' matrices with the inputs last."""
+    matrices = ("kernel", "a", "b")
+    return {
+        name: _turned(x) if isinstance(x, dict) else jnp.moveaxis(x, 0, -1) if name in matrices else x
+        for name, x in layer.items()
+    }
 
 
 def _by_heads(layer: Params, heads: int) -> Params:
@@ -193,9 +204,9 @@ def _projections(model: GPT2, params: Params, x: jax.Array) -> jax.Array:
     if not is_split():
         return _dense(model, params, x).reshape(3, model.size.heads, -1, x.shape[1])
     own = {name: value.astype(model.dtype) for name, value in params.items()}
-    y = jnp.einsum("ikhd,im->khdm", own["kernel"], x) + own["bias"][..., None]
+    y = jnp.einsum("khdi,im->khdm", own["kernel"], x) + own["bias"][..., None]
     if "a" in own:
-        y += jnp.einsum("ikhd,im->khdm", own["b"], _product(own["a"], x))
+        y += jnp.einsum("khdi,im->khdm", own["b"], own["a"] @ x)
     return along(y, None, MODEL, None, None)
 
 
@@ -208,12 +219,8 @@ def _embedded(model: GPT2, params: Params, tokens: jax.Array, positions: jax.Arr
 def _dense(model: GPT2, params: Params, x: jax.Array) -> jax.Array:
     """`[inputs, M]` to `[outputs, M]`."""
     own = {name: value.astype(model.dtype) for name, value in params.items()}
-    y = _product(own["kernel"], x) + own["bias"][:, None]
-    return y + _product(own["b"], _product(own["a"], x)) if "a" in own else y
-
-
-def _product(weights, x):
-    return jnp.einsum("io,im->om", weights, x)
+    y = own["kernel"] @ x + own["bias"][:, None]
+    return y + own["b"] @ (own["a"] @ x) if "a" in own else y
 
 
 def _norm(model: GPT2, params: Params, x: jax.Array) -> jax.Array:

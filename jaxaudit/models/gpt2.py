@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxaudit.kernels.attention import causal_attention
 from jaxaudit.kernels.layer_norm import layer_norm
+from jaxaudit.kernels.product import product
 from jaxaudit.models.lora import Adapted, joined
 from jaxaudit.paths import Stack
 from jaxaudit.sharding import MODEL, along, is_split, split
@@ -44,6 +45,9 @@ SIZES = {
     "774m": Size(1280, 36, 20),
 }
 """The sizes of the paper's models (their millions of parameters, at GPT-2's vocabulary), and three for CPUs."""
+
+UNROLLED = 4
+"""Up to so many layers are written out one by one, which spares what a loop copies; more would take long to compile."""
 
 
 SPLIT = {
@@ -116,7 +120,12 @@ class GPT2(nn.Module):
         x += along(self._embedding("wpe", self.context)(positions), *(None,) * (positions.ndim + 1))
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
         layers = nn.scan(
-            layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=depth
+            layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=depth,
+            unroll=1 if self.remat or depth > UNROLLED else depth,
         )
         x, entropies = layers(self.size, self.dtype, self.observe, name="h")(x, first)
         return Norm(self.dtype, name="ln_f")(x), entropies
@@ -253,7 +262,12 @@ def _times(x: jax.Array, weights: jax.Array) -> jax.Array:
 def dense(features: int, std: float, dtype: Any, name: str, heads: int = 0) -> Dense:
     """A dense layer with normal initial weights; with `heads`, that of attention's queries, keys and values."""
     kind = functools.partial(Projections, heads=heads) if heads else Dense
-    return kind(features, dtype=dtype, kernel_init=nn.initializers.normal(std), name=name)
+    return kind(features, dtype=dtype, kernel_init=nn.initializers.normal(std), dot_general=_multiplied, name=name)
+
+
+def _multiplied(x: jax.Array, weights: jax.Array, *_: Any, **__: Any) -> jax.Array:
+    """`product`, as `nn.Dense` calls it."""
+    return product(x, weights)
 
 
 def attention_entropy(query: jax.Array, key: jax.Array, first: jax.Array | None = None) -> jax.Array:
