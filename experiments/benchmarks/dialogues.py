@@ -1,6 +1,7 @@
 """GRPO on `hop`, many lanes in one program, in turns with TRL's GRPOTrainer on the same cores; and what a lane takes.
 
     python dialogues.py --trl-python PYTHON      # one that has torch, transformers and trl; --no-trl: without it
+    taskset -c 0 python dialogues.py --parts operations --devices 1 --lanes 1    # what an iteration spends on products
 
 Same model, rows, slots and updates. TRL samples up to as many tokens and has no tool; this side carries a tool's
 dialogue on, and measures 32 held-out rows in every iteration besides.
@@ -10,14 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import sys
+import tempfile
+from pathlib import Path
 
 import common
 import jax
 import numpy as np
+from jax.profiler import ProfileData
 
 SIZES = {"micro": (64, 2, 4), "mini": (384, 6, 6)}
-PARTS = ("trl", "lanes", "overhead")
+PARTS = ("trl", "lanes", "overhead", "operations")
 
 
 def main() -> None:
@@ -30,12 +35,12 @@ def main() -> None:
     options.add_argument("--many", type=int, default=64, help="lanes to compare 8 with (%(default)s)")
     options.add_argument("--execution", nargs="+", default=["vmap", "map"], help="of the lanes, e.g. 4 (%(default)s)")
     options.add_argument("--iterations", type=int, default=20, help="that a timing takes (%(default)s)")
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(%(default)s)")
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3], help="(%(default)s)")
     arguments = options.parse_args()
     if arguments.quick:
         arguments.repetitions, arguments.lanes, arguments.many, arguments.iterations = 2, 2, 4, 1
     common.prepare_jax(arguments.devices)
-    parts = {"trl": against_trl, "lanes": against_lanes, "overhead": overheads}
+    parts = {"trl": against_trl, "lanes": against_lanes, "overhead": overheads, "operations": operations}
     found = {name: parts[name](arguments) for name in arguments.parts}
     tables = "\n\n".join(markdown for markdown, _ in found.values())
     common.finish(arguments, tables, {name: data for name, (_, data) in found.items()})
@@ -154,6 +159,40 @@ def overheads(arguments):
     rows = [(name, t, f"{ratios[name].median:.3f}") for name, t in timings.items()]
     work = f"seconds for {arguments.iterations} iterations of {arguments.lanes} lanes"
     return common.table(("program", work, "ratio to bare"), rows), {"seconds": timings, "ratios": ratios}
+
+
+def operations(arguments):
+    """Time of products of matrices in an iteration, and of all else, by XLA's profiler, which slows what it watches."""
+    once, advance = advancing(arguments, learner(arguments, performance_every=1_000), arguments.lanes)
+    iterations = arguments.lanes * arguments.iterations
+    timing = common.interleave({"": once}, arguments.repetitions)[""]
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            once()
+        [path] = Path(folder).rglob("*.xplane.pb")
+        lines = [line for plane in ProfileData.from_file(str(path)).planes for line in plane.lines]
+        events = [(e.name, e.duration_ns) for line in lines if line.name != "python" for e in line.events]
+    multiplying = products_in(advance.compiled.as_text())
+    spent: dict[str, list[float]] = {"products of matrices": [], "everything else": []}
+    for name, nanoseconds in events:
+        if not name.startswith(("ThunkExecutor", "while", "end:")):  # these hold other operations
+            spent["products of matrices" if name in multiplying else "everything else"].append(nanoseconds / 1e6)
+    rows = [(kind, f"{len(ms) / iterations:,.0f}", f"{sum(ms) / iterations:.1f}") for kind, ms in spent.items()]
+    rows.append(("a whole iteration, not watched", "", f"{1e3 * timing.median / iterations:.1f}"))
+    return common.table(("operations of an iteration", "number", "ms"), rows), {"seconds": timing, "operations": rows}
+
+
+def products_in(program: str) -> set[str]:
+    """Names of a compiled program's operations that are products of matrices, or fusions of one with what follows."""
+    found, computation = set(), ""
+    for line in program.splitlines():
+        if line.endswith("{"):
+            computation = line.removeprefix("ENTRY ").split()[0].removeprefix("%")
+        elif " dot(" in line:
+            found |= {computation, line.removeprefix("  ROOT ").split()[0].removeprefix("%")}
+        elif (call := re.search(r"(\S+) = .* calls=%?([\w.-]+)", line)) and call[2] in found:
+            found.add(call[1].removeprefix("%"))
+    return found
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Whether anything got slower: two checkouts' own benchmarks in turns, each with its own package, in one table.
 
-    python two_versions.py BEFORE AFTER [--parts ppo lanes sac td3 gpt2] [--repetitions 3]
+    python two_versions.py BEFORE AFTER [--parts ppo lanes sac td3 gpt2 grpo] [--repetitions 3]
 
 BEFORE and AFTER are folders of checkouts in which `jaxaudit` can be imported (`jaxaudit/kernels` a link to `kernels`).
 ppo: the audit of throughput.py, 8 seeds x 4 conditions; lanes: 16 lanes of lanes.py; sac, td3: four lanes of
-off_policy.py; gpt2: an audited step of a small GPT-2 as language_model.py times it. Compiling is not timed.
+off_policy.py; gpt2: an audited step of a small GPT-2 as language_model.py times it; grpo: 8 lanes of dialogues.py,
+which version 0.1 does not have. Compiling is not timed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PARTS = ("ppo", "lanes", "sac", "td3", "gpt2")
+PARTS = ("ppo", "lanes", "sac", "td3", "gpt2", "grpo")
 
 
 def main() -> None:
@@ -95,7 +96,7 @@ def side(folder: Path, part: str, quick: bool) -> None:
     import common
 
     common.prepare_jax(1 if part == "gpt2" else common.cores())
-    call = {"ppo": ppo, "lanes": lanes, "sac": sac, "td3": td3, "gpt2": gpt2}[part](common, quick)
+    call = {"ppo": ppo, "lanes": lanes, "sac": sac, "td3": td3, "gpt2": gpt2, "grpo": grpo}[part](common, quick)
     call()
     print("> ready", flush=True)
     for _ in sys.stdin:
@@ -155,6 +156,14 @@ def gpt2(common, quick: bool):
 
     size, length = ("nano", 16) if quick else ("mini", 128)
     return language_model.trainer(argparse.Namespace(size=size, batch=8, length=length, steps=2), True)
+
+
+def grpo(common, quick: bool):
+    """Lanes of GRPO on `hop`, one after the other on each core, twenty iterations."""
+    import dialogues
+
+    given = argparse.Namespace(quick=quick, size="micro", iterations=1 if quick else 20, execution=["map"])
+    return dialogues.advancing(given, dialogues.learner(given, performance_every=1_000), 2 if quick else 8)[0]
 
 
 if __name__ == "__main__":
