@@ -45,7 +45,7 @@ def token_by_token(model, params, tokens, begun, positions, first):
     unrolled = decoding.layers_of(params)
     given = (x[:, :begun] for x in (tokens, positions, first))
     token, position, start = given
-    hidden, cache = decoding.prefill(model, params, token, slots, position, start)
+    hidden, cache = decoding.prefill(model, unrolled, token, slots, position, start)
 
     def one(cache, slot):
         here = (x[:, slot] for x in (tokens, positions, first))
@@ -136,8 +136,9 @@ def test_a_write_under_lanes_stays_a_slice(params):
     lanes = jax.tree.map(lambda x: jnp.stack([x] * 5), params)
 
     def decoded(params, token, slot):
-        _, cache = decoding.prefill(MODEL, params, jnp.zeros((3, 1), jnp.int32), 16)
-        return decoding.decode(MODEL, decoding.layers_of(params), token, token, 0 * token, slot, cache)
+        unrolled = decoding.layers_of(params)
+        _, cache = decoding.prefill(MODEL, unrolled, jnp.zeros((3, 1), jnp.int32), 16)
+        return decoding.decode(MODEL, unrolled, token, token, 0 * token, slot, cache)
 
     def scatters(slots, axis):
         lowered = jax.jit(jax.vmap(decoded, in_axes=(0, None, axis))).lower(lanes, np.zeros(3, np.int32), slots)

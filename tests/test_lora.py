@@ -65,10 +65,11 @@ def test_the_change_of_a_weight_is_a_b_times_alpha_over_rank(base, layers):
 def test_prefilled_and_token_by_token(base):
     adapted = lora.Adapted(base, moved())
     hidden = hidden_of(adapted)
-    first, cache = decoding.prefill(MODEL, adapted, TOKENS[:, :9], 10)
+    unrolled = decoding.layers_of(adapted)
+    first, cache = decoding.prefill(MODEL, unrolled, TOKENS[:, :9], 10)
     np.testing.assert_allclose(first, hidden[:, :9], atol=1e-5)
     place = np.full(2, 9)
-    last, _ = decoding.decode(MODEL, decoding.layers_of(adapted), TOKENS[:, 9], place, 0 * place, 9, cache)
+    last, _ = decoding.decode(MODEL, unrolled, TOKENS[:, 9], place, 0 * place, 9, cache)
     np.testing.assert_allclose(last, hidden[:, 9], atol=1e-5)
 
 

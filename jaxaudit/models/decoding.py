@@ -50,28 +50,29 @@ def layers_of(params: Params | Adapted, heads: int = 0) -> Params:
     """
     whole: Params = split(joined(params), partition)
     stacked = whole["h"].layers
+    # All layers' at once: turned one by one they would be there twice.
+    stacked = _inputs_last(_by_heads(stacked, heads) if is_split() else stacked)
     depth = jax.tree.leaves(stacked)[0].shape[0]
-    layers = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(depth)]
-    return {**whole, "h": tuple(_turned(_by_heads(layer, heads) if is_split() else layer) for layer in layers)}
+    return {**whole, "h": tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(depth))}
 
 
-def _turned(layer: Params) -> Params:
-    """Its dense layers' matrices with the inputs last."""
+def _by_heads(layers: Params, heads: int) -> Params:
+    own = {name: x if name == "a" else by_heads(x, heads) for name, x in layers["attn"]["c_attn"].items()}
+    return {**layers, "attn": {**layers["attn"], "c_attn": own}}
+
+
+def _inputs_last(layers: Params) -> Params:
+    """With the dense layers' matrices `[depth, inputs, ...]` as `[depth, ..., inputs]`."""
     matrices = ("kernel", "a", "b")
     return {
-        name: _turned(x) if isinstance(x, dict) else jnp.moveaxis(x, 0, -1) if name in matrices else x
-        for name, x in layer.items()
+        name: _inputs_last(x) if isinstance(x, dict) else jnp.moveaxis(x, 1, -1) if name in matrices else x
+        for name, x in layers.items()
     }
-
-
-def _by_heads(layer: Params, heads: int) -> Params:
-    own = {name: x if name == "a" else by_heads(x, heads) for name, x in layer["attn"]["c_attn"].items()}
-    return {**layer, "attn": {**layer["attn"], "c_attn": own}}
 
 
 def prefill(
     model: GPT2,
-    params: Params | Adapted,
+    unrolled: Params,
     tokens: jax.Array,
     slots: int,
     positions: jax.Array | None = None,
@@ -81,7 +82,7 @@ def prefill(
 
     Args:
       model: its sizes and dtype.
-      params: its parameters.
+      unrolled: its parameters, from `layers_of`.
       tokens: int `[N, P]`.
       slots: how many the cache is to have room for.
       positions, first: int `[N, P]`, as `gpt2.apply` takes them.
@@ -89,7 +90,6 @@ def prefill(
     rows, places = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(places), tokens.shape) if positions is None else positions
     room = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
-    unrolled = layers_of(params, model.size.heads)
     keys: list[jax.Array] = []
     values: list[jax.Array] = []
 

@@ -115,10 +115,10 @@ def _generate(model, tokens, top_k, nucleus, greedy, end, params, prompts, key, 
     slots = jnp.arange(width)
     moved = jnp.take_along_axis(prompts, jnp.maximum(slots - missing[:, None], 0), axis=1)
     first = jnp.minimum(missing[:, None], slots)
-    hidden, cache = prefill(
-        model, params, moved, width + tokens, positions=jnp.maximum(slots - missing[:, None], 0), first=first
-    )
     unrolled = layers_of(params, model.size.heads)
+    hidden, cache = prefill(
+        model, unrolled, moved, width + tokens, positions=jnp.maximum(slots - missing[:, None], 0), first=first
+    )
 
     def write(writing, slot):
         logits = gpt2.logits(params, writing.hidden) / temperature

@@ -136,7 +136,7 @@ def carried_on(
     unrolled = decoding.layers_of(params, sampler.model.size.heads)
     # The last of these is read again by the first turn, which writes over what a prompt of one token left.
     before = jax.tree.map(lambda x: x[: max(begun - 1, 1)].T, written.latest)
-    cache = decoding.prefill(sampler.model, params, before.token, slots, before.position, before.first)[1]
+    cache = decoding.prefill(sampler.model, unrolled, before.token, slots, before.position, before.first)[1]
 
     def turn(taps: Taps, carry: Any, x: Any) -> tuple[Any, Slot]:
         progress, cache, latest = carry
