@@ -31,7 +31,7 @@ LEARNED = ("loss", "grad_norm", "reward", "reward_std", "kl", "entropy", "comple
 def trl(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trl")
     with tarfile.open(STORED) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder)
     return folder
 
 

@@ -18,7 +18,7 @@ STORED = Path(__file__).parent / "data" / "run-0.1.tar.gz"
 @pytest.fixture
 def old(tmp_path):
     with tarfile.open(STORED) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path)
     return tmp_path / "run-0.1"
 
 
