@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[1] / "experiments" / "benchmarks"
     "command",
     [
         "dialogues.py --no-trl",
+        "dialogues.py --parts operations --devices 1",
         "first_answer.py",
         "fork_savings.py",
         "kernels.py",
@@ -39,7 +40,8 @@ def test_what_is_found_is_written_with_the_options_it_was_found_with(tmp_path, c
     sys.modules[spec.name] = common
     spec.loader.exec_module(common)
     file = tmp_path / "results" / "found.json"
-    options = argparse.Namespace(quick=True, python=sys.executable, before=Path("that/one"), lanes=3, json=file)
+    other = {"python": sys.executable, "trl_python": sys.executable}
+    options = argparse.Namespace(quick=True, before=Path("that/one"), lanes=3, json=file, **other)
     common.finish(options, "| a table |", {"training": common.Timing((1.5, 2.0))})
     found = json.loads(file.read_text())
     assert found["options"] == {"quick": True, "before": "that/one", "lanes": 3}

@@ -207,7 +207,8 @@ def finish(arguments: argparse.Namespace, markdown: str, data: Mapping[str, Any]
     if arguments.quick:
         print("\n(a smoke run: these numbers mean nothing)")
     if arguments.json:
-        options = {name: value for name, value in vars(arguments).items() if name not in ("json", "python")}
+        ways = ("json", "python", "trl_python")  # of this machine
+        options = {name: value for name, value in vars(arguments).items() if name not in ways}
         record = {"options": options, "machine": machine(), **data}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(record, indent=2, default=as_json) + "\n")
