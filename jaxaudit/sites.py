@@ -93,6 +93,12 @@ class Recorder:
 
         return jax.lax.scan(turn, init, xs, length)
 
+    def repeat(self, body: Callable, init: Any, times: Any) -> Any:
+        """`jax.lax.fori_loop` whose body gets a recorder of the same sites."""
+        return jax.lax.fori_loop(
+            0, times, lambda number, carry: body(replace(self, home=tracing.here()), carry, number), init
+        )
+
     def cond(self, chosen: jax.Array, body: Callable, carry: Any) -> tuple[Any, Any]:
         """`body` with this recorder: what could be tapped is to be noted."""
         return body(self, carry)

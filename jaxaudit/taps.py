@@ -151,7 +151,7 @@ class Taps:
     """Callable handed to `Learner.step`: `taps(site, value)` returns the value, disturbed where this lane should be.
 
     It belongs to the place where it was made: a loop, a batch or a branch inside a step gets taps of its own, from
-    `scan`, `cond` or `fold_in`. Under `jax.grad` and `jax.checkpoint` a tap may stand as it is, unless what disturbs
+    `scan`, `repeat`, `cond` or `fold_in`. Under `jax.grad` and `jax.checkpoint` a tap may stand as it is, unless what disturbs
     it keeps state.
 
     Attributes:
@@ -259,6 +259,25 @@ class Taps:
         (carry, self.states), ys = jax.lax.scan(turn, (init, self.states), _numbered(xs, length))
         self._calls |= calls  # the turns of another loop draw other randomness
         return carry, ys
+
+    def repeat(self, body: Callable[[Taps, Any, jax.Array], Any], init: Any, times: Any) -> Any:
+        """`body(taps, carry, number) -> carry`, with taps of its own, for the numbers from 0 to `times` - 1.
+
+        `times`, int scalar, may be known only when the step runs; as `jax.lax.fori_loop`, without a gradient then. The
+        states of perturbations are carried from turn to turn.
+        """
+
+        def turn(number: jax.Array, carried: tuple[Any, States | None]) -> tuple[Any, States | None]:
+            carry, states = carried
+            here = self._within(number, states)
+            carry = body(here, carry, number)
+            calls.update(here._calls)
+            return carry, here.states
+
+        calls: dict[str, int] = {}
+        carry, self.states = jax.lax.fori_loop(0, times, turn, (init, self.states))
+        self._calls |= calls
+        return carry
 
     def cond(self, chosen: jax.Array, body: Callable[[Taps, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
         """`body(taps, carry) -> (carry, y)` where `chosen`, else the carry as it is and zeros; as `jax.lax.cond`.

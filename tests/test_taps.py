@@ -132,6 +132,26 @@ def test_taps_of_a_loop_and_a_branch_belong_there():
     plan(learner, [kept()], seeds=1, steps=STEPS)
 
 
+def test_taps_of_a_loop_of_so_many_turns_belong_there():
+    def step(x, taps):
+        times = jnp.where(x[0] < 0, 7, 2).astype(jnp.int32)  # known only when it runs
+        total = taps.repeat(lambda taps, c, number: c + taps("reward", x + 0 * number).sum(), jnp.float32(0), times)
+        return total + taps("reward", x).sum()
+
+    disturbed = audited(step, ja.reward_noise(1.0, onset=1))
+    assert np.unique(disturbed[:, 1, 1:]).size == 2 * (STEPS - 1)
+
+    def differing(x, taps):
+        draws = taps.repeat(
+            lambda taps, c, number: c.at[number].set(taps("reward", x[0])), jnp.zeros(3), jnp.sum(x == 0)
+        )
+        return jnp.std(draws)
+
+    assert (audited(differing, ja.reward_noise(1.0, onset=1))[:, 1, 1:] > 0).all(), "each turn draws its own"
+    learner = ja.Learner(lambda key: jnp.zeros(3), lambda x, key, taps: (x, {"performance": step(x, taps)}))
+    plan(learner, [kept()], seeds=1, steps=STEPS)
+
+
 @pytest.mark.parametrize("window", [(0, 0, 1, 0), (2, 5, 20, 3), (1, 12, 4, 2), (3, 12, 3, 3), (0, 12, 5, 1)], ids=str)
 def test_idle_counts_the_steps_since_a_window_was_last_open(window):
     start, stop, period, length = window

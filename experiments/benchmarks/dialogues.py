@@ -3,8 +3,8 @@
     python dialogues.py --trl-python PYTHON      # one that has torch, transformers and trl; --no-trl: without it
     taskset -c 0 python dialogues.py --parts operations --devices 1 --lanes 1    # what an iteration spends on products
 
-Same model, rows, slots and updates. TRL samples up to as many tokens and has no tool; this side carries a tool's
-dialogue on, and measures 32 held-out rows in every iteration besides.
+Same model, rows, slots and updates. TRL has no tool; its rows are as long as some of this side's, which carries a
+tool's dialogue on, and measures 32 held-out rows in every iteration besides.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def main() -> None:
     options.add_argument("--many", type=int, default=64, help="lanes to compare 8 with (%(default)s)")
     options.add_argument("--execution", nargs="+", default=["vmap", "map"], help="of the lanes, e.g. 4 (%(default)s)")
     options.add_argument("--iterations", type=int, default=20, help="that a timing takes (%(default)s)")
+    options.add_argument("--warm-start", type=int, default=300, help="updates, beside TRL (%(default)s)")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3], help="(%(default)s)")
     arguments = options.parse_args()
     if arguments.quick:
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def learner(arguments, **settings):
-    """GRPO without a reference, on hop; the warm start is left out, for nothing here depends on what is known."""
+    """GRPO without a reference, on hop; without a warm start unless told: rows are long then, and most are cut off."""
     import jaxaudit as ja
 
     few = {"prompts": 2, "group_size": 4, "performance_rows": 2} if arguments.quick else {}
@@ -82,13 +83,17 @@ def advancing(arguments, one, lanes: int, perturbations=(), execution: str | Non
 
 def against_trl(arguments):
     """Iterations a second of all lanes together, and TRL's by one process of all cores and by one of each core."""
-    once, advance = advancing(arguments, learner(arguments), arguments.lanes)
+    warm_start = 1 if arguments.quick else arguments.warm_start
+    measured = learner(arguments, warm_start=warm_start)
+    once, advance = advancing(arguments, measured, arguments.lanes)
     ours = f"{arguments.lanes} lanes, held-out rows included"
-    without, _ = advancing(arguments, learner(arguments, performance_every=1_000), arguments.lanes)
+    bare = learner(arguments, warm_start=warm_start, performance_every=1_000)
+    without, _ = advancing(arguments, bare, arguments.lanes)
+    given = written_of(measured, advance, arguments)
     candidates = {ours: once, f"{arguments.lanes} lanes, without held-out rows": without}
     work = dict.fromkeys(candidates, arguments.lanes * arguments.iterations)
     if not arguments.no_trl:
-        shape = (*SIZES[arguments.size], arguments.iterations)
+        shape = (*SIZES[arguments.size], arguments.iterations, ",".join(map(str, given)))
 
         def trl(processes: int, threads: int):
             return lambda: common.elsewhere(arguments.trl_python, "trl_grpo.py", (threads, *shape), processes)
@@ -105,8 +110,27 @@ def against_trl(arguments):
     flops = advance.compiled.cost_analysis().get("flops", float("nan"))
     rows = [(name, timing_rate(t, work[name])) for name, t in timings.items()]
     print(f"compiled in {advance.compile_seconds:.0f} s", file=sys.stderr)
-    header = ("GRPO, 64 rows of 24 slots, 4 updates", "iterations/s: median (lowest - highest)")
-    return common.table(header, rows), {"seconds": timings, "work": work, "flops_told_by_xla": flops}
+    header = (
+        f"GRPO, 64 rows of {2 + np.mean(given):.1f} tokens in 24 slots, 4 updates",
+        "iterations/s: median (lowest - highest)",
+    )
+    found = {"seconds": timings, "work": work, "flops_told_by_xla": flops, "tokens_after_the_prompt": given}
+    return common.table(header, rows), found
+
+
+def written_of(one, advance, arguments) -> list[int]:
+    """Tokens after the prompt, own ones and a tool's, of 64 rows of each lane, half-way through what is timed."""
+    from jaxaudit.dialogues.protocol import END
+
+    made = one.step.__self__
+    states = advance(1, 1 + arguments.iterations // 2)[0]
+
+    def rows(params, seed):
+        dialogue = made.dialogue.bind(one.data.dialogue)
+        return made.collector.undisturbed(params, None, dialogue, one.data.numbers, jax.random.key(seed), 64)
+
+    found = jax.vmap(rows)(states.learner.policy.params, np.arange(arguments.lanes, dtype=np.uint32))
+    return (np.sum(np.asarray(found.role) != END, axis=-1) - made.dialogue.prompt_length).reshape(-1).tolist()
 
 
 def timing_rate(timing: common.Timing, work: float) -> str:

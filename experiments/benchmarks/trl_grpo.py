@@ -1,8 +1,9 @@
 """TRL's GRPOTrainer at the shapes of `dialogues.py`: warms up, says "ready", trains at a word, gives seconds.
 
-Called by `common.elsewhere`: `python trl_grpo.py THREADS WIDTH DEPTH HEADS ITERATIONS`, by a Python with torch,
+Called by `common.elsewhere`: `python trl_grpo.py THREADS WIDTH DEPTH HEADS ITERATIONS LENGTHS`, by a Python with torch,
 transformers and trl. An iteration is 8 prompts of 2 tokens, 8 rows of each with up to 22 tokens more, and 2 epochs of 2
-minibatches; no reference model, no tools and no held-out rows, which the other side has.
+minibatches; no reference model, no tools and no held-out rows, which the other side has. Rows end after as many tokens
+as LENGTHS says, numbers with commas between them, of which each row draws one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 del sys.path[0]  # this folder has a kernels.py, and transformers looks for a package of that name
 
@@ -20,10 +20,16 @@ from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessor,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-VOCABULARY, PROMPT, OWN = 21, 2, 22
+VOCABULARY, PROMPT, OWN, END = 21, 2, 22, 1
 PROMPTS, MEMBERS, EPOCHS, MINIBATCHES = 8, 8, 2, 2
 WARM = 20
 WORDS = ("<pad>", "<end>", *(f"w{i}" for i in range(VOCABULARY - 2)))
@@ -43,7 +49,34 @@ class Clock(TrainerCallback):
             self.begun = time.perf_counter()
 
 
-def main(threads: int, width: int, depth: int, heads: int, iterations: int) -> None:
+class Ending(LogitsProcessor):
+    """Lets each row end after so many tokens as it has drawn, and not before."""
+
+    def __init__(self, lengths: list[int]):
+        self.lengths = torch.tensor(lengths)
+        self.drawn = self.lengths
+
+    def __call__(self, input_ids, scores):
+        """Scores `[N, V]` of the next tokens, of which the end is possible, or all that is."""
+        written = input_ids.shape[1] - PROMPT
+        if written == 0:
+            self.drawn = self.lengths[torch.randint(len(self.lengths), (len(scores),))]
+        ends = (self.drawn == written + 1)[:, None]
+        is_end = (torch.arange(scores.shape[1]) == END)[None]
+        return scores.masked_fill(ends ^ is_end, -torch.inf)
+
+
+class Model(GPT2LMHeadModel):
+    """Whose rows end where `ending` says."""
+
+    ending: Ending
+
+    def generate(self, *args, **kwargs):
+        """As its own, with one more processor."""
+        return super().generate(*args, logits_processor=[self.ending], **kwargs)
+
+
+def main(threads: int, width: int, depth: int, heads: int, iterations: int, lengths: list[int]) -> None:
     """Trains."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -68,11 +101,12 @@ def main(threads: int, width: int, depth: int, heads: int, iterations: int) -> N
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
-            bos_token_id=1,
-            eos_token_id=1,
+            bos_token_id=END,
+            eos_token_id=END,
             pad_token_id=0,
         )
-        GPT2LMHeadModel(config).save_pretrained(Path(folder) / "start")
+        model = Model(config)
+        model.ending = Ending(lengths)
         settings = GRPOConfig(
             output_dir=folder,
             per_device_train_batch_size=PROMPTS * MEMBERS // MINIBATCHES,
@@ -96,7 +130,7 @@ def main(threads: int, width: int, depth: int, heads: int, iterations: int) -> N
             dataloader_pin_memory=False,
         )
         trainer = GRPOTrainer(
-            str(Path(folder) / "start"),
+            model,
             lambda completions, **_: [float(len(set(text.split()))) for text in completions],
             args=settings,
             train_dataset=Dataset.from_list([{"prompt": f"w{i % 19} w{i % 7}"} for i in range(1000)]),
@@ -108,4 +142,4 @@ def main(threads: int, width: int, depth: int, heads: int, iterations: int) -> N
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:-1]), lengths=[int(length) for length in sys.argv[-1].split(",")])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxaudit.dialogues.automaton import Progress
 from jaxaudit.dialogues.protocol import Dialogue
-from jaxaudit.learners.dialogue import advantages, kl, overlong, policy_loss, rollout
+from jaxaudit.learners.dialogue import advantages, kl, overlong, packing, policy_loss, rollout
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.estimation import estimate
 from jaxaudit.learners.dialogue.experience import Batch, Drawn, Experience, Recomputed
@@ -158,6 +158,12 @@ class Collector:
         index = first[:, None] * settings.group_size + members[first]
         return index.reshape(-1), each[first].reshape(-1)
 
+    def _packed(self, rows: Rows, what: Callable[[packing.Sequences], Any]) -> Any:
+        """What a network finds at the rows' slots, up to the last own one of each."""
+        settings = self.settings
+        packed = packing.packed(rows, rows.own) if settings.packs else packing.unpacked(rows)
+        return packing.read(packed, settings.pieces * settings.minibatches, what)
+
     def _learnt(
         self,
         models: Models,
@@ -175,13 +181,17 @@ class Collector:
             hidden = self.policy.hidden(params, models.base, rows)
             return (*self.policy.told(hidden, self.policy.whole(params, models.base), rows, temperature), hidden)
 
-        recomputed, entropy, hidden = read(models.policy)
         own = rows.own & kept[:, None]
-        reference = reference_hidden = value = target = advantage = None
+        hidden = reference = reference_hidden = value = target = advantage = None
         if self.parts.needs_reference or self.settings.telemetry == "full":
+            recomputed, entropy, hidden = read(models.policy)
             reference, _, reference_hidden = read(models.reference)
+        else:
+            recomputed, entropy = self._packed(
+                rows, lambda found: self.policy.predicted(models.policy, models.base, found, temperature)
+            )
         if self.critic is not None:
-            value = self.critic.values(models.critic, models.base, rows)
+            value = self._packed(rows, lambda found: self.critic.scalars(models.critic, models.base, found))
         if self.parts.objective == "policy":
             penalty = None
             if self.parts.kl != "none" and self.parts.kl_in == "reward":

@@ -28,10 +28,6 @@ class Batch:
         """The rows of an index."""
         return jax.tree.map(lambda x: x[index], self)
 
-    def parted(self, parts: int) -> Batch:
-        """The rows in equal parts, `[parts, N / parts, ...]`."""
-        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), self)
-
 
 @struct.dataclass
 class Drawn:
@@ -56,8 +52,8 @@ class Recomputed:
 
     Attributes:
       log_probability, entropy: of each token and slot, `[N, T]`.
-      hidden: `[N, T, D]`.
-      reference_hidden: the reference's; None where it is not asked for.
+      hidden: `[N, T, D]`; None where it is not asked for.
+      reference_hidden: the reference's; likewise.
       score: what each row earned, `[N]`.
     """
 

@@ -13,7 +13,7 @@ import optax
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.kernels.shuffle import shuffled
-from jaxaudit.learners.dialogue import demonstrations, held_out, policy_loss, ratios
+from jaxaudit.learners.dialogue import demonstrations, held_out, packing, policy_loss, ratios
 from jaxaudit.learners.dialogue.aggregation import Denominators
 from jaxaudit.learners.dialogue.collection import CRITIC, POLICY, REWARD_MODEL, Collector, Models, longest
 from jaxaudit.learners.dialogue.experience import Batch, Experience
@@ -242,36 +242,34 @@ class DialogueLearner:
             tokens=jnp.sum(own), rows=jnp.sum(jnp.any(own, -1)), share=share, longest=longest(self.dialogue)
         )
 
-        def loss(params: dict[str, Any], batch: Batch, taps: Taps) -> tuple[jax.Array, Any]:
-            log_probability, entropy = self.policy.log_probabilities(
-                params[POLICY], base, batch.rows, experience.temperature
+        def loss(params: dict[str, Any], piece: packing.Piece, taps: Taps) -> tuple[jax.Array, Any]:
+            sequences, temperature = piece.sequences, experience.temperature
+            found = Now(
+                *self.policy.predicted(params[POLICY], base, sequences, temperature),
+                value=None if self.critic is None else self.critic.scalars(params[CRITIC], base, sequences),
+                exact_kl=self.exact_kl(params[POLICY], reference, base, sequences, temperature),
             )
-            value = None if self.critic is None else self.critic.values(params[CRITIC], base, batch.rows)
-            now = Now(
-                log_probability,
-                entropy,
-                value,
-                self.exact_kl(params[POLICY], reference, base, batch, experience.temperature),
-            )
-            found, told = policy_loss.policy_loss(self.parts, experience.coefficients, now, batch.learnt, counts)
-            return taps("objective", found), (told, self.log_ratio(now, batch.learnt))
+            now = jax.tree.map(piece.back, found)
+            learnt = dataclasses.replace(batch.learnt, own=own & piece.here)
+            objective, told = policy_loss.policy_loss(self.parts, experience.coefficients, now, learnt, counts)
+            return taps("objective", objective), (told, self.log_ratio(now, learnt))
 
         params = {label: one.params for label, one in trained.items()}
         gradient_of = jax.grad(loss, has_aux=True)
-        parts = self.settings.microbatches
-        if parts == 1:
-            gradient, (told, log_ratio) = gradient_of(params, batch, taps)
+        packed = packing.packed(batch.rows, own) if self.settings.packs else packing.unpacked(batch.rows)
+        piece, count = packing.pieces(packed, self.settings.pieces)
+        if self.settings.pieces == 1:
+            gradient, (told, log_ratio) = gradient_of(params, piece(0), taps)
             return gradient, told, log_ratio
 
-        def add(taps: Taps, carry: Any, batch: Batch) -> tuple[Any, Any]:
-            gradient, (told, log_ratio) = gradient_of(params, batch, taps)
-            return jax.tree.map(jnp.add, carry, (gradient, told)), log_ratio
+        def add(taps: Taps, total: Any, number: jax.Array) -> Any:
+            return jax.tree.map(jnp.add, total, gradient_of(params, piece(number), taps))
 
-        split = batch.parted(parts)
-        shapes = jax.eval_shape(lambda: gradient_of(params, jax.tree.map(lambda x: x[0], split), taps.closed))
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], shapes[1][0]))
-        (gradient, told), log_ratio = taps.scan(add, zeros, split)
-        return gradient, told, None if log_ratio is None else log_ratio.reshape(own.shape)
+        shapes = jax.eval_shape(lambda: gradient_of(params, piece(0), taps.closed))
+        gradient, (told, log_ratio) = taps.repeat(
+            add, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), count
+        )
+        return gradient, told, log_ratio
 
     def log_ratio(self, now: Now, learnt: policy_loss.Rows) -> jax.Array | None:
         """Of each token before clipping, `[n, T]`, a constant; None of a preference objective."""
@@ -282,19 +280,19 @@ class DialogueLearner:
         return jax.lax.stop_gradient(jnp.broadcast_to(found, learnt.own.shape))
 
     def exact_kl(
-        self, params: Any, reference: Any, base: Any, batch: Batch, temperature: jax.Array
+        self, params: Any, reference: Any, base: Any, sequences: packing.Sequences, temperature: jax.Array
     ) -> jax.Array | None:
-        """KL(policy || reference) over the whole vocabulary at each slot, `[N, T]`; None where it is not asked for."""
+        """KL(policy || reference) over the whole vocabulary at each place, `[S, T]`; None where it is not asked for."""
         if self.parts.kl != "exact":
             return None
 
         def logs(params: Any) -> jax.Array:
-            hidden = self.policy.hidden(params, base, batch.rows)
+            hidden = self.policy.hidden(params, base, sequences)
             logits = gpt2.logits(self.policy.whole(params, base), hidden) / temperature
             return jax.nn.log_softmax(logits)
 
         now, then = logs(params), jax.lax.stop_gradient(logs(reference))
-        return jnp.pad(jnp.sum(jnp.exp(now) * (now - then), axis=-1)[:, :-1], ((0, 0), (1, 0)))
+        return jnp.sum(jnp.exp(now) * (now - then), axis=-1)
 
     def followed(
         self, trained: dict[str, Trained], numbers: Numbers, gradient: dict[str, Any], taps: Taps

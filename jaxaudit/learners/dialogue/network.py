@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit.kernels.token_log_probability import token_log_probability
+from jaxaudit.learners.dialogue.packing import Sequences
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.models import gpt2, lora
 
@@ -45,7 +46,7 @@ class Network:
         trunk = {name: value for name, value in params.items() if name != HEAD}
         return lora.Adapted(base, trunk) if self.rank else trunk
 
-    def hidden(self, params: gpt2.Params, base: Any, rows: Rows) -> jax.Array:
+    def hidden(self, params: gpt2.Params, base: Any, rows: Rows | Sequences) -> jax.Array:
         """The final hidden state at each slot, which has read the token there: `[N, T, width]`."""
         return gpt2.apply(self.model, self.whole(params, base), rows.tokens, rows.position, rows.first)[0]
 
@@ -57,12 +58,17 @@ class Network:
 
     def told(self, hidden: jax.Array, whole: Any, rows: Rows, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`log_probabilities` of hidden states that are there already."""
-        before = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-        embedding = gpt2.embedding(whole).astype(before.dtype)
-        found = token_log_probability(before, embedding, rows.tokens[:, 1:].reshape(-1), temperature)
-        return jax.tree.map(lambda x: jnp.pad(x.reshape(rows.tokens.shape[0], -1), ((0, 0), (1, 0))), found)
+        found = _told(hidden[:, :-1], whole, rows.tokens[:, 1:], temperature)
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), found)
 
-    def scalars(self, params: gpt2.Params, base: Any, rows: Rows) -> jax.Array:
+    def predicted(
+        self, params: gpt2.Params, base: Any, sequences: Sequences, temperature: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The log-probability of each place's target, and the entropy there: float32 `[S, T]`."""
+        hidden = self.hidden(params, base, sequences)
+        return _told(hidden, self.whole(params, base), sequences.target, temperature)
+
+    def scalars(self, params: gpt2.Params, base: Any, rows: Rows | Sequences) -> jax.Array:
         """The head's value of each hidden state: float32 `[N, T]`."""
         hidden = self.hidden(params, base, rows).astype(jnp.float32)
         return hidden @ params[HEAD]["kernel"] + params[HEAD]["bias"]
@@ -74,3 +80,10 @@ class Network:
     def score(self, params: gpt2.Params, base: Any, rows: Rows) -> jax.Array:
         """A reward model's score of each row, read where its last own token is: float32 `[N]`."""
         return jnp.sum(jnp.where(rows.last_own, self.scalars(params, base, rows), 0.0), axis=1)
+
+
+def _told(hidden: jax.Array, whole: Any, tokens: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities of tokens `[S, T]` by hidden states `[S, T, width]`, and the entropies."""
+    embedding = gpt2.embedding(whole).astype(hidden.dtype)
+    found = token_log_probability(hidden.reshape(-1, hidden.shape[-1]), embedding, tokens.reshape(-1), temperature)
+    return jax.tree.map(lambda x: x.reshape(tokens.shape), found)

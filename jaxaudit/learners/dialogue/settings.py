@@ -37,6 +37,9 @@ class Numbers:
     warm_start_learning_rate: Any
 
 
+MOST_PIECES = 8
+"""Microbatches unless told: with so many at most a sixteenth of a minibatch's places is worked off in vain, on average."""
+
 REWARDS = ("gold", "learned")
 """What a learner may see of a row's worth: what the verifier says, or a reward model that is learned."""
 
@@ -60,7 +63,8 @@ class DialogueSettings:
       top_p: share of the probability that sampling leaves.
       epochs: passes over an iteration's rows.
       minibatches: updates in each pass.
-      microbatches: parts that a minibatch's gradient is added up over.
+      microbatches: equal parts that a minibatch's gradient is added up over; rows are packed into as few as they fill,
+        pairs of a preference objective are not. 0: the most, up to 8, that divide it.
       learning_rate: Adam's.
       beta1, beta2, epsilon: Adam's.
       weight_decay: of kernels and embeddings.
@@ -103,7 +107,7 @@ class DialogueSettings:
     top_p: float = number(1.0)
     epochs: int = 2
     minibatches: int = 2
-    microbatches: int = 1
+    microbatches: int = 0
     learning_rate: float = number(3e-4)
     beta1: float = 0.9
     beta2: float = 0.95
@@ -157,9 +161,11 @@ class DialogueSettings:
     telemetry: str = "full"
 
     def __post_init__(self):
-        checks.at_least_one(self, "prompts", "group_size", "oversampling", "epochs", "minibatches", "microbatches")
+        checks.at_least_one(self, "prompts", "group_size", "oversampling", "epochs", "minibatches")
         checks.at_least_one(self, "warm_start_rows", "performance_rows", "performance_every", "tool_window")
-        checks.not_negative(self, "lora_rank", "top_k", "weight_decay", "warm_start", "critic_warm_start")
+        checks.not_negative(
+            self, "lora_rank", "top_k", "weight_decay", "warm_start", "critic_warm_start", "microbatches"
+        )
         checks.not_negative(self, "reward_model_warm_start", "learning_rate", "critic_learning_rate")
         checks.not_negative(self, "entropy_coefficient")
         checks.positive(self, "temperature", "epsilon", "max_grad_norm", "warm_start_learning_rate")
@@ -181,7 +187,7 @@ class DialogueSettings:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
         self._divided("minibatches", self.minibatches, self.units, self._units)
         of_minibatch = f"{self._units} of a minibatch"
-        self._divided("microbatches", self.microbatches, self.units // self.minibatches, of_minibatch)
+        self._divided("microbatches", self.microbatches or 1, self.units // self.minibatches, of_minibatch)
         for wrong, why in self._misfits():
             if wrong:
                 raise ValueError(why)
@@ -234,6 +240,17 @@ class DialogueSettings:
     def units(self) -> int:
         """What minibatches are made of: pairs of a preference objective, else rows."""
         return self.prompts if self.objective == "preference" else self.rows
+
+    @property
+    def pieces(self) -> int:
+        """Parts of a minibatch whose gradients are added up: the microbatches."""
+        units = self.units // self.minibatches
+        return self.microbatches or max(parts for parts in range(1, MOST_PIECES + 1) if units % parts == 0)
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows share sequences; where there is but one piece, nothing is gained by it."""
+        return self.objective == "policy" and self.pieces > 1
 
     @property
     def _units(self) -> str:

@@ -1,0 +1,169 @@
+"""Rows that share sequences: each reads what it would alone, and losses and gradients are those of rows side by side."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxaudit.dialogues.hop import Hop
+from jaxaudit.dialogues.protocol import END, OWN, PROMPT
+from jaxaudit.learners.dialogue import packing
+from jaxaudit.learners.dialogue.collection import Models
+from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
+from jaxaudit.learners.dialogue.network import Network
+from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.state import Trained
+from jaxaudit.models import gpt2
+from jaxaudit.taps import Taps
+
+COUNT, SLOTS, VOCABULARY = 12, 10, 17
+
+
+def rows_of(lengths, seed=0):
+    """Rows of so many slots, the first one of each given; every other one begins a chunk at slot 3."""
+    rng = np.random.default_rng(seed)
+    slot = np.arange(SLOTS)
+    there = slot < np.asarray(lengths)[:, None]
+    chunked = (np.arange(len(lengths)) % 2 == 1)[:, None] & (slot >= 3)
+    role = np.where(there, np.where(slot == 0, PROMPT, OWN), END)
+    nothing = np.zeros(len(lengths))
+    return Rows(
+        tokens=jnp.asarray(np.where(there, rng.integers(0, VOCABULARY, there.shape), 0)),
+        role=jnp.asarray(role),
+        position=jnp.asarray(np.where(chunked, slot - 3, slot) + 0 * there),
+        first=jnp.asarray(np.where(chunked, 3, 0) + 0 * there),
+        log_probability=jnp.zeros(there.shape),
+        cut=jnp.zeros(there.shape),
+        calls=nothing,
+        truncated=nothing > 0,
+        rewards={"gold": nothing},
+    )
+
+
+def first_fit_decreasing(lengths, room):
+    """How many bins it takes, in plain Python."""
+    bins = []
+    for length in sorted((n for n in lengths if n), reverse=True):
+        fitting = next((i for i, free in enumerate(bins) if free >= length), None)
+        if fitting is None:
+            bins.append(room - length)
+        else:
+            bins[fitting] -= length
+    return len(bins)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_slot_has_a_place_that_reads_its_row_up_to_it(seed):
+    lengths = np.random.default_rng(seed).integers(0, SLOTS + 1, COUNT)
+    lengths[lengths == 1] = 0
+    rows = rows_of(lengths, seed)
+    packed = jax.device_get(jax.jit(packing.packed)(rows, rows.own))
+    found, tokens = packed.sequences, np.asarray(rows.tokens)
+    assert packed.used == first_fit_decreasing(np.maximum(lengths - 1, 0), SLOTS)
+    assert (packed.slot[packed.used :] == packing.NOWHERE).all()
+    taken = set()
+    for row, length in enumerate(lengths):
+        assert (packed.place[row, max(length, 1) :] == packing.NOWHERE).all()
+        for slot in range(1, length):
+            place = packed.place[row, slot]
+            sequence, at = divmod(place, SLOTS)
+            assert packed.slot[sequence, at] == row * SLOTS + slot
+            assert found.tokens[sequence, at] == tokens[row, slot - 1]
+            assert found.target[sequence, at] == tokens[row, slot]
+            assert found.position[sequence, at] == rows.position[row, slot - 1]
+            seen = range(found.first[sequence, at], at + 1)
+            read = [packed.slot[sequence, i] for i in seen]
+            assert read == [row * SLOTS + i + 1 for i in range(rows.first[row, slot - 1], slot)]
+            taken.add(place)
+    assert len(taken) == np.maximum(lengths - 1, 0).sum() == (packed.slot != packing.NOWHERE).sum()
+
+
+def test_rows_that_share_sequences_are_predicted_as_alone():
+    lengths = [10, 4, 7, 0, 3, 6, 2, 10, 5, 5, 3, 8]
+    rows = rows_of(lengths)
+    network = Network(gpt2.GPT2(VOCABULARY, SLOTS, gpt2.Size(16, 2, 2)))
+    params = jax.tree.map(lambda x: 3 * x, network.init(jax.random.key(0)))
+    alone = network.log_probabilities(params, None, rows, jnp.float32(0.8))
+    packed = packing.packed(rows, rows.own)
+    assert int(packed.used) < COUNT - 2
+    for parts in (1, 3, 12):
+        shared = packing.read(packed, parts, lambda s: network.predicted(params, None, s, jnp.float32(0.8)))
+        for ours, wanted in zip(shared, alone, strict=True):
+            np.testing.assert_allclose(ours, np.where(rows.own, wanted, 0), atol=2e-6)
+
+
+PRESETS = {
+    "grpo": ("grpo", {"kl": "none", "kl_coefficient": 0.0}),
+    "the ratio of a sequence": ("gspo", {}),
+    "a critic, a divergence and a bonus": ("ppo_lm", {"kl": "exact", "kl_in": "loss", "entropy_coefficient": 0.01}),
+    "pairs": ("dpo", {}),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
+    monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 1, 2))
+    preset, chosen = PRESETS[name]
+    few = {"size": "tiny", "prompts": 8, "group_size": 4, "minibatches": 1, "telemetry": "basic", "warm_start": 0}
+    settings, dialogue = settings_of(preset), Hop()
+
+    def learner(parts):
+        return _made(structure_of(dialogue), settings(**few | chosen, microbatches=parts).structure)
+
+    side_by_side, shared = learner(1), learner(8)
+    assert shared.settings.packs == (preset != "dpo")
+    numbers = settings(**few | chosen).numbers(3.0)
+    params = jax.tree.map(lambda x: 4 * x, side_by_side.policy.init(jax.random.key(1)))
+    reference = side_by_side.policy.init(jax.random.key(2))
+    trained = {"policy": Trained(params, None)}
+    critic = None
+    if side_by_side.critic is not None:
+        critic = jax.tree.map(lambda x: x + 0.1, side_by_side.critic.init(jax.random.key(3)))
+        trained["critic"] = Trained(critic, None)
+    models = Models(params, critic, None, reference, None)
+
+    @jax.jit
+    def both(key):
+        first, second = (
+            made.collector.collect(models, dialogue, numbers, key, Taps()) for made in (side_by_side, shared)
+        )
+        own = first.batch.rows.own & (jnp.arange(first.batch.rows.own.shape[0]) % 5 != 3)[:, None]
+        learnt = first.batch.learnt.replace(own=own)
+        if learnt.advantage is not None:  # that of rows none of which earned anything is 0
+            learnt = learnt.replace(advantage=jax.random.normal(key, own.shape))
+        batch = first.batch.replace(learnt=learnt)
+        moved = {label: Trained(jax.tree.map(lambda x: 1.05 * x, one.params), None) for label, one in trained.items()}
+        return (first, second), tuple(
+            made.gradient(moved, reference, None, first, batch, jnp.sum(own), Taps()) for made in (side_by_side, shared)
+        )
+
+    (first, second), (wanted, found) = jax.device_get(both(jax.random.key(4)))
+    own = first.batch.rows.own
+    lengths = np.where(own.any(1), dialogue.length - np.argmax(own[:, ::-1], axis=1), 0)
+    assert lengths.max() > 20 and lengths.min() < 16, "rows of several lengths"
+    for one, other in zip(jax.tree.leaves(first.batch.learnt), jax.tree.leaves(second.batch.learnt), strict=True):
+        np.testing.assert_allclose(np.where(own, one, 0), np.where(own, other, 0), atol=1e-5)
+    for one, other in zip(jax.tree.leaves(wanted[0]), jax.tree.leaves(found[0]), strict=True):
+        assert np.abs(one - other).max() <= 1e-5 * max(np.abs(one).max(), 1e-3)
+    assert any(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(wanted[0]["policy"]))
+    for part in wanted[1].keys() - {"ratio_max"}:
+        np.testing.assert_allclose(found[1][part], wanted[1][part], rtol=1e-4, atol=1e-6, err_msg=part)
+    if wanted[2] is not None:
+        np.testing.assert_allclose(found[2], wanted[2], atol=1e-5)
+
+
+def test_a_minibatch_without_own_tokens_has_no_gradient(monkeypatch):
+    monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 1, 2))
+    few = {"size": "tiny", "prompts": 4, "group_size": 4, "minibatches": 1, "telemetry": "basic", "warm_start": 0}
+    settings, dialogue = settings_of("grpo")(**few, kl="none", kl_coefficient=0.0), Hop()
+    made = _made(structure_of(dialogue), settings.structure)
+    params = made.policy.init(jax.random.key(1))
+    models = Models(params, None, None, params, None)
+    experience = jax.jit(lambda key: made.collector.collect(models, dialogue, settings.numbers(3.0), key, Taps()))(
+        jax.random.key(0)
+    )
+    batch = experience.batch.replace(learnt=experience.batch.learnt.replace(own=jnp.zeros((16, dialogue.length), bool)))
+    gradient, told, log_ratio = jax.jit(
+        lambda batch: made.gradient({"policy": Trained(params, None)}, None, None, experience, batch, 1.0, Taps())
+    )(batch)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves((gradient, told, log_ratio)))
