@@ -151,8 +151,8 @@ class Taps:
     """Callable handed to `Learner.step`: `taps(site, value)` returns the value, disturbed where this lane should be.
 
     It belongs to the place where it was made: a loop, a batch or a branch inside a step gets taps of its own, from
-    `scan`, `repeat`, `cond` or `fold_in`. Under `jax.grad` and `jax.checkpoint` a tap may stand as it is, unless what disturbs
-    it keeps state.
+    `scan`, `repeat`, `cond` or `fold_in`. Under `jax.grad` and `jax.checkpoint` a tap may stand as it is, unless what
+    disturbs it keeps state.
 
     Attributes:
       step: the current step, int32 scalar, the same for all lanes (so `lax.cond` on it stays a branch).

@@ -1,4 +1,4 @@
-"""Rows that share sequences: each reads what it would alone, and losses and gradients are those of rows side by side."""
+"""Rows that share sequences: each reads what it would alone, and gradients are those of rows side by side."""
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +140,7 @@ def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
     (first, second), (wanted, found) = jax.device_get(both(jax.random.key(4)))
     own = first.batch.rows.own
     lengths = np.where(own.any(1), dialogue.length - np.argmax(own[:, ::-1], axis=1), 0)
-    assert lengths.max() > 20 and lengths.min() < 16, "rows of several lengths"
+    assert np.ptp(lengths) > 8, "rows of several lengths"
     for one, other in zip(jax.tree.leaves(first.batch.learnt), jax.tree.leaves(second.batch.learnt), strict=True):
         np.testing.assert_allclose(np.where(own, one, 0), np.where(own, other, 0), atol=1e-5)
     for one, other in zip(jax.tree.leaves(wanted[0]), jax.tree.leaves(found[0]), strict=True):

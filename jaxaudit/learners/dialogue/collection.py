@@ -190,8 +190,8 @@ class Collector:
             recomputed, entropy = self._packed(
                 rows, lambda found: self.policy.predicted(models.policy, models.base, found, temperature)
             )
-        if self.critic is not None:
-            value = self._packed(rows, lambda found: self.critic.scalars(models.critic, models.base, found))
+        if (critic := self.critic) is not None:
+            value = self._packed(rows, lambda found: critic.scalars(models.critic, models.base, found))
         if self.parts.objective == "policy":
             penalty = None
             if self.parts.kl != "none" and self.parts.kl_in == "reward":

@@ -1,4 +1,4 @@
-"""Rows of different lengths, laid side by side in fewer sequences: what stands after a row's last own token costs nothing.
+"""Rows of different lengths in fewer sequences: what stands after a row's last own token costs nothing.
 
 A *place* is one of a sequence's T, where a token is read and the row's next one is predicted; a row of L slots takes
 L - 1 of them, and no token sees those of another row. Sequences are worked off in pieces, as many as hold something.

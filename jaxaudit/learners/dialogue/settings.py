@@ -38,7 +38,10 @@ class Numbers:
 
 
 MOST_PIECES = 8
-"""Microbatches unless told: with so many at most a sixteenth of a minibatch's places is worked off in vain, on average."""
+"""Microbatches unless told. The last one that is worked off is half empty, on average: a sixteenth of a minibatch."""
+
+NARROW = 128
+"""The width up to which a model is narrow: its gradients stay in a core's cache while they are added up."""
 
 REWARDS = ("gold", "learned")
 """What a learner may see of a row's worth: what the verifier says, or a reward model that is learned."""
@@ -64,7 +67,8 @@ class DialogueSettings:
       epochs: passes over an iteration's rows.
       minibatches: updates in each pass.
       microbatches: equal parts that a minibatch's gradient is added up over; rows are packed into as few as they fill,
-        pairs of a preference objective are not. 0: the most, up to 8, that divide it.
+        pairs of a preference objective are not. 0: of a narrow model the most, up to 8, that divide it; of a wider
+        one a single part, for adding up its gradients takes longer than empty slots do.
       learning_rate: Adam's.
       beta1, beta2, epsilon: Adam's.
       weight_decay: of kernels and embeddings.
@@ -245,7 +249,8 @@ class DialogueSettings:
     def pieces(self) -> int:
         """Parts of a minibatch whose gradients are added up: the microbatches."""
         units = self.units // self.minibatches
-        return self.microbatches or max(parts for parts in range(1, MOST_PIECES + 1) if units % parts == 0)
+        most = MOST_PIECES if gpt2.SIZES[self.size].width <= NARROW else 1
+        return self.microbatches or max(parts for parts in range(1, most + 1) if units % parts == 0)
 
     @property
     def packs(self) -> bool:
