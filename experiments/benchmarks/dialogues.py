@@ -35,7 +35,7 @@ def main() -> None:
     options.add_argument("--many", type=int, default=64, help="lanes to compare 8 with (%(default)s)")
     options.add_argument("--execution", nargs="+", default=["vmap", "map"], help="of the lanes, e.g. 4 (%(default)s)")
     options.add_argument("--iterations", type=int, default=20, help="that a timing takes (%(default)s)")
-    options.add_argument("--warm-start", type=int, default=300, help="updates, beside TRL (%(default)s)")
+    options.add_argument("--warm-start", type=int, default=300, help="updates, of parts trl and operations (%(default)s)")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3], help="(%(default)s)")
     arguments = options.parse_args()
     if arguments.quick:
@@ -187,7 +187,9 @@ def overheads(arguments):
 
 def operations(arguments):
     """Time of products of matrices in an iteration, and of all else, by XLA's profiler, which slows what it watches."""
-    once, advance = advancing(arguments, learner(arguments, performance_every=1_000), arguments.lanes)
+    warm_start = 1 if arguments.quick else arguments.warm_start
+    one = learner(arguments, warm_start=warm_start, performance_every=1_000)
+    once, advance = advancing(arguments, one, arguments.lanes)
     iterations = arguments.lanes * arguments.iterations
     timing = common.interleave({"": once}, arguments.repetitions)[""]
     with tempfile.TemporaryDirectory() as folder:
