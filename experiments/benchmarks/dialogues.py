@@ -35,7 +35,7 @@ def main() -> None:
     options.add_argument("--many", type=int, default=64, help="lanes to compare 8 with (%(default)s)")
     options.add_argument("--execution", nargs="+", default=["vmap", "map"], help="of the lanes, e.g. 4 (%(default)s)")
     options.add_argument("--iterations", type=int, default=20, help="that a timing takes (%(default)s)")
-    options.add_argument("--warm-start", type=int, default=300, help="updates, of parts trl and operations (%(default)s)")
+    options.add_argument("--warm-start", type=int, default=300, help="updates before trl, operations (%(default)s)")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3], help="(%(default)s)")
     arguments = options.parse_args()
     if arguments.quick:
