@@ -162,7 +162,7 @@ class Collector:
         """What a network finds at the rows' slots, up to the last own one of each."""
         settings = self.settings
         packed = packing.packed(rows, rows.own) if settings.packs else packing.unpacked(rows)
-        return packing.read(packed, settings.pieces * settings.minibatches, what)
+        return packing.read(packed, settings.pieces_of(rows.tokens.shape[0]), what)
 
     def _learnt(
         self,

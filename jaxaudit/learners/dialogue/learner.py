@@ -257,17 +257,8 @@ class DialogueLearner:
         params = {label: one.params for label, one in trained.items()}
         gradient_of = jax.grad(loss, has_aux=True)
         packed = packing.packed(batch.rows, own) if self.settings.packs else packing.unpacked(batch.rows)
-        piece, count = packing.pieces(packed, self.settings.pieces)
-        if self.settings.pieces == 1:
-            gradient, (told, log_ratio) = gradient_of(params, piece(0), taps)
-            return gradient, told, log_ratio
-
-        def add(taps: Taps, total: Any, number: jax.Array) -> Any:
-            return jax.tree.map(jnp.add, total, gradient_of(params, piece(number), taps))
-
-        shapes = jax.eval_shape(lambda: gradient_of(params, piece(0), taps.closed))
-        gradient, (told, log_ratio) = taps.repeat(
-            add, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), count
+        gradient, (told, log_ratio) = packing.total(
+            packed, self.settings.pieces_of(own.shape[0]), lambda taps, piece: gradient_of(params, piece, taps), taps
         )
         return gradient, told, log_ratio
 

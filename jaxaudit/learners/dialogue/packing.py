@@ -7,6 +7,7 @@ L - 1 of them, and no token sees those of another row. Sequences are worked off 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.taps import Taps
 
 NOWHERE = -1
 """In an index: nothing is there."""
@@ -49,6 +51,15 @@ class Packed:
     slot: Any
     place: Any
     used: Any
+
+    def piece(self, begin: Any, size: int) -> Piece:
+        """So many sequences from the one with a number on."""
+        sequences, slot = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size), (self.sequences, self.slot)
+        )
+        slots = self.slot.shape[1]
+        within = self.place - begin * slots
+        return Piece(sequences, slot, jnp.where((within >= 0) & (within < size * slots), within, NOWHERE))
 
 
 @struct.dataclass
@@ -127,32 +138,32 @@ def _laid(rows: Rows, begin: jax.Array, lengths: jax.Array, used: jax.Array) -> 
     return Packed(sequences, at(read + 1, NOWHERE), place, used)
 
 
-def pieces(packed: Packed, parts: int) -> tuple[Callable[[Any], Piece], jax.Array]:
-    """A piece by its number, of so many equal parts of the sequences, and how many pieces hold something."""
-    each = packed.slot.shape[0] // parts
-    size = each * packed.slot.shape[1]
+@dataclass(frozen=True)
+class Sizes:
+    """How many sequences there are in a piece: in the first, which is always worked off, and in each later one, which
+    is as far as it holds something. With the same `later` as `first` they are equal parts."""
 
-    def piece(number: Any) -> Piece:
-        sequences, slot = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, number * each, each), (packed.sequences, packed.slot)
-        )
-        within = packed.place - number * size
-        return Piece(sequences, slot, jnp.where((within >= 0) & (within < size), within, NOWHERE))
-
-    return piece, -(-packed.used // each)
+    first: int
+    later: int
 
 
-def read(packed: Packed, parts: int, what: Callable[[Sequences], Any]) -> Any:
+def total(packed: Packed, sizes: Sizes, found: Callable[[Taps, Piece], Any], taps: Taps) -> Any:
+    """`found(taps, piece)`, arrays, added up over the pieces that hold something."""
+    so_far = found(taps, packed.piece(0, sizes.first))
+    if sizes.first == packed.slot.shape[0]:
+        return so_far
+
+    def add(taps: Taps, so_far: Any, number: jax.Array) -> Any:
+        piece = packed.piece(sizes.first + number * sizes.later, sizes.later)
+        return jax.tree.map(jnp.add, so_far, found(taps, piece))
+
+    left = jnp.maximum(packed.used - sizes.first, 0)
+    return taps.repeat(add, so_far, -(-left // sizes.later))
+
+
+def read(packed: Packed, sizes: Sizes, what: Callable[[Sequences], Any]) -> Any:
     """What is found at places, `what(sequences)`, arrays `[S, T]`, by slots, `[N, T]`; 0 where it is not asked for."""
-    piece, count = pieces(packed, parts)
-
-    def add(number: jax.Array, total: Any) -> Any:
-        here = piece(number)
-        return jax.tree.map(lambda so_far, x: so_far + here.back(x), total, what(here.sequences))
-
-    shapes = jax.eval_shape(lambda: what(piece(0).sequences))
-    zeros = jax.tree.map(lambda s: jnp.zeros(packed.place.shape, s.dtype), shapes)
-    return jax.lax.fori_loop(0, count, add, zeros)
+    return total(packed, sizes, lambda _, piece: jax.tree.map(piece.back, what(piece.sequences)), Taps())
 
 
 @jax.custom_vjp

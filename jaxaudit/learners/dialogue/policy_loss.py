@@ -86,7 +86,7 @@ def policy_loss(
 
     The surrogate and a KL in the loss are aggregated as `parts.aggregation` says. The entropy bonus and the value loss
     are means over own tokens whichever it is, so that their coefficients mean the same with all. With several
-    parts of a minibatch and the `counts` of the whole, losses and statistics add up, but for `ratio_max`, the largest.
+    parts of a minibatch and the `counts` of the whole, losses and statistics add up.
     """
     now, rows = _masked(now, rows.own), _masked(rows, rows.own)
     if parts.objective == "preference":
@@ -105,7 +105,6 @@ def policy_loss(
         "clip_high": mean(made.surrogate.high),
         "clip_dual": mean(made.surrogate.dual),
         "ratio_mean": mean(ratio),
-        "ratio_max": jnp.max(jnp.where(rows.own, ratio, 0)),
         "old_kl": mean(kl.k3(rows.old, now.log_probability)),
     }
     if parts.correction != "none":

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.learners import settings as checks
+from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.models import gpt2
@@ -37,11 +38,9 @@ class Numbers:
     warm_start_learning_rate: Any
 
 
-MOST_PIECES = 8
-"""Microbatches unless told. The last one that is worked off is half empty, on average: a sixteenth of a minibatch."""
-
-NARROW = 128
-"""The width up to which a model is narrow: its gradients stay in a core's cache while they are added up."""
+FINEST = 8
+"""Rows share sequences, of which half are worked off at once and the rest, as far as they hold something, in eighths:
+fewer pieces take less time, smaller ones waste less of the last."""
 
 REWARDS = ("gold", "learned")
 """What a learner may see of a row's worth: what the verifier says, or a reward model that is learned."""
@@ -66,9 +65,8 @@ class DialogueSettings:
       top_p: share of the probability that sampling leaves.
       epochs: passes over an iteration's rows.
       minibatches: updates in each pass.
-      microbatches: equal parts that a minibatch's gradient is added up over; rows are packed into as few as they fill,
-        pairs of a preference objective are not. 0: of a narrow model the most, up to 8, that divide it; of a wider
-        one a single part, for adding up its gradients takes longer than empty slots do.
+      microbatches: equal parts that a minibatch's gradient is added up over, for less memory; 0: half of it, and the
+        rest in eighths. Rows are packed into as few as they fill, pairs of a preference objective are not.
       learning_rate: Adam's.
       beta1, beta2, epsilon: Adam's.
       weight_decay: of kernels and embeddings.
@@ -245,17 +243,21 @@ class DialogueSettings:
         """What minibatches are made of: pairs of a preference objective, else rows."""
         return self.prompts if self.objective == "preference" else self.rows
 
-    @property
-    def pieces(self) -> int:
-        """Parts of a minibatch whose gradients are added up: the microbatches."""
-        units = self.units // self.minibatches
-        most = MOST_PIECES if gpt2.SIZES[self.size].width <= NARROW else 1
-        return self.microbatches or max(parts for parts in range(1, most + 1) if units % parts == 0)
+    def pieces_of(self, sequences: int) -> packing.Sizes:
+        """Of pieces that so many sequences, a minibatch's or an iteration's, are worked off in."""
+        if self.microbatches:
+            each = self.rows // self.minibatches // self.microbatches
+            return packing.Sizes(each, each)
+        if self.objective == "preference":
+            return packing.Sizes(sequences, sequences)
+        later = -(-sequences // FINEST)
+        return packing.Sizes(sequences - sequences // 2 // later * later, later)
 
     @property
     def packs(self) -> bool:
         """Whether rows share sequences; where there is but one piece, nothing is gained by it."""
-        return self.objective == "policy" and self.pieces > 1
+        minibatch = self.rows // self.minibatches
+        return self.objective == "policy" and self.pieces_of(minibatch).first < minibatch
 
     @property
     def _units(self) -> str:
