@@ -1,7 +1,6 @@
 """Causal attention that keeps no `[places, places]` probabilities for its backward pass, and skips most masked ones.
 
-Probabilities are computed again when they are needed, and a row's sum of probability times gradient is that of output
-times gradient (Dao et al., 2022, "FlashAttention").
+Probabilities are computed again when they are needed (Dao et al., 2022, "FlashAttention").
 """
 
 from __future__ import annotations
@@ -30,44 +29,47 @@ def causal_attention(
         what attention reads at each place, in the inputs' dtype.
     """
     length = query.shape[1]
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     spans = [(start, min(start + block, length)) for start in range(0, length, block)]
     parts = [
-        _attend(query[:, start:stop], key[:, :stop], value[:, :stop], None if first is None else first[:, start:stop])
+        _attend(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], _seen(start, stop, first))
         for start, stop in spans
     ]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    return jnp.swapaxes(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2), 1, 2)
+
+
+def _seen(start, stop, first):
+    """Which of the keys before `stop` the places from `start` to it see, `[B or 1, 1, queries, keys]`."""
+    causal = jnp.tril(jnp.ones((stop - start, stop), bool), start)[None, None]
+    return causal if first is None else causal & (jnp.arange(stop) >= first[:, None, start:stop, None])
 
 
 @jax.custom_vjp
-def _attend(query, key, value, first):
-    """Attention of the last places of a text."""
-    return jax.nn.dot_product_attention(query, key, value, mask=_seen(query, key, first))
+def _attend(query, key, value, seen):
+    """Attention of the last places, `[B, heads, queries, d]`: heads first is what XLA's CPU backend is fast with."""
+    return jnp.einsum("bhqk,bhkd->bhqd", _probabilities(query, key, seen).astype(value.dtype), value)
 
 
-def _forward(query, key, value, first):
-    output = _attend(query, key, value, first)
-    return output, (query, key, value, first, output)
+def _probabilities(query, key, seen):
+    """Float32 `[B, heads, queries, keys]`."""
+    scores = jnp.einsum("bhqd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
+    return jax.nn.softmax(jnp.where(seen, scores / np.sqrt(query.shape[-1]), -jnp.inf))
+
+
+def _forward(query, key, value, seen):
+    return _attend(query, key, value, seen), (query, key, value, seen)
 
 
 def _backward(residuals, gradient):
-    query, key, value, first, output = residuals
-    scale = 1 / np.sqrt(query.shape[-1])
-    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    probabilities = jax.nn.softmax(jnp.where(_seen(query, key, first), scores, -jnp.inf))
-    by_value = jnp.einsum("bhqk,bqhd->bkhd", probabilities.astype(gradient.dtype), gradient)
-    by_probabilities = jnp.einsum("bqhd,bkhd->bhqk", gradient, value, preferred_element_type=jnp.float32)
-    mean = jnp.einsum("bqhd,bqhd->bhq", gradient, output, preferred_element_type=jnp.float32)
-    by_scores = (scale * probabilities * (by_probabilities - mean[..., None])).astype(query.dtype)
-    by_query = jnp.einsum("bhqk,bkhd->bqhd", by_scores, key)
-    by_key = jnp.einsum("bhqk,bqhd->bkhd", by_scores, query)
+    query, key, value, seen = residuals
+    probabilities = _probabilities(query, key, seen)
+    by_value = jnp.einsum("bhqk,bhqd->bhkd", probabilities.astype(gradient.dtype), gradient)
+    by_probabilities = jnp.einsum("bhqd,bhkd->bhqk", gradient, value, preferred_element_type=jnp.float32)
+    mean = jnp.sum(probabilities * by_probabilities, axis=-1, keepdims=True)
+    by_scores = (probabilities * (by_probabilities - mean) / np.sqrt(query.shape[-1])).astype(query.dtype)
+    by_query = jnp.einsum("bhqk,bhkd->bhqd", by_scores, key)
+    by_key = jnp.einsum("bhqk,bhqd->bhkd", by_scores, query)
     return by_query, by_key, by_value, None
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def _seen(query, key, first):
-    """Which keys the last places see, `[B or 1, 1, queries, keys]`."""
-    queries, keys = query.shape[1], key.shape[1]
-    causal = jnp.tril(jnp.ones((queries, keys), bool), keys - queries)[None, None]
-    return causal if first is None else causal & (jnp.arange(keys) >= first[:, None, :, None])

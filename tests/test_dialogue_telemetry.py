@@ -362,3 +362,12 @@ def test_a_run_has_the_channels_of_what_it_has():
     assert (full["performance"].every, full["entropy"].every, full["shown_token"].monitored) == (5, 1, False)
     with pytest.raises(ValueError, match=r"features are of tools, .*, not 'spoons'"):
         channels("full", ("spoons",), EXTENT)
+
+
+def test_one_nan_among_many_is_the_largest():
+    """XLA's CPU backend loses it from the largest of 4,096 entries."""
+    x = jax.random.normal(jax.random.key(0), (64, 100)).at[3, 7].set(jnp.nan)
+    told = jax.jit(policy.largest)
+    assert np.isnan(told(x, jnp.ones(x.shape, bool)))
+    assert told(x, jnp.arange(64)[:, None] >= 4 + jnp.zeros((1, 100))) == np.nanmax(np.asarray(x[4:]))
+    assert told(x, jnp.zeros(x.shape, bool)) == 0

@@ -192,5 +192,10 @@ def churn(before: jax.Array, after: jax.Array, masks: jax.Array) -> Statistics:
 
 
 def largest(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """The largest value under a mask; 0 where that is empty."""
-    return jnp.where(jnp.any(mask), jnp.max(jnp.where(mask, x, -jnp.inf)), 0.0)
+    """The largest value under a mask; 0 where that is empty, NaN where one is.
+
+    `jnp.max` of thousands of entries loses a NaN on a CPU.
+    """
+    kept = jnp.where(mask, x, -jnp.inf)
+    most = jnp.where(jnp.any(jnp.isnan(kept)), jnp.nan, jnp.max(kept))
+    return jnp.where(jnp.any(mask), most, 0.0)
