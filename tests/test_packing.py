@@ -146,7 +146,7 @@ def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
     lengths = np.where(own.any(1), dialogue.length - np.argmax(own[:, ::-1], axis=1), 0)
     assert np.ptp(lengths) > 8, "rows of several lengths"
     for one, other in zip(jax.tree.leaves(first.batch.learnt), jax.tree.leaves(second.batch.learnt), strict=True):
-        np.testing.assert_allclose(np.where(own, one, 0), np.where(own, other, 0), atol=1e-5)
+        np.testing.assert_allclose(np.where(own, one, 0), np.where(own, other, 0), rtol=1e-5, atol=1e-5)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted[0]))
     assert largest > 1e-3
     for one, other in zip(jax.tree.leaves(wanted[0]), jax.tree.leaves(found[0]), strict=True):
