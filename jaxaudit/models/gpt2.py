@@ -46,7 +46,7 @@ SIZES = {
 }
 """The sizes of the paper's models (their millions of parameters, at GPT-2's vocabulary), and three for CPUs."""
 
-UNROLLED = 6
+UNROLLED = 4
 """Up to so many layers are written out one by one, which spares what a loop copies; more would take long to compile."""
 
 
