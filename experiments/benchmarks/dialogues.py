@@ -22,7 +22,7 @@ import numpy as np
 from jax.profiler import ProfileData
 
 SIZES = {"micro": (64, 2, 4), "mini": (384, 6, 6)}
-PARTS = ("trl", "lanes", "overhead", "operations")
+PARTS = ("trl", "lanes", "overhead", "operations", "packing")
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     if arguments.quick:
         arguments.repetitions, arguments.lanes, arguments.many, arguments.iterations = 2, 2, 4, 1
     common.prepare_jax(arguments.devices)
-    parts = {"trl": against_trl, "lanes": against_lanes, "overhead": overheads, "operations": operations}
+    parts = dict(zip(PARTS, (against_trl, against_lanes, overheads, operations, packing), strict=True))
     found = {name: parts[name](arguments) for name in arguments.parts}
     tables = "\n\n".join(markdown for markdown, _ in found.values())
     common.finish(arguments, tables, {name: data for name, (_, data) in found.items()})
@@ -206,6 +206,37 @@ def operations(arguments):
     rows = [(kind, f"{len(ms) / iterations:,.0f}", f"{sum(ms) / iterations:.1f}") for kind, ms in spent.items()]
     rows.append(("a whole iteration, not watched", "", f"{1e3 * timing.median / iterations:.1f}"))
     return common.table(("operations of an iteration", "number", "ms"), rows), {"seconds": timing, "operations": rows}
+
+
+def packing(arguments):
+    """Milliseconds of an iteration by rows' lengths and by `microbatches`: 1 packs nothing, 0 is the default."""
+    rows, timings = [], {}
+    biases, chosen = ((2.0,), (0,)) if arguments.quick else ((2.0, 0.7, 0.0, -4.0), (1, 8, 0))
+    for bias in biases:
+        candidates = {}
+        for parts in chosen:
+            settings = {"microbatches": parts, "performance_every": 1_000, "learning_rate": 0.0}
+            one = ended(learner(arguments, **settings), bias)
+            candidates[str(parts)], advance = advancing(arguments, one, arguments.lanes)
+        tokens = 2 + np.mean(written_of(one, advance, arguments))
+        timings[f"{tokens:.1f}"] = found = common.interleave(candidates, arguments.repetitions)
+        rows.append((f"{tokens:.1f}", *(f"{1e3 * t.median / arguments.iterations:,.1f}" for t in found.values())))
+    return common.table(("tokens in a row, on average", *map(str, chosen)), rows), {"seconds": timings}
+
+
+def ended(one, bias: float):
+    """A learner whose rows end early, by so much on the logit of their end in an untrained policy."""
+    end = one.step.__self__.dialogue.token["end"]
+
+    def init(key, data):
+        state = one.init(key, data)
+        params = state.policy.params
+        toward = params["wte"]["embedding"][end]
+        last = {**params["ln_f"], "bias": params["ln_f"]["bias"] + bias * toward / (toward @ toward)}
+        policy = dataclasses.replace(state.policy, params={**params, "ln_f": last})
+        return dataclasses.replace(state, policy=policy)
+
+    return dataclasses.replace(one, init=init)
 
 
 def products_in(program: str) -> set[str]:
