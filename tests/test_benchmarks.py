@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parents[1] / "experiments" / "benchmarks"
     [
         "dialogues.py --no-trl",
         "dialogues.py --parts operations --devices 1",
+        "dialogues.py --parts packing --devices 1",
         "first_answer.py",
         "fork_savings.py",
         "kernels.py",
