@@ -140,11 +140,21 @@ def _laid(rows: Rows, begin: jax.Array, lengths: jax.Array, used: jax.Array) -> 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many sequences there are in a piece: in the first, which is always worked off, and in each later one, which
-    is as far as it holds something. With the same `later` as `first` they are equal parts."""
+    """How many sequences there are in a piece.
+
+    Attributes:
+      first: in the first one, which is always worked off.
+      later: in each one after it, which is worked off if it holds something. They come out even.
+    """
 
     first: int
     later: int
+
+    @classmethod
+    def halved(cls, sequences: int) -> Sizes:
+        """Half of so many at once, the rest in eighths: fewer pieces take less time, smaller ones waste less."""
+        later = -(-sequences // 8)
+        return cls(sequences - sequences // 2 // later * later, later)
 
 
 def total(packed: Packed, sizes: Sizes, found: Callable[[Taps, Piece], Any], taps: Taps) -> Any:

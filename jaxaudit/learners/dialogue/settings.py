@@ -38,10 +38,6 @@ class Numbers:
     warm_start_learning_rate: Any
 
 
-FINEST = 8
-"""Rows share sequences, of which half are worked off at once and the rest, as far as they hold something, in eighths:
-fewer pieces take less time, smaller ones waste less of the last."""
-
 REWARDS = ("gold", "learned")
 """What a learner may see of a row's worth: what the verifier says, or a reward model that is learned."""
 
@@ -65,8 +61,9 @@ class DialogueSettings:
       top_p: share of the probability that sampling leaves.
       epochs: passes over an iteration's rows.
       minibatches: updates in each pass.
-      microbatches: equal parts that a minibatch's gradient is added up over, for less memory; 0: half of it, and the
-        rest in eighths. Rows are packed into as few as they fill, pairs of a preference objective are not.
+      microbatches: equal parts that a minibatch's gradient is added up over, for less memory, of which rows are packed
+        into as few as they fill. 0: half of it at once, and the rest, as far as it is filled, in eighths. Pairs of a
+        preference objective are not packed: 0 is a single part of them.
       learning_rate: Adam's.
       beta1, beta2, epsilon: Adam's.
       weight_decay: of kernels and embeddings.
@@ -250,8 +247,7 @@ class DialogueSettings:
             return packing.Sizes(each, each)
         if self.objective == "preference":
             return packing.Sizes(sequences, sequences)
-        later = -(-sequences // FINEST)
-        return packing.Sizes(sequences - sequences // 2 // later * later, later)
+        return packing.Sizes.halved(sequences)
 
     @property
     def packs(self) -> bool:
