@@ -108,6 +108,18 @@ def test_halves_and_eighths_come_out_even(sequences):
     assert rest == 0 if sequences == 1 else rest >= 3 * sequences // 10
 
 
+@pytest.mark.parametrize(
+    ("preset", "microbatches", "wanted"),
+    [("grpo", 0, (16, 4)), ("grpo", 4, (8, 8)), ("grpo", 1, (32, 32)), ("dpo", 0, (32, 32)), ("dpo", 4, (8, 8))],
+)
+def test_pieces_are_of_a_minibatch(preset, microbatches, wanted):
+    prompts = 32 if preset == "dpo" else 8
+    settings = settings_of(preset)(prompts=prompts, group_size=8, minibatches=2, microbatches=microbatches)
+    assert settings.rows == 64
+    assert settings.pieces_of(32) == packing.Sizes(*wanted)
+    assert settings.packs == (preset == "grpo" and microbatches != 1)
+
+
 PRESETS = {
     "grpo": ("grpo", 0, {"kl": "none", "kl_coefficient": 0.0}),
     "the ratio of a sequence": ("gspo", 8, {}),
