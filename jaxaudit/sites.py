@@ -93,8 +93,8 @@ class Recorder:
 
         return jax.lax.scan(turn, init, xs, length)
 
-    def repeat(self, body: Callable, init: Any, times: Any) -> Any:
-        """`jax.lax.fori_loop` whose body gets a recorder of the same sites."""
+    def repeat(self, body: Callable, init: Any, times: Any, until: Callable | None = None) -> Any:
+        """`jax.lax.fori_loop` whose body gets a recorder of the same sites; what ends it early does not matter here."""
         return jax.lax.fori_loop(
             0, times, lambda number, carry: body(replace(self, home=tracing.here()), carry, number), init
         )

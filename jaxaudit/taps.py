@@ -260,11 +260,21 @@ class Taps:
         self._calls |= calls  # the turns of another loop draw other randomness
         return carry, ys
 
-    def repeat(self, body: Callable[[Taps, Any, jax.Array], Any], init: Any, times: Any) -> Any:
+    def repeat(
+        self,
+        body: Callable[[Taps, Any, jax.Array], Any],
+        init: Any,
+        times: Any,
+        until: Callable[[Any], jax.Array] | None = None,
+    ) -> Any:
         """`body(taps, carry, number) -> carry`, with taps of its own, for the numbers from 0 to `times` - 1.
 
-        `times`, int scalar, may be known only when the step runs; as `jax.lax.fori_loop`, without a gradient then. The
+        `times`, int scalar, may be known only when the step runs; without a gradient then, as `jax.lax.while_loop`. The
         states of perturbations are carried from turn to turn.
+
+        `until(carry)`, bool scalar, tells that the turns left would change nothing: they are left out, unless there are
+        perturbations that keep state, which may count them. Under `vmap` it had better not be batched (as
+        `jaxaudit.models.sampling.all_over` is not), or every turn copies the carry.
         """
 
         def turn(number: jax.Array, carried: tuple[Any, States | None]) -> tuple[Any, States | None]:
@@ -275,7 +285,14 @@ class Taps:
             return carry, here.states
 
         calls: dict[str, int] = {}
-        carry, self.states = jax.lax.fori_loop(0, times, turn, (init, self.states))
+        if until is None or self.states:
+            carry, self.states = jax.lax.fori_loop(0, times, turn, (init, self.states))
+        else:
+            _, (carry, self.states) = jax.lax.while_loop(
+                lambda loop: (loop[0] < times) & ~until(loop[1][0]),
+                lambda loop: (loop[0] + 1, turn(*loop)),
+                (jnp.int32(0), (init, self.states)),
+            )
         self._calls |= calls
         return carry
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
-from jaxaudit.dialogues.protocol import NOTHING, OWN, TOOL
+from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL
 from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
-from jaxaudit.models import gpt2
+from jaxaudit.models import decoding, gpt2, sampling
 from jaxaudit.taps import Taps
 
 LOWER, HIGHER, BEGIN = 4, 5, 6
@@ -50,6 +50,25 @@ class Constant(ja.Dialogue):
 
     def reward(self, state):
         return {"gold": jnp.float32(0.5)}
+
+
+@dataclass(frozen=True)
+class Short(ja.Dialogue):
+    """One to five own tokens, whatever they are, the second of which is answered; up to 14 would fit."""
+
+    vocabulary, length, reply_length = 5, 15, 1
+
+    def reset(self, key, difficulty):
+        return (jax.random.randint(key, (), 1, 6), jnp.int32(0)), self.prompt([0])
+
+    def respond(self, state, token):
+        most, count = state[0], state[1] + 1
+        return (most, count), self.choose(
+            count >= most, self.end(), self.choose(count == 2, self.result([3]), self.own())
+        )
+
+    def reward(self, state):
+        return {"gold": state[1].astype(jnp.float32)}
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +149,39 @@ def test_at_rate_zero_sampler_and_trainer_agree_for_fifty_iterations():
     assert set(np.unique(tokens[roles == TOOL])) == {LOWER, HIGHER}
     assert (roles == OWN).any()
     assert (np.asarray(rows.log_probability)[roles != OWN] == 0).all()
+
+
+def test_sampling_leaves_off_when_all_rows_of_all_lanes_are_over(monkeypatch):
+    """Bit for bit the rows of all slots, in as many turns as the longest of them has."""
+    made = learner(dialogue=Short()).step.__self__
+    numbers = learner(dialogue=Short()).data.numbers
+    params = made.policy.init(jax.random.key(0))
+    decode, turns = decoding.decode, []
+
+    def counted(model, unrolled, token, position, first, slot, cache):
+        jax.debug.callback(turns.append, slot)
+        return decode(model, unrolled, token, position, first, slot, cache)
+
+    monkeypatch.setattr(decoding, "decode", counted)
+
+    def sampled(count):
+        turns.clear()
+        lanes = jax.random.split(jax.random.key(4), count)
+        draw = jax.jit(jax.vmap(lambda key: made.collector.undisturbed(params, None, Short(), numbers, key, 2)))
+        rows = jax.block_until_ready(draw(lanes))
+        jax.effects_barrier()
+        return rows, len({int(slot) for slot in turns})
+
+    rows, few = sampled(1)
+    more, most = sampled(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "all_over", lambda over: jnp.zeros((), bool))
+        every, all_turns = sampled(4)
+    jax.tree.map(np.testing.assert_array_equal, more, every)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:1]), rows, sampled(4)[0])
+    written = np.sum(np.asarray(more.role) != END, axis=-1) - 1
+    assert (few, most, all_turns) == (written[0].max(), written.max(), 14)
+    assert few < most, "or lanes would not differ"
 
 
 def test_tokens_are_drawn_with_the_policys_probabilities():

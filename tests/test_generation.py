@@ -218,6 +218,41 @@ def test_rows_end_and_do_not_disturb_each_other(params):
     assert (tokens[1] != -1).sum() <= 5
 
 
+def test_no_token_is_computed_after_the_end_of_the_longest_row(params, monkeypatch):
+    prompts, key = np.array([[7, 2, 9, 9], [5, -1, -1, -1]]), jax.random.key(3)
+    free = np.asarray(ja.generate(MODEL, params, prompts, key, tokens=11))
+    decode, turns = sampling.decode, []
+
+    def counted(*arguments):
+        jax.debug.callback(lambda: turns.append(1))
+        return decode(*arguments)
+
+    monkeypatch.setattr(sampling, "decode", counted)
+    free = np.asarray(ja.generate(MODEL, params, prompts, key, tokens=12)[0])  # compiled with what counts
+    jax.effects_barrier()
+    assert len(turns) == 12
+    own = np.stack([free[0, 4:16], free[1, 1:13]])
+    last = np.array([[np.argmax(row == token) if token in row else 99 for row in own] for token in range(40)]).max(
+        axis=1
+    )
+    end = int(np.argmin(last))
+    turns.clear()
+    tokens, _ = ja.generate(MODEL, params, prompts, key, tokens=12, end=end)
+    jax.effects_barrier()
+    assert len(turns) == last[end] + 1 < 12
+    assert (np.asarray(tokens)[0] == end).any()
+
+
+def test_that_all_are_over_is_of_all_lanes_and_not_batched():
+    def loop(turns):
+        """How many turns a loop takes whose only row is over after so many."""
+        return jax.lax.while_loop(lambda c: ~sampling.all_over((c >= turns)[None]), lambda c: c + 1, 0)
+
+    assert loop(3) == 3
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(loop))(jnp.array([[2, 1], [4, 3]])), 4)
+    np.testing.assert_array_equal(jax.vmap(loop)(jnp.array([3, 5, 1])), 5)
+
+
 @pytest.mark.parametrize(
     ("prompts", "tokens", "sentence"),
     [

@@ -152,6 +152,20 @@ def test_taps_of_a_loop_of_so_many_turns_belong_there():
     plan(learner, [kept()], seeds=1, steps=STEPS)
 
 
+def test_a_loop_leaves_off_unless_a_state_counts_its_turns():
+    def step(x, taps):
+        def turn(taps, carry, number):
+            return number + 1, carry[1] + taps("reward", x).sum()
+
+        turns, total = taps.repeat(turn, (jnp.int32(0), jnp.float32(0)), 7, until=lambda carry: carry[0] >= 3)
+        return turns + 0 * total
+
+    assert (audited(step, ja.reward_noise(1.0, onset=1)) == 3).all()
+    with_state = audited(step, kept())
+    assert (with_state[..., 0] == 3).all(), "nothing keeps state before the fork"
+    assert (with_state[..., 1:] == 7).all()
+
+
 @pytest.mark.parametrize("window", [(0, 0, 1, 0), (2, 5, 20, 3), (1, 12, 4, 2), (3, 12, 3, 3), (0, 12, 5, 1)], ids=str)
 def test_idle_counts_the_steps_since_a_window_was_last_open(window):
     start, stop, period, length = window

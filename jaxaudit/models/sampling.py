@@ -48,6 +48,21 @@ def log_probability_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
 
 
+@jax.custom_batching.custom_vmap
+def all_over(over: jax.Array) -> jax.Array:
+    """Whether all rows are over, bool `[N]`, so that no more tokens need be drawn: a bool scalar.
+
+    Under `jax.vmap` it is of all lanes together and is not batched, so that a loop that ends by it stays one of slices:
+    one that ended for each lane by itself would copy every lane's cache at every token.
+    """
+    return jnp.all(over)
+
+
+@all_over.def_vmap
+def _(lanes: int, batched: list[bool], over: jax.Array) -> tuple[jax.Array, bool]:
+    return all_over(over.reshape(-1)), False
+
+
 @struct.dataclass
 class _Writing:
     """Where a row is between two slots.
@@ -86,7 +101,7 @@ def generate(
       params: its parameters, maybe with adapters.
       prompts: int `[N, P]`, each of at least one token, and `NOTHING` after its last.
       key: for the draws; a row's depend on its place among the rows and on no other row.
-      tokens: how many each row gets.
+      tokens: the most that a row gets; no more are computed than the longest row has.
       temperature: the logits are divided by it, also where `greedy`.
       top_k, top_p: as `truncated` takes them.
       greedy: the likeliest token, instead of one drawn.
@@ -120,19 +135,24 @@ def _generate(model, tokens, top_k, nucleus, greedy, end, params, prompts, key, 
         model, unrolled, moved, width + tokens, positions=jnp.maximum(slots - missing[:, None], 0), first=first
     )
 
-    def write(writing, slot):
+    def write(carry):
+        slot, writing, (written, own) = carry
         logits = gpt2.logits(params, writing.hidden) / temperature
         kept, _ = truncated(logits, top_k, top_p if nucleus else 1.0)
         drawn = jax.random.categorical(jax.random.fold_in(key, slot), kept)
         token = (jnp.argmax(kept, axis=-1) if greedy else drawn).astype(jnp.int32)
-        own = log_probability_of(logits, token)
+        number, told = slot - width, log_probability_of(logits, token)
+        written = written.at[number].set(jnp.where(writing.over, NOTHING, token))
+        own = own.at[number].set(jnp.where(writing.over, 0.0, told))
         hidden, cache = decode(model, unrolled, token, slot - missing, missing, slot, writing.cache)
         over = writing.over if end is None else writing.over | (token == end)
-        told = jnp.where(writing.over, NOTHING, token), jnp.where(writing.over, 0.0, own)
-        return _Writing(hidden, over, cache), told
+        return slot + 1, _Writing(hidden, over, cache), (written, own)
 
     begun = _Writing(hidden[:, -1], jnp.zeros(rows, bool), cache)
-    _, (written, own) = jax.lax.scan(write, begun, jnp.arange(width, width + tokens))
+    nothing = jnp.full((tokens, rows), NOTHING, jnp.int32), jnp.zeros((tokens, rows))
+    _, _, (written, own) = jax.lax.while_loop(
+        lambda carry: (carry[0] < width + tokens) & ~all_over(carry[1].over), write, (width, begun, nothing)
+    )
     # Back to where each row's prompt ends.
     places = jnp.arange(width + tokens) - lengths[:, None]
     is_own = (places >= 0) & (places < tokens)

@@ -1,4 +1,5 @@
-"""Generation inside a step: a dialogue's automaton and a policy with its cache, carried on in one scan over slots.
+"""Generation inside a step: a dialogue's automaton and a policy with its cache, carried on slot by slot until all rows
+are over.
 
 The randomness of a row's slot depends on the key, the row and the slot alone, and is drawn where a token is given, too:
 lanes whose rows have parted are still paired slot by slot.
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.dialogues import automaton
-from jaxaudit.dialogues.protocol import NOTHING, OWN, TOOL, Dialogue
+from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL, Dialogue
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.models import decoding, gpt2, sampling
 from jaxaudit.taps import Taps
@@ -129,7 +130,7 @@ def carried_on(
       greedy: bool `[N]`, rows that take the likeliest tokens.
     """
     rows, slots = progress.queue.shape[0], dialogue.length
-    uniform = jax.random.uniform(key, (rows, slots))
+    uniform = jax.random.uniform(key, (rows, slots)).T
     progress, written = _given(dialogue, progress)
     latest = jax.tree.map(lambda x: x[-1], written.latest)
     begun = written.latest.token.shape[0]
@@ -138,16 +139,16 @@ def carried_on(
     before = jax.tree.map(lambda x: x[: max(begun - 1, 1)].T, written.latest)
     cache = decoding.prefill(sampler.model, unrolled, before.token, slots, before.position, before.first)[1]
 
-    def turn(taps: Taps, carry: Any, x: Any) -> tuple[Any, Slot]:
-        progress, cache, latest = carry
-        slot, drawn = x
+    def turn(taps: Taps, carry: Any, number: jax.Array) -> Any:
+        progress, cache, latest, so_far = carry
+        slot = begun + number
         hidden, cache = decoding.decode(
             sampler.model, unrolled, latest.token, latest.position, latest.first, slot - 1, cache
         )
         logits = gpt2.logits(params, hidden)
         if taps.disturbs("sampled_logits"):
             logits = taps("sampled_logits", logits)
-        chosen, log_probability, cut = sampler.choose(logits / temperature, drawn, top_p, greedy)
+        chosen, log_probability, cut = sampler.choose(logits / temperature, uniform[slot], top_p, greedy)
         given, role = jax.vmap(automaton.given)(progress)
         own = role == OWN
         token = jnp.where(own, chosen, given)
@@ -155,12 +156,14 @@ def carried_on(
         done = dataclasses.replace(
             done, role=role, log_probability=jnp.where(own, log_probability, 0.0), cut=jnp.where(own, cut, 0.0)
         )
-        return (progress, cache, done.latest), done
+        return progress, cache, done.latest, jax.tree.map(lambda every, x: every.at[slot].set(x), so_far, done)
 
-    carry = (progress, cache, latest)
-    numbers = jnp.arange(begun, slots)
-    (progress, _, _), after = taps.scan(turn, carry, (numbers, uniform.T[begun:]))
-    every = jax.tree.map(lambda a, b: jnp.concatenate([a, b]).T, written, after)
+    so_far = jax.tree.map(lambda x: jnp.pad(x, ((0, slots - begun), (0, 0))), written)
+    so_far = dataclasses.replace(so_far, role=so_far.role.at[begun:].set(END))
+    progress, _, _, every = taps.repeat(
+        turn, (progress, cache, latest, so_far), slots - begun, until=lambda carry: sampling.all_over(carry[0].over)
+    )
+    every = _with_the_end(jax.tree.map(jnp.transpose, every), progress)
     return Rows(
         tokens=every.latest.token,
         role=every.role,
@@ -172,6 +175,14 @@ def carried_on(
         truncated=~progress.over,
         rewards=jax.vmap(dialogue.reward)(progress.state),
     )
+
+
+def _with_the_end(every: Slot, progress: automaton.Progress) -> Slot:
+    """Fields `[N, T]` with what stands after rows' ends, written or left out: the positions of their last progress."""
+    ended = every.role == END
+    position = jnp.where(ended, progress.position[:, None], every.latest.position)
+    first = jnp.where(ended, progress.chunk[:, None], every.latest.first)
+    return dataclasses.replace(every, latest=Latest(every.latest.token, position, first))
 
 
 def _given(dialogue: Dialogue, progress: automaton.Progress) -> tuple[automaton.Progress, Slot]:
