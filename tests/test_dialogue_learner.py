@@ -54,7 +54,7 @@ class Constant(ja.Dialogue):
 
 @dataclass(frozen=True)
 class Short(ja.Dialogue):
-    """One to five own tokens, whatever they are, the second of which is answered; up to 14 would fit."""
+    """One to five own tokens, whatever they are, a new chunk after the second; up to 14 would fit."""
 
     vocabulary, length, reply_length = 5, 15, 1
 
@@ -64,7 +64,7 @@ class Short(ja.Dialogue):
     def respond(self, state, token):
         most, count = state[0], state[1] + 1
         return (most, count), self.choose(
-            count >= most, self.end(), self.choose(count == 2, self.result([3]), self.own())
+            count >= most, self.end(), self.choose(count == 2, self.prompt([3], fresh=True), self.own())
         )
 
     def reward(self, state):
