@@ -161,7 +161,7 @@ class Collector:
     def _packed(self, rows: Rows, what: Callable[[packing.Sequences], Any]) -> Any:
         """What a network finds at the rows' slots, up to the last own one of each."""
         settings = self.settings
-        packed = packing.packed(rows, rows.own) if settings.packs else packing.unpacked(rows)
+        packed = packing.arranged(rows, rows.own, settings.packs)
         return packing.read(packed, settings.pieces_of(rows.tokens.shape[0]), what)
 
     def _learnt(

@@ -256,7 +256,7 @@ class DialogueLearner:
 
         params = {label: one.params for label, one in trained.items()}
         gradient_of = jax.grad(loss, has_aux=True)
-        packed = packing.packed(batch.rows, own) if self.settings.packs else packing.unpacked(batch.rows)
+        packed = packing.arranged(batch.rows, own, self.settings.packs)
         gradient, (told, log_ratio) = packing.total(
             packed, self.settings.pieces_of(own.shape[0]), lambda taps, piece: gradient_of(params, piece, taps), taps
         )

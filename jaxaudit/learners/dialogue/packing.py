@@ -86,6 +86,11 @@ class Piece:
         return _moved(values.reshape(-1), self.place.reshape(-1), self.slot.reshape(-1)).reshape(self.place.shape)
 
 
+def arranged(rows: Rows, own: jax.Array, shared: bool) -> Packed:
+    """Rows in sequences that they share, or each in one of its own: `packed` or `unpacked`."""
+    return packed(rows, own) if shared else unpacked(rows)
+
+
 def packed(rows: Rows, own: jax.Array) -> Packed:
     """Rows, each up to its last slot that is `own`, bool `[N, T]`; rows without any take no place.
 
