@@ -54,7 +54,7 @@ class Constant(ja.Dialogue):
 
 @dataclass(frozen=True)
 class Short(ja.Dialogue):
-    """One to five own tokens, whatever they are, a new chunk after the second; up to 14 would fit."""
+    """One to five tokens with the prompt, whatever they are, a new chunk after the second; 15 would fit."""
 
     vocabulary, length, reply_length = 5, 15, 1
 
@@ -199,6 +199,20 @@ def test_tokens_are_drawn_with_the_policys_probabilities():
     counts = np.bincount(np.asarray(rows.tokens)[:, 1], minlength=Guess.vocabulary)
     assert wanted.max() > 1.5 / Guess.vocabulary
     assert stats.chisquare(counts, 4096 * wanted / wanted.sum()).pvalue > 1e-3
+
+
+def test_each_slot_of_each_row_has_a_draw_of_its_own():
+    """Of a policy to which all tokens are alike: neither a row's next token nor the next row's tells anything."""
+    from scipy import stats
+
+    made, numbers = learner(dialogue=Short()).step.__self__, learner(dialogue=Short()).data.numbers
+    params = jax.tree.map(jnp.zeros_like, made.policy.init(jax.random.key(0)))
+    rows = made.collector.undisturbed(params, None, Short(), numbers, jax.random.key(5), 4096)
+    first, second = np.asarray(rows.tokens)[np.asarray(rows.role[:, 3]) == OWN][:, [1, 3]].T
+    pairs = {"slots": (first, second), "rows": (first[:-1], first[1:])}
+    for name, (one, other) in pairs.items():
+        counts = np.bincount(5 * one + other, minlength=25)
+        assert stats.chisquare(counts).pvalue > 1e-3, name
 
 
 def test_a_value_model_on_a_constant_reward_converges_to_it():
