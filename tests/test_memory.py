@@ -3,8 +3,8 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+import head
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,8 +14,6 @@ import jaxaudit as ja
 from jaxaudit.batches import layout
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
-from jaxaudit.execution.workspace import workspace_bytes
-from jaxaudit.machine import give_back
 
 MIB = 2**20
 
@@ -69,30 +67,12 @@ def test_a_piece_that_is_let_go_costs_no_copy_and_one_that_is_held_stays_as_it_w
 
 def test_what_products_take_beside_the_plan_of_buffers():
     """GPT-2's head: of the embedding, which is packed, and of the results within, no buffer is planned."""
-    rows, width, tokens = 248, 768, 50_257
-
-    def head(hidden, embedding):
-        return jax.nn.log_softmax(hidden @ embedding.T)
-
-    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, width), (tokens, width)))
-    compiled = jax.jit(head).lower(*shapes).compile()
-    arguments = [jnp.ones(shape.shape, shape.dtype) for shape in compiled.args_info[0]]
-    most = max(extra(compiled, arguments) for _ in range(2))
-    assert 0.7 * workspace_bytes(compiled) < most < 1.02 * workspace_bytes(compiled)
+    found = measured(head)
+    assert 0.7 * found["workspace"] < found["extra"] < 1.02 * found["workspace"]
 
 
-def extra(compiled, arguments):
-    """Bytes that a call took beyond what the compiler planned."""
-    sizes = compiled.memory_analysis()
-    give_back()
-    held = ring.status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    jax.block_until_ready(compiled(*arguments))
-    return ring.status("VmHWM") - held - sizes.temp_size_in_bytes - sizes.output_size_in_bytes
-
-
-def measured(*arguments):
-    command = [sys.executable, str(Path(ring.__file__)), *map(str, arguments)]
+def measured(script, *arguments):
+    command = [sys.executable, script.__file__, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -102,7 +82,7 @@ def measured(*arguments):
 
 def test_the_plan_against_the_process():
     """Four lanes of 34 MiB, on two devices: of the plan, 32 MiB are a guess at what the libraries take."""
-    found = measured(200_000, 2, 2, '"auto"')
+    found = measured(ring, 200_000, 2, 2, '"auto"')
     assert found["batches"] == "all lanes at a time"
     assert found["lane"] == pytest.approx(200_000 * ring.WIDTH * 4, rel=0.01)
     assert abs(found["peak"] - found["expected"]) < 0.05 * found["expected"] + memory.LIBRARIES / 2
@@ -112,6 +92,6 @@ def test_the_plan_against_the_process():
 @pytest.mark.parametrize(("seeds", "devices", "lanes"), [(2, 1, '"auto"'), (2, 2, '"auto"'), (4, 1, 4)])
 def test_the_plan_for_a_million_transitions(seeds, devices, lanes):
     """Four lanes at a time of 168 MB, the buffer of HalfCheetah: within five percent."""
-    found = measured(1_000_000, seeds, devices, lanes)
+    found = measured(ring, 1_000_000, seeds, devices, lanes)
     assert found["peak"] == pytest.approx(found["expected"], rel=0.05)
     assert 4 * 168e6 < found["expected"] < 6.5 * 168e6
