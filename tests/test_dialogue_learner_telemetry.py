@@ -219,6 +219,7 @@ group_size = 4
 epochs = 1
 performance_rows = 4
 performance_every = 2
+microbatches = 1
 warm_start = 0
 [metrics]
 window = 2

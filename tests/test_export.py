@@ -50,7 +50,7 @@ kind = "text"
 name = "text.txt"
 [learner]
 kind = "language_model"
-size = "nano"
+size = "micro"
 context = 16
 batch_size = 2
 accumulation = 1
@@ -148,7 +148,7 @@ def test_a_language_model(run, here, monkeypatch):
     telemetry = run(PLAIN).isel(step=-1)
     monkeypatch.setattr(engine, "PIECE", 1)
     tokens = load_spec("run/spec.toml").build().data.held_out.astype(np.int32)
-    model = gpt2.GPT2(257, 16, gpt2.SIZES["nano"])
+    model = gpt2.GPT2(257, 16, gpt2.SIZES["micro"])
     found = []
     for seed, condition in LANES:
         logs = log_softmax(model, gpt2_checkpoint.load(exported(here, seed, condition), model), tokens[:, :-1])

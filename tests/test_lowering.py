@@ -39,7 +39,7 @@ ON_POLICY = SMALL + "evaluations = 2\nevaluation_episodes = 1\nrollout_length = 
 OFF_POLICY = SMALL + "evaluations = 0\niteration_steps = 8\nlearning_starts = 8\nbatch_size = 4\nbuffer_size = 64"
 PENDULUM = 'kind = "mujoco"\nname = "InvertedPendulum-v5"\nphysics = "mjx"'
 CARTPOLE = 'kind = "mujoco"\nname = "CartPole-v1"'
-LANGUAGE = 'kind = "language_model"\nsize = "nano"\ncontext = 16\nbatch_size = 4\naccumulation = 2\nvalidation = 2'
+LANGUAGE = 'kind = "language_model"\nsize = "micro"\ncontext = 16\nbatch_size = 4\naccumulation = 2\nvalidation = 2'
 HOP = 'kind = "dialogue"\nname = "hop"\ndifficulty = 1\nentities = 3\nhops = 2\nlength = 13'
 DIALOGUE = 'kind = "grpo"\nprompts = 2\ngroup_size = 2\nperformance_rows = 2\nwarm_start = 2\nwarm_start_rows = 2'
 LINES = 'kind = "dialogue"\nname = "text"\ntool = "calculator"\nlength = 24\nfile = "{folder}/lines.jsonl"'

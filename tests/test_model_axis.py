@@ -169,7 +169,7 @@ def test_what_cannot_be_split_is_refused():
 SPEC = """
 audit = {{name = "split", seeds = 1, steps = 6, model_devices = 2, telemetry = "basic"}}
 task = {{kind = "text", name = "{text}"}}
-learner = {{kind = "language_model", size = "nano", context = 8, batch_size = 2, accumulation = 1, held_out = 1}}
+learner = {{kind = "language_model", size = "micro", context = 8, batch_size = 2, accumulation = 1, held_out = 1}}
 metrics = {{window = 2, hold = 2, horizon = 2}}
 run = {{chunk = 1, checkpoint_every = 1}}
 perturbation = [{{kind = "lr_spike", magnitude = 3.0, onset = 3, duration = 1}}]

@@ -57,7 +57,7 @@ class LanguageModelSettings:
       telemetry: "basic", or "full", which adds norms by layer, the noise scale, logits, attention and second moments.
     """
 
-    size: Literal["nano", "mini", "124m", "355m", "774m"] = "124m"
+    size: Literal["micro", "nano", "mini", "124m", "355m", "774m"] = "124m"
     context: int = 1024
     positions: int = 0
     batch_size: int = 32
