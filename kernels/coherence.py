@@ -43,10 +43,11 @@ def _squared_norm(tree: PyTree) -> jax.Array:
 
 
 def _largest(tree: PyTree) -> jax.Array:
-    """Largest absolute entry of a pytree; NaN if any entry is NaN or infinite."""
-    largest = jax.tree.reduce(jnp.maximum, jax.tree.map(lambda leaf: jnp.abs(leaf).max(initial=0), tree))
-    finite = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))
-    return jnp.where(finite, largest, jnp.nan)
+    """Largest absolute entry of a pytree, to divide by.
+
+    It may miss a NaN, as XLA's maxima do; sums of what was divided are NaN all the same, of infinite entries, too.
+    """
+    return jax.tree.reduce(jnp.maximum, jax.tree.map(lambda leaf: jnp.abs(leaf).max(initial=0), tree))
 
 
 def unit_gradient(gradient: PyTree) -> tuple[PyTree, jax.Array]:
@@ -63,7 +64,7 @@ def unit_gradient(gradient: PyTree) -> tuple[PyTree, jax.Array]:
     largest = _largest(gradient)
     scaled = jax.tree.map(lambda leaf: leaf / jnp.where(largest == 0, 1, largest), gradient)
     length = jnp.sqrt(_squared_norm(scaled))
-    unit = jax.tree.map(lambda leaf: leaf / jnp.where(largest == 0, 1, length), scaled)
+    unit = jax.tree.map(lambda leaf: leaf / jnp.where(length == 0, 1, length), scaled)
     return unit, length * largest
 
 

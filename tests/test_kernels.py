@@ -165,6 +165,20 @@ def test_zero_gradients_are_left_out_and_nan_is_shown():
         assert np.isnan(values[1:]).all(), name
 
 
+@pytest.mark.parametrize("size", [7, 6_400])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("others", [0.0, 1.0])
+def test_one_entry_that_is_not_finite_makes_all_nan(size, bad, others):
+    """XLA's CPU backend loses a NaN in the maximum of some thousand entries."""
+    g = np.full((3, size), others, np.float32)
+    g[1, 4] = bad
+    for name, (found, _) in MEASURES.items():
+        assert np.isnan(found({"w": g, "b": np.ones((3, 2), np.float32)})), name
+    unit, norm = jax.jit(coherence.unit_gradient)(g[1])
+    assert np.isnan(norm)
+    assert np.isnan(unit).all()
+
+
 def test_gram_equals_the_product():
     g = gradients(5)
     np.testing.assert_allclose(coherence.gram(as_tree(g)), g.astype(np.float64) @ g.T, rtol=1e-4, atol=1e-4)
