@@ -123,10 +123,11 @@ def test_the_buffer_holds_what_happened(run):
 
 @pytest.mark.parametrize("target", [-1.0, 0.3])
 def test_a_tuned_temperature_drives_the_entropy_to_its_target(tuned, target):
+    """The median is 0.005 off, within 0.025, over 24 seeds; one iteration may be 0.75 off, or five in a row 0.2."""
     state, telemetry = tuned(target)
-    assert float(np.mean(telemetry["entropy"][-5:])) == pytest.approx(target, abs=0.1)
+    assert float(np.median(telemetry["entropy"][-80:])) == pytest.approx(target, abs=0.06)
     last = float(jnp.exp(state.networks.params["temperature"]))
-    assert float(telemetry["temperature"][-1]) == pytest.approx(last, rel=0.2)
+    assert 0.5 < float(telemetry["temperature"][-1]) / last < 2.0  # of its mean over the iteration, which moves it
     assert last < 0.2
 
 
@@ -137,12 +138,12 @@ def tuned():
     agent = SAC(Rooms(), Rooms.max_episode_steps, settings)
 
     def iterate(state, index):
-        return agent.step(state, jax.random.fold_in(jax.random.key(1), index), Taps(index, 60))
+        return agent.step(state, jax.random.fold_in(jax.random.key(1), index), Taps(index, 120))
 
     @jax.jit
     def train(target):
         agent.target_entropy = target
-        return jax.lax.scan(iterate, agent.init(jax.random.key(0)), jnp.arange(60))
+        return jax.lax.scan(iterate, agent.init(jax.random.key(0)), jnp.arange(120))
 
     return train
 
