@@ -36,7 +36,6 @@ warm_start_rows = 8
 learning_rate = 1e-2
 performance_rows = 4
 performance_every = 2
-microbatches = 1
 [metrics]
 window = 3
 hold = 3

@@ -121,13 +121,14 @@ def test_the_buffer_holds_what_happened(run):
     assert np.unique(room).size == 5
 
 
-@pytest.mark.parametrize("target", [-1.0, 0.3])
-def test_a_tuned_temperature_drives_the_entropy_to_its_target(tuned, target):
+@pytest.mark.parametrize(("target", "moved"), [(-1.0, 0.4), (0.3, 0.1)])
+def test_a_tuned_temperature_drives_the_entropy_to_its_target(tuned, target, moved):
     """The median is 0.005 off, within 0.025, over 24 seeds; one iteration may be 0.75 off, or five in a row 0.2."""
     state, telemetry = tuned(target)
     assert float(np.median(telemetry["entropy"][-80:])) == pytest.approx(target, abs=0.06)
     last = float(jnp.exp(state.networks.params["temperature"]))
-    assert 0.5 < float(telemetry["temperature"][-1]) / last < 2.0  # of its mean over the iteration, which moves it
+    told = float(telemetry["temperature"][-1])  # the mean over an iteration, in which it moves: by 0.3 and 0.05 at most
+    assert abs(np.log(told / last)) < moved
     assert last < 0.2
 
 

@@ -93,7 +93,7 @@ def test_rows_that_share_sequences_are_predicted_as_alone():
     alone = network.log_probabilities(params, None, rows, jnp.float32(0.8))
     packed = packing.packed(rows, rows.own)
     assert int(packed.used) < COUNT - 2
-    for sizes in (packing.Sizes(12, 12), packing.Sizes(1, 1), packing.Sizes(6, 2)):
+    for sizes in (packing.Sizes(12, 12), packing.Sizes(4, 4), packing.Sizes(1, 1), packing.Sizes(6, 2)):
         shared = packing.read(packed, sizes, lambda s: network.predicted(params, None, s, jnp.float32(0.8)))
         for ours, wanted in zip(shared, alone, strict=True):
             np.testing.assert_allclose(ours, np.where(rows.own, wanted, 0), atol=2e-6)
