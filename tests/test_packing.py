@@ -40,6 +40,7 @@ def rows_of(lengths, seed=0):
         position=jnp.asarray(np.where(chunked, slot - 3, slot) + 0 * there),
         first=jnp.asarray(np.where(chunked, 3, 0) + 0 * there),
         log_probability=jnp.zeros(there.shape),
+        entropy=jnp.zeros(there.shape),
         cut=jnp.zeros(there.shape),
         calls=nothing,
         truncated=nothing > 0,

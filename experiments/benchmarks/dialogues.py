@@ -36,10 +36,11 @@ def main() -> None:
     options.add_argument("--execution", nargs="+", default=["vmap", "map"], help="of the lanes, e.g. 4 (%(default)s)")
     options.add_argument("--iterations", type=int, default=20, help="that a timing takes (%(default)s)")
     options.add_argument("--warm-start", type=int, default=300, help="updates before trl, operations (%(default)s)")
+    options.add_argument("--conditions", type=int, default=5, help="of a forked grid beside TRL; 0: none (%(default)s)")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3], help="(%(default)s)")
     arguments = options.parse_args()
     if arguments.quick:
-        arguments.repetitions, arguments.lanes, arguments.many, arguments.iterations = 2, 2, 4, 1
+        arguments.repetitions, arguments.lanes, arguments.many, arguments.iterations = 2, 2, 4, 2
     common.prepare_jax(arguments.devices)
     parts = dict(zip(PARTS, (against_trl, against_lanes, overheads, operations, packing), strict=True))
     found = {name: parts[name](arguments) for name in arguments.parts}
@@ -66,8 +67,7 @@ def advancing(arguments, one, lanes: int, perturbations=(), execution: str | Non
     from jaxaudit.program import Lanes
     from jaxaudit.slots import lanes_of
 
-    how = execution or arguments.execution[-1]
-    how = int(how) if how.isdigit() else how
+    how = _execution(execution or arguments.execution[-1])
     plan = grid.plan(one, list(perturbations), seeds=lanes, steps=10_000, execution=how)
     seeds = np.arange(lanes, dtype=np.uint32)
     program = dataclasses.replace(plan.program, devices=tuple(jax.devices()))
@@ -81,17 +81,56 @@ def advancing(arguments, one, lanes: int, perturbations=(), execution: str | Non
     return once, advance
 
 
+def forked(arguments, one):
+    """A grid forked at 30%, from its lanes' states after one iteration: a function that trains it, and its iterations.
+
+    Those before the fork count for every condition, which a user without forking would have trained.
+    """
+    import jaxaudit as ja
+    from jaxaudit import grid
+    from jaxaudit.batches import layout
+    from jaxaudit.execution.engine import Engine
+
+    onset, stop = 1 + max(1, round(0.3 * arguments.iterations)), 1 + arguments.iterations
+    spikes = ja.lr_spike(ja.sweep(*(1.1 + 0.1 * i for i in range(arguments.conditions))), onset=onset, duration=1)
+    how = _execution(arguments.execution[-1])
+    plan = grid.plan(one, [spikes], seeds=arguments.lanes, steps=stop, execution=how, tail=0)
+    engine, (baseline, forks) = Engine(plan, stop), layout(plan)
+    held = engine.copies(baseline, engine.advance(baseline, engine.initial(baseline), 0, 1)[0])
+
+    def once() -> None:
+        states, _ = engine.advance(baseline, engine.restored(held, baseline), 1, onset)
+        shared = engine.copies(baseline, states)
+        engine.advance(forks, engine.forked(lambda seeds: shared, forks), onset, stop)
+
+    once()
+    return once, arguments.lanes * (1 + arguments.conditions) * arguments.iterations
+
+
+def _execution(name: str) -> int | str:
+    return int(name) if name.isdigit() else name
+
+
 def against_trl(arguments):
     """Iterations a second of all lanes together, and TRL's by one process of all cores and by one of each core."""
     warm_start = 1 if arguments.quick else arguments.warm_start
+    bare = {"warm_start": warm_start, "performance_every": 1_000}
     measured = learner(arguments, warm_start=warm_start)
     once, advance = advancing(arguments, measured, arguments.lanes)
-    ours = f"{arguments.lanes} lanes, held-out rows included"
-    bare = learner(arguments, warm_start=warm_start, performance_every=1_000)
-    without, _ = advancing(arguments, bare, arguments.lanes)
+    without, _ = advancing(arguments, learner(arguments, **bare), arguments.lanes)
+    sparing = learner(arguments, **bare, old_log_probability="sampled")
+    spared, _ = advancing(arguments, sparing, arguments.lanes)
     given = written_of(measured, advance, arguments)
-    candidates = {ours: once, f"{arguments.lanes} lanes, without held-out rows": without}
+    ours = f"{arguments.lanes} lanes, "
+    candidates = {
+        ours + "held-out rows included": once,
+        ours + "without held-out rows": without,
+        ours + "without held-out rows, ratios to the sampler's log-probabilities": spared,
+    }
     work = dict.fromkeys(candidates, arguments.lanes * arguments.iterations)
+    if arguments.conditions:
+        name = f"the same of {arguments.lanes} seeds x {1 + arguments.conditions} conditions, prefix counted for all"
+        candidates[name], work[name] = forked(arguments, sparing)
     if not arguments.no_trl:
         shape = (*SIZES[arguments.size], arguments.iterations, ",".join(map(str, given)))
 

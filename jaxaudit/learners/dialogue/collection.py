@@ -182,11 +182,11 @@ class Collector:
             return (*self.policy.told(hidden, self.policy.whole(params, models.base), rows, temperature), hidden)
 
         own = rows.own & kept[:, None]
-        hidden = reference = reference_hidden = value = target = advantage = None
+        recomputed = entropy = hidden = reference = reference_hidden = value = target = advantage = None
         if self.parts.needs_reference or self.settings.telemetry == "full":
             recomputed, entropy, hidden = read(models.policy)
             reference, _, reference_hidden = read(models.reference)
-        else:
+        elif not self.parts.follows_sampler:
             recomputed, entropy = self._packed(
                 rows, lambda found: self.policy.predicted(models.policy, models.base, found, temperature)
             )
@@ -195,14 +195,14 @@ class Collector:
         if self.parts.objective == "policy":
             penalty = None
             if self.parts.kl != "none" and self.parts.kl_in == "reward":
-                assert reference is not None, "a divergence has one"
+                assert recomputed is not None and reference is not None, "a divergence has both"
                 penalty = kl.ESTIMATORS[self.parts.kl](recomputed, reference)
             groups = (self.settings.prompts, self.settings.group_size)
             advantage, target = estimate(
                 self.parts, coefficients, score.reshape(groups), own, kept.reshape(groups), penalty, value
             )
             advantage = taps("advantage", advantage, own=own)
-        old = sampled if self.settings.old_log_probability == "sampled" else recomputed
+        old = sampled if self.parts.follows_sampler else recomputed
         learnt = policy_loss.Rows(
             own=own, old=old, advantage=advantage, sampled=sampled, reference=reference, value=value, target=target
         )

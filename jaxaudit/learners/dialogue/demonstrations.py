@@ -34,6 +34,7 @@ def demonstrated(dialogue: Dialogue, keys: jax.Array, difficulty: jax.Array, rig
             position=seen.position,
             first=seen.chunk,
             log_probability=nothing,
+            entropy=nothing,
             cut=nothing,
             calls=jnp.zeros(()),
             truncated=jnp.zeros((), bool),

@@ -51,7 +51,8 @@ class Recomputed:
     """What the trainer's parameters make of the rows before the first update.
 
     Attributes:
-      log_probability, entropy: of each token and slot, `[N, T]`.
+      log_probability, entropy: of each token and slot, `[N, T]`; None where nothing asks for them, see
+        `settings.DialogueSettings.old_log_probability`.
       hidden: `[N, T, D]`; None where it is not asked for.
       reference_hidden: the reference's; likewise.
       score: what each row earned, `[N]`.

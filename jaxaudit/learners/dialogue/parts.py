@@ -125,4 +125,9 @@ class Parts:
     @property
     def reads_sampled(self) -> bool:
         """Whether the objective reads the log-probabilities that the sampler gave."""
-        return self.objective == "policy" and (self.old == "sampled" or self.correction != "none")
+        return self.follows_sampler or (self.objective == "policy" and self.correction != "none")
+
+    @property
+    def follows_sampler(self) -> bool:
+        """Whether ratios are relative to the sampler's log-probabilities."""
+        return self.objective == "policy" and self.old == "sampled"

@@ -38,8 +38,8 @@ class Sampler:
 
     def choose(
         self, logits: jax.Array, uniform: jax.Array, top_p: Any, greedy: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tokens int32 `[N]`, their log-probabilities before truncation, and the mass that it cut off.
+    ) -> tuple[jax.Array, Draw]:
+        """Tokens int32 `[N]`, and what they were drawn from.
 
         Args:
           logits: float32 `[N, V]`, divided by the temperature.
@@ -47,7 +47,10 @@ class Sampler:
           top_p: share of the probability that is left; read where `truncates`.
           greedy: bool `[N]`, rows that take the likeliest token instead.
         """
-        log_probabilities = jax.nn.log_softmax(logits)
+        logs = jax.nn.log_softmax(logits)
+        chances = jnp.exp(logs)
+        # Not where it is above 0: a NaN is to come through.
+        entropy = -jnp.sum(jnp.where(chances == 0, 0.0, chances * logs), axis=1)
         left, cut = logits, jnp.zeros(logits.shape[0])
         if self.top_k or self.truncates:
             left, cut = sampling.truncated(logits, self.top_k, top_p if self.truncates else 1.0)
@@ -56,8 +59,23 @@ class Sampler:
         token = jnp.minimum(jnp.sum(below, axis=1, dtype=jnp.int32), logits.shape[1] - 1)
         if greedy is not None:
             token = jnp.where(greedy, jnp.argmax(left, axis=1).astype(jnp.int32), token)
-        picked = jnp.take_along_axis(log_probabilities, token[:, None], axis=1)[:, 0]
-        return token, picked, cut
+        picked = jnp.take_along_axis(logs, token[:, None], axis=1)[:, 0]
+        return token, Draw(picked, entropy, cut)
+
+
+@struct.dataclass
+class Draw:
+    """What tokens were drawn from, float32 `[N]`, or `[T, N]` of every slot; 0 where a token was given.
+
+    Attributes:
+      log_probability: of the token, before truncation.
+      entropy: before truncation.
+      cut: the probability that truncation took.
+    """
+
+    log_probability: Any
+    entropy: Any
+    cut: Any
 
 
 @struct.dataclass
@@ -71,12 +89,11 @@ class Latest:
 
 @struct.dataclass
 class Slot:
-    """What happened in one slot, `[N]`; the names are those of `Rows`."""
+    """What happened in one slot, `[N]`, or in every one, `[T, N]`; the names are those of `Rows`."""
 
     latest: Latest
     role: Any
-    log_probability: Any
-    cut: Any
+    draw: Any
     called: Any
 
 
@@ -148,14 +165,12 @@ def carried_on(
         logits = gpt2.logits(params, hidden)
         if taps.disturbs("sampled_logits"):
             logits = taps("sampled_logits", logits)
-        chosen, log_probability, cut = sampler.choose(logits / temperature, uniform[slot], top_p, greedy)
+        chosen, draw = sampler.choose(logits / temperature, uniform[slot], top_p, greedy)
         given, role = jax.vmap(automaton.given)(progress)
         own = role == OWN
         token = jnp.where(own, chosen, given)
         progress, done = _written(dialogue, progress, token, slot, taps)
-        done = dataclasses.replace(
-            done, role=role, log_probability=jnp.where(own, log_probability, 0.0), cut=jnp.where(own, cut, 0.0)
-        )
+        done = dataclasses.replace(done, role=role, draw=jax.tree.map(lambda x: jnp.where(own, x, 0.0), draw))
         return progress, cache, done.latest, jax.tree.map(lambda every, x: every.at[slot].set(x), so_far, done)
 
     so_far = jax.tree.map(lambda x: jnp.pad(x, ((0, slots - begun), (0, 0))), written)
@@ -169,8 +184,9 @@ def carried_on(
         role=every.role,
         position=every.latest.position,
         first=every.latest.first,
-        log_probability=every.log_probability,
-        cut=every.cut,
+        log_probability=every.draw.log_probability,
+        entropy=every.draw.entropy,
+        cut=every.draw.cut,
         calls=jnp.sum(every.called, axis=1, dtype=jnp.float32),
         truncated=~progress.over,
         rewards=jax.vmap(dialogue.reward)(progress.state),
@@ -192,7 +208,7 @@ def _given(dialogue: Dialogue, progress: automaton.Progress) -> tuple[automaton.
         token, role = jax.vmap(automaton.given)(progress)
         progress, done = _written(dialogue, progress, token, slot, None)
         nothing = jnp.zeros(token.shape[0])
-        return progress, dataclasses.replace(done, role=role, log_probability=nothing, cut=nothing)
+        return progress, dataclasses.replace(done, role=role, draw=Draw(nothing, nothing, nothing))
 
     return jax.lax.scan(turn, progress, jnp.arange(dialogue.prompt_length))
 
@@ -207,7 +223,7 @@ def _written(
     if taps is not None and taps.disturbs("tool_result") and dialogue.result_tokens:
         reply = dataclasses.replace(reply, tokens=taps("tool_result", reply.tokens, called=called, **_tool(dialogue)))
     progress = jax.vmap(lambda p, r: automaton.take(p, r, slot))(progress, reply)
-    return progress, Slot(latest=latest, role=None, log_probability=None, cut=None, called=called)
+    return progress, Slot(latest=latest, role=None, draw=None, called=called)
 
 
 def _tool(dialogue: Dialogue) -> dict[str, Any]:

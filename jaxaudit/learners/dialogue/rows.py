@@ -21,6 +21,7 @@ class Rows:
       position: int32, in its chunk.
       first: int32, the first slot that it sees.
       log_probability: float32, of own tokens under the behaviour policy at its temperature, before truncation; else 0.
+      entropy: float32, of that policy where its tokens were drawn, before truncation; else 0.
       cut: float32, the probability that top-k and top-p took from the policy there; 0 where a token was given.
       calls: float32 `[N]`, of tools, answered or not.
       truncated: bool `[N]`, whether the slots were used up before the dialogue was over.
@@ -32,6 +33,7 @@ class Rows:
     position: Any
     first: Any
     log_probability: Any
+    entropy: Any
     cut: Any
     calls: Any
     truncated: Any

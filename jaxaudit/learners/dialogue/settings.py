@@ -71,7 +71,8 @@ class DialogueSettings:
       critic_learning_rate: the value model's.
       critic_warm_start: updates of the value model on the fixed policy's returns before the first iteration.
       old_log_probability: what ratios are relative to: "recomputed" by the trainer's undisturbed parameters before the
-        first update, or "sampled", as the behaviour policy gave them.
+        first update, or "sampled", as the behaviour policy gave them; so is the entropy then, and without a reference
+        and with basic telemetry the trainer does not read the rows before the first update at all.
       objective, advantage, whiten, ratio, correction, correction_level, aggregation, kl, kl_in, kl_weight, clip_value:
         see `parts.Parts`.
       clip_low, clip_high, dual_clip, kl_coefficient, entropy_coefficient, value_coefficient, value_clip, gamma,

@@ -123,7 +123,9 @@ class Instruments:
         rows, learnt, recomputed = experience.batch.rows, experience.batch.learnt, experience.recomputed
         masks = self.masks(rows.role, rows.own)
         counts = strata.counts_of(masks)
-        found = strata.token_means(masks, entropy=recomputed.entropy)
+        found = strata.token_means(
+            masks, entropy=rows.entropy if self.settings.parts.follows_sampler else recomputed.entropy
+        )
         found["own_tokens"] = Measured(counts, jnp.ones_like(counts))
         slots = vocabulary.slots_of(rows.own, self.dialogue.vocabulary)
         known = masks & slots.known
