@@ -195,7 +195,8 @@ class Collector:
         if self.parts.objective == "policy":
             penalty = None
             if self.parts.kl != "none" and self.parts.kl_in == "reward":
-                assert recomputed is not None and reference is not None, "a divergence has both"
+                assert recomputed is not None, "a reference is read with it"
+                assert reference is not None, "a divergence has one"
                 penalty = kl.ESTIMATORS[self.parts.kl](recomputed, reference)
             groups = (self.settings.prompts, self.settings.group_size)
             advantage, target = estimate(
