@@ -9,7 +9,9 @@ import pytest
 
 import jaxaudit as ja
 from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL
+from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
+from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.models import decoding, gpt2, sampling
 from jaxaudit.taps import Taps
 
@@ -169,6 +171,19 @@ def test_the_samplers_log_probabilities_spare_the_trainer_a_reading_of_the_rows(
     for name, x in told.items():
         np.testing.assert_allclose(x, told_again[name], rtol=1e-4, atol=1e-5, err_msg=name)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), after.policy.params, again.policy.params)
+
+
+def test_the_samplers_entropy_is_before_truncation_and_a_nan_comes_through():
+    logits = jnp.array([[0.0, -jnp.inf, 0.0], [0.0, jnp.nan, 0.0]])
+    one_left = rollout.Sampler(_made(Guess(), settings_of("grpo")(**FEW)).policy.model, top_k=1)
+    entropy = one_left.choose(logits, jnp.zeros(2), 1.0)[1].entropy
+    np.testing.assert_allclose(entropy, [np.log(2), np.nan], rtol=1e-6)
+
+
+def test_pairs_follow_no_sampler():
+    """A preference objective has no ratio, so its entropy is the trainer's, whatever its rows were sampled from."""
+    assert not Parts(objective="preference", old="sampled").follows_sampler
+    assert Parts(old="sampled").follows_sampler
 
 
 def test_sampling_leaves_off_when_all_rows_of_all_lanes_are_over(monkeypatch):

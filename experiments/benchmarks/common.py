@@ -150,17 +150,23 @@ class Advance:
 class Audit:
     """A grid of one onset, compiled: called, it trains the baseline and, from its states at the onset, every lane.
 
-    The learner is one without data.
+    Args:
+      plan: of it.
+      begun: the step that it begins at each time; what is before, a warm start too, is trained once.
     """
 
-    def __init__(self, plan: Any):
+    def __init__(self, plan: Any, begun: int = 0):
         from jaxaudit.batches import layout
         from jaxaudit.execution.engine import Engine
 
         self._plan = plan
         self._engine = Engine(plan, plan.steps)
         self._baseline, self._forks = layout(plan)
-        self._train(onset=1, tail=0, stop=2)
+        self._begun, self._held = 0, None
+        if begun:
+            states, _ = self._engine.advance(self._baseline, self._first(), 0, begun)
+            self._begun, self._held = begun, self._engine.copies(self._baseline, states)
+        self._train(onset=begun + 1, tail=0, stop=begun + 2)
 
     def __call__(self) -> None:
         """Trains the grid."""
@@ -173,9 +179,15 @@ class Audit:
         start = self._engine.initial(self._forks)
         self._engine.advance(self._forks, start, 0, self._plan.steps if stop is None else stop)
 
+    def _first(self) -> Any:
+        """The baseline's states where it begins."""
+        if self._held is None:
+            return self._engine.initial(self._baseline)
+        return self._engine.restored(self._held, self._baseline)
+
     def _train(self, onset: int, tail: int, stop: int) -> None:
         engine = self._engine
-        states, _ = engine.advance(self._baseline, engine.initial(self._baseline), 0, onset)
+        states, _ = engine.advance(self._baseline, self._first(), self._begun, onset)
         held = engine.copies(self._baseline, states)
         if tail:
             engine.advance(self._baseline, states, onset, onset + tail)

@@ -88,23 +88,12 @@ def forked(arguments, one):
     """
     import jaxaudit as ja
     from jaxaudit import grid
-    from jaxaudit.batches import layout
-    from jaxaudit.execution.engine import Engine
 
     onset, stop = 1 + max(1, round(0.3 * arguments.iterations)), 1 + arguments.iterations
     spikes = ja.lr_spike(ja.sweep(*(1.1 + 0.1 * i for i in range(arguments.conditions))), onset=onset, duration=1)
     how = _execution(arguments.execution[-1])
     plan = grid.plan(one, [spikes], seeds=arguments.lanes, steps=stop, execution=how, tail=0)
-    engine, (baseline, forks) = Engine(plan, stop), layout(plan)
-    held = engine.copies(baseline, engine.advance(baseline, engine.initial(baseline), 0, 1)[0])
-
-    def once() -> None:
-        states, _ = engine.advance(baseline, engine.restored(held, baseline), 1, onset)
-        shared = engine.copies(baseline, states)
-        engine.advance(forks, engine.forked(lambda seeds: shared, forks), onset, stop)
-
-    once()
-    return once, arguments.lanes * (1 + arguments.conditions) * arguments.iterations
+    return common.Audit(plan, begun=1), arguments.lanes * (1 + arguments.conditions) * arguments.iterations
 
 
 def _execution(name: str) -> int | str:
