@@ -174,10 +174,10 @@ def test_the_samplers_log_probabilities_spare_the_trainer_a_reading_of_the_rows(
 
 
 def test_the_samplers_entropy_is_before_truncation_and_a_nan_comes_through():
-    logits = jnp.array([[0.0, -jnp.inf, 0.0], [0.0, jnp.nan, 0.0]])
+    logits = jnp.array([[jnp.log(3.0), -jnp.inf, 0.0], [0.0, jnp.nan, 0.0]])
     one_left = rollout.Sampler(_made(Guess(), settings_of("grpo")(**FEW)).policy.model, top_k=1)
     entropy = one_left.choose(logits, jnp.zeros(2), 1.0)[1].entropy
-    np.testing.assert_allclose(entropy, [np.log(2), np.nan], rtol=1e-6)
+    np.testing.assert_allclose(entropy, [np.log(4) - 0.75 * np.log(3), np.nan], rtol=1e-6)
 
 
 def test_pairs_follow_no_sampler():
