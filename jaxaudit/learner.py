@@ -38,6 +38,11 @@ class Lasting:
     value: Any
 
 
+def as_kept(telemetry: Mapping[str, Any]) -> Telemetry:
+    """A step's telemetry as programs keep it: float32 arrays."""
+    return {name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()}
+
+
 def without_lasting(state: State) -> State:
     """A state with nothing in the place of its `Lasting` parts."""
     return jax.tree.map(lambda x: None if isinstance(x, Lasting) else x, state, is_leaf=_is_lasting)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry, with_lasting, without_lasting
+from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry, as_kept, with_lasting, without_lasting
 from jaxaudit.sharding import AXIS, EVERYWHERE, LANES, ROWS, on_devices, split
-from jaxaudit.sites import find_sites, initial_states
+from jaxaudit.sites import find_sites, initial_states, step_telemetry
 from jaxaudit.taps import STATE, Disturbance, Slot, States, Taps, forget
 
 Execution = str | int
@@ -218,7 +218,7 @@ def lane_step(
     )
     begin = with_lasting(taps(STATE, without_lasting(state.learner)), of=state.learner)
     learner, telemetry = program.learner.step(begin, learner_key, taps)
-    telemetry = {name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()}
+    telemetry = as_kept(telemetry)
     watched = state.watched
     if watched is not None:
         assert program.watch is not None, "or there would be nothing watched"
@@ -240,12 +240,9 @@ def telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=64)
 def _telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
-
-    def one(seed: jax.Array, data: Any, state: LaneState) -> Telemetry:
-        return lane_step(program, data, state, Lanes(seed, None), jnp.int32(0), None)[1]
-
-    seed = jax.ShapeDtypeStruct((), np.uint32)
-    shapes = jax.eval_shape(one, seed, program.learner.shapes.tree, first_shapes(program))
+    shapes = step_telemetry(program.learner, program.steps)
+    if program.watch is not None:
+        shapes |= {SCORE: (), ALARM: ()}
     if PERFORMANCE not in shapes:
         raise ValueError(f"the learner's telemetry has no '{PERFORMANCE}'; it has: {', '.join(sorted(shapes))}")
     if taken := sorted(shapes.keys() & RESERVED):
@@ -255,7 +252,7 @@ def _telemetry_shapes(program: Program) -> dict[str, tuple[int, ...]]:
         raise ValueError(
             f"a dimension of the learner's telemetry is called '{taken[0]}', as a channel or a coordinate is"
         )
-    return {name: value.shape for name, value in shapes.items()}
+    return shapes
 
 
 def telemetry_rows(program: Program, rows: int, lanes: int) -> Telemetry:

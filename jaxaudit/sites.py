@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit import tracing
-from jaxaudit.learner import Learner, without_lasting
+from jaxaudit.learner import Learner, Telemetry, as_kept, without_lasting
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced
 
@@ -143,29 +143,34 @@ class Sites:
 
 def find_sites(learner: Learner, steps: int | None = None) -> Sites:
     """Traces one step abstractly (no computation) and returns the sites it taps."""
-    return _found(learner.without_data, steps).told(learner)
+    return _found(learner.without_data, steps)[0].told(learner)
+
+
+def step_telemetry(learner: Learner, steps: int | None = None) -> dict[str, tuple[int, ...]]:
+    """The shape of each channel of a learner's telemetry, from the same trace."""
+    return dict(_found(learner.without_data, steps)[1])
 
 
 @functools.lru_cache(maxsize=64)
-def _found(learner: Learner, steps: int | None) -> Sites:
+def _found(learner: Learner, steps: int | None) -> tuple[Sites, dict[str, tuple[int, ...]]]:
     recorder = Recorder(steps=steps)
-    trace(learner, recorder)
-    return recorder.sites
+    telemetry = trace(learner, recorder)
+    return recorder.sites, {name: value.shape for name, value in telemetry.items()}
 
 
-def trace(learner: Learner, recorder: Recorder) -> None:
-    """Traces one step of a learner with `recorder` for its taps."""
+def trace(learner: Learner, recorder: Recorder) -> Telemetry:
+    """Traces one step of a learner with `recorder` for its taps; shapes and dtypes of its telemetry."""
     recorder.absent = learner.absent
 
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
     def traced(state, key, index, data):
         recorder.step, recorder.data, recorder.home = index, data, tracing.here()
         recorder(STATE, without_lasting(state))
-        return learner.step(state, key, recorder)  # type: ignore[arg-type]  # it stands in for taps
+        return as_kept(learner.step(state, key, recorder)[1])  # type: ignore[arg-type]  # it stands in for taps
 
     key = jax.random.key(0)
     data = learner.shapes.tree
-    jax.eval_shape(traced, learner.state_shapes, key, jnp.int32(0), data)
+    return jax.eval_shape(traced, learner.state_shapes, key, jnp.int32(0), data)
 
 
 def initial_states(slots: tuple[Slot, ...], sites: Sites) -> States:

@@ -12,10 +12,8 @@ from noisy import noisy_descent
 from small_runs import arrays, assert_same, kill_through
 
 import jaxaudit as ja
-from jaxaudit.batches import layout
 from jaxaudit.detection.lanes import gather
 from jaxaudit.errors import UserError
-from jaxaudit.execution.engine import Engine
 from jaxaudit.margins.folder import margin_of
 from jaxaudit.margins.search import Settings
 from jaxaudit.metastate.charts import Chart
@@ -207,53 +205,6 @@ def test_a_full_reset_heals_moments_that_are_not_finite(broken):
     half = ja.reset_moments(0.5).apply(state, alarm=True)
     assert half["mu"][0] == 0.5
     np.testing.assert_array_equal(ja.reset_moments(1.0).apply(state, alarm=False)["mu"], state["mu"])
-
-
-@dataclasses.dataclass(frozen=True)
-class AlarmAt:
-    """A watch that raises an alarm at one step, of what says which step it is."""
-
-    step: int
-    provenance: str = "none"
-
-    def begin(self):
-        return jax.numpy.int32(0)
-
-    def follow(self, count, telemetry):
-        return count + 1, jax.numpy.where(count == self.step, 1.0, -1.0)
-
-
-def test_a_rolled_back_learner_samples_nothing_that_was_never_written():
-    """SAC goes back to step 4 at step 9: its buffer holds all steps, and its networks are those of step 4."""
-    learner = ja.learners.sac(
-        "InvertedPendulum-v5",
-        num_envs=2,
-        iteration_steps=16,
-        learning_starts=16,
-        batch_size=4,
-        hidden=(8,),
-        updates_per_step=0.5,
-        buffer_size=400,
-        evaluations=0,
-        telemetry="basic",
-    )
-    grid = ja.plan(learner, [ja.roll_back(4, onset=1)], seeds=1, steps=12, watch=lambda *_: AlarmAt(8))
-    engine = Engine(grid, 12)
-    first, batch = layout(grid)
-    states, _ = engine.advance(first, engine.initial(first), 0, 1)
-    held = engine.copies(first, states)
-    states, rows = engine.advance(batch, engine.forked(lambda seeds: held, batch), 1, 12)
-    lanes = jax.tree.map(np.asarray, states.learner)
-    control, back = (jax.tree.map(lambda x, lane=lane: x[lane], lanes) for lane in (0, 1))
-    written = 12 * 16
-    for store in (control.buffer.value, back.buffer.value):
-        assert (store[:written] != 0).any(1).all(), "a row that was never written"
-        assert not store[written:].any()
-    before = 9 * 16
-    np.testing.assert_array_equal(control.buffer.value[:before], back.buffer.value[:before])
-    norms = np.asarray(rows["params_norm"])[:, :2]
-    assert (norms[:8, 0] == norms[:8, 1]).all()
-    assert norms[8, 0] != norms[8, 1]
 
 
 def test_an_intervention_without_a_monitor_is_refused():

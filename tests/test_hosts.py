@@ -76,12 +76,12 @@ def reference(tmp_path_factory):
 
 
 def together(*arguments):
-    """The same command in two processes."""
+    """The same command in two processes, the first of which writes the report."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
     given = ["--coordinator", place, "--processes", 2, "--process"]
-    return [started(*arguments, *given, number, JAX_NUM_CPU_DEVICES="2") for number in range(2)]
+    return [started(*arguments, *given, number, figures=True, JAX_NUM_CPU_DEVICES="2") for number in range(2)]
 
 
 def ended(processes, seconds=120):

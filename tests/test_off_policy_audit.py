@@ -14,6 +14,8 @@ from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit import registry
+from jaxaudit.batches import layout
+from jaxaudit.execution.engine import Engine
 
 OPEN, CLOSE, STEPS = 3, 5, 6
 TINY = {
@@ -172,3 +174,50 @@ def test_learns_inverted_pendulum(name, exploration):
     best = np.nanmax(np.asarray(baseline["evaluation_return"])[:, :4], axis=0)
     assert steps * learner.samples_per_step < 16_000
     assert (best >= 950).sum() >= 3, best
+
+
+@dataclasses.dataclass(frozen=True)
+class AlarmAt:
+    """A watch that raises an alarm at one step, of what says which step it is."""
+
+    step: int
+    provenance: str = "none"
+
+    def begin(self):
+        return jax.numpy.int32(0)
+
+    def follow(self, count, telemetry):
+        return count + 1, jax.numpy.where(count == self.step, 1.0, -1.0)
+
+
+def test_a_rolled_back_learner_samples_nothing_that_was_never_written():
+    """SAC goes back to step 4 at step 9: its buffer holds all steps, and its networks are those of step 4."""
+    learner = ja.learners.sac(
+        "InvertedPendulum-v5",
+        num_envs=2,
+        iteration_steps=16,
+        learning_starts=16,
+        batch_size=4,
+        hidden=(8,),
+        updates_per_step=0.5,
+        buffer_size=400,
+        evaluations=0,
+        telemetry="basic",
+    )
+    grid = ja.plan(learner, [ja.roll_back(4, onset=1)], seeds=1, steps=12, watch=lambda *_: AlarmAt(8))
+    engine = Engine(grid, 12)
+    first, batch = layout(grid)
+    states, _ = engine.advance(first, engine.initial(first), 0, 1)
+    held = engine.copies(first, states)
+    states, rows = engine.advance(batch, engine.forked(lambda seeds: held, batch), 1, 12)
+    lanes = jax.tree.map(np.asarray, states.learner)
+    control, back = (jax.tree.map(lambda x, lane=lane: x[lane], lanes) for lane in (0, 1))
+    written = 12 * 16
+    for store in (control.buffer.value, back.buffer.value):
+        assert (store[:written] != 0).any(1).all(), "a row that was never written"
+        assert not store[written:].any()
+    before = 9 * 16
+    np.testing.assert_array_equal(control.buffer.value[:before], back.buffer.value[:before])
+    norms = np.asarray(rows["params_norm"])[:, :2]
+    assert (norms[:8, 0] == norms[:8, 1]).all()
+    assert norms[8, 0] != norms[8, 1]

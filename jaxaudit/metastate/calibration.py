@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import beta
+from scipy.special import betaincinv
 
 
 def threshold(scores: ArrayLike, alpha: float) -> float:
@@ -55,7 +55,7 @@ def rate_interval(runs: int, alpha: float, coverage: float = 0.9) -> tuple[float
     `threshold` does.
     """
     place = rank(runs, alpha)
-    low, high = beta(runs + 1 - place, place).ppf([(1 - coverage) / 2, (1 + coverage) / 2])
+    low, high = betaincinv(runs + 1 - place, place, [(1 - coverage) / 2, (1 + coverage) / 2])
     return float(low), float(high)
 
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy.special import bdtr, ndtr, ndtri, stdtrit
-from scipy.stats import binomtest
 
 Missing = Literal["propagate", "count"]
 Method = Literal["expanded", "percentile", "bca"]
@@ -84,6 +83,8 @@ def wilson(successes: int, n: int, *, level: float = 0.95) -> Estimate:
         raise ValueError(f"successes = {successes} of n = {n}: must be between 0 and n")
     if n == 0:
         return Estimate(np.nan, 0.0, 1.0, 0, 0, "there are no trials")
+    from scipy.stats import binomtest  # a second, for processes that come here alone
+
     ends = binomtest(successes, n).proportion_ci(level, method="wilson")
     return Estimate(successes / n, float(ends.low), float(ends.high), n)
 

@@ -32,6 +32,9 @@ class MjxEnv(MujocoEnv):
         model.opt.ls_iterations = task.ls_iterations
         self._mjx_model = mjx.put_model(model, impl="jax")
         self._blank = mjx.make_data(model, impl="jax")
+        # To trace MJX takes seconds: a task is traced once, wherever programs step it. Inlined, they stay as they were.
+        self._step = jax.jit(self._step_traced, inline=True)
+        self._forward = jax.jit(self._forward_traced, inline=True)
 
     @property
     def backend(self) -> str:
@@ -40,6 +43,9 @@ class MjxEnv(MujocoEnv):
 
     def step(self, state: State, action: jax.Array) -> State:
         """Advance by one env step under an action `[action_size]`."""
+        return self._step(state, action)
+
+    def _step_traced(self, state: State, action: jax.Array) -> State:
         columns = state.pipeline_state.high
         factors = dynamics.stacked(state.info)
         obeyed = jnp.isfinite(action).all()
@@ -74,11 +80,14 @@ class MjxEnv(MujocoEnv):
         """Return a new episode's observation `[O]` and tracked positions `[k]`, from `[nq]` and `[nv]`."""
         if not self.task.needs:
             return super().first_look(qpos, qvel)
-        data = mjx_step.forward(self._mjx_model, self._blank.replace(qpos=qpos, qvel=qvel))
+        data = self._forward(qpos, qvel)
         rest = jnp.zeros(self.model.na + self.model.nv)
         now = self.physics(jnp.concatenate([qpos, qvel, rest]), self._derived(None, data))
         track = now.track if self.tracked else jnp.zeros(0)
         return self.task.observe(now).astype(jnp.float32), PhysicsState(track, jnp.zeros_like(track))
+
+    def _forward_traced(self, qpos: jax.Array, qvel: jax.Array) -> mjx.Data:
+        return mjx_step.forward(self._mjx_model, self._blank.replace(qpos=qpos, qvel=qvel))
 
     def _simulate(self, model: mjx.Model, columns: jax.Array, action: jax.Array) -> mjx.Data:
         nq, nv, na = self.model.nq, self.model.nv, self.model.na
