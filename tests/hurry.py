@@ -11,7 +11,8 @@ _as_for_users = compiler.get_compile_options
 def compile_in_a_hurry(hurry: bool = True) -> None:
     """From now on XLA leaves out most optimisations, and its fusion emitters, which take half of the time left.
 
-    JAX has no setting of its own for the emitters but one for the whole process.
+    Nor does it cut programs up to compile parts of them side by side: the tests' processes keep all cores busy. JAX has
+    no settings of its own for these two but ones for the whole process.
     """
     jax.config.update("jax_disable_most_optimizations", hurry)
     compiler.get_compile_options = _without_emitters if hurry else _as_for_users
@@ -19,5 +20,6 @@ def compile_in_a_hurry(hurry: bool = True) -> None:
 
 def _without_emitters(*args: Any, **settings: Any) -> Any:
     options = _as_for_users(*args, **settings)
-    options.env_option_overrides = [("xla_cpu_use_fusion_emitters", False), *options.env_option_overrides]
+    chosen = [("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)]
+    options.env_option_overrides = [*chosen, *options.env_option_overrides]
     return options

@@ -403,6 +403,25 @@ def test_mjx_turns_and_slides_as_c_mujoco():
     assert np.quantile(errors, 0.95) < 2e-5
 
 
+def test_mjx_is_traced_once_wherever_programs_step_it(monkeypatch):
+    traced = []
+    forward = mjx_step.forward
+    monkeypatch.setattr(mjx_step, "forward", lambda *given: traced.append(0) or forward(*given))
+    env = make("InvertedPendulum-v5", "mjx")
+
+    def step(state, action):
+        return env.step(state, action).obs
+
+    state, action = jax.eval_shape(env.reset, jax.random.key(0)), jnp.zeros(1)
+    jax.eval_shape(step, state, action)
+    once = len(traced)
+    assert once
+    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), (state, action))
+    jax.eval_shape(lambda *given: jax.lax.scan(lambda _, given: (0, step(*given)), 0, given)[1], *wide)
+    jax.eval_shape(jax.vmap(step), *wide)
+    assert len(traced) == once
+
+
 def in_a_process(code, cwd=None, **environment):
     return subprocess.run(
         [sys.executable, "-c", code],

@@ -102,13 +102,18 @@ def _window(panel: Panel, axes: Axes, last: float) -> list[alt.Chart]:
     return [shade.encode(x=start, x2="end:Q"), rule.encode(x=at)] if spans else []
 
 
+def _opacity(chosen: alt.Parameter, yes: float, no: float) -> alt.OpacityValue:
+    """Of what is chosen, and of all else; not as a dict, which Altair takes a hundred times as long to make out."""
+    return alt.OpacityValue(no, condition=alt.when(chosen).then(alt.value(yes)).to_dict()["condition"])
+
+
 def _layers(panel: Panel, axes: Axes) -> list[alt.Chart]:
     """Bands, medians, end marks and an invisible rule per step that carries the tooltip."""
     owned = [axes.pick, axes.zoom] if axes.owner else [axes.zoom]
     x = alt.X("step:Q", title=axes.x_title, scale=alt.Scale(domain=list(axes.x), nice=False))
     colour = _colour(panel, axes.letters)
     y: dict[str, Any] = {"title": axes.y_title, "scale": axes.y}
-    strong, faint = alt.when(axes.pick).then(alt.value(1.0)), alt.when(axes.pick).then(alt.value(0.16))
+    strong, faint = _opacity(axes.pick, 1.0, 0.08), _opacity(axes.pick, 0.16, 0.02)
     base = alt.Chart()
     band = base.transform_filter("isValid(datum.low) && isValid(datum.high)").mark_area(clip=True)
     line = base.mark_line(clip=True, strokeWidth=1.8, strokeJoin="round")
@@ -119,15 +124,14 @@ def _layers(panel: Panel, axes: Axes) -> list[alt.Chart]:
     here = alt.selection_point(
         name=f"hover_{axes.mark}", on="pointerover", clear="pointerout", fields=["step"], empty=False
     )
-    shown = alt.when(here).then(alt.value(0.25)).otherwise(alt.value(0.0))
     tips = [alt.Tooltip("step:Q", title="step"), *keys]
     return [
-        band.encode(x=x, y=alt.Y("low:Q", **y), y2="high:Q", color=colour, opacity=faint.otherwise(alt.value(0.02))),
-        line.encode(x=x, y=alt.Y("median:Q", **y), color=colour, opacity=strong.otherwise(alt.value(0.08)))
+        band.encode(x=x, y=alt.Y("low:Q", **y), y2="high:Q", color=colour, opacity=faint),
+        line.encode(x=x, y=alt.Y("median:Q", **y), color=colour, opacity=strong)
         .properties(name=f"lines_{axes.mark}")
         .add_params(*owned),
-        lost.encode(x=x, y=alt.Y("median:Q", **y), color=colour, opacity=strong.otherwise(alt.value(0.08))),
-        hover.encode(x=x, opacity=shown, tooltip=tips if len(tips) < 40 else tips[:40], color=alt.value(style.INK))
+        lost.encode(x=x, y=alt.Y("median:Q", **y), color=colour, opacity=strong),
+        hover.encode(x=x, opacity=_opacity(here, 0.25, 0.0), tooltip=tips[:40], color=alt.ColorValue(style.INK))
         .properties(name=f"rules_{axes.mark}")
         .add_params(here),
     ]

@@ -113,9 +113,12 @@ def finish(charts: list[Any], columns: int, *, shared: bool, width: int, limit: 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Automatically deduplicated selection parameter")
         chart = alt.concat(*charts, columns=columns, spacing=22)
-    chart = chart.resolve_scale(color=resolve, x="independent", y="independent").resolve_legend(color=resolve)
+    # Set, not through Altair's methods: each of them copies every panel.
+    scales = alt.ScaleResolveMap(color=resolve, x="independent", y="independent")
+    chart.resolve = alt.Resolve(scale=scales, legend=alt.LegendResolveMap(color=resolve))
     chart.usermeta = {"panel": {"least": width, "most": limit, "gutter": gutter, "columns": columns}}
-    return chart.configure(**CONFIG)
+    chart.config = alt.Config(**CONFIG)
+    return chart
 
 
 def specification(chart: alt.ConcatChart) -> dict[str, Any]:
