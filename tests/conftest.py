@@ -3,6 +3,7 @@
 What was compiled in one test is not compiled again in another, nor in the next run of the tests.
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -30,13 +31,14 @@ jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody looks for lin
 LONG = (
     "promises",
     "durable",
-    "off_policy_audit",
+    "closed_loop",
+    "replay",
     "language_model",
     "report",
     "off_policy",
-    "closed_loop",
+    "off_policy_audit",
+    "hosts",
     "tasks",
-    "replay",
 )
 """Files of minutes. A worker runs whole files: begun late, one of these would keep it when all others are done."""
 
@@ -53,6 +55,7 @@ AS_FOR_USERS = (
     "workers",
     "memory",
     "lowering",
+    "cartpole",
 )
 """Files whose promises, bit for bit or byte for byte, are of what XLA makes for users."""
 
@@ -67,7 +70,7 @@ FAST = "not slow"
 @pytest.fixture(autouse=True, scope="module")
 def compiled_in_a_hurry(request):
     """In all other files; not when slow tests are asked for: then everything is as for users."""
-    quickly = request.path.stem.removeprefix("test_") not in AS_FOR_USERS and request.config.option.markexpr == FAST
+    quickly = _name(request.path) not in AS_FOR_USERS and request.config.option.markexpr == FAST
     compile_in_a_hurry(quickly)
     if quickly != LATEST.get("quickly", False):  # or a program of another file would be taken, which rounds otherwise
         engine._compiled.cache_clear()
@@ -78,12 +81,25 @@ def compiled_in_a_hurry(request):
     compile_in_a_hurry(False)
 
 
+def pytest_collection_finish():
+    """Modules are never garbage, and every run looks for some: it takes a third of the time without them."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config, items):
-    """The longest files first, where several workers share them."""
+    """Files that are compiled alike follow each other, and the longest are first, where several workers share them."""
     if not hasattr(config, "workerinput"):
         return
-    order = {f"test_{name}": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+
+    def turn(item):
+        name = _name(item.path)
+        return name not in AS_FOR_USERS, LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=turn)
+
+
+def _name(path):
+    return path.stem.removeprefix("test_")
 
 
 @pytest.fixture(scope="session")
