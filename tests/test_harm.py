@@ -37,8 +37,8 @@ def test_final_performance_is_compared_with_the_control_of_the_same_onset_and_se
         np.testing.assert_allclose(summary[EFFECT + end], [0, -1, -2, 0, -3, -4])
     run = Run(None, {}, "", {}, dataset(conditions, performance, ()), metrics, summary)
     assert judge(run, series.panels(run)).costly == {f"lr_spike {m} @{at}" for m in (3, 10) for at in (80, 120)}
-    per_panel = [values for panel in series.panels(run) for values in _differences(run, panel).values()]
-    np.testing.assert_allclose(per_panel, np.broadcast_to([[-1], [-2], [-3], [-4]], (4, 8)))
+    found = list(_differences(run, series.panels(run)).values())
+    np.testing.assert_allclose(found, np.broadcast_to([[-1], [-2], [-3], [-4]], (4, 8)))
 
 
 def by_chance(rng, seeds=8):

@@ -10,7 +10,6 @@ import numpy as np
 from markupsafe import Markup
 from scipy.stats import false_discovery_control, wilcoxon
 
-from jaxaudit.report.critical import rows
 from jaxaudit.report.series import CONTROL_KEY, Panel
 from jaxaudit.stored import Run
 
@@ -64,7 +63,7 @@ def judge(run: Run, panels: Sequence[Panel]) -> Judged:
     controls, leaves valid (Benjamini and Yekutieli, 2001). A condition's p-value is that of Wilcoxon's signed-rank
     test, one-sided, of the differences paired by seed; 1 where the 95% interval that is shown reaches zero.
     """
-    differences = {name: values for panel in panels for name, values in _differences(run, panel).items()}
+    differences = _differences(run, panels)
     p = np.ones(len(differences))
     if below := [place for place, values in enumerate(differences.values()) if values is not None]:
         tested = np.stack([values for values in differences.values() if values is not None])
@@ -74,12 +73,18 @@ def judge(run: Run, panels: Sequence[Panel]) -> Judged:
     return Judged(len(p), costly, run.seeds)
 
 
-def _differences(run: Run, panel: Panel) -> dict[str, np.ndarray | None]:
+def _differences(run: Run, panels: Sequence[Panel]) -> dict[str, np.ndarray | None]:
     """Each condition's final performance minus the control's `[seeds]`; None where their interval reaches zero."""
-    data = rows(run, panel)
-    if run.metrics is None or f"{EFFECT}_high" not in data or panel.lines[0].key != CONTROL_KEY:
+    if run.metrics is None or run.summary is None or f"{EFFECT}_high" not in run.summary:
         return {}
-    control = run.conditions["condition"].iloc[panel.lines[0].index]
+    names = run.conditions["condition"].to_numpy()
     final = run.metrics.pivot(index="seed", columns="condition", values="final_performance")
-    highs = data.set_index("condition")[f"{EFFECT}_high"].dropna()
-    return {str(name): (final[name] - final[control]).to_numpy() if high < 0 else None for name, high in highs.items()}
+    final = {name: values.to_numpy() for name, values in final.items()}
+    highs = run.summary.set_index("condition")[f"{EFFECT}_high"].dropna().to_dict()
+    return {
+        str(names[line.index]): final[names[line.index]] - final[names[panel.lines[0].index]] if high < 0 else None
+        for panel in panels
+        if panel.lines[0].key == CONTROL_KEY
+        for line in panel.disturbed
+        if (high := highs.get(names[line.index])) is not None
+    }
