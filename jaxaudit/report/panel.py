@@ -103,7 +103,7 @@ def _window(panel: Panel, axes: Axes, last: float) -> list[alt.Chart]:
 
 
 def _opacity(chosen: alt.Parameter, yes: float, no: float) -> alt.OpacityValue:
-    """Of what is chosen, and of all else; not as a dict, which Altair takes a hundred times as long to make out."""
+    """Of what is chosen, and of all else; not as a dict, which Altair takes long to make out."""
     return alt.OpacityValue(no, condition=alt.when(chosen).then(alt.value(yes)).to_dict()["condition"])
 
 
