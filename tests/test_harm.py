@@ -1,5 +1,7 @@
 """Which conditions are told to cost final performance: of many that do nothing, hardly ever one."""
 
+import dataclasses
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -39,6 +41,12 @@ def test_final_performance_is_compared_with_the_control_of_the_same_onset_and_se
     assert judge(run, series.panels(run)).costly == {f"lr_spike {m} @{at}" for m in (3, 10) for at in (80, 120)}
     found = list(_differences(run, series.panels(run)).values())
     np.testing.assert_allclose(found, np.broadcast_to([[-1], [-2], [-3], [-4]], (4, 8)))
+
+
+def test_where_no_control_is_drawn_nothing_is_compared():
+    run = run_of(by_chance(np.random.default_rng(1)))
+    panels = [dataclasses.replace(panel, lines=panel.lines[1:]) for panel in series.panels(run)]
+    assert judge(run, panels).count == 0
 
 
 def by_chance(rng, seeds=8):

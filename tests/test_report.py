@@ -171,6 +171,18 @@ def test_figures_are_valid_files(typical):
         assert (folder / "figures" / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_what_is_singled_out_is_stronger_and_a_rule_is_seen_under_the_pointer_alone(typical):
+    _, page, *_ = typical
+    panel = specs(page)["spec-performance"]["concat"][0]
+    chosen = {}
+    for layer in panel["layer"]:
+        if opacity := layer["encoding"].get("opacity"):
+            (yes,) = opacity["condition"]
+            chosen[layer.get("name", layer["mark"]["type"]).split("_")[0]] = yes["value"], opacity["value"]
+    assert chosen == {"area": (0.16, 0.02), "lines": (1.0, 0.08), "point": (1.0, 0.08), "rules": (0.25, 0.0)}
+    assert {p["name"].split("_")[0] for p in specs(page)["spec-performance"]["params"]} >= {"hover", "pick"}
+
+
 def test_numbers_equal_the_tables(typical):
     _, page, metrics, summary = typical
     first, second = re.findall(r"<tbody>(.*?)</tbody>", page.split('id="metrics"')[1], re.S)[:2]
