@@ -147,7 +147,7 @@ def find_sites(learner: Learner, steps: int | None = None) -> Sites:
 
 
 def step_telemetry(learner: Learner, steps: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The shape of each channel of a learner's telemetry, from the same trace."""
+    """The shape of each channel of a learner's telemetry, from the trace that finds its sites."""
     return dict(_found(learner.without_data, steps)[1])
 
 

@@ -15,10 +15,10 @@ def compile_in_a_hurry(hurry: bool = True) -> None:
     no settings of its own for these two but ones for the whole process.
     """
     jax.config.update("jax_disable_most_optimizations", hurry)
-    compiler.get_compile_options = _without_emitters if hurry else _as_for_users
+    compiler.get_compile_options = _in_a_hurry if hurry else _as_for_users
 
 
-def _without_emitters(*args: Any, **settings: Any) -> Any:
+def _in_a_hurry(*args: Any, **settings: Any) -> Any:
     options = _as_for_users(*args, **settings)
     chosen = [("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)]
     options.env_option_overrides = [*chosen, *options.env_option_overrides]

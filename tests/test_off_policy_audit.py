@@ -1,4 +1,5 @@
-"""SAC and TD3 in an audit: a neutral lane is its control, a target is kept to, a NaN stays in its lane.
+"""SAC and TD3 in an audit: a neutral lane is its control, a target is kept to, a NaN stays in its lane; what is rolled
+back, and what is not.
 
 By default the two have different perturbations, which together act at all their sites; SAC has both kinds of everything
 when the slow tests are run.

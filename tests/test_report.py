@@ -183,6 +183,18 @@ def test_what_is_singled_out_is_stronger_and_a_rule_is_seen_under_the_pointer_al
     assert {p["name"].split("_")[0] for p in specs(page)["spec-performance"]["params"]} >= {"hover", "pick"}
 
 
+def test_panels_of_channels_share_a_legend_and_those_of_performance_have_their_own(typical):
+    _, page, *_ = typical
+    found = specs(page)
+    channels = [name for name in found if name.startswith("spec-channels")]
+    assert channels
+    for name, legend in [("spec-performance", "independent"), *((name, "shared") for name in channels)]:
+        spec = found[name]
+        assert spec["resolve"]["legend"] == {"color": legend}, name
+        assert spec["resolve"]["scale"] == {"color": legend, "x": "independent", "y": "independent"}, name
+        assert spec["config"]["font"] == style.FONT
+
+
 def test_numbers_equal_the_tables(typical):
     _, page, metrics, summary = typical
     first, second = re.findall(r"<tbody>(.*?)</tbody>", page.split('id="metrics"')[1], re.S)[:2]

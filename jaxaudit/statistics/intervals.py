@@ -83,7 +83,7 @@ def wilson(successes: int, n: int, *, level: float = 0.95) -> Estimate:
         raise ValueError(f"successes = {successes} of n = {n}: must be between 0 and n")
     if n == 0:
         return Estimate(np.nan, 0.0, 1.0, 0, 0, "there are no trials")
-    from scipy.stats import binomtest  # a second, for processes that come here alone
+    from scipy.stats import binomtest  # half a second, which a worker need not spend
 
     ends = binomtest(successes, n).proportion_ci(level, method="wilson")
     return Estimate(successes / n, float(ends.low), float(ends.high), n)
