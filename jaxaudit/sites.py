@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit import tracing
-from jaxaudit.learner import Learner, Telemetry, as_kept, without_lasting
+from jaxaudit.learner import Learner, as_kept, without_lasting
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced
 
@@ -143,23 +142,16 @@ class Sites:
 
 def find_sites(learner: Learner, steps: int | None = None) -> Sites:
     """Traces one step abstractly (no computation) and returns the sites it taps."""
-    return _found(learner.without_data, steps)[0].told(learner)
+    return _found(learner, steps)[0].told(learner)
 
 
 def step_telemetry(learner: Learner, steps: int | None = None) -> dict[str, tuple[int, ...]]:
     """The shape of each channel of a learner's telemetry, from the trace that finds its sites."""
-    return dict(_found(learner.without_data, steps)[1])
+    return dict(_found(learner, steps)[1])
 
 
-@functools.lru_cache(maxsize=64)
-def _found(learner: Learner, steps: int | None) -> tuple[Sites, dict[str, tuple[int, ...]]]:
-    recorder = Recorder(steps=steps)
-    telemetry = trace(learner, recorder)
-    return recorder.sites, {name: value.shape for name, value in telemetry.items()}
-
-
-def trace(learner: Learner, recorder: Recorder) -> Telemetry:
-    """Traces one step of a learner with `recorder` for its taps; shapes and dtypes of its telemetry."""
+def trace(learner: Learner, recorder: Recorder) -> None:
+    """Traces one step of a learner with `recorder` for its taps; `find_sites` needs no trace of its own after it."""
     recorder.absent = learner.absent
 
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
@@ -170,7 +162,23 @@ def trace(learner: Learner, recorder: Recorder) -> Telemetry:
 
     key = jax.random.key(0)
     data = learner.shapes.tree
-    return jax.eval_shape(traced, learner.state_shapes, key, jnp.int32(0), data)
+    telemetry = jax.eval_shape(traced, learner.state_shapes, key, jnp.int32(0), data)
+    shapes = {name: value.shape for name, value in telemetry.items()}
+    _LATEST[learner.without_data, recorder.steps] = recorder.sites, shapes
+    if len(_LATEST) > _MOST:
+        del _LATEST[next(iter(_LATEST))]
+
+
+_MOST = 64
+_LATEST: dict[tuple[Learner, int | None], tuple[Sites, dict[str, tuple[int, ...]]]] = {}
+"""What the latest traces found, the oldest first: at most `_MOST`."""
+
+
+def _found(learner: Learner, steps: int | None) -> tuple[Sites, dict[str, tuple[int, ...]]]:
+    key = learner.without_data, steps
+    if key not in _LATEST:
+        trace(learner, Recorder(steps=steps))
+    return _LATEST[key]
 
 
 def initial_states(slots: tuple[Slot, ...], sites: Sites) -> States:

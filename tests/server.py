@@ -3,6 +3,7 @@
 Nothing of JAX runs before the fork, so a command's process is as fresh as one from a shell. It can be killed.
 """
 
+import gc
 import json
 import os
 import signal
@@ -77,6 +78,7 @@ def _serve() -> None:
     import jaxaudit.tasks
     from jaxaudit import cli
 
+    gc.freeze()  # or each process would look for garbage in what was imported
     sys.argv[0] = "jaxaudit"
     jaxaudit.report.build = lambda folder: folder  # seconds of figures, which are tested elsewhere
     for line in sys.stdin:

@@ -1,5 +1,5 @@
-"""A dialogue run that is killed ends as if nothing had been, the rows it stored to be read included; it is replayed and
-forked from its folder alone."""
+"""A dialogue run that is killed ends as if nothing had been, the rows it stored to be read included; it is replayed,
+forked and monitored from its folder alone."""
 
 import signal
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_runs import arrays, assert_same, chunks_done, killing
 
+import jaxaudit as ja
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import load as load_spec
 from jaxaudit.stored import load
@@ -15,7 +16,7 @@ from jaxaudit.stored import load
 SPEC = """
 [audit]
 name = "small"
-seeds = 2
+seeds = 4
 steps = 10
 telemetry = "LEVEL"
 execution = "map"
@@ -113,3 +114,16 @@ def test_it_is_replayed_and_forked_from_its_folder(runs, here):
     assert done.code == 0, done.err
     ours, theirs = arrays(runs / "fork"), arrays(runs / "run")
     assert [name for name in theirs if not name.startswith("chunk") and ours[name] != theirs[name]] == []
+
+
+def test_a_run_is_stored_with_its_strata_and_a_monitor_takes_it(runs):
+    found = load(runs / "run").telemetry
+    assert found["entropy"].dims[-1] == "stratum"
+    assert list(found["stratum"].values) == ["all", "tool", "text"]
+    assert found["performance"].attrs["every"] == 2
+    control = found.isel(condition=0)
+    assert np.isfinite(control["entropy"].values).all()
+    assert (control["entropy"].sel(stratum="all") > 0).all()
+    assert np.isfinite(control["x_grad"].values).all()
+    monitor = ja.Monitor.fit(control)
+    assert "entropy[all]" in monitor.expectation.channels.names

@@ -13,7 +13,6 @@ from jaxaudit.learners.dialogue import held_out
 from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.telemetry import rewards, vocabulary
 from jaxaudit.program import Program, telemetry_shapes
-from jaxaudit.stored import load as load_run
 from jaxaudit.taps import Taps
 
 SMALL_HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
@@ -197,52 +196,3 @@ def test_pairs_that_a_reward_model_orders_right():
     score, gold = np.array([[3.0, 1.0, 2.0], [0.0, 0.0, 5.0]]), np.array([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
     found = rewards.order(jnp.asarray(score), jnp.asarray(gold))["reward_model_accuracy"]
     assert (float(found.value), int(found.count)) == ((1 + 1 + 0.5 + 0) / 4, 4)
-
-
-RUN = """
-[audit]
-seeds = 4
-steps = 8
-telemetry = "basic"
-execution = "map"
-[task]
-kind = "dialogue"
-name = "hop"
-difficulty = 1.0
-entities = 3
-hops = 2
-length = 13
-[learner]
-kind = "grpo"
-prompts = 2
-group_size = 4
-epochs = 1
-performance_rows = 4
-performance_every = 2
-microbatches = 1
-warm_start = 0
-[metrics]
-window = 2
-hold = 2
-horizon = 2
-[[perturbation]]
-kind = "verifier_flip"
-onset = 6
-duration = 2
-"""
-
-
-def test_a_run_is_stored_with_its_strata_and_a_monitor_takes_it(tmp_path, here):
-    (tmp_path / "spec.toml").write_text(RUN)
-    done = here("run", tmp_path / "spec.toml", "-o", tmp_path / "run")
-    assert done.code == 0, done.err
-    found = load_run(tmp_path / "run").telemetry
-    assert found["entropy"].dims[-1] == "stratum"
-    assert list(found["stratum"].values) == ["all", "tool", "text"]
-    assert found["performance"].attrs["every"] == 2
-    control = found.isel(condition=0)
-    assert np.isfinite(control["entropy"].values).all()
-    assert (control["entropy"].sel(stratum="all") > 0).all()
-    assert np.isfinite(control["x_grad"].values).all()
-    monitor = ja.Monitor.fit(control)
-    assert "entropy[all]" in monitor.expectation.channels.names
