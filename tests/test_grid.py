@@ -16,7 +16,9 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations import conditions
 from jaxaudit.perturbations.kinds import stateless
+from jaxaudit.program import telemetry_shapes
 from jaxaudit.slots import lanes_of
+from jaxaudit.specification.trial import misfits
 
 SLOW = pytest.mark.slow
 LEARNER = quadratic(None, adam=False)
@@ -406,3 +408,19 @@ def test_a_first_state_is_traced_once_for_its_shapes_and_once_to_begin():
     noise = ja.weight_noise(ja.sweep(0.1, 0.2), onset=2)
     ja.audit(ja.Learner(init, step), [noise, ja.weight_noise(0.3, onset=3)], seeds=2, steps=5)
     assert len(traced) == 2
+
+
+def test_one_trace_of_a_step_tells_what_fits_a_learner_and_lays_its_grid_out():
+    """A step of a dialogue's learner is a second to trace; the telemetry's shapes are of the same trace."""
+    traced = []
+
+    def step(x, key, taps):
+        traced.append(key)
+        x = taps("params", x)
+        return x, {"performance": -jnp.sum(x**2)}
+
+    learner = ja.Learner(lambda key: jax.random.normal(key, (3,)), step)
+    noise = ja.weight_noise(0.1, onset=2)
+    assert misfits(learner, [noise], 5) == [None]
+    telemetry_shapes(ja.plan(learner, [noise], seeds=2, steps=5).program)
+    assert len(traced) == 1

@@ -1,4 +1,4 @@
-"""What a process pays before it trains: imports when they are wanted, programs compiled once for all processes."""
+"""What a process pays besides training: imports when they are wanted, programs compiled once for all, no long end."""
 
 import ast
 import subprocess
@@ -32,6 +32,26 @@ def test_an_own_learner_needs_no_physics():
     assert loaded("import jaxaudit as ja; ja.Learner, ja.Optimizer, ja.weight_noise, ja.audit").isdisjoint(
         {"mujoco", "brax", "altair"}
     )
+
+
+def test_a_process_ends_without_taking_apart_what_it_has_but_for_what_was_asked_of_it():
+    words = """if True:
+        import atexit
+        from jaxaudit.machine import collect_garbage_seldom
+
+        class Circle:
+            def __init__(self):
+                self.itself = self
+
+            def __del__(self):
+                print("taken apart")
+
+        collect_garbage_seldom()
+        atexit.register(print, "asked for")
+        circle = Circle()
+    """
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert done.stdout == "asked for\n"
 
 
 def test_the_public_names_are_those_that_editors_are_told_of():
