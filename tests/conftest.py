@@ -39,8 +39,14 @@ LONG = (
     "off_policy_audit",
     "hosts",
     "tasks",
+    "dialogue_durable",
+    "dialogue_learner",
+    "dialogue_learner_telemetry",
+    "model_axis",
+    "undisturbed",
+    "undisturbed_dialogues",
 )
-"""Files of minutes. A worker runs whole files: begun late, one of these would keep it when all others are done."""
+"""Files of half a minute and more. A worker runs whole files: begun late, one would keep it when the rest are done."""
 
 
 AS_FOR_USERS = (

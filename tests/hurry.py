@@ -18,6 +18,11 @@ def compile_in_a_hurry(hurry: bool = True) -> None:
     compiler.get_compile_options = _in_a_hurry if hurry else _as_for_users
 
 
+def in_a_hurry() -> bool:
+    """Whether programs are compiled so now."""
+    return compiler.get_compile_options is _in_a_hurry
+
+
 def _in_a_hurry(*args: Any, **settings: Any) -> Any:
     options = _as_for_users(*args, **settings)
     chosen = [("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)]

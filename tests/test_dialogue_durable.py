@@ -6,6 +6,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from hurry import in_a_hurry
 from small_runs import arrays, assert_same, chunks_done, killing
 
 import jaxaudit as ja
@@ -71,7 +72,8 @@ ROWS = ("shown_token", "shown_role", "shown_log_probability", "shown_reward")
 def as_here():
     """What a process runs first to compile as this one does, and to find what was compiled here."""
     cache = jax.config.jax_compilation_cache_dir
-    return f"import hurry, jax; hurry.compile_in_a_hurry(); jax.config.update('jax_compilation_cache_dir', {cache!r})"
+    compile_so = f"import hurry, jax; hurry.compile_in_a_hurry({in_a_hurry()})"
+    return f"{compile_so}; jax.config.update('jax_compilation_cache_dir', {cache!r})"
 
 
 @pytest.fixture(scope="module", params=["basic", pytest.param("full", marks=pytest.mark.slow)])
