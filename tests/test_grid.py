@@ -17,6 +17,7 @@ from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations import conditions
 from jaxaudit.perturbations.kinds import stateless
 from jaxaudit.program import telemetry_shapes
+from jaxaudit.sites import find_sites
 from jaxaudit.slots import lanes_of
 from jaxaudit.specification.trial import misfits
 
@@ -424,3 +425,12 @@ def test_one_trace_of_a_step_tells_what_fits_a_learner_and_lays_its_grid_out():
     assert misfits(learner, [noise], 5) == [None]
     telemetry_shapes(ja.plan(learner, [noise], seeds=2, steps=5).program)
     assert len(traced) == 1
+
+
+def test_sites_are_those_of_a_run_of_its_length():
+    def step(x, key, taps):
+        x = taps("params", x) if taps.steps > 5 else x
+        return x, {"performance": -jnp.sum(x**2)}
+
+    learner = ja.Learner(lambda key: jax.random.normal(key, (3,)), step)
+    assert ["params" in find_sites(learner, steps) for steps in (5, 6, 5)] == [False, True, False]
