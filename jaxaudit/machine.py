@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib.util
 import json
@@ -87,6 +88,7 @@ def prepare_jax() -> None:
         jax.config.update("jax_compilation_cache_dir", str(program_cache()))
 
 
+@functools.cache
 def collect_garbage_seldom() -> None:
     """For a process that traces: what tracing makes lives on, and going through it takes a fifth of tracing's time.
 

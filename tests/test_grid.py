@@ -10,7 +10,7 @@ import pytest
 from quadratic import quadratic
 
 import jaxaudit as ja
-from jaxaudit import registry
+from jaxaudit import registry, sites
 from jaxaudit.batches import layout
 from jaxaudit.execution.engine import Engine
 from jaxaudit.metrics import MetricSettings
@@ -434,3 +434,18 @@ def test_sites_are_those_of_a_run_of_its_length():
 
     learner = ja.Learner(lambda key: jax.random.normal(key, (3,)), step)
     assert ["params" in find_sites(learner, steps) for steps in (5, 6, 5)] == [False, True, False]
+
+
+def test_of_what_traces_found_the_oldest_is_forgotten(monkeypatch):
+    monkeypatch.setattr(sites, "_MOST", 2)
+    monkeypatch.setattr(sites, "_LATEST", {})
+    traced = []
+
+    def step(x, key, taps):
+        traced.append(taps.steps)
+        return x, {"performance": -jnp.sum(x**2)}
+
+    learner = ja.Learner(lambda key: jax.random.normal(key, (3,)), step)
+    for steps in (5, 6, 7, 6, 7, 5):
+        find_sites(learner, steps)
+    assert traced == [5, 6, 7, 5]
