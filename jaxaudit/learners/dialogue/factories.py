@@ -42,13 +42,16 @@ def settings_of(preset: str) -> type[DialogueSettings]:
         for f in dataclasses.fields(DialogueSettings)
         if chosen.get(f.name, f.default) != f.default
     ]
-    return dataclasses.make_dataclass(
+    made = dataclasses.make_dataclass(
         f"{preset.title().replace('_', '')}Settings",
         fields,
         bases=(DialogueSettings,),
         frozen=True,
-        namespace={"__module__": settings_module.__name__, "__doc__": f"`DialogueSettings` as {preset} has them."},
+        namespace={"__doc__": f"`DialogueSettings` as {preset} has them."},
     )
+    # Annotations are resolved in this module; from Python 3.12 on `make_dataclass` overrides what a namespace says.
+    made.__module__ = settings_module.__name__
+    return made
 
 
 def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learner:
