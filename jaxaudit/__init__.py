@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from jaxaudit import source_tree
+
 # ruff: noqa: F401, F403
 if TYPE_CHECKING:  # for type checkers and editors; in a program a name is imported when it is first asked for
     from jaxaudit import dialogues, learners, metrics, statistics, tasks, text
@@ -26,6 +28,8 @@ if TYPE_CHECKING:  # for type checkers and editors; in a program a name is impor
     from jaxaudit.whole import inputs
 
 __version__ = "0.2.0"
+
+source_tree.find_kernels()
 
 _PACKAGES = ("dialogues", "learners", "metrics", "statistics", "tasks", "text")
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.resources
+import importlib.util
 import io
 import os
+import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxaudit import source_tree
 from jaxaudit.errors import TRACEBACK, UserError, explain
 from jaxaudit.interrupts import interrupt
 from jaxaudit.machine import collect_garbage_seldom, occupy, planned_threads, prepare_jax, use_cpus
@@ -22,6 +24,13 @@ from jaxaudit.machine import collect_garbage_seldom, occupy, planned_threads, pr
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
 
 LISTS = ("tasks", "learners", "perturbations", "interventions", "metrics")
+
+DRAWN_WITH = {
+    "altair": "altair>=6.0,<7",
+    "vl_convert": "vl-convert-python>=1.8,<2",
+    "jinja2": "jinja2>=3.1,<4",
+}
+"""What draws figures and reports, and trains nothing: modules, and what installs them."""
 
 QUICKSTARTS = ("llm",)
 """Packaged specs beside the first one."""
@@ -79,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxaudit", description="How stable is this training run?", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"jaxaudit {version('jaxaudit')}")
+    parser.add_argument("--version", action="version", version=f"jaxaudit {source_tree.version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="name")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
@@ -322,7 +331,9 @@ def _report(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     if not (arguments.folder / "telemetry.zarr").exists():
         raise UserError(f"the run in {arguments.folder} has no telemetry yet, so there is nothing to report")
-    return _write_report(arguments.folder)
+    if missing := _write_report(arguments.folder):
+        raise UserError(f"nothing was drawn: {missing}")
+    return 0
 
 
 def _sample(arguments: argparse.Namespace) -> int:
@@ -360,11 +371,8 @@ def _detect(arguments: argparse.Namespace) -> int:
     with placed("jaxaudit detect"):
         settings = Settings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
     detector = MetaState(scorer(arguments.model))
-    folders = detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers)
-    from jaxaudit.report.detection import build
-
-    for folder in folders:
-        print(f"report: {build(folder)}")
+    for folder in detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers):
+        _draw_detection(folder)
     return 0
 
 
@@ -374,9 +382,7 @@ def _monitor(arguments: argparse.Namespace) -> int:
 
     options = Options(arguments.channels, arguments.step, arguments.alpha, arguments.model)
     monitor(arguments.files, arguments.clean, arguments.out, options)
-    from jaxaudit.report.detection import build
-
-    print(f"report: {build(arguments.out)}")
+    _draw_detection(arguments.out)
     return 0
 
 
@@ -399,17 +405,54 @@ def _check_run(folder: Path) -> None:
 
 
 def _end(folder: Path) -> int:
-    """A finished run's report; of several processes the first writes it."""
+    """A finished run's report; of several processes the first writes it.
+
+    The run has succeeded where only what draws it is missing: that is a note, with how to draw it later.
+    """
     from jaxaudit import hosts
 
-    return _write_report(folder) if hosts.first() else 0
-
-
-def _write_report(folder: Path) -> int:
-    from jaxaudit.report import build
-
-    print(f"report: {build(folder)}")
+    if hosts.first() and (missing := _write_report(folder)):
+        later = shlex.join(["jaxaudit", "report", str(folder)])
+        _note(f"the run is finished and stored in {folder}, but not drawn: {missing}, and draw it with: {later}")
     return 0
+
+
+def _write_report(folder: Path) -> str:
+    """Writes a run's figures and report; if what draws them is missing, writes nothing and says what to do."""
+    try:
+        from jaxaudit.report import build
+    except ImportError as error:
+        return _undrawn(error)
+    print(f"report: {build(folder)}")
+    return ""
+
+
+def _draw_detection(folder: Path) -> None:
+    """Writes the report of what `detect` or `monitor` left in a folder; a note where what draws it is missing."""
+    try:
+        from jaxaudit.report.detection import build
+    except ImportError as error:
+        later = f"from jaxaudit.report.detection import build; build({str(folder)!r})"
+        _note(f"the results are stored in {folder}, but not drawn: {_undrawn(error)}, and draw them in Python: {later}")
+        return
+    print(f"report: {build(folder)}")
+
+
+def _undrawn(error: ImportError) -> str:
+    """Why figures and reports cannot be drawn, and what to install. Raises the error if it is of this package."""
+    if (error.name or "").partition(".")[0] == "jaxaudit":
+        raise error
+    missing = [module for module in DRAWN_WITH if importlib.util.find_spec(module) is None]
+    if missing:
+        why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+    else:
+        why = f"what draws figures and reports cannot be imported ({error})"
+    wanted = [DRAWN_WITH[module] for module in missing or DRAWN_WITH]
+    return f"{why}; install what is missing with: pip install {shlex.join(wanted)}"
+
+
+def _note(sentence: str) -> None:
+    print(f"note: {sentence}", file=sys.stderr)
 
 
 if __name__ == "__main__":

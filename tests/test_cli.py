@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -348,6 +349,87 @@ def test_the_traceback_can_be_had(capsys, monkeypatch):
     Path("spec.toml").write_text(GOOD)
     assert cli.main(["run", "spec.toml", "-o", "out"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.fixture
+def nothing_to_draw_with(monkeypatch):
+    """The packages that draw are not installed, and the report's modules are not imported yet."""
+    for name in [name for name in sys.modules if name.startswith("jaxaudit.report")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "altair", None)
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+
+
+UNDRAWN = (
+    "altair and vl_convert are not installed; install what is missing with: "
+    "pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2'"
+)
+
+
+@pytest.mark.parametrize("command", ["run", "quickstart", "resume", "fork"])
+def test_a_run_that_cannot_be_drawn_has_succeeded(command, nothing_to_draw_with, capsys, monkeypatch):
+    Path("spec.toml").write_text(GOOD)
+    for name in ("run", "resume", "fork"):
+        monkeypatch.setattr(durable, name, lambda *arguments: Path("runs of mine").mkdir(exist_ok=True))
+    if command in ("resume", "fork"):
+        Path("runs of mine").mkdir()
+        Path("runs of mine/spec.toml").write_text(GOOD)
+    out = ["-o", "runs of mine"]
+    argv = {
+        "run": ["run", "spec.toml", *out],
+        "quickstart": ["quickstart", *out],
+        "resume": ["resume", "runs of mine"],
+        "fork": ["fork", "runs of mine", "spec.toml", *out],
+    }
+    assert cli.main(argv[command]) == 0
+    assert capsys.readouterr().err == (
+        f"note: the run is finished and stored in runs of mine, but not drawn: {UNDRAWN}, and draw it with: "
+        "jaxaudit report 'runs of mine'\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["monitor", "detect"])
+def test_scores_that_cannot_be_drawn_are_kept(command, nothing_to_draw_with, capsys, monkeypatch):
+    monkeypatch.setattr("jaxaudit.detection.monitored.monitor", lambda *arguments: None)
+    monkeypatch.setattr("jaxaudit.detection.folder.detect", lambda *arguments: [Path("out")])
+    Path("mine").mkdir()
+    Path("mine/spec.toml").write_text(GOOD)
+    given = {"monitor": ["a.csv", "--clean", "b.csv"], "detect": ["mine"]}
+    assert cli.main([command, *given[command], "-o", "out"]) == 0
+    assert capsys.readouterr().err == (
+        f"note: the results are stored in out, but not drawn: {UNDRAWN}, and draw them in Python: "
+        "from jaxaudit.report.detection import build; build('out')\n"
+    )
+
+
+def test_a_report_that_cannot_be_drawn(nothing_to_draw_with, capsys):
+    Path("mine/telemetry.zarr").mkdir(parents=True)
+    Path("mine/spec.toml").write_text(GOOD)
+    assert refusal(capsys, "report", "mine") == f"jaxaudit: nothing was drawn: {UNDRAWN}\n"
+
+
+def test_what_draws_may_be_there_without_what_it_needs(nothing_to_draw_with, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "altair")
+    monkeypatch.delitem(sys.modules, "vl_convert")
+    monkeypatch.setitem(sys.modules, "markupsafe", None)
+    Path("mine/telemetry.zarr").mkdir(parents=True)
+    Path("mine/spec.toml").write_text(GOOD)
+    said = refusal(capsys, "report", "mine")
+    assert "what draws figures and reports cannot be imported (import of markupsafe halted" in said
+    assert said.endswith("pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2' 'jinja2>=3.1,<4'\n")
+
+
+def test_a_fault_of_the_report_itself_is_not_taken_for_a_missing_package(nothing_to_draw_with, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxaudit.report", None)
+    Path("mine/telemetry.zarr").mkdir(parents=True)
+    Path("mine/spec.toml").write_text(GOOD)
+    assert cli.main(["report", "mine"]) == 1
+    assert "unexpected ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_what_draws_is_installed_as_the_package_asks_for_it():
+    asked = tomllib.loads((Path(cli.__file__).parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert set(cli.DRAWN_WITH.values()) <= set(asked)
 
 
 def test_print_spec(capsys):

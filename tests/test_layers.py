@@ -29,7 +29,7 @@ def test_only_the_command_line_makes_reports():
 
 
 LAYERS = (
-    ("errors", "machine", "interrupts", "hosts", "backends"),
+    ("source_tree", "errors", "machine", "interrupts", "hosts", "backends"),
     ("moments", "registry", "sharding", "paths", "tracing", "kernels"),
     ("metrics", "statistics", "perturbations", "taps", "learner", "optimizer", "sites"),
     ("task_kinds", "tasks", "text", "models", "dialogues", "learners"),

@@ -21,7 +21,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from jaxaudit import datasets
+from jaxaudit import datasets, source_tree
 from jaxaudit.batches import Batch, Plan, as_json, from_json
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
@@ -46,7 +46,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-VERSION = _version("jaxaudit")
+VERSION = source_tree.version()
 
 DERIVED = ("x_inst", "x_gen")
 """Channels computed from the telemetry when a run ends."""
@@ -282,7 +282,7 @@ def software(grid: Grid) -> dict[str, Any]:
     """What a grid is trained with: software, device and flags, and what it depends on besides."""
     devices = grid.program.devices
     return {
-        "jaxaudit": _version("jaxaudit"),
+        "jaxaudit": source_tree.version(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
