@@ -35,7 +35,10 @@ def parser(description: str, repetitions: int = 5) -> argparse.ArgumentParser:
 
 
 def prepare_jax(devices: int) -> None:
-    """One CPU device per core, as on the command line; no compilation cache: compile times are real."""
+    """So many CPU devices, one per core as on the command line; no compilation cache: compile times are real.
+
+    Where JAX finds a GPU, programs run there, and the CPU devices are idle.
+    """
     jax.config.update("jax_num_cpu_devices", devices)
     os.environ["JAXAUDIT_CACHE"] = "off"
 
@@ -85,27 +88,129 @@ def sb3(python: str, learner: str, steps: int, processes: int, threads: int, env
 
 
 def elsewhere(python: str, script: str, arguments: Sequence[Any], processes: int = 1) -> float:
-    """Seconds that a script here takes in processes of another Python side by side, warm-up left out.
+    """Seconds that a script here takes in processes of another Python side by side, warm-up left out."""
+    with WarmProcesses(python, script, arguments, processes) as running:
+        running.wait_until_ready()
+        return running.seconds()
 
-    It says "ready" when it is warm, begins at a word, and then gives its seconds as JSON.
+
+class WarmProcesses:
+    """A script of this folder in processes of its own: each says "ready" when warm, begins at a word, gives its seconds.
+
+    A script may do this several times, once for each of the variants it has been given.
+
+    Args:
+      python: the interpreter; with another one than this, this process's PYTHONPATH is not handed on.
+      script: its path relative to this folder.
+      arguments: of its command line.
+      processes: how many run side by side.
+      environment: variables beside this process's.
+      errors: where the processes' standard error goes.
     """
-    command = [python, str((Path(__file__).resolve().parent / script).resolve()), *map(str, arguments)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    # MuJoCo leaves a log of its warnings in the working directory; the other Python has packages of its own.
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    running = [subprocess.Popen(command, cwd=tempfile.gettempdir(), env=clean, **pipes) for _ in range(processes)]
-    try:
-        for process in running:
+
+    def __init__(
+        self,
+        python: str,
+        script: str,
+        arguments: Sequence[Any],
+        processes: int = 1,
+        environment: Mapping[str, str] | None = None,
+        errors: int | None = subprocess.DEVNULL,
+    ):
+        self._name = f"{script} under {python}"
+        command = [python, str((Path(__file__).resolve().parent / script).resolve()), *map(str, arguments)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        same = python == sys.executable  # another Python has packages of its own
+        inherited = {name: value for name, value in os.environ.items() if same or name != "PYTHONPATH"}
+        variables = inherited | dict(environment or {})
+        # MuJoCo leaves a log of its warnings in the working directory.
+        self._running = [
+            subprocess.Popen(command, cwd=tempfile.gettempdir(), env=variables, **pipes) for _ in range(processes)
+        ]
+
+    def wait_until_ready(self) -> None:
+        """Waits for every process; RuntimeError if one ends instead."""
+        for process in self._running:
             if process.stdout.readline().strip() != "ready":
-                sys.exit(f"{script} does not run under {python}: pip install -e .[bench]")
-        for process in running:
+                raise RuntimeError(f"{self._name} does not run: pip install -e .[bench]")
+
+    def seconds(self) -> float:
+        """Starts all ready processes at once: the seconds of the slowest."""
+        for process in self._running:
             process.stdin.write("go\n")
             process.stdin.flush()
-        return max(json.loads(process.stdout.readline())["seconds"] for process in running)
-    finally:
-        for process in running:
+        return max(json.loads(process.stdout.readline())["seconds"] for process in self._running)
+
+    def __enter__(self) -> WarmProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running:
             process.stdin.close()
-            process.wait(timeout=60)
+        for process in self._running:
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+class Lanes:
+    """Lanes of a learner, compiled by the engine that runs audits: `train()` trains them on.
+
+    Compiling begins here, in the background, so that several widths compile side by side; `wait()` ends it.
+
+    Args:
+      learner: what is trained.
+      seeds: how many; with perturbations each has a lane for every condition, the control included, else one lane.
+      rows: steps that one call trains.
+      perturbations: all of one onset, with windows that are data of the compiled program.
+      execution: how a device runs its lanes.
+      steps: of a run, which schedules depend on.
+    """
+
+    def __init__(
+        self,
+        learner: Any,
+        seeds: int,
+        rows: int,
+        perturbations: Sequence[Any] = (),
+        execution: str | int = "vmap",
+        steps: int = 10_000,
+    ):
+        from jaxaudit.batches import layout
+        from jaxaudit.execution.engine import Engine
+        from jaxaudit.grid import plan
+
+        self._begun = time.perf_counter()
+        grid = plan(learner, list(perturbations), seeds=seeds, steps=steps, tail=0, execution=execution)
+        self._engine, self._batch = Engine(grid, rows), layout(grid)[-1 if perturbations else 0]
+        self._engine.compile([self._batch])
+        self.lanes, self.rows = len(self._batch.seeds), rows
+        self._states: Any = None
+        self._step = 0
+
+    def wait(self) -> None:
+        """Waits for the compiler; sets `planned_bytes`, what the program needs, and `compile_seconds`."""
+        self.planned_bytes = self._engine.program_bytes(self._batch)
+        self._engine.initial_bytes(self._batch)
+        self.compile_seconds = time.perf_counter() - self._begun
+
+    def begin(self) -> None:
+        """Makes the lanes' first states, on the device, and waits."""
+        self._states, self._step = jax.block_until_ready(self._engine.initial(self._batch)), 0
+
+    def train(self) -> Mapping[str, Any]:
+        """Trains all lanes for `rows` steps and waits: their telemetry `[rows, lanes, ...]`."""
+        if self._states is None:
+            self.begin()
+        stop = self._step + self.rows
+        self._states, telemetry = self._engine.advance(self._batch, self._states, self._step, stop)
+        self._step = stop
+        return telemetry
+
+    def free(self) -> None:
+        """Lets the states' memory go."""
+        self._states = None
 
 
 class Advance:

@@ -176,7 +176,7 @@ def against_lanes(arguments):
         work[name] = lanes * arguments.iterations
         sizes = advance.compiled.memory_analysis()
         needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
-        memory[name] = needed * arguments.devices / lanes / 2**20
+        memory[name] = needed * len(jax.devices()) / lanes / 2**20
     timings = common.interleave(candidates, arguments.repetitions)
     rows = [(name, timing_rate(t, work[name]), f"{memory[name]:.2f}") for name, t in timings.items()]
     header = ("lanes", "iterations/s: median (lowest - highest)", "MiB per lane, compiled program")

@@ -76,33 +76,26 @@ def point(arguments) -> dict:
     """One point, in this process."""
     common.prepare_jax(arguments.devices)
     import jaxaudit as ja
-    from jaxaudit import grid
-    from jaxaudit.batches import layout
 
     lanes, execution = arguments.lanes[0], arguments.execution[0]
     execution = int(execution) if execution.isdigit() else execution
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
     learner = ja.learners.ppo(common.TASK, evaluations=0, **small)
-    plan = grid.plan(learner, [ja.lr_spike(10.0)], seeds=lanes, steps=100, execution=execution)
-    advance = common.Advance(plan.program, layout(plan)[0].lanes(plan), arguments.steps)
-    sizes = advance.compiled.memory_analysis()
-    needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    point = common.Lanes(learner, lanes, arguments.steps, execution=execution)
+    point.wait()
     unit = 1 if sys.platform == "darwin" else 1024
     compiling = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     before = forget_peak()
-
-    def once() -> None:
-        advance(1, 1 + arguments.steps)
-
-    timing = common.interleave({"advance": once}, arguments.repetitions)["advance"]
+    point.train()
+    timing = common.interleave({"train": lambda: point.train() and None}, arguments.repetitions)["train"]
     peak = max(compiling, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
     return {
         "lanes": lanes,
         "execution": str(execution),
         "env_steps": learner.samples_per_step,
         "seconds": list(timing.seconds),
-        "compile_seconds": advance.compile_seconds,
-        "compiled_bytes": needed * arguments.devices,
+        "compile_seconds": point.compile_seconds,
+        "compiled_bytes": point.planned_bytes,
         "run_bytes": max(0, status("VmHWM") - before) if before else float("nan"),
         "peak_bytes": peak,
     }

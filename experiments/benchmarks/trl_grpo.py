@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer at the shapes of `dialogues.py`: warms up, says "ready", trains at a word, gives seconds.
 
-Called by `common.elsewhere`: `python trl_grpo.py THREADS WIDTH DEPTH HEADS ITERATIONS LENGTHS`, by a Python with torch,
-transformers and trl. An iteration is 8 prompts of 2 tokens, 8 rows of each with up to 22 tokens more, and 2 epochs of 2
+Called by `common.WarmProcesses`: `python trl_grpo.py THREADS WIDTH DEPTH HEADS ITERATIONS LENGTHS`, by a Python with
+torch, transformers and trl. It trains on a GPU where there is one. An iteration is 8 prompts of 2 tokens, 8 rows of each with up to 22 tokens more, and 2 epochs of 2
 minibatches; no reference model, no tools and no held-out rows, which the other side has. Rows end after as many tokens
 as LENGTHS says, numbers with commas between them, of which each row draws one.
 """
@@ -31,8 +31,15 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 VOCABULARY, PROMPT, OWN, END = 21, 2, 22, 1
 PROMPTS, MEMBERS, EPOCHS, MINIBATCHES = 8, 8, 2, 2
-WARM = 20
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WARM = 5 if DEVICE == "cuda" else 20
 WORDS = ("<pad>", "<end>", *(f"w{i}" for i in range(VOCABULARY - 2)))
+
+
+def wait() -> None:
+    """Until the device has done what it was given."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 class Clock(TrainerCallback):
@@ -44,6 +51,7 @@ class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         """At the end of the last warm update."""
         if state.global_step == WARM * EPOCHS * MINIBATCHES:
+            wait()
             self.say("ready")
             sys.stdin.readline()
             self.begun = time.perf_counter()
@@ -53,16 +61,16 @@ class Ending(LogitsProcessor):
     """Lets each row end after so many tokens as it has drawn, and not before."""
 
     def __init__(self, lengths: list[int]):
-        self.lengths = torch.tensor(lengths)
+        self.lengths = torch.tensor(lengths, device=DEVICE)
         self.drawn = self.lengths
 
     def __call__(self, input_ids, scores):
         """Scores `[N, V]` of the next tokens, of which the end is possible, or all that is."""
         written = input_ids.shape[1] - PROMPT
         if written == 0:
-            self.drawn = self.lengths[torch.randint(len(self.lengths), (len(scores),))]
+            self.drawn = self.lengths[torch.randint(len(self.lengths), (len(scores),), device=DEVICE)]
         ends = (self.drawn == written + 1)[:, None]
-        is_end = (torch.arange(scores.shape[1]) == END)[None]
+        is_end = (torch.arange(scores.shape[1], device=DEVICE) == END)[None]
         return scores.masked_fill(ends ^ is_end, -torch.inf)
 
 
@@ -123,7 +131,7 @@ def main(threads: int, width: int, depth: int, heads: int, iterations: int, leng
             logging_strategy="no",
             save_strategy="no",
             report_to=[],
-            use_cpu=True,
+            use_cpu=DEVICE == "cpu",
             disable_tqdm=True,
             bf16=False,
             gradient_checkpointing=False,
@@ -138,6 +146,7 @@ def main(threads: int, width: int, depth: int, heads: int, iterations: int, leng
             callbacks=[clock],
         )
         trainer.train()
+        wait()
         say(json.dumps({"seconds": time.perf_counter() - clock.begun}))
 
 

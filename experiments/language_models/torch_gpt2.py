@@ -1,6 +1,11 @@
-"""GPT-2 by PyTorch and transformers: warms up, says "ready", trains at a word, gives seconds.
+"""GPT-2 by PyTorch and transformers: warms up, says "ready", trains at a word, gives seconds; once for each precision.
 
-Called by `common.elsewhere`: `python torch_gpt2.py THREADS BATCH LENGTH STEPS WIDTH LAYERS HEADS VOCABULARY`.
+Called by `common.WarmProcesses`:
+
+    python torch_gpt2.py THREADS BATCH LENGTH STEPS WIDTH LAYERS HEADS VOCABULARY [PRECISION ...]
+
+PRECISION is float32 (the default), tf32 (float32 whose products a GPU makes with 10 bits), bfloat16 (autocast) or
+bfloat16-compiled (the same under torch.compile). Attention is torch's own (sdpa). It runs on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -13,31 +18,69 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers_reference import build
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WARM_UP = 3
+
 
 def main(
-    threads: int, batch: int, length: int, steps: int, width: int, layers: int, heads: int, vocabulary: int
+    threads: int,
+    batch: int,
+    length: int,
+    steps: int,
+    width: int,
+    layers: int,
+    heads: int,
+    vocabulary: int,
+    precisions: list[str],
 ) -> None:
-    """Trains."""
+    """Trains a new model in each precision."""
     torch.set_num_threads(threads)
-    model = build(vocabulary, length, width, layers, heads)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=1e-4)
+    for precision in precisions:
+        torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+        model = build(vocabulary, length, width, layers, heads).to(DEVICE)
+        step = training_step(model, batch, length, vocabulary, precision)
+        torch.cuda.reset_peak_memory_stats() if DEVICE == "cuda" else None
+        for _ in range(WARM_UP if DEVICE == "cuda" else 1):
+            step()
+        wait()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            step()
+        wait()
+        peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
+        print(json.dumps({"seconds": time.perf_counter() - begun, "peak_bytes": peak}), flush=True)
+        del model, step
+        torch.cuda.empty_cache() if DEVICE == "cuda" else None
+
+
+def training_step(model, batch: int, length: int, vocabulary: int, precision: str):
+    """A function that trains `model` on a batch of random tokens with AdamW and clipping."""
+    bfloat16 = precision.startswith("bfloat16")
+    forward = torch.compile(model) if precision.endswith("compiled") else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=1e-4, fused=DEVICE == "cuda"
+    )
 
     def step() -> None:
-        tokens = torch.randint(0, vocabulary, (batch, length + 1))
+        tokens = torch.randint(0, vocabulary, (batch, length + 1), device=DEVICE)
         optimizer.zero_grad()
-        logits = model(tokens[:, :-1]).logits
-        cross_entropy(logits.reshape(-1, vocabulary), tokens[:, 1:].reshape(-1)).backward()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=bfloat16):
+            logits = forward(tokens[:, :-1]).logits
+            loss = cross_entropy(logits.reshape(-1, vocabulary), tokens[:, 1:].reshape(-1))
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    step()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step()
-    print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
+    return step
+
+
+def wait() -> None:
+    """Until the device has done what it was given."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:9]), precisions=sys.argv[9:] or ["float32"])

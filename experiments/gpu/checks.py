@@ -1,0 +1,343 @@
+"""Whether results are right on the device: parts of the measurement, which need no turn. Numbers are those of README.md.
+
+1 the same bits twice; 2 and in another process; 3 a neutral lane is its control; 4 a NaN stays in its lane; 5 the same
+without deterministic operations; 6 parity of CPU and device; 7 parity with transformers; 8 physics beside Gymnasium's;
+9 a run's folder: replayed, killed, resumed; 10 a run begun on a CPU, resumed on the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from part import ROOT, Part, compile_quickly
+
+FAMILIES = ("ppo-cartpole", "gpt2", "grpo", "ppo-mjx")
+
+
+def learner_of(family: str):
+    """A small learner of each family."""
+    import language_model
+
+    import jaxaudit as ja
+    from jaxaudit.tasks import named
+
+    small = {"num_envs": 2, "rollout_length": 16, "minibatch_size": 8, "epochs": 2, "evaluations": 0}
+    if family == "ppo-cartpole":
+        return ja.learners.ppo("CartPole-v1", **small)
+    if family == "ppo-mjx":
+        return ja.learners.ppo(named("InvertedPendulum-v5", "mjx"), **small)
+    if family == "gpt2":
+        return language_model.learner_of("nano", 4, 32, True, vocabulary=257)[0]
+    return ja.learners.grpo("hop", prompts=2, group_size=4, performance_rows=2, warm_start=2)
+
+
+def telemetry(learner, magnitudes: tuple[float, ...], **options) -> dict[str, np.ndarray]:
+    """Channels `[seed, condition, step, ...]` of an audit of 4 seeds x (control, a spike of each magnitude)."""
+    import jaxaudit as ja
+
+    spike = ja.lr_spike(ja.sweep(*magnitudes), onset=2, duration="end")
+    found = ja.audit(learner, [spike], seeds=4, steps=6, **options).telemetry
+    return {n: found[n].values for n in found.data_vars if found[n].dims[:2] == ("seed", "condition")}
+
+
+def bits(part: Part, *families: str) -> None:
+    """Checks 1 to 5: equality bit for bit within a grid, between two runs, and between grids."""
+    if part.tiny:
+        compile_quickly()
+    for family in families or (FAMILIES[:1] if part.tiny else FAMILIES):
+        try:
+            learner = learner_of(family)
+            first = telemetry(learner, (1.0, 10.0, 1e38))
+            second = telemetry(learner, (1.0, 10.0, 1e38))
+            tame = telemetry(learner, (1.0, 10.0, 2.0))
+            part.record(
+                f"bits, {family}",
+                twice_equal=equal(first, second),
+                neutral_is_control=equal(conditions(first, slice(1, 2)), conditions(first, slice(0, 1))),
+                nan_stays_in_its_lane=equal(conditions(first, slice(0, 3)), conditions(tame, slice(0, 3))),
+                last_lane_is_nan=bool(np.isnan(first["performance"][:, 3, -1]).any()),
+                digest=digest(first),
+                channels=len(first),
+            )
+        except Exception as error:
+            part.failed(f"bits, {family}", error)
+
+
+def conditions(channels: Mapping[str, np.ndarray], chosen: slice) -> dict[str, np.ndarray]:
+    """Some conditions of an audit's channels."""
+    return {name: values[:, chosen] for name, values in channels.items()}
+
+
+def equal(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
+    """Whether all channels have the same bits, NaNs of any payload apart."""
+    return all(np.array_equal(as_bits(left[name]), as_bits(right[name])) for name in left)
+
+
+def as_bits(values: np.ndarray) -> np.ndarray:
+    """float32 as integers, every NaN as the same one."""
+    values = np.ascontiguousarray(values, np.float32)
+    return np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
+
+
+def digest(channels: Mapping[str, np.ndarray]) -> str:
+    """Of all channels' bits, to compare processes by."""
+    found = hashlib.sha256()
+    for name in sorted(channels):
+        found.update(name.encode() + as_bits(channels[name]).tobytes())
+    return found.hexdigest()[:16]
+
+
+def parity(part: Part, *families: str) -> None:
+    """Check 6: the first two steps on this machine's CPU and on the device, from the same seeds."""
+    if part.tiny:
+        compile_quickly()
+    import jax
+
+    for family in families or (FAMILIES[:1] if part.tiny else FAMILIES):
+        try:
+            learner = learner_of(family)
+            cpu, device = (telemetry(learner, (10.0,), devices=jax.devices(p)[:1]) for p in ("cpu", None))
+            errors = dict(sorted(relative_errors(cpu, device, steps=2).items(), key=lambda pair: -pair[1]))
+            part.record(
+                f"parity of CPU and device, {family}",
+                precision=str(jax.config.jax_default_matmul_precision),
+                largest_errors=dict(list(errors.items())[:4]),
+                largest_error=next(iter(errors.values())),
+                median_error=float(np.median(list(errors.values()))),
+            )
+        except Exception as error:
+            part.failed(f"parity of CPU and device, {family}", error)
+
+
+def relative_errors(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray], steps: int) -> dict[str, float]:
+    """Each channel's largest difference in the control's first steps, relative to its largest value there."""
+    found = {}
+    for name in left:
+        a, b = (channels[name][:, 0, :steps].astype(np.float64) for channels in (left, right))
+        if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+            found[name] = float("inf")
+            continue
+        finite = np.isfinite(a)
+        scale = max(np.abs(a[finite]).max(initial=0.0), 1e-6)
+        found[name] = float(np.abs(a[finite] - b[finite]).max(initial=0.0) / scale)
+    return found
+
+
+def physics(part: Part, *tasks: str) -> None:
+    """Check 8: MJX on the device beside Gymnasium, a step from each of its states."""
+    sys.path.append(str(ROOT / "experiments" / "tasks"))
+    import jax
+    import parity as comparison
+
+    steps, width = (20, 10) if part.tiny else (1000, 1000)
+    for name in tasks or ("InvertedPendulum-v5",):
+        try:
+            env = comparison.build(name, "mjx")
+            errors = comparison.errors(env, comparison.reference(env, steps), width)
+            part.record(
+                f"MJX beside Gymnasium, {name}",
+                precision=str(jax.config.jax_default_matmul_precision),
+                error_99th_percentile=float(np.quantile(errors.observation, 0.99)),
+                largest_error=float(errors.observation.max()),
+                other_terminations=int(errors.termination.sum()),
+                rate=errors.rate,
+                unit="env steps/s",
+            )
+        except Exception as error:
+            part.failed(f"MJX beside Gymnasium, {name}", error)
+
+
+def transformers(part: Part) -> None:
+    """Check 7: GPT-2 beside transformers' on the same device, both in float32: logits, loss, gradients."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from jaxaudit.kernels.cross_entropy import cross_entropy
+    from jaxaudit.models import gpt2, gpt2_checkpoint
+
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    name, vocabulary, context = ("nano", 257, 64) if part.tiny else ("124m", 50257, 1024)
+    size = gpt2.SIZES[name]
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=context,
+            n_embd=size.width,
+            n_layer=size.depth,
+            n_head=size.heads,
+            **dropout,
+        )
+    )
+    model = gpt2.GPT2(vocabulary, context, size)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        params = jax.tree.map(jnp.asarray, gpt2_checkpoint.load(folder, model))
+    theirs = theirs.to(place)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (2, 65))
+    given = torch.tensor(tokens, device=place)
+    logits = theirs(given[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, vocabulary), given[:, 1:].reshape(-1))
+    loss.backward()
+
+    def ours(params):
+        hidden, _ = gpt2.apply(model, params, jnp.asarray(tokens[:, :-1]))
+        rows = hidden.reshape(-1, size.width)
+        weights, labels = jnp.full(len(rows), 1 / len(rows)), jnp.asarray(tokens[:, 1:]).reshape(-1)
+        return cross_entropy(rows, gpt2.embedding(params), labels, weights).loss, gpt2.logits(params, hidden)
+
+    (our_loss, our_logits), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
+    found = gpt2_checkpoint.tensors(gradient)
+    wanted = {n.removeprefix("transformer."): p.grad for n, p in theirs.named_parameters()}
+    errors = {n: frobenius(found[n], wanted[n.removeprefix("transformer.")]) for n in found}
+    part.record(
+        f"GPT-2 {name} beside transformers",
+        precision=str(jax.config.jax_default_matmul_precision),
+        loss=[float(our_loss), float(loss)],
+        logits_error=frobenius(our_logits, logits),
+        largest_gradient_error=max(errors.values()),
+        gradient=max(errors, key=errors.__getitem__),
+    )
+
+
+def frobenius(ours, theirs) -> float:
+    """The norm of the difference, relative to the other's norm."""
+    a, b = np.asarray(ours, np.float64), theirs.detach().cpu().double().numpy()
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+CARTPOLE = """
+[audit]
+name = "folder"
+seeds = 4
+steps = {steps}
+[task]
+kind = "registered"
+name = "CartPole-v1"
+[learner]
+kind = "ppo"
+num_envs = 4
+rollout_length = 32
+evaluations = 0
+[run]
+chunk = 4
+checkpoint_every = 1
+[metrics]
+window = 4
+hold = 4
+horizon = 4
+[[perturbation]]
+kind = "lr_spike"
+magnitude = [10, 100]
+onset = 0.4
+duration = 2
+"""
+
+PENDULUM = """
+[audit]
+name = "physics"
+seeds = 2
+steps = 12
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "ppo"
+num_envs = 2
+rollout_length = 16
+evaluations = 0
+[run]
+chunk = 2
+checkpoint_every = 1
+[metrics]
+window = 3
+hold = 3
+horizon = 3
+[[perturbation]]
+kind = "lr_spike"
+magnitude = 10
+onset = 0.5
+duration = 2
+"""
+
+
+def folder(part: Part) -> None:
+    """Checks 9 and 10, by the command line: run, replay, kill -9 and resume, and a CPU's run resumed on the device."""
+    with tempfile.TemporaryDirectory() as place:
+        here = Path(place)
+        (here / "cartpole.toml").write_text(CARTPOLE.format(steps=24 if part.tiny else 40))
+        (here / "pendulum.toml").write_text(PENDULUM)
+        whole, killed = here / "whole", here / "killed"
+        _report(part, "run", _command("run", here / "cartpole.toml", "-o", whole))
+        _report(part, "replay", _command("replay", whole))
+        was_killed = _killed(here / "cartpole.toml", killed)
+        _report(part, f"resume after kill -9 (killed: {was_killed})", _command("resume", killed))
+        different = _different(whole, killed)
+        part.record("folder: the resumed run's telemetry", equal=not different, different=different)
+        for spec, cpu_run in (("cartpole.toml", here / "cpu"), ("pendulum.toml", here / "cpu-physics")):
+            # With one device, as the GPU is: as many lanes to a device, the same layout.
+            was_killed = _killed(here / spec, cpu_run, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1")
+            done = _command("resume", cpu_run)
+            _report(part, f"resume of a CPU's run, {spec} (killed: {was_killed})", done)
+
+
+def _command(*words: object, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "jaxaudit", *map(str, words)]
+    place = {"cwd": tempfile.gettempdir(), "env": _environment(variables)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, **place)
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the command line, which chooses its own flags.
+
+    It runs elsewhere than in the repository's root, whose folder `jaxaudit` would come before the installed package.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAXAUDIT_CACHE")}
+    return {"XDG_CACHE_HOME": str(Path(tempfile.gettempdir()) / "jaxaudit-cache")} | inherited | dict(variables)
+
+
+def _report(part: Part, what: str, done: subprocess.CompletedProcess) -> None:
+    lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    words = [line[:250] for line in lines if line.startswith(("note", "bitwise", "largest", "jaxaudit:"))]
+    if not words or done.returncode:
+        words += [line[:250] for line in done.stderr.splitlines()[-3:]]
+    part.record(f"folder: {what}", exit_code=done.returncode, said=words)
+    print(done.stdout, done.stderr, file=sys.stderr, flush=True)
+
+
+def _killed(spec: Path, out: Path, **variables: str) -> bool:
+    """Starts a run and kills it when its first rows are written; whether it was still running then."""
+    command = [sys.executable, "-m", "jaxaudit", "run", str(spec), "-o", str(out)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    place = {"cwd": tempfile.gettempdir(), "env": _environment(variables)}
+    process = subprocess.Popen(command, start_new_session=True, **place, **quiet)
+    end = time.monotonic() + 150
+    while time.monotonic() < end and process.poll() is None and not list(out.glob("batches/*/attempt-*/rows-*.npz")):
+        time.sleep(0.01)
+    running = process.poll() is None
+    if running:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return running
+
+
+def _different(left: Path, right: Path) -> list[str]:
+    """Channels of two runs that are not bit for bit the same."""
+    import xarray
+
+    a, b = (xarray.open_zarr(run / "telemetry.zarr").load() for run in (left, right))
+    same = {name: np.array_equal(a[name], b[name], equal_nan=a[name].dtype.kind == "f") for name in a.data_vars}
+    return [name for name, is_same in same.items() if not is_same]

@@ -1,0 +1,269 @@
+"""Starts the parts of the measurement, gives them their turns on the device, stops late ones, prints the table last.
+
+    python schedule.py OUT                    # everything that is in PARTS
+    python schedule.py OUT --tiny             # the rehearsal: the same code at tiny sizes, on a CPU
+    python schedule.py OUT --only grpo trl    # some parts
+
+All parts compile side by side and say "ready"; one at a time measures. A part that is bound by the device's arithmetic may
+measure while others compile; one that is bound by launches waits until the cores are quiet, or until `--quiet-from`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from table import markdown
+
+HERE = Path(__file__).resolve().parent
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+EXPANDER = f"{DETERMINISTIC} --xla_gpu_enable_scatter_determinism_expander=true"
+GRAPHS = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
+HIGHEST = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85"}
+
+Kind = Literal["check", "device", "launches", "cores", "audit"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A part, as it is started.
+
+    Attributes:
+      name: under which its figures are written.
+      call: its script, its function and that one's arguments.
+      kind: "check" needs no turn; "device" is bound by arithmetic; "launches" wants quiet cores; "cores" measures the
+        CPUs; "audit" shares the device with other audits.
+      ready: seconds from its start in which it must ask for its turn, or, as a check, end.
+      turn: seconds that its turn may take.
+      flags: XLA's.
+      environment: variables beside.
+      rehearsed: whether it is part of a rehearsal; one that differs from another in flags alone is not.
+    """
+
+    name: str
+    call: str
+    kind: Kind
+    ready: float
+    turn: float = 0.0
+    flags: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    rehearsed: bool = True
+
+
+# In the order of their value: what time does not suffice for is last. Without deterministic operations until the end:
+# XLA then makes a loop of each scatter whose indices may repeat.
+PARTS = [
+    Planned("torch_gpt2", "baselines torch_gpt2", "device", 120, 70),
+    Planned("gpt2", "speed gpt2 bfloat16 1 4 8", "device", 240, 50, environment=MOST_MEMORY),
+    Planned("grpo", "speed grpo 8 64 256 1024", "launches", 240, 60),
+    Planned("ppo", "speed ppo 64 1024", "launches", 300, 80, environment=HIGHEST),
+    Planned("quadratic", "speed quadratic", "launches", 120, 20),
+    Planned("facts", "speed facts", "launches", 60, 30),
+    Planned("trl", "baselines trl", "launches", 90, 60),
+    Planned("bits", "checks bits", "check", 300, flags=DETERMINISTIC),
+    Planned("transformers", "checks transformers", "check", 150, environment=HIGHEST),
+    Planned("physics", "checks physics HalfCheetah-v5 InvertedPendulum-v5", "check", 240, environment=HIGHEST),
+    Planned("parity", "checks parity", "check", 300, flags=DETERMINISTIC, environment=HIGHEST),
+    Planned("ppo_wide", "speed ppo_wide 1 16", "launches", 300, 50, environment=HIGHEST),
+    Planned("folder", "checks folder", "check", 360),
+    Planned("grpo_highest", "speed grpo 1024", "launches", 240, 30, environment=HIGHEST, rehearsed=False),
+    Planned(
+        "gpt2_float32", "speed gpt2 float32 1 4", "device", 240, 40, environment=HIGHEST | MOST_MEMORY, rehearsed=False
+    ),
+    Planned("grpo_graphs", "speed grpo 8 1024", "launches", 240, 40, GRAPHS, rehearsed=False),
+    Planned("ppo_graphs", "speed ppo 64 1024", "launches", 300, 60, GRAPHS, HIGHEST, rehearsed=False),
+    Planned("gpt2_tf32", "speed gpt2 float32 1", "device", 240, 25, rehearsed=False),
+    Planned("halfcheetah", "audits audit halfcheetah", "audit", 60, 150),
+    Planned("gpt2_audit", "audits audit gpt2", "audit", 60, 150),
+    Planned("sb3", "baselines sb3", "cores", 60, 50),
+    Planned("cpu_ppo", "baselines cpu_ppo", "cores", 200, 40),
+    Planned("cpu_grpo", "baselines cpu_grpo", "cores", 200, 40),
+    Planned("grpo_mini", "speed grpo_mini 16 64", "device", 240, 30),
+    Planned(
+        "gpt2_deterministic", "speed gpt2 bfloat16 1", "device", 240, 40, DETERMINISTIC, MOST_MEMORY, rehearsed=False
+    ),
+    Planned("gpt2_expander", "speed gpt2 bfloat16 1", "device", 240, 40, EXPANDER, MOST_MEMORY, rehearsed=False),
+    Planned("grpo_deterministic", "speed grpo 8 1024", "launches", 240, 60, DETERMINISTIC, rehearsed=False),
+    Planned("grpo_expander", "speed grpo 8 1024", "launches", 240, 40, EXPANDER, rehearsed=False),
+    Planned("ppo_deterministic", "speed ppo 64", "launches", 300, 40, DETERMINISTIC, HIGHEST, rehearsed=False),
+    Planned("bits_again", "checks bits", "check", 300, flags=DETERMINISTIC, rehearsed=False),
+    Planned("bits_free", "checks bits", "check", 300, rehearsed=False),
+    Planned("physics_tf32", "checks physics HalfCheetah-v5", "check", 240, rehearsed=False),
+    Planned("parity_tf32", "checks parity", "check", 300, rehearsed=False),
+]
+
+
+class Running:
+    """A part's process, and what it has said."""
+
+    def __init__(self, planned: Planned, arguments: argparse.Namespace, figures: Figures, log: Any):
+        self.planned = planned
+        self.begun = time.monotonic()
+        self.ready = False
+        self.turn_ends: float | None = None
+        self._figures = figures
+        command = [sys.executable, str(HERE / "part.py"), *planned.call.split(), *["--tiny"] * arguments.tiny]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+        self._process = subprocess.Popen(
+            command, env=environment(planned, arguments.tiny), start_new_session=True, **pipes
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            if line.strip() == "ready":
+                self.ready = True
+            elif line.startswith("{"):
+                self._figures.add(self.planned.name, json.loads(line))
+
+    def give_turn(self, ends: float) -> None:
+        """Lets it measure until then."""
+        self.turn_ends = ends
+        try:
+            self._process.stdin.write(f"go {max(1.0, ends - time.monotonic() - 2):.0f}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:  # it has just ended
+            pass
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
+    @property
+    def measures(self) -> bool:
+        """Whether it has its turn now."""
+        return self.turn_ends is not None and not self.ended
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it uses the cores before its turn; a check does to its end."""
+        return not self.ready and not self.ended
+
+    def late(self, now: float) -> str:
+        """Why it is to be stopped; nothing while it is in time."""
+        if self.turn_ends is not None:
+            return "its turn was over" if now > self.turn_ends else ""
+        over = now - self.begun > self.planned.ready and not self.ready
+        return "" if not over else "not ready in time" if self.planned.kind != "check" else "took too long"
+
+    def stop(self, why: str) -> None:
+        """Kills it with all that it has started."""
+        if not self.ended:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._figures.add(self.planned.name, {"what": "stopped", "failed": why})
+        self._reader.join(timeout=5)
+
+
+class Figures:
+    """What parts hand in, written at once: a line of JSON each, with its second and who used the machine beside."""
+
+    def __init__(self, path: Path, begun: float):
+        self._path, self._begun, self._lock = path, begun, threading.Lock()
+        self.beside: list[str] = []
+
+    def add(self, part: str, figure: dict[str, Any]) -> None:
+        """Appends a figure."""
+        beside = [name for name in self.beside if name != part]
+        line = {"part": part, "second": round(time.monotonic() - self._begun, 1), **figure, "beside": beside}
+        with self._lock, self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def environment(planned: Planned, tiny: bool) -> dict[str, str]:
+    """The variables of a part's process."""
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    chosen = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # many processes share the device
+        "JAXAUDIT_CACHE": "off",
+        "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    if planned.flags:  # a CPU's compiler reads them too, and does not know what to do with a wrong name
+        chosen["XLA_FLAGS"] = planned.flags
+    if tiny:
+        chosen["JAX_PLATFORMS"] = "cpu"
+    if planned.kind == "audit":  # these take the command line's own way
+        chosen["XLA_FLAGS"] = DETERMINISTIC.replace("true", "false")
+        del chosen["JAXAUDIT_CACHE"]
+    return inherited | chosen | planned.environment
+
+
+def may_begin(candidate: Running, parts: list[Running], waiting: bool, quiet_now: bool) -> bool:
+    """Whether a part that is ready may have the device now."""
+    kind = candidate.planned.kind
+    busy = {part.planned.kind for part in parts if part.measures}
+    if kind in ("launches", "cores", "audit") and not quiet_now and (waiting or any(p.compiles for p in parts)):
+        return False
+    beside = {"device": {"cores"}, "launches": set(), "cores": {"device", "audit"}, "audit": {"cores", "audit"}}[kind]
+    return busy <= beside and not (kind == "cores" and "cores" in busy)
+
+
+def run(arguments: argparse.Namespace, out: Path, begun: float) -> list[str]:
+    """Runs the chosen parts to their end or to the end of the time; names of those that were never started."""
+    chosen = [p for p in PARTS if (p.name in arguments.only if arguments.only else p.rehearsed or not arguments.tiny)]
+    waiting, parts = list(chosen), []
+    figures = Figures(out / "figures.jsonl", begun)
+    end = begun + arguments.seconds
+    with (out / "log.txt").open("a", buffering=1) as log:
+        while time.monotonic() < end and (waiting or not all(part.ended for part in parts)):
+            now = time.monotonic()
+            compiling = [part for part in parts if part.compiles]
+            if waiting and len(compiling) < arguments.side_by_side:
+                parts.append(Running(waiting.pop(0), arguments, figures, log))
+            figures.beside = [p.planned.name for p in parts if p.compiles or p.measures]
+            for part in parts:
+                if not part.ended and (why := part.late(now)):
+                    part.stop(why)
+            quiet_now = arguments.tiny or now - begun > arguments.quiet_from
+            for part in sorted(parts, key=lambda part: chosen.index(part.planned)):
+                if not part.ready or part.ended or part.turn_ends is not None:
+                    continue
+                if may_begin(part, parts, bool(waiting), quiet_now):
+                    part.give_turn(min(now + part.planned.turn, end))
+            time.sleep(0.05)
+        for part in parts:
+            part.stop("the time was up")
+    return [planned.name for planned in waiting]
+
+
+def main() -> None:
+    """Runs the measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for figures.jsonl, log.txt, table.md and the audits' archives")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU; its numbers mean nothing")
+    parser.add_argument("--only", nargs="+", choices=[p.name for p in PARTS], metavar="PART", help="some parts")
+    parser.add_argument("--seconds", type=float, default=500, help="after which all is stopped (%(default)s)")
+    parser.add_argument(
+        "--side-by-side", type=int, default=max(2, (os.cpu_count() or 2) - 2), help="parts that compile"
+    )
+    parser.add_argument("--quiet-from", type=float, default=150, help="second from which nobody waits for quiet cores")
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ["MEASUREMENT"] = str(out)
+    os.environ.setdefault("AUDITS", str(out / "audits"))
+    never = run(arguments, out, begun)
+    figures = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
+    table = markdown(figures)
+    if never:
+        table += f"\n\nnever started: {', '.join(never)}"
+    (out / "table.md").write_text(table + "\n")
+    print(table, f"\n\n{time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""How fast jaxaudit trains lanes, and what the device can do at most: parts of the measurement, one function each."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+from part import Part, compile_quickly, device_memory
+
+PACKAGES = (
+    "jaxaudit jax jaxlib jax-cuda13-plugin jax-cuda12-plugin flax optax orbax-checkpoint chex numpy scipy xarray zarr "
+    "mujoco mujoco-mjx brax torch transformers trl stable-baselines3"
+).split()
+
+
+def _prepare(part: Part) -> None:
+    if part.tiny:
+        compile_quickly()
+
+
+# What the device can do.
+
+
+def facts(part: Part) -> None:
+    """Versions, the memory's bandwidth, the rates of products, and what a launch in a loop costs."""
+    import jax
+    import jax.numpy as jnp
+
+    part.record("versions", python=platform.python_version(), cores=os.cpu_count(), packages=dict(_versions()))
+    part.record("device", devices=[str(d) for d in jax.devices()], kind=jax.devices()[0].device_kind, **device_memory())
+    part.wait_for_turn()
+    size = 2**20 if part.tiny else 2**29
+    x = jax.random.normal(jax.random.key(0), (size,))
+    seconds = _median_seconds(jax.jit(lambda x: x * 1.5 + 1), x)
+    part.record("copy", rate=8 * size / seconds, unit="bytes/s")
+    del x
+    n = 256 if part.tiny else 8192
+    left, right = (jax.random.normal(jax.random.key(i), (n, n)) for i in (1, 2))
+    exact = np.asarray(jnp.matmul(left[:64], right, precision="highest"), np.float64)
+    for name, dtype, precision in (
+        ("bfloat16", jnp.bfloat16, None),
+        ("float32, precision highest", jnp.float32, "highest"),
+        ("float32, default precision", jnp.float32, None),
+    ):
+        product = jax.jit(lambda a, b, precision=precision: jnp.matmul(a, b, precision=precision))
+        a, b = left.astype(dtype), right.astype(dtype)
+        error = np.linalg.norm(np.asarray(product(a, b)[:64], np.float64) - exact) / np.linalg.norm(exact)
+        rate = 2 * n**3 / _median_seconds(product, a, b)
+        part.record(f"product of matrices, {name}", rate=rate, unit="FLOP/s", n=n, relative_error=float(error))
+    turns = 200 if part.tiny else 2000
+    for name, loop, arguments in _loops(turns):
+        seconds = _median_seconds(jax.jit(loop), *arguments, repetitions=5)
+        part.record(f"a turn of {name}", microseconds=1e6 * seconds / turns)
+
+
+def _versions() -> Iterator[tuple[str, str | None]]:
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, None
+
+
+def _median_seconds(function: Callable, *arguments, repetitions: int = 10) -> float:
+    import jax
+
+    jax.block_until_ready(function(*arguments))
+    seconds = []
+    for _ in range(repetitions):
+        begun = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        seconds.append(time.perf_counter() - begun)
+    return float(np.median(seconds))
+
+
+def _loops(turns: int) -> Iterable[tuple[str, Callable, tuple]]:
+    """Loops of which everything that is bound by launches is made."""
+    import jax
+    import jax.numpy as jnp
+
+    def counted(x):
+        return jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, None, length=turns)[0]
+
+    def until(x):
+        def going_on(carry):
+            return (carry[1] < turns) & (carry[0][0] < 2)  # known to the device alone
+
+        return jax.lax.while_loop(going_on, lambda carry: (jnp.sin(carry[0]), carry[1] + 1), (x, jnp.int32(0)))[0]
+
+    def branch(x, chosen):
+        def body(x, _):
+            return jax.lax.cond(chosen > 0, jnp.sin, lambda x: x, x), None
+
+        return jax.lax.scan(body, x, None, length=turns)[0]
+
+    def ten(x):
+        def body(x, _):
+            for _ in range(5):  # sorts are not fused with anything
+                x = jnp.sort(jnp.sin(x))
+            return x, None
+
+        return jax.lax.scan(body, x, None, length=turns)[0]
+
+    x = jnp.ones(64)
+    return (
+        ("a counted loop of one kernel", counted, (x,)),
+        ("a loop that data end", until, (x,)),
+        ("a loop with a branch on data", branch, (x, jnp.int32(1))),
+        ("a counted loop of ten kernels", ten, (x,)),
+    )
+
+
+# Lanes of learners.
+
+
+def measure(part: Part, lanes, work: float, what: str, unit: str, repetitions: int = 5) -> None:
+    """Records the rate at which compiled lanes train: `work` is what a step of one lane counts for.
+
+    What does not fit in memory is recorded as failed, and the next is tried.
+    """
+    try:
+        begun = time.perf_counter()
+        lanes.begin()
+        beginning = time.perf_counter() - begun
+        telemetry = lanes.train()
+        seconds: list[float] = []
+        while len(seconds) < repetitions and (not seconds or part.seconds_left > 3 * max(seconds)):
+            begun = time.perf_counter()
+            telemetry = lanes.train()
+            seconds.append(time.perf_counter() - begun)
+    except Exception as error:
+        part.failed(what, error, lanes=lanes.lanes)
+        return
+    finally:
+        lanes.free()
+    part.record(
+        what,
+        lanes=lanes.lanes,
+        rate=lanes.lanes * lanes.rows * work / float(np.median(seconds)),
+        unit=unit,
+        milliseconds_a_step=1e3 * float(np.median(seconds)) / lanes.rows,
+        seconds=seconds,
+        steps=lanes.rows,
+        compile_seconds=round(lanes.compile_seconds, 1),
+        initial_seconds=round(beginning, 2),
+        planned_bytes=lanes.planned_bytes,
+        **device_memory(),
+        means={n: float(np.nanmean(telemetry[n])) for n in ("performance", "loss") if n in telemetry},
+    )
+
+
+def measure_all(part: Part, compiling: list, work: float, what: str, unit: str, repetitions: int = 5) -> None:
+    """Waits for the compiler and for the turn, then measures one after the other."""
+    compiled = []
+    for lanes in compiling:
+        try:
+            lanes.wait()
+            compiled.append(lanes)
+        except Exception as error:
+            part.failed(what, error, lanes=lanes.lanes)
+    part.wait_for_turn()
+    for lanes in compiled:
+        measure(part, lanes, work, what, unit, repetitions)
+
+
+def quadratic(part: Part) -> None:
+    """Gradient descent on a quadratic, the README's own learner: what the program around a learner costs."""
+    _prepare(part)
+    import common
+    import jax
+    import jax.numpy as jnp
+
+    import jaxaudit as ja
+
+    curvature, rate = 2.0, 0.01
+
+    def init(key):
+        return jax.random.normal(key, (3,))
+
+    def step(x, key, taps):
+        x = taps("params", x)
+        gradient = taps("gradient", curvature * x)
+        x = x - taps("learning_rate", rate) * gradient
+        return x, {"performance": -0.5 * curvature * jnp.sum(x**2)}
+
+    learner, spike = ja.Learner(init, step), [ja.lr_spike(10.0, onset=1, duration="end")]
+    widths = (100, 1_000) if part.tiny else (1_000, 10_000, 100_000, 1_000_000)
+    compiling = [common.Lanes(learner, width // 2, 200, spike) for width in widths]
+    measure_all(part, compiling, 1, "quadratic", "lane steps/s")
+
+
+def grpo_learner(tiny: bool, **settings):
+    """GRPO on hop after a warm start, at the shapes of `dialogues.py`, without held-out rows, which TRL has not."""
+    import jaxaudit as ja
+
+    few = {"prompts": 2, "group_size": 2, "performance_rows": 2, "microbatches": 1, "epochs": 1} if tiny else {}
+    same = {
+        "size": "micro",
+        "kl": "none",
+        "kl_coefficient": 0.0,
+        "warm_start": 0 if tiny else 150,
+        "telemetry": "basic",
+        "performance_every": 1_000,
+        "old_log_probability": "sampled",
+    }
+    return ja.learners.grpo("hop", **few | same | settings)
+
+
+def grpo(part: Part, *widths: str) -> None:
+    """GRPO, 0.1M parameters."""
+    _prepare(part)
+    import common
+
+    learner = grpo_learner(part.tiny)
+    chosen = (2,) if part.tiny else [int(width) for width in widths]
+    compiling = [common.Lanes(learner, width, 2 if part.tiny else 10) for width in chosen]
+    measure_all(part, compiling, 1, "GRPO on hop, 0.1M", "lane iterations/s", 3)
+
+
+def grpo_mini(part: Part, *widths: str) -> None:
+    """GRPO, 11M parameters, without a warm start: rows fill their slots."""
+    _prepare(part)
+    import common
+
+    learner = grpo_learner(part.tiny, size="micro" if part.tiny else "mini", warm_start=0)
+    chosen = (2,) if part.tiny else [int(width) for width in widths]
+    measure_all(part, [common.Lanes(learner, w, 2) for w in chosen], 1, "GRPO on hop, 11M", "lane iterations/s", 3)
+
+
+def ppo_learner(tiny: bool, physics: str = "mjx", **settings):
+    """PPO on HalfCheetah-v5, Table S2's settings unless others are given."""
+    import jaxaudit as ja
+    from jaxaudit.tasks import named
+
+    small = {"num_envs": 2, "rollout_length": 8, "minibatch_size": 8, "epochs": 2} if tiny else {}
+    task = named("InvertedPendulum-v5" if tiny else "HalfCheetah-v5", physics)
+    return ja.learners.ppo(task, evaluations=0, telemetry="basic", **settings | small)
+
+
+def ppo(part: Part, *widths: str) -> None:
+    """PPO at Table S2's 8 environments a lane, on MJX."""
+    _prepare(part)
+    import common
+
+    learner = ppo_learner(part.tiny)
+    compiling = [common.Lanes(learner, w, 1) for w in ((2,) if part.tiny else [int(width) for width in widths])]
+    measure_all(part, compiling, learner.samples_per_step, "PPO on HalfCheetah, MJX, Table S2", "env steps/s", 2)
+
+
+def ppo_wide(part: Part, *widths: str) -> None:
+    """PPO with 2,048 environments a lane, as trainers on GPUs have them, on MJX."""
+    _prepare(part)
+    import common
+
+    learner = ppo_learner(part.tiny, num_envs=2048, rollout_length=32, minibatch_size=8192, epochs=4)
+    compiling = [common.Lanes(learner, w, 1) for w in ((2,) if part.tiny else [int(width) for width in widths])]
+    what = "PPO on HalfCheetah, MJX, 2,048 environments a lane"
+    measure_all(part, compiling, learner.samples_per_step, what, "env steps/s", 2)
+
+
+def gpt2(part: Part, precision: str, *widths: str) -> None:
+    """GPT-2 124M on batches of 8 x 1,024 tokens: a training step at several widths, and an audited one."""
+    _prepare(part)
+    import common
+    import language_model
+
+    size, batch, length, vocabulary = ("nano", 2, 16, 257) if part.tiny else ("124m", 8, 1024, 50257)
+    chosen = (1,) if part.tiny else [int(width) for width in widths]
+    tried = [(False, width) for width in chosen] + [(True, chosen[0])]
+    rows, compiling = 2 if part.tiny else 5, []
+    for audited, width in tried:
+        learner, _ = language_model.learner_of(size, batch, length, audited, vocabulary, precision=precision)
+        compiling.append(common.Lanes(learner, width, rows, steps=100_000))
+    names = {False: f"GPT-2 {size}, {precision}, training step", True: f"GPT-2 {size}, {precision}, audited step"}
+    compiled = []
+    for (audited, _), lanes in zip(tried, compiling, strict=True):
+        try:
+            lanes.wait()
+            compiled.append((names[audited], lanes))
+        except Exception as error:
+            part.failed(names[audited], error, lanes=lanes.lanes)
+    part.wait_for_turn()
+    for name, lanes in compiled:
+        measure(part, lanes, batch * length, name, "tokens/s")
