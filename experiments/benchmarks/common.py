@@ -95,7 +95,7 @@ def elsewhere(python: str, script: str, arguments: Sequence[Any], processes: int
 
 
 class WarmProcesses:
-    """A script of this folder in processes of its own: each says "ready" when warm, begins at a word, gives its seconds.
+    """A script of this folder in processes of its own, each of which says "ready", begins at a word, gives its seconds.
 
     A script may do this several times, once for each of the variants it has been given.
 

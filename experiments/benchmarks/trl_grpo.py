@@ -1,9 +1,10 @@
 """TRL's GRPOTrainer at the shapes of `dialogues.py`: warms up, says "ready", trains at a word, gives seconds.
 
 Called by `common.WarmProcesses`: `python trl_grpo.py THREADS WIDTH DEPTH HEADS ITERATIONS LENGTHS`, by a Python with
-torch, transformers and trl. It trains on a GPU where there is one. An iteration is 8 prompts of 2 tokens, 8 rows of each with up to 22 tokens more, and 2 epochs of 2
-minibatches; no reference model, no tools and no held-out rows, which the other side has. Rows end after as many tokens
-as LENGTHS says, numbers with commas between them, of which each row draws one.
+torch, transformers and trl. It trains on a GPU where there is one. An iteration is 8 prompts of 2 tokens, 8 rows of
+each with up to 22 tokens more, and 2 epochs of 2 minibatches; no reference model, no tools and no held-out rows, which
+the other side has. Rows end after as many tokens as LENGTHS says, numbers with commas between them, of which each row
+draws one.
 """
 
 from __future__ import annotations

@@ -22,9 +22,22 @@ RATIOS = (
     ("GPT-2 124m, float32, training step", 1, "PyTorch GPT-2, sdpa, float32", 1.0),
     ("GRPO on hop, 0.1M", 1024, "TRL GRPO, 0.1M", 300.0),
 )
-"""What is measured, at how many lanes; what it is compared with on the same device; the ratio it is to have at least."""
+"""What is measured, at how many lanes; with what it is compared on the same machine; the least ratio that is wanted."""
 
-LEFT_OUT = ("what", "part", "second", "beside", "rate", "unit", "lanes", "seconds", "channels")
+LEFT_OUT = (
+    "what",
+    "part",
+    "second",
+    "beside",
+    "rate",
+    "unit",
+    "lanes",
+    "seconds",
+    "steps",
+    "channels",
+    "bytes_limit",
+    "bytes_in_use",
+)
 
 
 def markdown(figures: Iterable[Mapping[str, Any]]) -> str:
