@@ -14,8 +14,9 @@ import platform
 import socket
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def cores() -> int:
@@ -60,6 +61,12 @@ def planned_threads(folder: Path) -> int | None:
         return int(json.loads((folder / "plan.json").read_text(encoding="utf-8"))["threads"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def platform_of(environment: Mapping[str, Any]) -> str:
+    """Whether a run's environment.json tells of CPUs, "cpu", or of an accelerator, "gpu"; "" where it does not tell."""
+    kind = environment.get("device_kind")
+    return "" if kind is None else "cpu" if kind == "cpu" else "gpu"
 
 
 def use_cpus() -> None:

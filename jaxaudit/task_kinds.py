@@ -29,6 +29,9 @@ Another package registers its class in the entry-point group `jaxaudit.task_kind
 a path says so, as `name` does here: the path of what exists is made absolute when a spec is read, so that a run goes on
 from any folder, and the `words` are no paths.
 
+A kind whose "auto" is one simulation on a CPU and another on a GPU has the members of `Simulated` beside these, so that
+a run keeps the one that it was begun with.
+
 Where the name decides what keys there are beside it, the fields are `name` and `settings`, and a class method
 `named(name)` gives the dataclass of the settings, whose fields the keys are.
 """
@@ -36,7 +39,7 @@ Where the name decides what keys there are beside it, the fields are `name` and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxaudit.registry import task_kinds
 
@@ -65,6 +68,38 @@ class Task(Protocol):
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
         """The names there are, each with what it is: for a list of the tasks."""
+
+
+@runtime_checkable
+class Simulated(Protocol):
+    """What a task has besides where the kind of device decides which engine simulates it, unless a spec does."""
+
+    @property
+    def engine(self) -> str:
+        """The engine's name; "auto" where it is left to the device, "" for a task that has no choice of engines."""
+
+    def engine_on(self, platform: str) -> str:
+        """The engine that "auto" is on a platform, by JAX's name: "cpu", "gpu" or "tpu"."""
+
+    def runs_on(self, platform: str) -> bool:
+        """Whether the task's engine can run on a platform."""
+
+    def simulated_by(self, engine: str) -> Task:
+        """The task with another engine."""
+
+
+def resolved(task: Task, platform: str) -> Task:
+    """The task with the engine that it has on a platform, where that is left to the device."""
+    if isinstance(task, Simulated) and task.engine == "auto":
+        return task.simulated_by(task.engine_on(platform))
+    return task
+
+
+def resolved_like(task: Task, other: Task) -> Task:
+    """The task with the engine of another, where its own is left to the device; as it is where the other has none."""
+    if isinstance(task, Simulated) and task.engine == "auto" and isinstance(other, Simulated) and other.engine:
+        return task.simulated_by(other.engine)
+    return task
 
 
 def fitting(task: Any, needs: str, learner: str) -> Any:

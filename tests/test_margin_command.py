@@ -106,6 +106,21 @@ def test_a_second_call_trains_nothing_and_a_finer_one_goes_on(finished, run, cap
     assert len(after) > len(before)
 
 
+def test_a_search_that_kept_auto_is_one_with_the_physics_its_devices_had(finished, run, capsys, monkeypatch):
+    shutil.copytree(finished / "searched/margins", run / "margins")
+    kept = run / "margins/search.json"
+    told = json.loads(kept.read_text())
+    assert 'physics = "c"' in told["spec"]
+    told["spec"] = [line.replace('physics = "c"', 'physics = "auto"') for line in told["spec"]]
+    kept.write_text(json.dumps(told))
+    monkeypatch.setattr(trainers, "fit", lambda *a, **k: pytest.fail("something was trained"))
+    assert cli.main(["margin", "run"]) == 0
+    capsys.readouterr()
+    told["environment"]["device_kind"] = "NVIDIA H200"
+    kept.write_text(json.dumps(told))
+    assert "run/margins holds a search with another spec" in refusal(capsys, "margin", "run")
+
+
 def test_workers_find_what_one_process_finds(run, monkeypatch):
     backend = Calls()
     monkeypatch.setattr(trainers, "opened", backend.opened)

@@ -13,8 +13,12 @@ import xarray as xr
 
 from jaxaudit import registry
 from jaxaudit.errors import UserError
+from jaxaudit.machine import platform_of
 from jaxaudit.metastate.channels import series
+from jaxaudit.specification.sections import read_task, task_values
+from jaxaudit.specification.tables import Table
 from jaxaudit.stored import CONTROL, Run, load
+from jaxaudit.task_kinds import resolved
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,18 @@ def _finished(folder: Path) -> Run:
 
 def _same(run: Run) -> str:
     """What runs of one learner have in common."""
-    return repr((run.spec.get("task"), run.spec.get("learner"), run.steps))
+    return repr((_task(run), run.spec.get("learner"), run.steps))
+
+
+def _task(run: Run) -> Any:
+    """A run's [task]; physics "auto", which earlier versions stored, are those that its devices had."""
+    task, platform = run.spec.get("task"), platform_of(run.environment)
+    if not isinstance(task, dict) or task.get("physics") != "auto" or not platform:
+        return task
+    try:
+        return task_values(resolved(read_task(Table({"task": task}, str(run.folder), ("task",))), platform))
+    except UserError:  # of a kind, or by a name, that is not known here
+        return task
 
 
 def _lanes(title: str, runs: Sequence[Run], channels: Sequence[str] | None) -> Lanes:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxaudit.backends.backend import Workers
 from jaxaudit.errors import Interrupted, UserError
+from jaxaudit.machine import platform_of
 from jaxaudit.margins.pool import pending, rounds
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
 from jaxaudit.margins.search import Settings
@@ -158,9 +159,11 @@ class _Place:
 
 
 def _spec(asked: dict[str, Any]) -> Spec | None:
+    """What an earlier search was of; physics "auto", which earlier versions kept, are those that its devices had."""
     try:
-        return parse("\n".join(asked["spec"]))
-    except (KeyError, TypeError, UserError):
+        spec = parse("\n".join(asked["spec"]))
+        return spec.resolved(platform_of(asked.get("environment", {})))
+    except (KeyError, TypeError, AttributeError, UserError):
         return None
 
 

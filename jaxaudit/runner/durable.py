@@ -172,10 +172,14 @@ def begin(spec: str, place: str, folder: str, lay_out: dict, source: str | None 
 def _begun(
     spec: Spec, folder: Path, lay_out: Layout, source: Path | None = None
 ) -> Iterator[tuple[Folder, Spec, Engine, Plan]]:
-    """A run that begins, held. What it needs from a `source` is copied before it counts as begun."""
+    """A run that begins, held. What it needs from a `source` is copied before it counts as begun.
+
+    Its spec says which engine simulates the task: the one of these devices, or of the run that it goes on from.
+    """
     forked = None
+    like = None if lay_out.like is None else open_run(Path(lay_out.like))
     if source is None:
-        spec = spec.expanded()
+        spec = (spec.resolved_like(like[1]) if like else spec.resolved()).expanded()
         grid = spec.build()
     else:
         forked, spec, grid, ran = open_onsets(source, spec)
@@ -191,11 +195,11 @@ def _begun(
             measured: dict[str, float] = {}
             if hosts.several() and grid.program.execution == "auto":  # to measure takes all
                 grid = replace(grid, program=replace(grid.program, execution="vmap"))
-            if lay_out.like is None:
+            if like is None:
                 grid, measured = interruptible(partial(settle, grid, rows, deal, beside=lay_out.beside))
                 _tell_choice(grid, measured)
             else:
-                grid, taken = _planned_like(Path(lay_out.like), spec, grid)
+                grid, taken = _planned_like(like, spec, grid)
                 deal = partial(_given, taken)
             engine, plan, _ = interruptible(partial(memory.fit, grid, rows, partial(deal, grid), beside=lay_out.beside))
             check_space(grid, plan, engine, folder)
@@ -215,15 +219,17 @@ def _given(plan: Plan, *_: object) -> Plan:
     return plan
 
 
-def _planned_like(folder: Path, spec: Spec, grid: Grid) -> tuple[Grid, Plan]:
-    """A grid with another run's execution and devices, and that run's plan."""
-    store, old, ran = open_run(folder)
-    check_kept(spec, old, f"to take the plan of {folder}, the spec must keep its", "perturbations")
+def _planned_like(like: tuple[Folder, Spec, Grid], spec: Spec, grid: Grid) -> tuple[Grid, Plan]:
+    """A grid with the execution and devices of another run, which is opened, and that run's plan."""
+    store, old, ran = like
+    check_kept(spec, old, f"to take the plan of {store.path}, the spec must keep its", "perturbations")
     check_provenance(store, ran)
-    check_monitor(folder, ran, grid)
+    check_monitor(store.path, ran, grid)
     plan = store.read_plan(ran)
-    like = ran.program
-    program = replace(grid.program, execution=like.execution, devices=like.devices, model_devices=like.model_devices)
+    theirs = ran.program
+    program = replace(
+        grid.program, execution=theirs.execution, devices=theirs.devices, model_devices=theirs.model_devices
+    )
     return replace(grid, program=program, batch=max(len(batch.seeds) for batch in plan)), plan
 
 

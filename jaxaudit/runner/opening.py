@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+
 from jaxaudit.errors import UserError
 from jaxaudit.grid import Grid
+from jaxaudit.machine import platform_of
 from jaxaudit.runner.store import VERSION, Folder
 from jaxaudit.specification.document import Spec, load
+from jaxaudit.task_kinds import Simulated
 
 EARLIER = "0.1."
 """How versions begin whose runs cannot be gone on with."""
@@ -17,9 +21,10 @@ EARLIER = "0.1."
 def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     """The run in a folder, on as many devices as it was begun on if they are there.
 
-    How many share a lane is the spec's to say: states are the same in a checkpoint.
+    How many share a lane is the spec's to say: states are the same in a checkpoint. Its physics are those it was begun
+    with: runs of earlier versions stored "auto", which is what the devices had that they were begun on.
 
-    Raises UserError if there is none, or it is an earlier version's.
+    Raises UserError if there is none, it is an earlier version's, or its physics cannot run here.
     """
     store = Folder(Path(folder))
     if not store.spec.is_file():
@@ -30,7 +35,8 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
             f"the run in {folder} was made by jaxaudit {made}: {VERSION} can report and read it, not go on with it; "
             "run its spec again"
         )
-    spec = load(store.spec)
+    spec = load(store.spec).resolved(platform_of(recorded))
+    _check_engine(folder, spec)
     grid = spec.build()
     devices = recorded.get("devices")
     if isinstance(devices, int) and 0 < devices < len(grid.program.devices):
@@ -65,6 +71,7 @@ def open_onsets(folder: Path, spec: Spec | None = None) -> tuple[Folder, Spec, G
     store, old, ran = open_finished(folder)
     if spec is None:
         return store, replace(old, source=str(store.spec)), replace(ran, tail=0), ran
+    spec = spec.resolved_like(old)
     check_kept(spec, old, "the spec must keep the run's")
     spec = spec.expanded()
     grid = replace(spec.build(), tail=0)
@@ -80,9 +87,24 @@ def open_onsets(folder: Path, spec: Spec | None = None) -> tuple[Folder, Spec, G
 def check_kept(spec: Spec, old: Spec, must: str, *also: str) -> None:
     """Raises UserError where a spec differs from another in what is trained."""
     differing = [t for t in ("task", "learner", *also) if getattr(old, t) != getattr(spec, t)]
+    if "task" in differing and isinstance(old.task, Simulated) and isinstance(spec.task, Simulated):
+        then, now = old.task.engine, spec.task.engine
+        if then and spec.task.simulated_by(then) == old.task:
+            differing[0] = f"task (physics {then!r}, not {now!r})"
     differing += [k for k in ("seeds", "steps", "telemetry") if getattr(old.audit, k) != getattr(spec.audit, k)]
     if differing:
         raise UserError(f"{must} {' and '.join(differing)}")
+
+
+def _check_engine(folder: Path, spec: Spec) -> None:
+    """Raises UserError where what simulates a run's task cannot run on the devices here."""
+    task, here = spec.task, jax.default_backend()
+    if isinstance(task, Simulated) and not task.runs_on(here):
+        raise UserError(
+            f"the run in {folder} was begun with physics {task.engine!r} and needs it, and here, where JAX runs on "
+            f"{here!r}, physics would be {task.engine_on(here)!r}: set JAX_PLATFORMS=cpu to keep JAX to the CPU, or "
+            "run its spec again in another folder"
+        )
 
 
 def check_provenance(store: Folder, grid: Grid) -> None:

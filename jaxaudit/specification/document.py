@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
 from jaxaudit.grid import Grid, plan
@@ -35,7 +37,7 @@ from jaxaudit.specification.sections import (
 )
 from jaxaudit.specification.tables import Table, given, to_text
 from jaxaudit.specification.trial import misfits
-from jaxaudit.task_kinds import Task
+from jaxaudit.task_kinds import Task, resolved, resolved_like
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,17 @@ class Spec:
                 "perturbation": [entry.values() for entry in self.perturbations] or None,
             }
         )
+
+    def resolved(self, platform: str = "") -> Spec:
+        """The spec with the engine of its task named, where `physics = "auto"` leaves that to the device.
+
+        `platform`: JAX's name of the kind of device; empty: the kind there is here.
+        """
+        return dataclasses.replace(self, task=resolved(self.task, platform or jax.default_backend()))
+
+    def resolved_like(self, other: Spec) -> Spec:
+        """The spec with the engine of another's task, where `physics = "auto"` leaves it open."""
+        return dataclasses.replace(self, task=resolved_like(self.task, other.task))
 
     def expanded(self) -> Spec:
         """The spec with every `dimension` entry replaced by the kinds it stands for.

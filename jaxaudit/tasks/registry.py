@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -26,7 +26,7 @@ class Registered:
     Attributes:
       name: that it is registered under.
       physics: "c" is C MuJoCo on the host's cores, "mjx" is MuJoCo in JAX; "auto" is "c" where JAX runs on a CPU, and
-        "mjx" elsewhere. It does not matter to a task that is not MuJoCo's.
+        "mjx" elsewhere; the spec that a run stores says which. It does not matter to a task that is not MuJoCo's.
     """
 
     kind: ClassVar[str] = "registered"
@@ -44,14 +44,32 @@ class Registered:
         task = tasks[self.name]
         if not isinstance(task, MujocoTask):
             return task()
+        engine = self.engine_on(jax.default_backend()) if self.physics == "auto" else self.physics
         # Each engine is imported when it is wanted: they are slow to load.
-        if self.physics == "c" or (self.physics == "auto" and jax.default_backend() == "cpu"):
+        if engine == "c":
             from jaxaudit.tasks.engine_c import CMujocoEnv
 
             return CMujocoEnv(task)
         from jaxaudit.tasks.engine_mjx import MjxEnv
 
         return MjxEnv(task)
+
+    @property
+    def engine(self) -> str:
+        """Its physics; "" for a task that is not MuJoCo's."""
+        return self.physics if isinstance(tasks[self.name], MujocoTask) else ""
+
+    def engine_on(self, platform: str) -> str:
+        """The physics that "auto" is on a platform of JAX's."""
+        return "c" if platform == "cpu" else "mjx"
+
+    def runs_on(self, platform: str) -> bool:
+        """Whether the physics can run there: C MuJoCo needs arrays on the host."""
+        return self.engine != "c" or platform == "cpu"
+
+    def simulated_by(self, engine: Any) -> Registered:
+        """The same task with other physics."""
+        return replace(self, physics=engine)
 
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
