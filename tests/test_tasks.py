@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import mujoco
 import numpy as np
 import pytest
+from fusion_emitters import emitters, takes
 from scipy import stats
 
 from jaxaudit import machine
@@ -55,10 +56,20 @@ def env_of(name, physics):
 def compiled(function, physics):
     """Compile for a test: MJX in a quarter of the time.
 
-    XLA's fusion emitters for CPUs, moreover, make the kinematics of Pusher a thousand times slower.
+    The fusion emitters of jaxlib 0.10, moreover, make the kinematics of Pusher a thousand times slower.
     """
-    options = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
+    options = {**emitters(False), "xla_backend_optimization_level": 0}
     return jax.jit(function, compiler_options=options if physics == "mjx" and jax.default_backend() == "cpu" else None)
+
+
+def test_a_compiler_option_is_given_where_xla_knows_it():
+    """That of the fusion emitters is gone in jaxlib 0.11; what is wrong with a known option is not hidden."""
+    assert takes("xla_cpu_parallel_codegen_split_count", 1)
+    assert not takes("xla_cpu_parallel_codegen_split_counts", 1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
+        takes("xla_cpu_parallel_codegen_split_count", "one")
+    old = jax.lib.__version__.split(".")[:2] == ["0", "10"]
+    assert emitters(False) == ({"xla_cpu_use_fusion_emitters": False} if old else {})
 
 
 def columns_of(name, data):

@@ -14,13 +14,13 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fusion_emitters import emitters
 
 from jaxaudit.tasks import TASKS, make
 from jaxaudit.tasks.engine import MujocoEnv, PhysicsState
 from jaxaudit.tasks.engine_mjx import MjxEnv
 
-# On a CPU, XLA's fusion emitters make the forward kinematics of a long arm (Pusher) a thousand times slower.
-OPTIONS = {"xla_cpu_use_fusion_emitters": False} if jax.default_backend() == "cpu" else None
+OPTIONS = emitters(False) if jax.default_backend() == "cpu" else None
 
 
 @dataclass(frozen=True)
