@@ -1,4 +1,4 @@
-"""What GPT-2's head takes of memory beyond the compiler's plan, in a process of its own; one JSON object.
+"""What two products take of memory beyond the compiler's plan, in a process of its own; one JSON object.
 
     python head.py
 
@@ -32,11 +32,17 @@ def extra(compiled, arguments):
     return ring.status("VmHWM") - held - sizes.temp_size_in_bytes - sizes.output_size_in_bytes
 
 
+def measured(function, *arguments):
+    """What was planned for a function's workspace, and the most that it took."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    return {"workspace": workspace_bytes(compiled), "extra": max(extra(compiled, arguments) for _ in range(4))}
+
+
 def main():
-    arguments = jnp.ones((ROWS, WIDTH)), jnp.ones((TOKENS, WIDTH))
-    compiled = jax.jit(head).lower(*arguments).compile()
-    most = max(extra(compiled, arguments) for _ in range(4))
-    print(json.dumps({"workspace": workspace_bytes(compiled), "extra": most}))
+    found = measured(head, jnp.ones((ROWS, WIDTH)), jnp.ones((TOKENS, WIDTH)))
+    half = jnp.ones((4 * ROWS, WIDTH), jnp.bfloat16), jnp.ones((WIDTH, 16 * WIDTH), jnp.bfloat16)
+    narrow = measured(jnp.matmul, *half)
+    print(json.dumps(found | {f"{name} in bfloat16": size for name, size in narrow.items()}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import ring
 
 import jaxaudit as ja
 from jaxaudit.batches import layout
-from jaxaudit.execution import memory
+from jaxaudit.execution import memory, workspace
 from jaxaudit.execution.engine import Engine
 
 MIB = 2**20
@@ -66,9 +66,16 @@ def test_a_piece_that_is_let_go_costs_no_copy_and_one_that_is_held_stays_as_it_w
 
 
 def test_what_products_take_beside_the_plan_of_buffers():
-    """GPT-2's head: of the embedding, which is packed, and of the results within, no buffer is planned."""
+    """GPT-2's head: of the embedding, which jaxlib 0.10 packs whole, and of the results within, no buffer is planned.
+
+    From jaxlib 0.11 on a product in bfloat16 has float32 sums besides.
+    """
     found = measured(head)
-    assert 0.7 * found["workspace"] < found["extra"] < 1.02 * found["workspace"]
+    threads = 2 * MIB  # what the pool takes when it is first used
+    assert 0.7 * found["workspace"] < found["extra"] < 1.02 * found["workspace"] + threads
+    assert found["extra in bfloat16"] < 1.02 * found["workspace in bfloat16"] + threads
+    if not workspace.PACKS_WHOLE:
+        assert 0.7 * found["workspace in bfloat16"] < found["extra in bfloat16"]
 
 
 def measured(script, *arguments):
