@@ -63,10 +63,10 @@ def audit(part: Part, name: str) -> None:
     # Elsewhere than in the repository's root, whose folder `jaxaudit` would come before the installed package.
     process = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr, cwd=out.parent)
     try:
-        code = process.wait(timeout=max(1.0, min(part.seconds_left - 15, 1e6)))
+        code = process.wait(timeout=max(1.0, min(part.seconds_left - 60, 1e6)))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        code = process.wait(timeout=12)
+        process.send_signal(signal.SIGINT)  # it ends its chunk, and keeps what it has
+        code = process.wait(timeout=50)
     seconds = time.monotonic() - begun
     archive = Path(os.environ["MEASUREMENT"]) / f"audit-{name}.tar.gz"
     whole = pack(out, archive)

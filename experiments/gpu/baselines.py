@@ -83,8 +83,7 @@ def cpu_grpo(part: Part) -> None:
 
 
 def _on_cores(part: Part) -> None:
-    """JAX on the cores alone, a device each."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    """A CPU device for each core; the schedule starts these parts with JAX on CPUs alone."""
     if part.tiny:
         compile_quickly()
     import common

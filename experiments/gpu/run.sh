@@ -7,7 +7,7 @@ out=${1:?usage: run.sh OUT [options of schedule.py]}
 shift
 mkdir -p "$out"
 (nvidia-smi || true; lscpu; free -g; df -h "${TMPDIR:-/tmp}") >"$out/machine.txt" 2>&1
-git -C "$here" log -1 --format=%H >"$out/commit.txt" 2>/dev/null || true
+echo "${COMMIT:-$(git -C "$here" describe --always --dirty 2>/dev/null || echo unknown)}" >"$out/commit.txt"
 if [ -n "${WHEELS:-}" ]; then
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT

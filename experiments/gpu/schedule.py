@@ -4,8 +4,8 @@
     python schedule.py OUT --tiny             # the rehearsal: the same code at tiny sizes, on a CPU
     python schedule.py OUT --only grpo trl    # some parts
 
-Parts compile side by side and say "ready"; one at a time measures. A part that is bound by the device's arithmetic may
-measure while others compile; one that is bound by launches waits until the cores are quiet, or until `--quiet-from`.
+Parts go in waves: the next begins when the last has ended. In a wave a few parts at a time compile, on as many cores as
+do not disturb the one that measures; each says "ready" when it has compiled and is given the device by itself.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ UNTUNED = (
 )
 GRAPHS = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
 HIGHEST = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+ON_CORES = {"JAX_PLATFORMS": "cpu"}
 MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85"}
 
-Kind = Literal["check", "device", "launches", "cores", "audit"]
+Kind = Literal["device", "cores", "check", "audit"]
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class Planned:
     Attributes:
       name: under which its figures are written.
       call: its script, its function and that one's arguments.
-      kind: "check" needs no turn; "device" is bound by arithmetic; "launches" wants quiet cores; "cores" measures the
-        CPUs; "audit" shares the device with other audits.
+      kind: "device" has the device by itself in its turn; "cores" measures the CPUs, and waits until nothing compiles;
+        "check" needs no turn; "audit" shares the device with other audits.
       ready: seconds from its start in which it must ask for its turn, or, as a check, end.
       turn: seconds that its turn may take.
       flags: XLA's.
       environment: variables beside.
-      late: whether it is started when the others have ended, because it needs no quiet machine.
+      wave: 1 what is timed, 2 checks, 3 audits, 4 the same with other flags.
       rehearsed: whether it is part of a rehearsal; one that differs from another in flags alone is not.
     """
 
@@ -61,48 +62,44 @@ class Planned:
     turn: float = 0.0
     flags: str = ""
     environment: dict[str, str] = field(default_factory=dict)
-    late: bool = False
+    wave: int = 1
     rehearsed: bool = True
 
 
 # In the order of their value: what time does not suffice for is last. Without deterministic operations until the end:
 # XLA then makes a loop of each scatter whose indices may repeat.
 PARTS = [
-    Planned("grpo", "speed grpo 8 1024", "launches", 240, 60, UNTUNED),
-    Planned("trl", "baselines trl", "launches", 150, 60),
-    Planned("torch_gpt2", "baselines torch_gpt2", "launches", 150, 40),
-    Planned("gpt2", "speed gpt2 bfloat16 1 4", "launches", 240, 40, environment=MOST_MEMORY),
-    Planned("ppo", "speed ppo 64 1024", "launches", 300, 60, UNTUNED, HIGHEST),
-    Planned("facts", "speed facts", "launches", 120, 30),
-    Planned("quadratic", "speed quadratic", "launches", 120, 20),
-    Planned("ppo_wide", "speed ppo_wide 1 16", "launches", 300, 50, UNTUNED, HIGHEST),
-    Planned("grpo_graphs", "speed grpo 8 1024", "launches", 240, 40, f"{UNTUNED} {GRAPHS}", rehearsed=False),
-    Planned("ppo_graphs", "speed ppo 64", "launches", 300, 40, f"{UNTUNED} {GRAPHS}", HIGHEST, rehearsed=False),
-    Planned("grpo_highest", "speed grpo 1024", "launches", 240, 30, UNTUNED, HIGHEST, rehearsed=False),
-    Planned("gpt2_float32", "speed gpt2 float32 1", "device", 240, 25, "", HIGHEST | MOST_MEMORY, rehearsed=False),
-    Planned("gpt2_tf32", "speed gpt2 float32 1", "device", 240, 25, environment=MOST_MEMORY, rehearsed=False),
+    Planned("facts", "speed facts", "device", 120, 30),
+    Planned("grpo", "speed grpo 8 1024", "device", 300, 60, UNTUNED),
+    Planned("torch_gpt2", "baselines torch_gpt2", "device", 150, 40),
+    Planned("trl", "baselines trl", "device", 150, 60),
+    Planned("gpt2", "speed gpt2 bfloat16 1 4", "device", 240, 40, environment=MOST_MEMORY),
+    Planned("ppo", "speed ppo 64 1024", "device", 300, 60, UNTUNED, HIGHEST),
+    Planned("quadratic", "speed quadratic", "device", 120, 20),
+    Planned("ppo_wide", "speed ppo_wide 1 16", "device", 300, 50, UNTUNED, HIGHEST),
+    Planned("grpo_highest", "speed grpo 1024", "device", 300, 30, UNTUNED, HIGHEST, rehearsed=False),
+    Planned("cpu_ppo", "baselines cpu_ppo", "cores", 200, 40, environment=ON_CORES),
     Planned("sb3", "baselines sb3", "cores", 100, 50),
-    Planned("cpu_ppo", "baselines cpu_ppo", "cores", 200, 40),
-    Planned(
-        "gpt2_deterministic", "speed gpt2 bfloat16 1", "device", 240, 30, DETERMINISTIC, MOST_MEMORY, rehearsed=False
-    ),
-    Planned("gpt2_expander", "speed gpt2 bfloat16 1", "device", 240, 30, EXPANDER, MOST_MEMORY, rehearsed=False),
-    Planned("grpo_deterministic", "speed grpo 8", "device", 240, 40, DETERMINISTIC, rehearsed=False),
-    Planned("halfcheetah", "audits audit halfcheetah", "audit", 60, 220, late=True),
-    Planned("gpt2_audit", "audits audit gpt2", "audit", 60, 220, late=True),
-    Planned("folder", "checks folder", "check", 360, late=True),
-    Planned("transformers", "checks transformers", "check", 200, environment=HIGHEST, late=True),
-    Planned("bits", "checks bits", "check", 300, flags=DETERMINISTIC, late=True),
-    Planned("parity", "checks parity", "check", 300, flags=DETERMINISTIC, environment=HIGHEST, late=True),
-    Planned("bits_again", "checks bits", "check", 300, flags=DETERMINISTIC, late=True, rehearsed=False),
-    Planned("bits_free", "checks bits", "check", 300, flags=UNTUNED, late=True, rehearsed=False),
-    Planned(
-        "physics", "checks physics HalfCheetah-v5 InvertedPendulum-v5", "check", 240, environment=HIGHEST, late=True
-    ),
-    Planned("physics_tf32", "checks physics HalfCheetah-v5", "check", 240, late=True, rehearsed=False),
-    Planned("parity_tf32", "checks parity", "check", 300, flags=DETERMINISTIC, late=True, rehearsed=False),
-    Planned("grpo_mini", "speed grpo_mini 16 64", "device", 240, 30, UNTUNED, late=True),
-    Planned("cpu_grpo", "baselines cpu_grpo", "cores", 200, 40, late=True),
+    Planned("bits", "checks bits", "check", 300, flags=DETERMINISTIC, wave=2),
+    Planned("bits_again", "checks bits", "check", 300, flags=DETERMINISTIC, wave=2, rehearsed=False),
+    Planned("parity", "checks parity", "check", 300, flags=DETERMINISTIC, environment=HIGHEST, wave=2),
+    Planned("folder", "checks folder", "check", 360, wave=2),
+    Planned("transformers", "checks transformers", "check", 200, environment=HIGHEST, wave=2),
+    Planned("physics", "checks physics HalfCheetah-v5 InvertedPendulum-v5", "check", 240, environment=HIGHEST, wave=2),
+    Planned("halfcheetah", "audits audit halfcheetah", "audit", 60, 220, wave=3),
+    Planned("gpt2_audit", "audits audit gpt2", "audit", 60, 220, wave=3),
+    Planned("grpo_graphs", "speed grpo 8 1024", "device", 300, 40, f"{UNTUNED} {GRAPHS}", wave=4, rehearsed=False),
+    Planned("gpt2_deterministic", "speed gpt2 bfloat16 1", "device", 240, 30, DETERMINISTIC, MOST_MEMORY, 4, False),
+    Planned("grpo_deterministic", "speed grpo 8 1024", "device", 300, 60, DETERMINISTIC, wave=4, rehearsed=False),
+    Planned("ppo_graphs", "speed ppo 64 1024", "device", 300, 40, f"{UNTUNED} {GRAPHS}", HIGHEST, 4, False),
+    Planned("gpt2_expander", "speed gpt2 bfloat16 1", "device", 240, 30, EXPANDER, MOST_MEMORY, 4, False),
+    Planned("gpt2_float32", "speed gpt2 float32 1", "device", 240, 25, "", HIGHEST | MOST_MEMORY, 4, False),
+    Planned("gpt2_tf32", "speed gpt2 float32 1", "device", 240, 25, "", MOST_MEMORY, 4, False),
+    Planned("grpo_mini", "speed grpo_mini 16 64", "device", 240, 30, UNTUNED, wave=4),
+    Planned("bits_free", "checks bits", "check", 300, flags=UNTUNED, wave=4, rehearsed=False),
+    Planned("physics_tf32", "checks physics HalfCheetah-v5", "check", 240, wave=4, rehearsed=False),
+    Planned("parity_tf32", "checks parity", "check", 300, flags=DETERMINISTIC, wave=4, rehearsed=False),
+    Planned("cpu_grpo", "baselines cpu_grpo", "cores", 200, 40, environment=ON_CORES, wave=4),
 ]
 
 
@@ -204,38 +201,35 @@ def environment(planned: Planned, tiny: bool) -> dict[str, str]:
     return inherited | chosen | planned.environment
 
 
-def may_begin(candidate: Running, parts: list[Running], waiting: bool, quiet_now: bool) -> bool:
-    """Whether a part that is ready may have the device now."""
+def may_begin(candidate: Running, parts: list[Running]) -> bool:
+    """Whether a part that is ready may measure now."""
     kind = candidate.planned.kind
     busy = {part.planned.kind for part in parts if part.measures}
-    if kind in ("launches", "cores") and not quiet_now and (waiting or any(p.compiles for p in parts)):
+    if kind == "cores" and any(part.compiles for part in parts):
         return False
-    beside = {"device": {"cores"}, "launches": set(), "cores": {"device", "audit"}, "audit": {"cores", "audit"}}[kind]
-    return busy <= beside and not (kind == "cores" and "cores" in busy)
+    return not busy or (kind == "audit" and busy == {"audit"})
 
 
 def run(arguments: argparse.Namespace, out: Path, begun: float) -> list[str]:
     """Runs the chosen parts to their end or to the end of the time; names of those that were never started."""
-    chosen = [p for p in PARTS if (p.name in arguments.only if arguments.only else p.rehearsed or not arguments.tiny)]
-    waiting, parts = list(chosen), []
+    waiting = chosen(arguments)
+    order = {planned.name: place for place, planned in enumerate(waiting)}
+    parts: list[Running] = []
     figures = Figures(out / "figures.jsonl", begun)
     end = begun + arguments.seconds
     with (out / "log.txt").open("a", buffering=1) as log:
         while time.monotonic() < end and (waiting or not all(part.ended for part in parts)):
             now = time.monotonic()
-            compiling = [part for part in parts if part.compiles]
-            early_ended = all(part.ended for part in parts if not part.planned.late)
-            if waiting and len(compiling) < arguments.side_by_side and (early_ended or not waiting[0].late):
+            compiling = sum(part.compiles for part in parts)
+            same_wave = waiting and all(part.ended or part.planned.wave == waiting[0].wave for part in parts)
+            if same_wave and compiling < arguments.side_by_side:
                 parts.append(Running(waiting.pop(0), arguments, figures, log))
-            figures.beside = [p.planned.name for p in parts if p.compiles or p.measures]
+            figures.beside = [part.planned.name for part in parts if part.compiles or part.measures]
             for part in parts:
                 if not part.ended and (why := part.late(now)):
                     part.stop(why)
-            quiet_now = arguments.tiny or now - begun > arguments.quiet_from
-            for part in sorted(parts, key=lambda part: chosen.index(part.planned)):
-                if not part.ready or part.ended or part.turn_ends is not None:
-                    continue
-                if may_begin(part, parts, any(not planned.late for planned in waiting), quiet_now):
+            for part in sorted(parts, key=lambda part: order[part.planned.name]):
+                if part.ready and not part.ended and part.turn_ends is None and may_begin(part, parts):
                     part.give_turn(min(now + part.planned.turn, end))
             time.sleep(0.05)
         for part in parts:
@@ -243,17 +237,26 @@ def run(arguments: argparse.Namespace, out: Path, begun: float) -> list[str]:
     return [planned.name for planned in waiting]
 
 
+def chosen(arguments: argparse.Namespace) -> list[Planned]:
+    """The parts that are asked for, in waves."""
+    if arguments.only:
+        asked = [planned for planned in PARTS if planned.name in arguments.only]
+    else:
+        asked = [planned for planned in PARTS if planned.rehearsed or not arguments.tiny]
+    return sorted((planned for planned in asked if planned.wave in arguments.waves), key=lambda planned: planned.wave)
+
+
 def main() -> None:
     """Runs the measurement."""
+    side_by_side = max(2, (os.cpu_count() or 2) // 3)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for figures.jsonl, log.txt, table.md and the audits' archives")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU; its numbers mean nothing")
     parser.add_argument("--only", nargs="+", choices=[p.name for p in PARTS], metavar="PART", help="some parts")
     parser.add_argument("--seconds", type=float, default=500, help="after which all is stopped (%(default)s)")
-    parser.add_argument(
-        "--side-by-side", type=int, default=max(2, (os.cpu_count() or 2) - 2), help="parts that compile"
-    )
-    parser.add_argument("--quiet-from", type=float, default=150, help="second from which nobody waits for quiet cores")
+    waves = "1 what is timed, 2 checks, 3 audits, 4 other flags (all)"
+    parser.add_argument("--waves", type=int, nargs="+", default=[1, 2, 3, 4], help=waves)
+    parser.add_argument("--side-by-side", type=int, default=side_by_side, help="parts that compile (%(default)s)")
     arguments = parser.parse_args()
     begun = time.monotonic()
     out = arguments.out.resolve()
