@@ -3,7 +3,8 @@
 A learner's grid is one compiled program, fed different data: it has every perturbation that fits the learner as one
 condition, forked at step 3, its window open from step 5 to step 7; the chain with an lr_spike of factor one at step 3
 is what opens the fork before the window. Two tiny learners have all sites, one of them those of dialogues. Of the
-others' a grid has one perturbation of each site that many learners have, and all that fit when the slow tests are run.
+others' a grid has one perturbation of each site that many learners have, and all that fit when the slow tests are run;
+both are left out of the default run, which the two tiny ones are in.
 """
 
 import dataclasses
@@ -94,7 +95,8 @@ class Point(Env):
 
 
 EPISODES = Episodes(Point(), 2, 6)
-OPTIMIZER = Optimizer(optax.scale_by_adam(), linear_to_zero(0.01), max_norm=0.05)
+OPTIMIZER = Optimizer(optax.scale_by_adam(), linear_to_zero(0.01), max_norm=5.0)
+"""Which clips some gradients and leaves others: were all clipped, a gradient's scale would not be felt."""
 
 
 def fresh(key):
@@ -309,14 +311,15 @@ CASES = {
 }
 
 
-def cases(*slow):
-    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in CASES]
+EXHAUSTIVE = ("ppo", "language_model")
 
 
-EVERYTHING = [name for name in CASES if "everything" in name]
+def marked(name):
+    mark = pytest.mark.slow if "everything" in name else pytest.mark.exhaustive
+    return pytest.param(name, marks=mark if name in EXHAUSTIVE or "everything" in name else ())
 
 
-@pytest.fixture(scope="module", params=cases(*EVERYTHING))
+@pytest.fixture(scope="module", params=map(marked, CASES))
 def case(request, corpus):
     return CASES[request.param](corpus)
 
@@ -371,10 +374,9 @@ def test_pairing_a_closed_window_is_bitwise_the_control_and_an_open_one_is_felt(
         if name in case.names:
             for channel, values in arrays.items():
                 assert same(values[:, condition, :OPEN], values[:, 0, :OPEN]), f"{name}: {channel}"
-            later = [
-                not same(values[s, condition, OPEN:], values[s, 0, OPEN:]) for values in arrays.values() for s in (0, 1)
-            ]
-            assert any(later), f"{name} changed nothing"
+            later = [values[seed, [condition, 0], OPEN:] for values in arrays.values() for seed in (0, 1)]
+            apart = [not np.allclose(*pair, rtol=1e-5, atol=0, equal_nan=True) for pair in later]
+            assert any(apart), f"{name} changed nothing but roundings"
 
 
 def test_isolation_a_lane_driven_to_nan_changes_no_other(case):
