@@ -69,14 +69,14 @@ AS_FOR_USERS = (
 LATEST: dict[str, bool] = {}
 """How the file before was compiled."""
 
-FAST = "not slow"
-"""What the default run selects."""
+NOT_SLOW = "not slow"
+"""What the selections of the default run and of the exhaustive one have in common."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_in_a_hurry(request):
     """In all other files; not when slow tests are asked for: then everything is as for users."""
-    quickly = _name(request.path) not in AS_FOR_USERS and request.config.option.markexpr == FAST
+    quickly = _name(request.path) not in AS_FOR_USERS and NOT_SLOW in request.config.option.markexpr
     compile_in_a_hurry(quickly)
     if quickly != LATEST.get("quickly", False):  # or a program of another file would be taken, which rounds otherwise
         engine._compiled.cache_clear()

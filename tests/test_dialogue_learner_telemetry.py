@@ -30,9 +30,9 @@ def made(preset, dialogue=SMALL_HOP, **settings):
     [
         ("grpo", SMALL_HOP, {}),
         ("ppo_lm", SMALL_HOP, {"performance_every": 2}),
-        ("dpo", SMALL_HOP, {}),
+        pytest.param("dpo", SMALL_HOP, {}, marks=pytest.mark.exhaustive),
         ("dpo", SMALL_HOP, {"online": True, "performance_rows": 1}),
-        ("dapo", SMALL_HOP, {"microbatches": 2, "correction": "tis"}),
+        pytest.param("dapo", SMALL_HOP, {"microbatches": 2, "correction": "tis"}, marks=pytest.mark.exhaustive),
         ("dr_grpo", Preference(), {"reward": "learned", "reward_model_warm_start": 0}),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from quadratic import quadratic
 
 import jaxaudit as ja
-from jaxaudit import registry, sites
+from jaxaudit import registry, sharding, sites
 from jaxaudit.batches import layout
 from jaxaudit.execution.engine import Engine
 from jaxaudit.metrics import MetricSettings
@@ -207,6 +207,49 @@ def test_a_learner_may_keep_a_key_of_any_generator():
     learner = ja.Learner(lambda key: [jax.random.key(3, impl=name) for name in ("rbg", "threefry2x32")], step)
     told = ja.audit(learner, [ja.reward_scale(2.0, onset=2)], seeds=1, steps=4).telemetry["performance"].values
     assert (told == told[0, 0, 0]).all()
+
+
+@pytest.mark.parametrize(("execution", "disturbed"), [("vmap", True), ("vmap", False), (1, True)])
+def test_a_learners_state_and_data_may_hold_arrays_of_size_zero(expected, execution, disturbed):
+    """jaxlib 0.11 cannot compile them for two devices as they are, and no `jax.lax.map` in batches takes them."""
+
+    def init(key, data):
+        empty = {"rows": jnp.zeros((0, 3)), "flags": jnp.zeros((2, 0), bool), "keys": jax.random.split(key, 2)[:0]}
+        return LEARNER.init(key), empty | {"of_data": data["none"]}
+
+    def step(state, key, taps):
+        own, telemetry = LEARNER.step(state[0], key, taps)
+        rows = jax.lax.fori_loop(0, 2, lambda i, rows: rows + taps.data["some"], state[1]["rows"])
+        return (own, state[1] | {"rows": rows}), telemetry | {"empty_sum": rows.sum() + state[1]["flags"].sum()}
+
+    data = {"some": np.ones(3, np.float32), "none": np.zeros((0, 4), np.int32)}
+    learner = ja.Learner(init, step, name="with nothing", data=data, init_reads_data=True)
+    perturbations = PERTURBATIONS if disturbed else []
+    found = ja.audit(learner, perturbations, seeds=3, steps=30, execution=execution).telemetry
+    lanes = expected if disturbed else expected[:, :1]
+    np.testing.assert_allclose(found["performance"].values, lanes, rtol=1e-5)
+    assert (found["empty_sum"].values == 0).all()
+
+
+def test_each_device_makes_arguments_of_size_zero_for_itself(monkeypatch):
+    """What is done where XLA cannot compile them gives the same as where it can."""
+
+    def parts(data, lanes, rows):
+        assert jax.tree.map(jnp.shape, (data, lanes, rows)) == ({"none": (0, 4)}, {"x": (2, 3), "none": (2, 0)}, (0, 2))
+        turns = jax.lax.fori_loop(0, 3, lambda i, now: jax.tree.map(lambda x: x + i, now), lanes | {"row": rows})
+        return turns["x"] + data["none"].sum() + lanes["none"].sum(), turns["none"], turns["row"]
+
+    specs, results = (sharding.EVERYWHERE, sharding.LANES, sharding.ROWS), (*[sharding.LANES] * 2, sharding.ROWS)
+    lanes = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "none": np.zeros((4, 0), np.float32)}
+    given = {"none": np.zeros((0, 4), np.float32)}, lanes, np.zeros((0, 4), np.int32)
+    monkeypatch.setattr(sharding, "EMPTY_ARGUMENTS_CRASH", True)
+    lowered = jax.jit(sharding.on_devices(tuple(jax.devices()), parts, specs, results)).lower(*given)
+    assert lowered.as_text().count("sdy.manual_computation(%arg") == 1
+    entered = lowered.as_text().split("manual_axes")[1].split("{", 2)[1].split(")")[0]  # what the function begins with
+    assert entered.count("tensor<") == 1
+    x, none, rows = lowered.compile()(*given)
+    np.testing.assert_array_equal(x, lanes["x"] + 3)
+    assert (none.shape, none.dtype, rows.shape, rows.dtype) == ((4, 0), np.float32, (0, 4), np.int32)
 
 
 def test_a_loops_body_that_may_be_skipped_knows_the_runs_length():

@@ -58,10 +58,16 @@ CASES = {
 
 
 SLOW = ("trpo", "td3", "grpo with adapters")
+EXHAUSTIVE = ("ppo", "sac", "grpo")
 """Of whose programs PPO, SAC and GRPO have the most."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
+def marked(case):
+    mark = pytest.mark.slow if case in SLOW else pytest.mark.exhaustive
+    return pytest.param(case, marks=mark if case in (*SLOW, *EXHAUSTIVE) else ())
+
+
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_every_learners_grid_lowers_for_cuda_and_tpu_without_the_host(case, corpus, checkpoint):
     task, learner, disturbance = (text.format(folder=checkpoint) for text in CASES[case])
     task = task or f'kind = "text"\nname = "{corpus.name}"'

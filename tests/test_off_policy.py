@@ -54,7 +54,7 @@ def td3():
     return agent, *trained(agent, 90)
 
 
-@pytest.fixture(scope="module", params=["sac", "td3"])
+@pytest.fixture(scope="module", params=["sac", pytest.param("td3", marks=pytest.mark.exhaustive)])
 def run(request):
     return request.getfixturevalue(request.param)
 

@@ -85,7 +85,11 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=["sac", "td3", pytest.param("sac, everything", marks=pytest.mark.slow)])
+TD3 = pytest.param("td3", marks=pytest.mark.exhaustive)
+EVERYTHING = pytest.param("sac, everything", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["sac", TD3, EVERYTHING])
 def audit(request):
     return CASES[request.param]()
 

@@ -311,15 +311,18 @@ CASES = {
 }
 
 
-EXHAUSTIVE = ("ppo", "language_model")
+IN_EVERY_RUN = ("tiny", "tiny dialogue")
 
 
-def marked(name):
-    mark = pytest.mark.slow if "everything" in name else pytest.mark.exhaustive
-    return pytest.param(name, marks=mark if name in EXHAUSTIVE or "everything" in name else ())
+def cases(others):
+    """All cases; `others` marks those that are not tiny."""
+    marks = {
+        name: () if name in IN_EVERY_RUN else pytest.mark.slow if "everything" in name else others for name in CASES
+    }
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
-@pytest.fixture(scope="module", params=map(marked, CASES))
+@pytest.fixture(scope="module", params=cases(pytest.mark.exhaustive))
 def case(request, corpus):
     return CASES[request.param](corpus)
 
@@ -442,7 +445,7 @@ def test_exact_replay_the_same_program_gives_the_same_bits(case):
     assert all(same(baseline[k], case.strong[1][k]) for k in baseline)
 
 
-@pytest.mark.parametrize("case", cases("ppo", "language_model", *EVERYTHING), indirect=True, scope="module")
+@pytest.mark.parametrize("case", cases(pytest.mark.slow), indirect=True, scope="module")
 def test_common_randomness_adding_a_condition_leaves_the_others_equal_but_for_rounding(case):
     """A grid of some of the conditions, at another width and from step 0 on, follows the same path at first."""
     few = ["weight_noise", "gradient_sign_flip", *[n for n in case.names if n in ("reward_noise", "observation_stuck")]]
