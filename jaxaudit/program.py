@@ -312,8 +312,27 @@ def _in_step(program: Program, idle: jax.Array | None) -> jax.Array | None:
 def _each_lane(function: Callable, execution: Execution) -> Callable:
     if execution in ("vmap", "auto"):
         return jax.vmap(function)
-    batch = None if execution == "map" else whole_vectors(int(execution))
-    return lambda states, lanes: jax.lax.map(lambda pair: function(*pair), (states, lanes), batch_size=batch)
+    if execution == "map":
+        return lambda states, lanes: jax.lax.map(lambda pair: function(*pair), (states, lanes))
+
+    def each(states: LaneState, lanes: Lanes) -> tuple[LaneState, Telemetry]:
+        # `jax.lax.map` cannot put together the results of size zero of several batches, and there is nothing in them.
+        result: Any = None
+
+        def one(pair: tuple[LaneState, Lanes]) -> list[Any]:
+            nonlocal result
+            leaves, structure = jax.tree.flatten(function(*pair))
+            shapes = [None if jnp.size(x) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+            result = shapes, structure
+            return [x for x in leaves if jnp.size(x)]
+
+        found = iter(jax.lax.map(one, (states, lanes), batch_size=whole_vectors(int(execution))))
+        shapes, structure = result
+        count = len(lanes.seed)
+        full = [next(found) if x is None else jax.lax.full((count, *x.shape), 0, x.dtype) for x in shapes]
+        return jax.tree.unflatten(structure, full)
+
+    return each
 
 
 @struct.dataclass

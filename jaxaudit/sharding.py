@@ -6,10 +6,11 @@ of whole arrays, and say at a few places (`along`, `split`) how these lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jaxlib.version
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,6 +28,12 @@ LANES = PartitionSpec(AXIS)
 
 ROWS = PartitionSpec(None, AXIS)
 """Of telemetry `[T, L, ...]`, likewise."""
+
+EMPTY_ARGUMENTS_CRASH = jaxlib.version.__version_info__[:2] == (0, 11)
+"""Whether XLA ends the process while it compiles a `jax.shard_map` that is given an array of size zero.
+
+In jaxlib 0.11 a pass of its partitioner does, on any kind of device; 0.10 and 0.12 compile such a function.
+"""
 
 Partition = Callable[[str, tuple[int, ...]], tuple[str | None, ...]]
 """`partition(path, shape)`: for each axis of a lane's array "model", which is split, or None; () for a whole array."""
@@ -58,9 +65,37 @@ def on_devices(
     if len(devices) <= 1:
         return function
     across, manual = mesh(devices, model_devices), frozenset({AXIS})
-    return jax.shard_map(
-        function, mesh=across, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
-    )
+
+    def dealt(function: Callable) -> Callable:
+        return jax.shard_map(
+            function, mesh=across, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
+        )
+
+    return _empty_made_inside(function, dealt, in_specs, across) if EMPTY_ARGUMENTS_CRASH else dealt(function)
+
+
+def _empty_made_inside(
+    function: Callable, dealt: Callable[[Callable], Callable], in_specs: Sequence[PartitionSpec], across: Mesh
+) -> Callable:
+    """`dealt(function)`, where each device makes arguments of size zero for itself: they hold nothing to be given."""
+
+    def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        over = [across.shape[axis] if axis else 1 for axis in (*spec, *(None,) * (x.ndim - len(spec)))]
+        return jax.lax.full([n // devices for n, devices in zip(x.shape, over, strict=True)], 0, x.dtype)
+
+    def call(*arguments: Any) -> Any:
+        given = [jax.tree.map(lambda x: x if x.size else None, argument) for argument in arguments]
+
+        def completed(*given: Any) -> Any:
+            parts = [
+                jax.tree.map(lambda x, part, spec=spec: part if x.size else own_part(x, spec), argument, part)
+                for argument, part, spec in zip(arguments, given, in_specs, strict=True)
+            ]
+            return function(*parts)
+
+        return dealt(completed)(*given)
+
+    return call
 
 
 def leaf_paths(tree: Any) -> list[str]:
