@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_type_hints
 
 import jax
 import pytest
@@ -9,7 +10,9 @@ from refusals import refusal
 
 from jaxaudit import cli, listing
 from jaxaudit.learners import grpo
+from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.presets import PRESETS
+from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.registry import perturbations
 from jaxaudit.sites import find_sites
@@ -241,6 +244,14 @@ def test_what_can_be_named_is_listed():
     assert any(line.startswith("  hop ") and "table" in line for line in tasks)
     for name in ("tool_error", "stale_policy", "verifier_flip", "kl_failure", "reference_reset"):
         assert any(line.startswith(f"{name} ") for line in disturbances)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_settings_of_presets_are_read_where_their_types_are_known(preset):
+    """From Python 3.12 on `make_dataclass` says that a class is of the module that calls it."""
+    made = settings_of(preset)
+    assert made.__module__ == DialogueSettings.__module__
+    assert get_type_hints(made).keys() == get_type_hints(DialogueSettings).keys()
 
 
 def test_the_packaged_specs_are_specs(capsys):

@@ -15,7 +15,7 @@ from jaxaudit.tasks import Episodes, Mujoco, make
 from jaxaudit.tasks.brax import BraxTask
 
 PLAYGROUND = pytest.mark.skipif(
-    importlib.util.find_spec("mujoco_playground") is None, reason="needs jaxaudit[playground]"
+    importlib.util.find_spec("mujoco_playground") is None, reason="mujoco_playground not installed"
 )
 
 

@@ -13,7 +13,7 @@ from jaxaudit.tasks import Episodes, gymnax_env, make
 from jaxaudit.tasks.cartpole import CartPole
 from jaxaudit.tasks.gymnax_env import GymnaxEnv
 
-GYMNAX = pytest.mark.skipif(importlib.util.find_spec("gymnax") is None, reason="needs jaxaudit[gymnax]")
+GYMNAX = pytest.mark.skipif(importlib.util.find_spec("gymnax") is None, reason="gymnax not installed")
 PARAMS = SimpleNamespace(max_steps_in_episode=7)
 
 
