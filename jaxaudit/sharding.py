@@ -32,7 +32,8 @@ ROWS = PartitionSpec(None, AXIS)
 EMPTY_ARGUMENTS_CRASH = jaxlib.version.__version_info__[:2] == (0, 11)
 """Whether XLA ends the process while it compiles a `jax.shard_map` that is given an array of size zero.
 
-In jaxlib 0.11 a pass of its partitioner does, on any kind of device; 0.10 and 0.12 compile such a function.
+In jaxlib 0.11 a pass of its partitioner does, on any kind of device, and a constant that the function closes over is
+given to it, too. 0.10 and 0.12 compile such a function.
 """
 
 Partition = Callable[[str, tuple[int, ...]], tuple[str | None, ...]]
@@ -77,11 +78,17 @@ def on_devices(
 def _empty_made_inside(
     function: Callable, dealt: Callable[[Callable], Callable], in_specs: Sequence[PartitionSpec], across: Mesh
 ) -> Callable:
-    """`dealt(function)`, where each device makes arguments of size zero for itself: they hold nothing to be given."""
+    """`dealt(function)`, where each device makes arguments and constants of size zero for itself.
+
+    They hold nothing to be given.
+    """
+
+    def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
+        return jax.lax.full(shape, 0, dtype)
 
     def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         over = [across.shape[axis] if axis else 1 for axis in (*spec, *(None,) * (x.ndim - len(spec)))]
-        return jax.lax.full([n // devices for n, devices in zip(x.shape, over, strict=True)], 0, x.dtype)
+        return empty([n // devices for n, devices in zip(x.shape, over, strict=True)], x.dtype)
 
     def call(*arguments: Any) -> Any:
         given = [jax.tree.map(lambda x: x if x.size else None, argument) for argument in arguments]
@@ -91,7 +98,10 @@ def _empty_made_inside(
                 jax.tree.map(lambda x, part, spec=spec: part if x.size else own_part(x, spec), argument, part)
                 for argument, part, spec in zip(arguments, given, in_specs, strict=True)
             ]
-            return function(*parts)
+            traced, shapes = jax.make_jaxpr(function, return_shape=True)(*parts)
+            constants = [x if np.size(x) else empty(x.shape, x.dtype) for x in traced.consts]
+            found = jax.core.eval_jaxpr(traced.jaxpr, constants, *jax.tree.leaves(parts))
+            return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
         return dealt(completed)(*given)
 
