@@ -195,6 +195,7 @@ def of_kind(said, kind):
     return found, said.groupby("detector").family.first()
 
 
+@pytest.mark.exhaustive
 def test_a_drift_of_all_channels_together_is_seen_by_the_monitor_and_by_charts_of_all_channels(said):
     """At the same false alarms, every detector of one channel misses most of what they find."""
     found, family = of_kind(said, "drift")

@@ -53,6 +53,7 @@ def found(learners):
     return table.set_index(["tested", "fitted_to", "way"])
 
 
+@pytest.mark.exhaustive
 def test_every_learner_is_tested_by_every_other_and_by_all_others(found, learners):
     for tested in learners:
         others = [other.learner for other in learners if other is not tested]
@@ -116,6 +117,7 @@ def in_common(lanes):
     return replace(lanes, values=lanes.values[..., :READ], channels=lanes.channels[:READ])
 
 
+@pytest.mark.exhaustive
 def test_workers_write_what_one_process_writes(learners, tmp_path, monkeypatch):
     backend, told = Calls(), []
     compared = [in_common(lanes) for lanes in learners[:2]]

@@ -76,7 +76,11 @@ def as_here():
     return f"{compile_so}; jax.config.update('jax_compilation_cache_dir', {cache!r})"
 
 
-@pytest.fixture(scope="module", params=["basic", pytest.param("full", marks=pytest.mark.slow)])
+BASIC = pytest.param("basic", marks=pytest.mark.exhaustive)
+FULL = pytest.param("full", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[BASIC, FULL])
 def level(request):
     """Of telemetry: the full one has rows to be read, and takes minutes to compile."""
     return request.param

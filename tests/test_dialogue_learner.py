@@ -132,6 +132,7 @@ def test_a_tool_that_fails_harms_acting_at_once(audited):
     assert acting[2] < acting[0] - 0.05
 
 
+@pytest.mark.exhaustive
 def test_at_rate_zero_sampler_and_trainer_agree_for_fifty_iterations():
     settings = settings_of("grpo")(**FEW, learning_rate=0.0)
     made = _made(structure_of(Guess()), settings.structure)
@@ -250,6 +251,7 @@ def test_each_slot_of_each_row_has_a_draw_of_its_own():
         assert stats.chisquare(counts).pvalue > 1e-3, name
 
 
+@pytest.mark.exhaustive
 def test_a_value_model_on_a_constant_reward_converges_to_it():
     one = learner("ppo_lm", Constant(), critic_warm_start=0, kl="none", kl_coefficient=0.0, learning_rate=0.0)
     _, state = trained(one, 60)

@@ -99,6 +99,7 @@ def test_a_policy_that_diverged_shows_at_once():
     assert np.isnan(step(broken))
 
 
+@pytest.mark.exhaustive
 def test_an_audit_of_cartpole_disturbs_its_dynamics():
     learner = ja.learners.ppo("CartPole-v1", **(SMALL | {"learning_rate": 1e-3}), epochs=2)
     result = ja.audit(learner, [ja.dynamics_shift(4.0, target="gravity", onset=20)], seeds=2, steps=40)

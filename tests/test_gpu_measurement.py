@@ -14,13 +14,13 @@ GPU = Path(__file__).parents[1] / "experiments" / "gpu"
 sys.path.append(str(GPU))
 
 import audits  # noqa: E402
-import measure  # noqa: E402
+import measure_gpu  # noqa: E402
 import table  # noqa: E402
 
 
 def part(kind: str, state: str) -> SimpleNamespace:
     """A part that compiles, waits, measures or has ended."""
-    planned = measure.Planned("name", "script function", kind, 1)
+    planned = measure_gpu.Planned("name", "script function", kind, 1)
     return SimpleNamespace(planned=planned, compiles=state == "compiles", measures=state == "measures")
 
 
@@ -41,16 +41,16 @@ def part(kind: str, state: str) -> SimpleNamespace:
 )
 def test_the_device_is_one_parts_at_a_time(kind, others, may):
     candidate = part(kind, "waits")
-    assert measure.may_begin(candidate, [candidate, *(part(*other) for other in others)]) is may
+    assert measure_gpu.may_begin(candidate, [candidate, *(part(*other) for other in others)]) is may
 
 
-def asked(**options) -> list[measure.Planned]:
-    return measure.chosen(argparse.Namespace(**{"only": None, "tiny": False, "waves": [1, 2, 3, 4], **options}))
+def asked(**options) -> list[measure_gpu.Planned]:
+    return measure_gpu.chosen(argparse.Namespace(**{"only": None, "tiny": False, "waves": [1, 2, 3, 4], **options}))
 
 
 def test_parts_go_in_waves():
-    assert {planned.name for planned in asked()} == {planned.name for planned in measure.PARTS}
-    assert [planned.wave for planned in asked()] == sorted(planned.wave for planned in measure.PARTS)
+    assert {planned.name for planned in asked()} == {planned.name for planned in measure_gpu.PARTS}
+    assert [planned.wave for planned in asked()] == sorted(planned.wave for planned in measure_gpu.PARTS)
     assert {planned.wave for planned in asked(waves=[2, 3])} == {2, 3}
     assert [planned.name for planned in asked(only=["bits", "facts"])] == ["facts", "bits"]
 
@@ -63,8 +63,8 @@ def test_a_rehearsal_runs_every_function_that_the_measurement_does():
 
 
 def test_a_part_is_late_before_its_turn_and_after_it():
-    running = object.__new__(measure.Running)
-    running.planned = measure.Planned("name", "script function", "device", ready=10, turn=5)
+    running = object.__new__(measure_gpu.Running)
+    running.planned = measure_gpu.Planned("name", "script function", "device", ready=10, turn=5)
     running.begun, running.ready, running.turn_ends = 0.0, False, None
     assert running.late(9) == ""
     assert running.late(11) == "not ready in time"
@@ -131,13 +131,13 @@ def test_a_part_that_fails_or_sleeps_stops_no_other(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     parts = [
-        measure.Planned("broken", "quick fails", "device", 30, 30),
-        measure.Planned("slow", "quick sleeps", "check", 1.5),
-        measure.Planned("good", "quick measures 7", "device", 30, 30),
+        measure_gpu.Planned("broken", "quick fails", "device", 30, 30),
+        measure_gpu.Planned("slow", "quick sleeps", "check", 1.5),
+        measure_gpu.Planned("good", "quick measures 7", "device", 30, 30),
     ]
-    monkeypatch.setattr(measure, "PARTS", parts)
+    monkeypatch.setattr(measure_gpu, "PARTS", parts)
     arguments = argparse.Namespace(only=None, tiny=False, waves=[1], side_by_side=3, seconds=40)
-    assert measure.run(arguments, tmp_path, time.monotonic()) == []
+    assert measure_gpu.run(arguments, tmp_path, time.monotonic()) == []
     figures = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     found = {(figure["part"], figure["what"]): figure for figure in figures}
     assert "no such thing" in found["broken", "part"]["failed"]
@@ -150,7 +150,16 @@ def test_a_part_that_fails_or_sleeps_stops_no_other(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_rehearsal(tmp_path):
     chosen = ["facts", "quadratic", "grpo", "gpt2", "ppo", "bits", "physics", "folder", "halfcheetah"]
-    command = [sys.executable, str(GPU / "measure.py"), str(tmp_path), "--tiny", "--seconds", "900", "--only", *chosen]
+    command = [
+        sys.executable,
+        str(GPU / "measure_gpu.py"),
+        str(tmp_path),
+        "--tiny",
+        "--seconds",
+        "900",
+        "--only",
+        *chosen,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=True)
     figures = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     assert [figure for figure in figures if "failed" in figure] == []

@@ -98,6 +98,7 @@ def test_two_processes_end_as_one(spec, reference, tmp_path):
     assert "jaxaudit" not in said[1], "the first alone says something"
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_is_told_of_and_the_run_goes_on(spec, reference, tmp_path):
     folder = tmp_path / "run"
     processes = together("run", spec, "-o", folder)

@@ -25,6 +25,7 @@ def plugged_in(tmp_path_factory):
         yield
 
 
+@pytest.mark.exhaustive
 def test_a_killed_worker_and_one_that_is_sent_away(tmp_path):
     folder = tmp_path / "run"
     told = through_accidents(SPEC, folder, TWO)

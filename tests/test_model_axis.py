@@ -93,6 +93,7 @@ def test_losses_and_gradients_are_the_unsplit_models(devices):
     assert_close(found, jax.value_and_grad(loss)(params))
 
 
+@pytest.mark.exhaustive
 def test_perturbed_lanes_are_the_unsplit_ones_and_neutral_ones_the_control():
     """Weights with noise, rounded and reset; at each step after it, to what training makes of rounding."""
     perturbations = [
@@ -176,6 +177,7 @@ perturbation = [{{kind = "lr_spike", magnitude = 3.0, onset = 3, duration = 1}}]
 """
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_bitwise_and_its_folder_tells_of_the_axis(corpus, tmp_path, monkeypatch):
     spec = parse(SPEC.format(text=corpus.name))
     durable.run(spec, tmp_path / "whole")

@@ -195,6 +195,7 @@ class AlarmAt:
         return count + 1, jax.numpy.where(count == self.step, 1.0, -1.0)
 
 
+@pytest.mark.exhaustive
 def test_a_rolled_back_learner_samples_nothing_that_was_never_written():
     """SAC goes back to step 4 at step 9: its buffer holds all steps, and its networks are those of step 4."""
     learner = ja.learners.sac(

@@ -67,6 +67,7 @@ def side_by_side(folder, *shares):
     assert not any(worker.returncode for worker in workers), failed
 
 
+@pytest.mark.exhaustive
 def test_two_processes_that_write_batches_at_once_lose_nothing(begun, reference):
     side_by_side(begun, [0], [1])
     assert {p.name for p in begun.glob("batches/*/attempt-001/onset-*")} == {"onset-00000010", "onset-00000010-0001"}

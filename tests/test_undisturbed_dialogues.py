@@ -82,6 +82,7 @@ FEW = (
 """One of each site of rows."""
 
 
+@pytest.mark.exhaustive
 def test_a_policy_that_cannot_learn_keeps_its_performance_however_its_rows_are_disturbed():
     kinds = {name: registry.perturbations[name].site for name in FEW}
     assert set(kinds.values()) == COLLECTED | {"log_probability", "reward"}

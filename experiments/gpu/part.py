@@ -1,7 +1,7 @@
 """What a part of the measurement shares with the schedule: it records figures, and waits for its turn on the device.
 
 A part is a process: `python part.py SCRIPT FUNCTION [--tiny] [ARGUMENT ...]` calls `FUNCTION(part, *ARGUMENTS)` of
-`SCRIPT.py`. Its standard output is read by `measure.py`: a line "ready" asks for the device, every other line is a
+`SCRIPT.py`. Its standard output is read by `measure_gpu.py`: a line "ready" asks for the device, every other line is a
 figure as JSON. The schedule answers "go SECONDS" on its standard input. Run by hand, a part gets its turn at once.
 """
 

@@ -1,8 +1,8 @@
 """Starts the parts of the measurement, gives them their turns on the device, stops late ones, prints the table last.
 
-    python measure.py OUT                    # everything that is in PARTS
-    python measure.py OUT --tiny             # the rehearsal: the same code at tiny sizes, on a CPU
-    python measure.py OUT --only grpo trl    # some parts
+    python measure_gpu.py OUT                    # everything that is in PARTS
+    python measure_gpu.py OUT --tiny             # the rehearsal: the same code at tiny sizes, on a CPU
+    python measure_gpu.py OUT --only grpo trl    # some parts
 
 Parts go in waves: the next begins when the last has ended. In a wave a few parts at a time compile, on as many cores as
 do not disturb the one that measures; each says "ready" when it has compiled and is given the device by itself.
