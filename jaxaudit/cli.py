@@ -252,7 +252,7 @@ def _quickstart(arguments: argparse.Namespace) -> int:
         return 0
     from jaxaudit.specification.document import parse
 
-    return _start(lambda: parse(text, name), arguments)
+    return _start(lambda: parse(text, name), arguments, map_is_for_cpus=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -263,13 +263,15 @@ def _run(arguments: argparse.Namespace) -> int:
     return _start(lambda: load(arguments.spec), arguments, arguments.plan)
 
 
-def _start(read: Callable[[], Any], arguments: argparse.Namespace, like: Path | None = None) -> int:
+def _start(
+    read: Callable[[], Any], arguments: argparse.Namespace, like: Path | None = None, map_is_for_cpus: bool = False
+) -> int:
     spec, workers = read(), _workers(arguments, like)
     _prepare(workers, like, arguments)
     from jaxaudit.runner import durable
 
     folder = arguments.out or Path("runs", spec.audit.slug)
-    durable.run(spec, folder, workers, like)
+    durable.run(spec, folder, workers, like, map_is_for_cpus)
     return _end(folder)
 
 

@@ -18,6 +18,9 @@ from jaxaudit.machine import give_back
 TIMED = 3
 """Steps that are timed, after one that is not; the fastest counts."""
 
+FEW = 4
+"""Lanes of a GPU or TPU that may be as fast one after the other as side by side: more leave most of it idle."""
+
 
 def settle(
     grid: Grid, rows: int, deal: Callable[..., Plan] = layout, resident: bool = False, beside: int = 1
@@ -26,7 +29,8 @@ def settle(
 
     All devices run their lanes side by side ("vmap") or one after the other ("map"), or one device, or one row of those
     that share a lane, does one lane after the other with all threads to itself. Each is measured on the widest fork
-    group's first steps, with as many lanes at a time as it would have; what does not fit in memory is left out.
+    group's first steps, with as many lanes at a time as it would have; what does not fit in memory is left out. GPUs
+    and TPUs that have room for more than a few lanes side by side (`FEW` each) run them so, and "map" is not measured.
 
     Args:
       grid: what is to run.
@@ -41,9 +45,13 @@ def settle(
         return grid, {}
     tried = candidates(grid)
     found: dict[str, float] = {}
+    idle = False
     for name, candidate in tried.items():
+        if idle and candidate.program.execution == "map":
+            continue
         try:
-            found[name] = _speed(candidate, rows, deal, resident, beside)
+            found[name], lanes = _speed(candidate, rows, deal, resident, beside)
+            idle = idle or many(candidate, lanes)
         except (UserError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -65,8 +73,18 @@ def candidates(grid: Grid) -> dict[str, Grid]:
     return {name: replace(grid, program=program) for name, program in programs.items()}
 
 
-def _speed(grid: Grid, rows: int, deal: Callable[..., Plan], resident: bool, beside: int) -> float:
-    """Lane steps per second."""
+def many(grid: Grid, lanes: int) -> bool:
+    """Whether a batch of so many lanes, one after the other on each device, leaves most of a GPU or TPU idle."""
+    return accelerated(grid) and lanes > FEW * grid.program.groups
+
+
+def accelerated(grid: Grid) -> bool:
+    """Whether a grid's devices are GPUs or TPUs, say, and no CPUs."""
+    return grid.program.devices[0].platform != "cpu"
+
+
+def _speed(grid: Grid, rows: int, deal: Callable[..., Plan], resident: bool, beside: int) -> tuple[float, int]:
+    """Lane steps per second, and how many lanes a batch had."""
     engine, plan, _ = memory.fit(grid, rows, partial(deal, grid), resident, beside)
     batch = max(plan, key=lambda batch: (batch.disturbed, len(batch.seeds)))
     states, seconds = engine.initial(batch), []
@@ -74,4 +92,4 @@ def _speed(grid: Grid, rows: int, deal: Callable[..., Plan], resident: bool, bes
         begun = time.perf_counter()
         states, _ = engine.advance(batch, states, min(step, grid.steps - 1), min(step + 1, grid.steps))
         seconds.append(time.perf_counter() - begun)
-    return len(batch.seeds) / min(seconds[1:])
+    return len(batch.seeds) / min(seconds[1:]), len(batch.seeds)

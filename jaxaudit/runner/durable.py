@@ -9,13 +9,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jaxaudit import hosts
 from jaxaudit.backends.backend import Backend, Workers, called, opened
 from jaxaudit.batches import Plan, layout
 from jaxaudit.errors import Interrupted, UserError
 from jaxaudit.execution import memory
-from jaxaudit.execution.choice import settle
+from jaxaudit.execution.choice import many, settle
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Grid
@@ -41,14 +42,22 @@ class Layout:
       parts: workers that the batches of the baseline and of each fork group are to go round among evenly.
       beside: batches that are trained side by side on one machine, sharing its memory.
       like: a run whose plan is taken, batch for batch; its spec must be the same but for name and metrics.
+      map_is_for_cpus: see `run`.
     """
 
     parts: int = 1
     beside: int = 1
     like: str | None = None
+    map_is_for_cpus: bool = False
 
 
-def run(spec: Spec, folder: Path, workers: Workers | None = None, like: Path | None = None) -> None:
+def run(
+    spec: Spec,
+    folder: Path,
+    workers: Workers | None = None,
+    like: Path | None = None,
+    map_is_for_cpus: bool = False,
+) -> None:
     """Runs a spec in a new folder.
 
     Args:
@@ -56,12 +65,15 @@ def run(spec: Spec, folder: Path, workers: Workers | None = None, like: Path | N
       folder: the new folder; of workers on other machines, one that these share.
       workers: who trains; None: this process.
       like: a run whose plan is taken: which lanes run together, and how; the two then end bitwise equal.
+      map_is_for_cpus: the spec says `execution = "map"` for CPUs alone, as a packaged one does; GPUs and TPUs with
+        many lanes run them by "vmap". Otherwise "map" is kept everywhere.
 
     Raises:
       UserError: the folder is taken or cannot be made, or the grid cannot fit; nothing is created then.
       Interrupted: Ctrl-C; see `resume`.
     """
-    _begin_and_do(spec, Path(folder), workers, Layout(like=None if like is None else str(Path(like).absolute())))
+    theirs = None if like is None else str(Path(like).absolute())
+    _begin_and_do(spec, Path(folder), workers, Layout(like=theirs, map_is_for_cpus=map_is_for_cpus))
 
 
 def resume(folder: Path, workers: Workers | None = None) -> None:
@@ -196,6 +208,7 @@ def _begun(
             if hosts.several() and grid.program.execution == "auto":  # to measure takes all
                 grid = replace(grid, program=replace(grid.program, execution="vmap"))
             if like is None:
+                grid = _mapped(grid, deal(grid, grid.batch), lay_out)
                 grid, measured = interruptible(partial(settle, grid, rows, deal, beside=lay_out.beside))
                 _tell_choice(grid, measured)
             else:
@@ -210,9 +223,35 @@ def _begun(
             store.write_plan(plan)
             if forked:
                 _copy_onsets(forked, ran, store, grid)
-            spec = _with_its_monitor(spec, store)
+            spec = _with_its_execution(_with_its_monitor(spec, store), grid)
             store.write(store.spec, spec.to_toml())
         yield store, spec, engine, plan
+
+
+def _mapped(grid: Grid, plan: Plan, lay_out: Layout) -> Grid:
+    """A grid that runs its lanes one after the other, or side by side where that is meant; said on stderr.
+
+    It is seen here, where the plan is made, for a driver of workers has no devices of their kind.
+    """
+    lanes = max(len(batch.seeds) for batch in plan)
+    if grid.program.execution != "map" or not many(grid, lanes):
+        return grid
+    devices = f"{len(grid.program.devices)} {grid.program.devices[0].platform} device(s)"
+    if not lay_out.map_is_for_cpus:
+        told = f'execution = "map" runs up to {lanes} lanes on {devices} one after the other; "vmap" runs them at once'
+        print(f"note: {told}", file=sys.stderr)
+        return grid
+    told = f'execution = "map" is meant for CPUs: up to {lanes} lanes run side by side ("vmap") on {devices}'
+    print(f"note: {told}", file=sys.stderr)
+    return replace(grid, program=replace(grid.program, execution="vmap"))
+
+
+def _with_its_execution(spec: Spec, grid: Grid) -> Spec:
+    """The spec as it is stored: with how its lanes run, so that whoever goes on with the run has them run so."""
+    if spec.audit.execution == "auto":  # the environment has what was found
+        return spec
+    execution: Any = grid.program.execution
+    return replace(spec, audit=replace(spec.audit, execution=execution))
 
 
 def _given(plan: Plan, *_: object) -> Plan:
