@@ -187,8 +187,19 @@ def test_pairs_follow_no_sampler():
     assert Parts(old="sampled").follows_sampler
 
 
+def assert_same_rows(a, b):
+    """Equal tokens and roles; floating-point values to a few units in their last place."""
+    if np.issubdtype(a.dtype, np.floating):
+        np.testing.assert_allclose(a, b, rtol=5e-7, atol=5e-7)
+    else:
+        np.testing.assert_array_equal(a, b)
+
+
 def test_sampling_leaves_off_when_all_rows_of_all_lanes_are_over(monkeypatch):
-    """Bit for bit the rows of all slots, in as many turns as the longest of them has."""
+    """The rows of all slots, in as many turns as the longest of them has; what is computed with them, to rounding.
+
+    These are three programs: jaxlib 0.10 gives them the same bits, 0.11 log-probabilities that differ in the last one.
+    """
     made = learner(dialogue=Short()).step.__self__
     numbers = learner(dialogue=Short()).data.numbers
     params = made.policy.init(jax.random.key(0))
@@ -213,8 +224,8 @@ def test_sampling_leaves_off_when_all_rows_of_all_lanes_are_over(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sampling, "all_over", lambda over: jnp.zeros((), bool))
         every, all_turns = sampled(4)
-    jax.tree.map(np.testing.assert_array_equal, more, every)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:1]), rows, sampled(4)[0])
+    jax.tree.map(assert_same_rows, more, every)
+    jax.tree.map(lambda a, b: assert_same_rows(a, b[:1]), rows, sampled(4)[0])
     written = np.sum(np.asarray(more.role) != END, axis=-1) - 1
     assert (few, most, all_turns) == (written[0].max(), written.max(), 14)
     assert few < most, "or lanes would not differ"

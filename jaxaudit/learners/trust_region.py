@@ -132,7 +132,7 @@ def line_search(
         candidate = along(params, length, change)
         kl, gain = measure(candidate)
         finite = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), candidate))
-        # By rounding, a step that changes nothing may seem to gain: the old policy is measured elsewhere in the program.
+        # A step that changes nothing may seem to gain, by rounding: the old policy is measured in another place.
         moved = jax.tree.reduce(jnp.logical_or, jax.tree.map(lambda a, b: (a != b).any(), candidate, params))
         good = finite & moved & (kl <= max_kl) & (gain > 0)
         taken = Search(candidate, good, search.backtracks, length, kl, gain)
