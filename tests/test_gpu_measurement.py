@@ -168,5 +168,6 @@ def test_a_rehearsal(tmp_path):
     assert all(bits[name] for name in ("twice_equal", "neutral_is_control", "nan_stays_in_its_lane"))
     [resumed] = [figure for figure in figures if "equal" in figure]
     assert resumed["equal"]
+    assert {figure["exit_code"] for figure in figures if "exit_code" in figure} == {0}
     assert (tmp_path / "audit-halfcheetah.tar.gz").exists()
     assert "quadratic" in done.stdout

@@ -257,7 +257,7 @@ name = "InvertedPendulum-v5"
 [learner]
 kind = "ppo"
 num_envs = 2
-rollout_length = 16
+rollout_length = 32
 evaluations = 0
 [run]
 chunk = 2
@@ -319,18 +319,26 @@ def _report(part: Part, what: str, done: subprocess.CompletedProcess) -> None:
 
 
 def _killed(spec: Path, out: Path, **variables: str) -> bool:
-    """Starts a run and kills it when its first rows are written; whether it was still running then."""
+    """Starts a run and kills it when its first rows are written; whether it was still running then.
+
+    Raises RuntimeError, with its last words, if it failed by itself.
+    """
     command = [sys.executable, "-m", "jaxaudit", "run", str(spec), "-o", str(out)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     place = {"cwd": tempfile.gettempdir(), "env": _environment(variables)}
-    process = subprocess.Popen(command, start_new_session=True, **place, **quiet)
-    end = time.monotonic() + 150
-    while time.monotonic() < end and process.poll() is None and not list(out.glob("batches/*/attempt-*/rows-*.npz")):
-        time.sleep(0.01)
-    running = process.poll() is None
-    if running:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, start_new_session=True, stdout=said, stderr=said, **place)
+        end = time.monotonic() + 150
+        while (
+            time.monotonic() < end and process.poll() is None and not list(out.glob("batches/*/attempt-*/rows-*.npz"))
+        ):
+            time.sleep(0.01)
+        running = process.poll() is None
+        if running:
+            os.killpg(process.pid, signal.SIGKILL)
+        elif process.returncode:
+            said.seek(0)
+            raise RuntimeError(f"{spec.name} does not run: {said.read()[-300:]}")
+        process.wait()
     return running
 
 

@@ -215,25 +215,17 @@ def grpo_learner(tiny: bool, **settings):
     return ja.learners.grpo("hop", **few | same | settings)
 
 
-def grpo(part: Part, *widths: str) -> None:
-    """GRPO, 0.1M parameters."""
+def grpo(part: Part, size: str, *widths: str) -> None:
+    """GRPO at a size of the model: micro, after a warm start, or mini, without one, whose rows fill their slots."""
     _prepare(part)
     import common
 
-    learner = grpo_learner(part.tiny)
-    chosen = (2,) if part.tiny else [int(width) for width in widths]
-    compiling = [common.Lanes(learner, width, 2 if part.tiny else 10) for width in chosen]
-    measure_all(part, compiling, 1, "GRPO on hop, 0.1M", "lane iterations/s", 3)
-
-
-def grpo_mini(part: Part, *widths: str) -> None:
-    """GRPO, 11M parameters, without a warm start: rows fill their slots."""
-    _prepare(part)
-    import common
-
-    learner = grpo_learner(part.tiny, size="micro" if part.tiny else "mini", warm_start=0)
-    chosen = (2,) if part.tiny else [int(width) for width in widths]
-    measure_all(part, [common.Lanes(learner, w, 2) for w in chosen], 1, "GRPO on hop, 11M", "lane iterations/s", 3)
+    chosen = {"size": "mini", "warm_start": 0} if size == "mini" and not part.tiny else {}
+    steps = 2 if part.tiny or size == "mini" else 10
+    learner = grpo_learner(part.tiny, **chosen)
+    compiling = [common.Lanes(learner, width, steps) for width in ((2,) if part.tiny else map(int, widths))]
+    what = {"micro": "GRPO on hop, 0.1M", "mini": "GRPO on hop, 11M"}[size]
+    measure_all(part, compiling, 1, what, "lane iterations/s", 3)
 
 
 def ppo_learner(tiny: bool, physics: str = "mjx", **settings):
@@ -246,25 +238,16 @@ def ppo_learner(tiny: bool, physics: str = "mjx", **settings):
     return ja.learners.ppo(task, evaluations=0, telemetry="basic", **settings | small)
 
 
-def ppo(part: Part, *widths: str) -> None:
-    """PPO at Table S2's 8 environments a lane, on MJX."""
+def ppo(part: Part, environments: str, *widths: str) -> None:
+    """PPO on MJX with Table S2's 8 environments a lane, or with 2048, as trainers on GPUs have them."""
     _prepare(part)
     import common
 
-    learner = ppo_learner(part.tiny)
-    compiling = [common.Lanes(learner, w, 1) for w in ((2,) if part.tiny else [int(width) for width in widths])]
-    measure_all(part, compiling, learner.samples_per_step, "PPO on HalfCheetah, MJX, Table S2", "env steps/s", 2)
-
-
-def ppo_wide(part: Part, *widths: str) -> None:
-    """PPO with 2,048 environments a lane, as trainers on GPUs have them, on MJX."""
-    _prepare(part)
-    import common
-
-    learner = ppo_learner(part.tiny, num_envs=2048, rollout_length=32, minibatch_size=8192, epochs=4)
-    compiling = [common.Lanes(learner, w, 1) for w in ((2,) if part.tiny else [int(width) for width in widths])]
-    what = "PPO on HalfCheetah, MJX, 2,048 environments a lane"
-    measure_all(part, compiling, learner.samples_per_step, what, "env steps/s", 2)
+    wide = {"num_envs": 2048, "rollout_length": 32, "minibatch_size": 8192, "epochs": 4}
+    learner = ppo_learner(part.tiny, **wide if environments == "2048" else {})
+    compiling = [common.Lanes(learner, width, 1) for width in ((2,) if part.tiny else map(int, widths))]
+    what = {"8": "Table S2", "2048": "2,048 environments a lane"}[environments]
+    measure_all(part, compiling, learner.samples_per_step, f"PPO on HalfCheetah, MJX, {what}", "env steps/s", 2)
 
 
 def gpt2(part: Part, precision: str, *widths: str) -> None:
