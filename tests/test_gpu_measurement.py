@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 GPU = Path(__file__).parents[1] / "experiments" / "gpu"
 sys.path.append(str(GPU))
 
 import audits  # noqa: E402
+import checks  # noqa: E402
 import measure_gpu  # noqa: E402
 import table  # noqa: E402
 
@@ -44,22 +46,24 @@ def test_the_device_is_one_parts_at_a_time(kind, others, may):
     assert measure_gpu.may_begin(candidate, [candidate, *(part(*other) for other in others)]) is may
 
 
-def asked(**options) -> list[measure_gpu.Planned]:
-    return measure_gpu.chosen(argparse.Namespace(**{"only": None, "tiny": False, "waves": [1, 2, 3, 4], **options}))
+def selected(**options) -> list[measure_gpu.Planned]:
+    return measure_gpu.select_parts(
+        argparse.Namespace(**{"only": None, "tiny": False, "waves": [1, 2, 3, 4], **options})
+    )
 
 
 def test_parts_go_in_waves():
-    assert {planned.name for planned in asked()} == {planned.name for planned in measure_gpu.PARTS}
-    assert [planned.wave for planned in asked()] == sorted(planned.wave for planned in measure_gpu.PARTS)
-    assert {planned.wave for planned in asked(waves=[2, 3])} == {2, 3}
-    assert [planned.name for planned in asked(only=["bits", "facts"])] == ["facts", "bits"]
+    assert {planned.name for planned in selected()} == {planned.name for planned in measure_gpu.PARTS}
+    assert [planned.wave for planned in selected()] == sorted(planned.wave for planned in measure_gpu.PARTS)
+    assert {planned.wave for planned in selected(waves=[2, 3])} == {2, 3}
+    assert [planned.name for planned in selected(only=["bits", "facts"])] == ["facts", "bits"]
 
 
 def test_a_rehearsal_runs_every_function_that_the_measurement_does():
     def functions(parts):
         return {tuple(planned.call.split()[:2]) for planned in parts}
 
-    assert functions(asked(tiny=True)) == functions(asked())
+    assert functions(selected(tiny=True)) == functions(selected())
 
 
 def test_a_part_is_late_before_its_turn_and_after_it():
@@ -145,6 +149,23 @@ def test_a_part_that_fails_or_sleeps_stops_no_other(tmp_path, monkeypatch):
     assert found["good", "a rate"]["rate"] == 7.0
     assert 0 < found["good", "a rate"]["left"] <= 30
     assert "for the log" in (tmp_path / "log.txt").read_text()
+
+
+def test_equality_is_of_bits_but_for_the_payload_of_a_nan():
+    nan = np.array([0x7FC00001], np.uint32).view(np.float32)
+    assert checks.equal({"a": nan}, {"a": np.float32([np.nan])})
+    assert not checks.equal({"a": np.float32([0.0])}, {"a": np.float32([-0.0])})
+    assert not checks.equal({"a": np.float32([1.0])}, {"a": np.nextafter(np.float32([1.0]), np.float32(2))})
+    assert checks.digest({"a": nan}) == checks.digest({"a": np.float32([np.nan])})
+    assert checks.digest({"a": np.float32([0.0])}) != checks.digest({"b": np.float32([0.0])})
+
+
+def test_errors_are_relative_to_a_channels_largest_value_in_the_controls_first_steps():
+    left = np.float32([[[4.0, -8.0, 0.0], [9.0, 9.0, 9.0]]])  # [seed, condition, step]
+    right = np.float32([[[4.0, -8.4, 5.0], [0.0, 0.0, 0.0]]])
+    assert checks.relative_errors({"a": left}, {"a": right}, steps=2)["a"] == pytest.approx(0.05)
+    right[0, 0, 0] = np.nan
+    assert checks.relative_errors({"a": left}, {"a": right}, steps=2)["a"] == np.inf
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def may_begin(candidate: Running, parts: list[Running]) -> bool:
 
 def run(arguments: argparse.Namespace, out: Path, begun: float) -> list[str]:
     """Runs the chosen parts to their end or to the end of the time; names of those that were never started."""
-    waiting = chosen(arguments)
+    waiting = select_parts(arguments)
     order = {planned.name: place for place, planned in enumerate(waiting)}
     parts: list[Running] = []
     figures = Figures(out / "figures.jsonl", begun)
@@ -239,7 +239,7 @@ def run(arguments: argparse.Namespace, out: Path, begun: float) -> list[str]:
     return [planned.name for planned in waiting]
 
 
-def chosen(arguments: argparse.Namespace) -> list[Planned]:
+def select_parts(arguments: argparse.Namespace) -> list[Planned]:
     """The parts that are asked for, in waves."""
     if arguments.only:
         asked = [planned for planned in PARTS if planned.name in arguments.only]

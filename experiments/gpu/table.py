@@ -52,14 +52,14 @@ def markdown(figures: Iterable[Mapping[str, Any]]) -> str:
 def _line(figure: Mapping[str, Any]) -> str:
     rate = f"{short(figure['rate'])} {figure['unit']}" if "rate" in figure else ""
     target = TARGETS.get((figure["what"], figure.get("lanes")))
-    besides = ", ".join(f"{name} {short(value)}" for name, value in figure.items() if _told(name, value))
+    besides = ", ".join(f"{name} {short(value)}" for name, value in figure.items() if _is_shown(name, value))
     if figure.get("beside"):
         besides += f", beside {len(figure['beside'])} others"
     cells = (figure["second"], figure["part"], figure["what"], figure.get("lanes", ""), rate)
     return "| " + " | ".join(map(str, (*cells, "" if target is None else short(target), besides[:300]))) + " |"
 
 
-def _told(name: str, value: Any) -> bool:
+def _is_shown(name: str, value: Any) -> bool:
     return name not in LEFT_OUT and value not in (None, [], {})
 
 
