@@ -212,6 +212,7 @@ def test_a_drift_of_all_channels_together_is_seen_by_the_monitor_and_by_charts_o
     assert (alarms - ONSET).median() < 80
 
 
+@pytest.mark.exhaustive
 def test_a_change_in_time_alone_is_seen_by_the_model_alone(said):
     """Every step's distribution stays what it was, so that no comparison with clean runs at that step can tell."""
     found, _ = of_kind(said, "tempo")
@@ -222,6 +223,7 @@ def test_a_change_in_time_alone_is_seen_by_the_model_alone(said):
     assert mine.detected_low > others.detected_high.max()
 
 
+@pytest.mark.exhaustive
 def test_what_one_channel_shows_the_monitor_sees_too(said):
     found = by_condition(said, [MINE.name]).set_index("condition")
     print(*(f"{kind}: {interval(found.loc[kind])}" for kind in ("ramp", "fold")))
@@ -229,6 +231,7 @@ def test_what_one_channel_shows_the_monitor_sees_too(said):
     assert found.detected_low["fold"] > 0.5
 
 
+@pytest.mark.exhaustive
 def test_false_alarms_are_as_many_as_stated_for_every_detector(said):
     """The mean over detectors, and each within what 160 runs allow."""
     clean = said[said.clean]

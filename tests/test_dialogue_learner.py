@@ -109,6 +109,7 @@ def audited():
         ).telemetry
 
 
+@pytest.mark.exhaustive
 def test_it_learns_to_guess_better_than_chance(audited):
     """Blind guesses find one of four in two tries with 7/16; who uses the hint, with 3/4."""
     control = audited.performance.values[:, 0]
@@ -116,6 +117,7 @@ def test_it_learns_to_guess_better_than_chance(audited):
     assert control[:, -10:].mean() > 0.6
 
 
+@pytest.mark.exhaustive
 def test_a_neutral_lane_is_bitwise_the_control_and_others_are_not(audited):
     told = [name for name in audited.data_vars if audited[name].dims[:2] == ("seed", "condition")]
     assert {"performance", "entropy", "x_grad"} <= set(told)
@@ -127,6 +129,7 @@ def test_a_neutral_lane_is_bitwise_the_control_and_others_are_not(audited):
         assert not np.array_equal(after[:, 0], after[:, condition])
 
 
+@pytest.mark.exhaustive
 def test_a_tool_that_fails_harms_acting_at_once(audited):
     acting = audited.acting_performance.values[:, :, 100:110].mean(axis=(0, 2))
     assert acting[2] < acting[0] - 0.05

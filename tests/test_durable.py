@@ -103,7 +103,9 @@ def test_killed_at_many_instants(kills, server, reference, tmp_path):
     assert_same(folder, reference)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(4, marks=pytest.mark.exhaustive), pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_killed_in_batches(kills, server, here, tmp_path):
     """Two batches of the baseline, six of the fork group."""
     (tmp_path / "spec.toml").write_text(BATCHES)

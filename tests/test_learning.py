@@ -93,7 +93,10 @@ def learned():
     return train
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+OFF_POLICY_ONES = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sac", "td3")]
+
+
+@pytest.mark.parametrize("name", ["ppo", "trpo", *OFF_POLICY_ONES])
 def test_it_learns_what_takes_all_its_parts(name, learned):
     agent, _, told = learned(name)
     found = told["evaluation_return"][:, -1]

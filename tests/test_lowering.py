@@ -58,7 +58,7 @@ CASES = {
 
 
 SLOW = ("trpo", "td3", "grpo with adapters")
-EXHAUSTIVE = ("ppo", "sac", "grpo")
+EXHAUSTIVE = ("ppo", "sac", "grpo", "language_model")
 """Of whose programs PPO, SAC and GRPO have the most."""
 
 

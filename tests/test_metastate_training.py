@@ -68,7 +68,11 @@ def mean_likelihood(model, params, y, seen):
 
 @pytest.mark.parametrize(
     ("model", "short_of"),
-    [(Kalman(size=2), 0.02), (LRU(size=4), 0.08), pytest.param(GRU(size=8), 0.08, marks=pytest.mark.slow)],
+    [
+        pytest.param(Kalman(size=2), 0.02, marks=pytest.mark.exhaustive),
+        (LRU(size=4), 0.08),
+        pytest.param(GRU(size=8), 0.08, marks=pytest.mark.slow),
+    ],
     ids=["kalman", "lru", "gru"],
 )
 def test_a_trained_model_expects_nearly_what_the_true_one_does(linear, trained, model, short_of):

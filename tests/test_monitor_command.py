@@ -176,7 +176,7 @@ def runs(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("model", ["chart", "lru"])
+@pytest.mark.parametrize("model", ["chart", pytest.param("lru", marks=pytest.mark.exhaustive)])
 def test_runs_are_compared(runs, tmp_path, capsys, model):
     assert main(["detect", *map(str, runs), "-o", str(tmp_path / "out"), "--folds", "2", "--model", model]) == 0
     said = capsys.readouterr().out

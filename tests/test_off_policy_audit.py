@@ -85,11 +85,11 @@ CASES = {
 }
 
 
-TD3 = pytest.param("td3", marks=pytest.mark.exhaustive)
+SAC, TD3 = (pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sac", "td3"))
 EVERYTHING = pytest.param("sac, everything", marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=["sac", TD3, EVERYTHING])
+@pytest.fixture(scope="module", params=[SAC, TD3, EVERYTHING])
 def audit(request):
     return CASES[request.param]()
 

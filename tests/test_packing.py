@@ -129,7 +129,12 @@ PRESETS = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+EXHAUSTIVE = ("grpo", "a critic, a divergence and a bonus")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ()) for name in PRESETS]
+)
 def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
     monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 1, 2))
     preset, parts, chosen = PRESETS[name]

@@ -311,7 +311,7 @@ CASES = {
 }
 
 
-IN_EVERY_RUN = ("tiny", "tiny dialogue")
+IN_EVERY_RUN = ("tiny",)
 
 
 def cases(others):
@@ -446,6 +446,7 @@ def test_exact_replay_the_same_program_gives_the_same_bits(case):
 
 
 @pytest.mark.parametrize("case", cases(pytest.mark.slow), indirect=True, scope="module")
+@pytest.mark.exhaustive
 def test_common_randomness_adding_a_condition_leaves_the_others_equal_but_for_rounding(case):
     """A grid of some of the conditions, at another width and from step 0 on, follows the same path at first."""
     few = ["weight_noise", "gradient_sign_flip", *[n for n in case.names if n in ("reward_noise", "observation_stuck")]]

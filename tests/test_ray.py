@@ -131,6 +131,7 @@ def hurt_and_held_against(cluster, reference, tmp_path, text, *accidents):
         assert (earlier.to_step >= one.from_step).all(), "nothing is trained twice but what was not kept"
 
 
+@pytest.mark.exhaustive
 def test_a_killed_worker_a_removed_node_and_a_killed_driver(cluster, reference, tmp_path):
     hurt_and_held_against(cluster, reference, tmp_path, SPEC, "worker", "node", "driver")
 

@@ -77,7 +77,8 @@ def assert_innocent(result, kinds):
     assert (collapsed.iloc[1:] == collapsed.iloc[1]).all()
 
 
-@pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["ppo", "sac"])
 def test_a_learner_that_cannot_learn_keeps_its_performance_however_it_is_disturbed(name):
     learner = LEARNERS[name]()
     kinds = {k: site for k, site in kinds_of(learner).items() if k in FEW[name]}
