@@ -86,6 +86,7 @@ def test_the_score_inside_is_the_score_of_the_telemetry(monitor, rescued):
     assert_online_is_offline(monitor, rescued)
 
 
+@pytest.mark.exhaustive
 def test_a_chart_sets_off_interventions_as_a_model_does(clean):
     chart = ja.Monitor.fit(clean, model=Chart(departure=(0.1,), outlier=(1.0,)))
     acts = [ja.lower_learning_rate(0.02, onset=ONSET), ja.roll_back(10, onset=ONSET)]
@@ -306,6 +307,7 @@ def test_lanes_with_an_intervention_are_not_what_detectors_are_compared_on(finis
     assert not {"alarm", "monitor_score"} & set(lanes.channels)
 
 
+@pytest.mark.exhaustive
 def test_a_monitored_runs_plan_is_taken_wherever_the_monitor_lies(server, finished, tmp_path):
     shutil.copyfile(finished / "monitor.npz", tmp_path / "fitted.npz")
     (tmp_path / "spec.toml").write_text(SPEC)
@@ -326,6 +328,7 @@ def test_a_monitored_run_is_replayed_and_forked_from_its_folder_alone(server, fi
     assert (tmp_path / "fork" / "monitor.npz").read_bytes() == (finished / "monitor.npz").read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_a_monitored_run_is_killed_and_resumed(server, finished, tmp_path):
     shutil.copy(finished / "monitor.npz", tmp_path / "fitted.npz")
     folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills=3)

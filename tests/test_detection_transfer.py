@@ -62,6 +62,7 @@ def test_every_learner_is_tested_by_every_other_and_by_all_others(found, learner
         assert list(found.loc[tested.learner].index) == [(tested.learner, OWN), *rows, ("nothing", UNTRAINED)]
 
 
+@pytest.mark.exhaustive
 def test_a_learner_of_the_same_law_and_scale_needs_nothing_of_its_own(found):
     for tested, other in (("a", "b"), ("b", "a")):
         row = found.loc[tested, other, AS_IT_IS]
@@ -70,6 +71,7 @@ def test_a_learner_of_the_same_law_and_scale_needs_nothing_of_its_own(found):
         assert row.auroc == pytest.approx(found.loc[tested, tested, OWN].auroc, abs=0.05)
 
 
+@pytest.mark.exhaustive
 def test_in_another_learners_units_everything_or_nothing_is_an_alarm(found):
     """Of 30 times the scale all is out of bounds; with the scales exchanged nothing is."""
     for other, expected in (("a", 1), ("b", 1)):
@@ -79,6 +81,7 @@ def test_in_another_learners_units_everything_or_nothing_is_an_alarm(found):
     assert (row.false_alarms, row.detected) == (0, 0)
 
 
+@pytest.mark.exhaustive
 def test_with_the_tested_learners_threshold_false_alarms_are_as_stated_and_with_its_units_it_detects(found):
     for tested, other in (("a", "far"), ("far", "a"), ("far", "a and b")):
         row = found.xs((tested, other), level=("tested", "fitted_to"))
@@ -163,6 +166,7 @@ def test_files(learners, tmp_path):
     assert set(np.float32(first.score)) <= set(np.float32(monitor.clean))
 
 
+@pytest.mark.exhaustive
 def test_the_gain_over_the_best_chart_is_told_by_name_and_the_monitors_own_chart_is_no_baseline(learners, tmp_path):
     mewma = MetaState(Chart(departure=(0.1,)))
     (folder,) = write_comparisons([in_common(learners[0])], tmp_path / "chart", mewma, SETTINGS, lambda _: None)

@@ -157,6 +157,7 @@ def test_at_rate_zero_sampler_and_trainer_agree_for_fifty_iterations():
     assert (np.asarray(rows.log_probability)[roles != OWN] == 0).all()
 
 
+@pytest.mark.exhaustive
 def test_the_samplers_log_probabilities_spare_the_trainer_a_reading_of_the_rows():
     """The same iteration to rounding, entropy included, with fewer products."""
     settings = {"kl": "none", "kl_coefficient": 0.0, "microbatches": 1, "learning_rate": 5e-3}

@@ -143,6 +143,7 @@ def test_a_policy_with_adapters(run, here):
     assert gaps[~np.eye(len(LANES), dtype=bool)].min() > 1e-2
 
 
+@pytest.mark.exhaustive
 def test_a_language_model(run, here, monkeypatch):
     """Whose lanes come off the devices one by one, as large ones do."""
     telemetry = run(PLAIN).isel(step=-1)

@@ -212,6 +212,7 @@ def test_outside_a_run_the_rate_is_at_its_peak(made):
     assert float(update(params).learning_rate) == pytest.approx(5e-4)
 
 
+@pytest.mark.exhaustive
 def test_stopped_and_resumed_it_reads_the_same_batches(trained):
     _, engine, _, whole = trained
     batch = layout(engine.grid)[1]

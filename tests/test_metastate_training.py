@@ -96,6 +96,7 @@ def test_innovations_of_the_true_model_are_standard_normals(linear):
     assert stats.kstest(np.asarray(found.squared)[whole], "chi2", args=(CHANNELS,)).pvalue > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_a_lane_of_no_weight_is_not_trained_on(linear, trained):
     y, seen = linear
     another = np.where(WEIGHTS[0][:, None, None] > 0, y, np.float32(50))

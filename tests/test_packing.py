@@ -86,6 +86,7 @@ def test_every_slot_has_a_place_that_reads_its_row_up_to_it(seed):
     assert len(taken) == np.maximum(lengths - 1, 0).sum() == (packed.slot != packing.NOWHERE).sum()
 
 
+@pytest.mark.exhaustive
 def test_rows_that_share_sequences_are_predicted_as_alone():
     lengths = [10, 4, 7, 0, 3, 6, 2, 10, 5, 5, 3, 8]
     rows = rows_of(lengths)

@@ -76,6 +76,7 @@ def reference(planned, tmp_path_factory):
     return whole(SPEC, planned, tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.exhaustive
 def test_two_workers_end_as_one_process(planned, reference):
     assert_same(planned, reference)
     trained = shards(planned)

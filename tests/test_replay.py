@@ -187,6 +187,7 @@ def free_memory(monkeypatch, lanes):
     monkeypatch.setattr(memory, "available_memory", lambda devices: free)
 
 
+@pytest.mark.exhaustive
 def test_batches_are_as_they_were_whatever_memory_there_is_now(tmp_path, monkeypatch):
     """The size found is the run's for good: for its replay, and for what is left of it after a stop."""
     free_memory(monkeypatch, 2)
@@ -252,6 +253,7 @@ def test_by_the_command_line(here, copied, tmp_path):
     one_sentence(here("fork", copied, tmp_path / "other.toml", "-o", tmp_path / "no"), 2, "must keep the run's seeds")
 
 
+@pytest.mark.exhaustive
 def test_by_another_process(server, copied):
     done = server("replay", copied)
     assert done.code == 0, done.err

@@ -59,6 +59,7 @@ def command(tmp_path_factory):
 VERSION = "0.2.0 (source tree)"
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_trained_and_stored_and_the_report_is_told_to_be_missing(command):
     python, place = command
     done = python("-m", "jaxaudit", "run", "spec.toml", "-o", "run")
