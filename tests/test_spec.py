@@ -418,7 +418,7 @@ outcomes: list[str] = []
 
 @given(document)
 @settings(
-    max_examples=250,
+    max_examples=500,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
