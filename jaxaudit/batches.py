@@ -138,13 +138,37 @@ def as_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def from_json(stored: Sequence[dict[str, Any]], grid: Grid) -> list[Batch]:
-    """A stored plan of a grid. Raises ValueError, KeyError or IndexError where it is none."""
-    batches = []
-    for one in stored:
+    """A stored plan of a grid.
+
+    Raises ValueError, KeyError, IndexError or TypeError where it is none: the batches of a group, the baseline's or a
+    fork's, hold its lanes once each, in order, and are not much wider than they are long.
+    """
+    batches: list[Batch] = []
+    reached: dict[int | None, int] = {}
+    for number, one in enumerate(stored):
+        fork, first, width = one["fork"], reached.get(one["fork"], 0), one["width"]
+        group = None if fork is None else grid.forks[fork]
         seeds, columns = np.array(one["lanes"], int).reshape(-1, 2).T
-        if not len(seeds) or seeds.min() < 0 or seeds.max() >= len(grid.seeds):
-            raise ValueError(f"batch {one['id']} has lanes of other seeds")
-        conditions = () if one["fork"] is None else _conditions(grid, columns)
-        whole = {name: one[name] for name in ("id", "fork", "onset", "stop", "first", "width")}
-        batches.append(Batch(**whole, seeds=seeds, columns=columns, conditions=conditions))
+        expected, _ = np.divmod(np.arange(first, first + len(seeds)), len(grid.seeds))
+        expected = expected * 0 - 1 if group is None else expected + group.conditions[0]
+        span = (0, grid.baseline_steps) if group is None else (group.onset, grid.steps)
+        if [one["id"], one["first"], one["onset"], one["stop"]] != [number, first, *span]:
+            raise ValueError(f"batch {number} is not where it must be")
+        if not len(seeds) or not np.array_equal(seeds, np.arange(first, first + len(seeds)) % len(grid.seeds)):
+            raise ValueError(f"batch {number} has lanes of other seeds")
+        if not np.array_equal(columns, expected):
+            raise ValueError(f"batch {number} has lanes of other conditions")
+        most = len(grid.seeds) * (1 if group is None else len(group.conditions)) + MOST_FILLING
+        if type(width) is not int or not len(seeds) <= width <= most:
+            raise ValueError(f"batch {number} is {width} lanes wide")
+        conditions = () if group is None else _conditions(grid, columns)
+        batches.append(Batch(number, fork, span[0], span[1], first, seeds, columns, conditions, width))
+        reached[fork] = first + len(seeds)
+    lanes = {None: len(grid.seeds)} | {n: len(grid.seeds) * len(f.conditions) for n, f in enumerate(grid.forks)}
+    if reached.get(None, lanes[None]) != lanes[None] or any(reached.get(n) != lanes[n] for n in range(len(grid.forks))):
+        raise ValueError("lanes are missing")
     return batches
+
+
+MOST_FILLING = 2**16
+"""Lanes by which batches are wider than their group at most: a vector's worth for each of 4,096 devices."""

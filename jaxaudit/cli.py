@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxaudit import source_tree
-from jaxaudit.errors import TRACEBACK, UserError, explain
+from jaxaudit.errors import TRACEBACK, Undrawn, UserError, explain
+from jaxaudit.files import check_contents
 from jaxaudit.interrupts import interrupt
 from jaxaudit.machine import collect_garbage_seldom, occupy, planned_threads, prepare_jax, use_cpus
 
@@ -404,18 +405,25 @@ def _check_run(folder: Path) -> None:
         raise UserError(f"{folder} is not a folder" if folder.exists() else f"{folder}: there is no such folder")
     if not (folder / "spec.toml").is_file():
         raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
+    check_contents(folder)
 
 
 def _end(folder: Path) -> int:
     """A finished run's report; of several processes the first writes it.
 
-    The run has succeeded where only what draws it is missing: that is a note, with how to draw it later.
+    The run has succeeded where only its drawing fails: that is a note, with how to draw it later.
     """
     from jaxaudit import hosts
 
-    if hosts.first() and (missing := _write_report(folder)):
-        later = shlex.join(["jaxaudit", "report", str(folder)])
-        _note(f"the run is finished and stored in {folder}, but not drawn: {missing}, and draw it with: {later}")
+    if not hosts.first():
+        return 0
+    later = shlex.join(["jaxaudit", "report", str(folder)])
+    try:
+        undrawn = _write_report(folder)
+    except Undrawn as error:
+        undrawn = str(error)
+    if undrawn:
+        _note(f"the run is finished and stored in {folder}, but not drawn: {undrawn}, and draw it with: {later}")
     return 0
 
 
@@ -437,7 +445,10 @@ def _draw_detection(folder: Path) -> None:
         later = f"from jaxaudit.report.detection import build; build({str(folder)!r})"
         _note(f"the results are stored in {folder}, but not drawn: {_undrawn(error)}, and draw them in Python: {later}")
         return
-    print(f"report: {build(folder)}")
+    try:
+        print(f"report: {build(folder)}")
+    except Undrawn as error:
+        _note(f"the results are stored in {folder}, but not drawn: {error}")
 
 
 def _undrawn(error: ImportError) -> str:

@@ -29,6 +29,10 @@ class Failed(Exception):
     """Work that cannot go on, through no word of the user; the message is one sentence that says why."""
 
 
+class Undrawn(Failed):
+    """Figures or a report that could not be drawn from results that are stored; the message says why."""
+
+
 @contextlib.contextmanager
 def placed(place: str) -> Iterator[None]:
     """Turns a ValueError into a UserError that names the place; a UserError names it already."""

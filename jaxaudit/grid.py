@@ -15,6 +15,9 @@ from jaxaudit.program import Execution, Program, Watch, telemetry_shapes
 from jaxaudit.sites import Sites, find_sites
 from jaxaudit.slots import site_misfit, slots_of
 
+MOST_LANES = 2**24
+"""Seeds x conditions of the largest grid."""
+
 TelemetryShapes = Mapping[str, tuple[int, ...]]
 Channels = Mapping[str, Channel]
 

@@ -8,7 +8,6 @@ import ctypes
 import functools
 import gc
 import importlib.util
-import json
 import os
 import platform
 import socket
@@ -17,6 +16,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from jaxaudit.files import UNFINISHED, read_object
 
 
 def cores() -> int:
@@ -58,7 +59,7 @@ def _claimed(core: int) -> bool:
 def planned_threads(folder: Path) -> int | None:
     """How many cores the run in a folder was planned for; None where nobody knows."""
     try:
-        return int(json.loads((folder / "plan.json").read_text(encoding="utf-8"))["threads"])
+        return int(read_object(folder / "plan.json")["threads"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -147,11 +148,50 @@ def program_cache() -> Path:
 def written_whole(path: Path) -> Iterator[Path]:
     """A place to write a file or folder to, which is at `path` at once when all is written, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".part-") as place:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as place:
         part = Path(place) / path.name
         yield part
         with contextlib.suppress(OSError):  # another process was first
             part.rename(path)
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def host_memory() -> int:
+    """Bytes of the host that can still be taken by this process and those it shares a limit with."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([free, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """What is left of the limits of this process's control groups (version 2); pages of files can be given back."""
+    try:
+        entries = Path("/proc/self/cgroup").read_text().split()
+    except OSError:
+        return
+    own = next((entry.removeprefix("0::/") for entry in entries if entry.startswith("0::/")), None)
+    for place in () if own is None else [CGROUPS / own, *(CGROUPS / own).parents]:
+        try:
+            limit, used = ((place / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+            fields = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            yield int(limit) - int(used) + int(fields["inactive_file"]) + int(fields["active_file"])
+        except (OSError, KeyError, ValueError):  # the root has no limit, and "max" is none
+            continue
+
+
+def readable(size: float) -> str:
+    """Bytes in a unit one can read, to four digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
 
 
 def resident() -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xarray as xr
+
+from jaxaudit.errors import UserError
+from jaxaudit.files import check_contents, parse_toml, read_object, read_text
+from jaxaudit.zarr_store import open_dataset
 
 CONTROL = "control"
 _TEXT = {"condition": "", "perturbation": CONTROL, "dimension": "", "target": ""}
@@ -135,20 +137,21 @@ def load(folder: Path) -> Run:
 
     Raises:
       FileNotFoundError: there is no telemetry yet.
+      UserError: something in the folder is damaged, or a link.
     """
+    check_contents(folder)
     store = folder / "telemetry.zarr"
     if not store.exists():
         raise FileNotFoundError(f"{folder} holds no telemetry.zarr, so there is nothing to report yet")
     text = _text(folder / "spec.toml")
-    environment = _text(folder / "environment.json")
-    telemetry = xr.open_zarr(store, chunks=None)
+    telemetry = open_dataset(store)
     if "performance" not in telemetry or not {"seed", "condition", "step"} <= set(telemetry["performance"].dims):
-        raise ValueError(f"{store} has no channel 'performance' with dims seed, condition, step")
+        raise UserError(f"{store} has no channel 'performance' with dims seed, condition, step")
     return Run(
         folder=folder,
-        spec=tomllib.loads(text),
+        spec=_spec(folder / "spec.toml", text),
         spec_text=text,
-        environment=json.loads(environment) if environment else {},
+        environment=read_environment(folder / "environment.json"),
         telemetry=telemetry,
         metrics=table(folder / "metrics.csv"),
         summary=_intervals(table(folder / "summary.csv"), telemetry.sizes["seed"]),
@@ -162,8 +165,56 @@ def _intervals(summary: pd.DataFrame | None, seeds: int) -> pd.DataFrame | None:
     return summary.drop(columns=[c for c in summary.columns if c.endswith(("_low", "_high"))])
 
 
+def read_environment(path: Path) -> dict[str, Any]:
+    """What a run was made on, from its environment.json; empty if that was never written.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    try:
+        found = read_object(path)
+    except FileNotFoundError:
+        return {}
+    for name, kind in _FACTS.items():
+        value = found.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise UserError(f"{path} is damaged: {name} is {str(value)[:60]!r}")
+    if not all(type(batch) is int for batch in found.get("gathered") or ()):
+        raise UserError(f"{path} is damaged: gathered is not a list of batches")
+    execution = (found.get("lane_layout") or {}).get("execution", "vmap")
+    if execution not in ("auto", "vmap", "map") and not (type(execution) is int and execution > 0):
+        raise UserError(f"{path} is damaged: lanes cannot run by {str(execution)[:60]!r}")
+    return found
+
+
+_FACTS: dict[str, Any] = {
+    **dict.fromkeys(("jaxaudit", "python", "platform", "cpu", "device_kind", "precision", "byteorder", "status"), str),
+    **dict.fromkeys(("forked_from", "sample"), str),
+    **dict.fromkeys(("packages", "flags", "provenance", "lane_layout", "measured", "resumed_with"), dict),
+    **dict.fromkeys(("devices", "model_devices", "chunks_done"), int),
+    **dict.fromkeys(("wall_seconds", "compile_seconds", "samples"), int | float),
+    **dict.fromkeys(("gathered", "remarks"), list),
+}
+"""What environment.json says, and of which type that is."""
+
+
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return read_text(path) if path.exists() else ""
+
+
+def _spec(path: Path, text: str) -> dict[str, Any]:
+    """The tables of a stored spec, which may be of an earlier version, with words and numbers this one lacks."""
+    found = parse_toml(text, str(path))
+    for name, kind in _TABLES.items():
+        if not isinstance(found.get(name, kind()), kind):
+            raise UserError(f"{path} is damaged: {name} is not a table")
+    for name, value in found.get("metrics", {}).items():
+        if type(value) is not int or not 0 < value < 2**31:
+            raise UserError(f"{path} is damaged: {name} in [metrics] is not a number of steps")
+    return found
+
+
+_TABLES: dict[str, type] = {"audit": dict, "task": dict, "learner": dict, "metrics": dict, "run": dict, "monitor": dict}
 
 
 def table(path: Path, words: Collection[str] = (*_TEXT, "reason")) -> pd.DataFrame | None:

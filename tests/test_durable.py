@@ -464,7 +464,7 @@ def test_ctrl_c_before_anything_is_there(server, tmp_path):
 
 
 def test_two_processes_on_one_run(server, here, stopped, reference):
-    with Folder(stopped).held():
+    with Folder(stopped).locked():
         environment = Folder(stopped).environment.read_text()
         Folder(stopped).update_environment(python="2.7")
         one_sentence(server("resume", stopped), 2, "another process is at work")
@@ -478,7 +478,7 @@ def test_a_run_that_begins_is_no_leftover_to_another(server, tmp_path):
     (tmp_path / "spec.toml").write_text(SPEC)
     folder = tmp_path / "run"
     Folder(folder).make(jaxaudit="0")
-    with Folder(folder).held():
+    with Folder(folder).locked():
         one_sentence(server("run", tmp_path / "spec.toml", "-o", folder), 2, "another process is at work")
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "environment.json"]
 

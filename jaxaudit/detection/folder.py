@@ -24,6 +24,7 @@ from jaxaudit.detection.summary import CLEAN, best_chart, by_condition, summary
 from jaxaudit.detection.trajectories import trajectories
 from jaxaudit.detection.transfer import transfer
 from jaxaudit.errors import UserError, placed
+from jaxaudit.files import UNFINISHED, claimed
 from jaxaudit.machine import written_whole
 from jaxaudit.metastate.channels import measured
 from jaxaudit.metastate.monitor import Monitor
@@ -48,8 +49,21 @@ def detect(
     Raises:
       UserError: a run is not finished, lanes are too few, a channel is not there, or `out` exists.
     """
-    if out.exists():
-        raise UserError(f"{out} exists; name another folder with -o")
+    with claimed(out, hint="; name another with -o") as keep:
+        written = _detect(folders, out, detector, settings, channels, workers, say)
+        keep()
+    return written
+
+
+def _detect(
+    folders: Sequence[Path],
+    out: Path,
+    detector: MetaState,
+    settings: Settings,
+    channels: Sequence[str] | None,
+    workers: Workers | None,
+    say: Callable[[str], None],
+) -> list[Path]:
     learners = gather(folders, channels)
     if workers is None:
         return write_comparisons(learners, out, detector, settings, say)
@@ -62,7 +76,7 @@ def detect(
         "detector": detector,
         "settings": settings,
     }
-    with opened(workers, jobs := out / ".jobs") as backend:
+    with opened(workers, jobs := out / f"{UNFINISHED}jobs") as backend:
         for _, said in values(backend, [(COMPARE, asked | {"number": n}) for n in range(len(learners))]):
             say(said)
     shutil.rmtree(jobs, ignore_errors=True)

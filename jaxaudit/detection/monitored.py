@@ -14,6 +14,7 @@ import xarray as xr
 from jaxaudit.detection import view
 from jaxaudit.detection.view import QUANTILES, over_lanes, plane
 from jaxaudit.errors import UserError, placed
+from jaxaudit.files import claimed
 from jaxaudit.logs import Log, read, together
 from jaxaudit.metastate.calibration import rank
 from jaxaudit.metastate.channels import measured
@@ -64,9 +65,14 @@ def monitor(
     Raises:
       UserError: a file cannot be read, runs have no channel or no grid of steps in common, or there are too few.
     """
-    options = options or Options()
-    if out.exists():
-        raise UserError(f"{out} exists; name another folder with -o")
+    with claimed(out, hint="; name another with -o") as keep:
+        _monitor(files, clean, out, options or Options(), say)
+        keep()
+
+
+def _monitor(
+    files: Sequence[Path], clean: Sequence[Path], out: Path, options: Options, say: Callable[[str], None]
+) -> None:
     if len(clean) < 2:
         raise UserError(f"a monitor learns from two earlier runs or more, not {len(clean)}")
     logs = [read(path, options.step) for path in (*clean, *files)]
@@ -138,7 +144,6 @@ def _write(
     clean, scored = (_seen(fitted, runs) for runs in (earlier, new))
     directions = plane(clean.latent.values, scored.latent.values)
     alarms = _alarms(scored, limit)
-    out.mkdir(parents=True)
     quantiles = ("step", "component", "quantile"), ("step", "channel", "quantile")
     found = xr.Dataset(
         {

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
+from jaxaudit.zarr_store import FORMAT
+
 QUANTILES = (0.1, 0.5, 0.9)
 COMPONENTS = 2
 
@@ -44,4 +46,4 @@ def write(data: xr.Dataset, path: Path) -> None:
     text = {name: values.astype(object) for name, values in data.coords.items() if values.dtype.kind == "U"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        data.assign_coords(text).to_zarr(path)
+        data.assign_coords(text).to_zarr(path, zarr_format=FORMAT)

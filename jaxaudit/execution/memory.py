@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
@@ -14,6 +12,7 @@ from jaxaudit.batches import Batch, Plan, layout
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Grid
+from jaxaudit.machine import host_memory, readable
 from jaxaudit.program import VECTOR, WHOLE_VECTORS_FROM, telemetry_shapes
 
 SHARE = 0.9
@@ -21,8 +20,6 @@ SHARE = 0.9
 
 LIBRARIES = 2**25
 """Bytes that the libraries come to need which read and write a run's files."""
-
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 PlanOf = Callable[[int | None], Plan]
@@ -170,39 +167,3 @@ def available_memory(devices: tuple[jax.Device, ...]) -> int | None:
     if not all("bytes_limit" in s for s in stats):
         return None
     return sum(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats) * len(devices) // len(here)
-
-
-def host_memory() -> int:
-    """Bytes of the host that can still be taken by this process and those it shares a limit with."""
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":") for line in file)
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([free, *_cgroup_limits()])
-
-
-def _cgroup_limits() -> Iterator[int]:
-    """What is left of the limits of this process's control groups (version 2); pages of files can be given back."""
-    try:
-        entries = Path("/proc/self/cgroup").read_text().split()
-    except OSError:
-        return
-    own = next((entry.removeprefix("0::/") for entry in entries if entry.startswith("0::/")), None)
-    for place in () if own is None else [CGROUPS / own, *(CGROUPS / own).parents]:
-        try:
-            limit, used = ((place / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-            fields = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-            yield int(limit) - int(used) + int(fields["inactive_file"]) + int(fields["active_file"])
-        except (OSError, KeyError, ValueError):  # the root has no limit, and "max" is none
-            continue
-
-
-def readable(size: float) -> str:
-    """Bytes in a unit one can read, to four digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxaudit.backends.backend import Workers
 from jaxaudit.errors import Interrupted, UserError
+from jaxaudit.files import UNFINISHED, check_contents, locked, names, read_object, write_text
 from jaxaudit.machine import platform_of
 from jaxaudit.margins.pool import pending, rounds
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
@@ -21,7 +22,6 @@ from jaxaudit.margins.search import Settings
 from jaxaudit.margins.searched import Searched, open_searched
 from jaxaudit.margins.table import Margins
 from jaxaudit.margins.trainers import trained_by_workers, trained_here
-from jaxaudit.runner.checkpoint import UNFINISHED
 from jaxaudit.runner.store import Folder, software
 from jaxaudit.specification.document import Spec, parse
 
@@ -59,13 +59,13 @@ def margin_of(
     def result() -> Margins:
         return Margins(lines, tuple(probes), run.grid.seeds, chosen.criterion, run.grid.steps)
 
-    with place.held():
+    with place.locked():
         probes = place.read(lines) or run.known(lines)
         jobs = place.store.path / JOBS
         _search(run, lines, chosen, probes, lambda: place.write(result()), workers, jobs)
         shutil.rmtree(jobs, ignore_errors=True)
         place.write(result())
-        place.store.write(place.store.path / TABLE, result().table.to_csv(index=False))
+        write_text(place.store.path / TABLE, result().table.to_csv(index=False))
     return result()
 
 
@@ -118,10 +118,11 @@ class _Place:
         path = self.store.path
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} exists and is not a folder")
-        names = [p.name for p in path.iterdir() if not p.name.startswith(UNFINISHED)] if path.exists() else []
-        if not names:
+        found = [name for name in names(path) if not name.startswith(UNFINISHED)] if path.exists() else []
+        if not found:
             return []
-        if SEARCH not in names:
+        check_contents(path)
+        if SEARCH not in found:
             raise UserError(f"the folder {path} exists and is not empty; give another with -o")
         asked = self._read_search()
         differing = [key for key, value in self._asked.items() if key != "spec" and asked.get(key) != value]
@@ -130,32 +131,26 @@ class _Place:
             raise UserError(
                 f"{path} holds a search with another {' and '.join(differing)}; give another folder with -o"
             )
-        return _read_probes(path / OUTCOMES, lines, self._run.grid.seeds) if OUTCOMES in names else []
+        return _read_probes(path / OUTCOMES, lines, self._run.grid.seeds) if OUTCOMES in found else []
 
     def _read_search(self) -> dict[str, Any]:
-        try:
-            found = json.loads((self.store.path / SEARCH).read_text(encoding="utf-8"))
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise UserError(f"{self.store.path / SEARCH} is damaged: it is no longer a JSON object")
-        return found
+        return read_object(self.store.path / SEARCH)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Makes the folder and says in it what is searched; while inside, no other process searches here."""
         try:
             self.store.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the folder {self.store.path}: {error.strerror or error}") from None
-        with self.store.held():
+        with locked(self.store.path, f"the search in {self.store.path}"):
             self.store.sweep()
-            self.store.write(self.store.path / SEARCH, json.dumps(self._asked | self._how, indent=2) + "\n")
+            write_text(self.store.path / SEARCH, json.dumps(self._asked | self._how, indent=2) + "\n")
             yield
 
     def write(self, margins: Margins) -> None:
         """Keeps all outcomes so far."""
-        self.store.write(self.store.path / OUTCOMES, margins.outcomes.to_csv(index=False))
+        write_text(self.store.path / OUTCOMES, margins.outcomes.to_csv(index=False))
 
 
 def _spec(asked: dict[str, Any]) -> Spec | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ import xarray as xr
 from flax.serialization import from_state_dict, to_state_dict
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxaudit import npz
 from jaxaudit.metastate.calibration import threshold
 from jaxaudit.metastate.channels import Channels, series
 from jaxaudit.metastate.charts import NONE, Chart
@@ -242,12 +242,13 @@ class Monitor:
         Raises:
           ValueError: it is not a monitor's file, or one of another version.
         """
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError(f"{path} is not a file")
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
+            arrays = npz.read(Path(path))
             description = json.loads(str(arrays.pop("description")))
             version = description["version"]
-        except (AttributeError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile):
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             raise ValueError(f"{path} is not a monitor's file") from None
         if version != VERSION:
             raise ValueError(f"{path} holds a monitor of version {version}, and this package reads {VERSION}")

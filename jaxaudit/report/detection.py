@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import xarray as xr
 from markupsafe import Markup
 
+from jaxaudit.files import check_contents, read_object
 from jaxaudit.report import detection_figures, monitored, style
 from jaxaudit.report.detection_tables import condition_table, detector_table, told, transfer_table
 from jaxaudit.report.detectors import further, verdict
 from jaxaudit.report.page import HANDLING, Block, Details, Page, Section, Summary, listing
 from jaxaudit.stored import table as stored
+from jaxaudit.zarr_store import open_dataset
 
 COMPARISON = "comparison.json"
 
@@ -101,8 +101,10 @@ def build(folder: Path) -> Path:
 
     Raises:
       FileNotFoundError: the folder holds neither.
+      UserError: something in the folder is damaged, or a link.
     """
     folder = Path(folder)
+    check_contents(folder)
     if monitored.is_here(folder):
         return monitored.build(folder)
     own = folder / COMPARISON
@@ -129,7 +131,7 @@ def _part(folder: Path, part: str, alone: bool) -> tuple[str, Summary, list[Sect
     Where it is not alone its name stands in the list of sections, in place of theirs, and over the first, which has
     the summary.
     """
-    about = json.loads((folder / COMPARISON).read_text(encoding="utf-8"))
+    about = read_object(folder / COMPARISON)
     slug = style.slug(folder.name)
     name, mine = str(about.get("learner") or slug), str(about.get("monitor", ""))
     sections: list[Section] = []
@@ -155,7 +157,7 @@ def _part(folder: Path, part: str, alone: bool) -> tuple[str, Summary, list[Sect
         add("transfer", "Fitted to other learners", "Other learners", TRANSFERRED, transfer_table(transfer[tested]))
     store = folder / "trajectories.zarr"
     if store.exists():
-        seen = xr.open_zarr(store, chunks=None)
+        seen = open_dataset(store)
         if onset := detection_figures.around_onset(seen, slug):
             add("onset", "Around the onset", "Around the onset", HANDLING, onset)
         add("latents", "Latent trajectories", "Latent trajectories", detection_figures.latents(seen, slug))

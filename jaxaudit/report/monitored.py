@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import xarray as xr
 from markupsafe import Markup
 
+from jaxaudit.files import read_object
 from jaxaudit.metastate.calibration import fewest_runs, rate_interval
 from jaxaudit.report import monitored_figures
 from jaxaudit.report.page import HANDLING, Page, Section, Summary, listing
 from jaxaudit.report.tables import Table, figures, number, table, word
 from jaxaudit.stored import table as stored
+from jaxaudit.zarr_store import open_dataset
 
 ABOUT = "monitored.json"
 
@@ -67,10 +67,10 @@ def is_here(folder: Path) -> bool:
 
 def build(folder: Path) -> Path:
     """Write `report.html` and `figures/*.svg|png` for monitored runs, from what is stored; the page's path."""
-    about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    about = read_object(folder / ABOUT)
     threshold = float(about.get("threshold", np.nan))
     store = folder / "monitored.zarr"
-    seen = xr.open_zarr(store, chunks=None) if store.exists() else None
+    seen = open_dataset(store) if store.exists() else None
     alarms = _alarms(folder)
     runs = [str(name) for name in about.get("runs", [])]
     runs = runs or ([] if seen is None else [str(name) for name in seen["run"].values])

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import jinja2
-import vl_convert
 from markupsafe import Markup
 
-from jaxaudit.report import style
+from jaxaudit.files import write_text
+from jaxaudit.report.drawing import script, write_figures
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Table, code, plain
-
-VEGA_LITE = "6.4"
 
 HANDLING = "Click a legend entry to single it out (shift-click for several). Drag to pan, ctrl + wheel to zoom, "
 HANDLING += "double-click to reset."
@@ -143,18 +141,20 @@ class Page:
         """Write `report.html` and its figures, `figures/*.svg|png`, into a folder; the page's path.
 
         The page is one self-contained file that loads nothing, put in its place at once.
+
+        Raises:
+          Undrawn: the process that draws has failed.
         """
         sections = [section for section in self.sections if section.placed]
         blocks = [block for section in sections for block, _ in section.placed]
-        write_figures(folder / "figures", [block for block in blocks if isinstance(block, Figure)])
+        with ThreadPoolExecutor(1) as pool:
+            bundle = pool.submit(script)  # by a process beside the one that draws
+            write_figures(folder / "figures", [block for block in blocks if isinstance(block, Figure)])
         loader = jinja2.FileSystemLoader(Path(__file__).parent)
         environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        text = environment.get_template("page.html").render(page=self, sections=sections, bundle=_bundle())
-        path = folder / "report.html"
-        partial = path.with_suffix(".html.part")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-        return path
+        text = environment.get_template("page.html").render(page=self, sections=sections, bundle=_safe(bundle.result()))
+        write_text(folder / "report.html", text)
+        return folder / "report.html"
 
 
 def listing(title: str, values: Sequence[object] | None) -> Details | None:
@@ -162,19 +162,6 @@ def listing(title: str, values: Sequence[object] | None) -> Details | None:
     return Details(f"{title} ({len(values)})", [plain([code(value)] for value in values)]) if values else None
 
 
-def write_figures(folder: Path, figures: Iterable[Figure]) -> None:
-    """Write every figure as `folder/*.svg` and `*.png`."""
-    folder.mkdir(exist_ok=True)
-    for figure in figures:
-        svg = vl_convert.vegalite_to_svg(
-            style.static(figure.spec, figure.title), vl_version=VEGA_LITE, allowed_base_urls=[]
-        )
-        (folder / f"{figure.file}.svg").write_text(svg, encoding="utf-8")
-        (folder / f"{figure.file}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
-
-
-@functools.cache
-def _bundle() -> Markup:
-    """Vega, Vega-Lite and Vega-Embed in one script, safe inside a script element."""
-    script = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]
+def _safe(script: str) -> Markup:
+    """A script that can stand inside a script element."""
     return Markup(script.replace("</script", "<\\/script"))

@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxaudit import hosts
+from jaxaudit import hosts, npz
 from jaxaudit.batches import Batch
 from jaxaudit.execution.engine import Engine
+from jaxaudit.files import UNFINISHED, read_object, write_text
 from jaxaudit.grid import Grid
 from jaxaudit.learner import Telemetry
 from jaxaudit.program import LaneState
 from jaxaudit.runner import checkpoint
-from jaxaudit.runner.checkpoint import UNFINISHED
 from jaxaudit.runner.store import Folder
 
 KEPT_STATES = 2
@@ -96,8 +96,8 @@ class Attempt:
         """The telemetry kept, by chunk: (rows, start, stop); from a step on."""
         for start, stop, path in self._rows():
             if start >= after:
-                with np.load(path) as stored:
-                    yield {name: stored[name] for name in stored.files}, start, stop
+                stored: Any = npz.read(path)
+                yield stored, start, stop
 
     def covers(self, step: int) -> bool:
         """Whether telemetry of every step before one is kept."""
@@ -168,13 +168,11 @@ class Attempt:
         return found
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        unfinished = self.path / f"{UNFINISHED}{name}"
-        unfinished.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(unfinished, self.path / name)
+        write_text(self.path / name, json.dumps(content))
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            return read_object(self.path / name)
         except FileNotFoundError:
             return None
 

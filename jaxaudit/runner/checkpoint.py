@@ -25,7 +25,9 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxaudit import hosts
 from jaxaudit.execution.engine import Piece
-from jaxaudit.machine import give_back
+from jaxaudit.files import UNFINISHED, read_object
+from jaxaudit.grid import MOST_LANES
+from jaxaudit.machine import give_back, host_memory, readable
 
 FILE_CHUNK = 2**26
 """Bytes of an array that are read or written at once; large enough that malloc has the system clear them away."""
@@ -37,7 +39,6 @@ GRAIN = 50_000_000
 """Nanoseconds in which a file may be changed twice and tell the same time of its change."""
 
 DIGEST = "digest.json"
-UNFINISHED = ".unfinished-"
 
 
 class Damaged(Exception):
@@ -105,17 +106,34 @@ def load(path: Path, like: Any, wanted: Container[int] | None = None) -> Iterato
     content = _verified(path)
     if content["leaves"] != json.loads(json.dumps(_describe(_templates(like, 1)))):
         raise Damaged(f"checkpoint {path} holds another learner's state")
-    chosen = [(a, n) for a, n in content["pieces"] if wanted is None or any(i in wanted for i in range(a, a + n))]
+    pieces = _pieces(path, content)
+    lane = sum(leaf.nbytes for leaf in jax.tree.leaves(_templates(like, 1)))
+    if (size := lane * max(count for _, count in pieces)) > (free := host_memory()):
+        raise Damaged(f"checkpoint {path} needs {readable(size)} in memory, and {readable(free)} are available")
+    chosen = [(a, n) for a, n in pieces if wanted is None or any(i in wanted for i in range(a, a + n))]
     return (Piece(first, count, _read(path / _name(first), like, count)) for first, count in chosen)
 
 
 def lanes(path: Path) -> set[int]:
     """The numbers of the lanes under `path`, without a look at their states; raises `Damaged` if it cannot be told."""
-    content = _content(path)
+    return {first + i for first, count in _pieces(path, _content(path)) for i in range(count)}
+
+
+def _pieces(path: Path, content: dict[str, Any]) -> list[tuple[int, int]]:
+    """The first lane and the number of lanes of every piece of a checkpoint. Raises `Damaged`."""
     try:
-        return {first + i for first, count in content["pieces"] for i in range(count)}
+        pieces = [(first, count) for first, count in content["pieces"]]
     except (KeyError, TypeError, ValueError):
         raise Damaged(f"checkpoint {path} is damaged") from None
+    numbers = [number for piece in pieces for number in piece]
+    if (
+        not pieces
+        or not all(type(number) is int and number >= 0 for number in numbers)
+        or min(count for _, count in pieces) < 1
+        or sum(count for _, count in pieces) > MOST_LANES
+    ):
+        raise Damaged(f"checkpoint {path} is damaged")
+    return pieces
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -127,15 +145,16 @@ def _verified(path: Path) -> dict[str, Any]:
     content = _content(path)
     try:
         if content.pop("digest") == _digest(content) and content["files"] == _digests(path):
+            content["note"], content["leaves"]
             return content
-    except (OSError, KeyError):
+    except (OSError, KeyError, RecursionError):
         pass
     raise Damaged(f"checkpoint {path} is damaged")
 
 
 def _content(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads((path / DIGEST).read_text(encoding="utf-8"))
+        content = read_object(path / DIGEST)
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict):
@@ -204,9 +223,16 @@ def _templates(like: Any, count: int) -> Any:
 
 
 def _read(path: Path, like: Any, count: int) -> Any:
-    with _context():
-        states = ocp.load(path, _templates(like, count))
-    return states
+    try:
+        stored = [tuple(leaf.shape) for leaf in jax.tree.leaves(ocp.metadata(path).metadata)]
+        if stored != [(count, *leaf.shape) for leaf in jax.tree.leaves(like)]:  # Orbax would fill up or cut off
+            raise ValueError("arrays have other shapes")
+        with _context():
+            return ocp.load(path, _templates(like, count))
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # Orbax reports what TensorStore says of files that are not what it wrote
+        raise Damaged(f"checkpoint {path} is damaged ({type(error).__name__})") from error
 
 
 def _context() -> ocp.Context:

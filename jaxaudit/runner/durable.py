@@ -19,6 +19,7 @@ from jaxaudit.execution import memory
 from jaxaudit.execution.choice import many, settle
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
+from jaxaudit.files import write_text
 from jaxaudit.grid import Grid
 from jaxaudit.interrupts import interruptible
 from jaxaudit.program import telemetry_shapes
@@ -97,15 +98,17 @@ def resume(folder: Path, workers: Workers | None = None) -> None:
 
 @contextmanager
 def _stopped(folder: Path) -> Iterator[tuple[Folder, Spec, Grid, Plan]]:
-    """A run that stopped, held."""
+    """A run that stopped, locked while inside."""
     store, spec, grid = open_run(folder)
     if is_finished(store):
         raise UserError(f"the run in {folder} is already finished")
     if not store.telemetry.exists():
         raise UserError(f"{folder} has lost its telemetry.zarr, so the run cannot go on; run its spec again")
     check_provenance(store, grid)
-    plan = store.read_plan(grid)
-    with store.held():
+    with store.locked():
+        if is_finished(store):  # by another process, since that was last asked
+            raise UserError(f"the run in {folder} is already finished")
+        plan = store.read_plan(grid)
         _announce(spec, grid)
         yield store, spec, grid, plan
 
@@ -145,7 +148,7 @@ def _begin_and_do(
             store, spec, engine, plan = begun or _begun_by_the_first(folder)
             _go_on_here(store, spec, engine, plan)
         return
-    with opened(workers, _jobs(folder)) as backend:
+    with beginning(folder) as keep, opened(workers, _jobs(folder)) as backend:
         arguments = {
             "spec": _portable(spec).to_toml(),
             "place": spec.source,
@@ -154,9 +157,9 @@ def _begin_and_do(
             "source": None if source is None else str(source.absolute()),
         }
         called(backend, f"{__name__}:begin", arguments)
+        keep()
         store, spec, grid, plan = _standing(folder)
-        with store.held():
-            _go_on_elsewhere(store, spec, grid, plan, backend)
+        _go_on_elsewhere(store, spec, grid, plan, backend)
 
 
 def _begun_by_the_first(folder: Path) -> tuple[Folder, Spec, Engine, Plan]:
@@ -166,27 +169,34 @@ def _begun_by_the_first(folder: Path) -> tuple[Folder, Spec, Engine, Plan]:
 
 
 def begin(spec: str, place: str, folder: str, lay_out: dict, source: str | None = None) -> None:
-    """Begins a run, and leaves it: what a worker does, on whose kind of machine its batches will be trained.
+    """Fills a new run's folder: what a worker does, on whose kind of machine its batches will be trained.
 
     Args:
       spec: TOML text.
       place: where it was read, for messages.
-      folder: the new folder.
+      folder: the new folder, which the process that asks for this has claimed.
       lay_out: the fields of `Layout`.
       source: the run that is forked.
     """
-    chosen = Layout(**lay_out)
-    with _begun(parse(spec, place), Path(folder), chosen, None if source is None else Path(source)):
-        pass
+    _fill(parse(spec, place), Folder(Path(folder)), Layout(**lay_out), None if source is None else Path(source))
 
 
 @contextmanager
 def _begun(
     spec: Spec, folder: Path, lay_out: Layout, source: Path | None = None
 ) -> Iterator[tuple[Folder, Spec, Engine, Plan]]:
-    """A run that begins, held. What it needs from a `source` is copied before it counts as begun.
+    """A new run, whose folder is locked while inside."""
+    with beginning(folder) as keep:
+        store = Folder(folder)
+        filled = _fill(spec, store, lay_out, source)
+        keep()
+        yield store, *filled
 
-    Its spec says which engine simulates the task: the one of these devices, or of the run that it goes on from.
+
+def _fill(spec: Spec, store: Folder, lay_out: Layout, source: Path | None) -> tuple[Spec, Engine, Plan]:
+    """Writes what a new run needs into its folder: copies of what it needs from a `source`, and its spec last.
+
+    The spec says which engine simulates the task: the one of these devices, or of the run that it goes on from.
     """
     forked = None
     like = None if lay_out.like is None else open_run(Path(lay_out.like))
@@ -196,36 +206,33 @@ def _begun(
     else:
         forked, spec, grid, ran = open_onsets(source, spec)
     baseline = forked is None
-    with ExitStack() as stack:
-        with beginning(folder) as store:
-            rows = chunk_size(grid.steps, spec.run.chunk)
-            # Before anything is compiled: as it is with the fewest lanes at a time, where that is still open.
-            fewest = layout(grid, grid.batch or grid.program.groups, baseline)
-            check_space(grid, fewest, Engine(grid, rows), folder)
-            _announce(spec, grid)
-            deal: Callable[..., Plan] = partial(layout, baseline=baseline, parts=lay_out.parts)
-            measured: dict[str, float] = {}
-            if hosts.several() and grid.program.execution == "auto":  # to measure takes all
-                grid = replace(grid, program=replace(grid.program, execution="vmap"))
-            if like is None:
-                grid = _mapped(grid, deal(grid, grid.batch), lay_out)
-                grid, measured = interruptible(partial(settle, grid, rows, deal, beside=lay_out.beside))
-                _tell_choice(grid, measured)
-            else:
-                grid, taken = _planned_like(like, spec, grid)
-                deal = partial(_given, taken)
-            engine, plan, _ = interruptible(partial(memory.fit, grid, rows, partial(deal, grid), beside=lay_out.beside))
-            check_space(grid, plan, engine, folder)
-            known = ({"forked_from": str(forked.path)} if forked else {}) | ({"measured": measured} if measured else {})
-            store.make(**environment(grid, plan), **known)
-            stack.enter_context(store.held())
-            store.create_telemetry(grid, telemetry_shapes(grid.program), rows)
-            store.write_plan(plan)
-            if forked:
-                _copy_onsets(forked, ran, store, grid)
-            spec = _with_its_execution(_with_its_monitor(spec, store), grid)
-            store.write(store.spec, spec.to_toml())
-        yield store, spec, engine, plan
+    rows = chunk_size(grid.steps, spec.run.chunk)
+    # Before anything is compiled: as it is with the fewest lanes at a time, where that is still open.
+    fewest = layout(grid, grid.batch or grid.program.groups, baseline)
+    check_space(grid, fewest, Engine(grid, rows), store.path)
+    _announce(spec, grid)
+    deal: Callable[..., Plan] = partial(layout, baseline=baseline, parts=lay_out.parts)
+    measured: dict[str, float] = {}
+    if hosts.several() and grid.program.execution == "auto":  # to measure takes all
+        grid = replace(grid, program=replace(grid.program, execution="vmap"))
+    if like is None:
+        grid = _mapped(grid, deal(grid, grid.batch), lay_out)
+        grid, measured = interruptible(partial(settle, grid, rows, deal, beside=lay_out.beside))
+        _tell_choice(grid, measured)
+    else:
+        grid, taken = _planned_like(like, spec, grid)
+        deal = partial(_given, taken)
+    engine, plan, _ = interruptible(partial(memory.fit, grid, rows, partial(deal, grid), beside=lay_out.beside))
+    check_space(grid, plan, engine, store.path)
+    known = ({"forked_from": str(forked.path)} if forked else {}) | ({"measured": measured} if measured else {})
+    store.make(**environment(grid, plan), **known)
+    store.create_telemetry(grid, telemetry_shapes(grid.program), rows)
+    store.write_plan(plan)
+    if forked:
+        _copy_onsets(forked, ran, store, grid)
+    spec = _with_its_execution(_with_its_monitor(spec, store), grid)
+    write_text(store.spec, spec.to_toml())
+    return spec, engine, plan
 
 
 def _mapped(grid: Grid, plan: Plan, lay_out: Layout) -> Grid:

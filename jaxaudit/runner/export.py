@@ -14,6 +14,7 @@ from jaxaudit.batches import Batch
 from jaxaudit.errors import UserError
 from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
+from jaxaudit.files import claimed
 from jaxaudit.learner import State, Telemetry
 from jaxaudit.program import LaneState
 from jaxaudit.runner.opening import open_finished
@@ -41,18 +42,19 @@ def export(folder: Path, out: Path, seed: int | None = None, condition: str | No
     learner = grid.program.learner
     if learner.save is None:
         raise UserError(f"learner '{learner.name}' has nothing to export: language models have")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty folder")
     labels = datasets.labels(grid)
     place = 0 if seed is None else datasets.position("seed", seed, [str(s) for s in grid.seeds])
     column = 0 if condition is None else datasets.position("condition", condition, labels)
-    engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
-    for batch in store.read_plan(grid):
-        mine = np.flatnonzero((batch.seeds == place) & (batch.columns == column))
-        if batch.disturbed and mine.size:
-            last = _Last(store, engine, int(batch.numbers[mine[0]]))
-            run_batch(engine, batch, last)
-            learner.save(out, last.state, grid.data)
+    plan = store.read_plan(grid)
+    with claimed(out) as keep:
+        engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
+        for batch in plan:
+            mine = np.flatnonzero((batch.seeds == place) & (batch.columns == column))
+            if batch.disturbed and mine.size:
+                last = _Last(store, engine, int(batch.numbers[mine[0]]))
+                run_batch(engine, batch, last)
+                learner.save(out, last.state, grid.data)
+        keep()
     return f"{out}: seed {grid.seeds[place]}, {labels[column]}, after {grid.steps} steps"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxaudit import datasets, results
 from jaxaudit.batches import Batch, Plan
 from jaxaudit.execution.driver import spans
+from jaxaudit.files import write_text
 from jaxaudit.grid import Grid
 from jaxaudit.learner import ACTING, PERFORMANCE, Telemetry
 from jaxaudit.program import telemetry_shapes
@@ -130,8 +131,8 @@ def finish(store: Folder, spec: Spec, grid: Grid, plan: Plan, rows: int) -> dict
     floor = results.noise_floor(data, data["baseline_performance"].values, grid.forks[-1].onset)
     store.write_attributes(noise_floor=floor)
     lanes = results.lane_metrics(data, spec.metrics)
-    store.write(store.metrics, results.lane_table(lanes).to_csv(index=False))
-    store.write(store.summary, results.summary_table(lanes, grid.steps).to_csv(index=False))
+    write_text(store.metrics, results.lane_table(lanes).to_csv(index=False))
+    write_text(store.summary, results.summary_table(lanes, grid.steps).to_csv(index=False))
     learner = grid.program.learner
     samples = sum(len(batch.seeds) * (batch.stop - batch.onset) for batch in plan) * learner.samples_per_step
     begun = remarks(grid, _first_chunk(store, grid, rows, plan[0]))

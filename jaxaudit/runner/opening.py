@@ -7,7 +7,9 @@ from pathlib import Path
 
 import jax
 
+from jaxaudit import zarr_store
 from jaxaudit.errors import UserError
+from jaxaudit.files import check_contents, check_name
 from jaxaudit.grid import Grid
 from jaxaudit.machine import platform_of
 from jaxaudit.runner.store import VERSION, Folder
@@ -24,11 +26,15 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     How many share a lane is the spec's to say: states are the same in a checkpoint. Its physics are those it was begun
     with: runs of earlier versions stored "auto", which is what the devices had that they were begun on.
 
-    Raises UserError if there is none, it is an earlier version's, or its physics cannot run here.
+    Raises UserError if there is none, it is damaged or an earlier version's, or its physics cannot run here.
     """
     store = Folder(Path(folder))
+    check_name(store.path)
     if not store.spec.is_file():
         raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
+    check_contents(store.path)
+    if store.telemetry.exists():
+        zarr_store.check(store.telemetry)
     recorded = store.read_environment()
     if (made := str(recorded.get("jaxaudit", VERSION))).startswith(EARLIER):
         raise UserError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxaudit.batches import Batch
+from jaxaudit.files import write_text
 from jaxaudit.runner.attempts import LOST, Attempt
 from jaxaudit.runner.store import Folder
 
@@ -49,7 +50,7 @@ def write_shards(store: Folder, batch: Batch, attempts: Sequence[Attempt]) -> No
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(known.values())
-    store.write(store.shards, text.getvalue())
+    write_text(store.shards, text.getvalue())
 
 
 def _row(batch: Batch, attempt: Attempt, begun: dict[str, Any], kept: int) -> dict[str, Any]:

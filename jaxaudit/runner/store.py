@@ -9,8 +9,8 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,22 +21,17 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from jaxaudit import datasets, source_tree
+from jaxaudit import datasets, source_tree, zarr_store
 from jaxaudit.batches import Batch, Plan, as_json, from_json
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
-from jaxaudit.execution.memory import readable
+from jaxaudit.files import UNFINISHED, locked, read_object, remove, write_text
 from jaxaudit.grid import Fork, Grid
 from jaxaudit.learner import PERFORMANCE, Channel, Telemetry
-from jaxaudit.machine import cores, processor
+from jaxaudit.machine import cores, processor, readable
 from jaxaudit.placing import place
 from jaxaudit.program import telemetry_shapes
-from jaxaudit.runner.checkpoint import UNFINISHED
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from jaxaudit.stored import read_environment
 
 
 def _version(package: str) -> str:
@@ -82,51 +77,38 @@ class Folder:
         self.shards = path / "shards.csv"
 
     def make(self, **facts: Any) -> None:
-        """Makes the folder of a run about to start: environment.json first, which tells it from others."""
+        """Fills the folder of a run about to start, environment.json first, which tells it from other folders.
+
+        Raises FileExistsError if another process has filled it.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         self.update_environment(**facts, status=STARTING)
         self.checkpoints.mkdir()
 
-    def write(self, path: Path, text: str) -> None:
-        """Writes a text file, whole or not at all."""
-        unfinished = path.with_name(f"{UNFINISHED}{path.name}")
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-
     def read_environment(self) -> dict[str, Any]:
         """What the run was made on; empty if that was never written. Raises UserError if it is damaged."""
-        try:
-            found = json.loads(self.environment.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise UserError(f"{self.environment} is damaged: it is no longer a JSON object")
-        return found
+        return read_environment(self.environment)
 
     def update_environment(self, **facts: Any) -> None:
         """Adds or replaces entries of environment.json."""
-        self.write(self.environment, json.dumps(self.read_environment() | facts, indent=2) + "\n")
+        write_text(self.environment, json.dumps(self.read_environment() | facts, indent=2) + "\n")
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """While inside, no other process works on this run; raises UserError if one does."""
-        with held(self.path, f"the run in {self.path}"):
-            yield
+    def locked(self) -> AbstractContextManager[None]:
+        """Keeps other processes from working on this run while inside; raises UserError if one does."""
+        return locked(self.path, f"the run in {self.path}")
 
     def sweep(self) -> None:
         """Removes what a killed process left half written."""
         for folder in (self.path, self.checkpoints):
             for path in folder.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
         for path in self.telemetry.rglob("*.partial"):  # zarr's
             path.unlink()
 
     def write_driver(self, name: str) -> None:
         """Says who hands out the run's batches; workers of any other stop. Empty: nobody does."""
         self.batches.mkdir(exist_ok=True)
-        self.write(self.batches / "driver", name)
+        write_text(self.batches / "driver", name)
 
     def read_driver(self) -> str:
         """Who hands out the run's batches; empty if nobody does."""
@@ -137,13 +119,13 @@ class Folder:
 
     def write_plan(self, plan: Plan) -> None:
         """Keeps how lanes are batched, and on how many threads they began to be trained."""
-        self.write(self.plan, json.dumps({"threads": cores(), "batches": as_json(plan)}) + "\n")
+        write_text(self.plan, json.dumps({"threads": cores(), "batches": as_json(plan)}) + "\n")
 
     def read_plan(self, grid: Grid) -> list[Batch]:
         """How the lanes of a run's grid are batched. Raises UserError if it cannot be told."""
         try:
-            return from_json(json.loads(self.plan.read_text(encoding="utf-8"))["batches"], grid)
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            return from_json(read_object(self.plan)["batches"], grid)
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(f"{self.plan} is damaged: which lanes run together cannot be told ({error!r})") from None
 
     def create_telemetry(self, grid: Grid, shapes: dict[str, tuple[int, ...]], chunk: int) -> None:
@@ -156,8 +138,8 @@ class Folder:
         channels = dict.fromkeys([*sorted(shapes), *DERIVED])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            empty.to_zarr(self.telemetry, mode="w", consolidated=False)
-            group = zarr.open_group(self.telemetry, mode="r+")
+            empty.to_zarr(self.telemetry, mode="w", consolidated=False, zarr_format=zarr_store.FORMAT)
+            group = zarr_store.open_group(self.telemetry, "r+")
             lanes = (len(grid.seeds), len(grid.conditions))
             for name in channels:
                 own = tuple(shapes.get(name, ()))
@@ -180,7 +162,7 @@ class Folder:
     def copy_prefix(self, source: Folder, theirs: Fork, ours: Fork) -> None:
         """Copies the steps before an onset from another run of the same seeds and channels."""
         first, count, onset = ours.conditions[0], len(ours.conditions), ours.onset
-        for name in zarr.open_group(self.telemetry, mode="r").array_keys():
+        for name in zarr_store.open_group(self.telemetry, "r").array_keys():
             array = self._channel(name, "r+")
             if array.ndim >= len(datasets.DIMS) and name not in DERIVED:
                 prefix = source.read_channel(name, slice(theirs.conditions[0], theirs.conditions[0] + 1), slice(onset))
@@ -191,7 +173,7 @@ class Folder:
         """The telemetry in memory, all or some channels, with dims (seed, condition, step)."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with xr.open_zarr(self.telemetry, chunks=None) as data:
+            with zarr_store.open_dataset(self.telemetry) as data:
                 return (data if channels is None else data[list(channels)]).load()
 
     def read_channel(self, name: str, *columns: slice) -> np.ndarray:
@@ -203,34 +185,15 @@ class Folder:
         self._channel(name, "r+")[...] = values
 
     def _channel(self, name: str, mode: Literal["r", "r+"]) -> zarr.Array:
-        return zarr.open_array(self.telemetry / name, mode=mode)
+        return zarr_store.open_array(self.telemetry / name, mode)
 
     def write_attributes(self, **attributes: Any) -> None:
         """Adds attributes to the telemetry."""
-        group = zarr.open_group(self.telemetry, mode="r+")
+        group = zarr_store.open_group(self.telemetry, "r+")
         group.attrs.update(attributes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             zarr.consolidate_metadata(self.telemetry)
-
-
-@contextmanager
-def held(path: Path, what: str) -> Iterator[None]:
-    """While inside, no other process holds this folder; raises UserError, which says `what` it is, if one does."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is at work on {what}") from None
-        except OSError:  # a file system without locks
-            pass
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _steps_in_sight(chunk: int, size: int) -> int:

@@ -6,8 +6,6 @@ Nothing in a spec runs code: names are looked up in the registries, and values h
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +15,12 @@ import jax
 
 from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
+from jaxaudit.files import MOST_BYTES, parse_toml
 from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
 from jaxaudit.metastate.watch import MonitorWatch
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.specification.entries import Asked, AskedDimension, Entry, read_entries
+from jaxaudit.specification.entries import MOST_CONDITIONS, Asked, AskedDimension, Entry, count_of, read_entries
 from jaxaudit.specification.sections import (
     AuditSpec,
     LearnerSpec,
@@ -147,13 +146,19 @@ class Spec:
 def load(path: str | Path) -> Spec:
     """Reads a spec file. Raises UserError if it cannot be read, is not TOML, or is not a spec."""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UserError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no spec is")
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder, not a spec file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: byte {error.start} cannot be read") from None
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return parse(text, str(path), Path(path).parent)
@@ -161,12 +166,7 @@ def load(path: str | Path) -> Spec:
 
 def parse(text: str, source: str = "spec", folder: Path = Path()) -> Spec:
     """Reads a spec from TOML text; `source` begins the sentence of every UserError, `folder` a monitor's path."""
-    try:
-        document = tomllib.loads(text)
-    except RecursionError:
-        raise UserError(f"{source} is nested too deeply") from None
-    except ValueError as error:
-        raise UserError(f"{source} is not TOML: {error}") from None
+    document = parse_toml(text, source)
     sections = Table(document, source, ("audit", "task", "learner", "metrics", "run", "monitor", "perturbation"))
     audit = read_audit(sections)
     return Spec(
@@ -187,5 +187,11 @@ def _read_entries(sections: Table, steps: int) -> tuple[Entry, ...]:
         raise UserError(f"{sections.place}: [perturbation] must be written [[perturbation]], in two brackets")
     if entries is not None and not isinstance(entries, list):
         raise UserError(f"{sections.place}: perturbation must be tables [[perturbation]], not {given(entries)}")
-    places = (f"{sections.place}: [[perturbation]] {number}" for number in itertools.count(1))
-    return tuple(one for e, place in zip(entries or (), places, strict=False) for one in read_entries(e, place, steps))
+    found: list[Entry] = []
+    count = 0
+    for number, values in enumerate(entries or (), 1):
+        found += (new := read_entries(values, f"{sections.place}: [[perturbation]] {number}", steps))
+        count += sum(map(count_of, new))
+        if count > MOST_CONDITIONS:
+            raise UserError(f"{sections.place}: there are more than the {MOST_CONDITIONS} conditions a spec may have")
+    return tuple(found)

@@ -17,7 +17,7 @@ Onsets = int | float | tuple[int | float, ...]
 Duration = int | Literal["once", "end"]
 
 MOST_CONDITIONS = 100_000
-"""The most conditions one entry may unroll to."""
+"""The most conditions that the entries of a spec may unroll to, all together."""
 
 _SINGLE = ("kind", "magnitude", "onset", "duration", "period", "target")
 _CHAIN = ("chain", "onset", "duration")
@@ -117,7 +117,7 @@ def _single(table: Table, onset: Onset | None, duration: int | str | None = None
         raise UserError(f"{table.place}: {error}") from None
     magnitude = _distinct(table, "magnitude", float | tuple[float, ...], None)
     if isinstance(magnitude, tuple) and len(magnitude) > MOST_CONDITIONS:
-        raise ValueError(f"{len(magnitude)} conditions are more than the {MOST_CONDITIONS} an entry may have")
+        raise ValueError(f"{len(magnitude)} conditions are more than the {MOST_CONDITIONS} a spec may have")
     return kind(
         sweep(*magnitude) if isinstance(magnitude, tuple) else magnitude,
         onset=onset,
@@ -171,15 +171,20 @@ def _check(entries: list[Entry], steps: int, onsets: Any) -> None:
     """Raises ValueError where the entries of a table are too many, or do not fit into a run of `steps`."""
     asked = [e.candidates() if isinstance(e, AskedDimension) else [e] for e in entries]
     parts = [[part for one in each for part in one.perturbation.parts] for each in asked]
-    count = sum(math.prod(len(p.magnitudes) for p in one.perturbation.parts) for each in asked for one in each)
-    if count > MOST_CONDITIONS:
-        raise ValueError(f"{count} conditions are more than the {MOST_CONDITIONS} an entry may have")
+    if (count := sum(count_of(entry) for entry in entries)) > MOST_CONDITIONS:
+        raise ValueError(f"{count} conditions are more than the {MOST_CONDITIONS} a spec may have")
     starts = [min(part.when.resolve(steps)[0] for part in each) for each in parts]
     if len(set(starts)) < len(starts):
         raise ValueError(f"onsets {onsets} are steps {starts}, of which each must be another")
     for part in (part for each in parts for part in each):
         if part.when.period is not None and part.when.period > steps:
             raise ValueError(f"period {part.when.period} is longer than the run of {steps} steps")
+
+
+def count_of(entry: Entry) -> int:
+    """How many conditions an entry unrolls to, all kinds of a dimension among them."""
+    ones = entry.candidates() if isinstance(entry, AskedDimension) else [entry]
+    return sum(math.prod(len(part.magnitudes) for part in one.perturbation.parts) for one in ones)
 
 
 def _kind(name: str) -> Kind:

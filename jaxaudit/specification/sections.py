@@ -16,8 +16,8 @@ from jaxaudit.specification.fields import keys, read, section
 from jaxaudit.specification.tables import Table, given
 from jaxaudit.task_kinds import Task
 
-MOST_STEPS = 2**31 - 1
-MOST_SEEDS = 1_000_000
+MOST_STEPS = 10_000_000
+MOST_SEEDS = 100_000
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ def _check_audit(table: Table, spec: AuditSpec) -> None:
         raise UserError(f"{table.place}: name must be 1 to 100 printable characters, not {given(spec.name)}")
     if isinstance(spec.seeds, int) and not 1 <= spec.seeds <= MOST_SEEDS:
         raise UserError(f"{table.place}: seeds must be from 1 to {MOST_SEEDS}, or a list, not {spec.seeds}")
+    if isinstance(spec.seeds, tuple) and len(spec.seeds) > MOST_SEEDS:
+        raise UserError(f"{table.place}: seeds must list at most {MOST_SEEDS} seeds, not {len(spec.seeds)}")
     if isinstance(spec.seeds, tuple) and (
         not spec.seeds or min(spec.seeds) < 0 or len(set(spec.seeds)) < len(spec.seeds)
     ):

@@ -1,0 +1,151 @@
+"""jaxaudit's commands in processes of their own, which start fast, can be killed, and tell how they ended."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SPEC = """[audit]
+name = "hardening"
+seeds = 3
+steps = 24
+[task]
+kind = "mujoco"
+name = "InvertedPendulum-v5"
+[learner]
+kind = "ppo"
+num_envs = 2
+rollout_length = 16
+evaluations = 1
+evaluation_episodes = 1
+[metrics]
+window = 4
+hold = 4
+horizon = 4
+[run]
+chunk = 2
+checkpoint_every = 1
+[[perturbation]]
+kind = "lr_spike"
+magnitude = [3, 3000]
+onset = [8, 12]
+duration = 4
+[[perturbation]]
+kind = "weight_noise"
+magnitude = 1.0
+onset = 12
+"""
+
+MARGIN = ("--tolerance", "0.3", "--reach", "10", "--lanes", "3")
+
+PRELOADED = (
+    "jaxaudit.cli",
+    "jaxaudit.runner.durable",
+    "jaxaudit.learners",
+    "jaxaudit.tasks",
+    "jaxaudit.margins.folder",
+)
+
+LEFT_OUT = ("environment.json", "shards.csv", "search.json", "report.html")
+"""Files that say when, how long or where something was done."""
+
+
+@dataclass
+class Command:
+    """A command that was started; `words` is the file of what it says on stderr."""
+
+    process: multiprocessing.process.BaseProcess
+    words: Path
+
+    def kill_after(self, seconds: float) -> bool:
+        """Sends SIGKILL once so much time has gone by; whether the command was still at work then."""
+        self.process.join(seconds)
+        alive = self.process.is_alive()
+        self.process.kill()
+        self.process.join()
+        return alive
+
+    def ended(self, seconds: float = 300) -> tuple[int, str]:
+        """Its exit code and what it said on stderr."""
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self.process.kill()
+            raise TimeoutError(f"not done in {seconds} s: {self.words.read_text()}")
+        assert self.process.exitcode is not None
+        return self.process.exitcode, self.words.read_text(errors="replace")
+
+
+class Commands:
+    """Starts commands: a server imports jaxaudit once and forks for each. Nothing of JAX runs before the fork."""
+
+    def __init__(self, place: Path):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(place / "programs")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOADED))
+        self._place = place
+        self._count = 0
+
+    def start(self, *argv: object) -> Command:
+        """Starts `jaxaudit ARGV`."""
+        self._count += 1
+        words = self._place / f"command-{self._count}.txt"
+        words.touch()
+        process = self._context.Process(target=_main, args=([str(a) for a in argv], str(words)))
+        process.start()
+        return Command(process, words)
+
+    def run(self, *argv: object) -> float:
+        """Runs a command to its end, which must be a good one; the seconds it took."""
+        begun = time.monotonic()
+        code, words = self.start(*argv).ended()
+        if code:
+            raise RuntimeError(f"jaxaudit {' '.join(map(str, argv))} ended with {code}: {words}")
+        return time.monotonic() - begun
+
+
+def _main(argv: list[str], words: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    descriptor = os.open(words, os.O_WRONLY | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = ["jaxaudit", *argv]
+    from jaxaudit import cli
+
+    cli.entry()
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """A digest of every file of a run's or a search's folder but for those that tell of times and places.
+
+    Of checkpoints it is the digest of the states that are read from them, for the files say when they were written.
+    """
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        compared = path.name not in LEFT_OUT and relative.parts[0] not in ("figures", "checkpoints")
+        if path.is_file() and compared and "figures" not in relative.parts:
+            found[str(relative)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found | _states(folder / "checkpoints")
+
+
+def _states(folder: Path) -> dict[str, str]:
+    import jax
+    import numpy as np
+    from orbax.checkpoint import v1 as ocp
+
+    found = {}
+    for piece in sorted(folder.glob("*/lanes-*")):
+        shapes = ocp.metadata(piece).metadata
+        leaves = jax.tree.leaves(ocp.load(piece, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)))
+        content = b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
+        found[str(piece.relative_to(folder.parent))] = hashlib.sha256(content).hexdigest()
+    return found

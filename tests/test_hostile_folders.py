@@ -1,0 +1,441 @@
+"""A run's folder that somebody else made runs nothing, reaches nothing outside it, and takes no more than it says."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from numcodecs import pickles
+from small_runs import SPEC
+
+from jaxaudit import cli, npz, zarr_store
+from jaxaudit.errors import Undrawn, UserError
+from jaxaudit.metastate.monitor import Monitor
+from jaxaudit.report import drawing
+from jaxaudit.runner import durable
+from jaxaudit.runner.replay import replay
+from jaxaudit.runner.store import Folder
+from jaxaudit.runner.trained import InFolder
+from jaxaudit.specification.document import parse
+from jaxaudit.stored import load
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A finished run, and what a kill leaves of it in the middle."""
+    place = tmp_path_factory.mktemp("made")
+
+    def reached(self, *arguments, before=InFolder.reached):
+        before(self, *arguments)
+        if self._progress.chunks_done == 10 and not (place / "stopped").exists():
+            shutil.copytree(self.store.path, place / "stopped")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InFolder, "reached", reached)
+        durable.run(parse(SPEC), place / "run")
+    return place
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return shutil.copytree(made / "run", tmp_path / "run")
+
+
+@pytest.fixture
+def stopped(made, tmp_path):
+    return shutil.copytree(made / "stopped", tmp_path / "stopped")
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return Path.touch, (self._path,)
+
+
+@pytest.fixture
+def payload(tmp_path):
+    """What must not be unpickled; the test fails if it was."""
+    yield Payload(tmp_path / "harm")
+    assert not (tmp_path / "harm").exists(), "the payload ran"
+
+
+def refused(words, what, *arguments, **settings):
+    with pytest.raises(UserError, match=words):
+        what(*arguments, **settings)
+
+
+def edit(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def test_the_payload_would_run(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "harm")))
+    assert (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("codec", ["filters", "v3"])
+def test_a_pickle_in_telemetry_is_not_read(codec, run, payload, monkeypatch):
+    """Numcodecs before 0.16.6 unpickles what a store of format 2 asks it to; as this one does where it is told to."""
+    monkeypatch.setattr(pickles, "ALLOW_UNSAFE_PICKLE_DECODE", True)
+    path = run / "telemetry.zarr" / "performance"
+    if codec == "v3":
+        edit(path / "zarr.json", lambda array: array.update(codecs=[{"name": "numcodecs.pickle", "configuration": {}}]))
+        words = r"'performance' is coded by \['numcodecs.pickle'\]"
+    else:
+        shutil.rmtree(run / "telemetry.zarr")
+        path.mkdir(parents=True)
+        array = {"shape": [1], "chunks": [1], "dtype": "|O", "compressor": None, "fill_value": 0, "order": "C"}
+        filters = [{"id": "vlen-utf8"}, {"id": "pickle"}]
+        (path / ".zarray").write_text(json.dumps(array | {"zarr_format": 2, "filters": filters}))
+        (path / ".zattrs").write_text(json.dumps({"_ARRAY_DIMENSIONS": ["step"]}))
+        (path / "0").write_bytes(pickle.dumps(payload))
+        (path.parent / ".zgroup").write_text('{"zarr_format": 2}')
+        words = "it is not a zarr store of format 3"
+    for command in (load, replay, durable.resume):
+        refused(words, command, run)
+
+
+def savez(path, **arrays):
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def test_a_pickle_in_an_archive_is_not_read(payload, stopped, tmp_path):
+    savez(tmp_path / "monitor.npz", description=np.array([payload], object))
+    refused("Python objects, which are never unpickled", npz.read, tmp_path / "monitor.npz")
+    with pytest.raises(ValueError, match="is not a monitor's file"):
+        Monitor.load(tmp_path / "monitor.npz")
+    for rows in stopped.glob("batches/*/*/rows-*.npz"):
+        savez(rows, performance=np.array([payload], object))
+    refused("never unpickled", durable.resume, stopped)
+
+
+def test_archives_are_read_as_numpy_reads_them(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "a": rng.normal(size=(3, 4)),
+        "b/c": np.asfortranarray(rng.integers(0, 9, (2, 3))),
+        "empty": np.zeros((0, 3), np.float32),
+        "text": np.array("words"),
+        "scalar": np.float32(1.5),
+        "flags": np.array([True, False]),
+    }
+    savez(tmp_path / "a.npz", **arrays)
+    found = npz.read(tmp_path / "a.npz")
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype == np.asarray(array).dtype
+
+
+def compressed(path):
+    np.savez_compressed(path, clean=np.zeros(10**6))
+
+
+def overlapping(path):
+    """A member that its archive lists a hundred times."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a.npy", bytes(10**5))
+        file.filelist += file.filelist * 99
+
+
+def longer_than_said(path):
+    with zipfile.ZipFile(path, "w") as file, file.open("a.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(member, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)})
+
+
+def cut(path):
+    savez(path, a=np.zeros(1000))
+    path.write_bytes(path.read_bytes()[:4000])
+
+
+def no_array(path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a.npy", b"nothing")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (compressed, "a member is compressed"),
+        (overlapping, "its members are longer than the file"),
+        (longer_than_said, "not as long as its header says"),
+        (cut, "is damaged"),
+        (no_array, "is damaged"),
+        (lambda path: os.mkfifo(path), "is not a file"),
+        (lambda path: path.mkdir(), "is not a file"),
+    ],
+)
+def test_archives_that_are_refused(make, words, tmp_path):
+    make(tmp_path / "a.npz")
+    refused(words, npz.read, tmp_path / "a.npz")
+
+
+def frame(size, *, ended=True):
+    """A frame of Zstandard that inflates to so many zeros, by blocks that repeat one byte (RFC 8878)."""
+    block = 2**17
+    count = size // block
+    blocks = [((ended and n == count - 1) | 1 << 1 | block << 3).to_bytes(3, "little") + b"\0" for n in range(count)]
+    return b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + struct.pack("<Q", count * block) + b"".join(blocks)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (frame(2**31), "inflates to 2 GiB"),
+        (frame(2**17) * 2, "goes on after its end"),
+        (frame(2**17, ended=False), "ends before its end"),
+        (b"\x28\xb5\x2f\xfd\x00\x58" + b"\x01\x00\x00", "does not say what it inflates to"),
+        (b"plain", "not compressed by Zstandard"),
+        (b"", "not compressed by Zstandard"),
+    ],
+)
+@pytest.mark.parametrize("array", ["performance/c/0/0/0", "condition/c/0"])
+def test_chunks_that_inflate_are_refused(content, words, array, run):
+    (run / "telemetry.zarr" / array).write_bytes(content)
+    refused(words, load, run)
+
+
+def test_what_is_said_of_a_frame_is_what_numcodecs_makes_of_it(tmp_path):
+    from numcodecs import Zstd
+
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 255, 256, 65_535, 65_792, 10**6, 5 * 10**6):
+        for content in (bytes(size), rng.bytes(size)):
+            (tmp_path / "chunk").write_bytes(coded := Zstd(level=0).encode(content))
+            with (tmp_path / "chunk").open("rb") as file:
+                assert zarr_store._inflated(file, len(coded)) == size
+    (tmp_path / "chunk").write_bytes(coded := Zstd(level=3, checksum=True).encode(bytes(1000)))
+    with (tmp_path / "chunk").open("rb") as file:
+        assert zarr_store._inflated(file, len(coded)) == 1000
+    assert len(Zstd().decode(frame(2**20))) == 2**20, "the bombs above are what they are meant to be"
+
+
+def everywhere(store, change):
+    """Changes the metadata of every array, in its place and in the root's."""
+
+    def both(value):
+        for array in (value.get("consolidated_metadata") or {"metadata": {"": value}})["metadata"].values():
+            if array["node_type"] == "array":
+                change(array)
+
+    for path in store.rglob("zarr.json"):
+        edit(path, both)
+
+
+def larger(array):
+    array["shape"] = [10**6 if name in ("seed", "condition", "step") else 1 for name in array["dimension_names"]]
+
+
+def pointing_outside(store):
+    edit(store / "zarr.json", lambda root: root["consolidated_metadata"]["metadata"].update({"../x": {}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda store: everywhere(store, larger), r"takes .* TiB in memory"),
+        (lambda store: everywhere(store, lambda a: a.update(data_type="object")), "has values of type 'object'"),
+        (lambda store: everywhere(store, lambda a: a.pop("shape")), "metadata are incomplete"),
+        (lambda store: everywhere(store, lambda a: a.update(shape=[-1] * len(a["shape"]))), "has the shape"),
+        (lambda store: everywhere(store, lambda a: a.update(shape=["x"] * len(a["shape"]))), "has the shape"),
+        (
+            lambda store: everywhere(
+                store, lambda a: a["chunk_grid"]["configuration"].update(chunk_shape=[10**9] * len(a["shape"]))
+            ),
+            "larger than its shape",
+        ),
+        (lambda store: edit(store / "performance" / "zarr.json", lambda a: a.update(shape=[9, 9, 9])), "differ|larger"),
+        (pointing_outside, "name arrays that are not there"),
+        (lambda store: edit(store / "zarr.json", lambda root: root.update(node_type="array")), "root is not a group"),
+        (lambda store: edit(store / "zarr.json", lambda root: root.update(consolidated_metadata=7)), "incomplete"),
+        (lambda store: (store / "zarr.json").write_text("[]"), "is not a JSON object"),
+        (lambda store: shutil.rmtree(store / "performance"), "not there"),
+    ],
+)
+def test_stores_that_are_refused(change, words, run):
+    change(run / "telemetry.zarr")
+    refused(words, load, run)
+    refused(words, replay, run)
+
+
+def test_a_stores_own_arrays_pass(run):
+    zarr_store.check(run / "telemetry.zarr")
+    assert load(run).performance.shape == (3, 8, 20)
+
+
+def linked(place, target):
+    target.write_text("theirs")
+    place.unlink(missing_ok=True)
+    place.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    "name", ["figures/performance.svg", "report.html", "environment.json", ".unfinished-environment.json", "spec.toml"]
+)
+def test_links_in_a_runs_folder_are_not_followed(name, run, stopped, tmp_path, capsys):
+    for folder in (run, stopped):
+        (folder / name).parent.mkdir(exist_ok=True)
+        content = (folder / name).read_text() if (folder / name).exists() else ""
+        linked(folder / name, tmp_path / "theirs")
+        (tmp_path / "theirs").write_text(content)
+        for command in ("report", "resume", "replay", "sample"):
+            assert cli.main([command, str(folder)]) == 2
+            assert "is a link, and a run's folder may not have links inside" in capsys.readouterr().err
+        assert (tmp_path / "theirs").read_text() == content
+        assert (folder / name).is_symlink()
+
+
+def test_telemetry_that_is_a_link_is_not_swept(stopped, tmp_path):
+    (stopped / "telemetry.zarr").rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "mine.partial").write_text("mine")
+    (stopped / "telemetry.zarr").symlink_to(tmp_path / "elsewhere")
+    refused("is a link", durable.resume, stopped)
+    assert (tmp_path / "elsewhere" / "mine.partial").read_text() == "mine"
+
+
+def widen(plan):
+    for batch in plan["batches"]:
+        batch["width"] = 10**9
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        widen,
+        lambda plan: plan["batches"].pop(),
+        lambda plan: plan["batches"].append(plan["batches"][-1]),
+        lambda plan: plan["batches"][1]["lanes"].reverse(),
+        lambda plan: plan["batches"][1].update(stop=10**6),
+        lambda plan: plan["batches"][1].update(onset=-1),
+        lambda plan: plan["batches"][1].update(fork=99),
+        lambda plan: plan["batches"][1].update(fork="0"),
+        lambda plan: plan["batches"][1].update(width=True),
+        lambda plan: plan["batches"][1].update(lanes=[[0, 10**30]]),
+        lambda plan: plan.update(batches=None),
+        lambda plan: plan.update(batches=[3]),
+    ],
+)
+def test_plans_that_are_refused(change, run, stopped):
+    edit(stopped / "plan.json", change)
+    refused("plan.json is damaged: which lanes run together cannot be told", durable.resume, stopped)
+    edit(run / "plan.json", change)
+    refused("plan.json is damaged", replay, run)
+
+
+def with_pieces(folder, pieces):
+    for path in folder.rglob("digest.json"):
+        content = json.loads(path.read_text()) | {"pieces": pieces}
+        content.pop("digest")
+        told = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps(content | {"digest": told}))
+
+
+@pytest.mark.parametrize(
+    "pieces", [[], [[0, 10**9]], [[0, 0]], [[-3, 3]], [[0, True]], [["0", 3]], [[0, 3, 3]], 7, [[0, 2**24]]]
+)
+def test_checkpoints_of_other_lanes_are_refused(pieces, run):
+    with_pieces(run, pieces)
+    refused(r"checkpoint .* is (damaged|without)", replay, run, condition="1")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"devices": "many"},
+        {"gathered": "all"},
+        {"gathered": [None]},
+        {"packages": 5},
+        {"wall_seconds": "long"},
+        {"lane_layout": {"execution": "fast"}},
+        {"lane_layout": {"execution": []}},
+        {"jaxaudit": 2},
+        {"remarks": "so"},
+        {"provenance": []},
+        {"resumed_with": "x"},
+    ],
+)
+def test_facts_that_cannot_be_are_refused(facts, run):
+    edit(run / "environment.json", lambda known: known.update(facts))
+    refused("environment.json is damaged", load, run)
+    refused("environment.json is damaged", replay, run)
+
+
+def test_steps_and_seeds_have_bounds(run):
+    for given, words in (
+        (SPEC.replace("seeds = 3", "seeds = 1000000"), "seeds must be from 1 to 100000"),
+        (SPEC.replace("seeds = 3", f"seeds = {list(range(100_001))}"), "at most 100000 seeds"),
+        (SPEC.replace("steps = 20", "steps = 200000000"), "steps must be from 1 to 10000000"),
+        (SPEC.replace("window = 4", "window = 2147483647"), "window must be from 1 to 10000000"),
+        (
+            SPEC + 200 * ("[[perturbation]]\nkind = 'weight_noise'\nmagnitude = " + str(list(range(1, 1001))) + "\n"),
+            "more than the 100000 conditions a spec may have",
+        ),
+    ):
+        refused(words, parse, given)
+    spec = run / "spec.toml"
+    spec.write_text(spec.read_text().replace("steps = 20", "steps = 200000000"))
+    refused("steps must be from 1 to 10000000", replay, run)
+
+
+def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatch, tmp_path, capsys):
+    (tmp_path / "dies.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")
+    (tmp_path / "fails.py").write_text("raise RuntimeError('no font')")
+    drawing.script.cache_clear()
+    for program, words in (
+        ("dies", "the process that draws figures was ended by SIGTRAP: is memory short?"),
+        ("fails", "the process that draws figures failed (RuntimeError: no font)"),
+    ):
+        monkeypatch.setattr(drawing, "PROGRAM", tmp_path / f"{program}.py")
+        assert cli.main(["report", str(run)]) == 1
+        assert capsys.readouterr().err == f"jaxaudit: {words}\n"
+        assert cli._end(run) == 0
+        assert capsys.readouterr().err == (
+            f"note: the run is finished and stored in {run}, but not drawn: {words}, and draw it with: "
+            f"jaxaudit report {run}\n"
+        )
+    assert not (run / "report.html").exists()
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+    with pytest.raises(Undrawn):
+        drawing.script()
+
+
+def test_figures_that_there_are_no_more_are_removed(run, monkeypatch):
+    (run / "figures").mkdir(exist_ok=True)
+    for name in ("earlier.svg", "earlier.png", "mine.png", "mine.txt"):
+        (run / "figures" / name).write_text("x")
+    monkeypatch.setattr(
+        drawing, "_draw", lambda folder, asked: [(folder / n).write_text("new") for n in ("a.svg", "a.png")]
+    )
+    drawing.write_figures(run / "figures", [])
+    assert sorted(os.listdir(run / "figures")) == ["a.png", "a.svg", "mine.png", "mine.txt"]
+
+
+def test_a_run_that_finished_meanwhile_is_not_begun_again(stopped, made, monkeypatch):
+    """The second of two that resume at once reads a stopped run, waits for nothing, and finds it finished."""
+    before = Folder.locked
+
+    def locked_late(self):
+        shutil.rmtree(stopped)
+        shutil.copytree(made / "run", stopped)
+        return before(self)
+
+    monkeypatch.setattr(Folder, "locked", locked_late)
+    refused("is already finished", durable.resume, stopped)
+
+
+def test_stores_are_written_in_the_format_that_is_read(run):
+    assert zarr.open_group(run / "telemetry.zarr", mode="r").metadata.zarr_format == zarr_store.FORMAT
