@@ -29,7 +29,18 @@ def test_only_the_command_line_makes_reports():
 
 
 LAYERS = (
-    ("source_tree", "errors", "machine", "interrupts", "hosts", "backends"),
+    (
+        "source_tree",
+        "errors",
+        "files",
+        "environment",
+        "npz",
+        "machine",
+        "zarr_store",
+        "interrupts",
+        "hosts",
+        "backends",
+    ),
     ("moments", "registry", "sharding", "paths", "tracing", "kernels"),
     ("metrics", "statistics", "perturbations", "taps", "learner", "optimizer", "sites"),
     ("task_kinds", "tasks", "text", "models", "dialogues", "learners"),

@@ -120,8 +120,10 @@ def test_what_a_user_can_mistake_is_one_sentence(logs, tmp_path, capsys):
         assert (code, words in error, error.count("\n")) == (2, True, 1), error
         assert not out.exists()
     out.mkdir()
+    (out / "mine").write_text("x")
     code, error = sentence(capsys, "monitor", good, "--clean", *few, "-o", out)
-    assert (code, "exists; name another folder" in error) == (2, True)
+    assert (code, "exists and is not empty; name another with -o" in error) == (2, True)
+    assert [path.name for path in out.iterdir()] == ["mine"]
 
 
 def test_gaps_and_repeated_steps_are_notes(monitored):

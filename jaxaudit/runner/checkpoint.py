@@ -224,8 +224,8 @@ def _templates(like: Any, count: int) -> Any:
 
 def _read(path: Path, like: Any, count: int) -> Any:
     try:
-        stored = [tuple(leaf.shape) for leaf in jax.tree.leaves(ocp.metadata(path).metadata)]
-        if stored != [(count, *leaf.shape) for leaf in jax.tree.leaves(like)]:  # Orbax would fill up or cut off
+        stored = sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(ocp.metadata(path).metadata))
+        if stored != sorted((count, *leaf.shape) for leaf in jax.tree.leaves(like)):  # Orbax would fill up or cut off
             raise ValueError("arrays have other shapes")
         with _context():
             return ocp.load(path, _templates(like, count))

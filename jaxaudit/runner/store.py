@@ -23,6 +23,7 @@ import zarr
 
 from jaxaudit import datasets, source_tree, zarr_store
 from jaxaudit.batches import Batch, Plan, as_json, from_json
+from jaxaudit.environment import read_environment
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
 from jaxaudit.files import UNFINISHED, locked, read_object, remove, write_text
@@ -31,7 +32,6 @@ from jaxaudit.learner import PERFORMANCE, Channel, Telemetry
 from jaxaudit.machine import cores, processor, readable
 from jaxaudit.placing import place
 from jaxaudit.program import telemetry_shapes
-from jaxaudit.stored import read_environment
 
 
 def _version(package: str) -> str:
