@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 from jaxaudit import source_tree
 from jaxaudit.errors import TRACEBACK, Undrawn, UserError, explain
-from jaxaudit.files import check_contents
 from jaxaudit.interrupts import interrupt
 from jaxaudit.machine import collect_garbage_seldom, occupy, planned_threads, prepare_jax, use_cpus
 
@@ -405,7 +404,6 @@ def _check_run(folder: Path) -> None:
         raise UserError(f"{folder} is not a folder" if folder.exists() else f"{folder}: there is no such folder")
     if not (folder / "spec.toml").is_file():
         raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
-    check_contents(folder)
 
 
 def _end(folder: Path) -> int:

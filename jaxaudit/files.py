@@ -17,6 +17,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,27 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EIN
 """What a file system without locks answers when it is asked for one."""
 
 
+@dataclass
+class Claim:
+    """A folder that this process has claimed.
+
+    Attributes:
+      kept: whether what is in the folder stays there if an exception follows.
+    """
+
+    kept: bool = False
+
+    def keep(self) -> None:
+        """From now on an exception leaves the folder as it is."""
+        self.kept = True
+
+
 @contextmanager
-def claimed(
-    path: Path, *, is_leftover: Callable[[Path], bool] | None = None, hint: str = ""
-) -> Iterator[Callable[[], None]]:
+def claimed(path: Path, *, is_leftover: Callable[[Path], bool] | None = None, hint: str = "") -> Iterator[Claim]:
     """Claims a new or empty folder for this process, which is locked until the block ends.
 
-    The block is given a function `keep`. If the block raises before it has called `keep`, everything in the folder is
-    removed, and so are the folders that had to be made. Nothing that another process made is ever removed.
+    If the block ends before it has called the claim's `keep`, everything in the folder is removed, and so are the
+    folders that had to be made. Nothing that another process made is ever removed.
 
     Args:
       path: the folder.
@@ -76,22 +90,17 @@ def claimed(
     except OSError as error:
         _remove_empty(made)
         raise UserError(f"cannot make the folder {path}: {error.strerror or error}") from None
-    kept = False
-
-    def keep() -> None:
-        nonlocal kept
-        kept = True
-
+    claim = Claim()
     try:
         _check_free(path, is_leftover or _only_unfinished, hint)
         try:
-            yield keep
+            yield claim
         finally:
-            if not kept:
+            if not claim.kept:
                 _remove_contents(path)
     finally:
         lock.release()
-        if not kept:
+        if not claim.kept:
             _remove_empty(made)
 
 

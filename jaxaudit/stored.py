@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from jaxaudit import zarr_store
 from jaxaudit.environment import read_environment
 from jaxaudit.errors import UserError
 from jaxaudit.files import check_contents, parse_toml, read_text
-from jaxaudit.zarr_store import open_dataset
 
 CONTROL = "control"
 _TEXT = {"condition": "", "perturbation": CONTROL, "dimension": "", "target": ""}
@@ -145,7 +145,8 @@ def load(folder: Path) -> Run:
     if not store.exists():
         raise FileNotFoundError(f"{folder} holds no telemetry.zarr, so there is nothing to report yet")
     text = _text(folder / "spec.toml")
-    telemetry = open_dataset(store)
+    zarr_store.check(store)
+    telemetry = zarr_store.open_dataset(store)
     if "performance" not in telemetry or not {"seed", "condition", "step"} <= set(telemetry["performance"].dims):
         raise UserError(f"{store} has no channel 'performance' with dims seed, condition, step")
     return Run(

@@ -39,12 +39,7 @@ MOST_DIMENSIONS = 32
 
 
 def open_dataset(path: Path) -> xr.Dataset:
-    """A checked store as a dataset, whose values are read when they are asked for.
-
-    Raises:
-      UserError: see `check`.
-    """
-    check(path)
+    """A store that is checked already, or that this process made, as a dataset; its values are read when asked for."""
     return xr.open_zarr(path, chunks=None, zarr_format=FORMAT, decode_times=False)
 
 

@@ -17,10 +17,10 @@ CLAIMING = """
 import sys, time
 from pathlib import Path
 from jaxaudit.files import claimed
-with claimed(Path(sys.argv[1])) as keep:
+with claimed(Path(sys.argv[1])) as claim:
     Path(sys.argv[1], "theirs").write_text("x")
     if "keep" in sys.argv:
-        keep()
+        claim.keep()
     print("claimed", flush=True)
     time.sleep(60)
 """
@@ -40,17 +40,17 @@ def owner(tmp_path):
 
 
 def claim_and_fail(path, fill, kept=False):
-    with claimed(path) as keep:
+    with claimed(path) as claim:
         fill(path)
         if kept:
-            keep()
+            claim.keep()
         raise RuntimeError("no")
 
 
 def test_a_claim_that_is_kept(tmp_path):
-    with claimed(tmp_path / "a" / "new") as keep:
+    with claimed(tmp_path / "a" / "new") as claim:
         (tmp_path / "a" / "new" / "mine").write_text("x")
-        keep()
+        claim.keep()
     assert sorted(os.listdir(tmp_path / "a" / "new")) == ["mine"]
 
 
@@ -110,9 +110,9 @@ def test_a_stopped_owner_keeps_its_lock(owner, tmp_path):
 def test_what_was_being_written_is_left_over(tmp_path):
     (tmp_path / f"{UNFINISHED}12-table.csv").write_text("half")
     (tmp_path / f"{UNFINISHED}folder").mkdir()
-    with claimed(tmp_path) as keep:
+    with claimed(tmp_path) as claim:
         assert os.listdir(tmp_path) == [LOCK]
-        keep()
+        claim.keep()
 
 
 @pytest.mark.parametrize("make", [lambda path: path.write_text("x"), lambda path: path.symlink_to("gone")])
@@ -147,8 +147,8 @@ def test_a_folder_that_vanishes_while_it_is_claimed_is_made_again(tmp_path, monk
         return before(path, *arguments)
 
     monkeypatch.setattr(files.os, "open", opened)
-    with claimed(tmp_path / "new") as keep:
-        keep()
+    with claimed(tmp_path / "new") as claim:
+        claim.keep()
     assert calls
     assert (tmp_path / "new").is_dir()
 

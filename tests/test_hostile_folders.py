@@ -19,7 +19,7 @@ from jaxaudit import cli, npz, zarr_store
 from jaxaudit.errors import Undrawn, UserError
 from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.report import drawing
-from jaxaudit.runner import durable
+from jaxaudit.runner import checkpoint, durable
 from jaxaudit.runner.replay import replay
 from jaxaudit.runner.store import Folder
 from jaxaudit.runner.trained import InFolder
@@ -350,6 +350,11 @@ def with_pieces(folder, pieces):
 def test_checkpoints_of_other_lanes_are_refused(pieces, run):
     with_pieces(run, pieces)
     refused(r"checkpoint .* is (damaged|without)", replay, run, condition="1")
+
+
+def test_checkpoints_that_do_not_fit_in_memory_are_refused(run, monkeypatch):
+    monkeypatch.setattr(checkpoint, "host_memory", lambda: 10)
+    refused(r"needs .* in memory, and 10 B are available", replay, run, condition="1")
 
 
 @pytest.mark.parametrize(

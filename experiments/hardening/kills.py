@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from commands import MARGIN, SPEC, Command, Commands, contents
 
@@ -49,7 +50,7 @@ def lost(folder: Path, reference: dict[str, str]) -> list[str]:
 
 def through(
     target: str, commands: Commands, place: Path, kills: int, draw: random.Random, on: tuple[str, ...] = ()
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Kills one kind of command so often; what came of it."""
     spec, whole = place / "spec.toml", place / "whole"
     spec.write_text(SPEC)
@@ -98,7 +99,7 @@ def main() -> int:
             begun = time.monotonic()
             told = through(target, commands, place, kills, draw, on)
             print(json.dumps(told | {"seed": chosen.seed, "took": round(time.monotonic() - begun)}), flush=True)
-            different += len(told["different"])  # type: ignore[arg-type]
+            different += len(told["different"])
             if target == "ray":
                 _ray("stop", "--force")
     return 1 if different else 0

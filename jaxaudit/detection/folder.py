@@ -49,9 +49,9 @@ def detect(
     Raises:
       UserError: a run is not finished, lanes are too few, a channel is not there, or `out` exists.
     """
-    with claimed(out, hint="; name another with -o") as keep:
+    with claimed(out, hint="; name another with -o") as claim:
         written = _detect(folders, out, detector, settings, channels, workers, say)
-        keep()
+        claim.keep()
     return written
 
 

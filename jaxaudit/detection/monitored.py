@@ -65,9 +65,9 @@ def monitor(
     Raises:
       UserError: a file cannot be read, runs have no channel or no grid of steps in common, or there are too few.
     """
-    with claimed(out, hint="; name another with -o") as keep:
+    with claimed(out, hint="; name another with -o") as claim:
         _monitor(files, clean, out, options or Options(), say)
-        keep()
+        claim.keep()
 
 
 def _monitor(

@@ -8,13 +8,13 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
+from jaxaudit import zarr_store
 from jaxaudit.files import check_contents, read_object
 from jaxaudit.report import detection_figures, monitored, style
 from jaxaudit.report.detection_tables import condition_table, detector_table, told, transfer_table
 from jaxaudit.report.detectors import further, verdict
 from jaxaudit.report.page import HANDLING, Block, Details, Page, Section, Summary, listing
 from jaxaudit.stored import table as stored
-from jaxaudit.zarr_store import open_dataset
 
 COMPARISON = "comparison.json"
 
@@ -157,7 +157,8 @@ def _part(folder: Path, part: str, alone: bool) -> tuple[str, Summary, list[Sect
         add("transfer", "Fitted to other learners", "Other learners", TRANSFERRED, transfer_table(transfer[tested]))
     store = folder / "trajectories.zarr"
     if store.exists():
-        seen = open_dataset(store)
+        zarr_store.check(store)
+        seen = zarr_store.open_dataset(store)
         if onset := detection_figures.around_onset(seen, slug):
             add("onset", "Around the onset", "Around the onset", HANDLING, onset)
         add("latents", "Latent trajectories", "Latent trajectories", detection_figures.latents(seen, slug))

@@ -11,13 +11,13 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from jaxaudit import zarr_store
 from jaxaudit.files import read_object
 from jaxaudit.metastate.calibration import fewest_runs, rate_interval
 from jaxaudit.report import monitored_figures
 from jaxaudit.report.page import HANDLING, Page, Section, Summary, listing
 from jaxaudit.report.tables import Table, figures, number, table, word
 from jaxaudit.stored import table as stored
-from jaxaudit.zarr_store import open_dataset
 
 ABOUT = "monitored.json"
 
@@ -70,7 +70,10 @@ def build(folder: Path) -> Path:
     about = read_object(folder / ABOUT)
     threshold = float(about.get("threshold", np.nan))
     store = folder / "monitored.zarr"
-    seen = open_dataset(store) if store.exists() else None
+    seen = None
+    if store.exists():
+        zarr_store.check(store)
+        seen = zarr_store.open_dataset(store)
     alarms = _alarms(folder)
     runs = [str(name) for name in about.get("runs", [])]
     runs = runs or ([] if seen is None else [str(name) for name in seen["run"].values])

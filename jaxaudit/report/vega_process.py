@@ -17,7 +17,7 @@ VEGA_LITE = "6.4"
 
 
 def main(folder: Path) -> None:
-    """Draws what stdin asks for."""
+    """Draws what each line of stdin asks for into a folder, until stdin is closed."""
     for line in sys.stdin:
         asked = json.loads(line)
         if "bundle" in asked:

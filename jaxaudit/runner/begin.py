@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from jaxaudit.errors import UserError
-from jaxaudit.files import UNFINISHED, claimed, names
+from jaxaudit.files import UNFINISHED, Claim, claimed, names
 from jaxaudit.runner.store import STARTING, Folder
 
 
 @contextmanager
-def beginning(folder: Path) -> Iterator[Callable[[], None]]:
+def beginning(folder: Path) -> Iterator[Claim]:
     """Claims a folder for a new run, see `jaxaudit.files.claimed`; it is locked until the block ends.
 
-    The block calls the function that it is given when the run's spec is written. What a process that was killed before
-    left there is removed.
+    The block keeps the claim when the run's spec is written. What a process that was killed before left there is
+    removed.
 
     Raises:
       UserError: the folder is taken or cannot be made.
     """
     hint = f"; to go on with it: jaxaudit resume {folder}" if os.path.exists(folder / "spec.toml") else ""
-    with claimed(folder, is_leftover=_is_leftover, hint=hint) as keep:
-        begun = False
-
-        def begin() -> None:
-            nonlocal begun
-            begun = True
-            keep()
-
+    with claimed(folder, is_leftover=_is_leftover, hint=hint) as claim:
         try:
-            yield begin
+            yield claim
         except OSError as error:
-            if begun:
+            if claim.kept:
                 raise
             raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from None
 

@@ -148,7 +148,7 @@ def _begin_and_do(
             store, spec, engine, plan = begun or _begun_by_the_first(folder)
             _go_on_here(store, spec, engine, plan)
         return
-    with beginning(folder) as keep, opened(workers, _jobs(folder)) as backend:
+    with beginning(folder) as claim, opened(workers, _jobs(folder)) as backend:
         arguments = {
             "spec": _portable(spec).to_toml(),
             "place": spec.source,
@@ -157,7 +157,7 @@ def _begin_and_do(
             "source": None if source is None else str(source.absolute()),
         }
         called(backend, f"{__name__}:begin", arguments)
-        keep()
+        claim.keep()
         store, spec, grid, plan = _standing(folder)
         _go_on_elsewhere(store, spec, grid, plan, backend)
 
@@ -186,10 +186,10 @@ def _begun(
     spec: Spec, folder: Path, lay_out: Layout, source: Path | None = None
 ) -> Iterator[tuple[Folder, Spec, Engine, Plan]]:
     """A new run, whose folder is locked while inside."""
-    with beginning(folder) as keep:
+    with beginning(folder) as claim:
         store = Folder(folder)
         filled = _fill(spec, store, lay_out, source)
-        keep()
+        claim.keep()
         yield store, *filled
 
 

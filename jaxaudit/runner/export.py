@@ -46,7 +46,7 @@ def export(folder: Path, out: Path, seed: int | None = None, condition: str | No
     place = 0 if seed is None else datasets.position("seed", seed, [str(s) for s in grid.seeds])
     column = 0 if condition is None else datasets.position("condition", condition, labels)
     plan = store.read_plan(grid)
-    with claimed(out) as keep:
+    with claimed(out) as claim:
         engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
         for batch in plan:
             mine = np.flatnonzero((batch.seeds == place) & (batch.columns == column))
@@ -54,7 +54,7 @@ def export(folder: Path, out: Path, seed: int | None = None, condition: str | No
                 last = _Last(store, engine, int(batch.numbers[mine[0]]))
                 run_batch(engine, batch, last)
                 learner.save(out, last.state, grid.data)
-        keep()
+        claim.keep()
     return f"{out}: seed {grid.seeds[place]}, {labels[column]}, after {grid.steps} steps"
 
 
