@@ -22,6 +22,7 @@ name = "InvertedPendulum-v5"
 kind = "ppo"
 num_envs = 2
 rollout_length = 16
+minibatch_size = 16
 evaluations = 1
 evaluation_episodes = 1
 [metrics]

@@ -91,10 +91,7 @@ def at_once(command: str, commands: Commands, place: Path, starts: int, draw: ra
     alone, out = place / f"{command}-alone", place / f"{command}-together"
     if command == "resume":
         stopped = place / "stopped"
-        begun = commands.start("run", place / "spec.toml", "-o", stopped)
-        while not (stopped / "batches").exists():
-            time.sleep(0.01)
-        begun.kill_after(0)
+        _stop_in_the_middle(commands, place / "spec.toml", stopped)
         for folder in (alone, out):
             shutil.copytree(stopped, folder)
     seconds = commands.run(*argv_of(command, place, alone))
@@ -114,6 +111,19 @@ def at_once(command: str, commands: Commands, place: Path, starts: int, draw: ra
     for folder in (alone, out):
         shutil.rmtree(folder)
     return {"command": command, "starts": starts, "went_on": went_on, "different": different, "bad": bad, "fine": fine}
+
+
+def _stop_in_the_middle(commands: Commands, spec: Path, folder: Path) -> None:
+    """Makes a run that was killed while its lanes were trained."""
+    for _ in range(5):
+        begun = commands.start("run", spec, "-o", folder)
+        while begun.process.is_alive() and not list(folder.glob("batches/0000/attempt-001/state-*")):
+            time.sleep(0.002)
+        begun.kill_after(0)
+        if json.loads((folder / "environment.json").read_text())["status"] != "finished":
+            return
+        shutil.rmtree(folder)
+    raise RuntimeError("every run was finished before it could be stopped")
 
 
 def main() -> int:
