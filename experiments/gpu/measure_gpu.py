@@ -101,7 +101,7 @@ PARTS = [
     Planned("bits_free", "checks bits", "check", 300, flags=UNTUNED, wave=4, rehearsed=False),
     Planned("physics_tf32", "checks physics HalfCheetah-v5", "check", 240, wave=4, rehearsed=False),
     Planned("parity_tf32", "checks parity", "check", 300, flags=DETERMINISTIC, wave=4, rehearsed=False),
-    Planned("cpu_grpo", "baselines cpu_grpo", "cores", 200, 40, environment=ON_CORES, wave=4, rehearsed=False),
+    Planned("cpu_grpo", "baselines cpu_grpo", "cores", 200, 40, environment=ON_CORES, wave=4),
 ]
 
 
