@@ -442,8 +442,8 @@ def pieces(folder: Path, found: list[list[int]]) -> None:
         content = json.loads(path.read_text())
         content.pop("digest")
         content["pieces"] = found
-        told = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        path.write_text(json.dumps(content | {"digest": told}))
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps(content | {"digest": digest}))
 
 
 @attack("a checkpoint of a billion lanes", replay, words="damaged")
@@ -473,8 +473,8 @@ def _(p: Place) -> None:
         content.pop("digest")
         files = sorted(f for f in path.parent.rglob("*") if f.is_file() and f.name != "digest.json")
         content["files"] = {str(f.relative_to(path.parent)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-        told = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        path.write_text(json.dumps(content | {"digest": told}))
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps(content | {"digest": digest}))
 
 
 @attack("/tmp cannot be written to", report, codes=(0,), environment={"TMPDIR": "/nonexistent"}, seconds=60)
@@ -581,9 +581,9 @@ def main() -> int:
         usual["resume"] = usual["run"]
         for name, one in ATTACKS.items():
             if not chosen.only or name.startswith(tuple(chosen.only)):
-                told = tried(name, one, made, chosen.source, usual)
-                print(json.dumps(told, ensure_ascii=False), flush=True)
-                held = held and told["held"]
+                result = tried(name, one, made, chosen.source, usual)
+                print(json.dumps(result, ensure_ascii=False), flush=True)
+                held = held and result["held"]
     return 0 if held else 1
 
 

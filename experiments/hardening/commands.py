@@ -16,8 +16,8 @@ name = "hardening"
 seeds = 3
 steps = 24
 [task]
-kind = "mujoco"
-name = "InvertedPendulum-v5"
+kind = "registered"
+name = "CartPole-v1"
 [learner]
 kind = "ppo"
 num_envs = 2
@@ -51,6 +51,7 @@ PRELOADED = (
     "jaxaudit.learners",
     "jaxaudit.tasks",
     "jaxaudit.margins.folder",
+    "jaxaudit.report.audited",
 )
 
 LEFT_OUT = ("environment.json", "shards.csv", "search.json", "report.html")

@@ -138,9 +138,9 @@ def main() -> int:
         commands, draw = Commands(Path(folder)), random.Random(chosen.seed)
         prepare(commands, Path(folder), chosen.only)
         for command in chosen.only:
-            told = at_once(command, commands, Path(folder), chosen.starts, draw)
-            print(json.dumps(told | {"seed": chosen.seed}), flush=True)
-            fine = fine and bool(told["fine"])
+            result = at_once(command, commands, Path(folder), chosen.starts, draw)
+            print(json.dumps(result | {"seed": chosen.seed}), flush=True)
+            fine = fine and bool(result["fine"])
     return 0 if fine else 1
 
 
