@@ -45,7 +45,7 @@ class Planned:
     Attributes:
       name: under which its figures are written.
       call: its script, its function and that one's arguments.
-      kind: "device" has the device by itself in its turn; "cores" measures the CPUs, and waits until nothing compiles;
+      kind: "device" has the device by itself in its turn; "cores" needs the CPUs too, and waits until nothing compiles;
         "check" needs no turn; "audit" shares the device with other audits.
       ready: seconds from its start in which it must ask for its turn, or, as a check, end.
       turn: seconds that its turn may take.
@@ -71,8 +71,8 @@ class Planned:
 PARTS = [
     Planned("facts", "speed facts", "device", 120, 30),
     Planned("grpo", "speed grpo micro 8 1024", "device", 300, 60, UNTUNED),
-    Planned("torch_gpt2", "baselines torch_gpt2", "device", 150, 40),
-    Planned("trl", "baselines trl", "device", 150, 60),
+    Planned("torch_gpt2", "baselines torch_gpt2", "cores", 150, 100),  # launched from a core, one by one
+    Planned("trl", "baselines trl", "cores", 150, 60),
     Planned("gpt2", "speed gpt2 bfloat16 1 4", "device", 240, 40, environment=MOST_MEMORY),
     Planned("ppo", "speed ppo 8 64 1024", "device", 300, 60, UNTUNED, HIGHEST),
     Planned("quadratic", "speed quadratic", "device", 120, 20),
