@@ -8,6 +8,7 @@ import importlib.resources
 import importlib.util
 import io
 import os
+import re
 import shlex
 import signal
 import sys
@@ -31,6 +32,8 @@ DRAWN_WITH = {
     "jinja2": "jinja2>=3.1,<4",
 }
 """What draws figures and reports, and trains nothing: modules, and what installs them."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 QUICKSTARTS = ("llm",)
 """Packaged specs beside the first one."""
@@ -69,6 +72,7 @@ def entry() -> NoReturn:
     """
     collect_garbage_seldom()
     signal.signal(signal.SIGINT, interrupt)
+    sys.stdout, sys.stderr = _Printable(sys.stdout), _Printable(sys.stderr)  # type: ignore[assignment]
     code = main()
     if code:
         for stream in (sys.stdout, sys.stderr):
@@ -76,6 +80,24 @@ def entry() -> NoReturn:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+class _Printable:
+    """A text stream on which control characters appear as escapes.
+
+    Names of channels, conditions and files may come from somebody else, and a terminal obeys what is written to it.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes the text, with control characters other than line ends, returns and tabs escaped."""
+        self._stream.write(_CONTROL.sub(lambda found: ascii(found[0])[1:-1], text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -274,11 +274,17 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 def read_json(path: Path) -> Any:
     """The value in a JSON file. Raises as `read_text`, and UserError where it is not JSON."""
     try:
-        return json.loads(read_text(path))
+        text = read_text(path)
+        found = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except UserError:
         raise
     except RecursionError:
         raise UserError(f"{path} is damaged: it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{path} is damaged: it has half a character (a lone surrogate)") from None
     except ValueError:
         raise UserError(f"{path} is damaged: it is not JSON") from None
 

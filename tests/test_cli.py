@@ -478,6 +478,12 @@ def shell(*argv: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+def test_a_terminal_does_not_obey_names():
+    done = shell("report", "a\x1b]0;title\x07\tb \u202egnp \N{GREEK SMALL LETTER ALPHA}", LC_ALL="C.UTF-8")
+    assert done.returncode == 2
+    assert "a\\x1b]0;title\\x07 b \\u202egnp \N{GREEK SMALL LETTER ALPHA}" in done.stderr
+
+
 @pytest.mark.parametrize(
     "argv",
     [["run", "nowhere.toml"], *(pytest.param(argv, marks=pytest.mark.slow) for argv in (["rnu"], ["resume", "."]))],

@@ -418,6 +418,17 @@ def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatc
         drawing.script()
 
 
+def test_names_with_characters_that_no_figure_can_have(tmp_path):
+    title = "a\x1b[31m\x00\uffff \\u001b <b> \N{GREEK SMALL LETTER ALPHA}"
+    spec = {"data": {"values": [{"x": 1}]}, "mark": "point", "title": title, "encoding": {"x": {"field": "x"}}}
+    drawing._draw(tmp_path, [{"file": "figure", "spec": spec}])
+    assert (
+        "a\ufffd[31m\ufffd\ufffd \\u001b &lt;b&gt; \N{GREEK SMALL LETTER ALPHA}"
+        in (tmp_path / "figure.svg").read_text()
+    )
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_figures_that_there_are_no_more_are_removed(run, monkeypatch):
     (run / "figures").mkdir(exist_ok=True)
     for name in ("earlier.svg", "earlier.png", "mine.png", "mine.txt"):

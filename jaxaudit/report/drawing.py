@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from jaxaudit.report.panel import Figure
 
 if importlib.util.find_spec("vl_convert") is None:  # imported where it draws, but missed here
     raise ModuleNotFoundError("No module named 'vl_convert'", name="vl_convert")
+
+_UNDRAWABLE = re.compile(r"(\\\\)|\\u(?:00[01][0-9a-f]|fff[ef])")
+"""Escapes in JSON of characters that an SVG, being XML, may not have (and, to be kept, backslashes)."""
 
 PROGRAM = Path(__file__).with_name("vega_process.py")
 
@@ -67,7 +71,7 @@ def _draw(folder: Path, asked: Iterable[Mapping[str, Any]]) -> None:
         assert process.stdin is not None
         try:
             for one in asked:
-                process.stdin.write(f"{json.dumps(one)}\n")
+                process.stdin.write(_UNDRAWABLE.sub(lambda found: found[1] or r"\ufffd", json.dumps(one)) + "\n")
                 process.stdin.flush()
             process.stdin.close()
             code = process.wait()
