@@ -269,7 +269,7 @@ def instability_index(series: ArrayLike, *, window: int = 50, every: int = 1) ->
     """
     x = _measured(series, every)
     count, total = window // every, x.values.shape[0]
-    if count < 2 or not total:
+    if not 2 <= count <= total:
         return jnp.full(x.total, jnp.nan, x.values.dtype)
     padded = jnp.concatenate([jnp.zeros(count - 1, x.values.dtype), x.values])
 

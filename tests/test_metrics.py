@@ -289,6 +289,9 @@ def test_windows_longer_than_the_run_give_nan_not_an_error():
     assert np.isnan(values["spike_intensity"])
     assert np.isinf(values["collapse_time"])
     assert np.isnan(jax.jit(metrics.instability_index)(np.arange(10.0))).all()
+    assert np.isfinite(metrics.instability_index(np.arange(10.0), window=10)).tolist() == [False] * 9 + [True]
+    endless = jax.make_jaxpr(lambda x: metrics.instability_index(x, window=10**9))(np.arange(10.0))
+    assert "while" not in str(endless)
 
 
 def test_defaults_are_those_of_table_s5():
