@@ -149,7 +149,7 @@ def load(folder: Path) -> Run:
     telemetry = zarr_store.open_dataset(store)
     if "performance" not in telemetry or not {"seed", "condition", "step"} <= set(telemetry["performance"].dims):
         raise UserError(f"{store} has no channel 'performance' with dims seed, condition, step")
-    return Run(
+    run = Run(
         folder=folder,
         spec=_spec(folder / "spec.toml", text),
         spec_text=text,
@@ -158,6 +158,27 @@ def load(folder: Path) -> Run:
         metrics=table(folder / "metrics.csv"),
         summary=_intervals(table(folder / "summary.csv"), telemetry.sizes["seed"]),
     )
+    _check_table(folder / "metrics.csv", run.metrics, ("seed", "condition", "collapse_time", "final_performance"), run)
+    _check_table(folder / "summary.csv", run.summary, ("condition", "perturbation", "magnitude"), run)
+    return run
+
+
+def _check_table(path: Path, found: pd.DataFrame | None, columns: tuple[str, ...], run: Run) -> None:
+    """Raises UserError where a table is not of the lanes, or of the conditions, that the telemetry has."""
+    if found is None:
+        return
+    if missing := [column for column in columns if column not in found]:
+        raise UserError(f"{path} is damaged: it has no column '{missing[0]}'")
+    conditions, keys = run.conditions["condition"], [name for name in ("seed", "condition") if name in columns]
+    lanes = len(conditions) * (run.seeds if "seed" in keys else 1)
+    if len(found) != lanes or found.duplicated(keys).any() or set(found["condition"]) != set(conditions):
+        raise UserError(f"{path} is damaged: its rows are not those of the conditions and seeds of the telemetry")
+    planned = run.conditions.set_index("condition")["magnitude"].reindex(found["condition"])
+    if "magnitude" in columns and not np.allclose(planned, found["magnitude"], rtol=1e-5, equal_nan=True):
+        raise UserError(f"{path} is damaged: its magnitudes are not those of the telemetry")
+    shares = found[[column for column in found if column.endswith("collapse_probability")]]
+    if ((shares < 0) | (shares > 1)).any(axis=None):
+        raise UserError(f"{path} is damaged: it has a probability that is none")
 
 
 def _intervals(summary: pd.DataFrame | None, seeds: int) -> pd.DataFrame | None:
@@ -187,10 +208,17 @@ _TABLES: dict[str, type] = {"audit": dict, "task": dict, "learner": dict, "metri
 
 
 def table(path: Path, words: Collection[str] = (*_TEXT, "reason")) -> pd.DataFrame | None:
-    """A CSV file, all columns but those of `words` as numbers; None where it is not there or has no rows."""
+    """A CSV file, all columns but those of `words` as numbers; None where it is not there or has no rows.
+
+    Raises:
+      UserError: it is damaged.
+    """
     if not path.exists() or not path.stat().st_size:
         return None
-    found = pd.read_csv(path, keep_default_na=False, dtype=dict.fromkeys(words, str))
+    try:
+        found = pd.read_csv(path, keep_default_na=False, dtype=dict.fromkeys(words, str))
+    except ValueError as error:  # pandas' errors and those of UTF-8
+        raise UserError(f"{path} is damaged: {error}") from None
     for column in found.columns.difference(list(words)):
         if not pd.api.types.is_bool_dtype(found[column]):
             found[column] = pd.to_numeric(found[column], errors="coerce")

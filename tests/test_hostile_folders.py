@@ -10,12 +10,13 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import zarr
 from numcodecs import pickles
 from small_runs import SPEC
 
-from jaxaudit import cli, npz, zarr_store
+from jaxaudit import cli, files, npz, stored, zarr_store
 from jaxaudit.errors import Undrawn, UserError
 from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.report import drawing
@@ -396,6 +397,29 @@ def test_steps_and_seeds_have_bounds(run):
     refused("steps must be from 1 to 10000000", replay, run)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("metrics", lambda t: t.drop(columns="collapse_time"), "no column 'collapse_time'"),
+        ("metrics", lambda t: t.iloc[:3], "its rows are not those"),
+        ("metrics", lambda t: t.assign(seed="zzz"), "its rows are not those"),
+        ("summary", lambda t: t.assign(condition="zzz"), "its rows are not those"),
+        ("summary", lambda t: t.assign(magnitude="1e308"), "its magnitudes are not those"),
+        ("summary", lambda t: t.assign(collapse_probability="-1"), "a probability that is none"),
+    ],
+)
+def test_tables_of_other_lanes_are_refused(name, change, words, run):
+    path = run / f"{name}.csv"
+    change(pd.read_csv(path, keep_default_na=False, dtype=str)).to_csv(path, index=False)
+    refused(words, stored.load, run)
+
+
+@pytest.mark.parametrize("content", [b"a\xff,b\n1,2\n", b'seed\n"1,2\n'])
+def test_tables_that_are_none_are_refused(content, run):
+    (run / "metrics.csv").write_bytes(content)
+    refused("metrics.csv is damaged", stored.load, run)
+
+
 def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatch, tmp_path, capsys):
     (tmp_path / "dies.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")
     (tmp_path / "fails.py").write_text("raise RuntimeError('no font')")
@@ -438,6 +462,20 @@ def test_figures_that_there_are_no_more_are_removed(run, monkeypatch):
     )
     drawing.write_figures(run / "figures", [])
     assert sorted(os.listdir(run / "figures")) == ["a.png", "a.svg", "mine.png", "mine.txt"]
+
+
+def test_drawings_of_killed_processes_are_removed_and_those_of_others_left(run, monkeypatch):
+    killed, drawing_now, mine = (run / f".unfinished-{n}-figures" for n in (1, 2, os.getpid()))
+    for place in (killed, drawing_now, mine):
+        place.mkdir()
+        (place / "half.svg").write_text("x")
+    monkeypatch.setattr(drawing, "_draw", lambda folder, asked: (folder / "a.svg").write_text("new"))
+    with files.locked(drawing_now, "figures"):
+        drawing.write_figures(run / "figures", [])
+        assert (drawing_now / "half.svg").exists()
+    assert not killed.exists()
+    assert not mine.exists()
+    assert "half.svg" not in os.listdir(run / "figures")
 
 
 def test_a_run_that_finished_meanwhile_is_not_begun_again(stopped, made, monkeypatch):

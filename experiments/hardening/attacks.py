@@ -191,7 +191,7 @@ def _(p: Place) -> None:
     archive(p.root / "monitor.npz", {"description": np.array([Payload(p.harm)], object)})
 
 
-@attack("pickle in telemetry rows", resume, words="unpickled|damaged")
+@attack("pickle in telemetry rows", resume, codes=(0, 2), words="unpickled|damaged")
 def _(p: Place) -> None:
     for rows in p.stopped.glob("batches/*/*/rows-*.npz"):
         archive(rows, {"performance": np.array([Payload(p.harm)], object)})
@@ -366,7 +366,7 @@ def damaged(
 
 for _file in ("environment.json", "plan.json", "spec.toml", "metrics.csv", "summary.csv"):
     for _argv in (report, replay, resume):
-        _codes = (2,) if _file == "spec.toml" else (0, 1, 2)
+        _codes = (0, 2)
         damaged("deep", _file, DEEP.encode(), _argv, _codes)
         damaged("not UTF-8", _file, b'{"a": "\xff\xfe"}\n', _argv, _codes)
         damaged("empty", _file, b"", _argv, _codes)
@@ -480,14 +480,6 @@ def _(p: Place) -> None:
 @attack("/tmp cannot be written to", report, codes=(0,), environment={"TMPDIR": "/nonexistent"}, seconds=60)
 def _(p: Place) -> None:
     pass
-
-
-@attack("300 seeds, 5,000 conditions, an onset at the last step", run, codes=(0, 2), seconds=60)
-def _(p: Place) -> None:
-    perturbed(p, seeds=300)
-    with p.spec.open("a") as file:
-        magnitudes = ", ".join(str(n / 7) for n in range(1, 5001))
-        file.write(f'\n[[perturbation]]\nkind = "weight_noise"\nonset = 23\nmagnitude = [{magnitudes}]\n')
 
 
 def measured(argv: list[object], one: Attack, source: Path | None, place: Place) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.errors import Undrawn
-from jaxaudit.files import UNFINISHED
+from jaxaudit.errors import Undrawn, UserError
+from jaxaudit.files import UNFINISHED, claimed, locked, names, remove
 from jaxaudit.report import style
 from jaxaudit.report.panel import Figure
 
@@ -38,15 +39,25 @@ def write_figures(folder: Path, figures: Iterable[Figure]) -> None:
       Undrawn: the process that draws has failed; the files are as they were.
     """
     folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=UNFINISHED) as place:
-        _draw(Path(place), ({"file": one.file, "spec": style.static(one.spec, one.title)} for one in figures))
-        drawn = {path.name for path in Path(place).iterdir()}
+    _remove_leftovers(folder)
+    place = folder.with_name(f"{UNFINISHED}{os.getpid()}-{folder.name}")
+    with claimed(place):
+        _draw(place, ({"file": one.file, "spec": style.static(one.spec, one.title)} for one in figures))
+        drawn = set(names(place))
         earlier = {path.name for path in folder.glob("*.svg") if path.with_suffix(".png").is_file()}
         for name in sorted(drawn):
-            os.replace(Path(place) / name, folder / name)
+            os.replace(place / name, folder / name)
     for name in earlier - drawn:
         (folder / name).unlink()
         (folder / name).with_suffix(".png").unlink()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what processes that were killed have drawn; those that still draw have it locked."""
+    for place in folder.parent.glob(f"{UNFINISHED}*-{folder.name}"):
+        if place.is_dir():
+            with suppress(UserError, OSError), locked(place, "these figures"):
+                remove(place)
 
 
 @functools.cache
