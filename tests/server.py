@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,20 @@ class Server:
             watch(pid)
         code = self._ask(wait=pid)
         return Done(code, out.read_text(), err.read_text(), time.monotonic() - begun)
+
+    def together(self, *argv: object, waits: Sequence[float]) -> list[Done]:
+        """Starts a command several times, each so many seconds after the one before, and waits for all."""
+        begun, started = time.monotonic(), []
+        for number, wait in enumerate(waits):
+            time.sleep(wait)
+            out, err = (self._folder / f"{stream}-{number}.txt" for stream in ("out", "err"))
+            started.append((self._ask(argv=[str(a) for a in argv], first="", out=str(out), err=str(err)), out, err))
+        codes = [self._ask(wait=pid) for pid, _, _ in started]
+        seconds = time.monotonic() - begun
+        return [
+            Done(code, out.read_text(), err.read_text(), seconds)
+            for code, (_, out, err) in zip(codes, started, strict=True)
+        ]
 
     def _ask(self, **question: object) -> int:
         assert self._process.stdin

@@ -4,6 +4,7 @@ import errno
 import gc
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -100,6 +101,25 @@ def test_killed_at_many_instants(kills, server, reference, tmp_path):
     folder, landed = kill_through(server, tmp_path, SPEC, CHUNKS, kills)
     assert len(landed) >= kills - 2
     assert len(set(landed)) >= (kills + 1) // 2  # a chunk may be done before its kill comes
+    assert_same(folder, reference)
+
+
+@pytest.mark.parametrize("command", ["run", "resume"])
+def test_of_several_starts_at_once_one_goes_on(command, server, runs, reference, tmp_path):
+    folder = tmp_path / "run"
+    if command == "resume":
+        shutil.copytree(runs / str(EARLY), folder)
+        argv = ("resume", folder)
+    else:
+        (tmp_path / "spec.toml").write_text(SPEC)
+        argv = ("run", tmp_path / "spec.toml", "-o", folder)
+    draw = random.Random(1)
+    ends = server.together(*argv, waits=[draw.uniform(0, 1.0) for _ in range(5)])
+    assert sorted(done.code for done in ends) == [0, 2, 2, 2, 2]
+    for done in ends:
+        if done.code:
+            words = one_sentence(done, 2)
+            assert any(known in words for known in ("another process is at work", "not empty", "already finished"))
     assert_same(folder, reference)
 
 
