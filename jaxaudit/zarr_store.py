@@ -23,10 +23,10 @@ METADATA = "zarr.json"
 FORMAT: Literal[3] = 3
 
 TEXT = "string"
-"""The type of arrays of text, whose chunks may be as large as `MOST_TEXT`."""
+"""The type of arrays of text, whose chunks together may be as large as `MOST_TEXT`."""
 
 MOST_TEXT = 2**26
-"""Bytes of a chunk of text: labels and names."""
+"""Bytes of an array of text: labels and names."""
 
 CODECS = (["bytes", "zstd"], ["vlen-utf8", "zstd"], ["bytes"], ["vlen-utf8"])
 
@@ -129,7 +129,8 @@ def _item(kind: Any) -> int | None:
 
 def _check_chunks(path: Path, described: dict[str, Any]) -> None:
     """Raises ValueError where a chunk's file inflates to more than there is room for."""
-    most = MOST_TEXT if described["data_type"] == TEXT else _bytes(described, "chunk")
+    is_text = described["data_type"] == TEXT
+    most, total = MOST_TEXT if is_text else _bytes(described, "chunk"), 0
     compressed = len(described["codecs"]) > 1
     for place in path.rglob("*"):
         if place.is_file() and place.name != METADATA and not place.name.endswith(".partial"):
@@ -137,6 +138,9 @@ def _check_chunks(path: Path, described: dict[str, Any]) -> None:
                 size = _inflated(file, place.stat().st_size) if compressed else place.stat().st_size
             if size > most:
                 raise ValueError(f"{place} inflates to {readable(size)}, and its chunk has {readable(most)}")
+            total += size
+            if is_text and total > most:
+                raise ValueError(f"the chunks of {path.name} inflate to more than {readable(most)}, which no labels do")
 
 
 _MAGIC = b"\x28\xb5\x2f\xfd"

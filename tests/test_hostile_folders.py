@@ -16,7 +16,7 @@ import zarr
 from numcodecs import pickles
 from small_runs import SPEC
 
-from jaxaudit import cli, files, npz, stored, zarr_store
+from jaxaudit import cli, files, npz, zarr_store
 from jaxaudit.errors import Undrawn, UserError
 from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.report import drawing
@@ -208,6 +208,12 @@ def frame(size, *, ended=True):
 def test_chunks_that_inflate_are_refused(content, words, array, run):
     (run / "telemetry.zarr" / array).write_bytes(content)
     refused(words, load, run)
+
+
+def test_many_chunks_of_text_that_inflate_are_refused(run):
+    for number in range(3):
+        (run / "telemetry.zarr/condition/c" / str(number)).write_bytes(frame(30 * 2**20))
+    refused("the chunks of condition inflate to more than 64 MiB", load, run)
 
 
 def test_what_is_said_of_a_frame_is_what_numcodecs_makes_of_it(tmp_path):
@@ -411,13 +417,13 @@ def test_steps_and_seeds_have_bounds(run):
 def test_tables_of_other_lanes_are_refused(name, change, words, run):
     path = run / f"{name}.csv"
     change(pd.read_csv(path, keep_default_na=False, dtype=str)).to_csv(path, index=False)
-    refused(words, stored.load, run)
+    refused(words, load, run)
 
 
 @pytest.mark.parametrize("content", [b"a\xff,b\n1,2\n", b'seed\n"1,2\n'])
 def test_tables_that_are_none_are_refused(content, run):
     (run / "metrics.csv").write_bytes(content)
-    refused("metrics.csv is damaged", stored.load, run)
+    refused("metrics.csv is damaged", load, run)
 
 
 def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatch, tmp_path, capsys):

@@ -73,6 +73,23 @@ class Command:
         self.process.join()
         return alive
 
+    def interrupt_after(self, seconds: float) -> bool:
+        """Sends SIGINT once so much time has gone by; whether the command was still at work then.
+
+        Raises RuntimeError if it then ends otherwise than Ctrl-C ends a command: with 130 and one sentence.
+        """
+        self.process.join(seconds)
+        if not self.process.is_alive():
+            return False
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGINT)
+        code, words = self.ended()
+        if code == 0:
+            return False
+        if code != 130 or "Traceback" in words or not words.splitlines()[-1].startswith("jaxaudit: "):
+            raise RuntimeError(f"ended with {code} after Ctrl-C at {seconds:.1f} s: {words}")
+        return True
+
     def ended(self, seconds: float = 300) -> tuple[int, str]:
         """Its exit code and what it said on stderr."""
         self.process.join(seconds)

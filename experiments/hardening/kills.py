@@ -30,13 +30,18 @@ SHARES = {"run": 0.55, "margin": 0.4, "ray": 0.05}
 
 
 def kill_through(
-    start: Callable[[], Command], draw_report: Callable[[], Command], seconds: float, draw: random.Random, most: int
+    start: Callable[[], Command],
+    draw_report: Callable[[], Command],
+    kill: Callable[[Command, float], bool],
+    seconds: float,
+    draw: random.Random,
+    most: int,
 ) -> int:
     """Starts a command again and again until it ends by itself, with at most so many kills; how many there were."""
     kills = 0
     while True:
         command = start()
-        if kills < most and command.kill_after(draw.uniform(0, seconds)):
+        if kills < most and kill(command, draw.uniform(0, seconds)):
             kills += 1
             continue
         code, words = command.ended()
@@ -54,7 +59,13 @@ def lost(folder: Path, reference: dict[str, str]) -> list[str]:
 
 
 def through(
-    target: str, commands: Commands, place: Path, kills: int, draw: random.Random, on: tuple[str, ...] = ()
+    target: str,
+    commands: Commands,
+    place: Path,
+    kills: int,
+    draw: random.Random,
+    kill: Callable[[Command, float], bool] = Command.kill_after,
+    on: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Kills one kind of command so often; what came of it."""
     spec, whole = place / "spec.toml", place / "whole"
@@ -82,7 +93,7 @@ def through(
         return commands.start(*(("resume", out) if begun else ("run", spec, "-o", out)), *on)
 
     while done < kills:
-        done += kill_through(start, lambda: commands.start("report", out), seconds, draw, kills - done)
+        done += kill_through(start, lambda: commands.start("report", out), kill, seconds, draw, kills - done)
         rounds += 1
         wrong += lost(out, reference)
         shutil.rmtree(out)
@@ -95,16 +106,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=SHARES)
+    parser.add_argument("--interrupt", action="store_true", help="Ctrl-C (SIGINT) in place of SIGKILL")
     chosen = parser.parse_args()
     different = 0
     with tempfile.TemporaryDirectory() as folder:
         place, draw = Path(folder), random.Random(chosen.seed)
         commands = Commands(place)
+        kill = Command.interrupt_after if chosen.interrupt else Command.kill_after
         for target in [chosen.only] if chosen.only else SHARES:
             kills = chosen.kills if chosen.only else round(chosen.kills * SHARES[target])
             begun = time.monotonic()
             with _cluster() if target == "ray" else contextlib.nullcontext(()) as on:
-                result = through(target, commands, place, kills, draw, on)
+                result = through(target, commands, place, kills, draw, kill, on)
             print(json.dumps(result | {"seed": chosen.seed, "took": round(time.monotonic() - begun)}), flush=True)
             different += len(result["different"])
     return 1 if different else 0
