@@ -7,19 +7,21 @@ import pickle
 import shutil
 import struct
 import zipfile
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import zarr
+from markupsafe import escape
 from numcodecs import pickles
 from small_runs import SPEC
 
 from jaxaudit import cli, files, npz, zarr_store
 from jaxaudit.errors import Undrawn, UserError
 from jaxaudit.metastate.monitor import Monitor
-from jaxaudit.report import drawing
+from jaxaudit.report import build, drawing
 from jaxaudit.runner import checkpoint, durable
 from jaxaudit.runner.replay import replay
 from jaxaudit.runner.store import Folder
@@ -418,6 +420,45 @@ def test_tables_of_other_lanes_are_refused(name, change, words, run):
     path = run / f"{name}.csv"
     change(pd.read_csv(path, keep_default_na=False, dtype=str)).to_csv(path, index=False)
     refused(words, load, run)
+
+
+def test_names_are_no_markup_in_a_report(run, monkeypatch):
+    """Of the audit, of a channel, and of a perturbation and its conditions."""
+    payload = "</script><script>a()</script><img src=x onerror=a()>'\"{{7*7}}"
+    store, channel = run / "telemetry.zarr", payload.replace("/", "|")
+    spec = (run / "spec.toml").read_text()
+    (run / "spec.toml").write_text(spec.replace('"small"', json.dumps(payload)))
+    (store / "x_inst").rename(store / channel)
+
+    def rename(root):
+        arrays = root["consolidated_metadata"]["metadata"]
+        arrays[channel] = arrays.pop("x_inst")
+
+    edit(store / "zarr.json", rename)
+    for name in ("condition", "perturbation"):
+        labels = zarr_store.open_array(store / name, "r+")
+        labels[:] = np.array([str(label).replace("weight_noise", payload) for label in labels[:]], object)
+    for name in ("metrics", "summary"):
+        table = pd.read_csv(run / f"{name}.csv", keep_default_na=False, dtype=str)
+        for column in ("condition", "perturbation"):
+            table[column] = table[column].str.replace("weight_noise", payload)
+        table.to_csv(run / f"{name}.csv", index=False)
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
+    monkeypatch.setattr("jaxaudit.report.page.script", lambda: "")
+    found = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            found.append((tag, dict(attrs)))
+
+    page = build(run).read_text()
+    assert str(escape(payload)) in page
+    Tags().feed(page)
+    scripts = [attrs.get("id", "") for tag, attrs in found if tag == "script"]
+    assert scripts.count("") == 2  # the bundle and the page's own
+    assert all(name.startswith("spec-") for name in scripts if name)
+    assert "img" not in {tag for tag, _ in found}
+    assert not [name for _, attrs in found for name in attrs if name.startswith("on")]
 
 
 @pytest.mark.parametrize("content", [b"a\xff,b\n1,2\n", b'seed\n"1,2\n'])
