@@ -77,7 +77,8 @@ def squares_by_group(value: Any) -> jax.Array:
             rows = jnp.sum(apart, axis=range(1, apart.ndim))
         else:
             rows = jnp.sum(squares.reshape(len(places), -1), axis=1)
-        total = total.at[jnp.array([groups.index(_group(place)) for place in places])].add(rows)
+        own = jnp.array([groups.index(_group(place)) for place in places])  # a leaf's layers are of a group each
+        total = total.at[own].add(rows, unique_indices=True)
     return total
 
 

@@ -2,8 +2,11 @@
 
 import functools
 import json
+import math
+import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax import export
 
@@ -18,7 +21,7 @@ from jaxaudit.whole import inputs
 
 SPEC = """
 [audit]
-seeds = 2
+seeds = 32
 steps = 12
 telemetry = "full"
 [task]
@@ -39,7 +42,7 @@ ON_POLICY = SMALL + "evaluations = 2\nevaluation_episodes = 1\nrollout_length = 
 OFF_POLICY = SMALL + "evaluations = 0\niteration_steps = 8\nlearning_starts = 8\nbatch_size = 4\nbuffer_size = 64"
 PENDULUM = 'kind = "mujoco"\nname = "InvertedPendulum-v5"\nphysics = "mjx"'
 CARTPOLE = 'kind = "mujoco"\nname = "CartPole-v1"'
-LANGUAGE = 'kind = "language_model"\nsize = "micro"\ncontext = 16\nbatch_size = 4\naccumulation = 2\nvalidation = 2'
+LANGUAGE = 'kind = "language_model"\nsize = "micro"\ncontext = 64\nbatch_size = 4\naccumulation = 2\nvalidation = 2'
 HOP = 'kind = "dialogue"\nname = "hop"\ndifficulty = 1\nentities = 3\nhops = 2\nlength = 13'
 DIALOGUE = 'kind = "grpo"\nprompts = 2\ngroup_size = 2\nperformance_rows = 2\nwarm_start = 2\nwarm_start_rows = 2'
 LINES = 'kind = "dialogue"\nname = "text"\ntool = "calculator"\nlength = 24\nfile = "{folder}/lines.jsonl"'
@@ -82,6 +85,41 @@ def assert_lowers(grid, platforms):
     text = exported.mlir_module()
     assert "callback" not in text
     assert "stablehlo.while" in text
+    assert max(index_tuples(text), default=0) <= MOST_TURNS
+
+
+SCATTER = re.compile(
+    r'"stablehlo\.scatter"\([^)]*\) <\{(?P<settings>.*?)\}> \(\{.*?\}\) : \((?P<types>[^)]*)\) ->', re.DOTALL
+)
+
+MOST_TURNS = 16
+"""A scatter whose indices may repeat is a loop over them on a GPU with deterministic operations; mujoco.mjx has some of
+up to four turns."""
+
+
+def index_tuples(text):
+    """Of each scatter in StableHLO whose indices may repeat, how many it has."""
+    scatters = list(SCATTER.finditer(text))
+    assert len(scatters) == text.count('"stablehlo.scatter"(')
+    for found in scatters:
+        if "unique_indices = true" not in found["settings"]:
+            types = re.findall(r"tensor<([^>]*)>", found["types"])
+            shape = [int(size) for size in types[(len(types) - 1) // 2].split("x")[:-1]]
+            vector = re.search(r"index_vector_dim = (\d+)", found["settings"])
+            dim = int(vector[1]) if vector else 0
+            yield math.prod(size for place, size in enumerate(shape) if place != dim)
+
+
+def test_a_scatter_whose_indices_may_repeat_is_seen():
+    def lanes(index, unique):
+        return jax.vmap(lambda i: jnp.zeros(50).at[i].add(1.0, unique_indices=unique))(index)
+
+    index = jax.ShapeDtypeStruct((32, 4), jnp.int32)
+    for unique, expected in ((False, [128]), (True, [])):
+        module = export.export(jax.jit(functools.partial(lanes, unique=unique)), platforms=["cuda"])(
+            index
+        ).mlir_module()
+        assert list(index_tuples(module)) == expected
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def up_to(uniforms: jax.Array, difficulty: jax.Array, most: int) -> jax.Array:
 def cycle(uniforms: jax.Array) -> jax.Array:
     """A successor for each of n things, int32 `[n]`, so that a walk meets all before it returns; of uniform numbers."""
     order = jnp.argsort(uniforms).astype(jnp.int32)
-    return jnp.zeros(order.shape, jnp.int32).at[order].set(jnp.roll(order, -1))
+    return jnp.zeros(order.shape, jnp.int32).at[order].set(jnp.roll(order, -1), unique_indices=True)
 
 
 def looked_up(table: jax.Array, index: jax.Array) -> jax.Array:

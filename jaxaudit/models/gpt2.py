@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit.kernels.attention import causal_attention
+from jaxaudit.kernels.embedding import lookup
 from jaxaudit.kernels.layer_norm import layer_norm
 from jaxaudit.kernels.product import product
 from jaxaudit.models.lora import Adapted, joined
@@ -115,9 +116,12 @@ class GPT2(nn.Module):
           first: int `[B, T]`, the first place that each one sees, at most itself; 0 unless given.
         """
         depth = self.size.depth
-        positions = jnp.arange(tokens.shape[1]) if positions is None else positions
         x = along(self._embedding("wte", self.vocabulary)(tokens), None, None, None)
-        x += along(self._embedding("wpe", self.context)(positions), *(None,) * (positions.ndim + 1))
+        of_positions = self._embedding("wpe", self.context)
+        if positions is None:
+            x += along(of_positions.first(tokens.shape[1]), None, None)
+        else:
+            x += along(of_positions(positions), None, None, None)
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
         layers = nn.scan(
             layer,
@@ -130,10 +134,22 @@ class GPT2(nn.Module):
         x, entropies = layers(self.size, self.dtype, self.observe, name="h")(x, first)
         return Norm(self.dtype, name="ln_f")(x), entropies
 
-    def _embedding(self, name: str, entries: int) -> nn.Embed:
-        return nn.Embed(
+    def _embedding(self, name: str, entries: int) -> Embedding:
+        return Embedding(
             entries, self.size.width, dtype=self.dtype, embedding_init=nn.initializers.normal(0.02), name=name
         )
+
+
+class Embedding(nn.Embed):
+    """A row for each of its entries, whose gradient is summed in the type of the parameters."""
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """The rows of entries, int `[...]` to `[..., width]`."""
+        return lookup(self.embedding, inputs, self.dtype)
+
+    def first(self, count: int) -> jax.Array:
+        """The first rows, `[count, width]`."""
+        return self.embedding[:count].astype(self.dtype)
 
 
 class Layer(nn.Module):

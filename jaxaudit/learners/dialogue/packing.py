@@ -102,11 +102,11 @@ def packed(rows: Rows, own: jax.Array) -> Packed:
 
     def put(room: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
         fits = jnp.argmax(room >= length)
-        return room.at[fits].add(-length), fits * slots + slots - room[fits]
+        return room - jnp.where(jnp.arange(count) == fits, length, 0), fits * slots + slots - room[fits]
 
     longest_first = jnp.argsort(-lengths, stable=True)
     room, begins = jax.lax.scan(put, jnp.full(count, slots), lengths[longest_first])
-    begin = jnp.zeros(count, jnp.int32).at[longest_first].set(begins.astype(jnp.int32))
+    begin = jnp.zeros(count, jnp.int32).at[longest_first].set(begins.astype(jnp.int32), unique_indices=True)
     return _laid(rows, begin, lengths, jnp.sum(room < slots))
 
 

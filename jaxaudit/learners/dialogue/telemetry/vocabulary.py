@@ -20,7 +20,7 @@ class Slots:
     """Slots of rows `[N, T]` that are looked at.
 
     Attributes:
-      index: int32 `[K]`, of the slots one after the other, row by row; None: all of them.
+      index: int32 `[K]`, of the slots one after the other, row by row, never falling; None: all of them.
       known: bool `[N, T]`, those that are looked at.
     """
 
@@ -36,7 +36,8 @@ class Slots:
         """`[K]` as `[N, T]`, zero at slots that are not looked at."""
         if self.index is None:
             return x.reshape(self.known.shape)
-        return jnp.zeros(self.known.size, x.dtype).at[self.index].set(x).reshape(self.known.shape)
+        place, is_there = _places(self.index, self.known.size)
+        return jnp.where(is_there, x[place], 0).reshape(self.known.shape)
 
 
 def some(own: jax.Array, most: int) -> Slots:
@@ -46,8 +47,15 @@ def some(own: jax.Array, most: int) -> Slots:
     rising = jnp.cumsum(own.reshape(-1))
     wanted = jnp.arange(most) * rising[-1] // most + 1
     index = jnp.minimum(jnp.searchsorted(rising, wanted), own.size - 1)
-    known = jnp.zeros(own.size, bool).at[index].set(True).reshape(own.shape)
-    return Slots(index, known & own)
+    _, known = _places(index, own.size)
+    return Slots(index, known.reshape(own.shape) & own)
+
+
+def _places(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Where each of 0 to `size` - 1 is last in an index that never falls, and whether it is there."""
+    wanted = jnp.arange(size)
+    place = jnp.maximum(jnp.searchsorted(index, wanted, side="right") - 1, 0)
+    return place, index[place] == wanted
 
 
 def slots_of(own: jax.Array, vocabulary: int) -> Slots:
