@@ -39,6 +39,9 @@ def learner_of(family: str, **settings):
         return ja.learners.ppo("CartPole-v1", **small)
     if family == "ppo-mjx":
         return ja.learners.ppo(named("InvertedPendulum-v5", "mjx"), **small)
+    if family == "gpt2-cudnn":
+        cudnn = {"precision": "bfloat16", "attention": "cudnn"}
+        return language_model.learner_of("nano", 4, 64, True, vocabulary=257, **cudnn)[0]
     if family == "gpt2":
         return language_model.learner_of("nano", 4, 32, True, vocabulary=257)[0]
     return ja.learners.grpo("hop", prompts=2, group_size=4, performance_rows=2, **{"warm_start": 2} | settings)

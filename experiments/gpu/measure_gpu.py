@@ -66,14 +66,28 @@ class Planned:
     rehearsed: bool = True
 
 
-# In the order of their value: what time does not suffice for is last. Without deterministic operations until the end:
-# XLA then makes a loop of each scatter whose indices may repeat.
+# In the order of their value: what time does not suffice for is last. Unless a part says so without deterministic
+# operations, which `jaxaudit run` asks for.
 PARTS = [
     Planned("facts", "speed facts", "device", 120, 30),
     Planned("grpo", "speed grpo micro 8 1024", "device", 300, 60, UNTUNED),
     Planned("torch_gpt2", "baselines torch_gpt2", "cores", 150, 100),  # launched from a core, one by one
     Planned("trl", "baselines trl", "cores", 150, 60),
     Planned("gpt2", "speed gpt2 bfloat16 1 4", "device", 240, 40, environment=MOST_MEMORY),
+    Planned("gpt2_cudnn", "speed gpt2 bfloat16-cudnn 1 4", "device", 240, 40, "", MOST_MEMORY, rehearsed=False),
+    Planned("gpt2_deterministic", "speed gpt2 bfloat16 1", "device", 240, 30, DETERMINISTIC, MOST_MEMORY, 1, False),
+    Planned(
+        "gpt2_cudnn_deterministic",
+        "speed gpt2 bfloat16-cudnn 1",
+        "device",
+        240,
+        30,
+        DETERMINISTIC,
+        MOST_MEMORY,
+        1,
+        False,
+    ),
+    Planned("grpo_deterministic", "speed grpo micro 8 1024", "device", 300, 60, DETERMINISTIC, rehearsed=False),
     Planned("ppo", "speed ppo 8 64 1024", "device", 300, 60, UNTUNED, HIGHEST),
     Planned("quadratic", "speed quadratic", "device", 120, 20),
     Planned("ppo_wide", "speed ppo 2048 1 16", "device", 300, 50, UNTUNED, HIGHEST, rehearsed=False),
@@ -82,6 +96,7 @@ PARTS = [
     Planned("sb3", "baselines sb3", "cores", 100, 50),
     Planned("bits", "checks bits", "check", 300, flags=DETERMINISTIC, wave=2),
     Planned("bits_again", "checks bits", "check", 300, flags=DETERMINISTIC, wave=2, rehearsed=False),
+    Planned("bits_cudnn", "checks bits gpt2-cudnn", "check", 200, flags=DETERMINISTIC, wave=2, rehearsed=False),
     Planned("parity", "checks parity", "check", 300, flags=DETERMINISTIC, environment=HIGHEST, wave=2),
     Planned("folder", "checks folder", "check", 360, wave=2),
     Planned("transformers", "checks transformers", "check", 200, environment=HIGHEST, wave=2),
@@ -91,8 +106,6 @@ PARTS = [
     Planned(
         "grpo_graphs", "speed grpo micro 8 1024", "device", 300, 40, f"{UNTUNED} {GRAPHS}", wave=4, rehearsed=False
     ),
-    Planned("gpt2_deterministic", "speed gpt2 bfloat16 1", "device", 240, 30, DETERMINISTIC, MOST_MEMORY, 4, False),
-    Planned("grpo_deterministic", "speed grpo micro 8 1024", "device", 300, 60, DETERMINISTIC, wave=4, rehearsed=False),
     Planned("ppo_graphs", "speed ppo 8 64 1024", "device", 300, 40, f"{UNTUNED} {GRAPHS}", HIGHEST, 4, False),
     Planned("gpt2_expander", "speed gpt2 bfloat16 1", "device", 240, 30, EXPANDER, MOST_MEMORY, 4, False),
     Planned("gpt2_float32", "speed gpt2 float32 1", "device", 240, 25, "", HIGHEST | MOST_MEMORY, 4, False),

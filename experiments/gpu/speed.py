@@ -251,17 +251,22 @@ def ppo(part: Part, environments: str, *widths: str) -> None:
 
 
 def gpt2(part: Part, precision: str, *widths: str) -> None:
-    """GPT-2 124M on batches of 8 x 1,024 tokens: a training step at several widths, and an audited one."""
+    """GPT-2 124M on batches of 8 x 1,024 tokens: a training step at several widths, and an audited one.
+
+    A precision of "bfloat16-cudnn" is bfloat16 with cuDNN's attention.
+    """
     _prepare(part)
     import common
     import language_model
 
     size, batch, length, vocabulary = ("nano", 2, 16, 257) if part.tiny else ("124m", 8, 1024, 50257)
     chosen = (1,) if part.tiny else [int(width) for width in widths]
+    attention = "cudnn" if precision.endswith("-cudnn") else "xla"
     tried = [(False, width) for width in chosen] + [(True, chosen[0])]
     rows, compiling = 2 if part.tiny else 5, []
     for audited, width in tried:
-        learner, _ = language_model.learner_of(size, batch, length, audited, vocabulary, precision=precision)
+        settings = {"precision": precision.removesuffix("-cudnn"), "attention": attention}
+        learner, _ = language_model.learner_of(size, batch, length, audited, vocabulary, **settings)
         compiling.append(common.Lanes(learner, width, rows, steps=100_000))
     names = {False: f"GPT-2 {size}, {precision}, training step", True: f"GPT-2 {size}, {precision}, audited step"}
     compiled = []

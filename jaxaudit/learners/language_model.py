@@ -47,6 +47,7 @@ class LanguageModelSettings:
       weight_decay: of kernels and embeddings, not of biases and norms.
       max_grad_norm: threshold on the gradient's global norm.
       precision: of activations and products; parameters are float32.
+      attention: "xla"; or "cudnn", cuDNN's fused attention, in bfloat16 on NVIDIA's GPUs.
       remat: layers are computed again in the backward pass, which takes less memory and more time.
       checkpoint: a folder or safetensors file with GPT-2's parameters to begin with; "": random ones.
       held_out: sequences whose mean loss, negative, is the performance: the same ones in every lane and step.
@@ -71,6 +72,7 @@ class LanguageModelSettings:
     weight_decay: float = 1e-4
     max_grad_norm: float = 1.0
     precision: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["xla", "cudnn"] = "xla"
     remat: bool = False
     checkpoint: str = field(default="", metadata={"path": True})
     held_out: int = 8
@@ -86,7 +88,9 @@ class LanguageModelSettings:
         checks.fractions(self, "warmup", "final_rate")
         checks.below_one(self, "beta1", "beta2")
         checks.telemetry(self.telemetry)
-        checks.one_of(self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"))
+        checks.one_of(self, size=tuple(gpt2.SIZES), precision=("float32", "bfloat16"), attention=("xla", "cudnn"))
+        if self.attention == "cudnn" and self.precision != "bfloat16":
+            raise ValueError("attention 'cudnn' needs precision 'bfloat16'")
         if 0 < self.positions < self.context:
             raise ValueError(f"positions must be at least the context, {self.context}, not {self.positions}")
         if self.batch_size % self.accumulation:
@@ -255,7 +259,8 @@ class LanguageModel:
 def model_of(vocabulary: int, settings: LanguageModelSettings) -> gpt2.GPT2:
     """The model of some settings."""
     size, dtype = gpt2.SIZES[settings.size], jnp.dtype(settings.precision)
-    return gpt2.GPT2(vocabulary, settings.positions or settings.context, size, dtype, settings.remat)
+    context = settings.positions or settings.context
+    return gpt2.GPT2(vocabulary, context, size, dtype, settings.remat, attention=settings.attention)
 
 
 def decays(params: Params) -> Any:
@@ -290,6 +295,8 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
     """
     text = fitting(Text(task) if isinstance(task, str) else task, "text", "language_model")
     chosen = LanguageModelSettings(**settings)
+    if chosen.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError(f"attention 'cudnn' needs an NVIDIA GPU, and JAX runs on '{jax.default_backend()}' here")
     corpus = text.make()
     provenance = {"corpus": corpus.sha256, "tokens": f"{len(corpus.train):,} of {corpus.available:,}"}
     made, data = _made(corpus.vocabulary, replace(chosen, checkpoint=""), corpus.end_of_text), data_of(corpus, chosen)

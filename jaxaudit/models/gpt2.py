@@ -95,6 +95,8 @@ class GPT2(nn.Module):
       dtype: of activations and products; parameters are float32, as are norms, softmax and losses.
       remat: layers are computed again in the backward pass, which then keeps one layer's activations at a time.
       observe: measure the entropy of attention.
+      attention: "xla", `causal_attention`; or "cudnn", cuDNN's fused attention, in bfloat16 on NVIDIA's GPUs, where
+        every token sees all before it.
     """
 
     vocabulary: int
@@ -103,6 +105,7 @@ class GPT2(nn.Module):
     dtype: Any = jnp.float32
     remat: bool = False
     observe: bool = False
+    attention: str = "xla"
 
     @nn.compact
     def __call__(
@@ -131,7 +134,7 @@ class GPT2(nn.Module):
             length=depth,
             unroll=1 if self.remat or depth > UNROLLED else depth,
         )
-        x, entropies = layers(self.size, self.dtype, self.observe, name="h")(x, first)
+        x, entropies = layers(self.size, self.dtype, self.observe, self.attention, name="h")(x, first)
         return Norm(self.dtype, name="ln_f")(x), entropies
 
     def _embedding(self, name: str, entries: int) -> Embedding:
@@ -161,12 +164,13 @@ class Layer(nn.Module):
     size: Size
     dtype: Any
     observe: bool
+    attention: str
 
     @nn.compact
     def __call__(self, x: jax.Array, first: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """The stream `[B, T, width]` after this layer, and the attention's entropy; `first` is `GPT2.__call__`'s."""
         std = 0.02 / np.sqrt(2 * self.size.depth)
-        attention = Attention(self.size.heads, std, self.dtype, self.observe, name="attn")
+        attention = Attention(self.size.heads, std, self.dtype, self.observe, self.attention, name="attn")
         change, entropy = attention(Norm(self.dtype, name="ln_1")(x), first)
         x = x + change
         return x + Perceptron(std, self.dtype, name="mlp")(Norm(self.dtype, name="ln_2")(x)), entropy
@@ -176,7 +180,7 @@ class Attention(nn.Module):
     """Causal self-attention with several heads.
 
     Attributes:
-      heads, dtype, observe: as in `GPT2`.
+      heads, dtype, observe, attention: as in `GPT2`.
       output_std: of the output's initial weights.
     """
 
@@ -184,13 +188,17 @@ class Attention(nn.Module):
     output_std: float
     dtype: Any
     observe: bool
+    attention: str
 
     @nn.compact
     def __call__(self, x: jax.Array, first: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """`[B, T, width]` to the same, and the mean entropy over heads and places; `first` is `GPT2.__call__`'s."""
         width = x.shape[-1]
         query, key, value = dense(3 * width, 0.02, self.dtype, "c_attn", heads=self.heads)(x)
-        mixed = causal_attention(query, key, value, first=first)
+        if self.attention == "cudnn" and first is None:
+            mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+        else:
+            mixed = causal_attention(query, key, value, first=first)
         mixed = along(mixed, None, None, MODEL, None).reshape(x.shape)
         change = along(dense(width, self.output_std, self.dtype, "c_proj")(mixed), None, None, None)
         return change, attention_entropy(query, key, first) if self.observe else jnp.zeros(())
