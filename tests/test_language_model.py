@@ -286,6 +286,11 @@ def test_learners_that_begin_with_checkpoints_share_a_program(made, corpus, tmp_
         ({"held_out": 1000}, "held_out = 1000 sequences have 17,000"),
         ({"beta2": 1.0}, r"beta2 must lie in \[0, 1\)"),
         ({"precision": "float16"}, "precision must be float32, bfloat16"),
+        ({"attention": "cudnn"}, "attention 'cudnn' needs precision 'bfloat16'"),
+        (
+            {"attention": "cudnn", "precision": "bfloat16"},
+            "attention 'cudnn' needs an NVIDIA GPU, and JAX runs on 'cpu'",
+        ),
         ({"warmup": 1.5}, r"warmup must lie in \[0, 1\]"),
     ],
 )
