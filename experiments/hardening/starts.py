@@ -32,11 +32,11 @@ kind = "text"
 name = "{text}"
 [learner]
 kind = "language_model"
-layers = 1
-heads = 2
-width = 16
+size = "micro"
 context = 16
 batch_size = 2
+accumulation = 1
+held_out = 2
 [metrics]
 window = 4
 hold = 4
