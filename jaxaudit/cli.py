@@ -33,8 +33,6 @@ DRAWN_WITH = {
 }
 """What draws figures and reports, and trains nothing: modules, and what installs them."""
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
 QUICKSTARTS = ("llm",)
 """Packaged specs beside the first one."""
 
@@ -80,6 +78,10 @@ def entry() -> NoReturn:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that command a terminal, and those that change the direction of text."""
 
 
 class _Printable:

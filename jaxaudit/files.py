@@ -276,7 +276,7 @@ def read_json(path: Path) -> Any:
     try:
         text = read_text(path)
         found = json.loads(text)
-        if "\\ud" in text.lower():
+        if "\\ud" in text or "\\uD" in text:  # half a character cannot be written to any file
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except UserError:

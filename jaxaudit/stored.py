@@ -173,12 +173,13 @@ def _check_table(path: Path, found: pd.DataFrame | None, columns: tuple[str, ...
     lanes = len(conditions) * (run.seeds if "seed" in keys else 1)
     if len(found) != lanes or found.duplicated(keys).any() or set(found["condition"]) != set(conditions):
         raise UserError(f"{path} is damaged: its rows are not those of the conditions and seeds of the telemetry")
-    planned = run.conditions.set_index("condition")["magnitude"].reindex(found["condition"])
-    if "magnitude" in columns and not np.allclose(planned, found["magnitude"], rtol=1e-5, equal_nan=True):
-        raise UserError(f"{path} is damaged: its magnitudes are not those of the telemetry")
+    if "magnitude" in columns:
+        planned = run.conditions.set_index("condition")["magnitude"].reindex(found["condition"])
+        if not np.allclose(planned, found["magnitude"], rtol=1e-5, equal_nan=True):
+            raise UserError(f"{path} is damaged: its magnitudes are not those of the telemetry")
     shares = found[[column for column in found if column.endswith("collapse_probability")]]
     if ((shares < 0) | (shares > 1)).any(axis=None):
-        raise UserError(f"{path} is damaged: it has a probability that is none")
+        raise UserError(f"{path} is damaged: it has a probability outside of [0, 1]")
 
 
 def _intervals(summary: pd.DataFrame | None, seeds: int) -> pd.DataFrame | None:

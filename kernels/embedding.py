@@ -52,8 +52,8 @@ def scatter_rows(tokens: jax.Array, rows: jax.Array, *, entries: int, dtype: jax
 def multiply_rows(tokens: jax.Array, rows: jax.Array, *, entries: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The sum of the rows of each token, `[N, width]` to `[entries, width]`, by products of matrices.
 
-    A product has at most `MOST_ONE_HOT` entries of ones and zeros, which the type of the rows has without error; sums
-    are of the table's type.
+    A product has at most `MOST_ONE_HOT` entries of ones and zeros, which the type of the rows represents exactly; sums
+    are of the table's type. A row that is not finite makes the sums of all tokens NaN, for it is multiplied by zeros.
     """
     parts = math.ceil(entries * len(tokens) / MOST_ONE_HOT)
     size = math.ceil(entries / parts)

@@ -236,3 +236,25 @@ def test_what_comes_later_is_not_seen():
     before, after = np.asarray(apply(one)), np.asarray(apply(other))
     np.testing.assert_array_equal(before[0, :7], after[0, :7])
     assert (before[0, 7:] != after[0, 7:]).any(axis=1).all()
+
+
+def test_cudnns_attention_is_asked_for_what_ours_computes(monkeypatch):
+    """There is no cuDNN here: JAX's own attention takes its place, with the same arguments."""
+    asked, own = [], jax.nn.dot_product_attention
+
+    def instead(*arrays, implementation, **options):
+        asked.append(implementation)
+        return own(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    model = gpt2.GPT2(257, 64, gpt2.SIZES["micro"], jnp.bfloat16)
+    params = gpt2.init_params(model, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 64), 0, 257)
+    ours, _ = gpt2.apply(model, params, tokens)
+    assert asked == []
+    theirs, _ = gpt2.apply(model.clone(attention="cudnn"), params, tokens)
+    assert set(asked) == {"cudnn"}
+    off = np.linalg.norm(np.asarray(ours - theirs, np.float64)) / np.linalg.norm(np.asarray(ours, np.float64))
+    assert off < 1e-2
+    everywhere, _ = gpt2.apply(model.clone(attention="cudnn"), params, tokens, first=jnp.zeros_like(tokens))
+    np.testing.assert_array_equal(np.asarray(everywhere, np.float32), np.asarray(ours, np.float32))  # packed: ours

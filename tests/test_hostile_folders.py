@@ -413,7 +413,7 @@ def test_steps_and_seeds_have_bounds(run):
         ("metrics", lambda t: t.assign(seed="zzz"), "its rows are not those"),
         ("summary", lambda t: t.assign(condition="zzz"), "its rows are not those"),
         ("summary", lambda t: t.assign(magnitude="1e308"), "its magnitudes are not those"),
-        ("summary", lambda t: t.assign(collapse_probability="-1"), "a probability that is none"),
+        ("summary", lambda t: t.assign(collapse_probability="-1"), r"a probability outside of \[0, 1\]"),
     ],
 )
 def test_tables_of_other_lanes_are_refused(name, change, words, run):

@@ -1,5 +1,6 @@
 """Whole grids lower for CUDA and TPU, on a machine that has neither, with nothing in them that calls the host."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -11,9 +12,14 @@ import pytest
 from jax import export
 
 import jaxaudit as ja
+from jaxaudit.dialogues import drawing
+from jaxaudit.kernels.embedding import lookup
+from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueLearner
+from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.state import DialogueData
+from jaxaudit.learners.dialogue.telemetry import vocabulary
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.program import run
 from jaxaudit.specification.document import parse
@@ -108,6 +114,30 @@ def index_tuples(text):
             vector = re.search(r"index_vector_dim = (\d+)", found["settings"])
             dim = int(vector[1]) if vector else 0
             yield math.prod(size for place, size in enumerate(shape) if place != dim)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_an_embeddings_gradient_is_a_scatter_on_cpus_alone(platform):
+    def gradient(table, tokens):
+        return jax.grad(lambda table: jnp.sum(lookup(table, tokens, jnp.bfloat16).astype(jnp.float32)))(table)
+
+    given = jax.ShapeDtypeStruct((32, 50, 8), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.int32)
+    module = export.export(jax.jit(jax.vmap(gradient)), platforms=[platform])(*given).mlir_module()
+    assert list(index_tuples(module)) == ([32 * 64] if platform == "cpu" else [])
+    assert ("stablehlo.dot_general" in module) == (platform != "cpu")
+
+
+def test_permutations_and_packing_have_no_repeated_indices():
+    def packed(own):
+        return packing.packed(Rows(**{field.name: own for field in dataclasses.fields(Rows)}), own).place
+
+    def looked_at(own):
+        return vocabulary.some(own, 10).back(jnp.ones(10))
+
+    own, uniforms = jax.ShapeDtypeStruct((32, 8, 16), bool), jax.ShapeDtypeStruct((32, 9), jnp.float32)
+    for function, given in ((drawing.cycle, uniforms), (packed, own), (looked_at, own)):
+        module = export.export(jax.jit(jax.vmap(function)), platforms=["cuda"])(given).mlir_module()
+        assert list(index_tuples(module)) == []
 
 
 def test_a_scatter_whose_indices_may_repeat_is_seen():

@@ -151,7 +151,7 @@ class Embedding(nn.Embed):
         return lookup(self.embedding, inputs, self.dtype)
 
     def first(self, count: int) -> jax.Array:
-        """The first rows, `[count, width]`."""
+        """The rows of entries 0 to `count` - 1, `[count, width]`: a slice, whose gradient needs no scatter."""
         return self.embedding[:count].astype(self.dtype)
 
 

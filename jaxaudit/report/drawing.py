@@ -53,7 +53,7 @@ def write_figures(folder: Path, figures: Iterable[Figure]) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what processes that were killed have drawn; those that still draw have it locked."""
+    """Removes the unfinished figures of killed processes. Processes that are drawing hold a lock on theirs."""
     for place in folder.parent.glob(f"{UNFINISHED}*-{folder.name}"):
         if place.is_dir():
             with suppress(UserError, OSError), locked(place, "these figures"):

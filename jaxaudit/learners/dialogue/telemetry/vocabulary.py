@@ -20,7 +20,7 @@ class Slots:
     """Slots of rows `[N, T]` that are looked at.
 
     Attributes:
-      index: int32 `[K]`, of the slots one after the other, row by row, never falling; None: all of them.
+      index: int32 `[K]`, of the slots one after the other, row by row, ascending, some repeated; None: all of them.
       known: bool `[N, T]`, those that are looked at.
     """
 
@@ -52,7 +52,7 @@ def some(own: jax.Array, most: int) -> Slots:
 
 
 def _places(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Where each of 0 to `size` - 1 is last in an index that never falls, and whether it is there."""
+    """The last place of each of 0 to `size` - 1 in an ascending index, int `[size]`, and whether it is there."""
     wanted = jnp.arange(size)
     place = jnp.maximum(jnp.searchsorted(index, wanted, side="right") - 1, 0)
     return place, index[place] == wanted
