@@ -6,9 +6,11 @@ import os
 import pickle
 import shutil
 import struct
+import sys
 import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -359,6 +361,33 @@ def with_pieces(folder, pieces):
 def test_checkpoints_of_other_lanes_are_refused(pieces, run):
     with_pieces(run, pieces)
     refused(r"checkpoint .* is (damaged|without)", replay, run, condition="1")
+
+
+def test_checkpoints_whose_arrays_are_not_orbaxs_end_in_one_sentence(run, capfd):
+    for path in run.rglob("manifest.ocdbt"):
+        path.write_bytes(os.urandom(200))
+    for path in run.rglob("digest.json"):
+        content = json.loads(path.read_text())
+        content["files"] = {
+            name: hashlib.sha256((path.parent / name).read_bytes()).hexdigest() for name in content["files"]
+        }
+        content.pop("digest")
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps(content | {"digest": digest}))
+    assert cli.main(["replay", str(run), "--condition", "1"]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "is damaged" in lines[0]
+
+
+def test_what_tensorstore_tells_a_closed_loop_is_not_printed(monkeypatch):
+    errors = []
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: errors.append(unraisable.exc_value))
+    checkpoint._ignore_reports_to_closed_loops.__wrapped__()
+    others = [RuntimeError("another"), ValueError("Event loop is closed")]
+    for error in [RuntimeError("Event loop is closed"), *others]:
+        sys.unraisablehook(SimpleNamespace(exc_value=error))
+    assert errors == others
 
 
 def test_checkpoints_that_do_not_fit_in_memory_are_refused(run, monkeypatch):

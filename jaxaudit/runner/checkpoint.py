@@ -8,12 +8,15 @@ than these are in memory at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
 import json
+import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from jaxaudit import hosts
@@ -223,8 +227,16 @@ def _templates(like: Any, count: int) -> Any:
 
 
 def _read(path: Path, like: Any, count: int) -> Any:
+    _ignore_reports_to_closed_loops()
     try:
-        stored = sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(ocp.metadata(path).metadata))
+        for manifest in path.glob("*/manifest.ocdbt"):  # here one error is one error, in Orbax one for each array
+            store = tensorstore.KvStore.open(
+                {"driver": "ocdbt", "base": {"driver": "file", "path": f"{manifest.parent}/"}}
+            )
+            store.result().list().result()
+        with _without_warnings():
+            metadata = ocp.metadata(path).metadata
+        stored = sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(metadata))
         if stored != sorted((count, *leaf.shape) for leaf in jax.tree.leaves(like)):  # Orbax would fill up or cut off
             raise ValueError("arrays have other shapes")
         with _context():
@@ -233,6 +245,35 @@ def _read(path: Path, like: Any, count: int) -> Any:
         raise
     except Exception as error:  # Orbax reports what TensorStore says of files that are not what it wrote
         raise Damaged(f"checkpoint {path} is damaged ({type(error).__name__})") from error
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keeps Orbax's warnings off the terminal: what it warns of here is refused in a sentence."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@functools.cache
+def _ignore_reports_to_closed_loops() -> None:
+    """Keeps the tracebacks of TensorStore's threads out of what a user reads.
+
+    Orbax reads all arrays of a checkpoint concurrently and closes its event loop at the first error. Each read that
+    ends later finds the loop closed, which Python passes to `sys.unraisablehook` since nobody is there to catch it.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _context() -> ocp.Context:
