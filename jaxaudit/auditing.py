@@ -18,6 +18,7 @@ from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.metastate.watch import MonitorWatch
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
+from jaxaudit.precision import MatmulPrecision
 from jaxaudit.program import Execution
 
 
@@ -30,6 +31,7 @@ def audit(
     execution: Execution = "vmap",
     devices: Sequence[jax.Device] | None = None,
     model_devices: int = 1,
+    matmul_precision: MatmulPrecision = "float32",
     lanes: int | Literal["auto"] = "auto",
     settings: MetricSettings | None = None,
     monitor: Monitor | None = None,
@@ -47,6 +49,8 @@ def audit(
       devices: lanes are spread evenly over these; all of JAX's by default.
       model_devices: how many of them share a lane, whose parameters are split among them; it divides their number. The
         learner says how (`Learner.partition`).
+      matmul_precision: of float32 products on GPUs and TPUs: "float32", or "tf32" for the learner's networks (physics
+        and the monitor stay in float32). What `jax.default_matmul_precision` or JAX_DEFAULT_MATMUL_PRECISION says wins.
       lanes: the most that are on the devices at a time; "auto": as many as their memory can hold.
       settings: windows of the metrics.
       monitor: follows every lane, and raises the alarms that interventions wait for.
@@ -68,6 +72,7 @@ def audit(
         execution=execution,
         devices=devices,
         model_devices=model_devices,
+        matmul_precision=matmul_precision,
         tail=chosen.window,
         lanes=lanes,
         watch=None if monitor is None else partial(MonitorWatch.of, monitor, alpha),

@@ -10,7 +10,7 @@ from jaxaudit.files import read_object
 
 _FACTS: dict[str, Any] = {
     **dict.fromkeys(("jaxaudit", "python", "platform", "cpu", "device_kind", "precision", "byteorder", "status"), str),
-    **dict.fromkeys(("forked_from", "sample"), str),
+    **dict.fromkeys(("forked_from", "sample", "matmul_precision"), str),
     **dict.fromkeys(("packages", "flags", "provenance", "lane_layout", "measured", "resumed_with"), dict),
     **dict.fromkeys(("devices", "model_devices", "chunks_done"), int),
     **dict.fromkeys(("wall_seconds", "compile_seconds", "samples"), int | float),

@@ -9,8 +9,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxaudit import precision
 from jaxaudit.learner import Channel, Learner
 from jaxaudit.perturbations.core import Chain, Condition, Perturbation, conditions, control
+from jaxaudit.precision import MatmulPrecision
 from jaxaudit.program import Execution, Program, Watch, telemetry_shapes
 from jaxaudit.sites import Sites, find_sites
 from jaxaudit.slots import site_misfit, slots_of
@@ -94,10 +96,12 @@ def plan(
     lanes: int | Literal["auto"] = "auto",
     watch: Callable[[TelemetryShapes, Channels], Watch] | None = None,
     model_devices: int = 1,
+    matmul_precision: MatmulPrecision = "float32",
 ) -> Grid:
     """Lays out a grid, in batches of at most `lanes`; "auto" is left to who runs it, and all in one batch until then.
 
-    `model_devices` of the devices share each lane.
+    `model_devices` of the devices share each lane. `matmul_precision` is of the learner's float32 products on GPUs and
+    TPUs, unless JAX has been told one.
 
     `watch` makes what follows the lanes and raises the alarms that interventions wait for, from the shapes of the
     learner's telemetry and what is known of its channels.
@@ -120,14 +124,16 @@ def plan(
             raise ValueError(reason)
         if "alarm" in part.kind.needs and watch is None:
             raise ValueError(f"'{part.name}' waits for a monitor's alarm, and there is no monitor")
+    trained_on = tuple(devices if devices is not None else jax.devices())
     program = Program(
         learner.without_data,
         steps,
         slots_of(unrolled),
         tuple(sorted((site, tuple(paths)) for site, paths in sites.paths.items())),
         _execution(execution),
-        tuple(devices if devices is not None else jax.devices()),
+        trained_on,
         model_devices=model_devices,
+        matmul_precision=precision.resolve(trained_on, matmul_precision),
     )
     _check_shared(learner, program)
     if watch is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -80,7 +81,7 @@ class Optimizer:
         self, params: Params, state: Any, gradient: Params, used: jax.Array, taps: Taps
     ) -> tuple[Params, Any, Update]:
         """As `update`, with what `disturbed_gradient` gave."""
-        norm = optax.tree.norm(gradient)
+        norm = optax.tree.norm(gradient).astype(jnp.float32)
         clipped = jnp.zeros(())
         if self.max_norm is not None:
             threshold = taps("clip_norm", jnp.float32(self.max_norm), label=self.label)
@@ -152,6 +153,6 @@ def _product_of_parts(one: jax.Array, other: jax.Array) -> jax.Array:
 
 def cosine(one: Params, other: Params) -> jax.Array:
     """Of the angle between two trees with leaves of the same shapes; NaN where one is zero."""
-    product = _product_of_parts if is_split() else jnp.vdot
+    product = _product_of_parts if is_split() else partial(jnp.vdot, precision=jax.lax.Precision.HIGHEST)
     inner = sum(product(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
     return inner / (optax.tree.norm(one) * optax.tree.norm(other))

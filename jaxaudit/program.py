@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxaudit import precision
 from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry, as_kept, with_lasting, without_lasting
 from jaxaudit.sharding import AXIS, EVERYWHERE, LANES, ROWS, on_devices, split
 from jaxaudit.sites import find_sites, initial_states, step_telemetry
@@ -92,7 +93,8 @@ class Watched:
 class Program:
     """Everything a compiled audit depends on but arrays and the shapes of lanes: equal ones share a compilation.
 
-    The learner is one `without_data`; `watch` is what interventions wait for; `model_devices` share each lane.
+    The learner is one `without_data`; `watch` is what interventions wait for; `model_devices` share each lane;
+    `matmul_precision` is what `jaxaudit.precision.resolve` gave.
     """
 
     learner: Learner
@@ -103,11 +105,17 @@ class Program:
     devices: tuple[jax.Device, ...] = ()
     watch: Watch | None = None
     model_devices: int = 1
+    matmul_precision: str | None = None
 
     @property
     def groups(self) -> int:
         """How many devices, or rows of devices that share a lane, the lanes are dealt to."""
         return max(1, len(self.devices) // self.model_devices)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether its devices are GPUs."""
+        return any(device.platform == "gpu" for device in self.devices)
 
     @property
     def across_hosts(self) -> bool:
@@ -154,7 +162,8 @@ def initial(program: Program, data: Any, seeds: jax.Array) -> LaneState:
 
 def first_state(program: Program, data: Any, key: jax.Array) -> LaneState:
     """A lane of the baseline before its first step."""
-    return _unperturbed(program, program.learner.begin(key, data))
+    with precision.tracing(program.matmul_precision):
+        return _unperturbed(program, program.learner.begin(key, data))
 
 
 def first_shapes(program: Program) -> LaneState:
@@ -215,14 +224,17 @@ def lane_step(
         idle=idle,
         states=kept,
         alarm=None if state.watched is None else state.watched.alarm,
+        branch_in_loops=not program.on_gpus,
     )
     begin = with_lasting(taps(STATE, without_lasting(state.learner)), of=state.learner)
-    learner, telemetry = program.learner.step(begin, learner_key, taps)
+    with precision.tracing(program.matmul_precision):
+        learner, telemetry = program.learner.step(begin, learner_key, taps)
     telemetry = as_kept(telemetry)
     watched = state.watched
     if watched is not None:
         assert program.watch is not None, "or there would be nothing watched"
-        following, unusual = program.watch.follow(watched.following, telemetry)
+        with precision.tracing(program.matmul_precision), precision.in_float32():
+            following, unusual = program.watch.follow(watched.following, telemetry)
         telemetry |= {SCORE: unusual, ALARM: watched.alarm.astype(jnp.float32)}
         watched = Watched(following, unusual > 0)
     return LaneState(learner, taps.states or {}, watched), telemetry

@@ -154,6 +154,10 @@ class Taps:
     `scan`, `repeat`, `cond` or `fold_in`. Under `jax.grad` and `jax.checkpoint` a tap may stand as it is, unless what
     disturbs it keeps state.
 
+    A disturbance is computed only while its window is open in a lane, as a branch of `jax.lax.cond`. On a GPU every
+    branch of a loop's turn waits for the host; where `branch_in_loops` is false, what is computed entry by entry is
+    computed in every turn of a loop, and selected.
+
     Attributes:
       step: the current step, int32 scalar, the same for all lanes (so `lax.cond` on it stays a branch).
       steps: the number of steps of the whole run, or None outside an audit.
@@ -175,6 +179,7 @@ class Taps:
         idle: Any = None,
         states: States | None = None,
         alarm: jax.Array | None = None,
+        branch_in_loops: bool = True,
     ):
         self.states = states
         self.step = step
@@ -186,6 +191,8 @@ class Taps:
         self._lane = lane
         self._idle = idle
         self._alarm = alarm
+        self._branch_in_loops = branch_in_loops
+        self._in_loop = False
         self._calls: dict[str, int] = {}
         self._home = tracing.here()
 
@@ -318,7 +325,9 @@ class Taps:
         return carry, y
 
     def _within(self, index: Any, states: States | None) -> Taps:
-        return self._here(self._key if self._key is None else jax.random.fold_in(self._key, index), states)
+        taps = self._here(self._key if self._key is None else jax.random.fold_in(self._key, index), states)
+        taps._in_loop = True
+        return taps
 
     def _here(self, key: jax.Array | None, states: States | None) -> Taps:
         """The same taps at the place where this is called."""
@@ -342,21 +351,32 @@ class Taps:
         leaf_paths = paths_of(value, label)
         rows = np.array([known.index(path) for path in leaf_paths], dtype=np.int32)
 
+        def apply(value: Any, state: Any, magnitude: jax.Array, windows: Windows, selected: jax.Array) -> Any:
+            alarm = jnp.zeros((), bool) if self._alarm is None else self._alarm
+            offered = {"selected": selected, "elapsed": windows.elapsed(step), "alarm": alarm, **context}
+            given = {name: offered[name] for name in kind.needs}
+            own = jax.random.fold_in(jax.random.fold_in(key, slot.stream), call)
+            return kind.apply(own, value, magnitude, state, **given)
+
         def disturbed(value: Any, state: Any) -> tuple[Any, Any]:
             magnitude = lane.magnitude[index]
             windows = jax.tree.map(lambda field: field[index], lane.windows)
             active = windows.open(step) & (magnitude != kind.neutral)
             selected = lane.targets[index][rows]
-            alarm = jnp.zeros((), bool) if self._alarm is None else self._alarm
-            offered = {"selected": selected, "elapsed": windows.elapsed(step), "alarm": alarm, **context}
-            given = {name: offered[name] for name in kind.needs}
-            own = jax.random.fold_in(jax.random.fold_in(key, slot.stream), call)
-            changed, after = kind.apply(own, value, magnitude, state, **given)
+            changed, after = apply(value, state, magnitude, windows, selected)
             return _select(active & selected, changed, value), _where(active, after, state)
 
-        value, after = jax.lax.cond(
-            self._idle[index] == 0, disturbed, lambda value, state: (value, state), value, self._state(slot, label)
-        )
+        def elementwise(value: Any, state: Any) -> bool:
+            always = Windows(*4 * [jnp.int32(1)])
+            return tracing.is_elementwise(apply, value, state, jnp.float32(1), always, jnp.ones(len(rows), bool))
+
+        state = self._state(slot, label)
+        if self._in_loop and not self._branch_in_loops and elementwise(value, state):
+            value, after = disturbed(value, state)
+        else:
+            value, after = jax.lax.cond(
+                self._idle[index] == 0, disturbed, lambda value, state: (value, state), value, state
+            )
         if kind.keeps_state:
             assert self.states is not None, "or it could not have been read"
             self.states = {**self.states, slot.id: {**self.states[slot.id], label or ROOT: after}}

@@ -5,12 +5,23 @@ JAX says so in no public function: this is the one place that looks at its trace
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax._src import core
+from jax.extend.core import jaxprs_in_params
 
 PASSED = {"JVPTrace": "grad", "LinearizeTrace": "grad", "checkpoint / remat": "remat", "cond": "cond"}
 """What runs its body once, with the values of the place around it: a trace's type, or what a function is traced for."""
+
+NOT_ELEMENTWISE = (
+    *("cond", "while", "scan", "pure_callback", "io_callback"),
+    *("dot_general", "conv_general_dilated", "fft", "cholesky", "triangular_solve"),
+    *("sort", "top_k", "gather", "dynamic_slice", "dynamic_update_slice", "scatter", "concatenate"),
+    *("reduce_", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+)
+"""Beginnings of the names of primitives whose results are not computed entry by entry."""
 
 NAMES = {"BatchTrace": "vmap", "while_body": "while_loop", "while_cond": "while_loop"}
 
@@ -35,6 +46,22 @@ def between(home: Any) -> tuple[str, ...]:
 def repeats(name: str) -> bool:
     """Whether a transformation may run its body more than once, or on several values at a time."""
     return name not in PASSED.values()
+
+
+def is_elementwise(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether all that a function does with arrays is done entry by entry, so that a compiler makes one loop out of it.
+
+    Random numbers are, as JAX computes them.
+    """
+
+    def equations(jaxpr: Any) -> bool:
+        return all(
+            not equation.primitive.name.startswith(NOT_ELEMENTWISE)
+            and all(equations(inner) for inner in jaxprs_in_params(equation.params))
+            for equation in jaxpr.eqns
+        )
+
+    return equations(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
 def _name(trace: Any) -> str:

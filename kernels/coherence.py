@@ -148,6 +148,9 @@ def largest_eigenvalue(matrix: jax.Array) -> jax.Array:
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
+    def inner(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.vdot(a, b, precision=jax.lax.Precision.HIGHEST)
+
     def square(_: int, power: jax.Array) -> jax.Array:
         trace = jnp.trace(power)
         power = power / jnp.where(trace > 0, trace, 1.0)
@@ -155,8 +158,8 @@ def largest_eigenvalue(matrix: jax.Array) -> jax.Array:
 
     power = jax.lax.fori_loop(0, 16, square, safe)
     vector = power[jnp.argmax(jnp.diagonal(power))]
-    length = jnp.vdot(vector, vector)
-    quotient = jnp.vdot(vector, product(safe, vector)) / jnp.where(length > 0, length, 1.0)
+    length = inner(vector, vector)
+    quotient = inner(vector, product(safe, vector)) / jnp.where(length > 0, length, 1.0)
     return jnp.where(finite, quotient, jnp.nan)
 
 

@@ -1,7 +1,8 @@
 """Layer normalisation with a backward rule of its own.
 
-Its sums over a row are products with ones: XLA for CPUs is slow at sums of products over the last axis
-(measured by `kernels.py` in experiments/benchmarks).
+Its sums over a row are, on CPUs, products with ones: XLA for CPUs is slow at sums of products over the last axis
+(measured by `kernels.py` in experiments/benchmarks). Elsewhere a product is a kernel of its own, and what it sums is
+written to memory first; sums are made in one kernel with what surrounds them.
 """
 
 from __future__ import annotations
@@ -53,5 +54,15 @@ layer_norm.defvjp(_forward, _backward)
 
 def _mean(x: jax.Array) -> jax.Array:
     """Over the last axis, which stays: `[..., 1]`."""
+    return jax.lax.platform_dependent(x, cpu=sum_by_product, default=sum_by_reduction) / x.shape[-1]
+
+
+def sum_by_product(x: jax.Array) -> jax.Array:
+    """The sum over the last axis, which stays: `[..., 1]`."""
     ones = jnp.ones((x.shape[-1], 1), x.dtype)
-    return jnp.matmul(x, ones, precision=jax.lax.Precision.HIGHEST) / x.shape[-1]
+    return jnp.matmul(x, ones, precision=jax.lax.Precision.HIGHEST)
+
+
+def sum_by_reduction(x: jax.Array) -> jax.Array:
+    """The sum over the last axis, which stays: `[..., 1]`."""
+    return jnp.sum(x, -1, keepdims=True)

@@ -32,7 +32,8 @@ def orthogonal(key: jax.Array, shape: tuple[int, int], scale: float = 1.0) -> ja
         vector = basis[index]
         for _ in range(2):
             earlier = jnp.where(before, basis, 0.0)
-            vector = vector - (earlier @ vector) @ earlier
+            along = jnp.matmul(earlier, vector, precision=jax.lax.Precision.HIGHEST)
+            vector = vector - jnp.matmul(along, earlier, precision=jax.lax.Precision.HIGHEST)
             vector = vector / jnp.sqrt(jnp.sum(vector**2))
         return basis.at[index].set(vector)
 

@@ -54,10 +54,10 @@ def _bidiagonal(z: jax.Array) -> tuple[jax.Array, jax.Array]:
     def step(k: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
         z, diagonal, above = carry
         v, b, onto = reflector(jnp.where(rows >= k, z[:, k], 0.0), rows == k)
-        z = z - (b * v)[:, None] * (v @ z)[None, :]
+        z = z - (b * v)[:, None] * jnp.matmul(v, z, precision=jax.lax.Precision.HIGHEST)[None, :]
         diagonal = diagonal.at[k].set(onto)
         u, c, onto = reflector(jnp.where(columns > k, z[k], 0.0), columns == k + 1)
-        z = z - (c * (z @ u))[:, None] * u[None, :]
+        z = z - (c * jnp.matmul(z, u, precision=jax.lax.Precision.HIGHEST))[:, None] * u[None, :]
         return z, diagonal, above.at[k].set(onto)
 
     zeros = jnp.zeros(z.shape[1])

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
-from jaxaudit.kernels.layer_norm import layer_norm
+from jaxaudit.kernels.layer_norm import layer_norm, sum_by_product, sum_by_reduction
 
 EPSILON = 1e-5
 
@@ -57,3 +58,24 @@ def test_as_flaxs_does(dtype):
 def test_a_constant_row_becomes_the_bias():
     x, scale, bias, _ = inputs()
     np.testing.assert_allclose(mine(np.ones_like(x), scale, bias, x)[0][0, 0], bias, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", [sum_by_product, sum_by_reduction])
+def test_sums_of_rows_either_way(way):
+    """One is for CPUs, and the other for all else."""
+    x = np.random.default_rng(0).normal(3, 1, (2, 5, 700)).astype(np.float32)
+    found = np.asarray(way(x))
+    assert found.shape == (2, 5, 1)
+    np.testing.assert_allclose(found, x.astype(np.float64).sum(-1, keepdims=True), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "products"), [("cpu", 4), ("cuda", 0), ("tpu", 0)])
+def test_sums_are_products_on_cpus_alone(platform, products):
+    """With the gradient: two each way."""
+    given = [jax.ShapeDtypeStruct(np.shape(x), jnp.float32) for x in inputs()[:3]]
+
+    def gradient(x, scale, bias):
+        return jax.grad(lambda x: jnp.sum(layer_norm(x, scale, bias, 1e-5, jnp.float32) ** 2))(x)
+
+    module = export.export(jax.jit(gradient), platforms=[platform])(*given).mlir_module()
+    assert module.count("stablehlo.dot_general") == products

@@ -41,7 +41,7 @@ LAYERS = (
         "hosts",
         "backends",
     ),
-    ("moments", "registry", "sharding", "paths", "tracing", "kernels"),
+    ("moments", "registry", "sharding", "paths", "tracing", "precision", "kernels"),
     ("metrics", "statistics", "perturbations", "taps", "learner", "optimizer", "sites"),
     ("task_kinds", "tasks", "text", "models", "dialogues", "learners"),
     ("program", "slots", "grid", "batches", "placing", "whole"),

@@ -1,20 +1,30 @@
 """Where a tap may stand: what runs a body again, or on several values, needs taps of its own, or is refused."""
 
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxpr_equations import equations
 
 import jaxaudit as ja
 from jaxaudit.grid import plan
+from jaxaudit.program import Program, run
 from jaxaudit.taps import NEVER, Windows
+from jaxaudit.whole import inputs
 
 STEPS = 4
 
 
+def learner_of(step):
+    return ja.Learner(lambda key: jnp.zeros(3), lambda x, key, taps: (x, {"performance": step(x, taps)}))
+
+
 def audited(step, perturbation):
-    learner = ja.Learner(lambda key: jnp.zeros(3), lambda x, key, taps: (x, {"performance": step(x, taps)}))
-    return ja.audit(learner, [perturbation], seeds=2, steps=STEPS).telemetry["performance"].values
+    return ja.audit(learner_of(step), [perturbation], seeds=2, steps=STEPS).telemetry["performance"].values
 
 
 def in_scan(x, taps):
@@ -177,3 +187,44 @@ def test_idle_counts_the_steps_since_a_window_was_last_open(window):
         expected = NEVER if latest is None else step - latest
         assert int(windows.idle(jnp.int32(step))) == expected
         assert bool(windows.open(jnp.int32(step))) == (expected == 0)
+
+
+def in_taps_scan(x, taps):
+    return taps.scan(lambda here, total, _: (total + here("reward", x).sum(), None), 0.0, length=3)[0]
+
+
+def in_order(key, value, magnitude, state):
+    return jnp.sort(value), state
+
+
+SORTED = ja.Kind("sorted", "signal", "reward", in_order, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "perturbation", "selects"),
+    [
+        (in_taps_scan, ja.reward_noise(1.0, onset=1, duration=2), True),
+        (in_taps_scan, kept(), True),
+        (in_taps_scan, SORTED(onset=1, duration=2), False),
+        (lambda x, taps: taps("reward", x).sum(), ja.reward_noise(1.0, onset=1, duration=2), False),
+    ],
+    ids=["noise", "stateful", "sorted", "outside of loops"],
+)
+def test_on_gpus_loops_select_what_is_computed_entry_by_entry(step, perturbation, selects, monkeypatch):
+    """A branch in a loop makes a GPU wait for its host in every turn."""
+
+    def branches():
+        grid = plan(learner_of(step), [perturbation], seeds=2, steps=STEPS)
+        traced = jax.make_jaxpr(functools.partial(run, grid.program))(inputs(grid))
+        return sum(equation.primitive.name == "cond" for equation in equations(traced.jaxpr))
+
+    told, before = audited(step, perturbation), branches()
+    monkeypatch.setattr(Program, "on_gpus", True)
+    np.testing.assert_array_equal(audited(step, perturbation), told)
+    assert branches() == before - selects
+
+
+def test_gpus_are_told_by_a_programs_devices():
+    grid = plan(learner_of(in_taps_scan), [], seeds=2, steps=STEPS)
+    assert not grid.program.on_gpus
+    assert replace(grid.program, devices=(SimpleNamespace(platform="gpu"),)).on_gpus

@@ -19,6 +19,7 @@ from jaxaudit.margins.rounds import Plan, Probe
 from jaxaudit.margins.table import Margins
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
+from jaxaudit.precision import MatmulPrecision
 from jaxaudit.program import Execution
 
 Criterion = Literal["divergence", "collapse"]
@@ -73,6 +74,7 @@ def margin(
     execution: Execution = "vmap",
     devices: Sequence[jax.Device] | None = None,
     model_devices: int = 1,
+    matmul_precision: MatmulPrecision = "float32",
     **search: Any,
 ) -> Margins:
     """The magnitude of each perturbation at which half of the seeds collapse, from one baseline for all.
@@ -89,6 +91,7 @@ def margin(
       execution: how a device runs its lanes, as in `audit`.
       devices: lanes are spread over these; all of JAX's by default.
       model_devices: how many of them share a lane, as in `audit`.
+      matmul_precision: of float32 products on GPUs and TPUs, as in `audit`.
       **search: tolerance, reach, criterion, level, lanes; see `Settings`.
 
     Returns:
@@ -107,6 +110,7 @@ def margin(
         execution=execution,
         devices=devices,
         model_devices=model_devices,
+        matmul_precision=matmul_precision,
         tail=0,
     )
     grid, _ = settle(grid, chunk_size(steps))

@@ -26,6 +26,7 @@ from jaxaudit.metastate.lru import LRU
 from jaxaudit.metastate.model import Params
 from jaxaudit.metastate.scorer import Reference, Scorer, Yardstick, by_other_half, score_all
 from jaxaudit.metastate.training import Training
+from jaxaudit.precision import float32_products
 
 MODELS: dict[str, type] = {"chart": Chart, "lru": LRU, "gru": GRU, "kalman": Kalman}
 
@@ -105,6 +106,7 @@ class Expectation:
 
 
 @partial(jax.jit, static_argnums=0)
+@float32_products
 def _scored(
     model: Scorer, params: Params, reference: Reference, y: jax.Array, seen: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

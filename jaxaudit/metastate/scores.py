@@ -30,6 +30,7 @@ from jaxaudit.metastate.charts import (
 from jaxaudit.metastate.envelope import Envelope
 from jaxaudit.metastate.model import Innovations, MetaStateModel, Params, State, follow
 from jaxaudit.metastate.training import Training, train_one
+from jaxaudit.precision import float32_products
 from jaxaudit.statistics.whitening import whitening
 
 SURPRISE = (1.0, 0.1)
@@ -171,6 +172,7 @@ def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray
 
 
 @partial(jax.jit, static_argnums=0)
+@float32_products
 def _followed(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array) -> tuple[jax.Array, Innovations]:
     return jax.vmap(partial(follow, model, params))(y, seen)
 

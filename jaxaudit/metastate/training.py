@@ -13,6 +13,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jaxaudit.metastate.model import MetaStateModel, Params, follow
+from jaxaudit.precision import float32_products
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def train_one(model: MetaStateModel, settings: Training, y: ArrayLike, seen: Arr
 
 
 @partial(jax.jit, static_argnums=(0, 1))
+@float32_products
 def _train_members(
     model: MetaStateModel, settings: Training, y: jax.Array, seen: jax.Array, keys: jax.Array, weights: jax.Array
 ) -> tuple[Params, jax.Array]:

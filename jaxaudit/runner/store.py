@@ -255,6 +255,7 @@ def software(grid: Grid) -> dict[str, Any]:
         "model_devices": grid.program.model_devices,
         "flags": {k: os.environ[k] for k in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64") if k in os.environ},
         "precision": str(jax.config.jax_default_matmul_precision),  # type: ignore[attr-defined]
+        "matmul_precision": grid.program.matmul_precision or "float32",
         "byteorder": sys.byteorder,
         "provenance": grid.provenance,
     }
@@ -262,7 +263,8 @@ def software(grid: Grid) -> dict[str, Any]:
 
 def differences(then: dict[str, Any], grid: Grid, plan: Plan) -> list[tuple[str, str, str]]:
     """What is not as `then`, an earlier `environment`, says: (what, then, now)."""
-    now, then = environment(grid, plan), {"model_devices": 1} | then
+    now = environment(grid, plan)
+    then = {"model_devices": 1, "matmul_precision": now["matmul_precision"]} | then  # older runs say neither
     pairs = {key: (then.get(key), value) for key, value in now.items() if key != "packages"}
     pairs |= {f"package {k}": (then.get("packages", {}).get(k), v) for k, v in now["packages"].items()}
     return [(what, str(a), str(b)) for what, (a, b) in pairs.items() if a != b]

@@ -101,6 +101,7 @@ class Spec:
                 execution=audit.execution,
                 lanes=audit.lanes,
                 model_devices=audit.model_devices,
+                matmul_precision=audit.matmul_precision,
                 tail=self.metrics.window,
                 watch=self._watch(),
             )

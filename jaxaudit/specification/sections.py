@@ -12,6 +12,7 @@ from jaxaudit import registry
 from jaxaudit.errors import UserError, placed
 from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.metrics import MetricSettings
+from jaxaudit.precision import MatmulPrecision
 from jaxaudit.specification.fields import keys, read, section
 from jaxaudit.specification.tables import Table, given
 from jaxaudit.task_kinds import Task
@@ -33,6 +34,7 @@ class AuditSpec:
         fastest in a measurement at the run's beginning.
       lanes: the most lanes that are in memory at a time, or "auto": as many as it can hold.
       model_devices: how many devices share a lane, whose parameters are split among them.
+      matmul_precision: of float32 products on GPUs and TPUs: "float32", or "tf32" for networks alone.
     """
 
     name: str
@@ -42,6 +44,7 @@ class AuditSpec:
     execution: int | Literal["auto", "vmap", "map"] = "vmap"
     lanes: int | Literal["auto"] = "auto"
     model_devices: int = 1
+    matmul_precision: MatmulPrecision = "float32"
 
     @property
     def slug(self) -> str:
@@ -111,6 +114,7 @@ def read_audit(sections: Table) -> AuditSpec:
         execution=table.get("execution", int | Literal["auto", "vmap", "map"], AuditSpec.execution),
         lanes=table.get("lanes", int | Literal["auto"], AuditSpec.lanes),
         model_devices=table.get("model_devices", int, AuditSpec.model_devices),
+        matmul_precision=table.get("matmul_precision", MatmulPrecision, AuditSpec.matmul_precision),
     )
     _check_audit(table, spec)
     return spec

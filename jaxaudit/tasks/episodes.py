@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxaudit.precision import in_float32
 from jaxaudit.taps import Taps
 from jaxaudit.tasks._brax import Env, State
 
@@ -180,15 +181,20 @@ class Episodes:
     def _advance(self, env: State, action: jax.Array, taps: Taps) -> State:
         """One step of all environments, under disturbed dynamics where there are any."""
         if not (hasattr(self.env, "dynamics") and taps.disturbs("dynamics")):
-            return jax.vmap(self.env.step)(env, action)
+            return self._step(env, action)
         factors = taps("dynamics", self.env.dynamics)
         factors = jax.tree.map(lambda x: jnp.broadcast_to(x, self.num_envs), factors)
         disturbed = env.replace(info=env.info | {"dynamics": factors})
-        after = jax.vmap(self.env.step)(disturbed, action)
+        after = self._step(disturbed, action)
         return after.replace(info={name: x for name, x in after.info.items() if name != "dynamics"})
 
+    def _step(self, env: State, action: jax.Array) -> State:
+        with in_float32():
+            return jax.vmap(self.env.step)(env, action)
+
     def _reset(self, key: jax.Array) -> State:
-        return jax.vmap(self.env.reset)(jax.random.split(key, self.num_envs))
+        with in_float32():
+            return jax.vmap(self.env.reset)(jax.random.split(key, self.num_envs))
 
     def _fresh(self, state: EpisodeState, key: jax.Array) -> State:
         if self._cheap_reset:
@@ -247,11 +253,14 @@ def evaluate(
 
     def advance(carry: tuple[jax.Array, State, jax.Array, jax.Array]):
         t, state, running, returns = carry
-        state = jax.vmap(env.step)(state, policy(state.obs))
+        action = policy(state.obs)
+        with in_float32():
+            state = jax.vmap(env.step)(state, action)
         returns = returns + jnp.where(running, state.reward, 0.0)
         return t + 1, state, running & ~(state.done > 0.5), returns
 
-    state = jax.vmap(env.reset)(jax.random.split(key, episodes))
+    with in_float32():
+        state = jax.vmap(env.reset)(jax.random.split(key, episodes))
     start = (jnp.int32(0), state, jnp.ones(episodes, bool), jnp.zeros(episodes))
     return jax.lax.while_loop(unfinished, advance, start)[-1]
 

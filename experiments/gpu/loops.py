@@ -1,0 +1,200 @@
+"""What a learner's step is made of, where a GPU waits for launches: loops, branches, products, bytes.
+
+    python experiments/gpu/loops.py [--only NAME ...]
+
+Read from the jaxpr of one lane's step, at the settings of the GPU measurement, with every site disturbed that a kind of
+the package reaches; lanes share turns, branches and launches, and have floating-point operations and bytes each.
+
+- turns: of loops whose length is known, inner ones times outer ones. Loops that data end are counted apart, as often as
+  they begin, with one turn.
+- branches: `lax.cond` inside loops, in all turns.
+- kernels: operations that a compiler does not fuse into a neighbour: products, reductions, sorts, gathers, scatters.
+- bytes: what those read and write. What is computed entry by entry is taken as fused and free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval
+
+TURN, BRANCH, KERNEL = 6.0, 11.3, 2.26
+"""Microseconds on an H100, as measured by `speed.py` (facts): a counted turn of a loop with a kernel in it, what a
+branch on data adds to it, and a kernel."""
+
+ALONE = ("dot_general", "conv_general_dilated", "reduce", "arg", "sort", "top_k", "gather", "scatter", "cum")
+"""Beginnings of the names of primitives that become a kernel of their own."""
+
+
+@dataclasses.dataclass
+class Counts:
+    """Of one lane's step.
+
+    Attributes:
+      turns: of loops of known length.
+      open_loops: how often a loop begins that data end.
+      branches: on data, in loops.
+      products: of matrices.
+      kernels: operations that are not fused.
+      flops: of products.
+      read_and_written: bytes, by kernels.
+    """
+
+    turns: int = 0
+    open_loops: int = 0
+    branches: int = 0
+    products: int = 0
+    kernels: int = 0
+    flops: float = 0.0
+    read_and_written: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def __mul__(self, times: int) -> Counts:
+        return Counts(*(times * a for a in dataclasses.astuple(self)))
+
+
+def counted(jaxpr: Any, in_loop: bool = False) -> Counts:
+    """What a jaxpr's equations come to on a GPU."""
+    total = Counts()
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, list(jaxprs_in_params(equation.params))
+        if name == "scan":
+            length = equation.params["length"]
+            total += Counts(turns=length) + counted(inner[0], True) * length
+        elif name == "while":
+            total += Counts(open_loops=1) + counted(equation.params["body_jaxpr"].jaxpr, True)
+        elif name == "cond" and equation.params.get("branches_platforms") is not None:
+            branch = _branch_of_gpus(equation.params["branches_platforms"])
+            total += counted(equation.params["branches"][branch].jaxpr, in_loop)
+        elif name == "cond":
+            branches = [counted(branch.jaxpr, in_loop) for branch in equation.params["branches"]]
+            total += Counts(branches=int(in_loop)) + max(branches, key=lambda branch: branch.kernels)
+        elif inner:
+            for one in inner:
+                total += counted(one, in_loop)
+        elif name.startswith(ALONE):
+            total += _alone(equation)
+    return total
+
+
+def _branch_of_gpus(platforms: Any) -> int:
+    """Of `jax.lax.platform_dependent`: that for CUDA, or the default one."""
+    return next(i for i, names in enumerate(platforms) if names is None or {"cuda", "gpu"} & set(names))
+
+
+def _alone(equation: Any) -> Counts:
+    sizes = [math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in (*equation.invars, *equation.outvars)]
+    found = Counts(kernels=1, read_and_written=float(sum(sizes)))
+    if equation.primitive.name == "dot_general":
+        contracted = equation.params["dimension_numbers"][0][0]
+        shared = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+        found += Counts(products=1, flops=2.0 * shared * math.prod(equation.outvars[0].aval.shape))
+    return found
+
+
+def learners() -> dict[str, Callable[[], tuple[Any, list[Any]]]]:
+    """Each learner of the GPU measurement, with disturbances at the sites in its loops."""
+    import language_model
+    import speed
+
+    import jaxaudit as ja
+    from jaxaudit.tasks import named
+
+    control = [ja.observation_noise(0.1), ja.reward_noise(0.1), ja.action_noise(0.1), ja.gradient_mask(0.1)]
+    wide = {"num_envs": 2048, "rollout_length": 32, "minibatch_size": 8192, "epochs": 4}
+
+    def off_policy(kind: str) -> Any:
+        return getattr(ja.learners, kind)(named("HalfCheetah-v5", "mjx"), evaluations=0, telemetry="basic")
+
+    def gpt2() -> Any:
+        return language_model.learner_of("124m", 8, 1024, False, 50257, precision="bfloat16")[0]
+
+    tokens = [ja.lr_spike(3.0), ja.gradient_mask(0.1)]
+    rollouts = [ja.lr_spike(3.0), ja.tool_error(0.5), ja.gradient_mask(0.1), ja.reward_noise(0.1)]
+    return {
+        "PPO, HalfCheetah on MJX, 8 environments": lambda: (speed.ppo_learner(False), control),
+        "PPO, 2,048 environments": lambda: (speed.ppo_learner(False, **wide), control),
+        "SAC, HalfCheetah on MJX": lambda: (off_policy("sac"), control),
+        "TD3, HalfCheetah on MJX": lambda: (off_policy("td3"), control),
+        "TRPO, HalfCheetah on MJX": lambda: (
+            ja.learners.trpo(named("HalfCheetah-v5", "mjx"), evaluations=0, telemetry="basic"),
+            control[:3],
+        ),
+        "GPT-2 124M, 8 x 1,024 tokens": lambda: (gpt2(), tokens),
+        "GRPO on hop, 0.1M": lambda: (speed.grpo_learner(False), rollouts),
+        "GRPO on hop, 11M": lambda: (speed.grpo_learner(False, size="mini", warm_start=0), rollouts),
+    }
+
+
+def step_of(learner: Any, perturbations: list[Any], branch: bool) -> Counts:
+    """One disturbed step of a lane, with branches in loops or with what a GPU gets."""
+    from jaxaudit.grid import plan
+    from jaxaudit.perturbations.core import control
+    from jaxaudit.program import Lanes, Program, first_shapes, lane_step, with_perturbations
+    from jaxaudit.slots import disturbance
+
+    program = plan(learner, perturbations, seeds=1, steps=1_000).program
+    if not branch:
+
+        class OnGpus(Program):
+            on_gpus = True
+
+        program = OnGpus(**{field.name: getattr(program, field.name) for field in dataclasses.fields(program)})
+    first = functools.partial(with_perturbations, program, lanes=1)
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+        jax.eval_shape(
+            first, jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), first_shapes(program))
+        ),
+    )
+    lane = Lanes(np.uint32(0), disturbance(control(0), program, program.steps))
+    data = learner.shapes.tree if hasattr(learner, "shapes") else None
+    idle = np.zeros(len(program.slots), np.int32)
+    traced = jax.make_jaxpr(functools.partial(lane_step, program))(data, state, lane, np.int32(0), idle)
+    needed, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    return counted(needed)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=None)
+    chosen = parser.parse_args().only
+    print(
+        "| learner | turns | loops that data end | branches: as on CPUs, as on GPUs | products | kernels | "
+        "GFLOP a lane | MB a lane | launches, ms | branches saved, ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name, make in learners().items():
+        if chosen is not None and not any(part in name for part in chosen):
+            continue
+        learner, perturbations = make()
+        before, now = (step_of(learner, perturbations, branch) for branch in (True, False))
+        launches = (TURN * now.turns + KERNEL * now.kernels + BRANCH * now.branches) / 1e3
+        saved = BRANCH * (before.branches - now.branches) / 1e3
+        print(
+            f"| {name} | {now.turns:,} | {now.open_loops:,} | {before.branches:,}, {now.branches:,} | "
+            f"{now.products:,} | {now.kernels:,} | {now.flops / 1e9:.3g} | {now.read_and_written / 1e6:,.0f} | "
+            f"{launches:,.1f} | {saved:,.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
