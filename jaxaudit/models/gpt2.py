@@ -122,7 +122,7 @@ class GPT2(nn.Module):
         x = along(self._embedding("wte", self.vocabulary)(tokens), None, None, None)
         of_positions = self._embedding("wpe", self.context)
         if positions is None:
-            x += along(of_positions.first(tokens.shape[1]), None, None)
+            x += along(of_positions.first(x.shape), None, None, None)
         else:
             x += along(of_positions(positions), None, None, None)
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
@@ -150,9 +150,9 @@ class Embedding(nn.Embed):
         """The rows of entries, int `[...]` to `[..., width]`."""
         return lookup(self.embedding, inputs, self.dtype)
 
-    def first(self, count: int) -> jax.Array:
-        """The rows of entries 0 to `count` - 1, `[count, width]`: a slice, whose gradient needs no scatter."""
-        return self.embedding[:count].astype(self.dtype)
+    def first(self, shape: tuple[int, ...]) -> jax.Array:
+        """The rows of entries from 0 on for `[..., T, width]`: a slice, whose gradient needs no scatter."""
+        return over_rows(self.embedding[: shape[-2]], shape, self.dtype)
 
 
 class Layer(nn.Module):
@@ -237,12 +237,18 @@ class Norm(nn.Module):
 
 
 class Dense(nn.Dense):
-    """A dense layer, with an adapter where its parameters have one (`lora.joined`)."""
+    """A dense layer, with an adapter where its parameters have one (`lora.joined`).
+
+    The bias' gradient is summed over all rows in float32.
+    """
+
+    use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., inputs]` to `[..., features]`."""
         y = super().__call__(x)
+        y += over_rows(self.param("bias", nn.initializers.zeros, (self.features,)), y.shape, self.dtype)
         if not self.has_variable("params", "a"):
             return y
         a: jax.Array = self.get_variable("params", "a").astype(self.dtype)
@@ -267,10 +273,16 @@ class Projections(Dense):
             return tuple(part.reshape(*x.shape[:-1], self.heads, -1) for part in jnp.split(joint, 3, axis=-1))
         own = {name: value.astype(self.dtype) for name, value in self.variables["params"].items()}
         x = x.astype(self.dtype)
-        y = _times(x, by_heads(own["kernel"], self.heads)) + by_heads(own["bias"], self.heads)
+        y = _times(x, by_heads(own["kernel"], self.heads))
+        y += over_rows(by_heads(self.variables["params"]["bias"], self.heads), y.shape, self.dtype)
         if "a" in own:
             y += _times(x @ own["a"], by_heads(own["b"], self.heads))
         return tuple(jnp.moveaxis(y, -3, 0))
+
+
+def over_rows(rows: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Rows `[..., width]` for all of a shape, in a type; their gradient is summed before it could be rounded to it."""
+    return jnp.broadcast_to(rows, shape).astype(dtype)
 
 
 def by_heads(weights: jax.Array, heads: int) -> jax.Array:
