@@ -170,11 +170,9 @@ class OnPolicy(Rollouts):
         """
         data = self.flat(samples)
 
-        def update(taps: Taps, carry: Any, rows: jax.Array):
-            return minibatch(taps, carry, jax.tree.map(lambda x: x[rows], data))
-
         def epoch(taps: Taps, carry: Any, epoch_key: jax.Array):
-            return taps.scan(update, carry, self.order(epoch_key))
+            rows = self.order(epoch_key)  # gathered once: in the loop each array would be a kernel on a GPU
+            return taps.scan(minibatch, carry, jax.tree.map(lambda x: x[rows], data))
 
         return taps.scan(epoch, carry, jax.random.split(key, times))
 

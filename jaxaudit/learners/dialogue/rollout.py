@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -122,6 +123,11 @@ def repeated(progress: automaton.Progress, times: int) -> automaton.Progress:
     return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), progress)
 
 
+def _put(slot: jax.Array, every: jax.Array, x: jax.Array) -> jax.Array:
+    """Writes `x` `[N]` to a slot of `[slots, N]`: a scatter would be a loop on a GPU with deterministic operations."""
+    return jax.lax.dynamic_update_index_in_dim(every, x.astype(every.dtype), slot, 0)
+
+
 def carried_on(
     sampler: Sampler,
     params: Any,
@@ -171,7 +177,7 @@ def carried_on(
         token = jnp.where(own, chosen, given)
         progress, done = _written(dialogue, progress, token, slot, taps)
         done = dataclasses.replace(done, role=role, draw=jax.tree.map(lambda x: jnp.where(own, x, 0.0), draw))
-        return progress, cache, done.latest, jax.tree.map(lambda every, x: every.at[slot].set(x), so_far, done)
+        return progress, cache, done.latest, jax.tree.map(partial(_put, slot), so_far, done)
 
     so_far = jax.tree.map(lambda x: jnp.pad(x, ((0, slots - begun), (0, 0))), written)
     so_far = dataclasses.replace(so_far, role=so_far.role.at[begun:].set(END))
