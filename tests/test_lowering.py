@@ -21,7 +21,7 @@ from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.state import DialogueData
 from jaxaudit.learners.dialogue.telemetry import vocabulary
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.program import run
+from jaxaudit.program import Program, run
 from jaxaudit.specification.document import parse
 from jaxaudit.whole import inputs
 
@@ -83,15 +83,26 @@ def test_every_learners_grid_lowers_for_cuda_and_tpu_without_the_host(case, corp
     assert_lowers(parse(SPEC.format(task=task, learner=learner, disturbance=disturbance)).build(), ["cuda", "tpu"])
 
 
+class OnGpus(Program):
+    """A program that is traced as for GPUs, which are not here."""
+
+    on_gpus = True
+
+
 def assert_lowers(grid, platforms):
     """Without data: of these, and of all else, only shapes are given."""
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(grid))
-    exported = export.export(jax.jit(functools.partial(run, grid.program)), platforms=platforms)(given)
+    program = dataclasses.replace(grid.program, matmul_precision="float32")
+    program = OnGpus(**{field.name: getattr(program, field.name) for field in dataclasses.fields(program)})
+    exported = export.export(jax.jit(functools.partial(run, program)), platforms=platforms)(given)
     assert exported.platforms == tuple(platforms)
     text = exported.mlir_module()
     assert "callback" not in text
     assert "stablehlo.while" in text
     assert max(index_tuples(text), default=0) <= MOST_TURNS
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line and "xf32>" in line]
+    assert products
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
 
 SCATTER = re.compile(

@@ -2,7 +2,7 @@
 
 1 the same bits twice; 2 and in another process; 3 a neutral lane is its control; 4 a NaN stays in its lane; 5 the same
 without deterministic operations; 6 parity of CPU and device; 7 parity with transformers; 8 physics beside Gymnasium's;
-9 a run's folder: replayed, killed, resumed; 10 a run begun on a CPU, resumed on the device.
+9 a run's folder: replayed, killed, resumed; 10 a run begun on a CPU, resumed on the device; 11 what attention keeps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def learner_of(family: str, **settings):
         return ja.learners.ppo(named("InvertedPendulum-v5", "mjx"), **small)
     if family == "gpt2-cudnn":
         cudnn = {"precision": "bfloat16", "attention": "cudnn"}
-        return language_model.learner_of("nano", 4, 64, True, vocabulary=257, **cudnn)[0]
+        return language_model.learner_of("mini", 4, 128, True, vocabulary=257, **cudnn)[0]
     if family == "gpt2":
         return language_model.learner_of("nano", 4, 32, True, vocabulary=257)[0]
     return ja.learners.grpo("hop", prompts=2, group_size=4, performance_rows=2, **{"warm_start": 2} | settings)
@@ -164,6 +164,32 @@ def physics(part: Part, *tasks: str) -> None:
             )
         except Exception as error:
             part.failed(f"MJX beside Gymnasium, {name}", error)
+
+
+def attention(part: Part) -> None:
+    """Check 11: arrays of [T, T] in GPT-2's step in bfloat16, as it is lowered: none with cuDNN's attention.
+
+    A rehearsal has only the other one, as JAX traces cuDNN's where cuDNN is.
+    """
+    import jax
+    import language_model
+
+    from jaxaudit.taps import Taps
+
+    size, batch, length = ("nano", 1, 160) if part.tiny else ("124m", 1, 1024)
+    for kind in ("xla",) if part.tiny else ("xla", "cudnn"):
+        try:
+            settings = {"precision": "bfloat16", "attention": kind}
+            learner, _ = language_model.learner_of(size, batch, length, False, vocabulary=257, **settings)
+
+            def step(state, key, data, learner=learner):
+                return learner.step(state, key, Taps(0, 10, data=data))
+
+            given = learner.state_shapes, jax.random.key(0), learner.shapes.tree
+            text = jax.jit(step).lower(*given).as_text()
+            part.record(f"arrays of [T, T], {kind}", count=text.count(f"x{length}x{length}x"), places=length)
+        except Exception as error:
+            part.failed(f"arrays of [T, T], {kind}", error)
 
 
 def transformers(part: Part) -> None:

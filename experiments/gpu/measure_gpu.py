@@ -98,6 +98,7 @@ PARTS = [
     Planned("bits", "checks bits", "check", 300, flags=DETERMINISTIC, wave=2),
     Planned("bits_again", "checks bits", "check", 300, flags=DETERMINISTIC, wave=2, rehearsed=False),
     Planned("bits_cudnn", "checks bits gpt2-cudnn", "check", 200, flags=DETERMINISTIC, wave=2, rehearsed=False),
+    Planned("attention", "checks attention", "check", 120, wave=2),
     Planned("parity", "checks parity", "check", 300, flags=DETERMINISTIC, environment=HIGHEST, wave=2),
     Planned("folder", "checks folder", "check", 360, wave=2),
     Planned("transformers", "checks transformers", "check", 200, environment=HIGHEST, wave=2),
