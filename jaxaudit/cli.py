@@ -171,10 +171,16 @@ def _parser() -> argparse.ArgumentParser:
         "--fitted", type=float, default=0.35, metavar="SHARE", help="of a fold's clean lanes, fitted to (0.35)"
     )
     watch = add("monitor", _monitor, "score logs of your own training runs by a monitor of your earlier ones")
-    watch.add_argument("files", metavar="LOG", type=Path, nargs="+", help="CSV, JSON lines, TensorBoard, TRL or verl")
+    watch.add_argument(
+        "files", metavar="LOG", type=Path, nargs="+", help="what trainers write and print; see `jaxaudit read`"
+    )
     watch.add_argument("--clean", metavar="LOG", type=Path, nargs="+", required=True, help="earlier, sound runs")
     watch.add_argument("--step", metavar="NAME", help="the column that counts steps")
     watch.add_argument("--alpha", type=float, metavar="X", help="false alarms per clean run (0.05)")
+    read = add("read", _read, "what a log holds: steps, runs, restarts, channels, and what is left out")
+    read.add_argument("files", metavar="LOG", type=Path, nargs="+", help="as of monitor")
+    read.add_argument("--step", metavar="NAME", help="the column that counts steps")
+    read.add_argument("--json", action="store_true", help="a line of JSON for each log")
     for command in (detect, watch):
         command.add_argument(
             "--model", choices=MODELS, default=MODELS[0], help="of the monitor: a chart has none (%(default)s)"
@@ -409,6 +415,19 @@ def _monitor(arguments: argparse.Namespace) -> int:
     options = Options(arguments.channels, arguments.step, arguments.alpha, arguments.model)
     monitor(arguments.files, arguments.clean, arguments.out, options)
     _draw_detection(arguments.out)
+    return 0
+
+
+def _read(arguments: argparse.Namespace) -> int:
+    import json
+
+    from jaxaudit.logs.contents import contents, table
+    from jaxaudit.logs.reading import read
+
+    for path in arguments.files:
+        log = read(path, arguments.step)
+        for line in [json.dumps(contents(log))] if arguments.json else table(log):
+            print(line)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.util import tensor_util
 
+from jaxaudit import logs
+from jaxaudit.detection.alignment import Named
 from jaxaudit.errors import UserError
-from jaxaudit.logs import Log, read
+from jaxaudit.logs import Attempt, Log, Series
 
 
 def written(folder: Path, text: str | bytes, name: str = "a.csv") -> Path:
@@ -24,7 +27,29 @@ def lines(*objects) -> str:
     return "".join(json.dumps(entries) + "\n" for entries in objects)
 
 
-def log_of(folder: Path, text: str | bytes, name: str = "a.csv", step: str | None = None) -> Log:
+@dataclass(frozen=True)
+class Table:
+    """The latest attempt of a log's only run, as a table: values `[T, d]`, NaN where there is none."""
+
+    log: Log
+    channels: tuple[str, ...]
+    steps: np.ndarray
+    values: np.ndarray
+    notes: tuple[str, ...]
+
+
+def read(path: Path, step: str | None = None) -> Table:
+    log = logs.read(path, step)
+    (run,) = log.runs
+    steps = run.latest.steps
+    values = np.full((len(steps), len(log.channels)), np.nan)
+    for place, name in enumerate(log.channels):
+        if (one := run.latest.series.get(name)) is not None:
+            values[np.searchsorted(steps, one.steps), place] = one.values
+    return Table(log, log.channels, steps, values, (*map(str, log.left_out), *log.notes))
+
+
+def log_of(folder: Path, text: str | bytes, name: str = "a.csv", step: str | None = None) -> Table:
     return read(written(folder, text, name), step)
 
 
@@ -37,10 +62,14 @@ def refusal(act, *arguments) -> str:
     return sentence
 
 
-def made(name: str, steps, **channels) -> Log:
+def made(name: str, steps, **channels) -> Named:
+    """A run whose channels have a value at every step."""
     steps = np.asarray(steps, np.int64)
-    columns = [np.broadcast_to(np.asarray(values, np.float64), steps.shape) for values in channels.values()]
-    return Log(Path(name), tuple(channels), steps, np.stack(columns, axis=1), ())
+    series = {
+        name: Series(steps, np.broadcast_to(np.asarray(values, np.float64), steps.shape))
+        for name, values in channels.items()
+    }
+    return Named(name, Attempt(int(steps[0]), series))
 
 
 def scalar(tag: str, value: float) -> summary_pb2.Summary.Value:

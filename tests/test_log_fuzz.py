@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from log_files import lines, scalar, tensor, write_events, written
 
+from jaxaudit.detection.alignment import Named, channels_of, grid_of
 from jaxaudit.errors import UserError
-from jaxaudit.logs import read, together
+from jaxaudit.logs import read
 
 FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -21,12 +22,18 @@ def survives(path: Path) -> None:
     except UserError as error:
         assert len(str(error).splitlines()) == 1  # noqa: PT017
         return
-    assert log.steps.dtype == np.int64
-    assert (np.diff(log.steps) > 0).all()
-    assert log.values.shape == (len(log.steps), len(log.channels))
-    assert all(len(note.splitlines()) == 1 for note in log.notes)
+    for run in log.runs:
+        for attempt in run.attempts:
+            for series in (*attempt.series.values(), *attempt.texts.values()):
+                assert series.steps.dtype == np.int64
+                assert len(series.steps) == len(series.values) > 0
+                assert (np.diff(series.steps) > 0).all()
+    assert all(len(str(note).splitlines()) == 1 for note in (*log.left_out, *log.notes))
+    runs = [Named(run.name, run.latest) for run in log.runs]
     with contextlib.suppress(UserError):
-        together([log, log])
+        channels, _ = channels_of(runs, None)
+        grid = grid_of(runs, channels)
+        assert all(len(grid.of(run.series(name))) == len(grid.steps) for run in runs for name in channels)
 
 
 NAMES = st.sampled_from(["a.csv", "a.jsonl", "a", "a.txt", "events.out.tfevents.1"])

@@ -5,11 +5,10 @@ import os
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
-from log_files import lines, log_of, made, refusal, scalar, write_events, written
+from log_files import lines, log_of, read, refusal, written
 
-from jaxaudit.logs import read, together
+from jaxaudit.detection.alignment import Named, channels_of
 
 # Steps
 
@@ -104,7 +103,7 @@ def test_names_and_values_stay_on_one_line_and_short(tmp_path):
     assert sentence.endswith("', which must be a whole number")
     assert len(sentence) < 200 + len(str(tmp_path))
     log = log_of(tmp_path, lines({"step": 0, "x\ny\ud800": 1}), "a.jsonl")
-    assert r"x\ny\ud800" in refusal(together, [log], ["loss"])
+    assert r"x\ny\ud800" in refusal(channels_of, [Named("a", log.log.runs[0].latest)], ["loss"])
 
 
 # What is noted
@@ -150,8 +149,7 @@ def test_after_a_restart_the_later_rows_of_the_first_attempt_are_replaced(tmp_pa
     np.testing.assert_array_equal(log.values[:, 0], [1.0] * 10 + [2.0] * 2)
     assert np.isnan(log.values[:, 1]).all()
     note = (
-        "the log goes back from step 120 to 100{}, as after a restart from a checkpoint; "
-        "what it had of these steps is replaced"
+        "the log goes back from step 120 to 100{}, as after a restart from a checkpoint; each attempt is read by itself"
     )
     assert log.notes == (note.format(""),)
     log = log_of(tmp_path, lines(*first, *second, {"step": 50, "loss": 3.0}, *second), "a.jsonl")
@@ -183,87 +181,3 @@ def test_stretches_without_telemetry_are_noted(tmp_path):
     assert log.notes == (
         "no telemetry at step 3, from step 7 to 8, at step 12 and in 2 more stretches; those steps count as not seen",
     )
-
-
-# Runs side by side
-
-
-def test_runs_on_one_grid(tmp_path):
-    a = made("a", [0, 10, 20, 30], loss=[1, 2, 3, 4], lr=1)
-    b = made("b", [10, 20, 40, 50], norm=0, loss=[5, np.nan, 1e300, 8])
-    values = together([a, b])
-    assert values.dims == ("run", "step", "channel")
-    assert values.dtype == np.float32
-    assert values.channel.values.tolist() == ["loss"]
-    assert values.run.values.tolist() == ["a", "b"]
-    np.testing.assert_array_equal(values.step, [0, 10, 20, 30, 40, 50])
-    none = np.nan
-    np.testing.assert_array_equal(values[..., 0], [[1, 2, 3, 4, none, none], [none, 5, none, none, np.inf, 8]])
-    assert values.attrs["notes"] == ()
-
-
-def test_channels_that_are_asked_for():
-    a, b = made("a", range(5), loss=1, lr=2, norm=3), made("b", range(5), norm=4, loss=5)
-    assert together([a, b]).channel.values.tolist() == ["loss", "norm"]
-    np.testing.assert_array_equal(together([a, b], ["norm", "loss", "norm"])[:, 0], [[3, 1], [4, 5]])
-    assert refusal(together, [a, b], ["lss"]) == (
-        "a has no channel 'lss' (did you mean 'loss'?); it has: loss, lr, norm"
-    )
-    assert refusal(together, [a, b], ["lr"]).startswith("b has no channel 'lr'")
-    assert refusal(together, [a, made("c", range(5), x=1)]) == (
-        "no channel is in all logs: a has loss, lr, norm; c has x"
-    )
-    assert refusal(together, []) == "there must be at least one log, and there is none"
-
-
-def test_rows_of_other_channels_are_not_of_the_grid():
-    steps = [*range(0, 200, 10), *range(3, 200, 7)]
-    order = np.argsort(steps)
-    loss = np.array([1.0] * 20 + [np.nan] * (len(steps) - 20))[order]
-    log = made("a", sorted(set(steps)), loss=loss[np.unique(np.sort(steps), return_index=True)[1]])
-    np.testing.assert_array_equal(together([log]).step, range(0, 200, 10))
-
-
-def test_a_run_that_ends_in_nan_keeps_its_end():
-    loss = np.where(np.arange(30) < 12, 1.0, np.nan)
-    values = together([made("a", range(30), loss=loss)])
-    np.testing.assert_array_equal(values[0, :, 0], np.float32(loss))
-
-
-def test_few_rows_off_the_grid_are_left_out():
-    a, b = made("a", [1, *range(10, 110, 10)], loss=2), made("b", range(10, 60, 10), loss=1)
-    values = together([a, b])
-    np.testing.assert_array_equal(values.step, range(10, 110, 10))
-    assert values.attrs["notes"] == ("a: left out, as off the grid of every 10 steps: 1 rows, the first at step 1",)
-    np.testing.assert_array_equal(together([b, made("live", [1, 10, 20], loss=1)]).step, range(10, 60, 10))
-
-
-def test_runs_whose_steps_do_not_match_are_refused():
-    a = made("a", range(0, 300, 10), loss=1)
-    assert refusal(together, [a, made("b", range(0, 300, 20), loss=1)]) == (
-        "b has values every 20 steps, and the logs together every 10; they must have the same spacing"
-    )
-    assert refusal(together, [a, made("b", range(5, 200, 10), loss=1)]) == (
-        "b has a row at step 5, and the logs together have steps 0 and 10; they must have the same steps"
-    )
-    irregular = np.cumsum(np.random.default_rng(0).integers(50, 900, 200))
-    assert "they must have the same s" in refusal(together, [made("b", irregular, loss=1)])
-    far = made("far", [*range(5), 10**15], loss=1)
-    assert "too many to put together" in refusal(together, [far])
-
-
-def test_short_runs_have_a_grid():
-    np.testing.assert_array_equal(together([made("a", [7], loss=1)]).step, [7])
-    np.testing.assert_array_equal(together([made("a", [7], loss=1), made("b", [9], loss=1)]).step, [7, 9])
-
-
-def test_logs_of_different_formats_go_together(tmp_path):
-    random = np.random.default_rng(3)
-    values = random.normal(size=20).astype(np.float32)
-    (tmp_path / "runs").mkdir()
-    write_events(tmp_path / "runs", [(k, [scalar("loss", v)]) for k, v in enumerate(values)])
-    rows = [{"step": k, "loss": float(v)} for k, v in enumerate(values)]
-    pd.DataFrame(rows).to_csv(tmp_path / "a.csv", index=False)
-    paths = [tmp_path / "runs", tmp_path / "a.csv", written(tmp_path, lines(*rows), "a.jsonl")]
-    joined = together([read(path) for path in paths])
-    np.testing.assert_array_equal(joined[..., 0], np.stack([values] * 3))

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-from pathlib import Path
 
 import noisy  # noqa: F401  registers its learner
 import numpy as np
@@ -12,8 +11,7 @@ import pytest
 import xarray as xr
 
 from jaxaudit.cli import main
-from jaxaudit.detection.monitored import _alpha, _but_clocks
-from jaxaudit.logs.log import Log
+from jaxaudit.detection.monitored import _alpha
 from jaxaudit.metastate.monitor import DEFAULT, Monitor, scorer
 
 STEPS = 60
@@ -111,9 +109,9 @@ def test_what_a_user_can_mistake_is_one_sentence(logs, tmp_path, capsys):
         ([tmp_path / "no.csv", "--clean", *few], "no.csv"),
         ([good, "--clean", clean[0]], "a monitor learns from two earlier runs or more, not 1"),
         ([good, "--clean", *few, "--channels", "lss"], "did you mean 'loss'?"),
-        ([short, "--clean", *few], "no channel"),
+        ([short, "--clean", *few], "no channel of a new run"),
         ([good, "--clean", *few, "--alpha", "0.05"], "too few for a false-alarm rate of 0.05: it takes 19"),
-        ([good, "--clean", *few, "--channels", "rate"], "no channel differs between the earlier runs"),
+        ([good, "--clean", *few, "--channels", "rate"], "no channel of a new run differs between the earlier runs"),
     ]
     for arguments, words in cases:
         code, error = sentence(capsys, "monitor", *arguments, "-o", out)
@@ -221,9 +219,3 @@ def test_a_sweep_of_seeds_needs_no_perturbation(runs):
     assert dict(data.sizes)["seed"] == 60
     assert np.isfinite(data.performance.values).all()
     assert (runs[0] / "report.html").exists()
-
-
-def test_two_values_that_rise_are_no_clock():
-    values = np.array([[0.0, 0.0], [1.0, np.nan], [2.0, 1.0]])
-    log = Log(Path("x.csv"), ("seconds", "seldom"), np.arange(3), values, ())
-    assert _but_clocks([log, log], []) == ["seldom"]

@@ -1,5 +1,7 @@
-"""Telemetry logs of other people's training runs: CSV, JSON, what verl prints, TensorBoard's event files."""
+"""Telemetry logs of other people's training runs: CSV, JSON, what trainers print, TensorBoard's and MLflow's files."""
 
-from jaxaudit.logs.common_grid import together as together
+from jaxaudit.logs.log import Attempt as Attempt
 from jaxaudit.logs.log import Log as Log
+from jaxaudit.logs.log import Run as Run
+from jaxaudit.logs.log import Series as Series
 from jaxaudit.logs.reading import read as read

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxaudit.errors import UserError
+from jaxaudit.logs.cells import is_number
 from jaxaudit.logs.lines import text_of
 from jaxaudit.logs.log import shown
-from jaxaudit.logs.records import Records, is_number
+from jaxaudit.logs.records import Records
 
 DELIMITERS = (",", ";", "\t")
 
 _COMMENT = "#"
-"""Begins a line before the header, as in the monitor files of Stable-Baselines3."""
+"""Begins a line before the header, as in the monitor files of Stable-Baselines3; or the header itself."""
+
+_NAME = re.compile(r"[A-Za-z_][\w./@ -]{0,99}")
 
 
 def records(path: Path) -> Records:
@@ -29,36 +33,57 @@ def records(path: Path) -> Records:
     """
     text, unfinished = text_of(path)
     header: list[str] = []
-    rows: list[tuple[int, dict[str, Any]]] = []
+    places: list[int] = []
+    rows: list[list[str]] = []
+    again: list[int] = []
     for line, fields in _fields(path, text):
         if not header:
             header = _header(path, line, fields)
         elif len(fields) != len(header):
             raise UserError(f"{path}: line {line} has {len(fields)} fields, and the header {len(header)}")
+        elif fields[0].strip(_COMMENT + " ") == header[0] and [field.strip() for field in fields[1:]] == header[1:]:
+            again.append(line)
         else:
-            rows.append((line, dict(zip(header, fields, strict=True))))
+            places.append(line)
+            rows.append(fields)
     if not rows:
         raise UserError(f"{path} has no complete line" + (" after its header" if header else ""))
     notes = []
     if unfinished:
         notes.append("the last line has no line end, as one that is being written, and is left out")
-    if "" in header:
+    if again:
+        more = f" and {len(again) - 1} more times" if len(again) > 1 else ""
+        notes.append(f"line {again[0]} is the header again{more}, as where a run was resumed")
+    columns: dict[str, list[Any]] = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
+    if columns.pop("", None) is not None:
         # The index of a table, as pandas writes it, tells nothing of the run.
         notes.append("a column without a name is left out")
-        for _, row in rows:
-            del row[""]
-    return Records("line", tuple(filter(None, header)), rows, tuple(notes))
+    return Records("separated values", "line", places, columns, tuple(notes))
 
 
-def has_delimiter(head: str) -> bool:
-    """Whether the header has several fields, if text that begins so has one."""
-    lines = io.StringIO(head)
-    header = next((line for line in lines if not _before_header(line)), "")
-    return any(delimiter in header for delimiter in DELIMITERS)
+def is_separated(head: str) -> bool:
+    """Whether text that begins so is of separated values: a header, and as many fields in each line after it."""
+    lines = [line for line in io.StringIO(head) if not _before_header(line)]
+    complete = lines[:-1] if len(lines) > 1 and not head.endswith("\n") else lines
+    header = next(iter(complete), "")
+    delimiter = max(DELIMITERS, key=header.count)
+    try:
+        fields = [row for row in csv.reader(complete[:20], delimiter=delimiter, strict=True) if row]
+    except csv.Error:
+        return False
+    return bool(fields) and len(fields[0]) > 1 and all(len(row) == len(fields[0]) for row in fields)
 
 
 def _before_header(line: str) -> bool:
-    return not line.strip() or line.startswith(_COMMENT)
+    return not line.strip() or (line.startswith(_COMMENT) and not _commented_header(line))
+
+
+def _commented_header(line: str) -> bool:
+    """Whether a line is a header after a comment's sign, as "# step,loss"; not what others have there, as JSON."""
+    text = line.removeprefix(_COMMENT).strip()
+    delimiter = max(DELIMITERS, key=text.count)
+    names = text.split(delimiter)
+    return len(names) > 1 and all(_NAME.fullmatch(name.strip()) for name in names)
 
 
 def _fields(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
@@ -78,6 +103,7 @@ def _fields(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
 
 def _header(path: Path, line: int, fields: list[str]) -> list[str]:
     names = [field.strip() for field in fields]
+    names[0] = names[0].removeprefix(_COMMENT).strip()
     if all(map(is_number, names)):
         raise UserError(f"{path}: line {line} must be a header, the names of the columns, and has numbers alone")
     twice = [name for place, name in enumerate(names) if name in names[:place]]

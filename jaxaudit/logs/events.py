@@ -46,8 +46,7 @@ def records(path: Path) -> Records:
             if not rows or rows[-1][1][_STEP] != event.step or value.tag in rows[-1][1]:
                 rows.append((number, {_STEP: event.step}))
             rows[-1][1][value.tag] = _scalar(value)
-    names = tuple(dict.fromkeys(itertools.chain([_STEP], *(entries for _, entries in rows))))
-    return Records("event", names, rows, tuple(notes))
+    return Records.of_rows("TensorBoard's event files", "event", rows, notes)
 
 
 def _events(path: Path, notes: list[str]) -> Iterator[Any]:

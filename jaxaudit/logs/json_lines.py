@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from jaxaudit.errors import UserError
@@ -40,17 +41,22 @@ def records(path: Path) -> Records:
             notes.append(f"line {len(lines)} is cut off, as one that is being written, and is left out")
     if not rows:
         raise UserError(f"{path} has no complete line")
-    names = tuple(dict.fromkeys(name for _, row in rows for name in row))
-    return Records("line", names, rows, tuple(notes))
+    return Records.of_rows("JSON lines", "line", rows, notes)
 
 
 def _document(text: str) -> dict | list | None:
     """What a file is as a whole; None where its first line is an object of its own, or it is no document."""
-    first = _parsed(text.lstrip().partition("\n")[0])
-    if isinstance(first, dict) and HISTORY not in first:
+    first, _, rest = text.strip().partition("\n")
+    whole = _parsed(first)
+    if isinstance(whole, dict) and HISTORY not in whole and (rest or not _is_document(whole)):
         return None
-    document = _parsed(text)
+    document = whole if whole is not None and not rest else _parsed(text)
     return document if isinstance(document, dict | list) else None
+
+
+def _is_document(given: dict) -> bool:
+    """Whether an object that is all of a file holds rows, or has none: it is no row by itself."""
+    return all(isinstance(value, dict | list) for value in given.values()) or any(map(_is_rows, given.values()))
 
 
 def _parsed(text: str) -> object:
@@ -62,10 +68,21 @@ def _parsed(text: str) -> object:
 
 
 def _entries(path: Path, document: dict | list) -> Records:
-    """The rows of a document."""
-    listed = document.get(HISTORY) if isinstance(document, dict) else document
+    """The rows of a document: a list of objects, one in an object, or lists of numbers of one length by name."""
+    if isinstance(document, dict):
+        if HISTORY not in document and (histories := _histories(path, document)) is not None:
+            return histories
+        lists = [name for name, value in document.items() if _is_rows(value)]
+        if HISTORY not in document and len(lists) != 1:
+            raise UserError(
+                f"{path} is one JSON object without a list '{HISTORY}' or another of rows, "
+                "where each line must be an object"
+            )
+        listed = document[HISTORY if HISTORY in document else lists[0]]
+    else:
+        listed = document
     if not isinstance(listed, list):
-        raise UserError(f"{path} is one JSON object without a list '{HISTORY}', where each line must be an object")
+        raise UserError(f"{path} is one JSON object whose '{HISTORY}' is not a list, where each line must be an object")
     rows = []
     for number, entry in enumerate(listed, 1):
         if not isinstance(entry, dict):
@@ -73,7 +90,31 @@ def _entries(path: Path, document: dict | list) -> Records:
         rows.append((number, _flattened(entry)))
     if not rows:
         raise UserError(f"{path} has no entries")
-    return Records("entry", tuple(dict.fromkeys(name for _, row in rows for name in row)), rows, ())
+    return Records.of_rows("a list of JSON objects", "entry", rows)
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(entry, dict) for entry in value)
+
+
+def _histories(path: Path, document: dict) -> Records | None:
+    """Lists of values by name, as Keras' history has them, or each with its steps, as Sacred's metrics; else None."""
+    if all(isinstance(value, list) and not _is_rows(value) for value in document.values()) and document:
+        if len({len(value) for value in document.values()}) > 1:
+            raise UserError(f"{path} has lists of different lengths, where each must have a value for every step")
+        rows = enumerate(zip(*document.values(), strict=True), 1)
+        each = ((number, dict(zip(document, row, strict=True))) for number, row in rows)
+        return Records.of_rows("lists of values by name", "entry", each)
+    if all(isinstance(value, dict) and {"steps", "values"} <= value.keys() for value in document.values()) and document:
+        entries: list[tuple[int, dict]] = []
+        for name, value in document.items():
+            steps, values = value["steps"], value["values"]
+            if not (isinstance(steps, list) and isinstance(values, list) and len(steps) == len(values)):
+                raise UserError(f"{path}: '{shown(name)}' must have as many steps as values")
+            for step, one in zip(steps, values, strict=True):
+                entries.append((len(entries) + 1, {"step": step, name: one}))
+        return Records.of_rows("values and their steps by name", "entry", entries)
+    return None
 
 
 def _flat(line: str) -> dict[str, object]:
@@ -84,6 +125,9 @@ def _flat(line: str) -> dict[str, object]:
 
 
 def _flattened(given: dict) -> dict[str, object]:
+    if given.keys() == {"step", "data"} and isinstance(given["data"], dict):  # verl's file logger: NaN is null
+        inner = {name: math.nan if value is None else value for name, value in given["data"].items()}
+        given = {"step": given["step"], **inner}
     entries: dict[str, object] = {}
     _flatten(given, "", entries)
     return entries

@@ -1,10 +1,10 @@
-"""A log as it is read, and how its names and values are shown in messages."""
+"""A log as it is read: runs, their attempts, and channels with steps of their own; and how messages show names."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +14,91 @@ LONGEST = 60
 
 
 @dataclass(frozen=True)
+class Series:
+    """A channel's values.
+
+    Attributes:
+      steps: int64 `[T]`, strictly increasing: those at which it was logged.
+      values: float64 `[T]`; NaN and infinity are values that are not finite, and a step without a value is not there.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A run from its beginning to its end or the next restart, with what an earlier attempt had before its checkpoint.
+
+    Attributes:
+      begins: the first step that it trained itself.
+      series: of each channel.
+      texts: of each column that holds more texts than numbers, every text as NaN: it may be a channel in other logs.
+    """
+
+    begins: int
+    series: Mapping[str, Series]
+    texts: Mapping[str, Series] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """All steps at which a channel was logged, int64 `[T]`, strictly increasing."""
+        return np.unique(np.concatenate([one.steps for one in self.series.values()] or [np.zeros(0, np.int64)]))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a log.
+
+    Attributes:
+      name: the file's, with what tells it from others of the file.
+      attempts: in the order in which they were begun; all but the first follow a restart from a checkpoint.
+    """
+
+    name: str
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def latest(self) -> Attempt:
+        """Its last attempt."""
+        return self.attempts[-1]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Columns that are not read as channels, and why."""
+
+    names: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"left out, {self.reason}: {listed(self.names)}"
+
+
+@dataclass(frozen=True)
 class Log:
-    """Telemetry of one run.
+    """What a file or folder holds.
 
     Attributes:
       path: of the file or folder.
-      channels: the names of the d columns of numbers, in the order in which the log has them.
-      steps: int64 `[T]`, strictly increasing.
-      values: float64 `[T, d]`, NaN where there is no value.
-      notes: sentences on what is left out, replaced or missing.
+      format: what it was recognised as.
+      step: the column that counts steps; None where rows are counted.
+      runs: one or more.
+      left_out: columns that are no channels.
+      notes: sentences on all else that is left out, replaced or missing.
     """
 
     path: Path
-    channels: tuple[str, ...]
-    steps: np.ndarray
-    values: np.ndarray
-    notes: tuple[str, ...]
+    format: str
+    step: str | None
+    runs: tuple[Run, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The names of all runs' channels, in the order in which they were met."""
+        return tuple(dict.fromkeys(name for run in self.runs for one in run.attempts for name in one.series))
 
 
 def shown(text: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxaudit.errors import UserError
-from jaxaudit.logs import console, delimited, events, json_lines
+from jaxaudit.logs import delimited, events, json_lines, mlflow, printed
 from jaxaudit.logs.log import Log
 from jaxaudit.logs.records import Records
 
@@ -43,7 +43,7 @@ def read(path: Path, step: str | None = None) -> Log:
 
 def _format(path: Path) -> Callable[[Path], Records]:
     if path.is_dir():
-        return events.records
+        return mlflow.records if mlflow.is_in(path) else events.records
     if not path.is_file():
         raise UserError(f"{path} is not a file" if path.exists() else f"there is no file {path}")
     if events.NAME in path.name:
@@ -59,10 +59,12 @@ def _by_content(path: Path) -> Callable[[Path], Records]:
     if events.MARK in head:
         return events.records
     text = head.decode("utf-8-sig", errors="replace").lstrip()
-    if text.startswith("{"):
+    if "\0" in text:
+        raise UserError(f"{path} is not a log: it is neither text nor an event file of TensorBoard")
+    if text.startswith(('{"', "[{", "{ ", "{\n", "{}")):
         return json_lines.records
-    if console.is_in(path):
-        return console.records
-    if "\0" not in text and delimited.has_delimiter(text):
+    if (found := printed.recognised(path)) is not None:
+        return lambda _: found
+    if delimited.is_separated(text):
         return delimited.records
-    raise UserError(f"{path} is neither CSV (.csv) nor JSON lines (.jsonl) nor an event file of TensorBoard")
+    raise UserError(f"{path} is text in which no rows of metrics are recognised; {printed.ADVICE}")

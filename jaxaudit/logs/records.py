@@ -1,18 +1,18 @@
-"""A log's rows as they are written, and the log that they make."""
+"""A log's rows as they are written, and the runs that they make."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxaudit.errors import UserError
-from jaxaudit.logs.attempts import Attempts, gaps
-from jaxaudit.logs.log import Log, has_no, listed, shown
+from jaxaudit.logs import runs
+from jaxaudit.logs.cells import MISSING, Column, whole_number
+from jaxaudit.logs.log import LeftOut, Log, has_no, listed, shown
 
 STEPS = (
     "step",
@@ -21,18 +21,35 @@ STEPS = (
     "iteration",
     "iter",
     "update",
+    "updates",
     "epoch",
     "timestep",
+    "timesteps",
     "total_timesteps",
+    "total timesteps",
     "trainer/global_step",
+    "train/global_step",
+    "training/global_step",
+    "train/step",
+    "rollout/step",
     "time/total_timesteps",
+    "current_steps",
+    "steps",
+    "global_step/max_steps",
+    "training_iteration",
+    "timesteps_total",
+    "num_env_steps_sampled_lifetime",
+    "env_steps",
+    "frames",
+    "frame",
+    "num_updates",
+    "episode",
+    "_tick",
 )
 """Columns of steps: the first that a log has counts, in capitals or not."""
 
-_ABSENT = frozenset(("", "none", "null", "na", "n/a", "#n/a", "<na>"))
-_TRUTH = {"true": 1.0, "false": 0.0}
-_STEP_BOUND = 2**62
-"""Below it, the difference of two steps is still an int64."""
+MOST_CELLS = 2**27
+"""Of a table, that a file's rows make: 1 GiB as numbers."""
 
 
 @dataclass(frozen=True)
@@ -40,141 +57,183 @@ class Records:
     """What a file has.
 
     Attributes:
+      format: what it was recognised as.
       place: what its rows are: "line" or "event".
-      names: of all columns.
-      rows: of each its number in the file, and its entries by column: numbers, texts or anything else.
+      places: of each row, its number in the file.
+      columns: cells by name: numbers, texts or anything else, None where one is absent, MISSING where a row has none.
       notes: on what is left out.
     """
 
+    format: str
     place: str
-    names: tuple[str, ...]
-    rows: list[tuple[int, dict[str, Any]]]
-    notes: tuple[str, ...]
+    places: list[int]
+    columns: dict[str, list[Any]]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of_rows(
+        cls, format: str, place: str, rows: Iterable[tuple[int, Mapping[str, Any]]], notes: Iterable[str] = ()
+    ) -> Records:
+        """Those of rows, each with its number and its cells by name.
+
+        Raises:
+          UserError: they would make too large a table.
+        """
+        places: list[int] = []
+        columns: dict[str, list[Any]] = {}
+        for number, row in rows:
+            for name, cell in row.items():
+                column = columns.get(name)
+                if column is None:
+                    column = columns[name] = []
+                column.extend([MISSING] * (len(places) - len(column)))
+                column.append(cell)
+            places.append(number)
+            if len(places) * len(columns) > MOST_CELLS:
+                raise UserError(f"{place} {number}: rows and columns so far make more than {MOST_CELLS} cells")
+        for column in columns.values():
+            column.extend([MISSING] * (len(places) - len(column)))
+        return cls(format, place, places, columns, tuple(notes))
 
     def log(self, path: Path, step: str | None = None) -> Log:
-        """The numbers, one row for each step.
+        """The runs.
 
         Raises:
           UserError: there is no such column of steps, a step is not a whole number, all are the same, or there are no
             numbers.
         """
         step = self._step_column(path, step)
-        rows = self.rows if step is None else [row for row in self.rows if step in row[1]]
-        steps = [] if step is None else [self._step_of(path, number, step, entries[step]) for number, entries in rows]
-        numbers, texts = _numbers([entries for _, entries in rows], step)
-        if not any(numbers):
-            raise UserError(f"{path} has no column of numbers beside its steps; it has: {listed(self.names)}")
-        # A row of texts alone, as "checkpoint saved", is none of telemetry.
-        with_numbers = [row for row, values in enumerate(numbers) if values]
-        attempts = Attempts()
-        for count, row in enumerate(with_numbers):
-            attempts.add(count if step is None else steps[row], numbers[row])
-        every = np.asarray(attempts.steps, np.int64)
-        if len(every) == 1 < len(with_numbers) and attempts.twice:
-            raise UserError(
-                f"{path}: all {len(with_numbers)} rows have {shown(step)} {every[0]}, where steps must differ"
-            )
-        channels = tuple(name for name in self.names if name != step and name not in texts)
-        values = [[attempts.rows[at].get(name, math.nan) for name in channels] for at in attempts.steps]
-        left_out = self._left_out(step, len(self.rows) - len(rows), texts)
-        notes = (*self.notes, *left_out, *attempts.notes(), *gaps(every))
-        return Log(path, channels, every, np.asarray(values, np.float64), notes)
+        rows = self if step is None else self._with(step)
+        steps = rows._steps(path, step)
+        named = {name: cells for name, cells in rows.columns.items() if name != step}
+        columns = {name: Column.of(cells) for name, cells in named.items()}
+        if not any(column.present.any() and not column.is_text for column in columns.values()):
+            raise UserError(f"{path} has no column of numbers beside its steps; it has: {listed(self.columns)}")
+        notes, left_out = list(self.notes), list(rows._left_out(self, step))
+        parts = list(rows._parts(steps, named, columns, left_out))
+        every = len({int(at) for part in parts for at in part.steps})
+        if step is not None and every == 1 < len(steps) and _all_again(parts):
+            raise UserError(f"{path}: all {len(steps)} rows have {shown(step)} {steps[0]}, where steps must differ")
+        if step is None:
+            notes.append("there is no column of steps, so rows are counted from 0")
+        found = [run for part in parts for run in runs.runs_of(str(path), part, notes)]
+        notes += rows._odd(columns)
+        if len(found) == 1:
+            notes += runs.gaps(found[0].latest.steps)
+        return Log(path, self.format, step, tuple(found), tuple(left_out), tuple(notes))
+
+    def _parts(
+        self,
+        steps: np.ndarray,
+        cells: Mapping[str, list[Any]],
+        columns: Mapping[str, Column],
+        left_out: list[LeftOut],
+    ) -> Iterator[runs.Part]:
+        """The rows of each run, as far as columns tell; adds what these say of it to what is left out."""
+        told = runs.told_apart_by(cells, len(steps))
+        labels: dict[tuple[Any, ...], np.ndarray] = {(): np.arange(len(steps))}
+        if told:
+            left_out.append(LeftOut(tuple(told), "as what tells runs apart"))
+            labels = runs.grouped(list(zip(*(map(str, cells[name]) for name in told), strict=True)))
+            columns = {name: column for name, column in columns.items() if name not in told}
+        if (table := runs.by_metric(cells, columns)) is not None:
+            columns = self._pivoted(cells[table[0]], columns[table[1]])
+            left_out.append(LeftOut(table, "as each line has one channel's name and value"))
+        texts = {name: column for name, column in columns.items() if column.is_text}
+        numbers = {name: column for name, column in columns.items() if not column.is_text and column.present.any()}
+        if texts:
+            left_out.append(LeftOut(tuple(texts), "as not of numbers"))
+        whole = runs.Part("", steps, numbers, texts)
+        if runs.of_several_runs([name for name in numbers if not name.endswith(runs.EXTREMES)]):
+            extremes = tuple(name for name in numbers if name.endswith(runs.EXTREMES))
+            if extremes:
+                left_out.append(LeftOut(extremes, "as the least and the largest of what is averaged"))
+            yield from _by_prefix(whole)
+            return
+        for label, rows in labels.items():
+            words = ", ".join(f"{name} {shown(text)}" for name, text in zip(told, label, strict=True))
+            yield whole if len(labels) == 1 else whole.of_rows(words, rows)
+
+    def _pivoted(self, names: list[Any], values: Column) -> dict[str, Column]:
+        """A column for each metric of a table that has a line for each."""
+        found = {}
+        odd = dict(values.odd)
+        for name, rows in runs.grouped([(str(name),) for name in names]).items():
+            here = np.full(len(names), np.nan)
+            present = np.zeros(len(names), bool)
+            here[rows], present[rows] = values.values[rows], values.present[rows]
+            found[name[0]] = Column(here, present, tuple((row, odd[row]) for row in rows.tolist() if row in odd))
+        return found
 
     def _step_column(self, path: Path, given: str | None) -> str | None:
         if given is not None:
-            if given not in self.names:
-                raise UserError(f"{path} {has_no('column', given, self.names)}")
+            if given not in self.columns:
+                raise UserError(f"{path} {has_no('column', given, self.columns)}")
             return given
-        folded = {name.casefold(): name for name in reversed(self.names)}
+        folded = {name.casefold(): name for name in reversed(list(self.columns))}
         for wanted in STEPS:
             if wanted in folded and not (wanted == "epoch" and self._has_fractions(folded[wanted])):
                 return folded[wanted]
         return None
 
-    def _left_out(self, step: str | None, without_step: int, texts: Iterable[str]) -> Iterator[str]:
-        if texts:
-            yield f"left out, as not of numbers: {listed(texts)}"
-        if step is None:
-            yield "there is no column of steps, so rows are counted from 0"
-        if without_step:
-            yield f"left out, as without '{shown(step)}': {without_step} of {len(self.rows)} {self.place}s"
-
     def _has_fractions(self, name: str) -> bool:
         """Whether epochs are counted in parts, as some loggers do; such are no steps."""
-        given = (entries[name] for _, entries in self.rows if name in entries)
-        return any(is_number(value) and _whole(value) is None for value in given)
+        column = Column.of(self.columns[name])
+        values = column.values[column.present & np.isfinite(column.values)]
+        return bool((values != np.floor(values)).any())
 
-    def _step_of(self, path: Path, number: int, step: str, value: Any) -> int:
-        whole = _whole(value)
-        if whole is None:
-            raise UserError(
-                f"{path}: {self.place} {number} has {shown(step)} '{shown(value)}', which must be a whole number"
-            )
-        return whole
+    def _with(self, step: str) -> Records:
+        """The rows that have a step."""
+        kept = [row for row, cell in enumerate(self.columns[step]) if cell is not MISSING]
+        if len(kept) == len(self.places):
+            return self
+        columns = {name: [cells[row] for row in kept] for name, cells in self.columns.items()}
+        return replace(self, places=[self.places[row] for row in kept], columns=columns)
 
+    def _steps(self, path: Path, step: str | None) -> np.ndarray:
+        if step is None:
+            return np.arange(len(self.places))
+        cells = self.columns[step]
+        steps = np.zeros(len(cells), np.int64)
+        for row, cell in enumerate(cells):
+            whole = cell if type(cell) is int and abs(cell) < 2**62 else whole_number(cell)
+            if whole is None:
+                raise UserError(
+                    f"{path}: {self.place} {self.places[row]} has {shown(step)} '{shown(cell)}', "
+                    "which must be a whole number"
+                )
+            steps[row] = whole
+        return steps
 
-def is_number(value: Any) -> bool:
-    """Whether a value or its text is a number: NaN and infinity are, and so is what is true or false."""
-    try:
-        return _number(value) is not None
-    except ValueError:
-        return False
+    def _left_out(self, whole: Records, step: str | None) -> Iterator[LeftOut]:
+        if step is None:
+            return
+        without = len(whole.places) - len(self.places)
+        if without:
+            yield LeftOut((f"{without} of {len(whole.places)} {self.place}s",), f"as without '{shown(step)}'")
 
-
-def _numbers(rows: list[dict[str, Any]], step: str | None) -> tuple[list[dict[str, float]], dict[str, None]]:
-    """The numbers of each row, and the names of the columns that have something else."""
-    numbers: list[dict[str, float]] = []
-    texts: dict[str, None] = {}
-    for entries in rows:
-        here = {}
-        for name, value in entries.items():
-            if name != step and name not in texts:
-                try:
-                    number = _number(value)
-                except ValueError:
-                    texts[name] = None
-                    continue
-                if number is not None:
-                    here[name] = number
-        numbers.append(here)
-    if texts:
-        numbers = [{name: value for name, value in here.items() if name not in texts} for here in numbers]
-    return numbers, texts
-
-
-def _number(value: Any) -> float | None:
-    """The number that a value or its text is; None where there is none.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    if isinstance(value, float):
-        return value
-    if isinstance(value, str):
-        text = value.strip()
-        try:
-            return float(text) if text else None
-        except ValueError:
-            word = text.casefold()
-            if word not in _TRUTH and word not in _ABSENT:
-                raise
-            return _TRUTH.get(word)
-    if value is None:
-        return None
-    if not isinstance(value, int):
-        raise ValueError("not a number")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+    def _odd(self, columns: Mapping[str, Column]) -> Iterator[str]:
+        for name, column in columns.items():
+            if column.odd and not column.is_text:
+                row, text = column.odd[0]
+                more = f", and {len(column.odd) - 1} more of its values are" if len(column.odd) > 1 else ""
+                yield (
+                    f"{self.place} {self.places[row]} has {shown(name)} '{shown(text)}', which is no number{more}; "
+                    "counted as not finite"
+                )
 
 
-def _whole(value: Any) -> int | None:
-    """The whole number that a value or its text is, or None."""
-    try:
-        if isinstance(value, str):
-            value = int(value) if value.strip().lstrip("+-").isdecimal() else float(value)
-        whole = int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return whole if whole == value and abs(whole) < _STEP_BOUND else None
+def _all_again(parts: list[runs.Part]) -> bool:
+    """Whether no two rows have different channels."""
+    return all((column.present.sum() > 1) for part in parts for column in part.columns.values())
+
+
+def _by_prefix(part: runs.Part) -> Iterator[runs.Part]:
+    """The runs of a W&B chart's export, whose columns begin with their names."""
+    found: dict[str, dict[str, Column]] = {}
+    for name, column in part.columns.items():
+        if not name.endswith(runs.EXTREMES):
+            run, _, metric = name.rpartition(runs.OF_RUN)
+            found.setdefault(run, {})[metric] = column
+    for run, columns in found.items():
+        yield runs.Part(shown(run), part.steps, columns, {})

@@ -168,10 +168,25 @@ class Monitor:
             raise ValueError(f"a monitor takes two clean runs or more, not {clean.sizes}")
         kept = calibrated_on(len(runs), held_out)
         order = np.random.default_rng(seed).permutation(len(runs))
-        names = [str(name) for name in clean.channel.values]
-        expectation = Expectation.of(runs[order[kept:]], names, scorer(model), training or Training(), seed)
+        parts = (clean.isel({lead: order[kept:]}), clean.isel({lead: order[:kept]}))
+        return cls.fitted(*parts, model=model, training=training, seed=seed, gaps=gaps)
+
+    @classmethod
+    def fitted(
+        cls,
+        fitted: xr.DataArray,
+        calibrated: xr.DataArray,
+        *,
+        model: str | Scorer = DEFAULT,
+        training: Training | None = None,
+        seed: int = 0,
+        gaps: bool = True,
+    ) -> Monitor:
+        """As `fit`, of clean runs `(run, step, channel)` to fit to and of others to calibrate on."""
+        names = [str(name) for name in fitted.channel.values]
+        expectation = Expectation.of(fitted.values, names, scorer(model), training or Training(), seed)
         blank = cls(expectation, np.zeros(0), gaps)
-        return replace(blank, clean=np.nanmax(blank.score(clean.isel({lead: order[:kept]})).score.values, axis=1))
+        return replace(blank, clean=np.nanmax(blank.score(calibrated).score.values, axis=1))
 
     def threshold(self, alpha: float) -> float:
         """The score that a further clean run is above with a probability of at most alpha. Raises ValueError.

@@ -28,6 +28,9 @@ FIRST = Markup(
     "The first alarm of every run that has one. Click a heading to sort. Exact values: <code>alarms.csv</code>."
 )
 
+CERTAIN = ("not finite", "silent")
+"""Kinds of alarms that need no score."""
+
 GLOSSARY = [
     ("clean run", "A training that nothing disturbs. The monitor is fitted to some and calibrated on others."),
     (
@@ -49,6 +52,11 @@ GLOSSARY = [
         "latent",
         "The state of the monitor's model, of a chart the standardised telemetry itself; here in the two directions in "
         "which it varies most.",
+    ),
+    (
+        "not finite, silent",
+        "Alarms without a score: a value that is NaN, infinite or a text, where clean runs have numbers; and a channel "
+        "without a value for longer than in any clean run, while others go on.",
     ),
     ("surprise", "Statistic: how badly the model expected the steps of late, over all channels."),
     ("burst", "Statistic: the same, of the worst channel."),
@@ -121,6 +129,8 @@ def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, t
     else:
         lead = Markup("An alarm in {} of {} runs.").format("all" if hit == total else hit, total)
     alpha = about.get("alpha")
+    if about.get("attempts"):
+        lead += Markup(" A restart from a checkpoint begins an attempt, and each has a verdict of its own.")
     if isinstance(alpha, int | float):
         lead += _false_alarms(float(alpha), about.get("calibrated_on"))
     if len(told) > MOST:
@@ -129,7 +139,7 @@ def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, t
     keys = [("runs", f"{total}"), ("with an alarm", f"{hit}")]
     keys += [(label, f"{about[key]}") for label, key in known.items() if key in about]
     keys += [("alpha", number(float(alpha)))] if alpha is not None else []
-    keys.append(("threshold", number(threshold, digits=3)))
+    keys += [("threshold", number(threshold, digits=3))] if np.isfinite(threshold) else []
     keys += [("channels", f"{len(about['channels'])}")] if "channels" in about else []
     return Summary(lead, told, about.get("notes") or (), keys)
 
@@ -148,6 +158,8 @@ def _false_alarms(alpha: float, calibrated_on: int | None) -> Markup:
 def _sentence(row: pd.Series, threshold: float) -> Markup:
     beyond = row["score"] - threshold
     text = Markup("<b>{}</b>: alarm at step {}").format(row["run"], int(row["step"]))
+    if row["kind"] in CERTAIN:
+        return text + Markup(": {}.").format(row["channels"])
     if beyond == np.inf:
         text += Markup(", as a value is missing that every clean run has")
     elif np.isfinite(beyond):

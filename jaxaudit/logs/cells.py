@@ -1,0 +1,119 @@
+"""Cells of a log: absent, a number, or a text; NaN and infinity are numbers that are not finite."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+"""In the place of a cell that a row has not."""
+
+STEP_BOUND = 2**62
+"""Below it, the difference of two steps is still an int64."""
+
+_ABSENT = frozenset(("", "none", "null", "na", "n/a", "#n/a", "<na>"))
+_TRUTH = {"true": 1.0, "false": 0.0}
+_WRAPPED = re.compile(r"(?:torch\.)?(?:tensor|Tensor)\(([^,()\[\]]+)(?:,[^()]*)?\)|(?:np|numpy)\.\w+\(([^,()]*)\)")
+"""As PyTorch and NumPy write their scalars."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's cells as numbers.
+
+    Attributes:
+      values: float64 `[R]`: NaN where there is none, or a text.
+      present: bool `[R]`: which rows have a cell that is not absent.
+      odd: of each row with a text its number and the text.
+    """
+
+    values: np.ndarray
+    present: np.ndarray
+    odd: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def of(cls, cells: Sequence[Any]) -> Column:
+        """Numbers, their texts and anything else."""
+        try:
+            values = np.fromiter(map(float, cells), np.float64, len(cells))
+            return cls(values, np.ones(len(cells), bool))
+        except (TypeError, ValueError, OverflowError):
+            pass
+        values, present = np.full(len(cells), math.nan), np.zeros(len(cells), bool)
+        odd = []
+        for row, cell in enumerate(cells):
+            try:
+                number = number_of(cell)
+            except ValueError:
+                present[row] = True
+                odd.append((row, cell if isinstance(cell, str) else repr(cell)))
+                continue
+            if number is not None:
+                values[row], present[row] = number, True
+        return cls(values, present, tuple(odd))
+
+    @property
+    def is_text(self) -> bool:
+        """Whether at least half of the cells that are there are texts."""
+        return bool(self.odd) and 2 * len(self.odd) >= int(self.present.sum())
+
+
+def number_of(cell: Any) -> float | None:
+    """The number that a cell or its text is; None where it is absent.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if isinstance(cell, float):
+        return cell
+    if cell is None or cell is MISSING:
+        return None
+    if isinstance(cell, str):
+        return _number_in(cell.strip())
+    if not isinstance(cell, int):
+        raise ValueError("not a number")
+    try:
+        return float(cell)
+    except OverflowError:
+        return math.inf if cell > 0 else -math.inf
+
+
+def _number_in(text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        pass
+    word = text.casefold()
+    if word in _TRUTH or word in _ABSENT:
+        return _TRUTH.get(word)
+    if len(text) < 200 and (wrapped := _WRAPPED.fullmatch(text)):
+        return float(wrapped[1] or wrapped[2])
+    raise ValueError("not a number")
+
+
+def is_number(cell: Any) -> bool:
+    """Whether a cell or its text is a number: NaN and infinity are, and so is what is true or false."""
+    try:
+        return number_of(cell) is not None
+    except ValueError:
+        return False
+
+
+def whole_number(cell: Any) -> int | None:
+    """The whole number that a cell or its text is, as "5" or "5/300"; else None."""
+    try:
+        if isinstance(cell, str):
+            text = cell.strip()
+            done, of, total = text.partition("/")
+            if of and done.strip().isdecimal() and total.strip().isdecimal():
+                text = done.strip()
+            cell = int(text) if text.lstrip("+-").isdecimal() else float(text)
+        whole = int(cell)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return whole if whole == cell and abs(whole) < STEP_BOUND else None

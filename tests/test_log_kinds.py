@@ -1,0 +1,321 @@
+"""Logs as people have them: printed, of several runs, restarted, tidy, wide, with texts and with what is not finite."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from log_files import lines, refusal, written
+
+from jaxaudit import logs
+from jaxaudit.cli import main
+from jaxaudit.logs.literals import dict_in
+
+
+def series(folder, text, name="a.log", step=None):
+    """Of each run's latest attempt: steps and values by channel."""
+    log = logs.read(written(folder, text, name), step)
+    return [
+        {name: (one.steps.tolist(), one.values.tolist()) for name, one in run.latest.series.items()} for run in log.runs
+    ]
+
+
+def joined(rows):
+    return "\n".join(rows) + "\n"
+
+
+PRINTED = {
+    "transformers": (
+        joined(f"{{'loss': {3 - k}, 'grad_norm': {'nan' if k else 1.5}, 'step': {10 * k}}}" for k in range(2)),
+        {"loss": ([0, 10], [3, 2]), "grad_norm": ([0, 10], [1.5, math.nan])},
+    ),
+    "transformers with a bar": (
+        joined(f"  {k}%|█ | {k}/9 [00:01<00:09]\r{{'loss': {k}.5, 'step': {k}}}\r {k}%|█ " for k in range(3)),
+        {"loss": ([0, 1, 2], [0.5, 1.5, 2.5])},
+    ),
+    "slime": (
+        joined(f"(Actor pid=3) step {k}: {{'train/loss': {k}.5, 'extra': 'x'}}" for k in range(3)),
+        {"train/loss": ([0, 1, 2], [0.5, 1.5, 2.5])},
+    ),
+    "scalars of torch and numpy": (
+        joined(f"{{'step': {k}, 'loss': tensor({k}.5, device='cuda:0'), 'kl': np.float64(nan)}}" for k in range(2)),
+        {"loss": ([0, 1], [0.5, 1.5]), "kl": ([0, 1], [math.nan, math.nan])},
+    ),
+    "nanoGPT": (
+        "number of parameters: 123.59M\nstep 0: train loss 10.9, val loss 10.8\n"
+        + joined(
+            f"iter {10 * k}: loss {4 - k}.25, time 1100.12ms, mfu {'-100.00' if k else '15.34'}%" for k in range(2)
+        ),
+        {
+            "train loss": ([0], [10.9]),
+            "val loss": ([0], [10.8]),
+            "loss": ([0, 10], [4.25, 3.25]),
+            "time": ([0, 10], [1100.12, 1100.12]),
+            "mfu": ([0, 10], [15.34, -100]),
+        },
+    ),
+    "modded-nanogpt": (
+        joined(f"step:{k}/1480 val_loss:10.{k} train_time:{k}ms step_avg:nanms" for k in range(2)),
+        {
+            "val_loss": ([0, 1], [10, 10.1]),
+            "train_time": ([0, 1], [0, 1]),
+            "step_avg": ([0, 1], [math.nan, math.nan]),
+        },
+    ),
+    "llm.c": (
+        "s:0 tel:11.5\n" + joined(f"s:{k} trl:{4 - k}.5" for k in range(2)),
+        {"tel": ([0], [11.5]), "trl": ([0, 1], [4.5, 3.5])},
+    ),
+    "nanochat": (
+        joined(f"step {k:05d}/21400 (0.0{k}%) | loss: 4.{k} | lrm: 1.00 | tok/sec: 1,000,00{k}" for k in range(2)),
+        {"loss": ([0, 1], [4, 4.1]), "lrm": ([0, 1], [1, 1]), "tok/sec": ([0, 1], [1000000, 1000001])},
+    ),
+    "OLMo": (
+        "2025-01-01 11:05:02.009\thost:0\tolmo:97\tINFO\tConfiguration:\n"
+        + joined(
+            f"2025-01-01 11:05:02.009\thost:0\tolmo:979\tINFO\t[step={k}/15000,epoch=0]\n"
+            f"    train/CrossEntropyLoss=2.{k}\n    throughput/total_tokens=2,097,152"
+            for k in range(1, 3)
+        ),
+        {
+            "epoch": ([1, 2], [0, 0]),
+            "train/CrossEntropyLoss": ([1, 2], [2.1, 2.2]),
+            "throughput/total_tokens": ([1, 2], [2097152, 2097152]),
+        },
+    ),
+    "Megatron": (
+        joined(
+            f" iteration {k:8d}/  250000 | consumed samples: {8 * k:12d} | lm loss: 3.9{k}E+00 | grad norm: inf |"
+            for k in range(1, 3)
+        ),
+        {
+            "consumed samples": ([1, 2], [8, 16]),
+            "lm loss": ([1, 2], [3.91, 3.92]),
+            "grad norm": ([1, 2], [math.inf, math.inf]),
+        },
+    ),
+    "Dreamer": (
+        joined(f"[{1000 * k}] model_loss {5 - k}.0 / fps 9.3\nTrain episode with return {k}." for k in range(2)),
+        {"model_loss": ([0, 1000], [5, 4]), "fps": ([0, 1000], [9.3, 9.3])},
+    ),
+    "key=value": (
+        joined(f"INFO step={k} loss={k}.5 lr=1e-4" for k in range(2)),
+        {"loss": ([0, 1], [0.5, 1.5]), "lr": ([0, 1], [1e-4, 1e-4])},
+    ),
+    "Stable-Baselines3": (
+        joined(
+            f"-----\n| rollout/ | |\n|    ep_rew_mean | {k} |\n| time/ | |\n|    total_timesteps | {2048 * k} |\n-----"
+            for k in range(1, 3)
+        ),
+        {"rollout/ep_rew_mean": ([2048, 4096], [1, 2])},
+    ),
+    "a notebook's table": (
+        "Step | Training Loss | kl\n-- | -- | --\n1 | -0.25 | nan\n2 | -0.5 | 0.5\n",
+        {"Training Loss": ([1, 2], [-0.25, -0.5]), "kl": ([1, 2], [math.nan, 0.5])},
+    ),
+}
+
+
+@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("name", PRINTED)
+def test_what_trainers_print(tmp_path, name, colour):
+    text, expected = PRINTED[name]
+    if colour:
+        text = "".join(f"\x1b[1;36m{line}\x1b[0m\n" for line in text.split("\n"))
+    (found,) = series(tmp_path, text)
+    np.testing.assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# A title\n\nStep 3 of the plan is to wait.\nStep 4 of 5: go, then stop.\n",
+        "a b c\n1 2\n",
+        "[INFO] started, on, 3, machines\n[INFO] done, in, 7\n",
+        "{'loss': __import__('os').system('touch x')}\n" * 3,
+        "{'a': " * 20 + "1" + "}" * 20 + "\n",
+    ],
+)
+def test_text_that_is_no_log_is_one_sentence(tmp_path, text):
+    assert "no rows of metrics are recognised" in refusal(logs.read, written(tmp_path, text, "a.log"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_dicts_are_read_by_a_grammar():
+    text = """ 5%| {"a": [1, -2.5e3, (True, None)], 'it\\'s': {'b': -inf}, 'c': tensor([1.0, 2.0]), } rest"""
+    value, begin, end = dict_in(text)
+    assert value == {"a": [1, -2500.0, [True, None]], "it's": {"b": -math.inf}, "c": [1.0, 2.0]}
+    assert (text[begin], text[end:]) == ("{", " rest")
+    for wrong in ("{", "{'a'}", "{'a': }", "{'a': b}", "{'a': 1 2}", "{1: [}", "{}"):
+        assert dict_in(wrong) is None
+
+
+# Documents and folders
+
+
+def test_histories_in_json(tmp_path):
+    lists = {"loss": [1.0, 0.5], "val_loss": [2.0, 1.5]}
+    sacred = {"loss": {"steps": [0, 10], "timestamps": ["x", "y"], "values": [1.0, 0.5]}}
+    rows = {"config": {"lr": 0.1}, "training_history": [{"step": 0, "loss": 1.0}, {"step": 10, "loss": 0.5}]}
+    assert series(tmp_path, json.dumps(lists), "a.json") == [
+        {"loss": ([0, 1], [1, 0.5]), "val_loss": ([0, 1], [2, 1.5])}
+    ]
+    for document in (sacred, rows):
+        for indent in (None, 1):
+            found = series(tmp_path, json.dumps(document, indent=indent), "a.json")
+            assert found == [{"loss": ([0, 10], [1, 0.5])}]
+    assert "lists of different lengths" in refusal(series, tmp_path, json.dumps({"a": [1], "b": [1, 2]}), "a.json")
+    deep = {"env": {"task": {"ippo": {"seed_0": {"step_count": 0}}}}}
+    assert "is one JSON object" in refusal(series, tmp_path, json.dumps(deep), "a.json")
+
+
+def test_mlflows_folder(tmp_path):
+    metrics = tmp_path / "run" / "metrics"
+    (metrics / "val").mkdir(parents=True)
+    (metrics / "loss").write_text("1700 3.5 0\n1701 nan 1\n")
+    (metrics / "val" / "loss").write_text("1700 2.5 1\n")
+    (metrics / "link").symlink_to(written(tmp_path, "1 2 3\n", "elsewhere"))
+    for place in (tmp_path / "run", metrics):
+        (run,) = logs.read(place).runs
+        assert {name: one.steps.tolist() for name, one in run.latest.series.items()} == {
+            "loss": [0, 1],
+            "val/loss": [1],
+        }
+    (metrics / "loss").write_text("3.5 0\n")
+    assert "is not a time, a value and a step" in refusal(logs.read, metrics)
+
+
+def test_verls_file_writes_nan_as_null_and_others_do_not(tmp_path):
+    verl = lines({"step": 1, "data": {"a": 1.0, "b": None}}, {"step": 2, "data": {"a": None, "b": 2.0}})
+    np.testing.assert_equal(
+        series(tmp_path, verl, "a.jsonl"), [{"a": ([1, 2], [1, math.nan]), "b": ([1, 2], [math.nan, 2])}]
+    )
+    other = lines({"step": 1, "a": 1.0, "b": None}, {"step": 2, "a": None, "b": 2.0})
+    assert series(tmp_path, other, "a.jsonl") == [{"a": ([1], [1]), "b": ([2], [2])}]
+
+
+def test_headers_after_a_comments_sign_and_again(tmp_path):
+    log = logs.read(written(tmp_path, "# step,loss\n0,1\n1,2\n# step,loss\n2,3\n"))
+    assert log.runs[0].latest.series["loss"].values.tolist() == [1, 2, 3]
+    assert log.notes == ("line 4 is the header again, as where a run was resumed",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["current_steps", "training_iteration", "timesteps_total", "total timesteps", "rollout/step", "train/global_step"],
+)
+def test_columns_of_steps_of_other_frameworks(tmp_path, name):
+    log = logs.read(written(tmp_path, lines({name: 5, "x": 1}, {name: 10, "x": 2}), "a.jsonl"))
+    assert (log.step, log.runs[0].latest.steps.tolist()) == (name, [5, 10])
+
+
+def test_steps_of_so_many(tmp_path):
+    log = logs.read(
+        written(tmp_path, lines(*({"global_step/max_steps": f"{k}/300", "x": 1} for k in (5, 10))), "a.jsonl")
+    )
+    assert log.runs[0].latest.steps.tolist() == [5, 10]
+
+
+# Not finite is not absent
+
+
+WORDS = ["nan", "NaN", "inf", "-Infinity", "tensor(nan)", "np.float32(inf)", "OVERFLOW", "1,234.5", "No Log"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_in_a_column_of_numbers_is_a_value_that_is_not_finite(tmp_path, word):
+    quoted = f'"{word}"'
+    texts = {
+        "a.csv": f"step,loss,x\n0,1,1\n1,2,1\n2,{quoted},1\n3,3,1\n",
+        "a.jsonl": lines(*({"step": k, "loss": word if k == 2 else k, "x": 1} for k in range(4))),
+        "a.json": json.dumps([{"step": k, "loss": word if k == 2 else k, "x": 1} for k in range(4)]),
+    }
+    for name, text in texts.items():
+        log = logs.read(written(tmp_path, text, name))
+        loss = log.runs[0].latest.series["loss"]
+        assert (loss.steps.tolist(), np.isfinite(loss.values).tolist()) == ([0, 1, 2, 3], [True, True, False, True])
+        odd = word in ("OVERFLOW", "1,234.5", "No Log")
+        assert any(f"'{word}', which is no number" in note for note in log.notes) == odd
+
+
+@pytest.mark.parametrize("cell", ["", " ", "None", "null", "n/a"])
+def test_a_blank_is_absent(tmp_path, cell):
+    log = logs.read(written(tmp_path, f"step,loss,x\n0,1,1\n1,{cell},1\n2,3,1\n"))
+    assert log.runs[0].latest.series["loss"].steps.tolist() == [0, 2]
+
+
+# Several runs in one file
+
+
+def test_runs_below_one_another_are_told_apart_by_a_column(tmp_path):
+    rows = [{"step": k, "seed": seed, "reward": 10 * seed + k} for seed in (1, 2) for k in range(3)]
+    table = "step,seed,reward\n" + joined(f"{r['step']},{r['seed']},{r['reward']}" for r in rows)
+    shuffled = [rows[i] for i in (0, 3, 1, 4, 2, 5)]
+    for text, name in ((table, "a.csv"), (lines(*rows), "a.jsonl"), (lines(*shuffled), "b.jsonl")):
+        log = logs.read(written(tmp_path, text, name))
+        assert [run.name for run in log.runs] == [f"{tmp_path / name} (seed {seed})" for seed in (1, 2)]
+        assert [run.latest.series["reward"].values.tolist() for run in log.runs] == [[10, 11, 12], [20, 21, 22]]
+    named = "exp_name,seed,global_step,ret\n" + joined(
+        f"{n},{s},{k},{k}" for n in "ab" for s in (1, 2) for k in range(3)
+    )
+    assert len(logs.read(written(tmp_path, named)).runs) == 4
+
+
+def test_a_number_of_each_row_is_no_run(tmp_path):
+    log = logs.read(written(tmp_path, "step,seed,loss\n" + joined(f"{k},{k + 7},{k}" for k in range(6))))
+    assert len(log.runs) == 1
+
+
+def test_steps_that_begin_again_are_runs_and_those_that_go_back_are_attempts(tmp_path):
+    again = [{"step": k, "loss": run} for run in range(3) for k in range(5)]
+    log = logs.read(written(tmp_path, lines(*again), "a.jsonl"))
+    assert [run.name for run in log.runs] == [f"{tmp_path / 'a.jsonl'} (run {n} of 3)" for n in (1, 2, 3)]
+    assert [run.latest.series["loss"].values.tolist() for run in log.runs] == [[n] * 5 for n in range(3)]
+    back = [{"step": k, "loss": 0} for k in range(6)] + [{"step": k, "loss": 1} for k in range(3, 8)]
+    (run,) = logs.read(written(tmp_path, lines(*back), "a.jsonl")).runs
+    first, second = run.attempts
+    assert (first.begins, first.series["loss"].values.tolist()) == (0, [0] * 6)
+    assert (second.begins, second.series["loss"].steps.tolist()) == (3, list(range(8)))
+    assert second.series["loss"].values.tolist() == [0] * 3 + [1] * 5
+
+
+def test_tables_with_a_line_for_each_metric(tmp_path):
+    rows = [(name, k * (1 if name == "a" else -1), 10 * k) for k in range(3) for name in "ab"]
+    expected = [{"a": ([0, 10, 20], [0, 1, 2]), "b": ([0, 10, 20], [0, -1, -2])}]
+    for field, value in (("field", "value"), ("metric", "value"), ("Tag", "Value")):
+        text = f"{field},{value},step\n" + joined(f"{n},{v},{s}" for n, v, s in rows)
+        assert series(tmp_path, text, "a.csv") == expected
+    assert series(tmp_path, lines(*({"key": n, "value": v, "step": s} for n, v, s in rows)), "a.jsonl") == expected
+    seeds = "seed,field,value,step\n" + joined(f"{seed},{n},{v + seed},{s}" for seed in (1, 2) for n, v, s in rows)
+    assert [run["a"][1] for run in series(tmp_path, seeds, "a.csv")] == [[1, 2, 3], [2, 3, 4]]
+
+
+def test_wide_exports_of_wandb(tmp_path):
+    names = ["Step", *(f"run-{r} - loss{end}" for r in (1, 2) for end in ("", "__MIN", "__MAX"))]
+    rows = ["0,1.0,0.9,1.1,,,", "1,0.5,0.4,0.6,2.0,2.0,2.0"]
+    log = logs.read(written(tmp_path, joined([",".join(f'"{n}"' for n in names), *rows])))
+    assert [run.name.rpartition(" (")[2] for run in log.runs] == ["run-1)", "run-2)"]
+    assert [run.latest.series["loss"].steps.tolist() for run in log.runs] == [[0, 1], [1]]
+    assert "__MIN" in str(log.left_out[0])
+
+
+# The command
+
+
+def test_what_is_read_is_said(tmp_path, capsys):
+    path = written(tmp_path, "step,loss,host\n0,1,a\n1,nan,a\n0,2,b\n1,3,b\n2,oops,b\n")
+    assert main(["read", str(path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"{path}: separated values, steps are 'step'"
+    assert [line.split() for line in said if line.strip().startswith("loss")] == [
+        ["loss", "0", "1", "2", "1", "1"],
+        ["loss", "0", "2", "3", "1", "1"],
+    ]
+    assert any("left out, as not of numbers: host" in line for line in said)
+    assert main(["read", "--json", str(path), str(path)]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == second
+    assert [len(run["attempts"]) for run in first["runs"]] == [1, 1]
+    told = first["runs"][1]["attempts"][0]["channels"]["loss"]
+    assert told == {"first": 0, "last": 2, "values": 3, "every": 1, "not_finite": 1}
+    assert main(["read", str(tmp_path / "no.csv")]) == 2

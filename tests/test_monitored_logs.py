@@ -1,0 +1,170 @@
+"""`jaxaudit monitor` on logs that break, start again, log otherwise or stand beside others: what it says of each."""
+
+import json
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from log_files import lines, refusal, written
+
+from jaxaudit.detection.monitored import Options, monitor
+
+STEPS = 60
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
+
+
+def rows(seed, steps=range(STEPS), **more):
+    """A run's rows: a falling loss, a norm, and validation every tenth step."""
+    random = np.random.default_rng(seed)
+    loss, norm, val = random.normal(size=(3, STEPS)) * 0.05
+    loss += 1 + np.exp(-np.arange(STEPS) / 20)
+    found = []
+    for k in steps:
+        row = {"step": 10 * k, "loss": loss[k], "norm": 1 + norm[k]}
+        if k % 10 == 9:
+            row["val"] = 2 + val[k]
+        found.append(row | {name: change(k, row) for name, change in more.items()})
+    return found
+
+
+def log(folder, name, entries):
+    return written(folder, lines(*entries), f"{name}.jsonl")
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clean")
+    return [log(folder, f"clean{seed}", rows(seed)) for seed in range(20)]
+
+
+def said(out, files, clean, **options):
+    """What the command says of each run, by its name, and its notes."""
+    told = []
+    monitor(files, clean, out, Options(**options), told.append)
+    notes = [line.removeprefix("note: ") for line in told if line.startswith("note: ")]
+    verdicts = dict(line.rsplit("/", 1)[-1].split(": ", 1) for line in told if not line.startswith("note: "))
+    return verdicts, notes
+
+
+def test_what_is_not_finite_is_an_alarm_at_its_step_that_names_it(clean, tmp_path):
+    files = [
+        log(
+            tmp_path,
+            "all",
+            rows(
+                100,
+                loss=lambda k, row: np.nan if k >= 31 else row["loss"],
+                norm=lambda k, row: np.nan if k >= 31 else row["norm"],
+            ),
+        ),
+        log(tmp_path, "one", rows(101, norm=lambda k, row: np.inf if k == 17 else row["norm"])),
+        log(tmp_path, "text", rows(102, loss=lambda k, row: "OVERFLOW" if k == 40 else row["loss"])),
+        log(tmp_path, "up", rows(103, loss=lambda k, row: row["loss"] + (k >= 30))),
+        log(tmp_path, "sound", rows(110)),
+    ]
+    found, notes = said(tmp_path / "out", files, clean)
+    assert found["all.jsonl"] == "alarm at step 310: loss, norm are NaN"
+    assert found["one.jsonl"] == "alarm at step 170: norm is infinite"
+    assert found["text.jsonl"] == "alarm at step 400: loss is NaN"
+    assert re.match(r"alarm at step 3[01]0, furthest: loss ", found["up.jsonl"])
+    assert found["sound.jsonl"] == "no alarm"
+    assert any("line 41 has loss 'OVERFLOW'" in note for note in notes)
+    alarms = pd.read_csv(tmp_path / "out" / "alarms.csv")
+    assert list(alarms.kind[:3]) == ["not finite"] * 3
+    assert np.isinf(alarms.score[:3]).all()
+
+
+def test_a_runs_verdict_does_not_depend_on_its_neighbours(clean, tmp_path):
+    bad = log(
+        tmp_path, "bad", rows(100, val=lambda k, row: row["val"] + 3 if k >= 29 and "val" in row else row.get("val"))
+    )
+    begun = log(tmp_path, "begun", rows(101, range(8)))
+    other = log(tmp_path, "other", [{"step": row["step"], "norm": row["norm"]} for row in rows(102)])
+    alone, _ = said(tmp_path / "alone", [bad], clean)
+    beside, notes = said(tmp_path / "beside", [other, bad, begun], clean)
+    assert re.match(r"alarm at step (290|3[01]0), furthest: val ", alone["bad.jsonl"])
+    assert beside["bad.jsonl"] == alone["bad.jsonl"]
+    assert beside["begun.jsonl"] == beside["other.jsonl"] == "no alarm"
+    assert any(note.endswith("not read, as not there: val") and "begun" in note and "other" in note for note in notes)
+    assert any(note.endswith("not read, as not there: loss") and "begun" not in note for note in notes)
+    assert (tmp_path / "beside" / "monitored.zarr").is_dir()
+
+
+def test_under_four_clean_runs_what_is_certain_is_told(clean, tmp_path):
+    broken = log(tmp_path, "broken", rows(100, loss=lambda k, row: np.nan if k == 20 else row["loss"]))
+    silent = log(
+        tmp_path,
+        "silent",
+        [row if row["step"] < 150 else {n: v for n, v in row.items() if n != "val"} for row in rows(101)],
+    )
+    for count in (2, 3):
+        found, notes = said(tmp_path / f"out{count}", [broken, silent, clean[5]], clean[:count])
+        assert found["broken.jsonl"] == "alarm at step 200: loss is NaN"
+        assert found["silent.jsonl"] == "alarm at step 200: val is silent"
+        assert found["clean5.jsonl"] == "no alarm"
+        assert any("too few to learn from, which takes 4" in note for note in notes)
+        assert json.loads((tmp_path / f"out{count}" / "monitored.json").read_text())["alpha"] is None
+    assert "two earlier runs or more, not 1" in refusal(said, tmp_path / "out1", [broken], clean[:1])
+
+
+def test_every_attempt_has_a_verdict(clean, tmp_path):
+    """The collapse before a restart is not forgotten for it."""
+    first = rows(100, range(40), loss=lambda k, row: row["loss"] + (k >= 30))
+    restarted = log(tmp_path, "restarted", [*first, *rows(100, range(25, STEPS))])
+    found, notes = said(tmp_path / "out", [restarted], clean)
+    assert re.match(r"alarm at step 3[01]0, furthest: loss", found["restarted.jsonl, attempt 1 of 2"])
+    assert found["restarted.jsonl, attempt 2 of 2"] == "no alarm"
+    assert any("goes back from step 390 to 250" in note for note in notes)
+
+
+def test_several_runs_of_a_file_have_a_verdict_each(clean, tmp_path):
+    entries = [row | {"seed": seed} for seed in (7, 8) for row in rows(seed + 100)]
+    entries += [row | {"seed": 9, "loss": row["loss"] + (row["step"] >= 300)} for row in rows(109)]
+    found, _ = said(tmp_path / "out", [log(tmp_path, "seeds", entries)], clean)
+    assert found["seeds.jsonl (seed 7)"] == found["seeds.jsonl (seed 8)"] == "no alarm"
+    assert re.match(r"alarm at step 3[01]0", found["seeds.jsonl (seed 9)"])
+
+
+def test_a_clean_run_to_calibrate_on_that_is_broken_counts_as_one_with_an_alarm(clean, tmp_path):
+    broken = [
+        log(tmp_path, f"broken{i}", rows(i, norm=lambda k, row: np.nan if k == 20 else row["norm"])) for i in range(20)
+    ]
+    new = [log(tmp_path, "new", rows(100))]
+    order = np.random.default_rng(0).permutation(20)
+    mixed = list(clean)
+    mixed[order[0]] = broken[order[0]]
+    _, notes = said(tmp_path / "one", new, mixed, alpha=0.2)
+    assert any("norm is NaN at step 200, so it counts as a run with an alarm" in note for note in notes)
+    for place in order[:5]:
+        mixed[place] = broken[place]
+    assert "leave out" in refusal(lambda: said(tmp_path / "five", new, mixed, alpha=0.2))
+    mixed = list(clean)
+    mixed[order[-1]] = broken[order[-1]]
+    found, notes = said(tmp_path / "fitted", [*new, broken[0]], mixed)
+    assert any("not finite (NaN) of norm say nothing, as clean runs have them" in note for note in notes)
+    assert found["broken0.jsonl"] == "no alarm"
+
+
+def test_a_longer_run_is_scored_as_far_as_clean_ones_go(clean, tmp_path):
+    longer = [*rows(100), *({"step": 10 * k, "loss": 9.0, "norm": 9.0} for k in range(STEPS, STEPS + 20))]
+    found, notes = said(tmp_path / "out", [log(tmp_path, "longer", longer)], clean)
+    assert found["longer.jsonl"] == "no alarm"
+    assert any("ends at step 790, the clean runs at 590" in note for note in notes)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_false_alarms_at_the_clean_runs_cadence_and_at_half_of_it(clean, tmp_path, every):
+    """5% are asked for; of 200 runs at most 12% is five standard errors off."""
+    more = [log(tmp_path, f"clean{seed}", rows(seed)) for seed in range(1000, 1040)]
+    new = [
+        log(tmp_path, f"new{seed}", rows(seed, range(0 if every == 1 else 1, STEPS, every)))
+        for seed in range(2000, 2200)
+    ]
+    found, _ = said(tmp_path / "out", new, [*clean, *more])
+    assert len(found) == 200
+    assert np.mean([verdict != "no alarm" for verdict in found.values()]) <= 0.12
