@@ -1,12 +1,16 @@
 """Any file gives a log in order or one sentence."""
 
 import contextlib
+import json
+import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from log_files import lines, scalar, tensor, write_events, written
+from test_log_kinds import PRINTED
 
 from jaxaudit.detection.alignment import Named, channels_of, grid_of
 from jaxaudit.errors import UserError
@@ -85,3 +89,79 @@ def test_damaged_events(tmp_path_factory, at, damage):
     data = path.read_bytes()
     path.write_bytes(data[:at] + damage + data[at + len(damage) :])
     survives(path)
+
+
+def mutated(data: bytes, random: np.random.Generator) -> bytes:
+    """Bytes of a log with a few of them, or of its lines, changed, gone, doubled or exchanged."""
+    for _ in range(random.integers(1, 6)):
+        kind, at = random.integers(6), int(random.integers(len(data) + 1))
+        length = int(random.integers(1, 30))
+        rows = data.split(b"\n")
+        if kind == 0:
+            data = data[:at] + data[at + length :]
+        elif kind == 1:
+            data = data[:at] + ODD[random.integers(len(ODD))] + data[at:]
+        elif kind == 2:
+            data = data[:at] + data[at : at + length] * 3 + data[at + length :]
+        elif kind == 3:
+            data = data[:at] + bytes([random.integers(256)]) + data[at + 1 :]
+        else:
+            one, other = random.integers(len(rows), size=2)
+            rows[one], rows[other] = rows[other], rows[one] if kind == 4 else rows[other]
+            data = b"\n".join(rows)
+    return data
+
+
+ODD = [
+    b"nan",
+    b"inf",
+    b"1e999",
+    b"-",
+    b"{",
+    b"}",
+    b"'",
+    b'"',
+    b",",
+    b"|",
+    b"\t",
+    b"\r",
+    b"\x1b[31m",
+    b"\x00",
+    b"step",
+    b"[[[",
+]
+ODD += [b"\xff", "\u2028".encode(), b"#", b":", b"=", b"null", b"tensor(", b"9" * 40, b"/300", b" " * 300]
+
+
+def logs_of_all_formats() -> list[tuple[str, bytes]]:
+    rows = [{"step": k, "loss": 1.5 * k, "seed": k % 2, "host": "a"} for k in range(6)]
+    table = "step,loss,seed\n" + "".join(f"{r['step']},{r['loss']},{r['seed']}\n" for r in rows)
+    tidy = "field,value,step\n" + "".join(f"{name},{k},{k}\n" for k in range(4) for name in "ab")
+    wide = '"Step","r - a","r - a__MIN"\n' + "".join(f"{k},{k},{k}\n" for k in range(4))
+    found = [
+        ("a.csv", table),
+        ("a.csv", tidy),
+        ("a.csv", wide),
+        ("a.jsonl", lines(*rows)),
+        ("a.json", json.dumps(rows)),
+    ]
+    found += [("a.json", json.dumps({"log_history": rows})), ("a.json", json.dumps({"loss": [1, 2], "x": [3, 4]}))]
+    found += [("a.log", text) for text, _ in PRINTED.values()]
+    return [(name, text.encode()) for name, text in found]
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_logs(tmp_path, count):
+    random, whole = np.random.default_rng(count), logs_of_all_formats()
+    for number in range(count):
+        name, data = whole[number % len(whole)]
+        survives(written(tmp_path, mutated(data, random), name))
+
+
+@pytest.mark.parametrize(
+    "line", ["{'" * 50_000, "{" * 100_000, " " * 10**6, "a:" * 300_000, "step 1 " + "x 1 | " * 100_000, "'" * 10**6]
+)
+def test_long_lines_are_read_in_linear_time(tmp_path, line):
+    begun = time.perf_counter()
+    survives(written(tmp_path, f"step 0: loss 1\n{line}\nstep 1: loss 2\n", "a.log"))
+    assert time.perf_counter() - begun < 10
