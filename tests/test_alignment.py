@@ -105,13 +105,15 @@ def test_a_text_in_place_of_numbers_is_not_finite():
 def test_a_channel_that_falls_silent_while_others_go_on():
     steps, val = np.arange(0, 100), np.arange(9, 100, 10)
     clean = [run(str(i), loss=(steps, 1), val=(val, 1)) for i in range(3)]
-    assert alignment.first_silent(run(loss=(steps, 1), val=(val, 1)), clean, ["loss", "val"]) is None
+    longest = alignment.longest_silences(clean, ["loss", "val"])
+    assert longest == {"loss": 1, "val": 10}
+    assert alignment.first_silent(run(loss=(steps, 1), val=(val, 1)), longest, ["loss", "val"]) is None
     silent = run(loss=(steps, 1), val=(val[:4], 1))
-    assert alignment.first_silent(silent, clean, ["loss", "val"]) == (70, ["val"])
+    assert alignment.first_silent(silent, longest, ["loss", "val"]) == (70, ["val"])
     missing = run(loss=(np.delete(steps, slice(40, 60)), 1), val=(val[(val < 40) | (val >= 60)], 1))
-    assert alignment.first_silent(missing, clean, ["loss", "val"]) is None, "nothing goes on in a gap"
-    assert alignment.first_silent(run(loss=(steps, 1), val=(val[::2], 1)), clean, ["loss", "val"]) is None, "seldom"
-    assert alignment.first_silent(run(loss=(steps[:30], 1), val=(val[:2], 1)), clean, ["loss", "val"]) is None, (
+    assert alignment.first_silent(missing, longest, ["loss", "val"]) is None, "nothing goes on in a gap"
+    assert alignment.first_silent(run(loss=(steps, 1), val=(val[::2], 1)), longest, ["loss", "val"]) is None, "seldom"
+    assert alignment.first_silent(run(loss=(steps[:30], 1), val=(val[:2], 1)), longest, ["loss", "val"]) is None, (
         "not due"
     )
 

@@ -1,6 +1,7 @@
 """Starts a command several times at once on one folder: one goes on, the others leave in one sentence, nothing is lost.
 
     python experiments/hardening/starts.py --starts 10 --seed 0
+    python experiments/hardening/starts.py --pairs --seed 0
 
 Each start comes at an instant drawn uniformly from the time that the command takes by itself. Where one has ended well,
 a later one of `margin` finds the search done and ends well, too; of the others all but one must leave with exit code 2.
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from commands import MARGIN, SPEC, Commands, contents
@@ -50,6 +52,9 @@ duration = 2
 
 SENTENCES = ("another process is at work on", "exists and is not empty", "is already finished")
 """What those say that leave."""
+
+REFUSALS = (*SENTENCES, "is not a run's folder", "is not a search", "is there already", "belongs to", "has another")
+"""What they say of a folder in which another command is at work, or has been."""
 
 
 def argv_of(command: str, place: Path, out: Path) -> list[object]:
@@ -113,6 +118,33 @@ def at_once(command: str, commands: Commands, place: Path, starts: int, draw: ra
     return {"command": command, "starts": starts, "went_on": went_on, "different": different, "bad": bad, "fine": fine}
 
 
+def any_two(commands: Commands, place: Path, chosen: Sequence[str], draw: random.Random) -> Iterator[dict[str, object]]:
+    """Starts every two different commands into one folder, in either order, the second while the first is at work."""
+    whole = {command: contents_alone(command, commands, place) for command in chosen}
+    for first, second in itertools.permutations(chosen, 2):
+        out = place / "pair"
+        one = commands.start(*argv_of(first, place, out))
+        time.sleep(draw.uniform(0, 4))
+        two = commands.start(*argv_of(second, place, out))
+        ends = {name: started.ended() for name, started in ((first, one), (second, two))}
+        won = [name for name, (code, _) in ends.items() if code == 0]
+        said = [words.rstrip().splitlines()[-1] for code, words in ends.values() if code]
+        left = contents(out)
+        known = bool(won) and whole[won[0]] == left
+        fine = len(won) == 1 and known and all(any(words in line for words in REFUSALS) for line in said)
+        yield {"pair": [first, second], "went_on": won, "said": said, "as_alone": known, "fine": fine}
+        shutil.rmtree(out)
+
+
+def contents_alone(command: str, commands: Commands, place: Path) -> dict[str, str]:
+    """What a command leaves that nothing else is at work beside."""
+    out = place / f"{command}-alone"
+    commands.run(*argv_of(command, place, out))
+    found = contents(out)
+    shutil.rmtree(out)
+    return found
+
+
 def _stop_in_the_middle(commands: Commands, spec: Path, folder: Path) -> None:
     """Makes a run that was killed while its lanes were trained."""
     for _ in range(5):
@@ -132,11 +164,17 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=COMMANDS, nargs="+", default=COMMANDS)
+    parser.add_argument("--pairs", action="store_true", help="every two of them, into one folder")
     chosen = parser.parse_args()
     fine = True
     with tempfile.TemporaryDirectory() as folder:
         commands, draw = Commands(Path(folder)), random.Random(chosen.seed)
         prepare(commands, Path(folder), chosen.only)
+        if chosen.pairs:
+            for result in any_two(commands, Path(folder), [c for c in chosen.only if c != "resume"], draw):
+                print(json.dumps(result | {"seed": chosen.seed}), flush=True)
+                fine = fine and bool(result["fine"])
+            return 0 if fine else 1
         for command in chosen.only:
             result = at_once(command, commands, Path(folder), chosen.starts, draw)
             print(json.dumps(result | {"seed": chosen.seed}), flush=True)

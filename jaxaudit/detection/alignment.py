@@ -199,11 +199,19 @@ def first_not_finite(
     return first
 
 
-def first_silent(run: Named, clean: Sequence[Named], channels: Sequence[str]) -> tuple[int, list[str]] | None:
+def longest_silences(clean: Sequence[Named], channels: Sequence[str]) -> dict[str, int]:
+    """The most steps that a clean run has been without a value of each channel."""
+    return {
+        name: max(_longest_silence(run.attempt, name) for run in clean if name in run.attempt.series)
+        for name in channels
+    }
+
+
+def first_silent(run: Named, longest: Mapping[str, int], channels: Sequence[str]) -> tuple[int, list[str]] | None:
     """The first step at which a channel has been silent for longer than in any clean run, while others go on.
 
     Silence is counted in steps from a channel's latest value on; one that is logged more seldom than in the clean runs
-    throughout is not silent.
+    throughout is not silent. `longest` is that of the clean runs.
     """
     every = run.attempt.steps
     found: dict[int, list[str]] = {}
@@ -212,15 +220,13 @@ def first_silent(run: Named, clean: Sequence[Named], channels: Sequence[str]) ->
         if one is None or not len(one.steps):
             continue
         own = float(np.median(np.diff(one.steps))) if len(one.steps) > 1 else 0.0
-        longest = max(_longest_silence(each.attempt, name) for each in clean if name in each.attempt.series)
-        allowed = max(longest, int(USUAL * own))
+        allowed = max(longest[name], int(USUAL * own))
         ends = np.append(one.steps[1:], every[-1] + 1)
-        for latest, following in zip(one.steps.tolist(), ends.tolist(), strict=True):
-            if following - latest > allowed:
-                others = every[(every > latest + allowed) & (every < following)]
-                if len(others):
-                    found.setdefault(int(others[0]), []).append(name)
-                    break
+        for place in np.flatnonzero(ends - one.steps > allowed).tolist():
+            others = every[(every > one.steps[place] + allowed) & (every < ends[place])]
+            if len(others):
+                found.setdefault(int(others[0]), []).append(name)
+                break
     return min(found.items()) if found else None
 
 
@@ -232,26 +238,26 @@ def _longest_silence(attempt: Attempt, name: str) -> int:
 
 def grid_of(clean: Sequence[Named], channels: Sequence[str]) -> Grid:
     """The steps that clean runs have in common; where they have too few, as many equal spans as a run has values."""
-    counts: dict[int, int] = {}
-    lengths = []
-    for run in clean:
-        own = np.unique(np.concatenate([run.attempt.series[name].steps for name in channels]))
-        lengths.append(len(own))
-        for step in own.tolist():
-            counts[step] = counts.get(step, 0) + 1
-    shared = np.array(sorted(step for step, times in counts.items() if times >= max(1, len(clean) / 2)), np.int64)
-    usual = int(np.median(lengths))
+    each = [
+        run.attempt.steps if len(channels) == len(run.attempt.series) else _steps_of(run, channels) for run in clean
+    ]
+    every, counts = np.unique(np.concatenate(each), return_counts=True)
+    shared = every[counts >= max(1, len(clean) / 2)]
+    usual = int(np.median([len(steps) for steps in each]))
     if len(shared) >= SHARED * usual:
         edges = np.concatenate([[shared[0] - 1], shared])
     else:
-        first, last = min(counts), max(counts)
-        edges = np.unique(np.linspace(first - 1, last, usual + 1).round().astype(np.int64))
+        edges = np.unique(np.linspace(every[0] - 1, every[-1], usual + 1).round().astype(np.int64))
     width = -(-(len(edges) - 1) // MOST_STEPS)
     if width > 1:
         edges = np.append(edges[:-1][::width], edges[-1])
     if len(clean) * len(edges) * len(channels) > _MOST_CELLS:
         raise UserError(f"{len(clean)} clean runs of {len(edges)} steps and {len(channels)} channels are too many")
     return Grid(edges)
+
+
+def _steps_of(run: Named, channels: Sequence[str]) -> np.ndarray:
+    return Attempt(run.attempt.begins, {name: run.attempt.series[name] for name in channels}).steps
 
 
 def cadence(run: Named, clean: Sequence[Named], name: str) -> np.ndarray | str | None:

@@ -127,7 +127,8 @@ def _monitor(
         f"values that are not finite ({', '.join(sorted(kinds))}) of {name} say nothing, as clean runs have them"
         for name, kinds in known.items()
     ]
-    certain = {run.name: _certain(run, earlier, channels, known) for run in new}
+    silences = alignment.longest_silences(earlier, channels)
+    certain = {run.name: _certain(run, silences, channels, known) for run in new}
     if len(earlier) < FEWEST:
         notes.append(
             f"{len(earlier)} clean runs are too few to learn from, which takes {FEWEST}: told is only what is certain, "
@@ -188,12 +189,12 @@ def _split(runs: int) -> tuple[list[int], list[int]]:
 
 
 def _certain(
-    run: Named, clean: Sequence[Named], channels: Sequence[str], known: Mapping[str, frozenset[str]]
+    run: Named, silences: Mapping[str, int], channels: Sequence[str], known: Mapping[str, frozenset[str]]
 ) -> Alarm | None:
     """The first alarm of an attempt that needs no score; None if there is none."""
     there = [name for name in channels if run.series(name) is not None]
     broken = alignment.first_not_finite(run, there, known)
-    silent = alignment.first_silent(run, clean, there)
+    silent = alignment.first_silent(run, silences, there)
     if broken is None and silent is None:
         return None
     if silent is None or (broken is not None and broken[0] <= silent[0]):
@@ -229,6 +230,7 @@ def _groups(new: Sequence[Named], clean: Sequence[Named], channels: Sequence[str
     """New runs by what they have; notes say which channels are not read of which runs, and why."""
     groups: dict[tuple[object, ...], _Group] = {}
     unread: dict[str, list[str]] = {}
+    ends = max(int(each.attempt.steps[-1]) for each in clean)
     for run in new:
         at: dict[str, np.ndarray | None] = {}
         for name in channels:
@@ -243,7 +245,6 @@ def _groups(new: Sequence[Named], clean: Sequence[Named], channels: Sequence[str
                 at[name] = how
         key = tuple((name, None if steps is None else steps.tobytes()) for name, steps in at.items())
         groups.setdefault(key, _Group([], at)).runs.append(run)
-        ends = max(int(each.attempt.steps[-1]) for each in clean)
         if int(run.attempt.steps[-1]) > ends:
             notes.append(
                 f"{run.name}: ends at step {run.attempt.steps[-1]}, the clean runs at {ends}: scored up to there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,10 +41,14 @@ class Attempt:
     series: Mapping[str, Series]
     texts: Mapping[str, Series] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def steps(self) -> np.ndarray:
         """All steps at which a channel was logged, int64 `[T]`, strictly increasing."""
-        return np.unique(np.concatenate([one.steps for one in self.series.values()] or [np.zeros(0, np.int64)]))
+        found = np.zeros(0, np.int64)
+        for one in self.series.values():
+            if not np.array_equal(one.steps, found):
+                found = np.union1d(found, one.steps)
+        return found
 
 
 @dataclass(frozen=True)
