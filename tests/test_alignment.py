@@ -46,6 +46,12 @@ def test_channels_of_some_clean_runs_alone_are_noted():
     )
 
 
+def test_what_is_one_number_in_all_clean_runs_and_another_in_a_new_one_is_noted():
+    clean = [made(str(i), range(9), loss=noise(i, 9), failures=0, seed=i) for i in range(3)]
+    new = [made("new", range(9), loss=noise(5, 9), failures=[0, 0, 0, 2, 2, 0, 0, 0, 0], seed=7), clean[0]]
+    assert alignment.moved(new, clean) == ["new: failures is 2 at step 3, and 0 in every clean run"]
+
+
 def test_a_clean_run_that_was_cut_short_is_left_out():
     clean = [made(name, range(count), loss=1) for name, count in (("a", 100), ("b", 101), ("c", 60))]
     kept, notes = alignment.long_enough(clean)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxaudit.errors import UserError
-from jaxaudit.logs.log import Attempt, Series, has_no, listed
+from jaxaudit.logs.log import Attempt, Series, has_no, listed, shown
 from jaxaudit.metastate.channels import ROUNDING
 
 MOST_STEPS = 1000
@@ -159,6 +159,25 @@ _REASONS = (
     ("as rising at every step, as clocks and counters do", _rises),
     ("as the same function of the step in all runs, as a schedule is", _scheduled),
 )
+
+
+def moved(new: Sequence[Named], clean: Sequence[Named]) -> list[str]:
+    """Notes on channels that are one number in all clean runs, and another one in a new run: no score can say so."""
+    notes = []
+    for name in dict.fromkeys(name for run in clean for name in run.attempt.series):
+        values = [run.attempt.series[name].values for run in clean if name in run.attempt.series]
+        usual = values[0][0]
+        if len(values) < len(clean) or not all((one == usual).all() for one in values):
+            continue
+        for run in new:
+            one = run.series(name)
+            if one is None:
+                continue
+            other = np.flatnonzero(one.values != usual)
+            if len(other):
+                step, value = one.steps[other[0]], one.values[other[0]]
+                notes.append(f"{run.name}: {shown(name)} is {value:g} at step {step}, and {usual:g} in every clean run")
+    return notes
 
 
 def excepted(fitted: Sequence[Named], channels: Sequence[str]) -> dict[str, frozenset[str]]:

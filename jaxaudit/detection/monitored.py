@@ -120,7 +120,7 @@ def _monitor(
         raise UserError(f"a monitor learns from two earlier runs or more, not {len(earlier)}")
     earlier, short = alignment.long_enough(earlier)
     channels, left_out = alignment.channels_of(earlier, options.channels)
-    notes += [*short, *left_out]
+    notes += [*short, *left_out, *alignment.moved(new, earlier)]
     fitted, calibrated = _split(len(earlier))
     known = alignment.excepted([earlier[i] for i in fitted], channels)
     notes += [
