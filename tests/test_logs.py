@@ -42,7 +42,7 @@ def test_steps_may_be_written_as_fractions_if_they_are_whole(tmp_path):
     assert log.steps.tolist() == [0, 1000, 2**60 + 1]
 
 
-@pytest.mark.parametrize("step", ["0.5", "nan", "inf", "abc", "", str(10**30)])
+@pytest.mark.parametrize("step", ["0.5", "nan", "inf", "abc", "", str(10**30), str(-(2**63)), str(2**62)])
 def test_steps_that_are_not_whole_are_refused(tmp_path, step):
     sentence = refusal(log_of, tmp_path, f"step,loss\n0,1\n{step},2\n")
     assert sentence == f"{tmp_path / 'a.csv'}: line 3 has step '{step}', which must be a whole number"

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxaudit.errors import UserError
 from jaxaudit.logs import runs
-from jaxaudit.logs.cells import MISSING, Column, whole_number
+from jaxaudit.logs.cells import MISSING, STEP_BOUND, Column, whole_number
 from jaxaudit.logs.log import LeftOut, Log, has_no, listed, shown
 
 STEPS = (
@@ -194,6 +194,8 @@ class Records:
         if step is None:
             return np.arange(len(self.places))
         cells = self.columns[step]
+        if (quickly := _whole_numbers(cells)) is not None:
+            return quickly
         steps = np.zeros(len(cells), np.int64)
         for row, cell in enumerate(cells):
             whole = cell if type(cell) is int and abs(cell) < 2**62 else whole_number(cell)
@@ -221,6 +223,17 @@ class Records:
                     f"{self.place} {self.places[row]} has {shown(name)} '{shown(text)}', which is no number{more}; "
                     "counted as not finite"
                 )
+
+
+def _whole_numbers(cells: list[Any]) -> np.ndarray | None:
+    """Texts of whole numbers; None where a cell is anything else, or a number too large."""
+    if not all(type(cell) is str for cell in cells):
+        return None
+    try:
+        steps = np.fromiter(map(int, cells), np.int64, len(cells))
+    except (ValueError, OverflowError):
+        return None
+    return steps if ((steps > -STEP_BOUND) & (steps < STEP_BOUND)).all() else None
 
 
 def _all_again(parts: list[runs.Part]) -> bool:
