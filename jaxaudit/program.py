@@ -114,7 +114,7 @@ class Program:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether its devices are GPUs."""
+        """Whether the program runs on GPUs, where a branch in a loop waits for the host."""
         return any(device.platform == "gpu" for device in self.devices)
 
     @property

@@ -25,13 +25,13 @@ def half(*shape, seed=0, mean=0.0):
     return jnp.asarray(np.random.default_rng(seed).normal(mean, 1, shape), jnp.bfloat16)
 
 
-def whole(x):
+def as_float64(x):
     return np.asarray(x, np.float64)
 
 
 def off_by(found, exact):
     assert found.shape == exact.shape
-    return np.linalg.norm(whole(found) - exact) / np.linalg.norm(exact)
+    return np.linalg.norm(as_float64(found) - exact) / np.linalg.norm(exact)
 
 
 def assert_close(found, exact):
@@ -42,7 +42,7 @@ def assert_close(found, exact):
 def test_layer_norm():
     x, scale, bias, weights = half(2048, 64, mean=3), jnp.ones(64) * 1.5, jnp.ones(64), half(2048, 64, seed=1, mean=1)
     result, back = jax.vjp(lambda *a: layer_norm(*a, 1e-5, jnp.bfloat16), x, scale, bias)
-    z, w = whole(x), whole(weights)
+    z, w = as_float64(x), as_float64(weights)
     inverse = 1 / np.sqrt(z.var(-1, keepdims=True) + 1e-5)
     normal, by_normal = (z - z.mean(-1, keepdims=True)) * inverse, 1.5 * w
     mean = by_normal.mean(-1, keepdims=True)
@@ -52,7 +52,7 @@ def test_layer_norm():
 
 def test_softmax_and_sums_of_attention():
     query, key, value, weights = (half(1, 2, 256, 16, seed=seed, mean=seed / 3) for seed in range(4))
-    q, k, v, w = map(whole, (query, key, value, weights))
+    q, k, v, w = map(as_float64, (query, key, value, weights))
     result, back = jax.vjp(attend, query, key, value)
     scores = np.where(np.tril(np.ones((256, 256), bool)), q @ k.swapaxes(-1, -2) / 4, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -76,7 +76,7 @@ def test_the_loss_and_log_probabilities(block):
     chances = 1 / np.arange(1, entries + 1)
     tokens = np.random.default_rng(0).choice(entries, count, p=chances / chances.sum())
     hidden, embedding, weights = half(count, width, mean=0.3), half(entries, width, seed=1), np.full(count, 1 / count)
-    h, e = whole(hidden), whole(embedding)
+    h, e = as_float64(hidden), as_float64(embedding)
     logits = h @ e.T
     logs = logits - logits.max(1, keepdims=True)
     logs -= np.log(np.exp(logs).sum(1, keepdims=True))
@@ -102,7 +102,9 @@ def test_gradients_of_weights_and_biases_over_thousands_of_rows():
     params = layer.init(jax.random.key(0), x)
     by_params = jax.grad(lambda p: jnp.sum((layer.apply(p, x) * weights).astype(jnp.float32)))(params)["params"]
     assert by_params["bias"].dtype == by_params["kernel"].dtype == jnp.float32
-    assert_close([by_params["kernel"], by_params["bias"]], [whole(x).T @ whole(weights), whole(weights).sum(0)])
+    assert_close(
+        [by_params["kernel"], by_params["bias"]], [as_float64(x).T @ as_float64(weights), as_float64(weights).sum(0)]
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -117,7 +119,7 @@ def test_clipping_norms_and_moments(dtype):
         return (params, state), (done.gradient_norm, done.update_norm)
 
     (params, state), (norms, _) = jax.lax.scan(step, (params, optimizer.init(params)), gradients)
-    exact = whole(gradients)
+    exact = as_float64(gradients)
     sizes = np.linalg.norm(exact, axis=1)
     clipped = exact / np.maximum(sizes, 1.0)[:, None]
     first, second, w = np.zeros(3000), np.zeros(3000), np.zeros(3000)
@@ -164,4 +166,4 @@ def test_gradients_of_places():
 
     found = jax.grad(weighted)(params)["params"]["embedding"]
     assert found.dtype == jnp.float32
-    assert off_by(found, np.pad(whole(weights).sum(0), ((0, 4), (0, 0)))) < 1e-5
+    assert off_by(found, np.pad(as_float64(weights).sum(0), ((0, 4), (0, 0)))) < 1e-5

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+import xarray as xr
 from log_files import lines, refusal, written
 
 from jaxaudit.detection.monitored import Options, monitor
@@ -93,6 +94,28 @@ def test_a_runs_verdict_does_not_depend_on_its_neighbours(clean, tmp_path):
     assert any(note.endswith("not read, as not there: val") and "begun" in note and "other" in note for note in notes)
     assert any(note.endswith("not read, as not there: loss") and "begun" not in note for note in notes)
     assert (tmp_path / "beside" / "monitored.zarr").is_dir()
+
+
+def test_stored_scores_have_one_threshold_whatever_channels_a_run_has(clean, tmp_path):
+    """Each set of channels has a monitor and a threshold of its own; a page has one."""
+    raised = [log(tmp_path, f"raised{k}", rows(100 + k, loss=lambda k, row: row["loss"] + (k >= 30))) for k in range(3)]
+    without = [{name: value for name, value in row.items() if name != "norm"} for row in rows(103)]
+    for row in without:
+        row["loss"] += row["step"] >= 300
+    files = [*raised, log(tmp_path, "without", without)]
+    said(tmp_path / "out", files, clean)
+    said(tmp_path / "alone", files[-1:], clean)
+    beyond = []
+    for folder in (tmp_path / "out", tmp_path / "alone"):
+        threshold = json.loads((folder / "monitored.json").read_text())["threshold"]
+        alarms = pd.read_csv(folder / "alarms.csv").set_index("run")
+        stored = xr.open_zarr(folder / "monitored.zarr").score - threshold
+        for run in alarms.index:
+            first = int((stored.sel(run=run) > 0).argmax())
+            assert int(stored.step[first]) == alarms.step[run]
+            np.testing.assert_allclose(stored.sel(run=run)[first], alarms.score[run] - threshold, rtol=1e-4)
+        beyond.append(stored.sel(run=str(files[-1])))
+    np.testing.assert_allclose(*beyond, rtol=1e-3, atol=1e-4)
 
 
 def test_under_four_clean_runs_what_is_certain_is_told(clean, tmp_path):

@@ -147,6 +147,28 @@ def test_a_whole_grid_is_traced_with_the_programs_precision(resolved, expected):
     assert products(functools.partial(run, program), given) | {FULL} == expected
 
 
+@dataclasses.dataclass(frozen=True)
+class MultiplyingWatch:
+    """A monitor that multiplies matrices, in a program of a learner that does not."""
+
+    provenance: str = ""
+
+    def begin(self):
+        return jnp.eye(3)
+
+    def follow(self, following, telemetry):
+        return following @ following, telemetry["performance"]
+
+
+@pytest.mark.parametrize(("resolved", "expected"), [(None, None), ("float32", FULL), ("tf32", FULL), ("high", TF32)])
+def test_a_monitor_in_the_program_is_never_coarser_unless_jax_is_told_so(resolved, expected):
+    grid = ja.plan(quadratic(None), [], seeds=1, steps=3, watch=lambda *_: MultiplyingWatch())
+    program = dataclasses.replace(grid.program, matmul_precision=resolved)
+    found = products(functools.partial(run, program), inputs(grid))
+    assert found - {FULL} == {expected} - {FULL}, "the learner's cosines name their precision"
+    assert expected in found
+
+
 def test_what_a_setting_becomes_on_a_gpu(monkeypatch):
     """The devices are this machine's; only what is asked of them is a GPU's."""
     monkeypatch.setattr(precision, "resolve", lambda devices, wanted: wanted)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from commands import SPEC
+from commands import SPEC, sealed
 
 SECONDS = 120.0
 """After which a command is ended: it has hung."""
@@ -463,18 +463,9 @@ def _(p: Place) -> None:
 
 @attack("a checkpoint whose arrays are others'", replay, words="damaged")
 def _(p: Place) -> None:
-    import hashlib
-
-    for path in p.run.rglob("digest.json"):
-        for file in path.parent.rglob("*"):
-            if file.is_file() and file.name == "manifest.ocdbt":
-                file.write_bytes(os.urandom(200))
-        content = json.loads(path.read_text())
-        content.pop("digest")
-        files = sorted(f for f in path.parent.rglob("*") if f.is_file() and f.name != "digest.json")
-        content["files"] = {str(f.relative_to(path.parent)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        path.write_text(json.dumps(content | {"digest": digest}))
+    for file in p.run.rglob("manifest.ocdbt"):
+        file.write_bytes(os.urandom(200))
+    sealed(p.run)
 
 
 @attack("/tmp cannot be written to", report, codes=(0,), environment={"TMPDIR": "/nonexistent"}, seconds=60)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import hashlib
 import io
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from commands import sealed
 from starts import LANGUAGE
 
 from jaxaudit import cli
@@ -71,23 +71,6 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     else:
         parent[path[-1]] = new
     return value
-
-
-def sealed(folder: Path) -> None:
-    """Makes the digests of a folder's checkpoints fit what lies there, where they still are objects."""
-    for path in folder.rglob("digest.json"):
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict):
-            continue
-        content.pop("digest", None)
-        if isinstance(content.get("files"), dict):
-            content["files"] = {
-                name: hashlib.sha256((path.parent / name).read_bytes()).hexdigest()
-                for name in content["files"]
-                if (path.parent / name).is_file()
-            }
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        path.write_text(json.dumps(content | {"digest": digest}))
 
 
 def ended(argv: list[str]) -> tuple[Any, str, float]:

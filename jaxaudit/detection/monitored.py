@@ -21,7 +21,7 @@ from jaxaudit.logs.log import listed
 from jaxaudit.metastate.calibration import rank, threshold
 from jaxaudit.metastate.channels import measured
 from jaxaudit.metastate.envelope import forward_filled
-from jaxaudit.metastate.monitor import DEFAULT, Monitor
+from jaxaudit.metastate.monitor import DEFAULT, Monitor, calibrated_on
 from jaxaudit.metastate.training import Training
 
 ALPHA = 0.05
@@ -30,8 +30,8 @@ ALPHA = 0.05
 FEWEST = 4
 """Clean runs from which there is something to learn; with fewer, only what is certain is told."""
 
-MOST_CALIBRATED = 19
-"""Clean runs to calibrate on for ALPHA; from `CALIBRATED_FROM` clean runs on it takes no less."""
+LEAST_CALIBRATED = 19
+"""Clean runs that are calibrated on at least, where there are `CALIBRATED_FROM` or more: as many as ALPHA takes."""
 
 CALIBRATED_FROM = 27
 
@@ -182,8 +182,9 @@ def _runs(logs: Sequence[Log], latest: bool = False) -> list[Named]:
 
 def _split(runs: int) -> tuple[list[int], list[int]]:
     """Which clean runs a monitor is fitted to, and on which it is calibrated."""
-    held = max(round(runs / 2), MOST_CALIBRATED) if runs >= CALIBRATED_FROM else round(runs / 2)
-    held = min(max(held, 1), runs - 1)
+    held = calibrated_on(runs)
+    if runs >= CALIBRATED_FROM:
+        held = max(held, LEAST_CALIBRATED)
     order = np.random.default_rng(0).permutation(runs)
     return sorted(order[held:].tolist()), sorted(order[:held].tolist())
 
@@ -267,7 +268,6 @@ class _Scored:
       monitor: fitted and calibrated.
       limit: its threshold.
       clean, new: scores, latents, distances and values.
-      ends: the last step of each new run that counts.
     """
 
     monitor: Monitor
@@ -303,6 +303,10 @@ class _Scored:
                 f"leave out {worst}"
             )
         return cls(monitor, limit, _seen(monitor, earlier), _seen(monitor, new))
+
+    def with_threshold(self, limit: float) -> _Scored:
+        """The same alarms on a scale whose threshold is another: scores of several monitors then have one in common."""
+        return replace(self, limit=limit, new=self.new.assign(score=self.new.score + (limit - self.limit)))
 
 
 def _thinned(run: Named, at: Mapping[str, np.ndarray | None]) -> Named:
@@ -350,6 +354,9 @@ def _write(
     say: Callable[[str], None],
 ) -> None:
     first = dict(certain)
+    largest = max(scored, key=lambda group: group.new.sizes["run"], default=None)
+    if largest is not None:
+        scored = [group if group is largest else group.with_threshold(largest.limit) for group in scored]
     for group in scored:
         for name, alarm in _alarms(group.new, group.limit).items():
             known = first.get(name)
@@ -366,9 +373,8 @@ def _write(
         "notes": list(notes),
         "attempts": any(ATTEMPT in run.name for run in new),
     }
-    if scored:
-        largest = max(scored, key=lambda group: group.new.sizes["run"])
-        view.write(_drawn(scored, largest), out / "monitored.zarr")
+    if largest is not None:
+        view.write(_for_page(scored, largest), out / "monitored.zarr")
         largest.monitor.save(out / "monitor.npz")
         described |= {"threshold": largest.limit, "channels": list(largest.monitor.expectation.channels.names)}
     (out / "monitored.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -376,13 +382,12 @@ def _write(
         say(f"{run.name}: {first.get(run.name) or 'no alarm'}")
 
 
-def _drawn(scored: Sequence[_Scored], largest: _Scored) -> xr.Dataset:
-    """What a page shows: all groups' runs, scores on the scale of the largest group's, and that one's clean runs."""
+def _for_page(scored: Sequence[_Scored], largest: _Scored) -> xr.Dataset:
+    """What a page shows: all groups' runs, whose scores have one threshold, and the largest group's clean runs."""
     directions = plane(largest.clean.latent.values, largest.new.latent.values)
     parts = []
     for group in scored:
         part = group.new[["score", "distance", "values"]]
-        part["score"] = part.score + (largest.limit - group.limit)
         if group is largest:
             part["latent"] = (("run", "step", "component"), group.new.latent.values @ directions)
         parts.append(part)

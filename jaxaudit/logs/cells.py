@@ -38,7 +38,7 @@ class Column:
 
     @classmethod
     def of(cls, cells: Sequence[Any]) -> Column:
-        """Numbers, their texts and anything else."""
+        """Parses cells as they come from a file: numbers, texts of numbers, None, and anything else as odd."""
         try:
             values = np.fromiter(map(float, cells), np.float64, len(cells))
             return cls(values, np.ones(len(cells), bool))

@@ -47,7 +47,7 @@ def _measures(series: Series) -> dict[str, Any]:
 
 
 def table(log: Log) -> Iterator[str]:
-    """The same in lines of text."""
+    """What `contents` says, as lines of text with a table of channels for each attempt."""
     steps = "rows are counted" if log.step is None else f"steps are '{shown(log.step)}'"
     yield f"{log.path}: {log.format}, {steps}"
     for run in log.runs:

@@ -65,7 +65,7 @@ class Run:
 
     @property
     def latest(self) -> Attempt:
-        """Its last attempt."""
+        """The attempt that was begun last."""
         return self.attempts[-1]
 
 

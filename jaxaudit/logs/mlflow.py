@@ -13,7 +13,7 @@ from jaxaudit.logs.log import shown
 from jaxaudit.logs.records import Records
 
 FOLDER = "metrics"
-"""In a run's folder."""
+"""The name of the folder of metrics in a run's folder."""
 
 
 def is_in(path: Path) -> bool:

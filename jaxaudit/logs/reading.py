@@ -23,11 +23,11 @@ _HEAD = 4096
 
 
 def read(path: Path, step: str | None = None) -> Log:
-    """The telemetry of one run; nothing in its log is ever executed.
+    """The telemetry of the runs in a log; nothing in it is ever executed.
 
     Args:
-      path: a file of comma-, semicolon- or tab-separated values with a header, of JSON objects, one a line, or of what
-        verl printed; a trainer_state.json; or an event file of TensorBoard, or a folder of such.
+      path: a file of comma-, semicolon- or tab-separated values with a header, of JSON objects one a line or in a list,
+        or of what a trainer printed; an event file of TensorBoard, or a folder of them; or MLflow's folder of metrics.
       step: the column of steps; None: the first of `records.STEPS` that there is, else rows are counted.
 
     Raises:

@@ -112,7 +112,7 @@ class Records:
         notes, left_out = list(self.notes), list(rows._left_out(self, step))
         parts = list(rows._parts(steps, named, columns, left_out))
         every = len({int(at) for part in parts for at in part.steps})
-        if step is not None and every == 1 < len(steps) and _all_again(parts):
+        if step is not None and every == 1 < len(steps) and _repeats_channels(parts):
             raise UserError(f"{path}: all {len(steps)} rows have {shown(step)} {steps[0]}, where steps must differ")
         if step is None:
             notes.append("there is no column of steps, so rows are counted from 0")
@@ -183,7 +183,7 @@ class Records:
         return bool((values != np.floor(values)).any())
 
     def _with(self, step: str) -> Records:
-        """The rows that have a step."""
+        """The records without the rows that have no cell in the column of steps."""
         kept = [row for row, cell in enumerate(self.columns[step]) if cell is not MISSING]
         if len(kept) == len(self.places):
             return self
@@ -236,8 +236,8 @@ def _whole_numbers(cells: list[Any]) -> np.ndarray | None:
     return steps if ((steps > -STEP_BOUND) & (steps < STEP_BOUND)).all() else None
 
 
-def _all_again(parts: list[runs.Part]) -> bool:
-    """Whether no two rows have different channels."""
+def _repeats_channels(parts: list[runs.Part]) -> bool:
+    """Whether every channel has a value in more than one row."""
     return all((column.present.sum() > 1) for part in parts for column in part.columns.values())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxaudit.logs.cells import Column
-from jaxaudit.logs.log import Attempt, LeftOut, Run, Series
+from jaxaudit.logs.log import Attempt, Run, Series
 
 RUN_COLUMNS = ("run", "run_id", "run_name", "run name", "exp_name", "experiment", "trial", "trial_id", "seed", "name")
 """Columns that tell runs apart where they have several values, in capitals or not."""
@@ -44,7 +44,7 @@ class Part:
     texts: Mapping[str, Column]
 
     def of_rows(self, label: str, rows: np.ndarray) -> Part:
-        """Some of the rows, in order."""
+        """The part that some rows make, in the order given, under another label."""
         columns, texts = ({n: _rows(c, rows) for n, c in some.items()} for some in (self.columns, self.texts))
         return Part(label, self.steps[rows], columns, texts)
 
@@ -88,7 +88,7 @@ def grouped(labels: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], np.ndarr
 
 def runs_of(name: str, part: Part, notes: list[str]) -> list[Run]:
     """The runs of a part: one begins where steps go back to the first, an attempt where they go back to a later one."""
-    found: list[list[tuple[int, list[np.ndarray]]]] = []
+    found: list[list[tuple[int, np.ndarray]]] = []
     for begins, new, rows in _stretches(part):
         if new or not found:
             found.append([])
@@ -103,15 +103,15 @@ def runs_of(name: str, part: Part, notes: list[str]) -> list[Run]:
         for begins, rows in attempts:
             if made:
                 restarts.append((int(part.steps[before].max()), begins))
-            before = np.concatenate([before[part.steps[before] < begins], *rows])
+            before = np.concatenate([before[part.steps[before] < begins], rows])
             made.append(_attempt(part, begins, before))
             twice |= dict.fromkeys(_repeated(part, before))
         runs.append(Run(told, tuple(made)))
-    notes += _told(label, len(found), restarts, twice)
+    notes += _restart_notes(label, len(found), restarts, twice)
     return runs
 
 
-def _told(label: str, runs: int, restarts: list[tuple[int, int]], twice: Mapping[int, None]) -> Iterator[str]:
+def _restart_notes(label: str, runs: int, restarts: list[tuple[int, int]], twice: Mapping[int, None]) -> Iterator[str]:
     if runs > 1:
         yield f"steps begin again {runs - 1} times, so these are {runs} runs"
     if restarts:
@@ -126,13 +126,13 @@ def _told(label: str, runs: int, restarts: list[tuple[int, int]], twice: Mapping
         yield f"step {next(iter(twice))}{more} there twice; the last value counts"
 
 
-def _stretches(part: Part) -> Iterator[tuple[int, bool, list[np.ndarray]]]:
+def _stretches(part: Part) -> Iterator[tuple[int, bool, np.ndarray]]:
     """Rows between returns: the step they begin at, whether it is the run's first, and the rows."""
     steps = part.steps
     if not len(steps):
         return
     if (np.diff(steps) >= 0).all():
-        yield int(steps[0]), True, [np.arange(len(steps))]
+        yield int(steps[0]), True, np.arange(len(steps))
         return
     names = list(part.columns)
     present = np.stack([part.columns[name].present for name in names], axis=1)
@@ -144,14 +144,14 @@ def _stretches(part: Part) -> Iterator[tuple[int, bool, list[np.ndarray]]]:
         channels = np.flatnonzero(present[row]).tolist()
         earlier = [latest[channel] for channel in channels if channel in latest] if step < highest else []
         if earlier and min(earlier) > step:
-            yield begins, new, [np.array(rows, np.int64)]
+            yield begins, new, np.array(rows, np.int64)
             new, begins, rows, highest = step <= lowest, step, [], step
             latest = {} if new else {channel: min(at, step - 1) for channel, at in latest.items()}
             lowest = step if new else lowest
         lowest, highest = min(lowest, step), max(highest, step)
         latest.update(dict.fromkeys(channels, step))
         rows.append(row)
-    yield begins, new, [np.array(rows, np.int64)]
+    yield begins, new, np.array(rows, np.int64)
 
 
 def _repeated(part: Part, rows: np.ndarray) -> list[int]:
@@ -185,18 +185,6 @@ def _attempt(part: Part, begins: int, rows: np.ndarray) -> Attempt:
                 own, steps = own[last], steps[last]
             target[name] = Series(steps, column.values[own])
     return Attempt(begins, series, texts)
-
-
-def labels_of(runs: Sequence[Run]) -> Iterator[LeftOut]:
-    """Channels that say nothing of how a run goes: the same at every step of each, or never there."""
-    names = dict.fromkeys(name for run in runs for one in run.attempts for name in one.series)
-    same = [name for name in names if all(_constant(one.series.get(name)) for run in runs for one in run.attempts)]
-    if same:
-        yield LeftOut(tuple(same), "the same at every step of each run")
-
-
-def _constant(series: Series | None) -> bool:
-    return series is None or (len(series.values) > 1 and bool((series.values == series.values[0]).all()))
 
 
 def gaps(steps: np.ndarray) -> Iterator[str]:
