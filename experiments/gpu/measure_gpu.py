@@ -103,8 +103,8 @@ PARTS = [
     Planned("folder", "checks folder", "check", 360, wave=2),
     Planned("transformers", "checks transformers", "check", 200, environment=HIGHEST, wave=2),
     Planned("physics", "checks physics HalfCheetah-v5 InvertedPendulum-v5", "check", 240, environment=HIGHEST, wave=2),
-    Planned("halfcheetah", "audits audit halfcheetah", "audit", 60, 220, wave=3),
-    Planned("gpt2_audit", "audits audit gpt2", "audit", 60, 220, wave=3),
+    Planned("halfcheetah", "audits audit halfcheetah", "audit", 60, 400, wave=3),
+    Planned("gpt2_audit", "audits audit gpt2", "audit", 60, 400, wave=3),
     Planned(
         "grpo_graphs", "speed grpo micro 8 1024", "device", 300, 40, f"{UNTUNED} {GRAPHS}", wave=4, rehearsed=False
     ),
