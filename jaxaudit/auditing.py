@@ -9,11 +9,12 @@ from typing import Literal
 import jax
 
 from jaxaudit import datasets, results
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.execution import memory
 from jaxaudit.execution.choice import settle
 from jaxaudit.execution.driver import Held, run_batch
 from jaxaudit.grid import plan
-from jaxaudit.learner import PERFORMANCE, Learner
+from jaxaudit.learner import Learner
 from jaxaudit.metastate.monitor import Monitor
 from jaxaudit.metastate.watch import MonitorWatch
 from jaxaudit.metrics import MetricSettings

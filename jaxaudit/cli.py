@@ -36,7 +36,7 @@ DRAWN_WITH = {
 QUICKSTARTS = ("llm",)
 """Packaged specs beside the first one."""
 
-MODELS = ("chart", "lru", "gru", "kalman")
+MODELS = ("ensemble", "chart", "lru", "gru", "kalman")
 """Of a monitor, `metastate.monitor.MODELS`; the first is what it has where none is named."""
 
 
@@ -183,7 +183,10 @@ def _parser() -> argparse.ArgumentParser:
     read.add_argument("--json", action="store_true", help="a line of JSON for each log")
     for command in (detect, watch):
         command.add_argument(
-            "--model", choices=MODELS, default=MODELS[0], help="of the monitor: a chart has none (%(default)s)"
+            "--model",
+            choices=MODELS,
+            default=MODELS[0],
+            help="what the monitor scores runs by: control charts, or a state-space model (%(default)s)",
         )
         command.add_argument("--channels", metavar="A,B,...", type=_names, help="what is read (all there is)")
         command.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")

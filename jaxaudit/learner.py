@@ -13,16 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.sharding import Partition
 from jaxaudit.taps import Taps
 
 State = Any
 Telemetry = dict[str, jax.Array]
-
-PERFORMANCE = "performance"
-
-ACTING = "acting_performance"
-"""The channel in which a learner tells how it fares in training itself, disturbed or not, beside its performance."""
 
 
 @struct.dataclass

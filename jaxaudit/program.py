@@ -17,7 +17,8 @@ import numpy as np
 from flax import struct
 
 from jaxaudit import precision
-from jaxaudit.learner import PERFORMANCE, Learner, State, Telemetry, as_kept, with_lasting, without_lasting
+from jaxaudit.channel_names import PERFORMANCE
+from jaxaudit.learner import Learner, State, Telemetry, as_kept, with_lasting, without_lasting
 from jaxaudit.sharding import AXIS, EVERYWHERE, LANES, ROWS, on_devices, split
 from jaxaudit.sites import find_sites, initial_states, step_telemetry
 from jaxaudit.taps import STATE, Disturbance, Slot, States, Taps, forget

@@ -13,8 +13,8 @@ import pandas as pd
 import xarray as xr
 
 from jaxaudit import metrics, registry, statistics
+from jaxaudit.channel_names import ACTING, PERFORMANCE
 from jaxaudit.datasets import DIMS, performance_every
-from jaxaudit.learner import ACTING, PERFORMANCE
 
 
 def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Dataset:

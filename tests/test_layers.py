@@ -32,6 +32,7 @@ LAYERS = (
     (
         "source_tree",
         "errors",
+        "channel_names",
         "files",
         "environment",
         "npz",

@@ -20,7 +20,7 @@ from small_runs import FEW, header
 
 from jaxaudit import metrics, results, slots
 from jaxaudit.batches import as_json, from_json, layout
-from jaxaudit.learner import PERFORMANCE
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.placing import blank_telemetry, place
 from jaxaudit.runner import checkpoint, durable, gathering, store
 from jaxaudit.specification.document import parse

@@ -21,7 +21,7 @@ from jaxaudit.detection.multichannel_charts import (
 from jaxaudit.metastate.channels import Channels
 from jaxaudit.metastate.charts import SHRINKAGE, Chart, ChartReference
 from jaxaudit.metastate.envelope import Envelope
-from jaxaudit.metastate.scorer import score_all
+from jaxaudit.metastate.scanned import score_all
 
 D, STEPS = 6, 40
 NAMES = tuple(f"c{i}" for i in range(D))

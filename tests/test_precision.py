@@ -21,7 +21,7 @@ from jaxaudit.errors import UserError
 from jaxaudit.kernels import coherence, orthogonal, ranks
 from jaxaudit.metastate.charts import Chart
 from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.monitor import _scored
+from jaxaudit.metastate.scanned import _scored
 from jaxaudit.metastate.scores import _followed
 from jaxaudit.metastate.training import Training, _train_members
 from jaxaudit.program import run

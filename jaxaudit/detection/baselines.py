@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxaudit.channel_names import ACTING, PERFORMANCE
 from jaxaudit.detection.change_point import BOCPD
 from jaxaudit.detection.control_charts import CUSUM, SingleChannel, SixSigma, ZClip
 from jaxaudit.detection.detector import Detector
 from jaxaudit.detection.multichannel_charts import CHARTS
 from jaxaudit.detection.slowing_down import Autocorrelation, RollingVariance
-from jaxaudit.learner import ACTING, PERFORMANCE
 
 
 def standard(channels: Sequence[str]) -> tuple[Detector, ...]:

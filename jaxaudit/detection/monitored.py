@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +85,7 @@ class Options:
     step: str | None = None
     alpha: float | None = None
     model: str = DEFAULT
-    training: Training = field(default_factory=Training)
+    training: Training | None = None
 
 
 def monitor(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.detection.comparison import Settings, splits
 from jaxaudit.detection.lanes import Lanes
 from jaxaudit.detection.summary import CLEAN
 from jaxaudit.detection.view import QUANTILES, over_lanes, plane
-from jaxaudit.learner import PERFORMANCE
 from jaxaudit.metastate.calibration import threshold
 from jaxaudit.metastate.monitor import Expectation
 

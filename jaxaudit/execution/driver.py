@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxaudit.batches import Batch
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.execution.engine import Engine, Piece, Source
 from jaxaudit.grid import Grid
-from jaxaudit.learner import PERFORMANCE, Telemetry
+from jaxaudit.learner import Telemetry
 from jaxaudit.placing import blank_telemetry, place
 from jaxaudit.program import LaneState
 

@@ -12,11 +12,12 @@ import jax
 import numpy as np
 
 from jaxaudit.batches import Batch, layout, width_of
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.execution import memory
 from jaxaudit.execution.driver import Held, run_batch
 from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.grid import Grid
-from jaxaudit.learner import PERFORMANCE, Telemetry
+from jaxaudit.learner import Telemetry
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
 from jaxaudit.metrics import MetricSettings, collapse_time
 from jaxaudit.perturbations.core import control

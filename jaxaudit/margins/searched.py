@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.errors import UserError, placed
 from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import Grid
-from jaxaudit.learner import PERFORMANCE
 from jaxaudit.margins.pool import Stage, before, collapse_times
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe
 from jaxaudit.margins.search import Settings, lay_out

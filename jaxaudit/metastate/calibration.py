@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import betaincinv
 
 
 def threshold(scores: ArrayLike, alpha: float) -> float:
@@ -54,6 +53,8 @@ def rate_interval(runs: int, alpha: float, coverage: float = 0.9) -> tuple[float
     without ties (Vovk, 2012, "Conditional validity of inductive conformal predictors"). Raises ValueError as
     `threshold` does.
     """
+    from scipy.special import betaincinv
+
     place = rank(runs, alpha)
     low, high = betaincinv(runs + 1 - place, place, [(1 - coverage) / 2, (1 + coverage) / 2])
     return float(low), float(high)

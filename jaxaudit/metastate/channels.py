@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 
-from jaxaudit.learner import PERFORMANCE
+from jaxaudit.channel_names import PERFORMANCE
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 DERIVED = ("baseline_performance", "x_gen", "x_inst", "monitor_score", "alarm")
 """Channels that a step does not measure: another lane's, functions of performance, and what a monitor says itself."""
@@ -28,6 +30,8 @@ def series(telemetry: xr.Dataset, names: Sequence[str] | None = None) -> xr.Data
     Raises:
       ValueError: for a name that is not there.
     """
+    import xarray as xr
+
     known = [str(name) for name, values in telemetry.data_vars.items() if "step" in values.dims]
     unknown = [name for name in names or () if name not in known]
     if unknown:

@@ -8,26 +8,23 @@ seen in one step. `outlier` is the distance of the furthest channel, for shifts 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.metastate.envelope import Envelope, forward_filled
+from jaxaudit.metastate.envelope import SHRINKAGE, Envelope, latest
 from jaxaudit.metastate.model import Params
+from jaxaudit.metastate.scanned import Scanned
 from jaxaudit.metastate.training import Training
 from jaxaudit.statistics.whitening import whitening
-
-SHRINKAGE = 0.05
-"""Of covariances towards a multiple of one, so that what channels always have in common is not divided by nothing."""
 
 NONE = np.zeros(0)
 
 
-@struct.dataclass
-class ChartReference:
+class ChartReference(NamedTuple):
     """What clean runs look like, step by step.
 
     Attributes:
@@ -47,11 +44,11 @@ class ChartReference:
 
     @classmethod
     def of(cls, y: np.ndarray, seen: np.ndarray) -> ChartReference:
-        """That of clean runs' standardised telemetry `[n, T, d]`, 1 in `seen` where there is a value; float32."""
+        """That of clean runs' standardised telemetry `[n, T, d]`, 1 in `seen` where there is a value."""
         telemetry = latest(y, seen)
         usual = Envelope.of(telemetry)
         matrix = whitening(usual.standardise(telemetry), SHRINKAGE)
-        return jax.tree.map(np.float32, cls(usual, (seen > 0).any(0), matrix))
+        return cls(usual, (seen > 0).any(0), matrix)
 
     def filled(self, step: jax.Array, y: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """A step's telemetry `[d]`, what of it was seen, and whether it is in a gap.
@@ -66,16 +63,6 @@ class ChartReference:
     def whitened(self, latents: np.ndarray) -> np.ndarray:
         """Distances of meta-states `[n, T, d]` from the clean runs', in their standard deviations, uncorrelated."""
         return self.telemetry.standardise(latents) @ self.decorrelate
-
-
-def in_gap(seen: np.ndarray) -> np.ndarray:
-    """Whether a step of runs `[n, T, d]` is without any value where another run had some: bool `[n, T, 1]`."""
-    return np.logical_and(~(seen > 0).any(-1, keepdims=True), (seen > 0).any(0).any(-1, keepdims=True))
-
-
-def latest(y: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Runs `[n, T, d]` with each channel's latest value, NaN before the first and in gaps."""
-    return np.where(in_gap(seen), np.nan, forward_filled(np.where(seen > 0, y, np.nan)))
 
 
 @struct.dataclass
@@ -96,7 +83,7 @@ class ChartProgress:
 
 
 @dataclass(frozen=True)
-class Chart:
+class Chart(Scanned):
     """Distances of telemetry from the clean runs', at one or several rates; the meta-state is the telemetry itself.
 
     Attributes:
@@ -132,7 +119,7 @@ class Chart:
         """No parameters."""
         return {}
 
-    def fit(self, training: Training, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
+    def fit(self, training: Training | None, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
         """No parameters: all that is learned of clean runs is the reference."""
         return {}
 

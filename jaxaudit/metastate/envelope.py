@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
+
+if TYPE_CHECKING:
+    import jax
+
+SHRINKAGE = 0.05
+"""Of covariances towards a multiple of one, so that what channels always have in common is not divided by nothing."""
+
+FURTHEST = 1e4
+"""Standard deviations that a value counts for at most, so that squares of it stay finite."""
 
 LARGEST = 1e38
 """Values beyond are taken for it, so that their squares stay finite."""
@@ -19,8 +25,7 @@ FLOOR = 0.01
 """The least spread of a step, in parts of the spread of all steps together."""
 
 
-@struct.dataclass
-class Envelope:
+class Envelope(NamedTuple):
     """Mean and standard deviation at each of T steps.
 
     Attributes:
@@ -49,6 +54,8 @@ class Envelope:
 
     def mean_at(self, step: jax.Array) -> jax.Array:
         """The mean `[...]` at a step; at a step later than the clean runs', at their last."""
+        import jax.numpy as jnp
+
         return jnp.asarray(self.mean)[jnp.minimum(step, len(self.mean) - 1)]
 
     def standardise_step(self, values: jax.Array, step: jax.Array) -> jax.Array:
@@ -56,6 +63,8 @@ class Envelope:
 
         A step later than the clean runs' is compared to their last.
         """
+        import jax.numpy as jnp
+
         row = jnp.minimum(step, len(self.mean) - 1)
         z = (values - self.mean_at(step)) / jnp.asarray(self.std)[row]
         return jnp.where(jnp.isfinite(z), z, 0.0)
@@ -86,6 +95,21 @@ def forward_filled(values: np.ndarray) -> np.ndarray:
     latest = np.maximum.accumulate(np.where(seen, steps, -1), axis=1)
     filled = np.take_along_axis(np.asarray(values, np.float64), np.maximum(latest, 0), axis=1)
     return np.where(latest >= 0, np.clip(filled, -LARGEST, LARGEST), np.nan)
+
+
+def in_gap(seen: np.ndarray) -> np.ndarray:
+    """Whether a step of runs `[n, T, d]` is without any value where another run had some: bool `[n, T, 1]`."""
+    return np.logical_and(~(seen > 0).any(-1, keepdims=True), (seen > 0).any(0).any(-1, keepdims=True))
+
+
+def latest(y: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Runs `[n, T, d]` with each channel's latest value, NaN before the first and in gaps."""
+    return np.where(in_gap(seen), np.nan, forward_filled(np.where(seen > 0, y, np.nan)))
+
+
+def clipped(z: Any, numpy: Any) -> Any:
+    """Distances of at most FURTHEST."""
+    return numpy.clip(z, -FURTHEST, FURTHEST)
 
 
 def _pooled(x: np.ndarray) -> np.ndarray:

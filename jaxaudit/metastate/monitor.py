@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import xarray as xr
-from flax.serialization import from_state_dict, to_state_dict
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxaudit import npz
 from jaxaudit.metastate.calibration import threshold
 from jaxaudit.metastate.channels import Channels, series
-from jaxaudit.metastate.charts import NONE, Chart
-from jaxaudit.metastate.gru import GRU
-from jaxaudit.metastate.kalman import Kalman
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.model import Params
-from jaxaudit.metastate.scorer import Reference, Scorer, Yardstick, by_other_half, score_all
-from jaxaudit.metastate.training import Training
-from jaxaudit.precision import float32_products
+from jaxaudit.metastate.scorer import Reference, Scorer, Yardstick, by_other_half
 
-MODELS: dict[str, type] = {"chart": Chart, "lru": LRU, "gru": GRU, "kalman": Kalman}
+if TYPE_CHECKING:
+    import xarray as xr
 
-DEFAULT = "chart"
+    from jaxaudit.metastate.model import Params
+    from jaxaudit.metastate.training import Training
+
+MODELS = {
+    "ensemble": ("ensemble", "Ensemble"),
+    "chart": ("charts", "Chart"),
+    "lru": ("lru", "LRU"),
+    "gru": ("gru", "GRU"),
+    "kalman": ("kalman", "Kalman"),
+}
+"""Module and class of what runs can be scored by; all but the first need JAX, so that each is imported when named."""
+
+DEFAULT = "ensemble"
 """Of MODELS."""
 
-VERSION = 2
-"""Of the file a monitor is saved in."""
+VERSION, READ = 3, (2, 3)
+"""Of the file a monitor is saved in, and which can be read: one of version 2 is no ensemble, and else the same."""
+
+Tree = TypeVar("Tree")
 
 
-def scorer(model: str | Scorer) -> Scorer:
-    """One of MODELS by its name, with its defaults; a scorer is one already.
+def scorer(model: str | Scorer, **settings: Any) -> Scorer:
+    """One of MODELS by its name, with its defaults but for `settings`; a scorer is one already.
 
     Raises:
       ValueError: for an unknown name.
@@ -47,7 +50,9 @@ def scorer(model: str | Scorer) -> Scorer:
         return model
     if model not in MODELS:
         raise ValueError(f"no model '{model}'; there are: {', '.join(MODELS)}")
-    return MODELS[model]()
+    module, name = MODELS[model]
+    found: Scorer = getattr(importlib.import_module(f"jaxaudit.metastate.{module}"), name)(**settings)
+    return found
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Expectation:
     """What is expected of a run, after clean ones.
 
     Attributes:
-      model: what scores it: a chart, or a state-space model.
+      model: what scores it: charts, or a state-space model.
       channels: what it reads.
       params: its parameters.
       reference: what clean runs look like to it.
@@ -70,9 +75,9 @@ class Expectation:
 
     @classmethod
     def of(
-        cls, clean: np.ndarray, names: Sequence[str], model: Scorer, training: Training, seed: int = 0
+        cls, clean: np.ndarray, names: Sequence[str], model: Scorer, training: Training | None = None, seed: int = 0
     ) -> Expectation:
-        """Fitted to clean runs `[n, T, d]` with channels of these names."""
+        """Fitted to clean runs `[n, T, d]` with channels of these names; `training` is of a model with parameters."""
         channels = Channels.of(names, clean)
         y, seen = channels.standardise(channels.pick(clean, names))
         return cls.among(clean, names, model, model.fit(training, y, seen, seed))
@@ -85,10 +90,10 @@ class Expectation:
 
         def score(scored: np.ndarray, referred: np.ndarray) -> np.ndarray:
             reference = model.refer(params, y[referred], seen[referred])
-            return np.asarray(_scored(model, params, reference, y[scored], seen[scored])[0])
+            return model.score_runs(params, reference, y[scored], seen[scored])[0]
 
         yardstick = Yardstick.of(by_other_half(score, len(y)))
-        return cls(model, channels, params, model.refer(params, y, seen), yardstick)
+        return cls(model, channels, params, single_precision(model.refer(params, y, seen)), yardstick)
 
     def scores(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Every score `[n, T, S]`, and the meta-states `[n, T, m]`, of runs `[n, T, d]` of its channels in their order.
@@ -96,21 +101,27 @@ class Expectation:
         A score is infinite at a step without a value that every step of the clean runs had.
         """
         y, seen = self.channels.standardise(runs)
-        scores, latents = _scored(self.model, self.params, self.reference, y, seen)
+        scores, latents = self.model.score_runs(self.params, self.reference, y, seen)
         gone = ((seen == 0) & self.channels.complete).any(-1)
-        return np.where(gone[..., None], np.inf, scores), np.asarray(latents)
+        return np.where(gone[..., None], np.inf, scores), latents
 
     def score(self, runs: np.ndarray) -> np.ndarray:
         """The scores as one, `[n, T]`."""
         return np.asarray(self.yardstick.combine(self.scores(runs)[0]))
 
 
-@partial(jax.jit, static_argnums=0)
-@float32_products
-def _scored(
-    model: Scorer, params: Params, reference: Reference, y: jax.Array, seen: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return jax.vmap(partial(score_all, model, params, reference))(jnp.asarray(y), jnp.asarray(seen))
+class Scored(NamedTuple):
+    """What a monitor says of n runs of T steps.
+
+    Attributes:
+      score: `[n, T]`, higher is more unusual; NaN in a gap.
+      most: which kind of score was the most unusual, text `[n, T]`.
+      latent: the meta-state, `[n, T, m]`.
+    """
+
+    score: np.ndarray
+    most: np.ndarray
+    latent: np.ndarray
 
 
 def calibrated_on(runs: int, held_out: float = 0.5) -> int:
@@ -152,8 +163,8 @@ class Monitor:
         Args:
           clean: telemetry along step and one other dimension: a dataset, such as the control lanes of an audit's,
             `result.telemetry.isel(condition=0)`, or an array (run, step, channel).
-          model: by which runs are scored, one of MODELS or its name: a `Chart`, which has nothing to train, or a
-            state-space model ("lru", "gru", "kalman").
+          model: by which runs are scored, a scorer or the name of one of MODELS: "ensemble", several control charts,
+            or "chart", one; both have nothing to train. Or a state-space model ("lru", "gru", "kalman").
           training: how a state-space model is trained.
           held_out: share of the runs to calibrate on.
           seed: of the split and of training.
@@ -162,31 +173,34 @@ class Monitor:
         Raises:
           ValueError: there are fewer than two runs, no channel differs between them, or no such model is known.
         """
+        import xarray as xr
+
         clean = (series(clean) if isinstance(clean, xr.Dataset) else clean).transpose(..., "step", "channel")
-        runs, lead = clean.values, clean.dims[0]
+        runs, names = clean.values, [str(name) for name in clean.channel.values]
         if runs.ndim != 3 or len(runs) < 2:
             raise ValueError(f"a monitor takes two clean runs or more, not {clean.sizes}")
         kept = calibrated_on(len(runs), held_out)
         order = np.random.default_rng(seed).permutation(len(runs))
-        parts = (clean.isel({lead: order[kept:]}), clean.isel({lead: order[:kept]}))
-        return cls.fitted(*parts, model=model, training=training, seed=seed, gaps=gaps)
+        parts = (runs[order[kept:]], runs[order[:kept]])
+        return cls.fitted(*parts, names, model=model, training=training, seed=seed, gaps=gaps)
 
     @classmethod
     def fitted(
         cls,
-        fitted: xr.DataArray,
-        calibrated: xr.DataArray,
+        fitted: np.ndarray,
+        calibrated: np.ndarray,
+        names: Sequence[str],
         *,
         model: str | Scorer = DEFAULT,
         training: Training | None = None,
         seed: int = 0,
         gaps: bool = True,
     ) -> Monitor:
-        """As `fit`, of clean runs `(run, step, channel)` to fit to and of others to calibrate on."""
-        names = [str(name) for name in fitted.channel.values]
-        expectation = Expectation.of(fitted.values, names, scorer(model), training or Training(), seed)
+        """As `fit`, of clean runs `[n, T, d]` to fit to, others to calibrate on, and the names of their d channels."""
+        expectation = Expectation.of(fitted, names, scorer(model), training, seed)
         blank = cls(expectation, np.zeros(0), gaps)
-        return replace(blank, clean=np.nanmax(blank.score(calibrated).score.values, axis=1))
+        said = blank.score_runs(expectation.channels.pick(calibrated, names))
+        return replace(blank, clean=np.nanmax(said.score, axis=1))
 
     def threshold(self, alpha: float) -> float:
         """The score that a further clean run is above with a probability of at most alpha. Raises ValueError.
@@ -210,34 +224,41 @@ class Monitor:
         Raises:
           ValueError: a channel it reads is not there.
         """
+        import xarray as xr
+
         if isinstance(telemetry, xr.Dataset):
             telemetry = series(telemetry)
         runs = self.expectation.channels.select(telemetry)
         lead = runs.shape[:-2]
-        scores, latents = self.expectation.scores(runs.reshape(-1, *runs.shape[-2:]))
-        compared = np.asarray(self.expectation.yardstick.compare(scores))
-        score = compared.max(axis=-1)
-        if self.gaps:
-            score = np.where(np.isfinite(runs.reshape(scores.shape[0], *runs.shape[-2:])).any(-1), score, np.nan)
-        most = np.array(self.expectation.model.kinds)[compared.argmax(axis=-1)]
+        said = self.score_runs(runs.reshape(-1, *runs.shape[-2:]))
         dims = [str(dim) for dim in telemetry.dims if dim not in ("step", "channel")]
         data = {
-            "score": ([*dims, "step"], score.reshape(*lead, -1)),
-            "most": ([*dims, "step"], most.reshape(*lead, -1)),
-            "latent": ([*dims, "step", "entry"], latents.reshape(*lead, *latents.shape[1:])),
+            "score": ([*dims, "step"], said.score.reshape(*lead, -1)),
+            "most": ([*dims, "step"], said.most.reshape(*lead, -1)),
+            "latent": ([*dims, "step", "entry"], said.latent.reshape(*lead, *said.latent.shape[1:])),
         }
         coords = {name: values for name, values in telemetry.coords.items() if "channel" not in values.dims}
         return xr.Dataset(data, coords)
 
+    def score_runs(self, runs: np.ndarray) -> Scored:
+        """The same of an array `[n, T, d]` of the channels it reads, in the order of `expectation.channels.names`."""
+        scores, latents = self.expectation.scores(runs)
+        compared = np.asarray(self.expectation.yardstick.compare(scores))
+        score = compared.max(axis=-1)
+        if self.gaps:
+            score = np.where(np.isfinite(runs).any(-1), score, np.nan)
+        most = np.array(self.expectation.model.kinds)[compared.argmax(axis=-1)]
+        return Scored(score, most, latents)
+
     def save(self, path: Path | str) -> None:
         """Writes one `.npz` file: arrays, and a description in JSON; nothing is pickled."""
         expectation = self.expectation
-        kinds = {kind: name for name, kind in MODELS.items()}
+        names = {kind: name for name, (_, kind) in MODELS.items()}
         description = {
             "version": VERSION,
             "gaps": self.gaps,
             "scores": expectation.model.kinds,
-            "model": kinds[type(expectation.model)],
+            "model": names[type(expectation.model).__name__],
             "settings": asdict(expectation.model),  # type: ignore[call-overload]  # every model is a dataclass
             "channels": expectation.channels.names,
         }
@@ -245,11 +266,11 @@ class Monitor:
             "clean": self.clean,
             "channels": {name: getattr(expectation.channels, name) for name in ("center", "scale", "complete")},
             "params": expectation.params,
-            "reference": to_state_dict(expectation.reference),
-            "yardstick": to_state_dict(expectation.yardstick),
+            "reference": expectation.reference,
+            "yardstick": expectation.yardstick,
         }
         with open(path, "wb") as file:
-            leaves: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in flatten_dict(arrays, sep="/").items()}
+            leaves: dict[str, Any] = _flattened(arrays)
             np.savez(file, description=np.array(json.dumps(description)), **leaves)
 
     @classmethod
@@ -267,19 +288,74 @@ class Monitor:
             version = description["version"]
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             raise ValueError(f"{path} is not a monitor's file") from None
-        if version != VERSION:
-            raise ValueError(f"{path} holds a monitor of version {version}, and this package reads {VERSION}")
+        if version not in READ:
+            known = " and ".join(map(str, READ))
+            raise ValueError(f"{path} holds a monitor of version {version}, and this package reads {known}")
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in description["settings"].items()}
-        model = MODELS[description["model"]](**settings)
+        model = scorer(description["model"], **settings)
         if tuple(description["scores"]) != model.kinds:
             raise ValueError(f"{path} holds a monitor whose scores this package does not know")
-        tree = unflatten_dict(arrays, sep="/")
-        channels = Channels(tuple(description["channels"]), **tree["channels"])
+        none = np.zeros(0)
+        standards = {name: arrays[f"channels/{name}"] for name in ("center", "scale", "complete")}
         expectation = Expectation(
             model,
-            channels,
-            tree.get("params", {}),
-            from_state_dict(model.blank(), tree["reference"]),
-            from_state_dict(Yardstick(NONE, NONE), tree["yardstick"]),
+            Channels(tuple(description["channels"]), **standards),
+            _nested(arrays, "params/"),
+            _restored(model.blank(), arrays, "reference"),
+            _restored(Yardstick(none, none), arrays, "yardstick"),
         )
-        return cls(expectation, tree["clean"], description["gaps"])
+        return cls(expectation, arrays["clean"], description["gaps"])
+
+
+def single_precision(tree: Tree) -> Tree:
+    """A tree of NamedTuples, tuples and arrays, its arrays as float32."""
+    if not isinstance(tree, tuple):
+        found: Any = np.float32(tree)  # type: ignore[arg-type]
+        return found
+    parts = [single_precision(part) for part in tree]
+    made: Any = type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return made
+
+
+def _children(tree: Any) -> dict[str, Any] | None:
+    """The parts of a node of a tree by name; None of a leaf."""
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    if isinstance(tree, tuple):
+        return dict(zip(getattr(tree, "_fields", map(str, range(len(tree)))), tree, strict=True))
+    return None
+
+
+def _flattened(tree: Any, path: str = "") -> dict[str, np.ndarray]:
+    """The leaves of a tree by their paths, parts separated by "/"."""
+    children = _children(tree)
+    if children is None:
+        return {path: np.asarray(tree)}
+    found: dict[str, np.ndarray] = {}
+    for name, child in children.items():
+        found |= _flattened(child, f"{path}/{name}" if path else name)
+    return found
+
+
+def _restored(blank: Tree, arrays: Mapping[str, np.ndarray], path: str) -> Tree:
+    """A tree of NamedTuples and tuples in the shape of `blank`, whose leaves are among the arrays."""
+    children = _children(blank)
+    if children is None:
+        leaf: Any = arrays[path]
+        return leaf
+    parts = [_restored(child, arrays, f"{path}/{name}") for name, child in children.items()]
+    made: Any = type(blank)(*parts) if hasattr(blank, "_fields") else tuple(parts)
+    return made
+
+
+def _nested(arrays: Mapping[str, np.ndarray], path: str) -> Any:
+    """The dictionary of dictionaries that the arrays under a path were."""
+    found: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if name.startswith(path):
+            *inner, last = name[len(path) :].split("/")
+            node = found
+            for part in inner:
+                node = node.setdefault(part, {})
+            node[last] = array
+    return found

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxaudit.metastate.envelope import Envelope
-from jaxaudit.metastate.model import Params
-from jaxaudit.metastate.training import Training
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxaudit.metastate.model import Params
+    from jaxaudit.metastate.training import Training
 
 LEAST, LEAST_SPREAD = 1e-6, 0.05
 """Of a score, and of the spread of its logarithm over clean runs."""
@@ -38,6 +39,8 @@ class Reference(Protocol):
 class Scorer(Protocol):
     """Scores of several kinds of every step of a run, from that step and those before; a frozen dataclass.
 
+    `score_runs` takes whole runs at once; `begin`, `score` and `meta_state` take a step inside a JAX program.
+
     Telemetry is standardised, `[d]`; `seen` is 1 where a channel has a value at a step, else 0.
     """
 
@@ -52,7 +55,7 @@ class Scorer(Protocol):
     def init(self, key: jax.Array, channels: int) -> Params:
         """Fresh parameters for d channels; no leaves where there is nothing to learn."""
 
-    def fit(self, training: Training, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
+    def fit(self, training: Training | None, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
         """Parameters for clean runs `[n, T, d]`."""
 
     def refer(self, params: Params, y: np.ndarray, seen: np.ndarray) -> Any:
@@ -60,6 +63,11 @@ class Scorer(Protocol):
 
     def blank(self) -> Any:
         """A `Reference` in whose shape one is read from a file."""
+
+    def score_runs(
+        self, params: Params, reference: Any, y: np.ndarray, seen: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Scores `[n, T, S]` and meta-states `[n, T, m]` of runs `[n, T, d]`."""
 
     def begin(self, params: Params, channels: int) -> Carry:
         """What is carried, before a run's first step."""
@@ -71,18 +79,6 @@ class Scorer(Protocol):
 
     def meta_state(self, params: Params, progress: Carry) -> jax.Array:
         """What the run is like after a step, `[m]`."""
-
-
-def score_all(
-    scorer: Scorer, params: Params, reference: Any, y: jax.Array, seen: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Scores `[T, S]` and meta-states `[T, m]` of a whole run, `[T, d]`."""
-
-    def step(progress: Carry, row: tuple[jax.Array, jax.Array]) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
-        progress, scores = scorer.score(params, reference, progress, *row)
-        return progress, (scores, scorer.meta_state(params, progress))
-
-    return jax.lax.scan(step, scorer.begin(params, y.shape[-1]), (y, seen))[1]
 
 
 def by_other_half(score: Callable[[np.ndarray, np.ndarray], np.ndarray], runs: int) -> np.ndarray:
@@ -101,8 +97,7 @@ def by_other_half(score: Callable[[np.ndarray, np.ndarray], np.ndarray], runs: i
     return np.concatenate([score(scored, referred) for scored, referred in pairs])
 
 
-@struct.dataclass
-class Yardstick:
+class Yardstick(NamedTuple):
     """By which scores of different kinds become one: what the largest of a clean run's steps is usually like.
 
     Attributes:
@@ -116,18 +111,18 @@ class Yardstick:
     @classmethod
     def of(cls, scores: np.ndarray) -> Yardstick:
         """Of clean runs' scores `[n, T, S]`."""
-        largest = np.log(np.maximum(np.max(scores, axis=1), LEAST))
+        largest: np.ndarray = np.log(np.maximum(np.max(scores, axis=1), LEAST))
         middle = np.median(largest, axis=0)
         spread = np.percentile(largest, 97, axis=0) - middle
         return cls(np.float32(middle), np.float32(np.maximum(spread, LEAST_SPREAD)))
 
-    def compare(self, scores: Any, numpy: Any = jnp) -> Any:
+    def compare(self, scores: Any, numpy: Any = np) -> Any:
         """Scores `[..., S]` on one scale: 0 and 1 are what middle and spread of clean runs' largest ones are.
 
         In NumPy or `jax.numpy`, whichever `numpy` is.
         """
         return (numpy.log(numpy.maximum(scores, LEAST)) - self.middle) / self.spread
 
-    def combine(self, scores: Any, numpy: Any = jnp) -> Any:
+    def combine(self, scores: Any, numpy: Any = np) -> Any:
         """The one of the scores `[..., S]` that is the most unusual: `[...]`."""
         return numpy.max(self.compare(scores, numpy), axis=-1)

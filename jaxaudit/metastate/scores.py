@@ -10,7 +10,7 @@ distance of the latent, which is the whitened, drift-corrected MSD of Table S5, 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,15 @@ from flax import struct
 
 from jaxaudit.metastate.charts import (
     NONE,
-    SHRINKAGE,
     Chart,
     ChartProgress,
     ChartReference,
     averaged,
-    in_gap,
     squared_weights,
 )
-from jaxaudit.metastate.envelope import Envelope
+from jaxaudit.metastate.envelope import SHRINKAGE, Envelope, in_gap
 from jaxaudit.metastate.model import Innovations, MetaStateModel, Params, State, follow
+from jaxaudit.metastate.scanned import Scanned
 from jaxaudit.metastate.training import Training, train_one
 from jaxaudit.precision import float32_products
 from jaxaudit.statistics.whitening import whitening
@@ -52,8 +51,7 @@ MOST = 4.0
 """Standard deviations that one innovation adds to `shift`: a single step's outlier is `surprise`'s to notice."""
 
 
-@struct.dataclass
-class Reference:
+class Reference(NamedTuple):
     """What clean runs look like to a model.
 
     Attributes:
@@ -168,7 +166,7 @@ def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray
     envelopes = [Envelope.of(x) for x in series]
     matrices = [whitening(e.standardise(x), SHRINKAGE) for e, x in zip(envelopes, series, strict=True)]
     innovations, usual = envelopes
-    return jax.tree.map(np.float32, Reference(innovations, usual, (matrices[0], matrices[1]), chart))
+    return Reference(innovations, usual, (matrices[0], matrices[1]), chart)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -177,7 +175,7 @@ def _followed(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Arr
     return jax.vmap(partial(follow, model, params))(y, seen)
 
 
-class StateSpace:
+class StateSpace(Scanned):
     """What makes a `MetaStateModel` a `Scorer`: all of SCORES; its meta-state is the latent."""
 
     @property
@@ -190,9 +188,9 @@ class StateSpace:
         """In tables."""
         return f"meta-state ({type(self).__name__})"
 
-    def fit(self: MetaStateModel, training: Training, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
+    def fit(self: MetaStateModel, training: Training | None, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
         """Parameters of the highest likelihood of clean runs `[n, T, d]`."""
-        return train_one(self, training, y, seen, seed)
+        return train_one(self, training or Training(), y, seen, seed)
 
     def refer(self: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray) -> Reference:
         """What clean runs `[n, T, d]` look like to it."""

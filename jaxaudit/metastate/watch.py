@@ -88,7 +88,7 @@ class MonitorWatch:
         y, seen = standardise(values, center, scale, jnp)
         watched, scores = known.model.score(known.params, known.reference, watched, y, seen.astype(jnp.float32))
         gone = jnp.any(~seen & known.channels.complete)
-        return watched, jnp.where(gone, jnp.inf, known.yardstick.combine(scores) - self.threshold)
+        return watched, jnp.where(gone, jnp.inf, known.yardstick.combine(scores, jnp) - self.threshold)
 
 
 def channel_names(name: str, shape: tuple[int, ...], channels: Mapping[str, Channel]) -> list[str]:

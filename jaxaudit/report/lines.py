@@ -8,12 +8,11 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
+from jaxaudit.channel_names import ACTING
 from jaxaudit.report import style
 from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
 from jaxaudit.report.series import CONTROL_KEY, Panel, band_name, frame, thin
 from jaxaudit.stored import CONTROL, Run
-
-ACTING = "acting_performance"
 
 CHANNELS = {
     "x_grad": "x_grad: gradient coherence",

@@ -10,10 +10,11 @@ import numpy as np
 
 from jaxaudit import datasets, results
 from jaxaudit.batches import Batch, Plan
+from jaxaudit.channel_names import ACTING, PERFORMANCE
 from jaxaudit.execution.driver import spans
 from jaxaudit.files import write_text
 from jaxaudit.grid import Grid
-from jaxaudit.learner import ACTING, PERFORMANCE, Telemetry
+from jaxaudit.learner import Telemetry
 from jaxaudit.program import telemetry_shapes
 from jaxaudit.runner.attempts import Attempt, BatchFolder, forget_lost
 from jaxaudit.runner.shards import write_shards

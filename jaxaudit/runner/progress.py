@@ -10,9 +10,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxaudit.batches import Batch, Plan
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.execution.driver import spans
 from jaxaudit.grid import Grid
-from jaxaudit.learner import PERFORMANCE, Telemetry
+from jaxaudit.learner import Telemetry
 from jaxaudit.metrics import due_steps
 from jaxaudit.runner.gathering import remarks
 from jaxaudit.runner.store import Folder

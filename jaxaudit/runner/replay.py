@@ -10,9 +10,10 @@ import numpy as np
 
 from jaxaudit import datasets
 from jaxaudit.batches import Batch
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
-from jaxaudit.learner import PERFORMANCE, Telemetry
+from jaxaudit.learner import Telemetry
 from jaxaudit.program import LaneState
 from jaxaudit.runner.opening import open_finished
 from jaxaudit.runner.store import Folder, differences

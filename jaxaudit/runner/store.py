@@ -23,12 +23,13 @@ import zarr
 
 from jaxaudit import datasets, source_tree, zarr_store
 from jaxaudit.batches import Batch, Plan, as_json, from_json
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.environment import read_environment
 from jaxaudit.errors import UserError
 from jaxaudit.execution.engine import Engine
 from jaxaudit.files import UNFINISHED, locked, read_object, remove, write_text
 from jaxaudit.grid import Fork, Grid
-from jaxaudit.learner import PERFORMANCE, Channel, Telemetry
+from jaxaudit.learner import Channel, Telemetry
 from jaxaudit.machine import cores, processor, readable
 from jaxaudit.placing import place
 from jaxaudit.program import telemetry_shapes

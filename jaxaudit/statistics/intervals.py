@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from scipy.special import bdtr, ndtr, ndtri, stdtrit
 
 Missing = Literal["propagate", "count"]
 Method = Literal["expanded", "percentile", "bca"]
@@ -148,6 +147,8 @@ def tails(level: float, n: int, method: Method) -> tuple[float, float]:
     """
     tail = (1 - level) / 2
     if method == "expanded":
+        from scipy.special import ndtr, stdtrit
+
         tail = float(ndtr(np.sqrt(n / (n - 1)) * stdtrit(n - 1, tail)))
     return tail, 1 - tail
 
@@ -161,6 +162,8 @@ def _bca_tails(x: np.ndarray, draws: np.ndarray, statistic: Statistic, level: fl
     """Bias-corrected and accelerated tails (Efron, 1987)."""
     value = statistic(x, axis=-1)
     share = ((draws < value).mean() + (draws <= value).mean()) / 2
+    from scipy.special import ndtr, ndtri
+
     bias = ndtri(np.clip(share, 0.5 / draws.size, 1 - 0.5 / draws.size))
     left_out = statistic(np.array([np.delete(x, i) for i in range(x.size)]), axis=-1)
     spread = left_out.mean() - left_out
@@ -189,6 +192,8 @@ def ranks(n: int, level: float = 0.95) -> Ranks:
 
     Exact: a value lies below the median with probability one half, so their number is binomial.
     """
+    from scipy.special import bdtr
+
     covers = [1 - 2 * float(bdtr(r - 1, n, 0.5)) for r in range(1, n // 2 + 1)]
     best = max((r for r, cover in enumerate(covers, 1) if cover >= level), default=1)
     return Ranks(best, n + 1 - best, covers[best - 1] if covers else 0.0)

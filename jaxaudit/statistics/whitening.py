@@ -17,11 +17,15 @@ def whitening(latents: Any, shrinkage: float = 0.0) -> np.ndarray:
     Raises:
         ValueError: their covariance is not finite or is singular, so that no such matrix exists.
     """
-    h = np.asarray(latents, np.float64)
-    covariance = np.atleast_2d(np.cov(h.reshape(-1, h.shape[-1]), rowvar=False))
-    size = h.shape[-1]
-    covariance = (1.0 - shrinkage) * covariance + shrinkage * np.trace(covariance) / size * np.eye(size)
-    if not np.isfinite(covariance).all() or np.linalg.matrix_rank(covariance, hermitian=True) < size:
+    spread = covariance(latents, shrinkage)
+    if not np.isfinite(spread).all() or np.linalg.matrix_rank(spread, hermitian=True) < len(spread):
         raise ValueError("the clean latents' covariance is singular or not finite: they cannot be whitened")
-    values, vectors = np.linalg.eigh(covariance)
+    values, vectors = np.linalg.eigh(spread)
     return vectors / np.sqrt(values)
+
+
+def covariance(latents: Any, shrinkage: float = 0.0) -> np.ndarray:
+    """That of the rows of `[..., d]`, moved by a share `shrinkage` towards its diagonal's mean: `[d, d]`."""
+    h = np.asarray(latents, np.float64)
+    found = np.atleast_2d(np.cov(h.reshape(-1, h.shape[-1]), rowvar=False))
+    return (1.0 - shrinkage) * found + shrinkage * np.trace(found) / len(found) * np.eye(len(found))

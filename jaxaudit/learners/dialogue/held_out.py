@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.dialogues.automaton import Progress
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
-from jaxaudit.learner import PERFORMANCE
 from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.collection import Collector, Models
 from jaxaudit.learners.dialogue.experience import Experience

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxaudit.channel_names import ACTING
 from jaxaudit.kernels.tails import masked_quantiles
-from jaxaudit.learner import ACTING
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, mean
 
 LENGTH_QUANTILES = (0.1, 0.5, 0.9)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.dialogues.protocol import GOLD, Dialogue
-from jaxaudit.learner import PERFORMANCE, Channel
+from jaxaudit.learner import Channel
 from jaxaudit.learners.dialogue.held_out import SHOWN, has_demonstrations
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.settings import DialogueSettings

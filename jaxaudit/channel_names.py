@@ -1,0 +1,6 @@
+"""Names of channels that have a meaning of their own."""
+
+PERFORMANCE = "performance"
+
+ACTING = "acting_performance"
+"""The channel in which a learner tells how it fares in training itself, disturbed or not, beside its performance."""
