@@ -7,18 +7,25 @@ codecs that jaxaudit writes them with, and no chunk inflates to more than its ar
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import xarray as xr
 import zarr
 
 from jaxaudit.errors import UserError
 from jaxaudit.files import read_object
 from jaxaudit.machine import host_memory, readable
 
+if TYPE_CHECKING:
+    import xarray as xr
+
 METADATA = "zarr.json"
+
+Labelled = tuple[tuple[str, ...], np.ndarray]
+"""The names of an array's dimensions, and its values."""
 
 FORMAT: Literal[3] = 3
 
@@ -40,7 +47,20 @@ MOST_DIMENSIONS = 32
 
 def open_dataset(path: Path) -> xr.Dataset:
     """A store that is checked already, or that this process made, as a dataset; its values are read when asked for."""
+    import xarray as xr
+
     return xr.open_zarr(path, chunks=None, zarr_format=FORMAT, decode_times=False)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Labelled]) -> None:
+    """Writes a new store that `open_dataset` reads; text is in arrays of objects."""
+    group = zarr.create_group(path, zarr_format=FORMAT)
+    for name, (dimensions, values) in arrays.items():
+        data = values.astype(str).astype(np.dtypes.StringDType()) if values.dtype == object else values
+        group.create_array(name, data=data, dimension_names=dimensions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of consolidated metadata, that they are no part of the format yet
+        zarr.consolidate_metadata(path, zarr_format=FORMAT)
 
 
 def open_group(path: Path, mode: Literal["r", "r+"]) -> zarr.Group:

@@ -182,12 +182,12 @@ def test_a_longer_run_is_scored_as_far_as_clean_ones_go(clean, tmp_path):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_false_alarms_at_the_clean_runs_cadence_and_at_half_of_it(clean, tmp_path, every):
-    """5% are asked for; of 200 runs at most 12% is five standard errors off."""
-    more = [log(tmp_path, f"clean{seed}", rows(seed)) for seed in range(1000, 1040)]
+    """5% are asked for, on average over sets of runs to calibrate on; with one of 90 it is above 14% once in 3,000."""
+    more = [log(tmp_path, f"clean{seed}", rows(seed)) for seed in range(1000, 1160)]
     new = [
         log(tmp_path, f"new{seed}", rows(seed, range(0 if every == 1 else 1, STEPS, every)))
         for seed in range(2000, 2200)
     ]
     found, _ = said(tmp_path / "out", new, [*clean, *more])
     assert len(found) == 200
-    assert np.mean([verdict != "no alarm" for verdict in found.values()]) <= 0.12
+    assert np.mean([verdict != "no alarm" for verdict in found.values()]) <= 0.14

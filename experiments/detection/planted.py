@@ -7,6 +7,11 @@ from jaxaudit.detection.lanes import Lanes
 
 CHANNELS = 12
 STEPS, ONSET = 200, 80
+LATE = 4
+"""Channels that "timing" delays."""
+
+OFTEN = 0.05
+"""Share of the steps that have a spike."""
 
 
 class System:
@@ -25,7 +30,10 @@ class System:
         "drift": every channel moves by `size` of its standard deviations, within 40 steps. "ramp": the first channel's
         noise grows by the factor 1 + `size` within 80 steps. "fold": the first channel's decay goes to 1, as before a
         saddle-node bifurcation, and it escapes beyond. "tempo": every channel's decay is `size`, with noise by which
-        the channels' mean and covariance at a step stay what they are: what is usual changes in time alone.
+        the channels' mean and covariance at a step stay what they are: what is usual changes in time alone. "timing":
+        the first LATE channels are read `size` steps late. Of the first channel, "spikes": it is off by `size` of its
+        standard deviations, up or down, at a share OFTEN of the steps; "dropouts": it reads 0, its mean, at a share
+        `size`; "stuck": it repeats its last reading at a share `size`.
         """
         random = np.random.default_rng(seed)
         x, rows = np.zeros((count, CHANNELS)), np.empty((count, STEPS, CHANNELS))
@@ -46,6 +54,18 @@ class System:
                 rows[:, t] = x
         if kind == "drift":
             rows[:, ONSET:] += size * self.std * self.sign * np.clip(np.arange(STEPS - ONSET) / 40, 0, 1)[:, None]
+        late = rows[:, ONSET:]
+        if kind == "timing":
+            late[..., :LATE] = rows[:, ONSET - size : STEPS - size, :LATE].copy()
+        chance = random.random((count, STEPS - ONSET))
+        if kind == "spikes":
+            late[..., 0] += np.where(chance < OFTEN, size * self.std[0] * np.where(chance < OFTEN / 2, 1, -1), 0)
+        if kind == "dropouts":
+            late[chance < size, 0] = 0
+        if kind == "stuck":
+            for t in range(ONSET, STEPS):
+                again = chance[:, t - ONSET] < size
+                rows[again, t, 0] = rows[again, t - 1, 0]
         return rows.astype(np.float32)
 
     def covariance(self):

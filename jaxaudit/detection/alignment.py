@@ -142,6 +142,11 @@ def _scheduled(each: Sequence[Series]) -> bool:
     """Whether runs have the same values wherever they have one at the same step, and those vary."""
     if len(each) < 2:
         return False
+    first, second = each[0], each[1]
+    if np.array_equal(first.steps, second.steps) and not np.allclose(
+        first.values, second.values, rtol=ROUNDING, atol=0.0, equal_nan=True
+    ):
+        return False
     known: dict[int, float] = {}
     shared = 0
     for one in each:
@@ -279,29 +284,51 @@ def _steps_of(run: Named, channels: Sequence[str]) -> np.ndarray:
     return Attempt(run.attempt.begins, {name: run.attempt.series[name] for name in channels}).steps
 
 
-def cadence(run: Named, clean: Sequence[Named], name: str) -> np.ndarray | str | None:
-    """How a new run logs a channel: as the clean runs do, at some of their steps only, or otherwise.
+@dataclass(frozen=True)
+class Cadence:
+    """When clean runs log a channel.
 
-    Returns:
-      None for as they do, as far as the run has come; the steps to compare it at, int64; or in words what is
-      otherwise.
+    Attributes:
+      common: the steps at which all of them do, int64.
+      length: how often one does, the median.
+      spacing: steps between two values, the median over runs.
     """
-    one = run.series(name)
-    assert one is not None
-    theirs = [each.attempt.series[name].steps for each in clean]
-    common = theirs[0]
-    for steps in theirs[1:]:
-        common = common[np.isin(common, steps)]
-    inside = common[(common >= one.steps[0]) & (common <= one.steps[-1])]
-    if len(common) >= SHARED * np.median([len(steps) for steps in theirs]):
-        if np.isin(one.steps, common).mean() >= SHARED:
-            return None if np.isin(inside, one.steps).mean() >= SHARED else one.steps
-        first = ", ".join(map(str, one.steps[:2].tolist()))
-        return f"at other steps ({first}, ...) than in the clean runs ({', '.join(map(str, common[:2].tolist()))}, ...)"
-    own, usual = _spacing(one.steps), float(np.median([_spacing(steps) for steps in theirs]))
-    if own and usual and not 0.5 < own / usual < 2:
-        return f"every {own:.3g} steps, in the clean runs every {usual:.3g}"
-    return None
+
+    common: np.ndarray
+    length: float
+    spacing: float
+
+    @classmethod
+    def of(cls, clean: Sequence[Named], name: str) -> Cadence:
+        """That of clean runs, all of which have the channel."""
+        theirs = [each.attempt.series[name].steps for each in clean]
+        common = theirs[0]
+        for steps in theirs[1:]:
+            if not np.array_equal(common, steps):
+                common = common[np.isin(common, steps)]
+        length, spacing = (float(np.median([of(steps) for steps in theirs])) for of in (len, _spacing))
+        return cls(common, length, spacing)
+
+    def kept_by(self, one: Series) -> np.ndarray | str | None:
+        """How a new run logs the channel: as the clean runs do, at some of their steps only, or otherwise.
+
+        Returns:
+          None for as they do, as far as the run has come; the steps to compare it at, int64; or in words what is
+          otherwise.
+        """
+        common = self.common
+        if np.array_equal(one.steps, common):
+            return None
+        inside = common[(common >= one.steps[0]) & (common <= one.steps[-1])]
+        if len(common) >= SHARED * self.length:
+            if np.isin(one.steps, common).mean() >= SHARED:
+                return None if np.isin(inside, one.steps).mean() >= SHARED else one.steps
+            mine, theirs = (", ".join(map(str, steps[:2].tolist())) for steps in (one.steps, common))
+            return f"at other steps ({mine}, ...) than in the clean runs ({theirs}, ...)"
+        own = _spacing(one.steps)
+        if own and self.spacing and not 0.5 < own / self.spacing < 2:
+            return f"every {own:.3g} steps, in the clean runs every {self.spacing:.3g}"
+        return None
 
 
 def _spacing(steps: np.ndarray) -> float:

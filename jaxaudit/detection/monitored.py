@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
-import xarray as xr
 
-from jaxaudit.detection import alignment, view
+from jaxaudit import zarr_store
+from jaxaudit.detection import alignment
 from jaxaudit.detection.alignment import Named, in_files
-from jaxaudit.detection.view import QUANTILES, over_lanes, plane
+from jaxaudit.detection.view import COMPONENTS, QUANTILES, over_lanes, plane
 from jaxaudit.errors import UserError, placed
 from jaxaudit.files import claimed
 from jaxaudit.logs import Log, read
@@ -21,8 +22,10 @@ from jaxaudit.logs.log import listed
 from jaxaudit.metastate.calibration import rank, threshold
 from jaxaudit.metastate.channels import measured
 from jaxaudit.metastate.envelope import forward_filled
-from jaxaudit.metastate.monitor import DEFAULT, Monitor, calibrated_on
-from jaxaudit.metastate.training import Training
+from jaxaudit.metastate.monitor import DEFAULT, Monitor, Scored, calibrated_on
+
+if TYPE_CHECKING:
+    from jaxaudit.metastate.training import Training
 
 ALPHA = 0.05
 """False alarms per clean run, where nothing else is asked for and there are runs enough."""
@@ -232,6 +235,7 @@ def _groups(new: Sequence[Named], clean: Sequence[Named], channels: Sequence[str
     groups: dict[tuple[object, ...], _Group] = {}
     unread: dict[str, list[str]] = {}
     ends = max(int(each.attempt.steps[-1]) for each in clean)
+    cadences = {name: alignment.Cadence.of(clean, name) for name in channels}
     for run in new:
         at: dict[str, np.ndarray | None] = {}
         for name in channels:
@@ -239,7 +243,7 @@ def _groups(new: Sequence[Named], clean: Sequence[Named], channels: Sequence[str
             if one is None or not len(one.steps):
                 unread.setdefault(f"not read, as not there: {name}", []).append(run.name)
                 continue
-            how = alignment.cadence(run, clean, name)
+            how = cadences[name].kept_by(one)
             if isinstance(how, str):
                 unread.setdefault(f"not read, as it is logged {how}: {name}", []).append(run.name)
             else:
@@ -261,19 +265,84 @@ def _groups(new: Sequence[Named], clean: Sequence[Named], channels: Sequence[str
 
 
 @dataclass(frozen=True)
+class _Runs:
+    """Runs side by side.
+
+    Attributes:
+      names: of n runs.
+      steps: int64 `[T]`.
+      channels: d of them.
+      values: float32 `[n, T, d]`, NaN where a run has none that is finite.
+    """
+
+    names: list[str]
+    steps: np.ndarray
+    channels: list[str]
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, runs: Sequence[Named], at: Mapping[str, np.ndarray | None], grid: alignment.Grid) -> _Runs:
+        """Runs on a grid, each channel at the steps at which it is compared."""
+        rows = [[grid.of(alignment.at_steps(run.series(name), steps)) for name, steps in at.items()] for run in runs]
+        with np.errstate(over="ignore"):
+            values = np.stack([np.stack(row, -1) for row in rows]).astype(np.float32)
+        return cls([run.name for run in runs], grid.steps, list(at), values)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Runs, and what a monitor says of them.
+
+    Attributes:
+      runs: those, with the channels that the monitor reads.
+      said: of each step.
+      distance: of each channel from the clean runs, in their standard deviations, float32 `[n, T, d]`; NaN before the
+        first value.
+    """
+
+    runs: _Runs
+    said: Scored
+    distance: np.ndarray
+
+    @classmethod
+    def of(cls, fitted: Monitor, runs: _Runs) -> _Seen:
+        known = fitted.expectation
+        values = known.channels.pick(runs.values, runs.channels)
+        read = replace(runs, channels=list(known.channels.names), values=values)
+        y, seen = known.channels.standardise(values)
+        filled = forward_filled(np.where(seen > 0, y, np.nan))
+        distance = np.where(np.isfinite(filled), known.reference.telemetry.standardise(filled), np.nan)
+        return cls(read, fitted.score_runs(values), distance.astype(np.float32))
+
+    def alarms(self, limit: float) -> dict[str, Alarm]:
+        """The first step of each run at which its score is above the threshold."""
+        found: dict[str, Alarm] = {}
+        for i, name in enumerate(self.runs.names):
+            above = np.flatnonzero(np.nan_to_num(self.said.score[i], nan=-np.inf, posinf=np.inf) > limit)
+            if len(above):
+                t = above[0]
+                apart = self.distance[i, t]
+                order = np.argsort(-np.abs(np.nan_to_num(apart)))[:FURTHEST]
+                furthest = ", ".join(f"{self.runs.channels[k]} {apart[k]:.1f}" for k in order)
+                score, kind = float(self.said.score[i, t]), str(self.said.most[i, t])
+                found[name] = Alarm(name, int(self.runs.steps[t]), score, kind, furthest)
+        return found
+
+
+@dataclass(frozen=True)
 class _Scored:
     """A group's runs, scored by a monitor of what the clean runs have of its channels.
 
     Attributes:
       monitor: fitted and calibrated.
       limit: its threshold.
-      clean, new: scores, latents, distances and values.
+      clean, new: what it says of the clean runs and of the group's.
     """
 
     monitor: Monitor
     limit: float
-    clean: xr.Dataset
-    new: xr.Dataset
+    clean: _Seen
+    new: _Seen
 
     @classmethod
     def of(
@@ -287,12 +356,11 @@ class _Scored:
     ) -> _Scored | None:
         names = list(group.at)
         grid = alignment.grid_of([_thinned(run, group.at) for run in clean], names)
-        earlier, new = (_array(runs, group.at, grid) for runs in (clean, group.runs))
-        if not measured(earlier.values[split[0]]).any():
+        earlier, new = (_Runs.of(runs, group.at, grid) for runs in (clean, group.runs))
+        fitted, calibrated = (earlier.values[part] for part in split)
+        if not measured(fitted).any():
             return None
-        monitor = Monitor.fitted(
-            earlier.isel(run=split[0]), earlier.isel(run=split[1]), model=options.model, training=options.training
-        )
+        monitor = Monitor.fitted(fitted, calibrated, names, model=options.model, training=options.training)
         broken = [alignment.first_not_finite(clean[i], names, known) is not None for i in split[1]]
         monitor = replace(monitor, clean=np.where(broken, np.inf, monitor.clean))
         limit = threshold(monitor.clean, alpha)
@@ -302,30 +370,18 @@ class _Scored:
                 f"so many clean runs have values that are not finite that no score is unusual at alpha {alpha:g}: "
                 f"leave out {worst}"
             )
-        return cls(monitor, limit, _seen(monitor, earlier), _seen(monitor, new))
+        return cls(monitor, limit, _Seen.of(monitor, earlier), _Seen.of(monitor, new))
 
     def with_threshold(self, limit: float) -> _Scored:
         """The same alarms on a scale whose threshold is another: scores of several monitors then have one in common."""
-        return replace(self, limit=limit, new=self.new.assign(score=self.new.score + (limit - self.limit)))
+        said = self.new.said._replace(score=self.new.said.score + (limit - self.limit))
+        return replace(self, limit=limit, new=replace(self.new, said=said))
 
 
 def _thinned(run: Named, at: Mapping[str, np.ndarray | None]) -> Named:
     """A run at the steps at which each channel is compared."""
     series = {name: alignment.at_steps(run.series(name), steps) for name, steps in at.items()}
     return Named(run.name, replace(run.attempt, series={n: s for n, s in series.items() if s is not None}))
-
-
-def _array(runs: Sequence[Named], at: Mapping[str, np.ndarray | None], grid: alignment.Grid) -> xr.DataArray:
-    """Runs' values, float32 along "run", "step" and "channel"; NaN where a run has none that is finite."""
-    values = np.stack(
-        [
-            np.stack([grid.of(alignment.at_steps(run.series(name), steps)) for name, steps in at.items()], -1)
-            for run in runs
-        ]
-    )
-    with np.errstate(over="ignore"):
-        coords = {"run": [run.name for run in runs], "step": grid.steps, "channel": list(at)}
-        return xr.DataArray(values.astype(np.float32), coords, ("run", "step", "channel"))
 
 
 def _alpha(asked: float | None, runs: int, notes: list[str]) -> float:
@@ -354,16 +410,18 @@ def _write(
     say: Callable[[str], None],
 ) -> None:
     first = dict(certain)
-    largest = max(scored, key=lambda group: group.new.sizes["run"], default=None)
+    largest = max(scored, key=lambda group: len(group.new.runs.names), default=None)
     if largest is not None:
         scored = [group if group is largest else group.with_threshold(largest.limit) for group in scored]
     for group in scored:
-        for name, alarm in _alarms(group.new, group.limit).items():
+        for name, alarm in group.new.alarms(group.limit).items():
             known = first.get(name)
             if known is None or alarm.step < known.step:
                 first[name] = alarm
-    alarms = pd.DataFrame([asdict(alarm) for alarm in first.values() if alarm], columns=[f.name for f in fields(Alarm)])
-    alarms.to_csv(out / "alarms.csv", index=False)
+    with (out / "alarms.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [f.name for f in fields(Alarm)], lineterminator="\n")
+        table.writeheader()
+        table.writerows(asdict(alarm) for alarm in first.values() if alarm)
     described: dict[str, object] = {
         "runs": [run.name for run in new],
         "clean_runs": clean_runs,
@@ -374,7 +432,7 @@ def _write(
         "attempts": any(ATTEMPT in run.name for run in new),
     }
     if largest is not None:
-        view.write(_for_page(scored, largest), out / "monitored.zarr")
+        zarr_store.write_arrays(out / "monitored.zarr", _for_page(scored, largest))
         largest.monitor.save(out / "monitor.npz")
         described |= {"threshold": largest.limit, "channels": list(largest.monitor.expectation.channels.names)}
     (out / "monitored.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -382,50 +440,61 @@ def _write(
         say(f"{run.name}: {first.get(run.name) or 'no alarm'}")
 
 
-def _for_page(scored: Sequence[_Scored], largest: _Scored) -> xr.Dataset:
+@dataclass(frozen=True)
+class _Axes:
+    """Steps and channels of all groups together.
+
+    Attributes:
+      steps: int64 `[T]`.
+      channels: d of them.
+    """
+
+    steps: np.ndarray
+    channels: list[str]
+
+    @classmethod
+    def of(cls, groups: Sequence[_Runs]) -> _Axes:
+        channels = dict.fromkeys(name for runs in groups for name in runs.channels)
+        return cls(np.unique(np.concatenate([runs.steps for runs in groups])), list(channels))
+
+    def spread(self, runs: _Runs, values: np.ndarray) -> np.ndarray:
+        """A group's values `[T', ...]` at the steps of all, `[T, ...]`; NaN elsewhere."""
+        found = np.full((len(self.steps), *values.shape[1:]), np.nan, values.dtype)
+        found[np.searchsorted(self.steps, runs.steps)] = values
+        return found
+
+    def spread_channels(self, runs: _Runs, values: np.ndarray) -> np.ndarray:
+        """A group's values `[T', d', ...]` at the steps and channels of all, `[T, d, ...]`; NaN elsewhere."""
+        found = np.full((len(runs.steps), len(self.channels), *values.shape[2:]), np.nan, values.dtype)
+        found[:, [self.channels.index(name) for name in runs.channels]] = values
+        return self.spread(runs, found)
+
+
+def _for_page(scored: Sequence[_Scored], largest: _Scored) -> dict[str, zarr_store.Labelled]:
     """What a page shows: all groups' runs, whose scores have one threshold, and the largest group's clean runs."""
-    directions = plane(largest.clean.latent.values, largest.new.latent.values)
-    parts = []
+    clean = largest.clean
+    axes = _Axes.of([group.new.runs for group in scored] + [clean.runs])
+    directions = plane(clean.said.latent, largest.new.said.latent)
+    score, distance, values, latent = [], [], [], []
     for group in scored:
-        part = group.new[["score", "distance", "values"]]
-        if group is largest:
-            part["latent"] = (("run", "step", "component"), group.new.latent.values @ directions)
-        parts.append(part)
-    found = parts[0] if len(parts) == 1 else xr.concat(parts, "run", data_vars="all", join="outer", fill_value=np.nan)
-    clean = xr.Dataset(
-        {
-            "clean_latent": (("step", "component", "quantile"), over_lanes(largest.clean.latent.values @ directions)),
-            "clean_values": (("step", "channel", "quantile"), over_lanes(largest.clean["values"].values)),
-        },
-        {"quantile": list(QUANTILES), "step": largest.clean.step, "channel": largest.clean.channel},
-    )
-    return found.merge(clean, join="outer")
-
-
-def _seen(fitted: Monitor, runs: xr.DataArray) -> xr.Dataset:
-    """Scores, latents, and each channel's distance from the clean runs, of runs; missing where a run has no row."""
-    known = fitted.expectation
-    said = fitted.score(runs)
-    values = runs.sel(channel=list(known.channels.names)).transpose("run", "step", "channel")
-    y, seen = known.channels.standardise(values.values)
-    filled = forward_filled(np.where(seen > 0, y, np.nan))
-    distance = np.where(np.isfinite(filled), known.reference.telemetry.standardise(filled), np.nan)
-    return said.assign(
-        distance=(("run", "step", "channel"), distance.astype(np.float32)),
-        values=values.drop_vars("run").assign_coords(run=runs.run),
-    )
-
-
-def _alarms(scored: xr.Dataset, limit: float) -> dict[str, Alarm]:
-    """The first step of each run at which its score is above the threshold."""
-    found: dict[str, Alarm] = {}
-    for run in range(scored.sizes["run"]):
-        one = scored.isel(run=run)
-        above = np.flatnonzero(np.nan_to_num(one.score.values, nan=-np.inf, posinf=np.inf) > limit)
-        if len(above):
-            at = one.isel(step=above[0])
-            order = np.argsort(-np.abs(np.nan_to_num(at.distance.values)))[:FURTHEST]
-            furthest = ", ".join(f"{at.channel.values[i]} {at.distance.values[i]:.1f}" for i in order)
-            name = str(scored.run.values[run])
-            found[name] = Alarm(name, int(at.step), float(at.score), str(at.most.values), furthest)
-    return found
+        runs, said = group.new.runs, group.new.said
+        shown = said.latent @ directions if group is largest else np.full((*said.score.shape, COMPONENTS), np.nan)
+        for i in range(len(runs.names)):
+            score.append(axes.spread(runs, said.score[i]))
+            distance.append(axes.spread_channels(runs, group.new.distance[i]))
+            values.append(axes.spread_channels(runs, runs.values[i]))
+            latent.append(axes.spread(runs, shown[i]))
+    clean_latent = axes.spread(clean.runs, over_lanes(clean.said.latent @ directions))
+    clean_values = axes.spread_channels(clean.runs, over_lanes(clean.runs.values))
+    return {
+        "run": (("run",), np.array([name for group in scored for name in group.new.runs.names], object)),
+        "step": (("step",), axes.steps),
+        "channel": (("channel",), np.array(axes.channels, object)),
+        "quantile": (("quantile",), np.array(QUANTILES)),
+        "score": (("run", "step"), np.stack(score)),
+        "distance": (("run", "step", "channel"), np.stack(distance)),
+        "values": (("run", "step", "channel"), np.stack(values)),
+        "latent": (("run", "step", "component"), np.stack(latent)),
+        "clean_latent": (("step", "component", "quantile"), clean_latent),
+        "clean_values": (("step", "channel", "quantile"), clean_values),
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,22 @@ def records(path: Path) -> Records:
     """
     text, unfinished = text_of(path)
     header: list[str] = []
-    places: list[int] = []
-    rows: list[list[str]] = []
-    again: list[int] = []
-    for line, fields in _fields(path, text):
-        if not header:
-            header = _header(path, line, fields)
-        elif len(fields) != len(header):
+    places, rows = _fields(path, text)
+    if rows:
+        header = _header(path, places.pop(0), rows.pop(0))
+    for line, fields in zip(places, rows, strict=True):
+        if len(fields) != len(header):
             raise UserError(f"{path}: line {line} has {len(fields)} fields, and the header {len(header)}")
-        elif fields[0].strip(_COMMENT + " ") == header[0] and [field.strip() for field in fields[1:]] == header[1:]:
-            again.append(line)
-        else:
-            places.append(line)
-            rows.append(fields)
+    again = [
+        place
+        for place, fields in enumerate(rows)
+        if header[0] in fields[0]
+        and fields[0].strip(_COMMENT + " ") == header[0]
+        and [field.strip() for field in fields[1:]] == header[1:]
+    ]
+    lines_again = [places[place] for place in again]
+    for place in reversed(again):
+        del places[place], rows[place]
     if not rows:
         raise UserError(f"{path} has no complete line" + (" after its header" if header else ""))
     notes = []
@@ -53,7 +55,7 @@ def records(path: Path) -> Records:
         notes.append("the last line has no line end, as one that is being written, and is left out")
     if again:
         more = f" and {len(again) - 1} more times" if len(again) > 1 else ""
-        notes.append(f"line {again[0]} is the header again{more}, as where a run was resumed")
+        notes.append(f"line {lines_again[0]} is the header again{more}, as where a run was resumed")
     columns: dict[str, list[Any]] = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
     if columns.pop("", None) is not None:
         # The index of a table, as pandas writes it, tells nothing of the run.
@@ -86,19 +88,22 @@ def _commented_header(line: str) -> bool:
     return len(names) > 1 and all(_NAME.fullmatch(name.strip()) for name in names)
 
 
-def _fields(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """The number and the fields of the header and of each line after it that is not blank."""
+def _fields(path: Path, text: str) -> tuple[list[int], list[list[str]]]:
+    """The numbers and the fields of the header and of each line after it that is not blank."""
     lines = list(io.StringIO(text, newline=""))
     first = next((number for number, line in enumerate(lines) if not _before_header(line)), len(lines))
     header = "".join(lines[first : first + 1])
     # A delimiter may be part of a name, so the one that is there most often.
     reader = csv.reader(lines[first:], delimiter=max(DELIMITERS, key=header.count), strict=True)
+    places, rows = [], []
     try:
         for fields in reader:
             if fields:
-                yield first + reader.line_num, fields
+                places.append(first + reader.line_num)
+                rows.append(fields)
     except csv.Error as error:
         raise UserError(f"{path}: line {first + reader.line_num} is not of separated values: {error}") from None
+    return places, rows
 
 
 def _header(path: Path, line: int, fields: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxaudit.errors import UserError
+from jaxaudit.logs.cells import is_number
 from jaxaudit.logs.lines import text_of
 from jaxaudit.logs.literals import dict_in
 from jaxaudit.logs.records import Records
@@ -122,7 +123,7 @@ def _dicts(lines: Iterable[Line]) -> Iterator[Row]:
         row = dict(_flat(entries))
         if "step" not in row and (mark := _mark(line[:begin])) is not None:
             row = {"step": mark[0], **row}
-        if any(isinstance(value, int | float) for value in row.values()):
+        if any(map(is_number, row.values())):  # which some trainers print as text, as {'loss': '3.097'}
             yield number, row
 
 

@@ -38,8 +38,11 @@ RIDGE = 0.01
 LEAST_SQUARE = 1e-4
 """Of a moving average of squares whose logarithm is taken; their mean is 1."""
 
-LEAST_DEVIATION = 1e-3
-"""Of a statistic among clean runs."""
+LEAST_SHARE = 0.5
+"""Of the deviation that a statistic of independent normal values would have: the least it is taken to have."""
+
+MOST = 4.0
+"""Standard deviations that a value adds to a moving average at most: a single outlier is what rates of 1 notice."""
 
 BLOCK = 256
 """Steps whose averages are in memory at a time."""
@@ -55,10 +58,10 @@ class Location(NamedTuple):
     std: Any
 
     @classmethod
-    def of(cls, values: np.ndarray) -> Location:
-        """That of statistics `[n, T, rates, d]`."""
+    def of(cls, values: np.ndarray, usual: np.ndarray) -> Location:
+        """That of statistics `[n, T, rates, d]`, whose deviations would be `[rates, d]` if values were independent."""
         flat = values.reshape(-1, *values.shape[2:])
-        return cls(flat.mean(0), np.maximum(flat.std(0), LEAST_DEVIATION))
+        return cls(flat.mean(0), np.maximum(flat.std(0), LEAST_SHARE * usual))
 
     def furthest(self, values: Any, numpy: Any) -> Any:
         """The largest squared distance in standard deviations over channels, `[..., rates, d]` to `[..., rates]`."""
@@ -217,7 +220,7 @@ class Ensemble:
         precision = np.linalg.inv(spread)
         adjust = precision / np.sqrt(np.diag(precision))
         mean_square = np.sqrt(_mean((e @ adjust) ** 2, fresh))
-        adjust = adjust / np.maximum(mean_square, LEAST_DEVIATION)
+        adjust = adjust / np.maximum(mean_square, LEAST_SHARE)
         blank = self.blank()._replace(
             telemetry=usual,
             recorded=fresh.any(0),
@@ -228,16 +231,20 @@ class Ensemble:
         )
         averages = [a for a, _ in self._averaged(blank, z, before, fresh)]
         level = np.concatenate([_normalised(a, np) for a in averages], 1)
+        channels = z.shape[-1]
         surprise, squares = (
-            Location.of(np.concatenate([_log(getattr(a, name), np) for a in averages], 1))
-            for name in ("surprise", "squares")
+            Location.of(np.concatenate([_log(getattr(a, name), np) for a in averages], 1), usual)
+            for name, usual in (
+                ("surprise", _deviation(self.surprise, 2 / channels)),
+                ("squares", _deviation(self.squares, 2)),
+            )
         )
         return blank._replace(
             decorrelate=np.stack([whitening(level[..., i, :], SHRINKAGE) for i in range(len(self.levels))]),
-            scale=np.maximum(np.sqrt((level**2).mean((0, 1))), LEAST_DEVIATION),
+            scale=np.maximum(np.sqrt((level**2).mean((0, 1))), LEAST_SHARE),
             surprise=surprise,
             squares=squares,
-            products=Location.of(np.concatenate([a.products for a in averages], 1)),
+            products=Location.of(np.concatenate([a.products for a in averages], 1), _deviation(self.dynamics, 1)),
         )
 
     def score_runs(
@@ -295,10 +302,13 @@ class Ensemble:
         h = numpy.where(fresh, e @ reference.adjust, 0.0)
         count = numpy.maximum(numpy.sum(fresh, axis=-1, keepdims=True), 1)
         square = numpy.sum((e @ reference.decorrelate_innovations) ** 2, axis=-1, keepdims=True) / count
-        spread = [z**2] * len(self.spread_z) + [e**2] * len(self.spread_e) + [h**2] * len(self.spread_h)
+        near_z, near_e, near_h, near = (numpy.clip(x, -MOST, MOST) for x in (z, e, h, before))
+        spread = [near_z**2] * len(self.spread_z) + [near_e**2] * len(self.spread_e) + [near_h**2] * len(self.spread_h)
         squares = numpy.stack(spread, -2) if spread else numpy.zeros((*z.shape[:-1], 0, z.shape[-1]))
-        values = Averages(0.0, z[..., None, :], square[..., None, :], squares, (h * before)[..., None, :])
-        return values, h
+        levels = numpy.stack([z if rate == 1 else near_z for rate in self.levels], -2)
+        return Averages(
+            0.0, levels, numpy.minimum(square, MOST**2)[..., None, :], squares, (near_h * near)[..., None, :]
+        ), h
 
     def _advanced(self, averages: Averages, values: Averages, fresh: Any, numpy: Any) -> Averages:
         """Moving averages `[..., rates, d]` a step on, where channels have a value of their own."""
@@ -386,6 +396,12 @@ def _normalised(averages: Averages, numpy: Any) -> Any:
     """Moving averages of z in units of their standard deviation if steps were independent, `[..., rates, d]`."""
     there = averages.weight > 0
     return numpy.where(there, averages.level / numpy.sqrt(numpy.where(there, averages.weight, 1.0)), 0.0)
+
+
+def _deviation(rates: tuple[float, ...], variance: float) -> np.ndarray:
+    """The standard deviation of moving averages of independent values of this variance, `[rates, 1]`."""
+    rate = np.array(rates).reshape(-1, 1)
+    return np.sqrt(variance * rate / (2 - rate))
 
 
 def _log(squares: Any, numpy: Any) -> Any:
