@@ -33,6 +33,50 @@ PRINTED = {
         joined(f"  {k}%|█ | {k}/9 [00:01<00:09]\r{{'loss': {k}.5, 'step': {k}}}\r {k}%|█ " for k in range(3)),
         {"loss": ([0, 1, 2], [0.5, 1.5, 2.5])},
     ),
+    "transformers 5": (
+        joined(f"{{'loss': '3.{k}97', 'grad_norm': '{'nan' if k else 1.5}', 'epoch': '0.0{k}'}}" for k in range(1, 3)),
+        {
+            "loss": ([0, 1], [3.197, 3.297]),
+            "grad_norm": ([0, 1], [math.nan, math.nan]),
+            "epoch": ([0, 1], [0.01, 0.02]),
+        },
+    ),
+    "Keras": (
+        "Model of 5 layers\n"
+        + joined(
+            f"Epoch {k}/30\n6/6 - 0s - 19ms/step - accuracy: 0.{k} - loss: {'nan' if k > 2 else 4 - k} - val_loss: 1.{k}e-02"
+            for k in range(1, 4)
+        )
+        + "Restoring model weights.\n",
+        {
+            "accuracy": ([1, 2, 3], [0.1, 0.2, 0.3]),
+            "loss": ([1, 2, 3], [3, 2, math.nan]),
+            "val_loss": ([1, 2, 3], [0.011, 0.012, 0.013]),
+        },
+    ),
+    "Keras with bars": (
+        joined(
+            f"Epoch {k}/30\n\r\x1b[1m1/6\x1b[0m \x1b[32m━━\x1b[0m \x1b[1m3s\x1b[0m 7ms/step - loss: 9.5\x08\x08\r"
+            f"\x1b[1m6/6\x1b[0m \x1b[32m━━━━\x1b[0m \x1b[1m0s\x1b[0m 19ms/step - loss: 2.{k} - val_loss: 3.{k}"
+            for k in range(2)
+        )
+        + "Epoch 2/30\n\r 1/6 ━━ 3s 7ms/step - loss: 9.5\x08\x08\r\n",
+        {"loss": ([0, 1], [2, 2.1]), "val_loss": ([0, 1], [3, 3.1])},
+    ),
+    "CleanRL": (
+        joined(
+            f"global_step={40 * k}, episodic_return={f'[{k}.]' if k % 2 else f'{k}.5'}\nSPS: 3000" for k in range(3)
+        ),
+        {"episodic_return": ([0, 40, 80], [0.5, 1, 2.5])},
+    ),
+    "slime's rollouts": (
+        joined(
+            f"[2026-01-01] metrics.py:135 - rollout {k}: {{'rollout/reward': 0.{k}}}\n"
+            f"[2026-01-01] model.py:918 - step {2 * k}: {{'train/loss': {k}.5}}\nRank 7: {{'memory': 3}}"
+            for k in range(2)
+        ),
+        {"rollout/reward": ([0, 1], [0, 0.1]), "train/loss": ([0, 2], [0.5, 1.5])},
+    ),
     "slime": (
         joined(f"(Actor pid=3) step {k}: {{'train/loss': {k}.5, 'extra': 'x'}}" for k in range(3)),
         {"train/loss": ([0, 1, 2], [0.5, 1.5, 2.5])},
@@ -207,6 +251,35 @@ def test_headers_after_a_comments_sign_and_again(tmp_path):
 def test_columns_of_steps_of_other_frameworks(tmp_path, name):
     log = logs.read(written(tmp_path, lines({name: 5, "x": 1}, {name: 10, "x": 2}), "a.jsonl"))
     assert (log.step, log.runs[0].latest.steps.tolist()) == (name, [5, 10])
+
+
+def test_rows_whose_step_is_in_another_column_are_left_out(tmp_path):
+    # As W&B's histories have it, where rows of a trainer and of its rollouts have steps of their own.
+    table = "_step,train/step,train/loss,reward\n0,,,1\n1,0,0.5,\n2,,,2\n3,1,1.5,\n"
+    null = lines(*({"_step": k, "train/step": k // 2 if k % 2 else None, "train/loss": k / 2} for k in range(4)))
+    for text, name in ((table, "a.csv"), (null, "a.jsonl")):
+        log = logs.read(written(tmp_path, text, name), "train/step")
+        assert log.runs[0].latest.series["train/loss"].steps.tolist() == [0, 1]
+        assert str(log.left_out[0]).startswith("left out, as without 'train/step': 2 of 4")
+
+
+def test_a_value_that_is_there_twice_is_said_where_the_second_differs(tmp_path):
+    # Lightning's and transformers' event files have an epoch with each of two groups of metrics.
+    rows = [{"step": k, **row} for k in range(5) for row in ({"val": k, "epoch": 0}, {"epoch": 0}, {"epoch": 0})]
+    assert logs.read(written(tmp_path, lines(*rows), "a.jsonl")).notes == ()
+    rows[-1]["epoch"] = 1
+    assert logs.read(written(tmp_path, lines(*rows), "a.jsonl")).notes == (
+        "step 4 is there twice; the last value counts",
+    )
+
+
+def test_steps_that_are_missing_are_said_where_there_is_a_usual_spacing(tmp_path):
+    notes = {
+        (0, 10, 20, 50, 60): ("no telemetry from step 30 to 40; those steps count as not seen",),
+        (3, 40, 52, 111, 130, 131, 190): (),
+    }
+    for steps, expected in notes.items():
+        assert logs.read(written(tmp_path, lines(*({"step": k, "ret": 1} for k in steps)), "a.jsonl")).notes == expected
 
 
 def test_steps_of_so_many(tmp_path):

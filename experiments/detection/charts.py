@@ -13,7 +13,7 @@ with a paired interval above zero, on two learners or more; else the chart with 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,15 +166,15 @@ def main() -> None:
         print(markdown(found), ruling(found), sep="\n\n")
 
 
-def trained(name: str, study: Study, out: Path, smoke: bool) -> Lanes:
-    """The lanes of a study, from `out` if they are there."""
+def trained(name: str, study: Study, out: Path, smoke: bool, first: Mapping[str, int] = FIRST) -> Lanes:
+    """The lanes of a study, from `out` if they are there; `first` are the first seeds."""
     parts = []
     for kind, perturbations in (("clean", ()), ("disturbed", study.perturbations)):
         count = {"clean": 10, "disturbed": 2} if smoke else {"clean": study.clean, "disturbed": study.disturbed}
-        first = (SMOKE if smoke else FIRST)[kind]
+        begins = (SMOKE if smoke else first)[kind]
         file = out / f"{name}-{kind}.nc"
         if not file.exists():
-            seeds = range(first, first + count[kind])
+            seeds = range(begins, begins + count[kind])
             parts.append(found := rows(study, perturbations, seeds, kind == "clean"))
             found.to_netcdf(file)
         else:

@@ -30,13 +30,18 @@ _MARK = re.compile(
     r"(?:\s*[:=#]\s*|\s+)(\d[\d,]{0,18})(?:\s*/\s*[\d,]+)?(?![\w.])",
     re.IGNORECASE,
 )
+_COUNTED = re.compile(r"(?:^|\s)(?:rollout|train|eval|perf)\s+(\d{1,18}):\s*$")
+"""Before a dict, as slime prints those of its rollouts."""
 _BRACKETED = re.compile(r"^\s*\[(\d{1,18})\]\s")
 _SEGMENTS = re.compile(r"\s*\|\s*|\s+/\s+|,\s+|,(?=[A-Za-z_])|;\s*|\s+-\s+|(?<![:=\s])\s{2,}")
 _COMPACT = re.compile(rf"([A-Za-z_][\w./@-]*)[:=]({_NUMBER})(?![\d.])")
 _NAMED = re.compile(rf"([A-Za-z_][^:=]{{0,79}}?)\s*[:=]\s*({_NUMBER})\s*(?:%|[A-Za-z/%]{{0,12}})(?:\s*\(.{{0,40}}\))?$")
 _SPACED = re.compile(rf"([A-Za-z_][\w ./@()-]{{0,79}}?)\s+({_NUMBER})(?:%|[A-Za-z/%]{{0,12}})(?:\s*\(.{{0,40}}\))?$")
 _ALONE = re.compile(rf"\s+([\w./@-]+)\s*[=:]\s*({_NUMBER})\s*$")
+_ARRAY = re.compile(rf"=\[\s*({_NUMBER})\s*\]")
+"""An array of one number, as CleanRL prints returns."""
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_BAR = re.compile(r"^\s*(\d{1,18})/(\d{1,18})(?=\s)")
 _RULE = re.compile(r"^[\s|:+-]*-{2,}[\s|:+-]*$")
 
 MARKED = 200
@@ -115,7 +120,7 @@ def _verl(lines: Iterable[Line]) -> Iterator[Row]:
 
 
 def _dicts(lines: Iterable[Line]) -> Iterator[Row]:
-    """`{'loss': 1.5, 'epoch': 0.1}`, alone, after a progress bar, or after `step 3:`."""
+    """`{'loss': 1.5, 'epoch': 0.1}`, alone, after a progress bar, or after `step 3:` or `rollout 3:`."""
     for number, line in lines:
         if "{" not in line or ":" not in line or (found := dict_in(line)) is None:
             continue
@@ -123,6 +128,8 @@ def _dicts(lines: Iterable[Line]) -> Iterator[Row]:
         row = dict(_flat(entries))
         if "step" not in row and (mark := _mark(line[:begin])) is not None:
             row = {"step": mark[0], **row}
+        elif "step" not in row and (counted := _COUNTED.search(line[:begin])):
+            row = {"step": int(counted[1]), **row}
         if any(map(is_number, row.values())):  # which some trainers print as text, as {'loss': '3.097'}
             yield number, row
 
@@ -143,9 +150,27 @@ def _pairs(lines: Iterable[Line]) -> Iterator[Row]:
         if (mark := _mark(line)) is not None:
             if len(row) > 1:
                 yield begun, row
-            row, begun, after = {"step": mark[0]} | dict(_metrics(line[mark[1] :])), number, number
+            row, begun, after = {"step": mark[0]} | dict(_metrics(line[mark[1] :], _NAMED, _SPACED)), number, number
         elif row and number == after + 1 and (alone := _ALONE.match(line)):
             row[alone[1]], after = _plain(alone[2]), number
+    if len(row) > 1:
+        yield begun, row
+
+
+def _headed(lines: Iterable[Line]) -> Iterator[Row]:
+    """`Epoch 3/30` alone, and lines such as `6/6 - 0s - accuracy: 0.61 - loss: 0.69` after it, as Keras prints them.
+
+    A bar that is not full, as `2/6`, has means of a part of the epoch, and says nothing.
+    """
+    row: dict[str, Any] = {}
+    begun = 0
+    for number, line in lines:
+        if (mark := _mark(line)) is not None and not line[mark[1] :].strip(" :-=])"):
+            if len(row) > 1:
+                yield begun, row
+            row, begun = {"step": mark[0]}, number
+        elif row and not ((bar := _BAR.match(line)) and int(bar[1]) < int(bar[2])):
+            row |= _metrics(line, _NAMED)
     if len(row) > 1:
         yield begun, row
 
@@ -156,13 +181,14 @@ def _mark(line: str) -> tuple[int, int] | None:
     return (int(found[1].replace(",", "")), found.end()) if found else None
 
 
-def _metrics(text: str) -> Iterator[tuple[str, str]]:
-    for segment in _SEGMENTS.split(text):
+def _metrics(text: str, *forms: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """Names and values of a line, each as `name=1` or in one of the forms."""
+    for segment in _SEGMENTS.split(_ARRAY.sub(r"=\1", text)):
         segment = segment.strip(" :|,;[]()")
         compact = _COMPACT.findall(segment)
         if len(compact) > 1 or (compact and " " not in segment):
             yield from ((name, _plain(value)) for name, value in compact)
-        elif found := _NAMED.match(segment) or _SPACED.match(segment):
+        elif found := next(filter(None, (form.match(segment) for form in forms)), None):
             yield found[1].strip(), _plain(found[2])
 
 
@@ -214,6 +240,7 @@ _WAYS: tuple[tuple[str, Callable[[Iterable[Line]], Iterable[Row]], Callable[[str
     ("tables as Stable-Baselines3 prints them", _tables, _never),
     ("a table in text", _columns, _never),
     ("lines of a step and metrics", _pairs, _mark),
+    ("lines of a step, and of its metrics after it", _headed, _never),
 )
 FEWEST = {way[0]: 1 if way[1] is _verl else 2 for way in _WAYS}
 """Rows by which a way to print them is recognised."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxaudit.errors import UserError
 from jaxaudit.logs import runs
-from jaxaudit.logs.cells import MISSING, STEP_BOUND, Column, whole_number
+from jaxaudit.logs.cells import MISSING, STEP_BOUND, Column, is_number, whole_number
 from jaxaudit.logs.log import LeftOut, Log, has_no, listed, shown
 
 STEPS = (
@@ -183,9 +183,14 @@ class Records:
         return bool((values != np.floor(values)).any())
 
     def _with(self, step: str) -> Records:
-        """The records without the rows that have no cell in the column of steps."""
-        kept = [row for row, cell in enumerate(self.columns[step]) if cell is not MISSING]
-        if len(kept) == len(self.places):
+        """The records without the rows that have no step, or a blank one where another column of steps has one."""
+        others = [cells for name, cells in self.columns.items() if name.casefold() in STEPS and name != step]
+        kept = []
+        for row, cell in enumerate(self.columns[step]):
+            blank = cell is None or (isinstance(cell, str) and not cell.strip())
+            if cell is not MISSING and not (blank and any(is_number(cells[row]) for cells in others)):
+                kept.append(row)
+        if not kept or len(kept) == len(self.places):
             return self
         columns = {name: [cells[row] for row in kept] for name, cells in self.columns.items()}
         return replace(self, places=[self.places[row] for row in kept], columns=columns)

@@ -155,14 +155,16 @@ def _stretches(part: Part) -> Iterator[tuple[int, bool, np.ndarray]]:
 
 
 def _repeated(part: Part, rows: np.ndarray) -> list[int]:
-    """The steps at which a row says nothing that an earlier one of that step did not say."""
+    """The steps at which a row has only channels that earlier ones of that step have, too, and another value of one."""
     steps, counts = np.unique(part.steps[rows], return_counts=True)
     found = []
     for step in steps[counts > 1].tolist():
-        before: set[str] = set()
+        before: dict[str, float] = {}
         for row in rows[part.steps[rows] == step].tolist():
-            here = {name for name, column in part.columns.items() if column.present[row]}
-            if here <= before:
+            here = {name: column.values[row] for name, column in part.columns.items() if column.present[row]}
+            if here.keys() <= before.keys() and not all(
+                np.array_equal(value, before[name], equal_nan=True) for name, value in here.items()
+            ):
                 found.append(step)
                 break
             before |= here
@@ -188,11 +190,16 @@ def _attempt(part: Part, begins: int, rows: np.ndarray) -> Attempt:
 
 
 def gaps(steps: np.ndarray) -> Iterator[str]:
-    """A sentence on the stretches of int64 steps `[T]` that are missing where their usual spacing goes on."""
+    """A sentence on the stretches of int64 steps `[T]` that are missing where their usual spacing goes on.
+
+    There is none where fewer than half are at that spacing, as where a line is logged when an episode ends.
+    """
     if len(steps) < 3:
         return
     apart = np.diff(steps)
     usual = int(np.sort(apart)[(len(apart) - 1) // 2])
+    if 2 * (apart == usual).sum() < len(apart):
+        return
     (before,) = np.nonzero(apart // usual >= 2)
     stretches = [(int(steps[at]) + usual, int(steps[at + 1]) - usual) for at in before[:_NAMED]]
     if stretches:

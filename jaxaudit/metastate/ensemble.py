@@ -60,8 +60,7 @@ class Location(NamedTuple):
     @classmethod
     def of(cls, values: np.ndarray, usual: np.ndarray) -> Location:
         """That of statistics `[n, T, rates, d]`, whose deviations would be `[rates, d]` if values were independent."""
-        flat = values.reshape(-1, *values.shape[2:])
-        return cls(flat.mean(0), np.maximum(flat.std(0), LEAST_SHARE * usual))
+        return cls(values.mean((0, 1)), np.maximum(values.std((0, 1)), LEAST_SHARE * usual))
 
     def furthest(self, values: Any, numpy: Any) -> Any:
         """The largest squared distance in standard deviations over channels, `[..., rates, d]` to `[..., rates]`."""

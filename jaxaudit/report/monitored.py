@@ -50,7 +50,7 @@ GLOSSARY = [
     ),
     (
         "latent",
-        "The state of the monitor's model, of a chart the standardised telemetry itself; here in the two directions in "
+        "The state of the monitor's model, of charts the standardised telemetry itself; here in the two directions in "
         "which it varies most.",
     ),
     (
@@ -58,8 +58,18 @@ GLOSSARY = [
         "Alarms without a score: a value that is NaN, infinite or a text, where clean runs have numbers; and a channel "
         "without a value for longer than in any clean run, while others go on.",
     ),
-    ("surprise", "Statistic: how badly the model expected the steps of late, over all channels."),
-    ("burst", "Statistic: the same, of the worst channel."),
+    (
+        "innovation",
+        "The part of a channel's value that was not expected: by a model, or by linear prediction from the step before.",
+    ),
+    ("surprise", "Statistic: how large innovations have been of late, over all channels."),
+    ("burst", "Statistic: the largest innovation of a channel, beside those of the other channels at the same step."),
+    (
+        "spread_z, spread_e, spread_h",
+        "Statistic: how far the fluctuations of a channel are from those of clean runs, larger or smaller: of its "
+        "distance (z), of its innovation (e), of its innovation beside those of the other channels (h).",
+    ),
+    ("dynamics", "Statistic: how much innovations depend on the step before, as where a channel reacts faster."),
     ("shift", "Statistic: how far all channels together have moved to one side of what the model expected."),
     ("departure", "Statistic: distance of the telemetry from the clean runs at the same step, over all channels."),
     ("outlier", "Statistic: the same, of the furthest channel."),

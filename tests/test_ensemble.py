@@ -1,0 +1,201 @@
+"""The ensemble of control charts: against other people's formulas, and on changes of a known kind."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+from planted import ONSET, System
+
+from jaxaudit.metastate import ensemble
+from jaxaudit.metastate.channels import Channels
+from jaxaudit.metastate.charts import Chart
+from jaxaudit.metastate.ensemble import Ensemble, autoregression
+from jaxaudit.metastate.monitor import Monitor, single_precision
+from jaxaudit.metastate.scanned import score_all
+
+NAMES = [f"c{i}" for i in range(12)]
+STORED = Path(__file__).parent / "data" / "monitors"
+
+
+def standardised(runs, clean):
+    known = Channels.of(NAMES[: clean.shape[-1]], clean)
+    return known.standardise(runs)
+
+
+def scores_of(runs, clean, charts=None):
+    """Scores `[n, T, S]` of runs against clean ones, by name."""
+    charts = charts or Ensemble()
+    reference = charts.refer({}, *standardised(clean, clean))
+    found, _ = charts.score_runs({}, reference, *standardised(runs, clean))
+    return dict(zip(charts.kinds, np.moveaxis(found, -1, 0), strict=True)), reference
+
+
+@pytest.fixture(scope="module")
+def clean():
+    return System().runs(60, 1)
+
+
+def test_whole_runs_score_as_steps_in_a_program_do(clean):
+    charts = Ensemble()
+    runs = System().runs(6, 2, "fold", 0.05)
+    runs[1, 50:60] = np.nan
+    runs[2, ::2, 3] = np.nan
+    runs[3, :20, 5] = np.nan
+    runs[4, 100:, 0] = 1e30
+    y, seen = standardised(runs, clean)
+    reference = charts.refer({}, *standardised(clean, clean))
+    whole, states = charts.score_runs({}, reference, y, seen)
+    steps, latents = jax.jit(jax.vmap(partial(score_all, charts, {}, single_precision(reference))))(y, seen)
+    assert np.isfinite(whole).all()
+    # A square is at least 1e-4 where its logarithm is taken, and that may be a millionth above or below its mean.
+    np.testing.assert_allclose(np.asarray(steps), whole, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(np.asarray(latents), states, rtol=1e-6)
+
+
+def test_a_run_scores_the_same_beside_others(clean):
+    runs = System().runs(4, 3)
+    runs[0, 50:60] = np.nan
+    together, reference = scores_of(runs, clean)
+    alone = Ensemble().score_runs({}, reference, *standardised(runs[:1], clean))[0]
+    np.testing.assert_array_equal(np.stack([found[0] for found in together.values()], -1), alone[0])
+
+
+def test_averages_are_those_of_pandas(clean):
+    runs = System().runs(2, 4)
+    found, reference = scores_of(runs, clean)
+    y, _ = standardised(runs, clean)
+    z = reference.telemetry.standardise(y)
+    near = np.clip(z, -4, 4)
+    for rate in (0.1, 0.03):
+        averages = np.stack(
+            [pd.DataFrame(np.vstack([np.zeros(12), run])).ewm(alpha=rate, adjust=False).mean()[1:] for run in near]
+        )
+        place = Ensemble().levels.index(rate)
+        variance = rate / (2 - rate) * (1 - (1 - rate) ** (2 * np.arange(1, z.shape[1] + 1)))
+        level = averages / np.sqrt(variance)[:, None]
+        distances = ((level @ reference.decorrelate[place]) ** 2).mean(-1)
+        np.testing.assert_allclose(found[f"departure_{rate:g}"], distances, rtol=1e-9)
+    squares = np.stack(
+        [pd.DataFrame(np.vstack([np.ones(12), run**2])).ewm(alpha=0.1, adjust=False).mean()[1:] for run in near]
+    )
+    apart = (np.log(np.maximum(squares, 1e-4)) - reference.squares.mean[0]) / reference.squares.std[0]
+    np.testing.assert_allclose(found["spread_z_0.1"], (apart**2).max(-1), rtol=1e-9)
+
+
+def test_an_adjusted_innovation_is_the_residual_of_a_regression_on_the_other_channels(clean, monkeypatch):
+    """Hawkins, 1991: by the inverse covariance at once, or by least squares channel by channel."""
+    monkeypatch.setattr(ensemble, "SHRINKAGE", 0.0)
+    found, reference = scores_of(clean, clean)
+    z = reference.telemetry.standardise(standardised(clean, clean)[0])
+    before = np.concatenate([np.zeros_like(z[:, :1]), z[:, :-1]], 1)
+    e = reference.innovations.standardise(z - before @ reference.transition).reshape(-1, 12)
+    e = e - e.mean(0)
+    residuals = np.empty_like(e)
+    for i in range(12):
+        others = np.delete(e, i, 1)
+        residuals[:, i] = e[:, i] - others @ np.linalg.lstsq(others, e[:, i])[0]
+    residuals /= np.sqrt((residuals**2).mean(0))
+    np.testing.assert_allclose(found["burst_1"].ravel(), (residuals**2).max(1), rtol=0.02)
+
+
+def test_the_autoregression_is_least_squares_with_added_rows():
+    random = np.random.default_rng(0)
+    before, z = random.normal(size=(2, 5, 40, 3))
+    found = autoregression(before, z, np.ones(z.shape, bool))
+    weight = np.sqrt(200 * (ensemble.RIDGE + 3 / 200))
+    rows = np.vstack([before.reshape(-1, 3), weight * np.eye(3)])
+    expected = np.linalg.lstsq(rows, np.vstack([z.reshape(-1, 3), np.zeros((3, 3))]))[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_averages_advance_on_values_of_their_own(clean):
+    """What is repeated between two values of a channel would make its averages move, and its spread look small."""
+    charts = Ensemble(departure=(1.0,), outlier=(0.1,), surprise=(), spread_e=(), spread_h=(), dynamics=())
+    one = clean[..., :1]
+    seldom = one.copy()
+    seldom[:, 1::2] = np.nan
+    seldom = np.concatenate([seldom, clean[..., 1:2]], -1)
+    found, reference = scores_of(seldom, seldom, charts)
+    z = reference.telemetry.standardise(standardised(seldom, seldom)[0])[:, ::2, 0]
+    squares = np.ones(len(z))
+    for t in range(z.shape[1]):
+        squares += 0.03 * (np.clip(z[:, t], -4, 4) ** 2 - squares)
+    apart = (np.log(squares) - reference.squares.mean[1, 0]) / reference.squares.std[1, 0]
+    other = found["spread_z_0.03"][:, -2]
+    assert (other >= apart**2 * (1 - 1e-9)).all()
+    assert np.isclose(other, apart**2).mean() > 0.2  # where it is the further one of the two channels
+
+
+SIZES = {
+    "drift": 0.5,
+    "ramp": 1.5,
+    "fold": 0.05,
+    "tempo": 0.1,
+    "timing": 2,
+    "spikes": 4,
+    "dropouts": 0.75,
+    "stuck": 0.9,
+}
+"""Of changes that the best of the charts sees in nineteen of twenty runs, the first four as elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def monitors():
+    runs = System().runs(100, 11)
+    return {
+        model: Monitor.fitted(runs[:50], runs[50:], NAMES, model=model) for model in ("ensemble", Chart((0.05,), ()))
+    }
+
+
+def share(monitor, runs):
+    return float((monitor.score_runs(runs).score.max(1) > monitor.threshold(0.05)).mean())
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_no_kind_of_change_is_missed(monitors, kind):
+    """At least 0.9 on average over sets of clean runs (experiments/detection); with one set a little less."""
+    runs = System().runs(100, 21, kind, SIZES[kind])
+    assert share(monitors["ensemble"], runs) >= 0.8
+    seen = share(monitors[Chart((0.05,), ())], runs)
+    assert seen >= 0.7 if kind in ("drift", "fold") else seen <= 0.3  # what one chart is blind to
+
+
+def test_clean_runs_are_not_alarmed(monitors):
+    """5% on average; with one set of 50 to calibrate on above 12% once in 100."""
+    assert share(monitors["ensemble"], System().runs(400, 31)) <= 0.12
+
+
+def test_a_change_is_not_seen_before_it_comes(monitors):
+    monitor = monitors["ensemble"]
+    runs = System().runs(100, 21, "tempo", 0.1)
+    above = monitor.score_runs(runs).score > monitor.threshold(0.05)
+    assert above[:, :ONSET].any(1).mean() <= 0.1
+    assert np.median(above.argmax(1)[above.any(1)]) <= ONSET + 30
+
+
+def test_what_is_missed_is_said():
+    with pytest.raises(ValueError, match=r"rates in \(0, 1\]"):
+        Ensemble(departure=(2.0,))
+
+
+@pytest.mark.parametrize("name", ["chart", "lru", "kalman"])
+def test_monitors_of_version_2_load_and_score_as_before(name):
+    """Written, as their scores were, by the release that had no ensemble."""
+    monitor = Monitor.load(STORED / f"{name}.npz")
+    with np.load(STORED / f"{name}_scores.npz") as stored:
+        before = dict(stored)
+    found = monitor.score_runs(before["runs"]).score
+    np.testing.assert_allclose(found, before["score"], rtol=1e-4, atol=1e-4)
+    assert np.isclose(monitor.threshold(0.05), before["threshold"])
+
+
+def test_an_ensemble_is_saved_and_loaded(monitors, tmp_path):
+    monitor = monitors["ensemble"]
+    monitor.save(tmp_path / "m.npz")
+    again = Monitor.load(tmp_path / "m.npz")
+    runs = System().runs(3, 41, "ramp", 1.5)
+    np.testing.assert_array_equal(again.score_runs(runs).score, monitor.score_runs(runs).score)
+    assert again.expectation.model == monitor.expectation.model
