@@ -38,6 +38,39 @@ def test_channels_that_tell_how_a_run_goes():
     assert "0 has no channel 'los' (did you mean 'loss'?)" in refusal(alignment.channels_of, clean, ["los"])
 
 
+def test_what_rises_is_a_clock_by_its_name_or_where_all_runs_agree():
+    """A reward, or a distance from a reference, that rises in every clean run is telemetry."""
+    t = np.arange(1, 9)
+    clean = [
+        made(
+            str(i),
+            t,
+            **{"kl": t * (1 + 0.2 * i), "eval/reward": t + noise(i, 8) / 9, "num_tokens": t * (90 + 20 * i)},
+            n=t,
+        )
+        for i in range(3)
+    ]
+    channels, notes = alignment.channels_of(clean, None)
+    assert channels == ["kl", "eval/reward"]
+    assert notes[0].startswith("left out, as rising at every step, as clocks and counters do: num_tokens, n;")
+
+
+def test_how_fast_a_machine_is_is_not_read():
+    speeds = (
+        ["time/fps", "charts/SPS", "mfu", "tokens_per_sec", "tok/sec", "train_steps_per_second", "step_time"]
+        + ["timing_s/gen", "eval_runtime", "throughput", "time per iteration", "iteration_time", "it/s"]
+    )  # fmt: skip
+    learning = ["loss", "time_penalty_reward", "steps_per_episode", "eval/return", "step_size", "rewards/s"]
+    clean = [
+        made(str(i), range(9), **{name: noise(7 * i + k, 9) for k, name in enumerate(speeds + learning)})
+        for i in range(3)
+    ]
+    channels, notes = alignment.channels_of(clean, None)
+    assert channels == learning
+    assert [note.partition(":")[0] for note in notes] == ["left out, as how fast the machine is"]
+    assert alignment.channels_of(clean, ["mfu"]) == (["mfu"], [])
+
+
 def test_channels_of_some_clean_runs_alone_are_noted():
     clean = [made("a", range(9), loss=noise(0, 9), kl=noise(1, 9)), made("b", range(9), loss=noise(2, 9))]
     assert alignment.channels_of(clean, None) == (["loss"], ["not read, as not in all clean runs: kl"])

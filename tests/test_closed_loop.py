@@ -86,9 +86,14 @@ def test_the_score_inside_is_the_score_of_the_telemetry(monitor, rescued):
     assert_online_is_offline(monitor, rescued)
 
 
-@pytest.mark.exhaustive
-def test_a_chart_sets_off_interventions_as_a_model_does(clean):
-    chart = ja.Monitor.fit(clean, model=Chart(departure=(0.1,), outlier=(1.0,)))
+ONE = Chart(departure=(0.1,), outlier=(1.0,))
+
+
+@pytest.mark.parametrize(
+    "model", ["ensemble", pytest.param(ONE, marks=pytest.mark.exhaustive)], ids=["ensemble", "chart"]
+)
+def test_charts_set_off_interventions_as_a_model_does(clean, model):
+    chart = ja.Monitor.fit(clean, model=model)
     acts = [ja.lower_learning_rate(0.02, onset=ONSET), ja.roll_back(10, onset=ONSET)]
     grid = [spike(60.0), *(ja.chain(spike(60.0), act) for act in acts)]
     found = watched(chart, grid, seeds=12, settings=WINDOWS)

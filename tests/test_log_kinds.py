@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -44,12 +45,12 @@ PRINTED = {
     "Keras": (
         "Model of 5 layers\n"
         + joined(
-            f"Epoch {k}/30\n6/6 - 0s - 19ms/step - accuracy: 0.{k} - loss: {'nan' if k > 2 else 4 - k} - val_loss: 1.{k}e-02"
+            f"Epoch {k}/30\n6/6 - 0s - 19ms/step - acc: 0.{k} - loss: {'nan' if k > 2 else 4 - k} - val_loss: 1.{k}e-02"
             for k in range(1, 4)
         )
         + "Restoring model weights.\n",
         {
-            "accuracy": ([1, 2, 3], [0.1, 0.2, 0.3]),
+            "acc": ([1, 2, 3], [0.1, 0.2, 0.3]),
             "loss": ([1, 2, 3], [3, 2, math.nan]),
             "val_loss": ([1, 2, 3], [0.011, 0.012, 0.013]),
         },
@@ -185,6 +186,13 @@ def test_text_that_is_no_log_is_one_sentence(tmp_path, text):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("line", ["step 1: loss: {}..", "step 1: loss=[{}x", "Epoch 1\nloss: {}.."])
+def test_digits_without_end_take_no_time(tmp_path, line):
+    begun = time.perf_counter()
+    assert "recognised" in refusal(logs.read, written(tmp_path, line.format("1" * 20000) + "\n", "a.log"))
+    assert time.perf_counter() - begun < 10
+
+
 def test_dicts_are_read_by_a_grammar():
     text = """ 5%| {"a": [1, -2.5e3, (True, None)], 'it\\'s': {'b': -inf}, 'c': tensor([1.0, 2.0]), } rest"""
     value, begin, end = dict_in(text)
@@ -251,6 +259,16 @@ def test_headers_after_a_comments_sign_and_again(tmp_path):
 def test_columns_of_steps_of_other_frameworks(tmp_path, name):
     log = logs.read(written(tmp_path, lines({name: 5, "x": 1}, {name: 10, "x": 2}), "a.jsonl"))
     assert (log.step, log.runs[0].latest.steps.tolist()) == (name, [5, 10])
+
+
+def test_of_several_columns_of_steps_an_epoch_is_not_the_first(tmp_path):
+    # As Lightning logs to W&B, and fairseq prints JSON.
+    for rows in (
+        [{"epoch": k // 4, "trainer/global_step": 10 * k, "loss": k} for k in range(8)],
+        [{"epoch": 1, "update": k / 10, "loss": f"{k}.5", "num_updates": f"{10 * k}"} for k in range(8)],
+    ):
+        log = logs.read(written(tmp_path, lines(*rows), "a.jsonl"))
+        assert log.runs[0].latest.series["loss"].steps.tolist() == [10 * k for k in range(8)]
 
 
 def test_rows_whose_step_is_in_another_column_are_left_out(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from log_files import lines, log_of, read, refusal, written
 
 from jaxaudit.detection.alignment import Named, channels_of
+from jaxaudit.errors import UserError
 
 # Steps
 
@@ -181,3 +182,12 @@ def test_stretches_without_telemetry_are_noted(tmp_path):
     assert log.notes == (
         "no telemetry at step 3, from step 7 to 8, at step 12 and in 2 more stretches; those steps count as not seen",
     )
+
+
+def test_a_log_that_does_not_fit_in_memory_is_refused(tmp_path):
+    path = tmp_path / "huge.csv"
+    with path.open("wb") as file:
+        file.write(b"step,loss\n0,1\n")
+        file.truncate(2**42)  # a hole, which takes no room on the disk
+    with pytest.raises(UserError, match=r"huge\.csv has 4 TiB, and .* of memory are too few to read it"):
+        read(path)

@@ -46,11 +46,18 @@ def logs(tmp_path_factory):
     clean = [write(folder, f"clean{i}.csv", i) for i in range(40)]
     odd = write(folder, "odd.csv", 100)
     frame = pd.read_csv(odd)
-    pd.concat([frame[:20], frame[19:20], frame[30:]]).to_csv(odd, index=False)
+    pd.concat([frame[:20], frame[19:20] + [0, 0.01, 0, 0, 0], frame[30:]]).to_csv(odd, index=False)
     return clean, write(folder, "good.csv", 100), write(folder, "bad.csv", 101, spike=30), odd
 
 
-@pytest.fixture(scope="module", params=["chart", pytest.param("lru", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "ensemble",
+        pytest.param("chart", marks=pytest.mark.exhaustive),
+        pytest.param("lru", marks=pytest.mark.slow),
+    ],
+)
 def monitored(request, logs, tmp_path_factory):
     """Exit code, the folder, and what was said."""
     clean, *runs = logs
@@ -176,7 +183,9 @@ def runs(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("model", ["chart", pytest.param("lru", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "model", ["ensemble", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("chart", "lru"))]
+)
 def test_runs_are_compared(runs, tmp_path, capsys, model):
     assert main(["detect", *map(str, runs), "-o", str(tmp_path / "out"), "--folds", "2", "--model", model]) == 0
     said = capsys.readouterr().out

@@ -78,6 +78,11 @@ def test_what_is_not_finite_is_an_alarm_at_its_step_that_names_it(clean, tmp_pat
     alarms = pd.read_csv(tmp_path / "out" / "alarms.csv")
     assert list(alarms.kind[:3]) == ["not finite"] * 3
     assert np.isinf(alarms.score[:3]).all()
+    both = log(tmp_path, "both", rows(104, loss=lambda k, row: np.nan if k == 50 else row["loss"] + (k >= 30)))
+    found, _ = said(tmp_path / "later", [both], clean)
+    assert re.match(r"alarm at step 3[01]0, furthest: loss .*; alarm at step 500: loss is NaN", found["both.jsonl"])
+    written_down = json.loads((tmp_path / "later" / "monitored.json").read_text())["notes"]
+    assert any("both.jsonl: loss is NaN at step 500, after the alarm" in note for note in written_down)
 
 
 def test_a_runs_verdict_does_not_depend_on_its_neighbours(clean, tmp_path):

@@ -6,6 +6,7 @@ Everything here that is learned of runs is learned of clean ones; of a new run o
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,25 @@ LENGTH = 0.9
 
 USUAL = 3
 """Times its usual spacing for which a channel may have no value before it is called silent."""
+
+COUNTER = 0.01
+"""Relative, by which runs may differ in what counts the same."""
+
+_CLOCK = re.compile(
+    r"(?:^|[_/ .-])(?:time|times|timing|timestamp|clock|elapsed|seconds|secs|sec|wall|walltime|runtime|duration|dt|"
+    r"date|epoch|epochs|steps?|iterations?|updates|episodes|frames|tokens|samples|count|counter|total|percentage)"
+    r"(?:$|[_/ .-])",
+    re.IGNORECASE,
+)
+"""In names of what grows with the run, whatever becomes of it."""
+
+_SPEED = re.compile(
+    r"(?:^|[_/ .-])(?:fps|sps|mfu|tflops|flops|throughput|runtime|elapsed|walltime|dt|it/s|timing_s|time[_ ]per.*|"
+    r"(?:tok|tokens?|samples?|steps?|frames|iterations?)[ _]?(?:/|per)[ _]?s(?:ec(?:ond)?)?|"
+    r"(?:step|iteration|iter|batch|epoch|data|forward|backward|learning|env|rollout|update)[_ ]?time)(?:$|[_/ .-])",
+    re.IGNORECASE,
+)
+"""In names of how fast a machine is."""
 
 _MOST_CELLS = 2**29
 
@@ -114,7 +134,7 @@ def channels_of(clean: Sequence[Named], asked: Sequence[str] | None) -> tuple[li
         notes.append(f"not read, as not in all clean runs: {listed(partly)}")
     kept = common
     for reason, is_so in _REASONS:
-        found = [name for name in kept if is_so([run.attempt.series[name] for run in clean])]
+        found = [name for name in kept if is_so(name, [run.attempt.series[name] for run in clean])]
         if found and len(found) < len(kept):
             notes.append(f"left out, {reason}: {listed(found)}; --channels can name them")
             kept = [name for name in kept if name not in found]
@@ -129,22 +149,29 @@ def _different(runs: Sequence[Named]) -> list[Named]:
     return list(found.values())[:3]
 
 
-def _constant(each: Sequence[Series]) -> bool:
+def _constant(name: str, each: Sequence[Series]) -> bool:
     return all((one.values == one.values[0]).all() for one in each) and any(len(one.values) > 1 for one in each)
 
 
-def _rises(each: Sequence[Series]) -> bool:
+def _rises(name: str, each: Sequence[Series]) -> bool:
+    """Whether a channel rises at every step, and is named as a clock or counter or is the same in all runs."""
     finite = [one.values[np.isfinite(one.values)] for one in each]
-    return all(len(values) > 2 and bool((np.diff(values) > 0).all()) for values in finite)
+    if not all(len(values) > 2 and bool((np.diff(values) > 0).all()) for values in finite):
+        return False
+    return bool(_CLOCK.search(name)) or (len(each) > 1 and _scheduled(name, each, COUNTER))
 
 
-def _scheduled(each: Sequence[Series]) -> bool:
+def _of_the_machine(name: str, each: Sequence[Series]) -> bool:
+    return bool(_SPEED.search(name))
+
+
+def _scheduled(name: str, each: Sequence[Series], apart: float = ROUNDING) -> bool:
     """Whether runs have the same values wherever they have one at the same step, and those vary."""
     if len(each) < 2:
         return False
     first, second = each[0], each[1]
     if np.array_equal(first.steps, second.steps) and not np.allclose(
-        first.values, second.values, rtol=ROUNDING, atol=0.0, equal_nan=True
+        first.values, second.values, rtol=2 * apart, atol=0.0, equal_nan=True
     ):
         return False
     known: dict[int, float] = {}
@@ -154,7 +181,7 @@ def _scheduled(each: Sequence[Series]) -> bool:
             before = known.setdefault(step, value)
             if before is not value:
                 shared += 1
-                if not abs(before - value) <= ROUNDING * max(abs(before), abs(value)):
+                if not abs(before - value) <= apart * max(abs(before), abs(value)):
                     return False
     return shared > 0
 
@@ -162,6 +189,7 @@ def _scheduled(each: Sequence[Series]) -> bool:
 _REASONS = (
     ("as the same at every step of each run", _constant),
     ("as rising at every step, as clocks and counters do", _rises),
+    ("as how fast the machine is", _of_the_machine),
     ("as the same function of the step in all runs, as a schedule is", _scheduled),
 )
 

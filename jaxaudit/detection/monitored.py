@@ -422,13 +422,18 @@ def _write(
         table = csv.DictWriter(file, [f.name for f in fields(Alarm)], lineterminator="\n")
         table.writeheader()
         table.writerows(asdict(alarm) for alarm in first.values() if alarm)
+    later = [
+        f"{name}: {sure.channels} at step {sure.step}, after the alarm"
+        for name, sure in certain.items()
+        if sure is not None and sure is not first[name]
+    ]
     described: dict[str, object] = {
         "runs": [run.name for run in new],
         "clean_runs": clean_runs,
         "calibrated_on": calibrated,
         "alpha": alpha,
         "channels": list(channels),
-        "notes": list(notes),
+        "notes": [*notes, *later],
         "attempts": any(ATTEMPT in run.name for run in new),
     }
     if largest is not None:
@@ -437,7 +442,9 @@ def _write(
         described |= {"threshold": largest.limit, "channels": list(largest.monitor.expectation.channels.names)}
     (out / "monitored.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     for run in new:
-        say(f"{run.name}: {first.get(run.name) or 'no alarm'}")
+        alarm, sure = first.get(run.name), certain[run.name]
+        also = f"; {sure}" if sure is not None and sure is not alarm else ""
+        say(f"{run.name}: {alarm or 'no alarm'}{also}")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ Row = tuple[int, dict[str, Any]]
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _BLANKS = re.compile(r"[ \t]{2,}|\t")
-_NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf|NaN|Inf|NAN|INF)"
+_NUMBER = r"(?>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf|NaN|Inf|NAN|INF))"
+"""Taken whole or not at all, so that no digits of a long one are tried in many ways."""
 _VERL = re.compile(r"(?<![\w/])step:(\d+) - (.+)")
 _VERL_VALUE = re.compile(rf"(\S+?):\s*({_NUMBER})")
 _NUMPY = re.compile(r"np\.\w+\((.*)\)")

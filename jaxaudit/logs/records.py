@@ -22,7 +22,6 @@ STEPS = (
     "iter",
     "update",
     "updates",
-    "epoch",
     "timestep",
     "timesteps",
     "total_timesteps",
@@ -33,6 +32,8 @@ STEPS = (
     "train/step",
     "rollout/step",
     "time/total_timesteps",
+    "num_updates",
+    "epoch",
     "current_steps",
     "steps",
     "global_step/max_steps",
@@ -42,11 +43,13 @@ STEPS = (
     "env_steps",
     "frames",
     "frame",
-    "num_updates",
     "episode",
     "_tick",
 )
 """Columns of steps: the first that a log has counts, in capitals or not."""
+
+_IN_PARTS = ("epoch", "update")
+"""Those that some loggers count in fractions, as 0.5 of an epoch."""
 
 MOST_CELLS = 2**27
 """Of a table, that a file's rows make: 1 GiB as numbers."""
@@ -172,12 +175,12 @@ class Records:
             return given
         folded = {name.casefold(): name for name in reversed(list(self.columns))}
         for wanted in STEPS:
-            if wanted in folded and not (wanted == "epoch" and self._has_fractions(folded[wanted])):
+            if wanted in folded and not (wanted in _IN_PARTS and self._has_fractions(folded[wanted])):
                 return folded[wanted]
         return None
 
     def _has_fractions(self, name: str) -> bool:
-        """Whether epochs are counted in parts, as some loggers do; such are no steps."""
+        """Whether a column counts in parts of what it names; such are no steps."""
         column = Column.of(self.columns[name])
         values = column.values[column.present & np.isfinite(column.values)]
         return bool((values != np.floor(values)).any())

@@ -24,6 +24,9 @@ HALF_WIDTH = 5
 FLOOR = 0.01
 """The least spread of a step, in parts of the spread of all steps together."""
 
+LEAST = 0.1
+"""The least spread of a step, in parts of that of a step on average: where all runs have 0 by chance it is not 0."""
+
 
 class Envelope(NamedTuple):
     """Mean and standard deviation at each of T steps.
@@ -49,7 +52,9 @@ class Envelope(NamedTuple):
             mean = np.where(count > 0, x.sum(axis=0) / count, np.nan)
             squares = np.where(seen, (x - mean) ** 2, 0.0).sum(axis=0)
             pooled = _pooled(squares) / np.maximum(_pooled(np.maximum(count - 1, 0)), 1)
-            std = np.where(count > 0, np.maximum(np.sqrt(pooled), least_spread(clean)), np.nan)
+            std = np.sqrt(pooled)
+            average = np.where(count > 0, std, 0.0).sum(0) / np.maximum((count > 0).sum(0), 1)
+            std = np.where(count > 0, np.maximum(np.maximum(std, LEAST * average), least_spread(clean)), np.nan)
         return cls(mean, std)
 
     def mean_at(self, step: jax.Array) -> jax.Array:

@@ -85,7 +85,7 @@ def by_other_half(score: Callable[[np.ndarray, np.ndarray], np.ndarray], runs: i
     """Scores `[n, T, S]` of n clean runs, each against a reference from the half of them that it is not in.
 
     Against a reference they are part of, runs look more usual than further ones will, in some scores by far more than
-    in others. Under four runs there is no such half.
+    in others. Three runs are each scored against the two others; of two there is no such part.
 
     Args:
       score: scores of some of the runs against a reference from others, which are which bool `[n]` each.
@@ -93,7 +93,9 @@ def by_other_half(score: Callable[[np.ndarray, np.ndarray], np.ndarray], runs: i
     """
     everyone = np.full(runs, True)
     first = np.arange(runs) % 2 == 0
-    pairs = ((first, ~first), (~first, first)) if runs >= 4 else ((everyone, everyone),)
+    pairs = [(first, ~first), (~first, first)] if runs >= 4 else [(everyone, everyone)]
+    if runs == 3:
+        pairs = [(np.arange(3) == i, np.arange(3) != i) for i in range(3)]
     return np.concatenate([score(scored, referred) for scored, referred in pairs])
 
 

@@ -60,7 +60,7 @@ GLOSSARY = [
     ),
     (
         "innovation",
-        "The part of a channel's value that was not expected: by a model, or by linear prediction from the step before.",
+        "The part of a value that was not expected: by a model, or by a linear prediction from the step before.",
     ),
     ("surprise", "Statistic: how large innovations have been of late, over all channels."),
     ("burst", "Statistic: the largest innovation of a channel, beside those of the other channels at the same step."),
