@@ -46,7 +46,7 @@ def logs(tmp_path_factory):
     clean = [write(folder, f"clean{i}.csv", i) for i in range(40)]
     odd = write(folder, "odd.csv", 100)
     frame = pd.read_csv(odd)
-    pd.concat([frame[:20], frame[19:20] + [0, 0.01, 0, 0, 0], frame[30:]]).to_csv(odd, index=False)
+    pd.concat([frame[:20], frame[19:20].add([0, 0.01, 0, 0, 0]), frame[30:]]).to_csv(odd, index=False)
     return clean, write(folder, "good.csv", 100), write(folder, "bad.csv", 101, spike=30), odd
 
 

@@ -442,9 +442,9 @@ def _write(
         described |= {"threshold": largest.limit, "channels": list(largest.monitor.expectation.channels.names)}
     (out / "monitored.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     for run in new:
-        alarm, sure = first.get(run.name), certain[run.name]
-        also = f"; {sure}" if sure is not None and sure is not alarm else ""
-        say(f"{run.name}: {alarm or 'no alarm'}{also}")
+        told, sure = first.get(run.name), certain[run.name]
+        also = f"; {sure}" if sure is not None and sure is not told else ""
+        say(f"{run.name}: {told or 'no alarm'}{also}")
 
 
 @dataclass(frozen=True)
