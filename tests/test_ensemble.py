@@ -63,26 +63,61 @@ def test_a_run_scores_the_same_beside_others(clean):
     np.testing.assert_array_equal(np.stack([found[0] for found in together.values()], -1), alone[0])
 
 
-def test_averages_are_those_of_pandas(clean):
+def moving(values, rate, start):
+    """A moving average of runs `[n, T, d]` by pandas."""
+    first = np.full((1, values.shape[2]), start)
+    return np.stack([pd.DataFrame(np.vstack([first, x])).ewm(alpha=rate, adjust=False).mean()[1:] for x in values])
+
+
+def test_every_chart_is_what_pandas_makes_of_it(clean):
+    """With rates in no order, and a run with an outlier, which counts whole at a rate of 1 alone."""
+    charts = Ensemble(departure=(0.03, 1.0, 0.1), outlier=(0.2, 1.0), surprise=(0.05,), dynamics=(0.03, 0.2))
     runs = System().runs(2, 4)
-    found, reference = scores_of(runs, clean)
-    y, _ = standardised(runs, clean)
-    z = reference.telemetry.standardise(y)
-    near = np.clip(z, -4, 4)
-    for rate in (0.1, 0.03):
-        averages = np.stack(
-            [pd.DataFrame(np.vstack([np.zeros(12), run])).ewm(alpha=rate, adjust=False).mean()[1:] for run in near]
-        )
-        place = Ensemble().levels.index(rate)
-        variance = rate / (2 - rate) * (1 - (1 - rate) ** (2 * np.arange(1, z.shape[1] + 1)))
-        level = averages / np.sqrt(variance)[:, None]
-        distances = ((level @ reference.decorrelate[place]) ** 2).mean(-1)
-        np.testing.assert_allclose(found[f"departure_{rate:g}"], distances, rtol=1e-9)
-    squares = np.stack(
-        [pd.DataFrame(np.vstack([np.ones(12), run**2])).ewm(alpha=0.1, adjust=False).mean()[1:] for run in near]
-    )
-    apart = (np.log(np.maximum(squares, 1e-4)) - reference.squares.mean[0]) / reference.squares.std[0]
-    np.testing.assert_allclose(found["spread_z_0.1"], (apart**2).max(-1), rtol=1e-9)
+    runs[1, 90, 3] = 60.0
+    found, reference = scores_of(runs, clean, charts)
+    z = reference.telemetry.standardise(standardised(runs, clean)[0])
+    assert np.abs(z).max() > 4
+    before = np.concatenate([np.zeros_like(z[:, :1]), z[:, :-1]], 1)
+    e = reference.innovations.standardise(z - before @ reference.transition)
+    h = e @ reference.adjust
+    near_z, near_e, near_h, near = (np.clip(x, -4, 4) for x in (z, e, h, before))
+    square = np.minimum(((e @ reference.decorrelate_innovations) ** 2).mean(-1, keepdims=True), 16)
+    steps = np.arange(1, z.shape[1] + 1)
+    expected = {}
+    for rate in (0.03, 1.0, 0.1, 0.2):
+        variance = rate / (2 - rate) * (1 - (1 - rate) ** (2 * steps))
+        level = moving(z if rate == 1 else near_z, rate, 0.0) / np.sqrt(variance)[:, None]
+        place = charts.levels.index(rate)
+        expected[f"departure_{rate:g}"] = ((level @ reference.decorrelate[place]) ** 2).mean(-1)
+        expected[f"outlier_{rate:g}"] = ((level / reference.scale[place]) ** 2).max(-1)
+    expected["burst_1"] = (h**2).max(-1)
+
+    def apart(values, known, place):
+        return (((values - known.mean[place]) / known.std[place]) ** 2).max(-1)
+
+    expected["surprise_0.05"] = apart(np.log(moving(square, 0.05, 1.0)), reference.surprise, 0)
+    for place, (name, values, rate) in enumerate(
+        [("z", near_z, 0.1), ("z", near_z, 0.03), ("e", near_e, 0.1), ("h", near_h, 0.03)]
+    ):
+        logarithm = np.log(np.maximum(moving(values**2, rate, 1.0), 1e-4))
+        expected[f"spread_{name}_{rate:g}"] = apart(logarithm, reference.squares, place)
+    for place, rate in enumerate((0.03, 0.2)):
+        expected[f"dynamics_{rate:g}"] = apart(moving(near_h * near, rate, 0.0), reference.products, place)
+    for kind, scores in found.items():
+        np.testing.assert_allclose(scores, expected[kind], rtol=1e-8, err_msg=kind)
+
+
+def test_a_reference_is_of_values_that_channels_have_of_their_own(clean):
+    """What a channel repeats where it has no value is no innovation, and its zeros no products."""
+    seldom = clean.copy()
+    seldom[:, 1::2, 0] = np.nan
+    reference = Ensemble().refer({}, *standardised(seldom, seldom))
+    assert np.isnan(reference.innovations.mean[1::2, 0]).all()
+    assert np.isfinite(reference.innovations.mean[:, 1:]).all()
+    z = reference.telemetry.standardise(standardised(seldom, seldom)[0])[:, ::2, 0]
+    averages = moving(np.clip(z, -4, 4)[..., None] ** 2, 0.1, 1.0)
+    expected = np.log(averages).mean()
+    assert np.isclose(reference.squares.mean[0, 0], expected, atol=1e-6)
 
 
 def test_an_adjusted_innovation_is_the_residual_of_a_regression_on_the_other_channels(clean, monkeypatch):
