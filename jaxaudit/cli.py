@@ -412,7 +412,8 @@ def _detect(arguments: argparse.Namespace) -> int:
 
 
 def _monitor(arguments: argparse.Namespace) -> int:
-    prepare_jax()
+    if arguments.model != MODELS[0]:  # which is NumPy alone
+        prepare_jax()
     from jaxaudit.detection.monitored import Options, monitor
 
     options = Options(arguments.channels, arguments.step, arguments.alpha, arguments.model)

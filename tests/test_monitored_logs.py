@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -196,3 +198,12 @@ def test_false_alarms_at_the_clean_runs_cadence_and_at_half_of_it(clean, tmp_pat
     found, _ = said(tmp_path / "out", new, [*clean, *more])
     assert len(found) == 200
     assert np.mean([verdict != "no alarm" for verdict in found.values()]) <= 0.14
+
+
+def test_the_default_monitor_needs_numpy_and_zarr_alone():
+    """What else a page takes is imported when one is drawn."""
+    code = (
+        "import sys; import jaxaudit.detection.monitored, jaxaudit.metastate.ensemble; "
+        "print([name for name in ('jax', 'flax', 'scipy', 'pandas', 'xarray') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

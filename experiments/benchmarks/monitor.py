@@ -17,7 +17,7 @@ import xarray as xr
 from jaxaudit import statistics
 
 WITHOUT = "full telemetry"
-WITH = {model: f"full telemetry, read by a monitor ({model})" for model in ("chart", "lru")}
+WITH = {model: f"full telemetry, read by a monitor ({model})" for model in ("ensemble", "chart", "lru")}
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     if arguments.quick:
         arguments.repetitions, arguments.lanes = 2, 2
     common.prepare_jax(arguments.devices)
-    fitting = {model: fit(model, arguments.quick) for model in ("chart", "lru", "gru")}
+    fitting = {model: fit(model, arguments.quick) for model in ("ensemble", "chart", "lru", "gru")}
     timings = common.interleave(inside(arguments), arguments.repetitions)
     ratios = {model: common.paired_ratio(timings[name], timings[WITHOUT]) for model, name in WITH.items()}
     rows = [(WITHOUT, timings[WITHOUT], "")]
@@ -86,7 +86,7 @@ def watch_of(program, model):
 
 def fit(model: str, quick: bool) -> float:
     """Seconds to fit a monitor to 100 trainings, nearly all of them for its parameters."""
-    from jaxaudit.metastate.monitor import MODELS, Monitor
+    from jaxaudit.metastate.monitor import Monitor
     from jaxaudit.metastate.training import Training
 
     runs, steps, channels = (8, 20, 3) if quick else (100, 500, 12)
@@ -96,7 +96,7 @@ def fit(model: str, quick: bool) -> float:
     clean = named(values, [f"channel {number}" for number in range(channels)])
     training = Training(iterations=2) if quick else Training()
     begun = time.perf_counter()
-    Monitor.fit(clean, model=MODELS[model](), training=training, held_out=0.02)
+    Monitor.fit(clean, model=model, training=training, held_out=0.02)
     return time.perf_counter() - begun
 
 
