@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -116,7 +117,7 @@ def _monitor(
 ) -> None:
     notes: list[str] = []
     logs = {path: read(path, options.step) for path in dict.fromkeys((*clean, *files))}
-    notes += _said(logs.values())
+    of_logs = _said(logs.values())
     earlier = _runs([logs[path] for path in clean], latest=True)
     new = _runs([logs[path] for path in files])
     if len(earlier) < 2:
@@ -137,6 +138,7 @@ def _monitor(
             f"{len(earlier)} clean runs are too few to learn from, which takes {FEWEST}: told is only what is certain, "
             "values that are not finite and channels that fall silent"
         )
+        notes += of_logs
         _say(notes, say)
         _write(out, [], new, certain, channels, len(earlier), 0, None, notes, say)
         return
@@ -153,6 +155,7 @@ def _monitor(
             scored.append(one)
     if not scored and not any(certain.values()):
         raise UserError("no channel of a new run differs between the earlier runs: there is nothing to learn from them")
+    notes += of_logs
     _say(notes, say)
     _write(out, scored, new, certain, channels, len(earlier), len(calibrated), alpha, notes, say)
 
@@ -163,12 +166,17 @@ def _say(notes: Sequence[str], say: Callable[[str], None]) -> None:
 
 
 def _said(logs: Iterable[Log]) -> list[str]:
-    """What logs say of what is left out, replaced or missing in them: a note for all files of which it is the same."""
-    said: dict[str, list[str]] = {}
+    """What logs say of what is left out, replaced or missing in them: a note for all files that say so of some step."""
+    said: dict[str, dict[str, list[str]]] = {}
     for log in logs:
         for note in (*map(str, log.left_out), *log.notes):
-            said.setdefault(note, []).append(str(log.path))
-    return [f"{in_files(paths)}: {note}" for note, paths in said.items()]
+            said.setdefault(re.sub(r"\d+", "0", note), {}).setdefault(note, []).append(str(log.path))
+    found = []
+    for notes in said.values():
+        paths = [path for each in notes.values() for path in each]
+        of_first = f" (so in {paths[0]})" if len(notes) > 1 else ""
+        found.append(f"{in_files(paths)}: {next(iter(notes))}{of_first}")
+    return found
 
 
 def _runs(logs: Sequence[Log], latest: bool = False) -> list[Named]:

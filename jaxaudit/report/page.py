@@ -20,15 +20,27 @@ HANDLING = "Click a legend entry to single it out (shift-click for several). Dra
 HANDLING += "double-click to reset."
 
 
+MOST_NOTES = 4
+"""Above what was found."""
+
+
 @dataclass(frozen=True)
 class Summary:
-    """What was found in short: a sentence, those behind it, what to beware of, and the key numbers."""
+    """What was found in short: a sentence, those behind it, what to beware of, and the key numbers.
+
+    Where there are more notes than MOST_NOTES, the last ones are in a list that is unfolded.
+    """
 
     kind: ClassVar[str] = "summary"
     lead: Markup
     sentences: Sequence[Markup] = ()
     notes: Sequence[str] = ()
     keys: Sequence[tuple[str, str]] = ()
+
+    @property
+    def shown(self) -> int:
+        """How many notes stand above all."""
+        return len(self.notes) if len(self.notes) <= MOST_NOTES else MOST_NOTES - 1
 
 
 @dataclass(frozen=True)
