@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxaudit import contract
 from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.sharding import Partition
 from jaxaudit.taps import Taps
@@ -209,8 +210,27 @@ class Learner:
         return self.channel(PERFORMANCE).every
 
     def begin(self, key: jax.Array, data: Any) -> State:
-        """The state before the first step, from a key and what the program was given as the learner's data."""
-        return self.init(key, data) if self.init_reads_data else self.init(key)
+        """The state before the first step, from a key and what the program was given as the learner's data.
+
+        Its tree is that of the first trace of `init`. Raises ValueError as `jaxaudit.contract` does.
+        """
+        return contract.as_first(self._begun(key, data), self.state_shapes, "init")
+
+    def advance(self, state: State, key: jax.Array, taps: Taps) -> tuple[State, Telemetry]:
+        """The state after a step, in the tree of the one before, and the step's telemetry as programs keep it.
+
+        Raises ValueError as `jaxaudit.contract` does.
+        """
+        with contract.explained(self.step, "step"):
+            found = self.step(state, key, taps)
+        after, telemetry = contract.checked_step(found, state)
+        return after, as_kept(telemetry)
+
+    def _begun(self, key: jax.Array, data: Any) -> State:
+        with contract.explained(self.init, "init"):
+            state = self.init(key, data) if self.init_reads_data else self.init(key)
+        contract.check_leaves(state)
+        return state
 
     @property
     def state_shapes(self) -> State:
@@ -226,4 +246,4 @@ class Learner:
 @functools.lru_cache(maxsize=64)
 def _state_shapes(learner: Learner) -> State:
     """Kept, for an `init` that trains is long to trace."""
-    return jax.eval_shape(learner.begin, jax.random.key(0), learner.shapes.tree)
+    return jax.eval_shape(learner._begun, jax.random.key(0), learner.shapes.tree)

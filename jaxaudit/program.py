@@ -18,7 +18,7 @@ from flax import struct
 
 from jaxaudit import precision
 from jaxaudit.channel_names import PERFORMANCE
-from jaxaudit.learner import Learner, State, Telemetry, as_kept, with_lasting, without_lasting
+from jaxaudit.learner import Learner, State, Telemetry, with_lasting, without_lasting
 from jaxaudit.sharding import AXIS, EVERYWHERE, LANES, ROWS, on_devices, split
 from jaxaudit.sites import find_sites, initial_states, step_telemetry
 from jaxaudit.taps import STATE, Disturbance, Slot, States, Taps, forget
@@ -229,8 +229,7 @@ def lane_step(
     )
     begin = with_lasting(taps(STATE, without_lasting(state.learner)), of=state.learner)
     with precision.tracing(program.matmul_precision):
-        learner, telemetry = program.learner.step(begin, learner_key, taps)
-    telemetry = as_kept(telemetry)
+        learner, telemetry = program.learner.advance(begin, learner_key, taps)
     watched = state.watched
     if watched is not None:
         assert program.watch is not None, "or there would be nothing watched"

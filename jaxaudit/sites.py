@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit import tracing
-from jaxaudit.learner import Learner, as_kept, without_lasting
+from jaxaudit.learner import Learner, without_lasting
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced
 
@@ -158,7 +158,7 @@ def trace(learner: Learner, recorder: Recorder) -> None:
     def traced(state, key, index, data):
         recorder.step, recorder.data, recorder.home = index, data, tracing.here()
         recorder(STATE, without_lasting(state))
-        return as_kept(learner.step(state, key, recorder)[1])  # type: ignore[arg-type]  # it stands in for taps
+        return learner.advance(state, key, recorder)[1]  # type: ignore[arg-type]  # it stands in for taps
 
     key = jax.random.key(0)
     data = learner.shapes.tree

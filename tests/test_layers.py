@@ -43,7 +43,7 @@ LAYERS = (
         "backends",
     ),
     ("moments", "registry", "sharding", "paths", "tracing", "precision", "kernels"),
-    ("metrics", "statistics", "perturbations", "taps", "learner", "optimizer", "sites"),
+    ("metrics", "statistics", "perturbations", "taps", "contract", "learner", "optimizer", "sites"),
     ("task_kinds", "tasks", "text", "models", "dialogues", "learners"),
     ("program", "slots", "grid", "batches", "placing", "whole"),
     ("metastate", "datasets", "results", "execution", "auditing"),

@@ -37,7 +37,8 @@ class LanguageModelSettings:
     Attributes:
       size: of the model.
       context: tokens a sequence has.
-      positions: places the model has an embedding for, at least the context; 0: as many. GPT-2's files have 1024.
+      positions: places the model has an embedding for, at least the context; 0: as many. GPT-2's files have 1024, of
+        which the first ones are taken.
       batch_size: sequences in a step.
       accumulation: microbatches a step's sequences are dealt with in; x_grad is measured over them, from two on.
       learning_rate: AdamW's, at its peak.
@@ -49,7 +50,8 @@ class LanguageModelSettings:
       precision: of activations and products; parameters are float32.
       attention: "xla"; or "cudnn", cuDNN's fused attention, in bfloat16 on NVIDIA's GPUs.
       remat: layers are computed again in the backward pass, which takes less memory and more time.
-      checkpoint: a folder or safetensors file with GPT-2's parameters to begin with; "": random ones.
+      checkpoint: a folder or safetensors file with GPT-2's parameters to begin with, of which rows that fill its
+        vocabulary up are left out; "": random ones.
       held_out: sequences whose mean loss, negative, is the performance: the same ones in every lane and step.
       evaluations: how often in a run the validation perplexity is measured, evenly spaced; 0: never.
       validation: the most sequences it is of, evenly spaced; 0: all of the corpus's validation text.

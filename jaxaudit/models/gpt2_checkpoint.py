@@ -1,37 +1,45 @@
-"""GPT-2's parameters in Hugging Face's files: `config.json` and `model.safetensors`, which holds arrays and no code."""
+"""GPT-2's parameters in Hugging Face's files: `config.json` and `model.safetensors` or its shards: arrays, no code."""
 
 from __future__ import annotations
 
 import json
-import math
-import operator
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxaudit.errors import UserError
+from jaxaudit.files import read_json
 from jaxaudit.machine import written_whole
+from jaxaudit.models import tensor_files
 from jaxaudit.models.gpt2 import GPT2, Params, init_params
+from jaxaudit.models.tensor_files import FLOATS, WEIGHTS, Stored, TensorFiles
 from jaxaudit.paths import places_of
 
-WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 PREFIX = "transformer."
 """Begins every name in files of the model with its output layer, and is missing in those without."""
-
-FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Types that are read, and bytes of a number."""
 
 MASKS = (".attn.bias", ".attn.masked_bias")
 """End the names of tensors that old files have and that are no parameters: which places attention sees."""
 
 OUTPUT = "lm_head.weight"
 """The output layer, which is the embedding again."""
+
+TOKENS, POSITIONS = "wte.weight", "wpe.weight"
+"""The embeddings: a file's may have more rows than the model's, which are left out."""
+
+MOST_PADDING = 1024
+"""Rows for which there is no token, by which a vocabulary is filled up to a rounder number. Others are tokens."""
+
+WHY = {
+    TOKENS: ": its vocabulary is that of another tokenizer",
+    POSITIONS: ": it has no positions for a longer context",
+}
+"""What a shape means that is not the model's."""
 
 FIXED = {
     "activation_function": "gelu_new",
@@ -40,6 +48,9 @@ FIXED = {
     "scale_attn_by_inverse_layer_idx": False,
 }
 """What `GPT2` does, in the words of config.json, whose defaults they are."""
+
+OTHER_WORDS = {"activation_function": ("gelu_pytorch_tanh",)}
+"""Other values that mean the same."""
 
 
 class Tensor(NamedTuple):
@@ -57,29 +68,34 @@ class Tensor(NamedTuple):
 
 
 def load(path: str | Path, model: GPT2) -> Params:
-    """A model's parameters, float32, from a folder or a safetensors file.
+    """A model's parameters, float32, from a folder, or from a safetensors file or an index of several.
+
+    Positions beyond the model's context are left out, and so are rows that fill a vocabulary up (`MOST_PADDING`).
 
     Raises:
       ValueError: in one sentence: no such file, a damaged one, or one of another model; names the tensor.
     """
-    folder = Path(path)
-    file = folder / WEIGHTS if folder.is_dir() else folder
-    if not file.is_file():
-        raise ValueError(f"{file}: there is no such file")
-    _check_config(file.parent / CONFIG, model)
-    header = _header(file)
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in header) else ""
+    files = tensor_files.find(Path(path))
+    _check_config(files.place.parent / CONFIG, model)
+    prefix = _prefix(files)
     shapes = jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
     leaves, structure = jax.tree.flatten(shapes)
     wanted = list(_tensors(shapes))
-    _check_tensors(file, header, prefix, [tensor for members in wanted for tensor in members])
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            found = [_parameter(opened, prefix, members, file) for members in wanted]
-            _check_output(opened, header, prefix, file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
+    _check_tensors(files, prefix, [tensor for members in wanted for tensor in members])
+    found = [_parameter(files, prefix, members) for members in wanted]
+    _check_output(files, prefix, model.vocabulary)
     return jax.tree.unflatten(structure, [x.reshape(leaf.shape) for x, leaf in zip(found, leaves, strict=True)])
+
+
+def positions(path: str | Path) -> int | None:
+    """How many positions a checkpoint has an embedding for; None where it has no such tensor. Raises as `load`."""
+    files = tensor_files.find(Path(path))
+    stored = files.tensors.get(_prefix(files) + POSITIONS)
+    return stored.shape[0] if stored is not None and stored.shape else None
+
+
+def _prefix(files: TensorFiles) -> str:
+    return PREFIX if any(name.startswith(PREFIX) for name in files.tensors) else ""
 
 
 def save(folder: str | Path, params: Params, model: GPT2, end_of_text: int | None = None) -> None:
@@ -132,83 +148,53 @@ def _check_config(file: Path, model: GPT2) -> None:
     """What the shapes of tensors do not tell is as the model has it. A file without a config is taken as it is."""
     if not file.is_file():
         return
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
+    config = read_json(file)
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is no table of settings")
-    wanted = {"n_head": model.size.heads, "n_layer": model.size.depth, "tie_word_embeddings": True, **FIXED}
-    for name, value in wanted.items():
-        if (given := config.get(name, value)) != value:
+        raise UserError(f"{file} is no table of settings")
+    sizes = {"n_head": model.size.heads, "n_layer": model.size.depth}
+    for name, value in {"model_type": "gpt2", **sizes, "tie_word_embeddings": True, **FIXED}.items():
+        if (given := config.get(name, value)) != value and given not in OTHER_WORDS.get(name, ()):
             raise ValueError(f"{file} is of another model: {name} is {given!r}, and this one has {value!r}")
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors, by name; each is whole and of numbers that can be read."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
-        try:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length) if length < size else b"")
-            header.pop("__metadata__", None)
-            offsets = {name: tuple(map(operator.index, told["data_offsets"])) for name, told in header.items()}
-            shapes = {name: tuple(map(operator.index, told["shape"])) for name, told in header.items()}
-            types = {name: str(told["dtype"]) for name, told in header.items()}
-            ordered = sorted((begin, end, name) for name, (begin, end) in offsets.items())
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{file} is not a safetensors file, or its header is damaged") from None
-    at = 0
-    for begin, end, name in ordered:
-        if types[name] in FLOATS and end - begin != math.prod(shapes[name]) * FLOATS[types[name]]:
-            shape = f"{types[name]} {list(shapes[name])}"
-            raise ValueError(f"{file} is damaged: tensor '{name}' has {end - begin} bytes, which are not {shape}")
-        if begin != at or end < begin:
-            raise ValueError(f"{file} is damaged: tensor '{name}' begins at byte {begin}, not {at}")
-        if 8 + length + end > size:
-            raise ValueError(f"{file} is cut off: it ends within tensor '{name}'")
-        at = end
-    if 8 + length + at < size:
-        raise ValueError(f"{file} is damaged: it has {size - 8 - length - at} bytes after its last tensor")
-    return header
-
-
-def _check_tensors(file: Path, header: dict[str, Any], prefix: str, wanted: list[Tensor]) -> None:
-    """The file has the model's tensors, in its shapes, and no other."""
-    names = {prefix + tensor.name: tensor.shape for tensor in wanted}
-    for name, shape in names.items():
-        if name not in header:
-            raise ValueError(f"{file} has no tensor '{name}', which this model has")
-        if (given := tuple(header[name]["shape"])) != shape:
-            raise ValueError(f"{file}: tensor '{name}' has shape {list(given)}, and this model's has {list(shape)}")
-        if header[name]["dtype"] not in FLOATS:
-            raise ValueError(f"{file}: tensor '{name}' is {header[name]['dtype']}, not one of {', '.join(FLOATS)}")
-    for name in header.keys() - names.keys() - {OUTPUT}:
+def _check_tensors(files: TensorFiles, prefix: str, wanted: list[Tensor]) -> None:
+    """The files have the model's tensors, in its shapes, and no other."""
+    for tensor in wanted:
+        name = prefix + tensor.name
+        if name not in files.tensors:
+            raise ValueError(f"{files.place} has no tensor '{name}', which this model has")
+        stored = files.tensors[name]
+        if not _fits(tensor, stored):
+            shapes = f"has shape {list(stored.shape)}, and this model's has {list(tensor.shape)}"
+            raise ValueError(f"{stored.file}: tensor '{name}' {shapes}{WHY.get(tensor.name, '')}")
+        if stored.dtype not in FLOATS:
+            raise ValueError(f"{stored.file}: tensor '{name}' is {stored.dtype}, not one of {', '.join(FLOATS)}")
+    for name in files.tensors.keys() - {prefix + tensor.name for tensor in wanted} - {OUTPUT}:
         if not name.endswith(MASKS):
-            raise ValueError(f"{file} has tensor '{name}', which this model has not")
+            raise ValueError(f"{files.tensors[name].file} has tensor '{name}', which this model has not")
 
 
-def _parameter(opened: Any, prefix: str, members: tuple[Tensor, ...], file: Path) -> np.ndarray:
+def _fits(tensor: Tensor, stored: Stored) -> bool:
+    """Whether a tensor has the shape that is wanted, but for rows that may be left out."""
+    if tensor.name not in (TOKENS, POSITIONS) or len(stored.shape) != 2:
+        return stored.shape == tensor.shape
+    (rows, width), (given, given_width) = tensor.shape, stored.shape
+    most = rows + min(MOST_PADDING, rows // 4) if tensor.name == TOKENS else given
+    return given_width == width and rows <= given <= most
+
+
+def _parameter(files: TensorFiles, prefix: str, members: tuple[Tensor, ...]) -> np.ndarray:
     """A parameter, its layers stacked."""
-    arrays = [_array(opened, prefix + tensor.name, file) for tensor in members]
+    arrays = [files.read(prefix + tensor.name, tensor.shape[0]) for tensor in members]
     return np.stack(arrays) if members[0].layer is not None else arrays[0]
 
 
-def _array(opened: Any, name: str, file: Path) -> np.ndarray:
-    try:
-        array = np.asarray(opened.get_tensor(name)).astype(np.float32)
-    except (SafetensorError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: tensor '{name}' cannot be read: {error}") from None
-    if not np.isfinite(array).all():
-        raise ValueError(f"{file}: tensor '{name}' has entries that are not finite")
-    return array
-
-
-def _check_output(opened: Any, header: dict[str, Any], prefix: str, file: Path) -> None:
-    """An output layer, where the file has one, is the embedding."""
-    if OUTPUT in header and not np.array_equal(
-        _array(opened, OUTPUT, file), _array(opened, f"{prefix}wte.weight", file)
+def _check_output(files: TensorFiles, prefix: str, vocabulary: int) -> None:
+    """An output layer, where the files have one, is the embedding."""
+    if OUTPUT in files.tensors and not np.array_equal(
+        files.read(OUTPUT, vocabulary), files.read(prefix + TOKENS, vocabulary)
     ):
+        file = files.tensors[OUTPUT].file
         raise ValueError(f"{file}: tensor '{OUTPUT}' is not the embedding, as this model's output layer is")
 
 

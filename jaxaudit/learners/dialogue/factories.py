@@ -15,7 +15,7 @@ from jaxaudit.dialogues import named
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learner import Learner
 from jaxaudit.learners.dialogue import settings as settings_module
-from jaxaudit.learners.dialogue.learner import DialogueLearner
+from jaxaudit.learners.dialogue.learner import GPT2_POSITIONS, DialogueLearner
 from jaxaudit.learners.dialogue.presets import PRESETS
 from jaxaudit.learners.dialogue.remarks import of_the_beginning
 from jaxaudit.learners.dialogue.settings import DialogueSettings
@@ -65,7 +65,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
     if not isinstance(dialogue, Dialogue):
         dialogue = fitting(dialogue, "dialogue", preset).make()
     check_fits(dialogue, settings)
-    made = _made(structure_of(dialogue), settings.structure)
+    made = _made(structure_of(dialogue), settings.structure, _positions(dialogue, settings.checkpoint))
     data, provenance = DialogueData(settings.numbers(dialogue.difficulty), dialogue.data), {}
     if settings.checkpoint:
         start = gpt2_checkpoint.load(settings.checkpoint, made.policy.model)
@@ -99,6 +99,15 @@ def check_fits(dialogue: Dialogue, settings: DialogueSettings) -> None:
         raise ValueError(f"top_k must be below the vocabulary's {dialogue.vocabulary} tokens, not {settings.top_k}")
     if settings.overlong_buffer and dialogue.length <= dialogue.prompt_length + 1:
         raise ValueError(f"overlong_buffer is of rows with several own tokens, and a row has {dialogue.length} slots")
+
+
+def _positions(dialogue: Dialogue, checkpoint: str) -> int:
+    """How many positions a checkpoint's model has. Raises ValueError where rows are longer."""
+    found = gpt2_checkpoint.positions(checkpoint) if checkpoint else None
+    if found is not None and found < dialogue.length:
+        rows = f"rows of this dialogue have {dialogue.length} slots: its length must be at most {found}"
+        raise ValueError(f"checkpoint {checkpoint!r} has {found} positions, and {rows}")
+    return GPT2_POSITIONS if found is None else found
 
 
 def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
@@ -150,9 +159,9 @@ def structure_of(dialogue: Dialogue) -> Dialogue:
 
 
 @functools.lru_cache(maxsize=64)
-def _made(dialogue: Dialogue, settings: DialogueSettings) -> DialogueLearner:
+def _made(dialogue: Dialogue, settings: DialogueSettings, positions: int = GPT2_POSITIONS) -> DialogueLearner:
     """The same object for equal arguments, for its methods are what programs are known by."""
-    return DialogueLearner(dialogue, settings)
+    return DialogueLearner(dialogue, settings, positions)
 
 
 def _preset(name: str) -> Callable[..., Learner]:

@@ -44,13 +44,14 @@ class DialogueLearner:
     Args:
       dialogue: without its arrays, which are data.
       settings: their `structure`.
+      positions: of the checkpoint, where there is one; GPT-2's unless given.
     """
 
-    def __init__(self, dialogue: Dialogue, settings: DialogueSettings):
+    def __init__(self, dialogue: Dialogue, settings: DialogueSettings, positions: int = GPT2_POSITIONS):
         self.dialogue, self.settings, self.parts = dialogue, settings, settings.parts
         size, dtype = gpt2.SIZES[settings.size], jnp.dtype(settings.precision)
-        positions = GPT2_POSITIONS if settings.checkpoint else dialogue.length
-        model = gpt2.GPT2(dialogue.vocabulary, positions, size, dtype, settings.remat)
+        places = positions if settings.checkpoint else dialogue.length
+        model = gpt2.GPT2(dialogue.vocabulary, places, size, dtype, settings.remat)
         self.policy = Network(model, settings.lora_rank)
         self.critic = Network(model, settings.lora_rank, scalar=True) if self.parts.critic else None
         self.reward_model = Network(model, settings.lora_rank, scalar=True) if settings.reward == "learned" else None
