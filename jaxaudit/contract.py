@@ -84,7 +84,7 @@ def _check_channel(name: Any, value: Any) -> None:
         inner = next(iter(value), "a")
         raise ValueError(f"step's telemetry has a dict for '{name}'; make its entries channels, as '{name}/{inner}'")
     try:
-        shape, kind = jnp.shape(value), jnp.result_type(value)
+        shape, kind = jnp.shape(value), None if value is None else jnp.result_type(value)
     except (TypeError, ValueError):
         shape, kind = (), None
     if kind is None or not (jnp.issubdtype(kind, jnp.number) or kind == np.dtype(bool)):
@@ -108,10 +108,10 @@ def explained(function: Callable[..., Any], name: str) -> Iterator[None]:
     """
     try:
         yield
-    except jax.errors.ConcretizationTypeError as error:
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ValueError(
             f"{name} takes the value of an array in Python{_where(function, error)}, which is not known while it is "
-            "traced; use jnp.where or jax.lax.cond for if, and arrays as they are for float() and int()"
+            "traced; use jnp.where or jax.lax.cond for if, jax.numpy for NumPy, and arrays as they are for float() and int()"
         ) from error
     except TypeError as error:
         if "key<" not in str(error):

@@ -13,7 +13,7 @@ import numpy as np
 from jaxaudit import tracing
 from jaxaudit.learner import Learner, without_lasting
 from jaxaudit.paths import paths_of
-from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced
+from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced, without_keys
 
 _NUMBERS = (int, float, np.integer, np.floating)
 
@@ -50,6 +50,8 @@ class Recorder:
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Notes the site and returns the value."""
+        whole = value
+        value = value if site == STATE else without_keys(value)
         seen = self.paths.get(site, ())
         self.paths[site] = seen + tuple(p for p in paths_of(value, label) if p not in seen)
         self.context[site] = self.context.get(site, set(context)) & set(context)
@@ -61,7 +63,7 @@ class Recorder:
             self.lost[site] = reason
         if reason := misplaced(site, self.home, keeps_state=True) or (None if self.carried else loose(site)):
             self.loose[site] = reason
-        return value
+        return whole
 
     @property
     def closed(self) -> Taps:
