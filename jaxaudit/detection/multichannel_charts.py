@@ -13,7 +13,7 @@ from jaxaudit.detection.one_channel import infinite_when_diverged
 from jaxaudit.metastate.channels import Channels
 from jaxaudit.metastate.charts import Chart, ChartReference
 from jaxaudit.metastate.envelope import forward_filled
-from jaxaudit.metastate.scorer import Yardstick, by_other_half
+from jaxaudit.metastate.scorer import Yardstick, by_other_parts
 from jaxaudit.metastate.scores import TELEMETRY
 
 
@@ -54,7 +54,7 @@ class MultichannelChart:
         def of_some(scored: np.ndarray, referred: np.ndarray) -> np.ndarray:
             return statistics(ChartReference.of(y[referred], seen[referred]), y[scored], seen[scored], self.chart)
 
-        yardstick = Yardstick.of(by_other_half(of_some, len(y)))
+        yardstick = Yardstick.of(by_other_parts(of_some, len(y)))
 
         def score(runs: np.ndarray) -> np.ndarray:
             found = statistics(reference, *known.standardise(known.pick(runs, channels)), self.chart)

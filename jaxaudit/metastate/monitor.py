@@ -14,7 +14,7 @@ import numpy as np
 from jaxaudit import npz
 from jaxaudit.metastate.calibration import threshold
 from jaxaudit.metastate.channels import Channels, series
-from jaxaudit.metastate.scorer import Reference, Scorer, Yardstick, by_other_half
+from jaxaudit.metastate.scorer import Reference, Scorer, Yardstick, by_other_parts
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -92,7 +92,7 @@ class Expectation:
             reference = model.refer(params, y[referred], seen[referred])
             return model.score_runs(params, reference, y[scored], seen[scored])[0]
 
-        yardstick = Yardstick.of(by_other_half(score, len(y)))
+        yardstick = Yardstick.of(by_other_parts(score, len(y)))
         return cls(model, channels, params, single_precision(model.refer(params, y, seen)), yardstick)
 
     def scores(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -81,22 +81,25 @@ class Scorer(Protocol):
         """What the run is like after a step, `[m]`."""
 
 
-def by_other_half(score: Callable[[np.ndarray, np.ndarray], np.ndarray], runs: int) -> np.ndarray:
-    """Scores `[n, T, S]` of n clean runs, each against a reference from the half of them that it is not in.
+PARTS = 5
+"""Of clean runs, each of which is scored against the others."""
+
+
+def by_other_parts(score: Callable[[np.ndarray, np.ndarray], np.ndarray], runs: int) -> np.ndarray:
+    """Scores `[n, T, S]` of n clean runs, each against a reference from the parts of them that it is not in.
 
     Against a reference they are part of, runs look more usual than further ones will, in some scores by far more than
-    in others. Three runs are each scored against the two others; of two there is no such part.
+    in others; against one from much fewer runs they look less usual. Of two runs there is no such part.
 
     Args:
       score: scores of some of the runs against a reference from others, which are which bool `[n]` each.
       runs: n.
     """
     everyone = np.full(runs, True)
-    first = np.arange(runs) % 2 == 0
-    pairs = [(first, ~first), (~first, first)] if runs >= 4 else [(everyone, everyone)]
-    if runs == 3:
-        pairs = [(np.arange(3) == i, np.arange(3) != i) for i in range(3)]
-    return np.concatenate([score(scored, referred) for scored, referred in pairs])
+    if runs < 3:
+        return score(everyone, everyone)
+    part = np.arange(runs) % min(PARTS, runs)
+    return np.concatenate([score(part == i, part != i) for i in range(part.max() + 1)])
 
 
 class Yardstick(NamedTuple):
