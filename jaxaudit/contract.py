@@ -111,7 +111,7 @@ def explained(function: Callable[..., Any], name: str) -> Iterator[None]:
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ValueError(
             f"{name} takes the value of an array in Python{_where(function, error)}, which is not known while it is "
-            "traced; use jnp.where or jax.lax.cond for if, jax.numpy for NumPy, and arrays as they are for float() and int()"
+            "traced; use jnp.where or jax.lax.cond for if, jax.numpy for NumPy, and no float() or int()"
         ) from error
     except TypeError as error:
         if "key<" not in str(error):
