@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any
 
 
@@ -16,6 +17,7 @@ class UnknownName(ValueError):
 
 class Registry:
     """Objects by name. Other packages add theirs through the entry-point group `jaxaudit.<what>s`: `jaxaudit.tasks`.
+    An entry point is an entry, or a module that registers one of its name when it is imported.
 
     `own` are the modules of this package that register entries as they are imported, which is when one is asked for.
     """
@@ -55,7 +57,14 @@ class Registry:
             for module in self._own:
                 import_module(f"jaxaudit.{module}")
             for point in entry_points(group=f"jaxaudit.{self.what.replace(' ', '_')}s"):
-                self.register(point.name, point.load())
+                found = point.load()
+                if not isinstance(found, ModuleType):
+                    self.register(point.name, found)
+                elif point.name not in self._entries:
+                    raise ValueError(
+                        f"the entry point '{point.name}' of jaxaudit.{self.what.replace(' ', '_')}s is the module "
+                        f"{found.__name__}, which registers no {self.what} of that name"
+                    )
 
 
 def unknown(what: str, given: object, allowed: list[str]) -> str:

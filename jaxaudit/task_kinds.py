@@ -88,14 +88,14 @@ class Simulated(Protocol):
         """The task with another engine."""
 
 
-def resolved(task: Task, platform: str) -> Task:
+def resolved(task: Task | None, platform: str) -> Task | None:
     """The task with the engine that it has on a platform, where that is left to the device."""
     if isinstance(task, Simulated) and task.engine == "auto":
         return task.simulated_by(task.engine_on(platform))
     return task
 
 
-def resolved_like(task: Task, other: Task) -> Task:
+def resolved_like(task: Task | None, other: Task | None) -> Task | None:
     """The task with the engine of another, where its own is left to the device; as it is where the other has none."""
     if isinstance(task, Simulated) and task.engine == "auto" and isinstance(other, Simulated) and other.engine:
         return task.simulated_by(other.engine)

@@ -161,3 +161,18 @@ def test_other_packages_add_kinds_through_a_group_whose_name_is_allowed(monkeypa
     monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
     assert list(Registry("task kind")) == ["maze"]
     assert list(Registry("task")) == []
+
+
+def test_an_entry_point_may_be_a_module_that_registers_its_entry(monkeypatch, tmp_path):
+    (tmp_path / "plugin_of_tests.py").write_text(
+        "from jaxaudit import registry\nregistry.tasks.register('maze-v7', print)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    point = EntryPoint("maze-v7", "plugin_of_tests", "jaxaudit.tasks")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    found = Registry("task")
+    monkeypatch.setattr(registry, "tasks", found)
+    assert found["maze-v7"] is print
+    other = Registry("task")
+    with pytest.raises(ValueError, match="is the module plugin_of_tests, which registers no task of that name"):
+        list(other)

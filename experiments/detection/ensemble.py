@@ -24,7 +24,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import charts
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pandas as pd
 from charts import Study, trained
 from planted import System
@@ -59,9 +62,57 @@ def grpo() -> ja.Learner:
     return ja.learners.grpo("hop", size="micro", prompts=4, group_size=4, performance_rows=16, warm_start=20)
 
 
-def trpo() -> ja.Learner:
-    """TRPO on CartPole-v1."""
-    return ja.learners.trpo("CartPole-v1", num_envs=8, rollout_length=32, evaluations=2, evaluation_episodes=2)
+def classifier() -> ja.Learner:
+    """A network of two layers that Adam teaches to classify points on two rings, with half a percent of wrong labels."""
+    optimizer = ja.Optimizer(optax.scale_by_adam(), 3e-3, max_norm=10.0)
+
+    def fresh(key):
+        keys = jax.random.split(key)
+        return {
+            "hidden": {"kernel": jax.random.normal(keys[0], (2, 32)), "bias": jnp.zeros(32)},
+            "out": {"kernel": jax.random.normal(keys[1], (32, 1)) / 32**0.5, "bias": jnp.zeros(1)},
+        }
+
+    def logits(params, x):
+        hidden = jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+        return (hidden @ params["out"]["kernel"] + params["out"]["bias"])[:, 0]
+
+    def batch(key, count):
+        keys = jax.random.split(key, 4)
+        label = jax.random.bernoulli(keys[0], 0.5, (count,))
+        angle = jax.random.uniform(keys[1], (count,), maxval=2 * jnp.pi)
+        radius = 1 + label + 0.15 * jax.random.normal(keys[2], (count,))
+        wrong = jax.random.bernoulli(keys[3], 0.005, (count,))
+        return radius[:, None] * jnp.stack([jnp.cos(angle), jnp.sin(angle)], 1), jnp.logical_xor(label, wrong)
+
+    def init(key):
+        params = fresh(key)
+        return params, optimizer.init(params)
+
+    def step(state, key, taps):
+        params, memory = optimizer.disturb(*state, taps, fresh)
+        x, label = batch(key, 32)
+
+        def loss(params):
+            return optax.sigmoid_binary_cross_entropy(logits(params, x), label).mean()
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        params, memory, update = optimizer.update(params, memory, gradient, taps)
+        held_x, held_label = batch(jax.random.fold_in(key, 1), 64)
+        found = logits(params, held_x)
+        telemetry = {
+            "performance": jnp.mean((found > 0) == held_label),
+            "loss": value,
+            "held_out_loss": optax.sigmoid_binary_cross_entropy(found, held_label).mean(),
+            "largest_logit": jnp.abs(found).max(),
+            "gradient_norm": update.gradient_norm,
+            "update_norm": update.update_norm,
+            "hidden_norm": jnp.linalg.norm(params["hidden"]["kernel"]),
+            "out_norm": jnp.linalg.norm(params["out"]["kernel"]),
+        }
+        return (params, memory), telemetry
+
+    return ja.Learner(init, step, name="classifier")
 
 
 def on(learner: str, disturbed: int) -> Study:
@@ -80,15 +131,15 @@ STUDIES = {
         clean=400,
         disturbed=67,
     ),
-    "TRPO": Study(
-        trpo,
+    "classifier": Study(
+        classifier,
         (
-            ja.weight_noise(ja.sweep(0.03, 0.1), onset=0.5),
+            *charts.OPTIMIZER,
             charts.FLIPS,
-            ja.observation_noise(ja.sweep(0.03, 0.1), onset=0.5, duration="end"),
-            ja.reward_noise(ja.sweep(0.5, 2.0), onset=0.5, duration="end"),
+            ja.weight_noise(ja.sweep(0.03, 0.1), onset=0.5),
+            ja.gradient_scale(0.5, onset=0.5, duration="end"),
         ),
-        steps=100,
+        steps=200,
         clean=400,
         disturbed=50,
     ),

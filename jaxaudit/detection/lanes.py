@@ -136,7 +136,8 @@ def _table(run: Run, known: set[int]) -> pd.DataFrame:
 
 def _title(run: Run) -> str:
     sections: dict[str, Any] = run.spec
-    return f"{sections.get('learner', {}).get('kind', run.name)} on {sections.get('task', {}).get('name', 'a task')}"
+    learner = sections.get("learner", {}).get("kind", run.name)
+    return f"{learner} on {sections['task'].get('name', 'a task')}" if "task" in sections else str(learner)
 
 
 def _distinct(titles: Sequence[str]) -> list[str]:

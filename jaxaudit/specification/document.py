@@ -44,7 +44,7 @@ class Spec:
     """A whole audit. `source` is where it was read, for messages; it does not count in comparisons."""
 
     audit: AuditSpec
-    task: Task
+    task: Task | None
     learner: LearnerSpec
     perturbations: tuple[Entry, ...]
     metrics: MetricSettings = field(default_factory=MetricSettings)
@@ -110,7 +110,8 @@ class Spec:
         settings = self.learner.settings
         chosen = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.init}
         with placed(f"{self.source}: [task] and [learner]"):
-            return registry.learners[self.learner.kind](self.task, **chosen)
+            task = () if self.task is None else (self.task,)
+            return registry.learners[self.learner.kind](*task, **chosen)
 
     def _watch(self) -> Callable[..., MonitorWatch] | None:
         """What makes the monitor the watch of a learner's telemetry. Raises UserError, as it does itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -142,8 +143,10 @@ def _check_audit(table: Table, spec: AuditSpec) -> None:
     _at_least(table, "model_devices", spec.model_devices, 1)
 
 
-def read_task(sections: Table) -> Task:
-    """Reads [task]. Raises UserError."""
+def read_task(sections: Table) -> Task | None:
+    """Reads [task]; None if there is none. Raises UserError."""
+    if "task" not in sections:
+        return None
     table = section(sections, "task", None)
     kind = table.get("kind", str)
     if kind not in (known := registry.task_kinds):
@@ -156,8 +159,10 @@ def read_task(sections: Table) -> Task:
     return known[kind](name, read(section(sections, "task", ["kind", "name", *keys(settings)]), settings))
 
 
-def task_values(task: Task) -> dict[str, Any]:
+def task_values(task: Task | None) -> dict[str, Any] | None:
     """[task] as `read_task` reads it, every default written out."""
+    if task is None:
+        return None
     chosen: Any = task
     apart = {"name": task.name} if hasattr(task, "named") else {}
     of = chosen.settings if apart else chosen
@@ -167,6 +172,12 @@ def task_values(task: Task) -> dict[str, Any]:
 @dataclass(frozen=True)
 class NoSettings:
     """The settings of a learner whose factory names none."""
+
+
+def takes_task(kind: str) -> bool:
+    """Whether a registered learner's factory is called with a task, before its settings by name."""
+    wanted = inspect.signature(registry.learners[kind]).parameters.values()
+    return any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL) for one in wanted)
 
 
 def learner_settings(kind: str) -> type:
@@ -180,6 +191,10 @@ def read_learner(sections: Table, audit: AuditSpec) -> LearnerSpec:
     kind = table.get("kind", str)
     with placed(table.place):
         settings = learner_settings(kind)
+    if takes_task(kind) and "task" not in sections:
+        raise UserError(f"{sections.place}: the table [task] is missing, which learner '{kind}' is made for")
+    if not takes_task(kind) and "task" in sections:
+        raise UserError(f"{sections.place}: [task]: learner '{kind}' is made for no task")
     apart = {"telemetry": audit.telemetry} if "telemetry" in keys(settings) else {}
     table = section(sections, "learner", ["kind", *(key for key in keys(settings) if key != "telemetry")])
     chosen = read(table, settings, **apart)

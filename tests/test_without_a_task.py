@@ -1,0 +1,43 @@
+"""Learners that are made for no task: their specs have no [task]."""
+
+import taskless  # noqa: F401  # registers it
+from log_files import refusal
+
+from jaxaudit.cli import main
+from jaxaudit.specification.document import parse
+
+SPEC = """
+[audit]
+seeds = 2
+steps = 30
+[learner]
+kind = "taskless"
+size = 2
+[metrics]
+window = 5
+hold = 5
+[[perturbation]]
+kind = "lr_spike"
+magnitude = 3.0
+onset = 10
+"""
+
+
+def test_a_spec_needs_no_task_where_its_learner_takes_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
+    spec = parse(SPEC)
+    assert spec.task is None
+    assert parse(spec.to_toml()) == spec
+    assert "[task]" not in spec.to_toml()
+    path = tmp_path / "spec.toml"
+    path.write_text(SPEC)
+    assert main(["run", str(path), "-o", str(tmp_path / "run")]) == 0
+    assert main(["replay", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_task_that_is_missing_or_too_much_is_one_sentence():
+    with_task = SPEC.replace("[learner]", '[task]\nkind = "registered"\nname = "CartPole-v1"\n[learner]')
+    assert refusal(lambda: parse(with_task)).endswith("[task]: learner 'taskless' is made for no task")
+    other = SPEC.replace('kind = "taskless"\nsize = 2', 'kind = "ppo"')
+    assert refusal(lambda: parse(other)).endswith("the table [task] is missing, which learner 'ppo' is made for")
