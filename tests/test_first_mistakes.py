@@ -40,7 +40,7 @@ def total(x):
 MISTAKES = {
     "arguments in another order": (
         {"step": lambda key, x, taps: step(x, key, taps)},
-        r"step computes with a random key \(test_first_mistakes.py, line \d+: .*\); it is called as step\(state, key, t",
+        r"step computes with a random key \(test_first_mistakes.py, line \d+: .*\); it is called as step",
     ),
     "telemetry alone": (
         {"step": lambda x, key, taps: {"performance": total(x)}},

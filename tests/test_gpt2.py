@@ -15,6 +15,9 @@ from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.models.gpt2 import GPT2, Size
 
 REFERENCE = Path(__file__).parent / "data" / "gpt2"
+SHARDS = REFERENCE.with_name("gpt2_shards")
+"""Written by transformers 5.17, save_pretrained(max_shard_size="12KB") of a GPT-2 with 48 rows for 40 tokens, 32
+positions and the activation gelu_pytorch_tanh, and its logits."""
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "language_models"))
 
 MODEL = GPT2(40, 16, Size(16, 2, 2))
@@ -52,6 +55,86 @@ def test_names_without_their_prefix_and_half_precision_can_be_read(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), half, whole)
 
 
+def test_logits_of_shards_padded_rows_more_positions_and_the_other_name_of_gelu_are_transformers():
+    reference = np.load(SHARDS / "reference.npz")
+    for model in (MODEL, GPT2(40, 32, MODEL.size), GPT2(48, 32, MODEL.size)):
+        params = gpt2_checkpoint.load(SHARDS, model)
+        hidden, _ = gpt2.apply(model, params, reference["tokens"])
+        wanted = reference["logits"][..., : model.vocabulary]
+        np.testing.assert_allclose(gpt2.logits(params, hidden), wanted, atol=1e-5)
+        assert np.abs(wanted).max() > 1
+    assert gpt2_checkpoint.positions(SHARDS) == gpt2_checkpoint.positions(SHARDS / "model.safetensors.index.json") == 32
+    assert gpt2_checkpoint.positions(REFERENCE) == 16
+
+
+def test_an_output_layer_beside_padded_rows_is_the_embedding(tmp_path):
+    def filled(tensors):
+        rows = np.concatenate([tensors["transformer.wte.weight"], np.full((8, 16), np.nan, np.float32)])
+        tensors.update({"transformer.wte.weight": rows, "lm_head.weight": rows})
+
+    changed(tmp_path, filled)
+    params = gpt2_checkpoint.load(tmp_path, MODEL)
+    jax.tree.map(np.testing.assert_array_equal, params, gpt2_checkpoint.load(REFERENCE, MODEL))
+
+
+def index_changed(folder, change):
+    """The shards with another index."""
+    shutil.copytree(SHARDS, folder, dirs_exist_ok=True)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+SHARD = "model-00002-of-00003.safetensors"
+WRONG_INDICES = {
+    "outside": (
+        lambda m: m.update(x="../model.safetensors"),
+        "names '../model.safetensors', which is no safetensors file",
+    ),
+    "absolute": (lambda m: m.update(x="/etc/passwd"), "names '/etc/passwd', which is no safetensors file beside it"),
+    "no name": (lambda m: m.update(x=7), "has no weight_map"),
+    "nothing": (lambda m: m.clear(), "has no weight_map"),
+    "not there": (
+        lambda m: m.update(x="y.safetensors"),
+        "y.safetensors: there is no such file, and model.safetensors.index",
+    ),
+    "many": (lambda m: m.update({str(i): f"{i}.safetensors" for i in range(1001)}), "names 1004 files; at most 1000"),
+    "missing": (lambda m: m.update(x=SHARD), f"says that {SHARD} has tensor 'x', which it has not"),
+    "a shard left out": (
+        lambda m: [m.pop(name) for name in list(m) if m[name] == SHARD],
+        r"index.json has no tensor 'transformer\.h\.[a-z0-9._]*', which this model has",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_INDICES)
+def test_a_wrong_index_of_shards_is_told_in_one_sentence(tmp_path, case):
+    change, sentence = WRONG_INDICES[case]
+    index_changed(tmp_path, change)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        gpt2_checkpoint.load(tmp_path, MODEL)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    index_changed(tmp_path, lambda m: m.update(more="model-4.safetensors"))
+    save_file({"transformer.ln_f.bias": np.zeros(16, np.float32)}, tmp_path / "model-4.safetensors")
+    with pytest.raises(ValueError, match=r"has tensor 'transformer\.ln_f\.bias', and .*00003.safetensors has it too"):
+        gpt2_checkpoint.load(tmp_path, MODEL)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "ckpt.pt"])
+def test_a_pickle_is_not_read_and_the_sentence_says_why(tmp_path, name):
+    (tmp_path / "training_args.bin").touch()
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    wanted = f"{name} is a pickle, which runs code when it is read, and is not: save the model as safetensors"
+    with pytest.raises(ValueError, match="there is no such file; " + wanted if name != "ckpt.pt" else "is a pickle"):
+        gpt2_checkpoint.load(tmp_path, MODEL)
+    with pytest.raises(ValueError, match=wanted):
+        gpt2_checkpoint.load(tmp_path / name, MODEL)
+
+
 def changed(folder, change):
     """The reference with its tensors changed."""
     tensors = dict(load_file(REFERENCE / "model.safetensors"))
@@ -76,7 +159,15 @@ WRONG = {
     "missing": (lambda t: t.pop("transformer.h.1.mlp.c_fc.bias"), "no tensor 'transformer.h.1.mlp.c_fc.bias'"),
     "shape": (
         lambda t: t.update({"transformer.wpe.weight": np.zeros((8, 16), np.float32)}),
-        r"'transformer.wpe.weight' has shape \[8, 16\], and this model's has \[16, 16\]",
+        r"'transformer.wpe.weight' has shape \[8, 16\], and this model's has \[16, 16\]: choose a context, or a length",
+    ),
+    "another vocabulary": (
+        lambda t: t.update({"transformer.wte.weight": np.zeros((51, 16), np.float32)}),
+        r"has shape \[51, 16\], and this model's has \[40, 16\]: its vocabulary is that of another tokenizer",
+    ),
+    "fewer tokens": (
+        lambda t: t.update({"transformer.wte.weight": np.zeros((39, 16), np.float32)}),
+        r"has shape \[39, 16\], and this model's has \[40, 16\]: its vocabulary",
     ),
     "type": (
         lambda t: t.update({"transformer.ln_f.bias": np.zeros(16, np.int32)}),
@@ -153,7 +244,10 @@ def test_a_file_that_is_cut_off_names_the_tensor_it_ends_in(tmp_path):
         gpt2_checkpoint.load(tmp_path, MODEL)
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", b"\x10" + b"\0" * 7 + b"{not json}      ", bytes(2000)])
+DEEP = (200_000).to_bytes(8, "little") + b"[" * 200_000 + b" "
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\x10" + b"\0" * 7 + b"{not json}      ", DEEP, bytes(2000)])
 def test_a_file_of_another_kind(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match="not a safetensors file, or its header is damaged"):
@@ -166,6 +260,8 @@ def test_a_config_of_another_model(tmp_path):
     for change, sentence in (
         ({"n_head": 4}, "n_head is 4, and this one has 2"),
         ({"n_layer": 3}, "n_layer is 3, and this one has 2"),
+        ({"activation_function": "gelu"}, "activation_function is 'gelu', and this one has 'gelu_new'"),
+        ({"model_type": "llama"}, "model_type is 'llama', and this one has 'gpt2'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))

@@ -233,12 +233,16 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
     for lane in range(2):
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[lane], y), states.params, params)  # noqa: B023
     assert learner.provenance.keys() == {"corpus", "tokens", "checkpoint"}
-    shorter = ja.learners.language_model(corpus, checkpoint=str(tmp_path), positions=16, **SMALL | {"context": 8})
-    assert jax.eval_shape(shorter.begin, KEY, shorter.data).params["wpe"]["embedding"].shape == (16, 64)
+    for positions, kept in ((16, 16), (0, 8)):
+        chosen = SMALL | {"context": 8, "positions": positions}
+        shorter = ja.learners.language_model(corpus, checkpoint=str(tmp_path), **chosen)
+        begun = jax.eval_shape(shorter.begin, KEY, shorter.data).params["wpe"]["embedding"]
+        assert begun.shape == (kept, 64)
+        np.testing.assert_array_equal(shorter.data.start["wpe"]["embedding"], params["wpe"]["embedding"][:kept])
     with pytest.raises(
-        ValueError, match=r"'transformer.wpe.weight' has shape \[16, 64\], and this model's has \[8, 64\]"
+        ValueError, match=r"'transformer.wpe.weight' has shape \[16, 64\], and this model's has \[32, 64\]"
     ):
-        ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL | {"context": 8})
+        ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL | {"context": 32})
 
 
 @pytest.mark.parametrize("begins", ["random", "checkpoint"])

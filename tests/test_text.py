@@ -11,6 +11,10 @@ import pytest
 
 from jaxaudit.text import Text, batches, corpus, documents, load, token_files, tokenizers
 
+TOKENIZERS = Path(__file__).parent / "data" / "tokenizers"
+"""Folders that transformers 5.17 saved, a GPT-2's with tokens added and a RoBERTa's, and texts with the tokens it makes
+of them without special ones (`add_special_tokens=False, split_special_tokens=True`)."""
+
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from it "
 
 
@@ -249,6 +253,153 @@ def test_a_tokenizer_with_tokens_of_more_than_16_bits(tmp_path):
     (kept / "vocab.json").write_text(json.dumps(vocabulary | {"more": 2**16}))
     with pytest.raises(ValueError, match="has token 65536; those below 65536 can be read"):
         load(Text(name=str(tmp_path / "a.txt"), tokenizer=str(kept)))
+
+
+def whole(folder, name="chat", model=(), config=(), **changes):
+    """A folder with `tokenizer.json` alone, and what is changed in it; what is None in `model` is left out."""
+    folder.mkdir(exist_ok=True)
+    written = json.loads((TOKENIZERS / name / "tokenizer.json").read_text()) | changes
+    written["model"] |= dict(model)
+    written["model"] = {key: value for key, value in written["model"].items() if value is not None}
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    settings = json.loads((TOKENIZERS / name / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | dict(config)))
+    return folder
+
+
+@pytest.mark.parametrize("merges", ["pairs", "strings"])
+@pytest.mark.parametrize("name", ["chat", "roberta"])
+def test_tokens_of_one_file_are_those_of_transformers(tmp_path, name, merges):
+    reference = json.loads((TOKENIZERS / "reference.json").read_text())
+    folder = TOKENIZERS / name
+    if merges == "strings":  # as older files have them, which do not name the model's type either
+        pairs = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+        folder = whole(tmp_path / "older", name, model={"merges": [" ".join(pair) for pair in pairs], "type": None})
+    found, pieces = tokenizers.read(folder), tokenizers.read(folder).pieces()
+    assert (found.vocabulary, found.end_of_text) == (reference[name]["vocabulary"], reference[name]["end"])
+    for text, tokens in zip(reference["texts"], reference[name]["tokens"], strict=True):
+        assert found.encode([text.encode()]).tolist() == [*tokens, found.end_of_text], text
+        assert b"".join(pieces[token] for token in tokens) == text.encode()
+
+
+def test_the_token_that_ends_a_text(tmp_path):
+    chat = json.loads((TOKENIZERS / "chat" / "tokenizer.json").read_text())
+    numbers = {token["content"]: token["id"] for token in chat["added_tokens"]}
+    for config, wanted in (
+        ({"eos_token": {"content": "<|pad|>"}}, "<|pad|>"),
+        ({"eos_token": None}, "<|endoftext|>"),
+        ({"eos_token": "<|nowhere|>"}, "<|endoftext|>"),
+    ):
+        assert tokenizers.read(whole(tmp_path, config=config)).end_of_text == numbers[wanted]
+    assert tokenizers.read(whole(tmp_path)).identity != tokenizers.read(whole(tmp_path, config=config)).identity
+    roberta = json.loads((TOKENIZERS / "roberta" / "tokenizer.json").read_text())["model"]
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (parts / "vocab.json").write_text(json.dumps(roberta["vocab"]))
+    (parts / "merges.txt").write_text("\n".join(map(" ".join, roberta["merges"])))
+    assert tokenizers.read(parts).end_of_text == roberta["vocab"]["</s>"]
+    del roberta["vocab"]["</s>"]
+    (parts / "vocab.json").write_text(json.dumps(roberta["vocab"]))
+    with pytest.raises(ValueError, match=r"has no token that ends a text: no '<\|endoftext\|>' or '</s>', and none"):
+        tokenizers.read(parts)
+
+
+def test_all_three_files_are_those_of_older_versions_and_keep_their_identity(tmp_path):
+    texts = [(WORDS * 20).encode()]
+    tokenizers.trained(texts, 280, tmp_path / "pairs")
+    before = tokenizers.read(tmp_path / "pairs").identity
+    assert before.startswith("pairs ")
+    assert len(before) == len("pairs ") + 64
+    whole(tmp_path / "pairs", config={"eos_token": None})
+    assert tokenizers.read(tmp_path / "pairs").identity == before
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+OTHER_KINDS = {
+    "unigram": ({"model": {"type": "Unigram"}}, "its model is of type 'Unigram', not byte-level pairs"),
+    "no model": ({"model": {"type": None, "merges": None}}, "its model is of type None, not byte-level pairs"),
+    "sentencepiece": (
+        {"model": {"byte_fallback": True}, "pre_tokenizer": None},
+        "pairs are of characters .byte_fallback",
+    ),
+    "ends of words": ({"model": {"end_of_word_suffix": "</w>"}}, "it marks parts of words .end_of_word_suffix '</w>'"),
+    "dropout": ({"model": {"dropout": 0.1}}, "it leaves out pairs at random .dropout 0.1"),
+    "normalizer": ({"normalizer": {"type": "NFC"}}, "changes texts before they are split .normalizer 'NFC'"),
+    "normalizers": (
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}},
+        "normalizer 'NFC', 'Lowercase'",
+    ),
+    "white space": ({"pre_tokenizer": {"type": "Whitespace"}}, "it splits texts otherwise .pre_tokenizer 'Whitespace'"),
+    "expression": (
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, BYTES]}},
+        "splits texts otherwise .pre_tokenizer 'Split', 'ByteLevel'",
+    ),
+    "words as a whole": ({"pre_tokenizer": BYTES | {"use_regex": False}}, "it splits texts otherwise"),
+    "space": ({"pre_tokenizer": BYTES | {"add_prefix_space": True}}, "puts a space before every text"),
+    "space by the settings": ({"config": {"add_prefix_space": True}}, "puts a space before every text"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_KINDS)
+def test_a_tokenizer_of_another_kind_is_told_in_one_sentence(tmp_path, case):
+    changes, sentence = OTHER_KINDS[case]
+    with pytest.raises(ValueError, match=f"is none of GPT-2's kind: .*{sentence}.*; give a folder with") as caught:
+        tokenizers.read(whole(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+DAMAGED = {
+    "number": (
+        {
+            "added_tokens": [
+                {"id": 7, "content": "new", "special": False}
+                | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            ]
+        },
+        "no token 'new' can have the number 7",
+    ),
+    "added": ({"added_tokens": ["x" * 10_000]}, "tokenizer.json cannot be read: invalid type: string"),
+    "vocabulary": ({"model": {"vocab": {"a": -1}}}, "tokenizer.json cannot be read"),
+    "merges": ({"model": {"merges": [["no", "where"]]}}, "tokenizer.json cannot be read"),
+    "tokens": ({"model": {"vocab": {"<|endoftext|>": 2**16}, "merges": []}, "added_tokens": []}, "has token 65536"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_of_a_tokenizer_is_told_in_one_sentence(tmp_path, case):
+    changes, sentence = DAMAGED[case]
+    with pytest.raises(ValueError, match=sentence) as caught:
+        tokenizers.read(whole(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000])
+def test_what_is_no_tokenizers_json(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged: it is n"):
+        tokenizers.read(tmp_path)
+    whole(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged: it is n"):
+        tokenizers.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("spiece.model", "spiece.model is sentencepiece's, and byte-level pairs can be read; give a folder with"),
+        ("vocab.txt", "vocab.txt is WordPiece's, as BERT has it, and byte-level pairs can be read; give a folder"),
+        ("notes.txt", r"there is no file .*tokenizer\.json, and no vocab.json and merges.txt"),
+    ],
+)
+def test_a_folder_with_files_of_another_tokenizer(tmp_path, name, sentence):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=sentence):
+        tokenizers.read(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+        tokenizers.read(tmp_path / "nowhere")
 
 
 def test_text_to_validate_on_may_have_files_of_its_own(tmp_path):

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxaudit as ja
 from jaxaudit.dialogues import automaton, named, patterns, tool_syntax
 from jaxaudit.dialogues.protocol import NOTHING, OWN, TOOL
 from jaxaudit.dialogues.verifiers import NUMBER, VERIFIERS
+from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.text import tokenizers
 
 PRODUCTS = [
@@ -314,6 +316,60 @@ def test_lines_are_held_out(tmp_path):
     assert other.make() != dialogue, "the file has changed"
 
 
+GSM8K = {
+    "question": "Zoë has 48 “clips” and sells half — how many for the\u2028sale?",
+    "answer": "She sells 48/2 = <<48/2=24>>24, or 24*.5 = <<24*.5=12>>12.\nAll: $<<24*50=1200>>1,200\n#### 1,200",
+}
+PLAIN = "She sells 48/2 = 24, or 24*.5 = 12.\nAll: $1,200\n#### 1,200"
+
+
+@pytest.mark.parametrize(
+    ("verifier", "tool", "imitated"),
+    [
+        ("number", "none", PLAIN),
+        ("contains", "none", PLAIN),
+        ("exact", "none", "1,200"),
+        ("number", "calculator", PLAIN.replace("= 24", "= <<48/2>>24")),
+    ],
+)
+def test_gsm8ks_own_lines(tmp_path, verifier, tool, imitated):
+    settings = {"verifier": verifier, "tool": tool, "prompt_field": "question", "answer_after": "####"}
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text(json.dumps(GSM8K, ensure_ascii=False) + "\n", encoding="utf-8")
+    dialogue = named("text", file=str(path), **settings).make()
+    row, seen = programs(dialogue)(dialogue.data, jax.random.split(jax.random.key(0), 1), np.ones(1, bool))
+    assert dialogue.text(row[0]) == GSM8K["question"] + imitated
+    assert seen.agrees.all()
+    assert seen.reward["gold"][0] == 1
+    assert dialogue == named("text", file=str(path), **settings).make()
+
+
+def test_fields_have_other_names_and_annotations_are_left_out_of_demonstrations_alone_where_answers_are_patterns(
+    tmp_path,
+):
+    line = {"q": "p", "a": r"<<\\d=\\d>>", "demonstration": "<<1+1=2>>2 <<1+1=3>>3 <<2*2=4>>40 <<3=3=3>>3"}
+    settings = {"prompt_field": "q", "answer_field": "a", "verifier": "regex"}
+    for tool, wanted in (("none", "p2 3 40 3"), ("calculator", "p<<1+1>>2 3 40 3")):
+        dialogue = named("text", file=written(tmp_path / "a.jsonl", [line]), tool=tool, **settings).make()
+        row = dialogue.bind(dialogue.data).demonstration(jax.random.key(0), 0.0, True)
+        assert dialogue.text(np.asarray(row)) == wanted
+    _, seen = programs(dialogue)(dialogue.data, jax.random.split(jax.random.key(0), 1), np.ones(1, bool))
+    assert seen.reward["gold"][0] == 0, "the pattern is of an annotation"
+
+
+def test_a_checkpoint_with_fewer_positions_than_a_row_has_slots(file, tmp_path):
+    model = gpt2.GPT2(257, 40, gpt2.SIZES["micro"])
+    gpt2_checkpoint.save(tmp_path / "model", gpt2.init_params(model, jax.random.key(0)), model)
+    settings = {"size": "micro", "checkpoint": str(tmp_path / "model"), "prompts": 2, "group_size": 2}
+    learner = ja.learners.grpo(named("text", file=file, length=40).make(), **settings)
+    assert learner.data.start["wpe"]["embedding"].shape == (40, 64)
+    with pytest.raises(
+        ValueError,
+        match=r"has shape \[40, 64\], and this model's has \[48, 64\]: choose a context, or a length",
+    ):
+        ja.learners.grpo(named("text", file=file, length=48).make(), **settings)
+
+
 def test_a_demonstration_of_its_own(tmp_path):
     lines = [{"prompt": "p", "answer": r"\d\d", "demonstration": "it is 12"}]
     file = written(tmp_path / "a.jsonl", lines)
@@ -330,7 +386,42 @@ def test_a_demonstration_of_its_own(tmp_path):
     ("lines", "settings", "message"),
     [
         (["{"], {}, "line 1: is not JSON"),
-        (["[1]"], {}, 'line 1: must be {"prompt": ..., "answer": ...}'),
+        (["[1]"], {}, 'line 1: must be {"prompt": ..., "answer": ...}, not an array: write one object in each line'),
+        (["", "[", '{"prompt": "a"}]'], {}, 'line 2: must be {"prompt": ..., "answer": ...}, and not begin an array'),
+        (['"a"'], {"prompt_field": "q"}, 'line 1: must be {"q": ..., "answer": ...}'),
+        (
+            ['{"question": "a", "answer": "b"}'],
+            {},
+            "line 1: 'prompt' is missing: prompt_field can name another field, and there are 'question', 'answer'",
+        ),
+        (
+            ['{"prompt": "a", "x\\n": "b"}'],
+            {"answer_field": "y"},
+            "line 1: 'y' is missing: answer_field can name another",
+        ),
+        (
+            ['{"messages": [{"role": "user", "content": "a"}]}'],
+            {},
+            "line 1: 'prompt' is missing, and 'messages' must be a",
+        ),
+        (
+            ['{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}'],
+            {},
+            "line 1: prompt must be a string, not chat messages: write what the model reads, the chat's template",
+        ),
+        (['{"prompt": "a", "answer": 2.5}'], {}, 'line 1: answer must be a string, not a number: write "2.5"'),
+        (['{"prompt": "a", "answer": true}'], {}, "line 1: answer must be a string, not true"),
+        (['{"prompt": "a", "answer": ["b"]}'], {}, "line 1: answer must be a string, not an array"),
+        (
+            ['{"prompt": "a", "answer": "b"}'],
+            {"answer_after": "####"},
+            "line 1: answer has no '####', which answer_after",
+        ),
+        (
+            ['{"prompt": "a", "answer": "<<7/2>>3.5"}'],
+            {"tool": "calculator"},
+            "line 1: <<7/2>> is not what the calculator can do, two whole numbers with + - * or / between them",
+        ),
         (['{"prompt": "a"}'], {}, "line 1: 'answer' is missing"),
         (['{"prompt": "a", "answer": 3}'], {}, "line 1: answer must be a string"),
         (['{"prompt": "a", "answer": "\\ud800"}'], {}, "line 1: has half of a surrogate pair"),
@@ -389,6 +480,8 @@ def test_files_that_cannot_be_used(tmp_path, lines, settings, message):
         ({"length": 1}, "length must be at least 2, not 1"),
         ({"held_out_share": 1.0}, "held_out_share must lie in [0, 1), not 1"),
         ({"tokenizer": ""}, "file and tokenizer must not be empty"),
+        ({"prompt_field": "answer"}, "prompt_field and answer_field must be the names of two fields"),
+        ({"answer_field": ""}, "prompt_field and answer_field must be the names of two fields"),
     ],
 )
 def test_wrong_settings(settings, message):

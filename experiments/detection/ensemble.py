@@ -63,7 +63,7 @@ def grpo() -> ja.Learner:
 
 
 def classifier() -> ja.Learner:
-    """A network of two layers that Adam teaches to classify points on two rings, with half a percent of wrong labels."""
+    """A network of two layers that Adam teaches to tell two rings of points apart; one label in 200 is wrong."""
     optimizer = ja.Optimizer(optax.scale_by_adam(), 3e-3, max_norm=10.0)
 
     def fresh(key):

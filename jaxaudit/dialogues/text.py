@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.dialogues import lines, tokenised, tool_syntax
+from jaxaudit.dialogues.annotations import left_out
 from jaxaudit.dialogues.arithmetic import digits, joined
 from jaxaudit.dialogues.drawing import DEMONSTRATION, below, looked_up
 from jaxaudit.dialogues.lines import Line
@@ -75,20 +76,26 @@ class Read:
 class TextDialogue(Dialogue):
     """Prompts and answers from a file, in the tokens of GPT-2 or of bytes, and a verifier.
 
-    Each line of the file is {"prompt": ..., "answer": ...}. A row is a prompt and what is written after it, up to the
-    end of text. With the tool, what is written in <<12*34>> is calculated, and the result is given in digits. Gold is 1
-    where the verifier finds the text after the prompt right, results included, whether or not it was ended.
+    Each line of the file is {"prompt": ..., "answer": ...}, or has other names for them: GSM8K's are read by
+    prompt_field = "question", answer_after = "####", verifier = "number". A row is a prompt and what is written after
+    it, up to the end of text. With the tool, what is written in <<12*34>> is calculated, and the result is given in
+    digits. Gold is 1 where the verifier finds the text after the prompt right, results included, whether or not it was
+    ended.
 
     Attributes:
       file: the lines, JSON each. They may have a "demonstration" to imitate in the place of the answer. In either a
-        call is followed by its result, as in "That is <<6*7>>42.".
-      tokenizer: "bytes", or a folder with vocab.json and merges.txt.
+        call is followed by its result, as in "That is <<6*7>>42.". GSM8K's annotations, <<6*7=42>>, are left out; with
+        the tool those that it can calculate are calls.
+      tokenizer: "bytes", or a folder with a GPT-2 tokenizer's files.
       verifier: "exact", the text is the answer but for white space around it; "contains", the answer is in it;
         "number", the text's last number is the answer's last; "regex", the answer is a regular expression that the text
         has a match of.
       tool: "calculator" or "none".
       length: slots of a row.
       held_out_share: of the lines, the last, on which is measured and not trained; 0: all are for both.
+      prompt_field, answer_field: what the lines call their prompt and answer.
+      answer_after: what the answer that is wanted stands behind, as "####", the last one there is in the field, all of
+        which is then imitated (but with verifier "exact"); "": the field is the answer.
       content: of the files, once they are read: dialogues of other contents are not equal.
       between: the first line of those that prompts are drawn from, and the first behind them, once they are read.
     """
@@ -99,6 +106,9 @@ class TextDialogue(Dialogue):
     tool: Literal["none", "calculator"] = "none"
     length: int = 256
     held_out_share: float = 0.05
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    answer_after: str = ""
     content: str = field(default="", init=False, repr=False)
     between: tuple[int, int] = field(default=(0, 0), init=False)
     signs: Signs = field(default=Signs((), 0), init=False, repr=False, compare=False)
@@ -113,6 +123,8 @@ class TextDialogue(Dialogue):
         check("tool", self.tool, TOOLS)
         if not self.file or not self.tokenizer:
             raise ValueError("file and tokenizer must not be empty")
+        if not self.prompt_field or not self.answer_field or self.prompt_field == self.answer_field:
+            raise ValueError("prompt_field and answer_field must be the names of two fields")
         if self.length < 2:
             raise ValueError(f"length must be at least 2, not {self.length}")
         if not 0 <= self.held_out_share < 1:
@@ -123,7 +135,7 @@ class TextDialogue(Dialogue):
 
         Raises ValueError where a file cannot be read, or a line cannot be used: the sentence names it.
         """
-        found = lines.read(self.file)
+        found = self._lines()
         tokenizer = tokenizers.Bytes() if self.tokenizer == "bytes" else tokenizers.read(Path(self.tokenizer))
         signs = tokenised.signs(tokenizer, tool=self.tool != "none")
         try:
@@ -150,6 +162,18 @@ class TextDialogue(Dialogue):
             signs=signs,
         )
         return made
+
+    def _lines(self) -> list[Line]:
+        """The file's lines, calculators' annotations left out of what is written."""
+        form = lines.Form(self.prompt_field, self.answer_field, self.answer_after, self.verifier != "exact")
+        tool = self.tool != "none"
+
+        def read(line: Line) -> Line:
+            answer = line.answer if self.verifier == "regex" else left_out(line.answer, tool)
+            shown = None if line.demonstration is None else left_out(line.demonstration, tool)
+            return replace(line, answer=answer, demonstration=shown)
+
+        return [read(line) for line in lines.read(self.file, form)]
 
     def _demonstrations(
         self, tokenizer: Tokenizer, signs: Signs, found: Sequence[Line], prompts: Sequence[np.ndarray]

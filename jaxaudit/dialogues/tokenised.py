@@ -15,6 +15,9 @@ from jaxaudit.text.tokenizers import Tokenizer
 LONGEST_TOKEN = 32
 """Bytes of a token that are looked at; of a longer one the first ones. GPT-2's longer ones are rules and blanks."""
 
+MOST_SHOWN = 60
+"""Characters of a call that a sentence shows."""
+
 ERROR = "error"
 """What a tool that fails says."""
 
@@ -101,10 +104,19 @@ def _parts(line: int, text: bytes, known: Signs) -> list[_Part]:
     while known.digits and (call := tool_syntax.CALL.search(text, begin)):
         result, tokens = known.result(call[0])
         if not text.startswith(result.encode(), call.end()):
-            raise Unusable(line, f"{call[0].decode()} must be followed by its result, {result}")
+            raise Unusable(line, _unlike(call[0].decode(), result))
         parts.append(_Part(line, text[begin : call.end()].decode(), tokens))
         begin = call.end() + len(result)
     return [*parts, _Part(line, text[begin:].decode(), [])]
+
+
+def _unlike(call: str, result: str) -> str:
+    """Why a call whose result does not follow it cannot be imitated."""
+    call = call if len(call) <= MOST_SHOWN else f"{call[:MOST_SHOWN]}..."
+    if result != ERROR:
+        return f"{call} must be followed by its result, {result}"
+    able = "two whole numbers with + - * or / between them, whose result is whole"
+    return f"{call} is not what the calculator can do, {able}, so that '{ERROR}' must follow it"
 
 
 def table(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

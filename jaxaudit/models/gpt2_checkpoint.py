@@ -37,7 +37,7 @@ MOST_PADDING = 1024
 
 WHY = {
     TOKENS: ": its vocabulary is that of another tokenizer",
-    POSITIONS: ": it has no positions for a longer context",
+    POSITIONS: ": choose a context, or a length of rows, that its positions are enough for",
 }
 """What a shape means that is not the model's."""
 
@@ -154,7 +154,7 @@ def _check_config(file: Path, model: GPT2) -> None:
     sizes = {"n_head": model.size.heads, "n_layer": model.size.depth}
     for name, value in {"model_type": "gpt2", **sizes, "tie_word_embeddings": True, **FIXED}.items():
         if (given := config.get(name, value)) != value and given not in OTHER_WORDS.get(name, ()):
-            raise ValueError(f"{file} is of another model: {name} is {given!r}, and this one has {value!r}")
+            raise ValueError(f"{file} is of another model: {name} is {repr(given)[:50]}, and this one has {value!r}")
 
 
 def _check_tensors(files: TensorFiles, prefix: str, wanted: list[Tensor]) -> None:

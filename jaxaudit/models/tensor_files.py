@@ -28,8 +28,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 """How the names of PyTorch's own files end."""
 
 PICKLED = (
-    "is a pickle, and to read one runs the code in it; save the model as safetensors, which is what transformers' "
-    "save_pretrained writes"
+    "is a pickle, which runs code when it is read, and is not: save the model as safetensors, as transformers' "
+    "save_pretrained does"
 )
 
 
@@ -90,7 +90,7 @@ def _missing(file: Path) -> str:
     if not found:
         return f"{file}: there is no such file"
     name = min(found, key=lambda name: (not name.startswith("pytorch_model"), name))
-    return f"{file}: there is no such file, and {name} {PICKLED}"
+    return f"{file}: there is no such file; {name} {PICKLED}"
 
 
 def _sharded(index: Path) -> dict[str, Stored]:

@@ -38,7 +38,7 @@ class Text:
     Attributes:
       name: of the corpus: "python-stdlib" (the standard library's sources), "python-docstrings", or a file or folder of
         `.txt`, or of tokens `.bin` (nanoGPT's or llm.c's).
-      tokenizer: "bytes"; "bpe", byte pairs trained on the corpus; or a folder with vocab.json and merges.txt. Tokens
+      tokenizer: "bytes"; "bpe", byte pairs trained on the corpus; or a folder with a GPT-2 tokenizer's files. Tokens
         are taken as they are.
       vocabulary: tokens that "bpe" is to have; of files of tokens those there can be, the last of which ends a text;
         None: 50257, as GPT-2's.

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxaudit import machine
+from jaxaudit.text import tokenizer_files
 
 TOKENIZERS = ("bytes", "bpe")
 """Those that need no files."""
 
 END_OF_TEXT = "<|endoftext|>"
-VOCABULARY_FILES = ("vocab.json", "merges.txt")
 
 MOST_TOKENS = 2**16
 """Tokens are of 16 bits."""
@@ -72,12 +72,18 @@ class Bytes:
 
 @dataclass(frozen=True)
 class BytePairs:
-    """Byte-level pairs, as GPT-2 has them. An end of text that is spelled out in a document is text like all else."""
+    """Byte-level pairs, as GPT-2 has them. An end of text that is spelled out in a document is text like all else.
+
+    Attributes:
+      encoder: of `tokenizers`.
+      added: tokens that are written as they are, not in the signs of bytes.
+    """
 
     encoder: Any
     vocabulary: int
     end_of_text: int
     identity: str
+    added: frozenset[str] = frozenset()
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """The documents in a row, each ended by the end of text, uint16 `[N]`; what is not UTF-8 is replaced."""
@@ -93,7 +99,9 @@ class BytePairs:
         bytes_of = _bytes_of_signs()
         found = [b""] * self.vocabulary
         for signs, token in self.encoder.get_vocab().items():
-            if token != self.end_of_text:
+            if signs in self.added and token != self.end_of_text:
+                found[token] = signs.encode()
+            elif token != self.end_of_text:
                 found[token] = b"".join(bytes_of.get(sign, sign.encode()) for sign in signs)
         return found
 
@@ -161,22 +169,12 @@ def _train(documents: Sequence[bytes], vocabulary: int) -> Any:
 
 
 def read(folder: Path) -> BytePairs:
-    """Byte pairs from `vocab.json` and `merges.txt` in a folder. Raises ValueError where they cannot be read."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    paths = [folder / name for name in VOCABULARY_FILES]
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"tokenizer {str(folder)!r}: there is no file {path}")
-    try:
-        encoder = ByteLevelBPETokenizer(*map(str, paths))
-    except Exception as error:  # of the library's own kinds
-        raise ValueError(f"tokenizer {str(folder)!r} cannot be read: {error}") from None
-    end_of_text = encoder.token_to_id(END_OF_TEXT)
-    if end_of_text is None:
-        raise ValueError(f"tokenizer {str(folder)!r} has no token {END_OF_TEXT!r}")
-    largest = max(encoder.get_vocab().values())
+    """Byte pairs from a folder's files, see `tokenizer_files`. Raises ValueError where they cannot be read."""
+    found = tokenizer_files.find(folder)
+    largest = max(found.encoder.get_vocab().values())
     if largest >= MOST_TOKENS:
         raise ValueError(f"tokenizer {str(folder)!r} has token {largest}; those below {MOST_TOKENS} can be read")
-    content = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-    return BytePairs(encoder, largest + 1, end_of_text, f"pairs {content}")
+    content = hashlib.sha256(b"".join(file.read_bytes() for file in found.files)).hexdigest()
+    end_of_text = found.encoder.token_to_id(found.end_of_text)
+    ends = "" if found.end_of_text == END_OF_TEXT else f" {found.end_of_text}"
+    return BytePairs(found.encoder, largest + 1, end_of_text, f"pairs {content}{ends}", found.added)

