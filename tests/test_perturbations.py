@@ -459,7 +459,7 @@ def test_the_randomness_of_taps_differs_between_calls_loops_kinds_steps_and_seed
 def test_a_learners_sites_are_found_without_running_it():
     def step(x, key, taps):
         taps("params", {"w": x}, label="critic", reinitialise=None)
-        return x, {"performance": taps("my_site", x)}
+        return x, {"performance": taps("my_site", x).sum()}
 
     sites = find_sites(ja.Learner(lambda key: jnp.zeros(3), step))
     assert sites.paths == {"state": ("",), "params": ("critic/w",), "my_site": ("",)}
