@@ -106,8 +106,9 @@ class Records:
             numbers.
         """
         step = self._step_column(path, step)
-        rows = self if step is None else self._with(step)
-        steps = rows._steps(path, step)
+        quickly = None if step is None else _whole_numbers(self.columns[step])
+        rows = self if step is None or quickly is not None else self._with(step)
+        steps = rows._steps(path, step) if quickly is None else quickly
         named = {name: cells for name, cells in rows.columns.items() if name != step}
         columns = {name: Column.of(cells) for name, cells in named.items()}
         if not any(column.present.any() and not column.is_text for column in columns.values()):
@@ -202,8 +203,6 @@ class Records:
         if step is None:
             return np.arange(len(self.places))
         cells = self.columns[step]
-        if (quickly := _whole_numbers(cells)) is not None:
-            return quickly
         steps = np.zeros(len(cells), np.int64)
         for row, cell in enumerate(cells):
             whole = cell if type(cell) is int and abs(cell) < 2**62 else whole_number(cell)
