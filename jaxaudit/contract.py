@@ -51,8 +51,10 @@ def as_first(state: State, first: State, function: str) -> State:
     if found == known:
         return jax.tree.unflatten(structure, jax.tree.leaves(state))
     more, less = [path for path in found if path not in known], [path for path in known if path not in found]
-    differs = f"an array at {more[0]}, which was not there" if more else "other arrays than before"
-    differs = f"no array at {less[0]}, where there was one" if less else differs
+    if less:
+        differs = f"no array at {less[0]}, where there was one"
+    else:
+        differs = f"an array at {more[0]}, which was not there" if more else "its arrays in another order"
     raise ValueError(f"{function} gives a state with {differs}: a state keeps its arrays")
 
 
@@ -146,7 +148,7 @@ def _where(function: Callable[..., Any], error: BaseException) -> str:
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Leaves with their paths, quoted."""
+    """The leaves of a tree, each with its path in quotes, as a sentence names it."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     named = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
     return [(f"'{path}'" if path else "the root", leaf) for path, leaf in named]

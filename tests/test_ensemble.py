@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pandas as pd
 import pytest
-from planted import ONSET, System
+from planted import ONSET, SIZES, System
 
 from jaxaudit.metastate import ensemble
 from jaxaudit.metastate.channels import Channels
@@ -162,19 +162,6 @@ def test_averages_advance_on_values_of_their_own(clean):
     other = found["spread_z_0.03"][:, -2]
     assert (other >= apart**2 * (1 - 1e-9)).all()
     assert np.isclose(other, apart**2).mean() > 0.2  # where it is the further one of the two channels
-
-
-SIZES = {
-    "drift": 0.5,
-    "ramp": 1.5,
-    "fold": 0.05,
-    "tempo": 0.1,
-    "timing": 2,
-    "spikes": 4,
-    "dropouts": 0.75,
-    "stuck": 0.9,
-}
-"""Of changes that the best of the charts sees in nineteen of twenty runs, the first four as elsewhere."""
 
 
 @pytest.fixture(scope="module")

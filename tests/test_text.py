@@ -255,7 +255,7 @@ def test_a_tokenizer_with_tokens_of_more_than_16_bits(tmp_path):
         load(Text(name=str(tmp_path / "a.txt"), tokenizer=str(kept)))
 
 
-def whole(folder, name="chat", model=(), config=(), **changes):
+def tokenizer_json(folder, name="chat", model=(), config=(), **changes):
     """A folder with `tokenizer.json` alone, and what is changed in it; what is None in `model` is left out."""
     folder.mkdir(exist_ok=True)
     written = json.loads((TOKENIZERS / name / "tokenizer.json").read_text()) | changes
@@ -274,7 +274,9 @@ def test_tokens_of_one_file_are_those_of_transformers(tmp_path, name, merges):
     folder = TOKENIZERS / name
     if merges == "strings":  # as older files have them, which do not name the model's type either
         pairs = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
-        folder = whole(tmp_path / "older", name, model={"merges": [" ".join(pair) for pair in pairs], "type": None})
+        folder = tokenizer_json(
+            tmp_path / "older", name, model={"merges": [" ".join(pair) for pair in pairs], "type": None}
+        )
     found, pieces = tokenizers.read(folder), tokenizers.read(folder).pieces()
     assert (found.vocabulary, found.end_of_text) == (reference[name]["vocabulary"], reference[name]["end"])
     for text, tokens in zip(reference["texts"], reference[name]["tokens"], strict=True):
@@ -290,8 +292,11 @@ def test_the_token_that_ends_a_text(tmp_path):
         ({"eos_token": None}, "<|endoftext|>"),
         ({"eos_token": "<|nowhere|>"}, "<|endoftext|>"),
     ):
-        assert tokenizers.read(whole(tmp_path, config=config)).end_of_text == numbers[wanted]
-    assert tokenizers.read(whole(tmp_path)).identity != tokenizers.read(whole(tmp_path, config=config)).identity
+        assert tokenizers.read(tokenizer_json(tmp_path, config=config)).end_of_text == numbers[wanted]
+    assert (
+        tokenizers.read(tokenizer_json(tmp_path)).identity
+        != tokenizers.read(tokenizer_json(tmp_path, config=config)).identity
+    )
     roberta = json.loads((TOKENIZERS / "roberta" / "tokenizer.json").read_text())["model"]
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -310,7 +315,7 @@ def test_all_three_files_are_those_of_older_versions_and_keep_their_identity(tmp
     before = tokenizers.read(tmp_path / "pairs").identity
     assert before.startswith("pairs ")
     assert len(before) == len("pairs ") + 64
-    whole(tmp_path / "pairs", config={"eos_token": None})
+    tokenizer_json(tmp_path / "pairs", config={"eos_token": None})
     assert tokenizers.read(tmp_path / "pairs").identity == before
 
 
@@ -345,7 +350,7 @@ OTHER_KINDS = {
 def test_a_tokenizer_of_another_kind_is_told_in_one_sentence(tmp_path, case):
     changes, sentence = OTHER_KINDS[case]
     with pytest.raises(ValueError, match=f"is none of GPT-2's kind: .*{sentence}.*; give a folder with") as caught:
-        tokenizers.read(whole(tmp_path, **changes))
+        tokenizers.read(tokenizer_json(tmp_path, **changes))
     assert "\n" not in str(caught.value)
 
 
@@ -370,7 +375,7 @@ DAMAGED = {
 def test_a_damaged_file_of_a_tokenizer_is_told_in_one_sentence(tmp_path, case):
     changes, sentence = DAMAGED[case]
     with pytest.raises(ValueError, match=sentence) as caught:
-        tokenizers.read(whole(tmp_path, **changes))
+        tokenizers.read(tokenizer_json(tmp_path, **changes))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
 
@@ -380,7 +385,7 @@ def test_what_is_no_tokenizers_json(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged: it is n"):
         tokenizers.read(tmp_path)
-    whole(tmp_path)
+    tokenizer_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged: it is n"):
         tokenizers.read(tmp_path)

@@ -30,7 +30,7 @@ import numpy as np
 import optax
 import pandas as pd
 from charts import Study, trained
-from planted import System
+from planted import SIZES, System
 
 import jaxaudit as ja
 from jaxaudit.cli import prepare_jax
@@ -43,18 +43,6 @@ FIRST = {"clean": 91_000, "disturbed": 92_000}
 SEEN = ("quadratic", "PPO", "GPT-2")
 CHARTS = Ensemble()
 ALL = "ensemble"
-
-PLANTED = {
-    "drift": 0.5,
-    "ramp": 1.5,
-    "fold": 0.05,
-    "tempo": 0.1,
-    "timing": 2,
-    "spikes": 4,
-    "dropouts": 0.7,
-    "stuck": 0.85,
-}
-"""Sizes of planted changes: the first four as in known_answer.py, the others where one chart sees 0.95 or more."""
 
 
 def grpo() -> ja.Learner:
@@ -180,7 +168,7 @@ def planted(out: Path, smoke: bool) -> None:
     sets, many, runs = (2, 50, 20) if smoke else (20, 2000, 200)
     system, names = System(), tuple(f"c{i}" for i in range(12))
     tests = {"clean": system.runs(many // 4, 99)}
-    tests |= {kind: system.runs(runs, 1000 * i + 1, kind, size) for i, (kind, size) in enumerate(PLANTED.items(), 1)}
+    tests |= {kind: system.runs(runs, 1000 * i + 1, kind, size) for i, (kind, size) in enumerate(SIZES.items(), 1)}
     others = system.runs(many, 31_337)
     found: dict[str, list[np.ndarray]] = {}
     for number in range(sets):
@@ -202,7 +190,7 @@ def power(out: Path, smoke: bool) -> None:
     splits, runs = (2, 10) if smoke else (200, 50)
     system, names = System(), tuple(f"c{i}" for i in range(12))
     tests = {"clean": system.runs(runs, 99)}
-    tests |= {kind: system.runs(runs, 1000 * i + 1, kind, size) for i, (kind, size) in enumerate(PLANTED.items(), 1)}
+    tests |= {kind: system.runs(runs, 1000 * i + 1, kind, size) for i, (kind, size) in enumerate(SIZES.items(), 1)}
     clean = system.runs(2000, 77)
     rows = []
     for count in (20, 40, 100, 200):

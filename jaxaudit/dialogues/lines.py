@@ -88,7 +88,7 @@ def _line(number: int, line: str, form: Form) -> Line:
 
 
 def _values(line: str, form: Form) -> dict[str, Any]:
-    """What a line says."""
+    """The JSON object that a line is. Raises ValueError, in words for the end of a sentence, where it is none."""
     wanted = f'{{"{form.prompt}": ..., "{form.answer}": ...}}'
     try:
         values = json.loads(line)

@@ -31,23 +31,16 @@ def records(path: Path) -> Records:
       UserError: it has no header or no rows, a name twice, or a line with more or fewer fields than the header.
     """
     text, unfinished = text_of(path)
-    header: list[str] = []
     places, rows = _fields(path, text)
-    if rows:
-        header = _header(path, places.pop(0), rows.pop(0))
+    header = _header(path, places[0], rows[0]) if rows else []
+    places, rows = places[1:], rows[1:]
     for line, fields in zip(places, rows, strict=True):
         if len(fields) != len(header):
             raise UserError(f"{path}: line {line} has {len(fields)} fields, and the header {len(header)}")
-    again = [
-        place
-        for place, fields in enumerate(rows)
-        if header[0] in fields[0]
-        and fields[0].strip(_COMMENT + " ") == header[0]
-        and [field.strip() for field in fields[1:]] == header[1:]
-    ]
-    lines_again = [places[place] for place in again]
-    for place in reversed(again):
-        del places[place], rows[place]
+    again = [line for line, fields in zip(places, rows, strict=True) if _is_header(fields, header)]
+    if again:
+        kept = [(line, fields) for line, fields in zip(places, rows, strict=True) if not _is_header(fields, header)]
+        places, rows = [line for line, _ in kept], [fields for _, fields in kept]
     if not rows:
         raise UserError(f"{path} has no complete line" + (" after its header" if header else ""))
     notes = []
@@ -55,7 +48,7 @@ def records(path: Path) -> Records:
         notes.append("the last line has no line end, as one that is being written, and is left out")
     if again:
         more = f" and {len(again) - 1} more times" if len(again) > 1 else ""
-        notes.append(f"line {lines_again[0]} is the header again{more}, as where a run was resumed")
+        notes.append(f"line {again[0]} is the header again{more}, as where a run was resumed")
     columns: dict[str, list[Any]] = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
     if columns.pop("", None) is not None:
         # The index of a table, as pandas writes it, tells nothing of the run.
@@ -104,6 +97,15 @@ def _fields(path: Path, text: str) -> tuple[list[int], list[list[str]]]:
     except csv.Error as error:
         raise UserError(f"{path}: line {first + reader.line_num} is not of separated values: {error}") from None
     return places, rows
+
+
+def _is_header(fields: list[str], header: list[str]) -> bool:
+    """Whether a line is the header once more."""
+    return (
+        header[0] in fields[0]
+        and fields[0].strip(_COMMENT + " ") == header[0]
+        and [field.strip() for field in fields[1:]] == header[1:]
+    )
 
 
 def _header(path: Path, line: int, fields: list[str]) -> list[str]:

@@ -65,7 +65,7 @@ class Run:
 
     @property
     def latest(self) -> Attempt:
-        """The attempt that was begun last."""
+        """The last attempt, which goes on from a checkpoint of the one before where there are several."""
         return self.attempts[-1]
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.metastate.envelope import SHRINKAGE, Envelope, latest
+from jaxaudit.metastate.envelope import SHRINKAGE, Envelope, filled, latest
 from jaxaudit.metastate.model import Params
 from jaxaudit.metastate.scanned import Scanned
 from jaxaudit.metastate.training import Training
@@ -39,7 +39,7 @@ class ChartReference(NamedTuple):
 
     @classmethod
     def blank(cls) -> ChartReference:
-        """In whose shape one is read."""
+        """An empty reference, whose shape tells how one is read from a file."""
         return cls(Envelope(NONE, NONE), NONE, NONE)
 
     @classmethod
@@ -49,16 +49,6 @@ class ChartReference(NamedTuple):
         usual = Envelope.of(telemetry)
         matrix = whitening(usual.standardise(telemetry), SHRINKAGE)
         return cls(usual, (seen > 0).any(0), matrix)
-
-    def filled(self, step: jax.Array, y: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """A step's telemetry `[d]`, what of it was seen, and whether it is in a gap.
-
-        In a gap, steps without any value where clean runs had some, a run is taken to be what they are on average.
-        """
-        recorded = jnp.asarray(self.recorded)[jnp.minimum(step, len(self.recorded) - 1)]
-        gap = ~jnp.any(seen > 0) & jnp.any(recorded > 0)
-        y = jnp.where(gap, jnp.nan_to_num(self.telemetry.mean_at(step)), y)
-        return y, jnp.where(gap, recorded, seen), gap
 
     def whitened(self, latents: np.ndarray) -> np.ndarray:
         """Distances of meta-states `[n, T, d]` from the clean runs', in their standard deviations, uncorrelated."""
@@ -144,7 +134,7 @@ class Chart(Scanned):
         Each is in units of its mean over clean runs, were steps independent: mean squares and the largest square of a
         moving average over its variance, r / (2 - r) (1 - (1 - r)^2t) at step t = 1, 2, ... of rate r.
         """
-        y, seen, _ = reference.filled(progress.step, y, seen)
+        y, seen, _ = filled(reference.telemetry, reference.recorded, progress.step, y, seen)
         last = jnp.where(seen > 0, y, progress.last)
         z = reference.telemetry.standardise_step(last, progress.step)
         averages = averaged(progress.averages, self.rates, z)

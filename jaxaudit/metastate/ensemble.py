@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxaudit.metastate.envelope import SHRINKAGE, Envelope, clipped, forward_filled, latest
+from jaxaudit.metastate.envelope import SHRINKAGE, Envelope, clipped, filled, forward_filled, latest
 from jaxaudit.statistics.whitening import covariance, whitening
 
 if TYPE_CHECKING:
@@ -46,9 +46,6 @@ MOST = 4.0
 
 BLOCK = 256
 """Steps whose averages are in memory at a time."""
-
-MEAN, SQUARE, PRODUCT = 0.0, 1.0, 0.0
-"""Where moving averages of values, of squares and of products begin."""
 
 
 class Location(NamedTuple):
@@ -98,7 +95,7 @@ class EnsembleReference(NamedTuple):
 
     @classmethod
     def blank(cls) -> EnsembleReference:
-        """In whose shape one is read."""
+        """An empty reference, whose shape tells how one is read from a file."""
         none = np.zeros(0)
         envelope, location = Envelope(none, none), Location(none, none)
         return cls(envelope, none, none, envelope, none, none, none, none, location, location, location)
@@ -250,8 +247,8 @@ class Ensemble:
         self, params: Params, reference: EnsembleReference, y: np.ndarray, seen: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Scores `[n, T, S]` and meta-states `[n, T, d]` of runs `[n, T, d]`."""
-        filled, fresh = _filled(reference, y, seen)
-        known = forward_filled(np.where(fresh, filled, np.nan))
+        y, fresh = _filled_runs(reference, y, seen)
+        known = forward_filled(np.where(fresh, y, np.nan))
         z, before = _distances(reference.telemetry, known)
         blocks = [self._statistics(reference, a, h, np) for a, h in self._averaged(reference, z, before, fresh)]
         return np.concatenate(blocks, axis=1), np.nan_to_num(known)
@@ -270,10 +267,8 @@ class Ensemble:
         import jax.numpy as jnp
 
         step = progress.step
-        recorded = jnp.asarray(reference.recorded)[jnp.minimum(step, len(reference.recorded) - 1)] > 0
-        gap = ~jnp.any(seen > 0) & jnp.any(recorded)
-        y = jnp.where(gap, jnp.nan_to_num(reference.telemetry.mean_at(step)), y)
-        fresh = jnp.where(gap, recorded, seen > 0)
+        y, seen, _ = filled(reference.telemetry, reference.recorded, step, y, seen)
+        fresh = seen > 0
         last = jnp.where(fresh, y, progress.last)
         z = clipped(reference.telemetry.standardise_step(last, step), jnp)
         raw = z - progress.z @ reference.transition
@@ -289,9 +284,9 @@ class Ensemble:
         return jnp.nan_to_num(progress.last)
 
     def _first(self, channels: int) -> Averages:
-        """Moving averages before the first step."""
-        levels, products = np.full((len(self.levels), channels), MEAN), np.full((len(self.dynamics), channels), PRODUCT)
-        surprise, squares = np.full((len(self.surprise), 1), SQUARE), np.full((len(self.squares), channels), SQUARE)
+        """The moving averages of a run that has no step yet: of squares 1, as they are in clean runs, of all else 0."""
+        levels, products = np.zeros((len(self.levels), channels)), np.zeros((len(self.dynamics), channels))
+        surprise, squares = np.ones((len(self.surprise), 1)), np.ones((len(self.squares), channels))
         return Averages(np.zeros_like(levels), levels, surprise, squares, products)
 
     def _values(
@@ -383,8 +378,8 @@ def _distances(usual: Envelope, telemetry: np.ndarray) -> tuple[np.ndarray, np.n
     return z, np.concatenate([np.zeros_like(z[:, :1]), z[:, :-1]], axis=1)
 
 
-def _filled(reference: EnsembleReference, y: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Telemetry `[n, T, d]` and where it was seen, where steps in a gap are what clean runs are on average."""
+def _filled_runs(reference: EnsembleReference, y: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`envelope.filled` for whole runs in NumPy: telemetry `[n, T, d]`, and where it was seen."""
     rows = np.minimum(np.arange(y.shape[1]), len(reference.recorded) - 1)
     recorded = np.asarray(reference.recorded)[rows] > 0
     gap = ~(seen > 0).any(-1, keepdims=True) & recorded.any(-1, keepdims=True)

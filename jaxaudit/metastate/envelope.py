@@ -112,8 +112,30 @@ def latest(y: np.ndarray, seen: np.ndarray) -> np.ndarray:
     return np.where(in_gap(seen), np.nan, forward_filled(np.where(seen > 0, y, np.nan)))
 
 
+def filled(
+    telemetry: Envelope, recorded: Any, step: jax.Array, y: jax.Array, seen: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A step's telemetry `[d]`, what was seen, and whether the step is in a gap, inside a JAX program.
+
+    In a gap, steps without any value where clean runs had some, a run is taken to be what they are on average.
+
+    Args:
+      telemetry: clean runs', `[T, d]`.
+      recorded: whether any clean run has a value of its own at a step, `[T, d]`.
+      step: int32.
+      y: the run's, `[d]`.
+      seen: 1 where there is a value, `[d]`.
+    """
+    import jax.numpy as jnp
+
+    expected = jnp.asarray(recorded)[jnp.minimum(step, len(recorded) - 1)]
+    gap = ~jnp.any(seen > 0) & jnp.any(expected > 0)
+    y = jnp.where(gap, jnp.nan_to_num(telemetry.mean_at(step)), y)
+    return y, jnp.where(gap, expected, seen), gap
+
+
 def clipped(z: Any, numpy: Any) -> Any:
-    """Distances of at most FURTHEST."""
+    """Distances `[..., d]` in standard deviations, cut off at FURTHEST to either side."""
     return numpy.clip(z, -FURTHEST, FURTHEST)
 
 

@@ -25,7 +25,7 @@ from jaxaudit.metastate.charts import (
     averaged,
     squared_weights,
 )
-from jaxaudit.metastate.envelope import SHRINKAGE, Envelope, in_gap
+from jaxaudit.metastate.envelope import SHRINKAGE, Envelope, filled, in_gap
 from jaxaudit.metastate.model import Innovations, MetaStateModel, Params, State, follow
 from jaxaudit.metastate.scanned import Scanned
 from jaxaudit.metastate.training import Training, train_one
@@ -124,7 +124,7 @@ def score(
     saw nothing would be somewhere else when the run goes on. What it expects of the first step after is not held
     against that.
     """
-    y, seen, gap = reference.chart.filled(progress.step, y, seen)
+    y, seen, gap = filled(reference.telemetry, reference.chart.recorded, progress.step, y, seen)
     found = model.innovations(params, progress.state, y, seen)
     state = model.advance(params, progress.state, y, seen)
     for_innovations, for_latents = reference.decorrelate

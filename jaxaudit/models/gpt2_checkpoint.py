@@ -50,7 +50,7 @@ FIXED = {
 """What `GPT2` does, in the words of config.json, whose defaults they are."""
 
 OTHER_WORDS = {"activation_function": ("gelu_pytorch_tanh",)}
-"""Other values that mean the same."""
+"""Values of settings in `config.json` that mean the same as the one in FIXED."""
 
 
 class Tensor(NamedTuple):
@@ -184,7 +184,7 @@ def _fits(tensor: Tensor, stored: Stored) -> bool:
 
 
 def _parameter(files: TensorFiles, prefix: str, members: tuple[Tensor, ...]) -> np.ndarray:
-    """A parameter, its layers stacked."""
+    """A parameter, float32; where each layer has one, all of them stacked along a first axis."""
     arrays = [files.read(prefix + tensor.name, tensor.shape[0]) for tensor in members]
     return np.stack(arrays) if members[0].layer is not None else arrays[0]
 

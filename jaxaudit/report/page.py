@@ -21,7 +21,7 @@ HANDLING += "double-click to reset."
 
 
 MOST_NOTES = 4
-"""Above what was found."""
+"""Notes that stand above the verdict; of more, all but the first ones are in a list to unfold."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def find(folder: Path) -> Found:
 
 
 def _missing(folder: Path) -> str:
-    """Why there is nothing to read."""
+    """Why a folder has no byte-level pairs: what is missing, or of which kind its tokenizer is."""
     if not folder.is_dir():
         return f"there is no folder {folder}"
     there = [name for name in PARTS if (folder / name).is_file()]
