@@ -1,5 +1,6 @@
 """The ensemble of control charts: against other people's formulas, and on changes of a known kind."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import pandas as pd
 import pytest
 from planted import ONSET, SIZES, System
 
+from jaxaudit.detection.view import QUANTILES, over_lanes
 from jaxaudit.metastate import ensemble
 from jaxaudit.metastate.channels import Channels
 from jaxaudit.metastate.charts import Chart
-from jaxaudit.metastate.ensemble import Ensemble, autoregression
+from jaxaudit.metastate.ensemble import Ensemble, Location, autoregression
+from jaxaudit.metastate.envelope import LEAST, Envelope
 from jaxaudit.metastate.monitor import Monitor, single_precision
 from jaxaudit.metastate.scanned import score_all
+from jaxaudit.metastate.scorer import by_other_parts
 
 NAMES = [f"c{i}" for i in range(12)]
 STORED = Path(__file__).parent / "data" / "monitors"
@@ -221,3 +225,49 @@ def test_an_ensemble_is_saved_and_loaded(monitors, tmp_path):
     runs = System().runs(3, 41, "ramp", 1.5)
     np.testing.assert_array_equal(again.score_runs(runs).score, monitor.score_runs(runs).score)
     assert again.expectation.model == monitor.expectation.model
+
+
+def test_a_step_at_which_all_runs_are_alike_by_chance_has_a_spread():
+    """A share of clipped ratios that is 0 in ten runs at a step may be anything usual in the eleventh."""
+    runs = np.random.default_rng(0).normal(size=(10, 60, 1))
+    runs[:, 20:40] = 0
+    spread = Envelope.of(runs).std[:, 0]
+    assert np.isclose(spread[30], LEAST * spread.mean(), rtol=0.15)
+    assert spread[50] > 5 * spread[30]
+
+
+@pytest.mark.parametrize(("runs", "others"), [(3, 2), (4, 3), (12, 9), (50, 40)])
+def test_clean_runs_are_scaled_by_scores_against_the_others(runs, others):
+    seen = []
+
+    def score(scored, referred):
+        assert not (scored & referred).any()
+        assert referred.sum() >= others
+        seen.extend(np.flatnonzero(scored))
+        return np.zeros((scored.sum(), 1, 1))
+
+    assert by_other_parts(score, runs).shape == (runs, 1, 1)
+    assert sorted(seen) == list(range(runs))
+
+
+def test_a_statistic_that_clean_runs_hardly_move_is_held_to_what_noise_would_do():
+    still = np.zeros((5, 40, 1, 2))
+    still[..., 1] = np.random.default_rng(0).normal(size=(5, 40, 1))
+    found = Location.of(still, np.array([[0.3]]))
+    np.testing.assert_allclose(found.std[0, 0], 0.15)
+    np.testing.assert_allclose(found.std[0, 1], still[..., 1].std())
+    assert np.isclose(found.furthest(np.array([[0.3, 0.0]]), np)[0], 4.0)
+
+
+def test_quantiles_over_lanes_are_numpys():
+    values = np.random.default_rng(0).normal(size=(7, 30, 3))
+    values[2, 5:9], values[:4, 12], values[:, 20] = np.nan, np.nan, np.nan
+    values[0, 25] = np.inf
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = np.moveaxis(np.nanquantile(values, QUANTILES, axis=0), 0, -1)
+    found = over_lanes(values)
+    finite = np.isfinite(expected)
+    np.testing.assert_allclose(found[finite], expected[finite], rtol=1e-6)
+    assert np.isnan(found[20]).all()
+    assert not np.isnan(np.delete(found, 20, 0)).any()

@@ -1,11 +1,12 @@
 """The ensemble of charts: what it sees, whether it is worse than its best member anywhere, and how often it is wrong.
 
     python experiments/detection/ensemble.py OUT                  # all of it; trains what is not in OUT yet
-    python experiments/detection/ensemble.py OUT --only planted   # or power, members, false_alarms
+    python experiments/detection/ensemble.py OUT --only planted   # or ablation, power, members, false_alarms
     python experiments/detection/ensemble.py OUT --smoke          # tiny, to see that it runs
 
 - planted: the share of runs in which each chart, and the ensemble, notices a planted change (planted.py), at 5% false
   alarms per run, fitted to 50 clean runs and calibrated on 50, mean over sets of them.
+- ablation: the same at exactly 5% of fewer charts: FEW, those of levels, and all but one.
 - power: the same of the ensemble with 20, 40, 100 and 200 clean runs.
 - members: 400 clean and 400 disturbed runs of each learner; the ensemble's share detected less that of the member
   which detects most on other disturbed runs, with a bootstrap interval over runs.
@@ -43,6 +44,9 @@ FIRST = {"clean": 91_000, "disturbed": 92_000}
 SEEN = ("quadratic", "PPO", "GPT-2")
 CHARTS = Ensemble()
 ALL = "ensemble"
+
+FEW = ("departure_0.03", "spread_z_0.1", "spread_e_0.1", "spread_h_0.03", "dynamics_0.03")
+"""One chart for each family of changes."""
 
 
 def grpo() -> ja.Learner:
@@ -185,6 +189,26 @@ def planted(out: Path, smoke: bool) -> None:
     write(table.rename_axis("chart").reset_index(), out / "ensemble_planted.csv")
 
 
+def ablation(out: Path, smoke: bool) -> None:
+    """Shares detected of planted changes by some of the charts, at exactly 5% false alarms."""
+    sets, many, runs = (2, 50, 10) if smoke else (6, 800, 100)
+    system, names, kinds = System(), tuple(f"c{i}" for i in range(12)), CHARTS.kinds
+    tests = {kind: system.runs(runs, 1000 * i + 1, kind, size) for i, (kind, size) in enumerate(SIZES.items(), 1)}
+    others = system.runs(many, 31_337)
+    levels = tuple(kind for kind in kinds if kind.startswith(("departure", "outlier")))
+    chosen = {ALL: kinds, "five": FEW, "of levels": levels}
+    chosen |= {f"without {one}": tuple(kind for kind in kinds if kind != one) for one in kinds}
+    shares = {name: np.zeros(len(tests)) for name in chosen}
+    for number in range(sets):
+        fitted = Fitted.to(system.runs(50, 10_000 + number), names)
+        clean, scores = fitted.largest(others), [fitted.largest(test) for test in tests.values()]
+        for name, some in chosen.items():
+            columns = [1 + kinds.index(kind) for kind in some]
+            limit = np.quantile(clean[:, columns].max(1), 1 - ALPHA)
+            shares[name] += [(found[:, columns].max(1) > limit).mean() / sets for found in scores]
+    write(pd.DataFrame(shares, index=list(tests)).T.rename_axis("charts").reset_index(), out / "ensemble_ablation.csv")
+
+
 def power(out: Path, smoke: bool) -> None:
     """Shares detected of planted changes by the number of clean runs."""
     splits, runs = (2, 10) if smoke else (200, 50)
@@ -313,7 +337,7 @@ def write(table: pd.DataFrame, path: Path) -> None:
 
 def main() -> None:
     """Does what is asked for."""
-    parts = {"planted": planted, "power": power, "members": members, "false_alarms": false_alarms}
+    parts = {"planted": planted, "ablation": ablation, "power": power, "members": members, "false_alarms": false_alarms}
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("out", type=Path, help="folder of the results, and of trained runs")
     options.add_argument("--only", nargs="+", choices=tuple(parts), default=tuple(parts), help="parts (all)")
