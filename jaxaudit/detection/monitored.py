@@ -431,9 +431,9 @@ def _write(
         table.writeheader()
         table.writerows(asdict(alarm) for alarm in first.values() if alarm)
     later = [
-        f"{name}: {sure.channels} at step {sure.step}, after the alarm"
-        for name, sure in certain.items()
-        if sure is not None and sure is not first[name]
+        f"{name}: {alarm.channels} at step {alarm.step}, after the alarm"
+        for name, alarm in certain.items()
+        if alarm is not None and alarm is not first[name]
     ]
     described: dict[str, object] = {
         "runs": [run.name for run in new],
@@ -450,9 +450,9 @@ def _write(
         described |= {"threshold": largest.limit, "channels": list(largest.monitor.expectation.channels.names)}
     (out / "monitored.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     for run in new:
-        told, sure = first.get(run.name), certain[run.name]
-        also = f"; {sure}" if sure is not None and sure is not told else ""
-        say(f"{run.name}: {told or 'no alarm'}{also}")
+        alarm_or_none, later_alarm = first.get(run.name), certain[run.name]
+        also = f"; {later_alarm}" if later_alarm is not None and later_alarm is not alarm_or_none else ""
+        say(f"{run.name}: {alarm_or_none or 'no alarm'}{also}")
 
 
 @dataclass(frozen=True)
