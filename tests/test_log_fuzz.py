@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from test_log_kinds import PRINTED
 
 from jaxaudit.detection.alignment import Named, channels_of, grid_of
 from jaxaudit.errors import UserError
-from jaxaudit.logs import read
+from jaxaudit.logs import delimited, read
 
 FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -44,6 +45,33 @@ NAMES = st.sampled_from(["a.csv", "a.jsonl", "a", "a.txt", "events.out.tfevents.
 CELLS = st.sampled_from(
     ["0", "1", "2", "3.0", "1e30", "nan", "-inf", "", "x", '"', "true", "null", "step", "#", "\x00"]
 )
+
+
+def separated(*rows) -> str:
+    return "".join(",".join(map(str, row)) + "\n" for row in rows)
+
+
+SEPARATED = st.text(st.sampled_from('ab1.,;\t\n\r# \x00\x0b\x85"\N{LINE SEPARATOR}'), max_size=60)
+
+
+@FUZZ
+@given(st.one_of(SEPARATED, st.lists(st.tuples(CELLS, CELLS), min_size=2).map(lambda rows: separated(*rows))))
+def test_separated_values_without_quotes_are_what_the_csv_module_reads(text):
+    path = Path("a.csv")
+    try:
+        quickly = delimited._unquoted(path, text)
+    except UserError as error:
+        with pytest.raises(UserError, match=re.escape(str(error))):
+            delimited._parsed(path, text)
+        return
+    if quickly is not None:
+        assert quickly == delimited._parsed(path, text)
+
+
+def test_most_separated_values_need_no_csv_module():
+    text = "# created by a trainer\n" + separated(("step", "loss"), *((i, i / 7) for i in range(100)))
+    assert delimited._unquoted(Path("a.csv"), text) == delimited._parsed(Path("a.csv"), text) is not None
+    assert delimited._unquoted(Path("a.csv"), text.replace("0", '"0"')) is None
 
 
 @FUZZ
