@@ -15,6 +15,7 @@ import xarray as xr
 from jaxaudit import metrics, registry, statistics
 from jaxaudit.channel_names import ACTING, PERFORMANCE
 from jaxaudit.datasets import DIMS, performance_every
+from jaxaudit.statistics.paired import Columns, excess_columns
 
 
 def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Dataset:
@@ -74,10 +75,11 @@ def lane_table(lanes: xr.Dataset) -> pd.DataFrame:
 def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:
     """One row for every condition: estimates over seeds with 95% intervals (columns *_low, *_high).
 
-    Divergence is T_c < steps / 2 (Table S5), collapse any finite T_c; differences are paired by seed with the
-    control of the same onset. Medians are lower medians of the lanes whose value is defined, *_undefined counts the
-    others; `never_left` counts lanes that stayed in their band (a recovery time of -1), `never_back` those that left
-    it for good (inf).
+    Divergence is T_c < steps / 2 (Table S5), collapse any finite T_c; differences and the columns excess_* are paired
+    by seed with the control of the same onset: excess_*_lost counts seeds that collapse and whose control does not,
+    excess_*_spared the reverse, excess_*_standing those whose control does not collapse. Medians are lower medians of
+    the lanes whose value is defined, *_undefined counts the others; `never_left` counts lanes that stayed in their band
+    (a recovery time of -1), `never_back` those that left it for good (inf).
     """
     rows = []
     for position in range(lanes.sizes["condition"]):
@@ -86,10 +88,9 @@ def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:
         paired = lanes.isel(condition=int(np.flatnonzero(control & (onset == onset[position]))[0]))
         final = one["final_performance"].values
         collapse = one["collapse_time"].values
-        collapsed = _collapsed(collapse)
         estimates = {
             "divergence_probability": statistics.divergence(collapse, steps),
-            "collapse_probability": statistics.proportion(collapsed),
+            "collapse_probability": statistics.proportion(statistics.collapsed(collapse)),
             **_acting(one),
             "iqm_final_performance": statistics.bootstrap(final),
             "paired_difference_final_performance": statistics.paired_difference(
@@ -107,7 +108,15 @@ def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:
         row |= {f"{m}_undefined": estimates[f"{m}_median"].n_missing for m in medians}
         time = one["recovery_time"].values
         row |= {"never_left": int((time == -1).sum()), "never_back": int((time == np.inf).sum())}
-        row["reason"] = "; ".join(f"{k}: {e.reason}" for k, e in estimates.items() if e.reason)
+        reasons = {k: e.reason for k, e in estimates.items()}
+        for name, excess in _excess(one, paired, steps).items():
+            row |= excess.values
+            if control[position]:  # is its own pair
+                row |= {
+                    f"excess_{name}_probability_{end}": row[f"excess_{name}_probability"] for end in ("low", "high")
+                }
+            reasons[f"excess_{name}_probability"] = excess.reason
+        row["reason"] = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -116,12 +125,21 @@ def _acting(lanes: xr.Dataset) -> dict[str, statistics.Estimate]:
     """The share of a condition's lanes whose acting collapses, disturbed or not, where that was told."""
     if "acting_collapse_time" not in lanes:
         return {}
-    return {"acting_collapse_probability": statistics.proportion(_collapsed(lanes["acting_collapse_time"].values))}
+    collapsed = statistics.collapsed(lanes["acting_collapse_time"].values)
+    return {"acting_collapse_probability": statistics.proportion(collapsed)}
 
 
-def _collapsed(collapse_times: np.ndarray) -> np.ndarray:
-    """1 where T_c is finite, 0 where it never came, NaN where it is not known."""
-    return np.where(np.isnan(collapse_times), np.nan, np.isfinite(collapse_times))
+def _excess(lanes: xr.Dataset, control: xr.Dataset, steps: int) -> dict[str, Columns]:
+    """What a condition's collapses exceed its control's by."""
+    times, undisturbed = (one["collapse_time"].values for one in (lanes, control))
+    found = {
+        "divergence": excess_columns(times, undisturbed, kind="divergence", before=steps / 2),
+        "collapse": excess_columns(times, undisturbed),
+    }
+    if "acting_collapse_time" in lanes:
+        acting = (one["acting_collapse_time"].values for one in (lanes, control))
+        found["acting_collapse"] = excess_columns(*acting, kind="acting_collapse")
+    return found
 
 
 def noise_floor(data: xr.Dataset, baseline: np.ndarray, last_onset: int) -> float:
@@ -165,14 +183,17 @@ class Result:
         return summary_table(self.lanes, self.telemetry.sizes["step"])
 
     def critical_magnitude(
-        self, perturbation: str, onset: int | None = None, target: str | None = None
+        self, perturbation: str, onset: int | None = None, target: str | None = None, *, standing: bool = False
     ) -> statistics.Estimate:
-        """The magnitude at which half of the lanes collapse, with its interval.
+        """The magnitude at which half of the seeds collapse, with its interval.
+
+        It is NaN where half of the seeds collapse undisturbed, by the control of the same onset.
 
         Args:
           perturbation: a name.
           onset: step, where it was tried at several.
           target: where it was aimed at several.
+          standing: whether only seeds whose control does not collapse count.
 
         Raises:
           ValueError: no such condition, several onsets or targets, or magnitudes on both sides of the neutral one.
@@ -190,4 +211,7 @@ class Result:
                 raise ValueError(f"'{perturbation}' was tried at several {name}s, give one of them: {several}")
         magnitudes = lanes["magnitude"].values
         rising = statistics.harm_rises(magnitudes, float(lanes["neutral"].values[0]))
-        return statistics.critical_magnitude(magnitudes, _collapsed(lanes["collapse_time"].values), increasing=rising)
+        table = statistics.collapsed(lanes["collapse_time"].values)
+        control = (self.lanes["perturbation"].values == "control") & (self.lanes["onset"] == lanes["onset"][0]).values
+        undisturbed = statistics.collapsed(self.lanes["collapse_time"].values[:, control][:, 0])
+        return statistics.critical_beside(magnitudes, table, undisturbed, standing=standing, increasing=rising)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jaxaudit import zarr_store
 from jaxaudit.environment import read_environment
 from jaxaudit.errors import UserError
 from jaxaudit.files import check_contents, parse_toml, read_text
+from jaxaudit.statistics.paired import excess_columns
 
 CONTROL = "control"
 _TEXT = {"condition": "", "perturbation": CONTROL, "dimension": "", "target": ""}
@@ -89,6 +91,13 @@ class Run:
             frame[name] = frame[name].fillna(_NUMBERS[name]).astype(int)
         return frame
 
+    @cached_property
+    def collapse_times(self) -> pd.DataFrame:
+        """T_c, steps, a row for each seed and a column for each condition; raises ValueError without metrics."""
+        if self.metrics is None:
+            raise ValueError(f"{self.folder} has no metrics")
+        return self.metrics.pivot(index="seed", columns="condition", values="collapse_time")
+
     def channel(self, name: str) -> np.ndarray | None:
         """A scalar channel, or an entry of another as monitors spell it ("clip_fraction[tool, after, low]").
 
@@ -149,18 +158,40 @@ def load(folder: Path) -> Run:
     telemetry = zarr_store.open_dataset(store)
     if "performance" not in telemetry or not {"seed", "condition", "step"} <= set(telemetry["performance"].dims):
         raise UserError(f"{store} has no channel 'performance' with dims seed, condition, step")
+    metrics = table(folder / "metrics.csv")
     run = Run(
         folder=folder,
         spec=_spec(folder / "spec.toml", text),
         spec_text=text,
         environment=read_environment(folder / "environment.json"),
         telemetry=telemetry,
-        metrics=table(folder / "metrics.csv"),
+        metrics=metrics,
         summary=_intervals(table(folder / "summary.csv"), telemetry.sizes["seed"]),
     )
     _check_table(folder / "metrics.csv", run.metrics, ("seed", "condition", "collapse_time", "final_performance"), run)
     _check_table(folder / "summary.csv", run.summary, ("condition", "perturbation", "magnitude"), run)
-    return run
+    return replace(run, summary=_with_excess(run))
+
+
+def _with_excess(run: Run) -> pd.DataFrame | None:
+    """The summary with the columns excess_*, which runs of earlier versions do not have."""
+    summary = run.summary
+    if summary is None or run.metrics is None or "excess_collapse_probability" in summary:
+        return summary
+    if "collapse_probability" not in summary:
+        return summary
+    conditions = run.conditions.set_index("condition")
+    controls = conditions[conditions["perturbation"] == CONTROL]
+    times = run.collapse_times
+    rows = []
+    for condition in summary["condition"]:
+        control = controls.index[controls["onset"] == conditions["onset"][condition]]
+        if not len(control):
+            return summary
+        pair = times[condition], times[control[0]]
+        early = excess_columns(*pair, kind="divergence", before=run.steps / 2)
+        rows.append(early.values | excess_columns(*pair).values)
+    return summary.assign(**pd.DataFrame(rows, index=summary.index))
 
 
 def _check_table(path: Path, found: pd.DataFrame | None, columns: tuple[str, ...], run: Run) -> None:
@@ -177,9 +208,13 @@ def _check_table(path: Path, found: pd.DataFrame | None, columns: tuple[str, ...
         planned = run.conditions.set_index("condition")["magnitude"].reindex(found["condition"])
         if not np.allclose(planned, found["magnitude"], rtol=1e-5, equal_nan=True):
             raise UserError(f"{path} is damaged: its magnitudes are not those of the telemetry")
-    shares = found[[column for column in found if column.endswith("collapse_probability")]]
-    if ((shares < 0) | (shares > 1)).any(axis=None):
-        raise UserError(f"{path} is damaged: it has a probability outside of [0, 1]")
+    for own, low, high, what in (
+        ([c for c in found if re.fullmatch(r"(acting_)?collapse_probability", c)], 0, 1, "a probability"),
+        ([c for c in found if re.fullmatch(r"excess_\w+_probability", c)], -1, 1, "an excess"),
+        ([c for c in found if re.fullmatch(r"excess_\w+_(lost|spared|standing)", c)], 0, run.seeds, "a count of seeds"),
+    ):
+        if ((found[own] < low) | (found[own] > high)).any(axis=None):
+            raise UserError(f"{path} is damaged: it has {what} outside of [{low}, {high}]")
 
 
 def _intervals(summary: pd.DataFrame | None, seeds: int) -> pd.DataFrame | None:

@@ -232,8 +232,31 @@ def test_a_step_at_which_all_runs_are_alike_by_chance_has_a_spread():
     runs = np.random.default_rng(0).normal(size=(10, 60, 1))
     runs[:, 20:40] = 0
     spread = Envelope.of(runs).std[:, 0]
-    assert np.isclose(spread[30], LEAST * spread.mean(), rtol=0.15)
+    assert np.isclose(spread[30], LEAST * spread[spread > spread[30]].mean(), rtol=0.01)
     assert spread[50] > 5 * spread[30]
+
+
+def test_how_far_a_channel_moves_is_not_judged_where_no_clean_run_moves_it():
+    """One parameter that underflows in one clean run of 50 must not hide a collapse: its level tells of more."""
+    runs = System().runs(100, 51)
+    runs[:, 10:, 0] = 0
+    runs[:, :10, 0] *= 3
+    runs[70, 60, 0] = 0.2
+    monitor = Monitor.fitted(runs[:50], runs[50:], NAMES)
+    others = np.delete(monitor.clean, 20)
+    assert monitor.clean[20] < others.max() + 1
+    fresh = System().runs(2, 52)
+    fresh[..., 0] = runs[:2, :, 0]
+    fresh[1, 60:, 0] = 3
+    usual, moved = monitor.score_runs(fresh).score.max(1)
+    assert usual < monitor.threshold(0.05) < moved
+    reference = monitor.expectation.reference
+    assert np.isinf(reference.innovations.std[30:, 0]).all()
+    assert np.isfinite(reference.innovations.std[:, 1:]).all()
+    whole = monitor.expectation.scores(fresh)[0]
+    y, seen = monitor.expectation.channels.standardise(fresh)
+    steps, _ = jax.jit(jax.vmap(partial(score_all, Ensemble(), {}, reference)))(y, seen)
+    np.testing.assert_allclose(np.asarray(steps), whole, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize(("runs", "others"), [(3, 2), (4, 3), (12, 9), (50, 40)])

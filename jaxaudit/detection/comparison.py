@@ -68,10 +68,15 @@ def splits(lanes: Lanes, settings: Settings) -> list[Split]:
             raise ValueError(
                 f"{lanes.learner}: {len(clean)} clean lanes are too few for {settings.alpha:g} false alarms per run in "
                 f"{settings.folds} folds: {len(others) - fit} are left to calibrate on, and it takes "
-                f"{fewest_runs(settings.alpha)}"
+                f"{fewest_runs(settings.alpha)}{_without(lanes)}"
             )
         parts.append(Split(others[:fit], others[fit:], np.flatnonzero(table.seed.isin(fold))))
     return parts
+
+
+def _without(lanes: Lanes) -> str:
+    count = lanes.collapsing
+    return f" ({count} more collapse undisturbed and are no clean lanes)" if count else ""
 
 
 def compare(lanes: Lanes, detectors: Sequence[Detector], settings: Settings) -> pd.DataFrame:

@@ -131,7 +131,11 @@ def write_comparisons(
 
 
 def _told(lanes: Lanes) -> str:
-    return f"{lanes.learner}: {lanes.table.clean.sum()} clean and {(~lanes.table.clean).sum()} disturbed lanes"
+    text = f"{lanes.learner}: {lanes.table.clean.sum()} clean and {(~lanes.table.clean).sum()} disturbed lanes"
+    if not lanes.collapsing:
+        return text
+    many = "1 control collapses" if lanes.collapsing == 1 else f"{lanes.collapsing} controls collapse"
+    return f"{text}; {many} undisturbed, counted as neither"
 
 
 def _check(lanes: Lanes, settings: Settings) -> None:
@@ -196,6 +200,7 @@ def _write(folder: Path, lanes: Lanes, said: pd.DataFrame, detector: MetaState, 
         "monitor": detector.name,
         "clean": int(lanes.table.clean.sum()),
         "disturbed": int((~lanes.table.clean).sum()),
+        "collapsing_controls": lanes.collapsing,
         "steps": lanes.values.shape[1],
         "runs": [str(run) for run in lanes.runs],
         "channels": _read(lanes),

@@ -32,6 +32,7 @@ class Lanes:
       table: a row for each lane: seed, clean (bool), condition, perturbation, magnitude, onset (step), collapse_time
         (step, or infinite).
       runs: the folders they come from.
+      collapsing: how many seeds have a control that collapses undisturbed, which is therefore no clean lane.
     """
 
     learner: str
@@ -39,12 +40,14 @@ class Lanes:
     values: np.ndarray
     table: pd.DataFrame
     runs: tuple[Path, ...] = ()
+    collapsing: int = 0
 
 
 def gather(folders: Sequence[Path], channels: Sequence[str] | None = None) -> list[Lanes]:
     """The lanes of finished runs, those of the same learner, task and number of steps together.
 
-    A seed's first control is its clean lane, and a seed that is in several runs is the same training.
+    A seed's first control is its clean lane unless one of its controls collapses, and a seed that is in several runs is
+    the same training.
 
     Args:
       folders: of the runs.
@@ -89,7 +92,8 @@ def _task(run: Run) -> Any:
 
 
 def _lanes(title: str, runs: Sequence[Run], channels: Sequence[str] | None) -> Lanes:
-    known: set[int] = set()
+    collapsing = {seed for run in runs for seed in _collapsing(run)}
+    known = set(collapsing)
     values, tables = [], []
     names: tuple[str, ...] = ()
     for run in runs:
@@ -105,7 +109,15 @@ def _lanes(title: str, runs: Sequence[Run], channels: Sequence[str] | None) -> L
         values.append(cells[table.index])
         tables.append(table)
     table = pd.concat(tables, ignore_index=True)
-    return Lanes(title, names, np.concatenate(values), table, tuple(run.folder for run in runs))
+    return Lanes(title, names, np.concatenate(values), table, tuple(run.folder for run in runs), len(collapsing))
+
+
+def _collapsing(run: Run) -> set[int]:
+    """The seeds of which a control collapses, whatever its onset."""
+    assert run.metrics is not None, "a finished run has them"
+    controls = run.conditions["condition"][run.conditions["perturbation"] == CONTROL]
+    lanes = run.metrics[run.metrics["condition"].isin(controls)]
+    return set(lanes["seed"][np.isfinite(lanes["collapse_time"])].astype(int))
 
 
 def _series(run: Run, channels: Sequence[str] | None) -> xr.DataArray:

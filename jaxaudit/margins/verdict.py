@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from jaxaudit.margins.rays import Ray
 from jaxaudit.margins.rounds import Found
+from jaxaudit.statistics import FALLEN
 
 
 def text(ray: Ray, u: float) -> str:
@@ -21,7 +22,7 @@ def verdict(ray: Ray, one: Found) -> str:
     if not one.seeds:
         return "unknown: no seed has a collapse time"
     if one.fallen * 2 >= len(one.seeds):
-        return "half of the seeds collapse undisturbed"
+        return FALLEN
     if math.isnan(value):
         return f"half of the seeds collapse at {mildest} already, the others not at {harshest}"
     if value == math.inf:

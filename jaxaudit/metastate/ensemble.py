@@ -210,7 +210,8 @@ class Ensemble:
         fresh = seen > 0
         transition = autoregression(before, z, fresh)
         raw = np.where(fresh, z - before @ transition, np.nan)
-        innovations = Envelope.of(raw)
+        # Where no clean run moves a channel, how far it moves has no scale: its level alone is judged there.
+        innovations = Envelope.of(raw).where_still(telemetry)
         e = clipped(innovations.standardise(raw), np)
         spread = covariance(e, SHRINKAGE)
         precision = np.linalg.inv(spread)

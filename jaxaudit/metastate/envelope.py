@@ -25,7 +25,7 @@ FLOOR = 0.01
 """The least spread of a step, in parts of the spread of all steps together."""
 
 LEAST = 0.1
-"""The least spread of a step, in parts of that of a step on average: where all runs have 0 by chance it is not 0."""
+"""The least spread of a step, in parts of the average over steps with any: where all runs have 0 by chance it is not."""
 
 
 class Envelope(NamedTuple):
@@ -53,9 +53,20 @@ class Envelope(NamedTuple):
             squares = np.where(seen, (x - mean) ** 2, 0.0).sum(axis=0)
             pooled = _pooled(squares) / np.maximum(_pooled(np.maximum(count - 1, 0)), 1)
             std = np.sqrt(pooled)
-            average = np.where(count > 0, std, 0.0).sum(0) / np.maximum((count > 0).sum(0), 1)
-            std = np.where(count > 0, np.maximum(np.maximum(std, LEAST * average), least_spread(clean)), np.nan)
+            least = least_spread(clean)
+            moves = (count > 0) & (std > least)
+            average = np.where(moves, std, 0.0).sum(0) / np.maximum(moves.sum(0), 1)
+            std = np.where(count > 0, np.maximum(np.maximum(std, LEAST * average), least), np.nan)
         return cls(mean, std)
+
+    def where_still(self, clean: np.ndarray) -> Envelope:
+        """The same with an infinite spread at steps at which, and near which, no clean run `[n, T, ...]` differs."""
+        seen = np.isfinite(clean)
+        lowest, highest = (
+            edge(np.where(seen, clean, fill), axis=0) for edge, fill in ((np.min, np.inf), (np.max, -np.inf))
+        )
+        differ = _pooled((highest > lowest).astype(np.float64)) > 0
+        return self._replace(std=np.where(differ, self.std, np.inf))
 
     def mean_at(self, step: jax.Array) -> jax.Array:
         """The mean `[...]` at a step; at a step later than the clean runs', at their last."""

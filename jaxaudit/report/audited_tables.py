@@ -10,6 +10,7 @@ import pandas as pd
 from jaxaudit.report import critical, probability
 from jaxaudit.report.series import Panel
 from jaxaudit.report.tables import Cell, Column, Table, code, estimate, number, plain, table, word
+from jaxaudit.report.undisturbed import fallen_controls
 from jaxaudit.stored import Run
 
 COLUMNS = {
@@ -19,6 +20,9 @@ COLUMNS = {
     "seeds": "seeds",
     "divergence_probability": "P_div",
     "collapse_probability": "collapse, any time",
+    "excess_collapse_lost": "collapse, control stands",
+    "excess_collapse_spared": "spared, control collapses",
+    "excess_collapse_probability": "excess over the control",
     "acting_collapse_probability": "of acting",
     "iqm_final_performance": "final performance (IQM)",
     "paired_difference_final_performance": "difference to control",
@@ -61,9 +65,16 @@ def conditions(run: Run) -> Table | None:
         return Cell(text, value=text)
 
     left_out = {"onset"} if run.conditions["onset"].nunique() == 1 else set()
+    if not _controls_collapse(run.summary):
+        left_out |= {"excess_collapse_probability", "excess_collapse_lost", "excess_collapse_spared"}
     columns = [_column(k, v, why) for k, v in COLUMNS.items() if k in run.summary and k not in left_out]
     columns += [Column("note", marks, numeric=False)] if notes else []
     return table(run.summary, columns, notes=tuple(notes))
+
+
+def _controls_collapse(summary: pd.DataFrame) -> bool:
+    standing = "excess_collapse_standing"
+    return standing in summary and bool((summary[standing] < summary["seeds"]).any())
 
 
 def lanes(run: Run, limit: int = 600) -> Table | None:
@@ -96,11 +107,22 @@ def _reasons(metrics: pd.DataFrame | None) -> dict[str, list[tuple[str, str]]]:
 
 
 def criticals(run: Run, groups: Sequence[Panel]) -> Table | None:
-    """Of each perturbation P_div's critical magnitude and that of collapse at any time, in words."""
-    head = ("perturbation", "critical magnitude of P_div (collapse before T_max / 2)")
-    found = [(p.title, *(critical.critical_of(run, p, kind).text for kind in probability.KINDS)) for p in groups]
-    rows = [(title, early or "not known", ever or "not known") for title, early, ever in found if early or ever]
-    return plain(rows, (*head, "critical magnitude of collapse at any time")) if rows else None
+    """Of each perturbation P_div's critical magnitude and that of collapse at any time, in words.
+
+    Where controls collapse, both again of the seeds whose control does not.
+    """
+    head = ["perturbation", "critical magnitude of P_div (collapse before T_max / 2)"]
+    head += ["critical magnitude of collapse at any time"]
+    columns = [(kind, False) for kind in probability.KINDS]
+    if fallen_controls(run, groups) is not None:
+        columns += [(kind, True) for kind in probability.KINDS]
+        head += ["of P_div, where the control stands", "of collapse, where the control stands"]
+    found = [
+        (p.title, *(critical.critical_of(run, p, kind, standing=standing).text for kind, standing in columns))
+        for p in groups
+    ]
+    rows = [(title, *(text or "not known" for text in texts)) for title, *texts in found if any(texts)]
+    return plain(rows, tuple(head)) if rows else None
 
 
 def channels(run: Run) -> Table:

@@ -30,11 +30,11 @@ def foremost(run: Run, groups: Sequence[Panel], most: int = MOST_PANELS) -> list
 
 
 def _harm(run: Run, panel: Panel) -> tuple[float, float, float]:
-    """The largest share of seeds that collapse, the sum of the shares, and the largest cost; -inf if not known."""
+    """The largest share of seeds that collapse beside their control, their sum, and the largest cost; or -inf."""
     found = rows(run, panel)
     share, change = (
         found[name].dropna() if name in found else np.empty(0)
-        for name in ("collapse_probability", "paired_difference_final_performance")
+        for name in ("lost_share", "paired_difference_final_performance")
     )
     if not len(share):
         return -np.inf, -np.inf, -np.inf

@@ -170,8 +170,9 @@ def _part(folder: Path, part: str, alone: bool) -> tuple[str, Summary, list[Sect
 
 def _summary(about: dict[str, Any], detectors: pd.DataFrame | None, mine: str) -> Summary:
     """Who is best, how the monitor compares to the best baseline, and its false alarms."""
-    known = {"clean lanes": "clean", "disturbed lanes": "disturbed", "steps": "steps", "folds": "folds"}
-    keys = [(label, f"{about[key]}") for label, key in known.items() if key in about]
+    known = {"clean lanes": "clean", "disturbed lanes": "disturbed", "controls that collapse": "collapsing_controls"}
+    known |= {"steps": "steps", "folds": "folds"}
+    keys = [(label, f"{about[key]}") for label, key in known.items() if about.get(key)]
     keys += [] if detectors is None else [("detectors", f"{len(detectors)}")]
     keys += [("channels", f"{len(about['channels'])}")] if "channels" in about else []
     return Summary(verdict(detectors, mine, about.get("alpha"), about.get("clean")), keys=keys)

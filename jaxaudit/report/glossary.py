@@ -68,7 +68,14 @@ METRICS = [
     (
         "critical magnitude",
         "",
-        "Magnitude at which the share of collapsed seeds crosses one half.",
+        "Magnitude at which the share of collapsed seeds crosses one half; there is none where half of the controls "
+        "collapse. Where any does, a second one is given, of the seeds whose control does not.",
+    ),
+    (
+        "excess over the control",
+        "",
+        "Of all seeds, those that collapse and whose control, undisturbed at the same onset, does not, minus those "
+        "whose control alone collapses, as a share; with Newcombe's interval for paired proportions (1998, method 10).",
     ),
     (
         "IQM",

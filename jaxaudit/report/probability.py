@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 
 from jaxaudit.report import style
-from jaxaudit.report.critical import Critical, critical_of, rows
+from jaxaudit.report.critical import Critical, control_of, critical_of, rows
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.series import Panel
+from jaxaudit.report.undisturbed import fallen_controls
 from jaxaudit.stored import Run
 
 CELL = 64
@@ -78,6 +79,8 @@ def collapse_map(run: Run, groups: list[Panel]) -> Figure | None:
     if late:
         steps = ", ".join(map(str, late))
         caption += f" P_div is 0 by definition for an onset at or after T_max / 2 (here: {steps})."
+    if (fallen := fallen_controls(run, groups)) is not None:
+        caption += f" The shares are of all seeds: {fallen.sentence}."
     return Figure("collapse_map", "", chart, caption)
 
 
@@ -120,6 +123,9 @@ def dose_response(run: Run, groups: list[Panel]) -> Figure | None:
     caption += ", bars: 95% Wilson intervals. " if run.seeds > 1 else " (one seed: 0 or 1, no interval). "
     caption += "Rings: collapse at any time. Vertical rule: the critical magnitude of P_div, where the isotonic fit "
     caption += "on the logarithm of the magnitude crosses one half; shaded: its 95% interval."
+    if fallen_controls(run, groups) is not None:
+        caption += " Where controls collapse: grey line, P_div of the control; triangles, P_div of the seeds whose "
+        caption += "control does not, with their critical magnitude in grey."
     return Figure("dose_response", "", style.finish(charts, 4, shared=False, width=200, limit=520, gutter=72), caption)
 
 
@@ -130,17 +136,27 @@ def _dose(run: Run, panel: Panel) -> Any:
     kind = "divergence_probability"
     names = {kind: "p", f"{kind}_low": "low", f"{kind}_high": "high", "collapse_probability": "ever"}
     data = data.rename(columns=names)
-    data = data[["condition", "magnitude", *[c for c in names.values() if c in data]]].sort_values("magnitude")
+    control = control_of(run, panel, kind)
+    undisturbed = float(np.nanmean(control)) if control is not None and np.isfinite(control).any() else 0.0
+    if undisturbed:
+        data["of_standing"] = data["excess_divergence_lost"] / data["excess_divergence_standing"]
+    kept = [c for c in (*names.values(), "of_standing") if c in data]
+    data = data[["condition", "magnitude", *kept]].sort_values("magnitude")
     m = data["magnitude"].to_numpy()
     log = bool((m > 0).all())
     critical = critical_of(run, panel, kind)
+    standing = critical_of(run, panel, kind, standing=True) if undisturbed else None
     span = (m.min() / 1.4, m.max() * 1.4) if log else (m.min() - 0.1 * np.ptp(m), m.max() + 0.1 * np.ptp(m))
     ticks = [float(v) for v in m]
     x = alt.X("magnitude:Q", title="magnitude (log)" if log else "magnitude",
               scale=alt.Scale(type="log" if log else "linear", domain=list(span), nice=False),
               axis=alt.Axis(values=ticks, format="~g", grid=False))  # fmt: skip
     layers = _dose_layers(data, x, critical if log else None, span)
-    title = alt.TitleParams(panel.title, subtitle=_caption(critical))
+    subtitle = [_caption(critical)]
+    if standing is not None:
+        layers += _standing_layers(x, undisturbed, standing if log else None)
+        subtitle.append(f"where the control stands: {standing.text}")
+    title = alt.TitleParams(panel.title, subtitle=subtitle)
     return alt.layer(*layers, data=style.table(data)).properties(width=215, height=170, title=title)
 
 
@@ -172,4 +188,22 @@ def _dose_layers(data: pd.DataFrame, x: alt.X, critical: Critical | None, span: 
     layers.append(base.mark_line(color=style.INK, strokeWidth=1.2, opacity=0.5).encode(x=x, y=alt.Y("p:Q", **y)))
     dot = base.mark_point(filled=True, size=55, color=style.INK, opacity=1)
     layers.append(dot.encode(x=x, y=alt.Y("p:Q", **y), tooltip=tips))
+    return layers
+
+
+def _standing_layers(x: alt.X, undisturbed: float, critical: Critical | None) -> list[Any]:
+    """The control's share of collapsed seeds, and the shares of the seeds whose control does not collapse."""
+    base = alt.Chart()
+    y: dict[str, Any] = {"title": "share of seeds", "scale": alt.Scale(domain=[0, 1.0], nice=False)}
+    tips = [alt.Tooltip("condition:N"), alt.Tooltip("of_standing:Q", title="where the control stands", format=".3~g")]
+    triangle = base.mark_point(shape="triangle-up", size=70, color=style.GREY, filled=True, opacity=1)
+    layers = [
+        base.mark_rule(color=style.GREY, strokeWidth=1).encode(y=alt.datum(undisturbed)),
+        triangle.encode(x=x, y=alt.Y("of_standing:Q", **y), tooltip=tips),
+    ]
+    if critical is not None and np.isfinite(critical.value):
+        at = x.copy()
+        at.shorthand = "at:Q"
+        where = alt.Chart(alt.InlineData(values=[{"at": critical.value}]))
+        layers.append(where.mark_rule(color=style.GREY, strokeWidth=1.5).encode(x=at))
     return layers

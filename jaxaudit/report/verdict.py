@@ -9,12 +9,13 @@ import pandas as pd
 from markupsafe import Markup
 
 from jaxaudit.perturbations.core import INTERVENTION
-from jaxaudit.report.critical import control_share, critical_of, rows
+from jaxaudit.report.critical import critical_of, rows
 from jaxaudit.report.harm import EFFECT, Judged, judge
 from jaxaudit.report.helped import effect
 from jaxaudit.report.lines import ACTING
 from jaxaudit.report.series import Panel
 from jaxaudit.report.tables import MINUS
+from jaxaudit.report.undisturbed import Fallen, fallen_controls
 from jaxaudit.stored import Run
 from jaxaudit.taps import ACTING_SITES
 
@@ -54,7 +55,9 @@ def verdict(run: Run, groups: list[Panel]) -> Verdict:
     sentences += [told for panel in groups if (told := _acting(run, panel))]
     if judged.count:
         sentences.append(judged.sentence)
-    return Verdict(_lead(run, outcomes, judged), [*sentences, *_caveats(run, groups)])
+    fallen = fallen_controls(run, groups)
+    lead = _lead(run, outcomes, judged) if fallen is None else _lead_beside(run, fallen, outcomes, judged)
+    return Verdict(lead, [*sentences, *_caveats(run, groups)])
 
 
 def _lead(run: Run, outcomes: list[_Outcome], judged: Judged) -> Markup:
@@ -72,13 +75,49 @@ def _lead(run: Run, outcomes: list[_Outcome], judged: Judged) -> Markup:
         text = (many if len(names["collapses"]) > 4 else _names(names["collapses"])) + Markup(
             " {} this learner in at least half of its seeds."
         ).format(verb)
-    if names["unharmed"] and run.seeds > 1:
-        count = len(names["unharmed"])
-        collapse, cost = ("collapses", "costs") if count == 1 else ("collapse", "cost")
-        text += Markup(" {} of {} perturbations {} no seed{}.").format(
-            count, total, collapse, f" and {cost} no final performance that shows" if judged.count else ""
+    return text + _spotless(run, outcomes, judged, ("collapses no seed", "collapse no seed"))
+
+
+def _spotless(run: Run, outcomes: list[_Outcome], judged: Judged, none: tuple[str, str]) -> Markup:
+    """How many perturbations do no harm, of one and of several in the words given."""
+    count = sum(o.kind == "unharmed" for o in outcomes)
+    if not count or run.seeds == 1:
+        return Markup("")
+    collapse, cost = (none[0], "costs") if count == 1 else (none[1], "cost")
+    told = [collapse] if collapse else []
+    told += [f"{cost} no final performance that shows"] if judged.count else []
+    if not told:
+        return Markup("")
+    return Markup(" {} of {} perturbations {}.").format(count, len(outcomes), " and ".join(told))
+
+
+def _lead_beside(run: Run, fallen: Fallen, outcomes: list[_Outcome], judged: Judged) -> Markup:
+    """The lead where controls collapse: what the perturbations add to that."""
+    if not outcomes:
+        return fallen.sentence + Markup("; nothing was disturbed: interventions waited for an alarm.")
+    found = pd.concat([rows(run, o.panel) for o in outcomes])
+    collapsing = [o.panel.title for o in outcomes if o.kind == "collapses"]
+    if not (found["standing"] > 0).any():
+        return fallen.sentence + Markup("; none is left that a perturbation could collapse.")
+    if (found["lost"] == 0).all():
+        text = fallen.sentence + Markup("; {}").format(_none_adds(outcomes, found))
+        if (most := found["spared"].max()) > 0:
+            text += Markup(", and up to {:.0f} of them do not when disturbed").format(most)
+        return text + Markup(".") + _spotless(run, outcomes, judged, ("", ""))
+    if collapsing:
+        many = Markup("{} of {} perturbations").format(len(collapsing), len(outcomes))
+        text = Markup("; {} {} at least half of the seeds whose control stands.").format(
+            many if len(collapsing) > 4 else _names(collapsing), "collapses" if len(collapsing) == 1 else "collapse"
         )
-    return text
+    else:
+        text = Markup("; nothing that was tried collapses half of the others or more.")
+    return fallen.sentence + text + _spotless(run, outcomes, judged, ("adds no collapse", "add no collapse"))
+
+
+def _none_adds(outcomes: list[_Outcome], found: pd.DataFrame) -> str:
+    names = {o.panel.perturbation for o in outcomes}
+    noun, count = ("magnitude", found["magnitude"].nunique()) if len(names) == 1 else ("perturbation", len(outcomes))
+    return {1: f"the {noun} tried adds none", 2: f"neither {noun} adds one"}.get(count, f"no {noun} adds one")
 
 
 def _names(names: list[str]) -> Markup:
@@ -90,17 +129,20 @@ def _names(names: list[str]) -> Markup:
 
 def _outcome(run: Run, panel: Panel) -> _Outcome:
     data = rows(run, panel)
-    share = data["collapse_probability"] if "collapse_probability" in data else pd.Series(dtype=float)
+    share = data["lost_share"] if "lost_share" in data else pd.Series(dtype=float)
     name = Markup("<b>{}</b>").format(panel.title)
     if share.isna().all():
-        why = Markup("{}: the collapse probability could not be computed.").format(name)
-        return _Outcome(panel, "unknown", why)
+        why = "{}: every control of its onset collapses, so there is nothing to compare its seeds with."
+        if not len(share) or (data["standing"] > 0).any():
+            why = "{}: the collapse probability could not be computed."
+        return _Outcome(panel, "unknown", Markup(why).format(name))
     if (share >= 0.5).any():
         return _Outcome(panel, "collapses", name + _collapses(run, panel, data))
     if (share > 0).any():
         worst = data.loc[share.idxmax()]
         text = Markup(" collapses some seeds but fewer than half: most at magnitude {} ({}).")
-        return _Outcome(panel, "sometimes", name + text.format(worst["label"], _share(run, worst)))
+        text = text.format(worst["label"], _share(run, worst)) + _spared(data, worst)
+        return _Outcome(panel, "sometimes", name + text)
     return _Outcome(panel, "unharmed", name)
 
 
@@ -121,25 +163,49 @@ def _harmed(run: Run, outcome: _Outcome, judged: Judged) -> _Outcome:
 
 
 def _collapses(run: Run, panel: Panel, data: pd.DataFrame) -> Markup:
-    hit = data[data["collapse_probability"] >= 0.5]
-    worst = hit.loc[hit["collapse_probability"].idxmax()]
+    hit = data[data["lost_share"] >= 0.5]
+    worst = hit.loc[hit["lost_share"].idxmax()]
     text = Markup(" collapses the learner at {} ({}{}).")
-    text = text.format(_magnitudes(hit), "at worst " if len(hit) > 1 else "", _share(run, worst))
-    critical = critical_of(run, panel, "collapse_probability")
+    text = text.format(_magnitudes(hit), "at worst " if len(hit) > 1 else "", _share(run, worst)) + _spared(data, worst)
+    beside = _beside(worst)
+    critical = critical_of(run, panel, "collapse_probability", standing=beside)
     if np.isfinite(critical.value):
-        text += Markup(" The critical magnitude, where half of the seeds are lost: {}.").format(critical.text)
+        half = "half of the seeds whose control stands are lost" if beside else "half of the seeds are lost"
+        text += Markup(" The critical magnitude, where {}: {}.").format(half, critical.text)
     elif len(data) > 1 and len(hit) == len(data):
         text += Markup(" Every magnitude tried does, so the critical one lies outside {} to {}.").format(
             data["label"].iloc[0], data["label"].iloc[-1]
         )
-    in_time = data.get("divergence_probability", pd.Series(np.nan, data.index))[hit.index]
-    if (in_time < hit["collapse_probability"] / 2).all():
+    in_time, ever = (
+        (hit["excess_divergence_lost"], hit["lost"])
+        if beside
+        else (hit.get("divergence_probability", pd.Series(np.nan, hit.index)), hit["collapse_probability"])
+    )
+    if (in_time < ever / 2).all():
         text += Markup(" Most of these collapses come after T_max / 2, where P_div does not count them.")
     return text
 
 
+def _spared(data: pd.DataFrame, told: pd.Series) -> Markup:
+    """At which other magnitude most seeds stand whose control collapses, where they are more than those told of."""
+    most = data.loc[data["spared"].idxmax()]
+    if not most["spared"] > told["spared"]:
+        return Markup("")
+    return Markup(" Most are spared at magnitude {}: {:.0f}.").format(most["label"], most["spared"])
+
+
+def _beside(row: pd.Series) -> bool:
+    """Whether controls of the condition's onset collapse."""
+    return bool(row["standing"] < row.get("seeds", np.nan))
+
+
 def _share(run: Run, row: pd.Series) -> str:
     seeds = int(row["seeds"]) if np.isfinite(row.get("seeds", np.nan)) else run.seeds
+    if _beside(row):
+        lost, standing, spared = (int(row[name]) for name in ("lost", "standing", "spared"))
+        excess, fallen = "excess_collapse_probability", seeds - standing
+        text = f"{lost} of the {standing} seeds whose control stands; {spared} of the {fallen} others are spared; "
+        return text + f"excess {_signed(row[excess])}{_interval(row, excess, '.2f')}"
     p = row["collapse_probability"]
     noun = "seed" if seeds == 1 else "seeds"
     return f"{round(p * seeds)} of {seeds} {noun}{_interval(row, 'collapse_probability', '.2f')}"
@@ -157,21 +223,27 @@ def _signed(value: float) -> str:
 
 
 def _acting(run: Run, panel: Panel) -> Markup | None:
-    """A sentence where acting collapses in more seeds than the learner itself does."""
+    """A sentence where acting collapses in more seeds than the learner itself does, beside the controls of both."""
     data = rows(run, panel)
     if "acting_collapse_probability" not in data:
         return None
-    apart = data["acting_collapse_probability"] - data["collapse_probability"]
+    seeds = data["seeds"]
+    if "excess_acting_collapse_lost" in data:
+        acting, learned = data["excess_acting_collapse_lost"], data["excess_collapse_lost"]
+        standing = data["excess_acting_collapse_standing"], data["excess_collapse_standing"]
+    else:
+        acting, learned = (data[f"{kind}collapse_probability"] * seeds for kind in ("acting_", ""))
+        standing = seeds, seeds
+    apart = acting - learned
     if not (apart > 0).any():
         return None
-    worst = data.loc[apart.idxmax()]
-    seeds = int(worst["seeds"])
-    acting, learned = (round(worst[f"{kind}collapse_probability"] * seeds) for kind in ("acting_", ""))
-    text = (
-        " harms acting more than learning: at magnitude {} returns in training collapse in {} of {} seeds, and those "
-    )
-    text += "of the same policy, undisturbed, in {}."
-    return Markup("<b>{}</b>").format(panel.title) + Markup(text).format(worst["label"], acting, seeds, learned)
+    worst = apart.idxmax()
+    text = " harms acting more than learning: at magnitude {} returns in training collapse in {:.0f} of {:.0f} seeds, "
+    text += "and those of the same policy, undisturbed, in {:.0f}"
+    if any(of[worst] < seeds[worst] for of in standing):
+        text += " of {:.0f}, of those whose control stands"
+    counts = [x[worst] for pair in zip((acting, learned), standing, strict=True) for x in pair]
+    return Markup("<b>{}</b>").format(panel.title) + Markup(text + ".").format(data["label"][worst], *counts)
 
 
 def _magnitudes(data: pd.DataFrame) -> str:
@@ -181,14 +253,24 @@ def _magnitudes(data: pd.DataFrame) -> str:
 def _unharmed(run: Run, outcomes: list[_Outcome], judged: Judged) -> list[Markup]:
     if not outcomes:
         return []
-    tops = [rows(run, o.panel).get("collapse_probability_high", pd.Series(dtype=float)).max() for o in outcomes]
+    found = [rows(run, o.panel) for o in outcomes]
+    beside = any(_beside(row) for data in found for _, row in data.iterrows())
+    bound = "excess_collapse_probability_high" if beside else "collapse_probability_high"
+    tops = [data.get(bound, pd.Series(dtype=float)).max() for data in found]
     if run.seeds == 1:
         names = _names([o.panel.title for o in outcomes])
         return [names + Markup(" did not collapse the one seed at any magnitude tried.")]
     verb = "collapses" if len(outcomes) == 1 else "collapse"
-    text = _names([o.panel.title for o in outcomes]) + Markup(" {} no seed at any magnitude tried").format(verb)
+    which = "no seed whose control stands," if beside else "no seed"
+    text = _names([o.panel.title for o in outcomes]) + Markup(" {} {} at any magnitude tried").format(verb, which)
     if np.isfinite(top := np.nanmax([*tops, -np.inf])):
-        text += Markup(" (which bounds the probability only to at most {})").format(f"{top:.2g}")
+        what = "excess over the control" if beside else "probability"
+        text += Markup(" (which bounds the {} only to at most {})").format(what, f"{top:.2g}")
+    most = max((row for data in found for _, row in data.iterrows()), key=lambda row: row["spared"])
+    if most["spared"] > 0:
+        text += Markup(", and {:.0f} of {:.0f} whose control collapses do not when disturbed ({})").format(
+            most["spared"], most["seeds"] - most["standing"], most["condition"]
+        )
     if judged.count:
         text += ", and no final performance is told to lie below the control's"
     return [text + Markup(".")]
@@ -212,9 +294,6 @@ def _caveats(run: Run, groups: list[Panel]) -> list[Markup]:
     if short:
         text = "Fewer than {} steps follow the onset of {}, so the run's end censors every collapse there."
         found.append(Markup(text).format(hold, _names([p.title for p in short])))
-    if (share := control_share(run)) > 0:
-        text = "The undisturbed control itself collapses in up to {} of its seeds; read the rest against that."
-        found.append(Markup(text).format(f"{share:.0%}"))
     if nothing := _without_effect(run):
         text = "Nothing at all changed under {}: every channel is bitwise the control's."
         found.append(Markup(text).format(_names(nothing)))

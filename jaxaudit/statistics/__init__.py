@@ -1,6 +1,6 @@
 """Population statistics over seeds, each figure with its interval."""
 
-from jaxaudit.statistics.critical import critical_magnitude, harm_rises, isotonic
+from jaxaudit.statistics.critical import FALLEN, critical_beside, critical_magnitude, harm_rises, isotonic
 from jaxaudit.statistics.intervals import (
     Estimate,
     Ranks,
@@ -14,19 +14,26 @@ from jaxaudit.statistics.intervals import (
     seeds_for,
     wilson,
 )
+from jaxaudit.statistics.paired import Excess, collapsed, excess, paired_proportions
 from jaxaudit.statistics.whitening import whitening
 
 __all__ = [
+    "FALLEN",
     "Estimate",
+    "Excess",
     "Ranks",
     "bootstrap",
+    "collapsed",
+    "critical_beside",
     "critical_magnitude",
     "divergence",
+    "excess",
     "harm_rises",
     "interquartile_mean",
     "isotonic",
     "median",
     "paired_difference",
+    "paired_proportions",
     "proportion",
     "ranks",
     "seeds_for",

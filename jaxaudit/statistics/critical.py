@@ -149,6 +149,45 @@ def critical_magnitude(
     return Estimate(value, low, high, seeds - absent, absent, side)
 
 
+FALLEN = "half of the seeds collapse undisturbed"
+"""Why there is no critical magnitude: a share of one half then says nothing of the perturbation."""
+
+
+def critical_beside(
+    magnitudes: Any, collapsed: Any, control: Any, *, standing: bool = False, **options: Any
+) -> Estimate:
+    """The critical magnitude, where fewer than half of the seeds collapse undisturbed.
+
+    Args:
+        magnitudes: `[M]`.
+        collapsed: `[seeds, M]`.
+        control: whether each seed's control collapses, `[seeds]`, bool or 0/1 with NaN for unknown.
+        standing: whether only seeds count whose control is known not to collapse; then any share of others may.
+        options: as for `critical_magnitude`.
+
+    Returns:
+        as `critical_magnitude`; NaN with the reason where at least half of the controls that are known collapse, or
+        none is left.
+
+    Raises:
+        ValueError: as `critical_magnitude`, or the shapes differ.
+    """
+    m, table = _checked_grid(magnitudes, collapsed)
+    undisturbed = np.asarray(control, np.float64)
+    if undisturbed.shape != table.shape[:1]:
+        raise ValueError(f"control must have shape [{table.shape[0]}], got {undisturbed.shape}")
+    fallen, known = int((undisturbed == 1).sum()), int((~np.isnan(undisturbed)).sum())
+    nothing = Estimate(np.nan, np.nan, np.nan, known, table.shape[0] - known)
+    if standing:
+        rows = table[undisturbed == 0]
+        if not len(rows):
+            return nothing._replace(n=0, reason="no seed's control is known to stand")
+        return critical_magnitude(m, rows, **options)
+    if known and 2 * fallen >= known:
+        return nothing._replace(reason=FALLEN)
+    return critical_magnitude(m, table, **options)
+
+
 def _checked_grid(magnitudes: Any, collapsed: Any) -> tuple[np.ndarray, np.ndarray]:
     m, table = np.asarray(magnitudes, np.float64), np.asarray(collapsed, np.float64)
     if m.ndim != 1 or m.size < 2 or not (np.isfinite(m) & (m > 0)).all() or np.unique(m).size != m.size:

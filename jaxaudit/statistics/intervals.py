@@ -66,6 +66,7 @@ def check_level(level: float) -> None:
         raise ValueError(f"level = {level!r}: must lie between 0 and 1")
 
 
+@functools.lru_cache(maxsize=4096)
 def wilson(successes: int, n: int, *, level: float = 0.95) -> Estimate:
     """A proportion with its Wilson score interval (Wilson, 1927).
 
