@@ -25,7 +25,7 @@ FLOOR = 0.01
 """The least spread of a step, in parts of the spread of all steps together."""
 
 LEAST = 0.1
-"""The least spread of a step, in parts of the average over steps with any: where all runs have 0 by chance it is not."""
+"""The least spread of a step, in parts of the average over steps with any: so that runs alike by chance have one."""
 
 
 class Envelope(NamedTuple):
