@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -88,11 +89,13 @@ def audit(
     held = Held(grid)
     for batch in batches:
         run_batch(engine, batch, held)
-    arrays = held.arrays | datasets.derived(held.arrays[PERFORMANCE], chosen, learner.performance_every)
+    arrays = held.arrays | datasets.derived(held.arrays[PERFORMANCE], chosen, learner.cadence)
     data = datasets.telemetry(grid, arrays)
     data["baseline_performance"] = (("seed", "step"), held.trained)
     data.attrs["execution"] = grid.program.execution
     if measured:
         data.attrs["measured"] = measured
     data.attrs["noise_floor"] = results.noise_floor(data, held.trained, grid.forks[-1].onset)
+    if gaps := results.undeclared_gaps(data):
+        warnings.warn(gaps, stacklevel=2)
     return results.Result(data, chosen)

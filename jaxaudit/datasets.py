@@ -12,6 +12,7 @@ import numpy as np
 import xarray as xr
 
 from jaxaudit import metrics
+from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.errors import UserError
 from jaxaudit.grid import Grid
 from jaxaudit.registry import unknown
@@ -75,15 +76,15 @@ def attributes(grid: Grid) -> dict[str, Any]:
     return {
         "learner": learner.name,
         "performance_name": learner.performance_name,
-        "performance_every": learner.performance_every,
+        "performance_every": learner.cadence.every,
         "step_unit": learner.step_unit,
         "samples_per_step": learner.samples_per_step,
     }
 
 
-def performance_every(data: xr.Dataset) -> int:
-    """Steps from one measurement of the performance to the next, as a run's telemetry says."""
-    return int(data.attrs.get("performance_every", 1))
+def cadence(data: xr.Dataset, channel: str = PERFORMANCE) -> metrics.Cadence:
+    """When the performance, or acting performance, is measured, as a run's telemetry says."""
+    return metrics.Cadence(int(data.attrs.get("performance_every", 1)), bool(data[channel].attrs.get("sparse", 0)))
 
 
 def telemetry(grid: Grid, arrays: dict[str, np.ndarray]) -> xr.Dataset:
@@ -110,26 +111,30 @@ def channel_dims(grid: Grid, channel: str, shape: tuple[int, ...]) -> tuple[str,
     return tuple(name for name, _ in known.dims) or tuple(f"{channel}_{i}" for i in range(len(shape)))
 
 
-def derived(performance: np.ndarray, settings: metrics.MetricSettings, every: int = 1) -> dict[str, np.ndarray]:
+def derived(
+    performance: np.ndarray, settings: metrics.MetricSettings, when: metrics.Cadence | None = None
+) -> dict[str, np.ndarray]:
     """Channels that follow from the performance `[..., T]`: x_inst (its variance over a window), x_gen (smoothed).
 
     x_gen is the exponential moving average with the window's span, begun at the first finite value. Both are of the
-    values measured at every `every`-th step, and held between.
+    values that were measured, and held between.
     """
+    every, sparse = when or metrics.Cadence()
     flat = performance.reshape(-1, performance.shape[-1])
-    x_inst = np.asarray(_instability(settings.window, every)(flat))
+    x_inst = np.asarray(_instability(settings.window, every, sparse)(flat))
     rate = 2.0 / (settings.window / every + 1.0)
     x_gen = np.full_like(flat, np.nan)
     current = np.full_like(flat[:, 0], np.nan)
     with np.errstate(invalid="ignore"):
         for t in range(flat.shape[1]):
             if (t + 1) % every == 0:
-                current = np.where(np.isnan(current), flat[:, t], current + rate * (flat[:, t] - current))
+                moved = np.where(np.isnan(current), flat[:, t], current + rate * (flat[:, t] - current))
+                current = np.where(np.isnan(flat[:, t]), current, moved) if sparse else moved
             x_gen[:, t] = current
     return {"x_inst": x_inst.reshape(performance.shape), "x_gen": x_gen.reshape(performance.shape)}
 
 
 @cache
-def _instability(window: int, every: int) -> Callable[..., Any]:
+def _instability(window: int, every: int, sparse: bool) -> Callable[..., Any]:
     """`instability_index` of lanes `[L, T]`; kept, or every call would compile it again."""
-    return jax.jit(jax.vmap(partial(metrics.instability_index, window=window, every=every)))
+    return jax.jit(jax.vmap(partial(metrics.instability_index, window=window, every=every, sparse=sparse)))

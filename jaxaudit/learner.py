@@ -15,6 +15,7 @@ from flax import struct
 
 from jaxaudit import contract
 from jaxaudit.channel_names import PERFORMANCE
+from jaxaudit.metrics import Cadence
 from jaxaudit.sharding import Partition
 from jaxaudit.taps import Taps
 
@@ -76,6 +77,9 @@ class Channel:
         2^24.
       every: it is measured at every so many steps, those t with (t + 1) % every == 0; what it holds between is not to
         be relied on.
+      sparse: it is measured in some steps only, by what happens in them, e.g. where an episode ends, and is NaN in the
+        others. Metrics read a sparse performance where it was measured: NaN is no collapse, infinity is. A lane whose
+        parameters turn to NaN does not collapse by that then; where it is to, its performance must be -inf.
       monitored: whether monitors and detectors read it unless they are told to; not what is stored to be looked at,
         e.g. tokens.
       words: what its whole numbers stand for, by number: of tokens, their legible names; () where they are numbers.
@@ -86,8 +90,11 @@ class Channel:
     every: int = 1
     monitored: bool = True
     words: tuple[str, ...] = ()
+    sparse: bool = False
 
     def __post_init__(self):
+        if self.sparse and (self.every != 1 or self.dims or not self.dtype.startswith("float")):
+            raise ValueError("a sparse channel is a scalar of floats with every = 1: NaN says where it is not measured")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every must be a whole number of steps, at least 1, not {self.every!r}")
         if self.dtype not in DTYPES:
@@ -105,8 +112,8 @@ class Channel:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What a dataset says of it besides, where not the default: cadence, that no monitor reads it, and words."""
-        cadence = {} if self.every == 1 else {"every": self.every}
+        """What a dataset says of it besides, where not the default: when it is measured, who reads it, and words."""
+        cadence = ({} if self.every == 1 else {"every": self.every}) | ({"sparse": 1} if self.sparse else {})
         unread = {} if self.monitored else {"monitored": 0}
         return cadence | unread | ({"words": list(self.words)} if self.words else {})
 
@@ -205,9 +212,10 @@ class Learner:
         return self.channels.get(name, Channel())
 
     @property
-    def performance_every(self) -> int:
-        """Steps from one measurement of the performance to the next."""
-        return self.channel(PERFORMANCE).every
+    def cadence(self) -> Cadence:
+        """When the performance is measured."""
+        known = self.channel(PERFORMANCE)
+        return Cadence(known.every, known.sparse)
 
     def begin(self, key: jax.Array, data: Any) -> State:
         """The state before the first step, from a key and what the program was given as the learner's data.

@@ -8,9 +8,11 @@ What holds for all of them:
 
 - A learner may measure J at every `every`-th step alone, the steps t with (t + 1) % every == 0. Only those are
   read, whatever the series holds between, and the *first step* of anything is a measured one.
+- With `sparse`, NaN is no value but a step at which J was not measured, such as one in which no episode ended; only
+  the other steps are read. Infinity is non-finite still.
 - J_pre and sigma_pre are the mean and population standard deviation over the `window` steps before the onset,
-  or over the `onset` steps there are, if J was measured there at least 2 times (`FEWEST` times where it is not
-  measured at every step); else they are NaN. A non-finite value among them makes them NaN.
+  or over the `onset` steps there are, if J was measured there at least 2 times (`FEWEST` times where it is sparse or
+  not measured at every step); else they are NaN. A non-finite value among them makes them NaN.
 - The *band* is one-sided: J is out of it where `J < J_pre - 2 sigma_pre`, strictly. Rising above it is
   improvement.
 - Non-finite J at a measured step at or after the onset is collapse, from its first such step to the end of the run.
@@ -23,7 +25,7 @@ that fluctuates by 1e-2 is handled as well as one around zero.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +39,19 @@ FEWEST = 8
 """Measurements before the onset that J_pre takes, where J is not measured at every step."""
 
 FEWEST_HELD = 3
-"""Measurements in the `hold` of a collapse, where J is not measured at every step."""
+"""Measurements in the `hold` of a collapse, where J is not measured at every step; of a sparse J, in a collapse."""
+
+
+class Cadence(NamedTuple):
+    """When J is measured.
+
+    Fields:
+        every: at every so many steps, those t with (t + 1) % every == 0.
+        sparse: only where it is not NaN.
+    """
+
+    every: int = 1
+    sparse: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,23 +124,39 @@ class _Measured(NamedTuple):
         values: `[M]`.
         steps: the steps of the measurements, int `[M]`.
         total: steps of the run, T.
-        every: steps from one to the next.
+        cadence: when J is measured.
+        seen: which were measured, bool `[M]`; with a sparse J some were not.
     """
 
     values: jax.Array
     steps: np.ndarray
     total: int
-    every: int
+    cadence: Cadence
+    seen: jax.Array
+
+    @property
+    def few(self) -> bool:
+        """Whether there may be fewer measurements than steps."""
+        return self.cadence != Cadence()
+
+    def last_value(self, where: ArrayLike = True) -> jax.Array:
+        """The last value measured where `where` `[M]` is true; the first of all, measured or not, if there is none."""
+        places = jnp.where(self.seen & where, jnp.arange(self.values.shape[0]), 0)
+        return self.values[places.max()]
 
 
-def _measured(series: ArrayLike, every: int) -> _Measured:
+def _measured(series: ArrayLike, every: int, sparse: bool) -> _Measured:
     values = jnp.asarray(series)
     if values.ndim != 1:
         raise ValueError(f"a metric takes one lane's series of shape [T], got {values.shape}; use jax.vmap for lanes")
     if every < 1:
         raise ValueError(f"every must be at least 1, not {every}")
+    if sparse and every != 1:
+        raise ValueError("what is sparse has no cadence besides: every must be 1")
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-    return _Measured(values[every - 1 :: every], due_steps(values.shape[0], every), values.shape[0], every)
+    due = values[every - 1 :: every]
+    seen = ~jnp.isnan(due) if sparse else jnp.ones(due.shape, bool)
+    return _Measured(due, due_steps(values.shape[0], every), values.shape[0], Cadence(every, sparse), seen)
 
 
 def due_steps(total: int, every: int = 1) -> np.ndarray:
@@ -142,16 +172,15 @@ def _power_of_two(value: jax.Array) -> jax.Array:
 
 def _level(x: _Measured, onset: ArrayLike, window: int) -> _Level:
     onset = jnp.asarray(onset)
-    inside = (x.steps >= onset - window) & (x.steps < onset)
+    inside = x.seen & (x.steps >= onset - window) & (x.steps < onset)
     count = inside.sum()
-    before = (x.steps < onset).sum()
-    reference = x.values[jnp.clip(before - 1, 0, x.values.shape[0] - 1)]
+    reference = x.last_value(x.steps < onset)
     deviation = jnp.where(inside, x.values - reference, 0)
     scale = _power_of_two(jnp.abs(deviation).max())
     scaled = deviation / scale
     mean = scaled.sum() / jnp.maximum(count, 1)
     variance = jnp.where(inside, (scaled - mean) ** 2, 0).sum() / jnp.maximum(count, 1)
-    enough = count >= (2 if x.every == 1 else FEWEST)
+    enough = count >= (FEWEST if x.few else 2)
     known = enough & (onset <= x.total) & jnp.isfinite(jnp.where(inside, x.values, 0)).all()
     mean, std = (jnp.where(known, scale * part, jnp.nan) for part in (mean, jnp.sqrt(variance)))
     return _Level(reference, mean, std, known)
@@ -159,13 +188,13 @@ def _level(x: _Measured, onset: ArrayLike, window: int) -> _Level:
 
 def _non_finite_from(x: _Measured, onset: ArrayLike) -> jax.Array:
     """First measured step at or after the onset with a non-finite value; T if there is none."""
-    bad = (x.steps >= jnp.asarray(onset)) & ~jnp.isfinite(x.values)
+    bad = x.seen & (x.steps >= jnp.asarray(onset)) & ~jnp.isfinite(x.values)
     return jnp.where(bad, x.steps, x.total).min(initial=x.total)
 
 
 def _below_band(x: _Measured, onset: ArrayLike, level: _Level) -> jax.Array:
-    """`[M]` bool: at or after the onset and out of the band, or past the first non-finite step."""
-    out = x.values - level.reference < level.mean - BAND * level.std
+    """`[M]` bool: at or after the onset and measured out of the band, or past the first non-finite step."""
+    out = x.seen & (x.values - level.reference < level.mean - BAND * level.std)
     steps = jnp.asarray(x.steps)
     return (steps >= jnp.asarray(onset)) & (out | (steps >= _non_finite_from(x, onset)))
 
@@ -181,7 +210,7 @@ def _peak(values: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def pre_onset_level(
-    series: ArrayLike, onset: ArrayLike, window: int = 50, *, every: int = 1
+    series: ArrayLike, onset: ArrayLike, window: int = 50, *, every: int = 1, sparse: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """J_pre and sigma_pre: mean and population std of J over the `window` steps before the onset.
 
@@ -193,11 +222,12 @@ def pre_onset_level(
         onset: step, scalar int.
         window: steps.
         every: steps from one measurement of J to the next.
+        sparse: whether NaN is a step at which J was not measured.
 
     Returns:
         two scalars, in units of J.
     """
-    level = _level(_measured(series, every), onset, window)
+    level = _level(_measured(series, every, sparse), onset, window)
     return level.reference + level.mean, level.std
 
 
@@ -207,9 +237,13 @@ def _collapse(x: _Measured, onset: ArrayLike, window: int, hold: int) -> tuple[j
     level = _level(x, onset, window)
     non_finite = _non_finite_from(x, onset)
     below = _below_band(x, onset, level)
-    next_above = jax.lax.cummin(jnp.where(below, total, x.steps), reverse=True)
+    next_above = jax.lax.cummin(jnp.where(below | ~x.seen, total, x.steps), reverse=True)
     counted = below & ((next_above - x.steps >= hold) | (next_above == total))
-    held = x.every == 1 or hold // x.every >= FEWEST_HELD
+    if x.cadence.sparse:
+        left = jnp.append(jnp.cumsum(below[::-1])[::-1], 0)  # of each step on
+        enough = left[:-1] - left[next_above] >= FEWEST_HELD
+        counted &= enough | (x.steps >= non_finite)
+    held = x.cadence.every == 1 or hold // x.cadence.every >= FEWEST_HELD
     known = level.known & held
     first = jnp.where(known, jnp.where(counted, x.steps, total).min(initial=total), non_finite)
     defined = _inside(total, onset) & (known | (non_finite < total))
@@ -219,7 +253,7 @@ def _collapse(x: _Measured, onset: ArrayLike, window: int, hold: int) -> tuple[j
 
 
 def collapse_time(
-    series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100, every: int = 1
+    series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100, every: int = 1, sparse: bool = False
 ) -> jax.Array:
     """T_c (Table S5): first measured step `t >= onset` where J falls below the band and stays there for `hold` steps.
 
@@ -234,26 +268,27 @@ def collapse_time(
         window: steps J_pre is taken over.
         hold: Delta, steps; at least `FEWEST_HELD` measurements where J is not measured at every step, else NaN.
         every: steps from one measurement of J to the next.
+        sparse: whether NaN is a step at which J was not measured.
 
     Returns:
         scalar float32, the step index counted from the start of the run; inf for never; NaN where J_pre is
         undefined and J stays finite.
     """
-    return _collapse(_measured(series, every), onset, window, hold)[0]
+    return _collapse(_measured(series, every, sparse), onset, window, hold)[0]
 
 
 def collapse_censored(
-    series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100, every: int = 1
+    series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100, every: int = 1, sparse: bool = False
 ) -> jax.Array:
     """Whether the run ended before the counted collapse had lasted `hold` steps: scalar bool.
 
     [open] in Table S5. A run that turned non-finite is never censored, as no further step undoes
     that. Arguments as in `collapse_time`; False where that is inf or NaN.
     """
-    return _collapse(_measured(series, every), onset, window, hold)[1]
+    return _collapse(_measured(series, every, sparse), onset, window, hold)[1]
 
 
-def instability_index(series: ArrayLike, *, window: int = 50, every: int = 1) -> jax.Array:
+def instability_index(series: ArrayLike, *, window: int = 50, every: int = 1, sparse: bool = False) -> jax.Array:
     """I_inst(t) (Table S5): population variance of J over the last `window` steps, t among them.
 
     Two passes per window, on deviations from J(t).
@@ -262,24 +297,44 @@ def instability_index(series: ArrayLike, *, window: int = 50, every: int = 1) ->
         series: J, `[T]`.
         window: W, steps.
         every: steps from one measurement of J to the next; the variance is of the `window // every` measurements.
+        sparse: whether NaN is a step at which J was not measured; the variance is of the measurements in the window.
 
     Returns:
         `[T]`, in units of J squared, held from one measurement to the next; NaN for the first `window - 1` steps
         and where the window holds a non-finite J, or fewer than 2 measurements.
     """
-    x = _measured(series, every)
+    x = _measured(series, every, sparse)
     count, total = window // every, x.values.shape[0]
     if not 2 <= count <= total:
         return jnp.full(x.total, jnp.nan, x.values.dtype)
-    padded = jnp.concatenate([jnp.zeros(count - 1, x.values.dtype), x.values])
+    if sparse:
+        places = jax.lax.cummax(jnp.where(x.seen, jnp.arange(total), 0))
+        latest = x.values[places]
+        padded = jnp.concatenate([jnp.full(count - 1, jnp.nan, x.values.dtype), x.values])
+    else:
+        latest = x.values
+        padded = jnp.concatenate([jnp.zeros(count - 1, x.values.dtype), x.values])
+    zeros = jnp.zeros_like(x.values)
 
     def deviation(lag: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(padded, (lag,), (total,)) - x.values
+        return jax.lax.dynamic_slice(padded, (lag,), (total,)) - latest
 
-    zeros = jnp.zeros_like(x.values)
-    mean = jax.lax.fori_loop(0, count, lambda lag, s: s + deviation(lag), zeros) / count
-    variance = jax.lax.fori_loop(0, count, lambda lag, s: s + (deviation(lag) - mean) ** 2, zeros) / count
-    return held(jnp.where(jnp.arange(total) >= count - 1, variance, jnp.nan), x.total, every)
+    def summed(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        return jax.lax.fori_loop(0, count, lambda lag, s: s + term(lag), zeros)
+
+    if not sparse:
+        mean = summed(deviation) / count
+        variance = summed(lambda lag: (deviation(lag) - mean) ** 2) / count
+        return held(jnp.where(jnp.arange(total) >= count - 1, variance, jnp.nan), x.total, every)
+
+    def seen(lag: jax.Array) -> jax.Array:
+        return ~jnp.isnan(jax.lax.dynamic_slice(padded, (lag,), (total,)))
+
+    measured = summed(lambda lag: seen(lag).astype(zeros.dtype))
+    mean = summed(lambda lag: jnp.where(seen(lag), deviation(lag), 0)) / jnp.maximum(measured, 1)
+    squares = summed(lambda lag: jnp.where(seen(lag), (deviation(lag) - mean) ** 2, 0))
+    known = (jnp.arange(total) >= count - 1) & (measured >= 2)
+    return held(jnp.where(known, squares / jnp.maximum(measured, 1), jnp.nan), x.total, every)
 
 
 def held(values: jax.Array, total: int, every: int) -> jax.Array:
@@ -310,7 +365,7 @@ def _diverged(time: jax.Array, total_steps: ArrayLike) -> jax.Array:
 
 
 def recovery_rate(
-    series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100, every: int = 1
+    series: ArrayLike, onset: ArrayLike, *, window: int = 50, hold: int = 100, every: int = 1, sparse: bool = False
 ) -> jax.Array:
     """R_rec (Table S5): `(J(t_end) - J(t_min)) / (J_pre - J(t_min))`, t_min the minimum from the onset on.
 
@@ -324,16 +379,17 @@ def recovery_rate(
         window: steps J_pre is taken over.
         hold: Delta of the collapse time, steps.
         every: steps from one measurement of J to the next.
+        sparse: whether NaN is a step at which J was not measured.
 
     Returns:
         scalar, 1 for J_pre regained (more if exceeded); NaN where the run fully collapsed, where J never fell
         below J_pre, and where J_pre is undefined.
     """
-    x = _measured(series, every)
+    x = _measured(series, every, sparse)
     level = _level(x, onset, window)
     time, _ = _collapse(x, onset, window, hold)
-    lowest = jnp.where(x.steps >= jnp.asarray(onset), x.values, jnp.inf).min(initial=jnp.inf)
-    regained = x.values[-1:].sum() - lowest
+    lowest = jnp.where(x.seen & (x.steps >= jnp.asarray(onset)), x.values, jnp.inf).min(initial=jnp.inf)
+    regained = x.last_value() - lowest if len(x.steps) else jnp.nan
     lost = level.mean - (lowest - level.reference)
     non_finite = _non_finite_from(x, onset) < x.total
     collapsed = non_finite | (jnp.isfinite(time) & (regained <= BAND * level.std))
@@ -341,7 +397,9 @@ def recovery_rate(
     return jnp.where(defined, regained / jnp.where(lost > 0, lost, 1), jnp.nan)
 
 
-def recovery_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50, every: int = 1) -> jax.Array:
+def recovery_time(
+    series: ArrayLike, onset: ArrayLike, *, window: int = 50, every: int = 1, sparse: bool = False
+) -> jax.Array:
     """RT (Table 1): steps from the onset until J, having left the pre-onset band, is back in it.
 
     [open]: the band is `J >= J_pre - 2 sigma_pre` (rising above J_pre + 2 sigma_pre is improvement, not a
@@ -353,25 +411,32 @@ def recovery_time(series: ArrayLike, onset: ArrayLike, *, window: int = 50, ever
         onset: step, scalar int.
         window: steps J_pre is taken over.
         every: steps from one measurement of J to the next.
+        sparse: whether NaN is a step at which J was not measured.
 
     Returns:
         scalar float32, steps; -1 where J never left the band (Table 1's "no recovery delay"); inf where it
         left and never came back, or turned non-finite at any step from the onset; NaN where J_pre is
-        undefined.
+        undefined, and of a sparse J that was not measured since the onset, or after it left not `FEWEST_HELD` times.
     """
-    x = _measured(series, every)
+    x = _measured(series, every, sparse)
     total = x.total
     level = _level(x, onset, window)
     below = _below_band(x, onset, level)
     left = jnp.where(below, x.steps, total).min(initial=total)
-    back = jnp.where((x.steps > left) & ~below, x.steps, total).min(initial=total)
-    lost = (back == total) | (_non_finite_from(x, onset) < total)
+    back = jnp.where((x.steps > left) & x.seen & ~below, x.steps, total).min(initial=total)
+    non_finite = _non_finite_from(x, onset) < total
+    lost = (back == total) | non_finite
     elapsed = jnp.where(lost, jnp.inf, (back - onset).astype(jnp.float32))
     time = jnp.where(left == total, -1.0, elapsed)
-    return jnp.where(_inside(total, onset) & level.known, time, jnp.nan)
+    since = (x.seen & (x.steps >= jnp.asarray(onset))).sum()
+    told = (since > 0) & (~lost | non_finite | (left == total) | ((x.seen & (x.steps > left)).sum() >= FEWEST_HELD))
+    known = level.known & (told if x.cadence.sparse else True)
+    return jnp.where(_inside(total, onset) & known, time, jnp.nan)
 
 
-def spike_intensity(series: ArrayLike, onset: ArrayLike, *, window: int = 50, every: int = 1) -> jax.Array:
+def spike_intensity(
+    series: ArrayLike, onset: ArrayLike, *, window: int = 50, every: int = 1, sparse: bool = False
+) -> jax.Array:
     """SIP (section 5.4, Table 1): peak of I_inst in the `window` steps from the onset, over its prior level.
 
     [open]: the peak is over steps `[onset, onset + window)` (to the end of the run if that comes first); the
@@ -383,15 +448,18 @@ def spike_intensity(series: ArrayLike, onset: ArrayLike, *, window: int = 50, ev
         onset: step, scalar int.
         window: W, steps.
         every: steps from one measurement of J to the next.
+        sparse: whether NaN is a step at which J was not measured.
 
     Returns:
         scalar, a ratio; NaN where fewer than `window` steps precede the onset, where J was constant over them
         (zero level), and where J is non-finite in either window.
     """
-    x = _measured(series, every)
+    x = _measured(series, every, sparse)
     steps = jnp.arange(x.total)
-    index = instability_index(series, window=window, every=every)
+    index = instability_index(series, window=window, every=every, sparse=sparse)
     after = (steps >= onset) & (steps < onset + window)
+    if sparse:  # a window with fewer than two measurements tells nothing, and one with a non-finite one is NaN
+        after &= ~jnp.isnan(index) | (steps >= _non_finite_from(x, onset))
     peak = _peak(index, after)
     level = index[jnp.clip(jnp.asarray(onset) - 1, 0, x.total - 1)]
     defined = _inside(x.total, onset) & (jnp.asarray(onset) >= window) & (level > 0)
@@ -448,6 +516,7 @@ def evaluate(
     settings: MetricSettings | None = None,
     latents: ArrayLike | None = None,
     every: int = 1,
+    sparse: bool = False,
 ) -> dict[str, jax.Array]:
     """Every scalar metric of one lane.
 
@@ -458,16 +527,18 @@ def evaluate(
         settings: the windows; Table S5's by default.
         latents: `[T, d]`; adds `meta_state_deviation`.
         every: steps from one measurement of J to the next.
+        sparse: whether NaN is a step at which J was not measured.
 
     Returns:
         scalars named `pre_mean`, `pre_std`, `collapse_time`, `collapse_censored` (bool), `diverged` (1 where
         `collapse_time < total_steps / 2`, else 0, NaN where that is NaN), `recovery_rate`, `recovery_time`,
         `spike_intensity` and, given latents, `meta_state_deviation`.
     """
-    x = _measured(series, every)
+    x = _measured(series, every, sparse)
     chosen = settings or MetricSettings()
     window, hold = chosen.window, chosen.hold
-    mean, std = pre_onset_level(series, onset, window, every=every)
+    when: dict[str, Any] = {"every": every, "sparse": sparse}
+    mean, std = pre_onset_level(series, onset, window, **when)
     time, censored = _collapse(x, onset, window, hold)
     values = {
         "pre_mean": mean,
@@ -475,16 +546,16 @@ def evaluate(
         "collapse_time": time,
         "collapse_censored": censored,
         "diverged": _diverged(time, x.total if total_steps is None else total_steps),
-        "recovery_rate": recovery_rate(series, onset, window=window, hold=hold, every=every),
-        "recovery_time": recovery_time(series, onset, window=window, every=every),
-        "spike_intensity": spike_intensity(series, onset, window=window, every=every),
+        "recovery_rate": recovery_rate(series, onset, window=window, hold=hold, **when),
+        "recovery_time": recovery_time(series, onset, window=window, **when),
+        "spike_intensity": spike_intensity(series, onset, window=window, **when),
     }
     if latents is not None:
         values["meta_state_deviation"] = meta_state_deviation(latents, onset, horizon=chosen.horizon)
     return values
 
 
-_evaluate = jax.jit(evaluate, static_argnames=("settings", "every"))
+_evaluate = jax.jit(evaluate, static_argnames=("settings", "every", "sparse"))
 
 
 def explain(
@@ -495,6 +566,7 @@ def explain(
     latents: Any = None,
     values: Mapping[str, Any] | None = None,
     every: int = 1,
+    sparse: bool = False,
 ) -> dict[str, str]:
     """Why each metric of one lane that is NaN is so, one sentence each; host-side, not for `jit`.
 
@@ -505,6 +577,7 @@ def explain(
         latents: `[T, d]`, if they were evaluated.
         values: what `evaluate` returned for this lane; computed here when None.
         every: steps from one measurement of J to the next.
+        sparse: whether NaN is a step at which J was not measured.
 
     Returns:
         the name of each NaN metric and its reason; empty where all are defined.
@@ -512,15 +585,16 @@ def explain(
     chosen = settings or MetricSettings()
     x = np.asarray(series, np.float64)
     if values is None:
-        values = _evaluate(series, onset, settings=chosen, latents=latents, every=every)
+        values = _evaluate(series, onset, settings=chosen, latents=latents, every=every, sparse=sparse)
     missing = [name for name, value in values.items() if np.isnan(float(value))]
-    return {name: _reason(name, x, int(onset), chosen, every) for name in missing}
+    return {name: _reason(name, x, int(onset), chosen, Cadence(every, sparse)) for name in missing}
 
 
 _OWN = ("pre_mean", "pre_std", "collapse_time", "diverged", "recovery_rate", "recovery_time", "spike_intensity")
 
 
-def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings, every: int) -> str:
+def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings, cadence: Cadence) -> str:
+    every = cadence.every
     total, window, hold = x.shape[0], settings.window, settings.hold
     if not 0 <= onset < total:
         return f"the onset {onset} lies outside the run's {total} steps"
@@ -529,8 +603,9 @@ def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings, ever
     if onset < 2:
         return f"J_pre needs at least 2 steps before the onset, which is step {onset}"
     due = due_steps(total, every)
+    due = due[~np.isnan(x[due])] if cadence.sparse else due
     near = due[(due >= onset - window) & (due < onset)]
-    if every > 1 and len(near) < FEWEST:
+    if cadence != Cadence() and len(near) < FEWEST:
         return f"J was measured {len(near)} times in the {window} steps before the onset, and J_pre needs {FEWEST}"
     bad = near[~np.isfinite(x[near])]
     if bad.size:
@@ -546,8 +621,10 @@ def _reason(name: str, x: np.ndarray, onset: int, settings: MetricSettings, ever
     if name == "spike_intensity":
         return f"J did not vary over the {window} steps before the onset, so there is no level to compare with"
     before = x[near]
-    if name == "recovery_rate" and not later.size:
+    if name in ("recovery_rate", "recovery_time") and not later.size:
         return "J was not measured after the onset"
+    if name == "recovery_time":
+        return f"J was measured fewer than {FEWEST_HELD} times after it left the band"
     if name == "recovery_rate" and x[later].min() - before[-1] >= (before - before[-1]).mean():
         return "J never fell below J_pre after the onset, so there was nothing to recover"
     if name == "recovery_rate":

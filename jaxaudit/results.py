@@ -14,7 +14,7 @@ import xarray as xr
 
 from jaxaudit import metrics, registry, statistics
 from jaxaudit.channel_names import ACTING, PERFORMANCE
-from jaxaudit.datasets import DIMS, performance_every
+from jaxaudit.datasets import DIMS, cadence
 from jaxaudit.statistics.paired import Columns, excess_columns
 
 
@@ -25,42 +25,80 @@ def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Datas
     function `(series [T], onset) -> scalar`, and becomes a variable of its name.
     """
     series = data[PERFORMANCE].transpose(*DIMS).values
-    onsets, every = data["onset"].values, performance_every(data)
-    evaluate = _evaluation(settings, every)
+    onsets, when = data["onset"].values, cadence(data)
+    evaluate = _evaluation(settings, when)
     values = {name: np.asarray(x) for name, x in evaluate(series, onsets).items()}
     for name in registry.metrics:
         each_lane = jax.vmap(jax.vmap(registry.metrics[name]), in_axes=(0, None))
         values[name] = np.asarray(jax.jit(each_lane)(series, onsets))
     if ACTING in data:
+        evaluate = _evaluation(settings, cadence(data, ACTING))
         acting = evaluate(data[ACTING].transpose(*DIMS).values, onsets)
         values["acting_collapse_time"] = np.asarray(acting["collapse_time"])
-    due = metrics.due_steps(series.shape[2], every)
-    after = due >= onsets[:, None]
-    values["final_performance"] = series[:, :, due[-1]] if len(due) else np.full(series.shape[:2], np.nan)
+    due = metrics.due_steps(series.shape[2], when.every)
+    after = (due >= onsets[:, None]) & ~(when.sparse & np.isnan(series[:, :, due]))
+    values["final_performance"] = _last(series[:, :, due], after if when.sparse else np.ones_like(after))
     values["performance_minimum"] = np.where(after, series[:, :, due], np.inf).min(axis=2, initial=np.inf)
-    values["reason"] = _reasons(series, onsets, settings, every, values)
+    values["reason"] = _reasons(series, onsets, settings, when, values)
     renamed = {"pre_mean": "performance_before", "pre_std": "performance_std_before"}
     coords = {k: v for k, v in data.coords.items() if set(v.dims) <= {"seed", "condition"}}
     return xr.Dataset({renamed.get(k, k): (DIMS[:2], v) for k, v in values.items()}, coords, data.attrs)
 
 
+def _last(values: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """The last of values `[..., M]` that is there, `[...]`; NaN where none is."""
+    if not values.shape[-1]:
+        return np.full(values.shape[:-1], np.nan)
+    last = values.shape[-1] - 1 - there[..., ::-1].argmax(axis=-1)
+    return np.where(there.any(axis=-1), np.take_along_axis(values, last[..., None], axis=-1)[..., 0], np.nan)
+
+
 @cache
-def _evaluation(settings: metrics.MetricSettings, every: int) -> Callable[..., Any]:
+def _evaluation(settings: metrics.MetricSettings, when: metrics.Cadence) -> Callable[..., Any]:
     """`evaluate` of lanes `[S, C, T]`, whose conditions have onsets `[C]`; kept, too."""
-    return jax.jit(jax.vmap(jax.vmap(partial(metrics.evaluate, settings=settings, every=every)), in_axes=(0, None)))
+    return jax.jit(
+        jax.vmap(jax.vmap(partial(metrics.evaluate, settings=settings, **when._asdict())), in_axes=(0, None))
+    )
 
 
 def _reasons(
-    series: np.ndarray, onsets: np.ndarray, settings: metrics.MetricSettings, every: int, values: dict[str, np.ndarray]
+    series: np.ndarray,
+    onsets: np.ndarray,
+    settings: metrics.MetricSettings,
+    when: metrics.Cadence,
+    values: dict[str, np.ndarray],
 ) -> np.ndarray:
     """Why metrics `[S, C]` that are NaN are so, in words; empty where all are defined, and looked at nowhere else."""
     floats = {name: x for name, x in values.items() if np.issubdtype(x.dtype, np.floating)}
     reasons = np.full(series.shape[:2], "", object)
     for s, c in np.argwhere(np.any([np.isnan(x) for x in floats.values()], axis=0)):
         own = {name: x[s, c] for name, x in values.items()}
-        found = metrics.explain(series[s, c], int(onsets[c]), settings=settings, values=own, every=every)
+        found = metrics.explain(series[s, c], int(onsets[c]), settings=settings, values=own, **when._asdict())
         reasons[s, c] = "; ".join(f"{name}: {why}" for name, why in found.items())
     return reasons.astype(str)
+
+
+def undeclared_gaps(data: xr.Dataset) -> str:
+    """What to tell of undisturbed performance that is NaN and comes back, where it is not declared sparse; or ""."""
+    when = cadence(data)
+    controls = np.flatnonzero(data["perturbation"].values == "control")
+    if when.sparse or not len(controls):
+        return ""
+    series = data[PERFORMANCE].isel(condition=int(controls[0])).transpose("seed", "step").values
+    due = metrics.due_steps(series.shape[1], when.every)
+    missing = np.isnan(series[:, due])
+    later = np.maximum.accumulate(~missing[:, ::-1], axis=1)[:, ::-1]
+    seeds = np.flatnonzero((missing & later).any(axis=1))
+    if not len(seeds):
+        return ""
+    first = int(np.argmax(missing[seeds[0]]))
+    back = first + int(np.argmax(~missing[seeds[0], first:]))
+    others = f", and so for {len(seeds) - 1} more seeds" if len(seeds) > 1 else ""
+    return (
+        f"the performance of the undisturbed seed {data['seed'].values[seeds[0]]} is NaN at step {due[first]} and a "
+        f"number again at step {due[back]}{others}: NaN counts as collapse; of a performance that is measured in some "
+        "steps only, say so by Learner(..., channels={'performance': Channel(sparse=True)})"
+    )
 
 
 def lane_table(lanes: xr.Dataset) -> pd.DataFrame:

@@ -101,6 +101,8 @@ class Run:
     def channel(self, name: str) -> np.ndarray | None:
         """A scalar channel, or an entry of another as monitors spell it ("clip_fraction[tool, after, low]").
 
+        What is measured in some steps only is held in between.
+
         Returns:
           float64 `[seed, condition, step]`; None where it was not recorded.
         """
@@ -117,7 +119,12 @@ class Run:
             if label not in known:
                 return None
             values = values.isel({dim: known.index(label)})
-        return values.transpose(*lanes).values.astype(np.float64)
+        found = values.transpose(*lanes).values.astype(np.float64)
+        return _held(found) if self.is_sparse(variable) else found
+
+    def is_sparse(self, channel: str) -> bool:
+        """Whether a channel is measured in some steps only, by what happens in them."""
+        return channel in self.telemetry and bool(self.telemetry[channel].attrs.get("sparse", 0))
 
     @cached_property
     def performance(self) -> np.ndarray:
@@ -129,7 +136,7 @@ class Run:
     @cached_property
     def computed(self) -> np.ndarray:
         """`[condition]`: one past the last step at which any seed of the condition's onset has a value."""
-        known = ~np.isnan(self.performance).all(axis=0)
+        known = ~np.isnan(self.telemetry["performance"].transpose("seed", "condition", "step").values).all(axis=0)
         ends = np.where(known.any(-1), known.shape[-1] - known[:, ::-1].argmax(-1), 0)
         onsets = self.conditions["onset"]
         return pd.Series(ends).groupby(onsets).transform("max").to_numpy()
@@ -140,6 +147,13 @@ class Run:
         status = self.environment.get("status", "finished")
         full = self.telemetry.sizes["step"] >= self.steps and bool((self.computed >= len(self.step)).all())
         return status == "finished" and full
+
+
+def _held(values: np.ndarray) -> np.ndarray:
+    """Values `[..., T]` with the latest one where there is none; NaN before the first."""
+    steps = np.arange(values.shape[-1])
+    latest = np.maximum.accumulate(np.where(np.isnan(values), -1, steps), axis=-1)
+    return np.where(latest < 0, np.nan, np.take_along_axis(values, np.maximum(latest, 0), axis=-1))
 
 
 def load(folder: Path) -> Run:

@@ -19,7 +19,7 @@ from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.grid import Grid
 from jaxaudit.learner import Telemetry
 from jaxaudit.margins.rounds import CONTROL, Plan, Probe, next_round
-from jaxaudit.metrics import MetricSettings, collapse_time
+from jaxaudit.metrics import Cadence, MetricSettings, collapse_time
 from jaxaudit.perturbations.core import control
 from jaxaudit.program import LaneState
 
@@ -79,7 +79,7 @@ def baseline(engine: Engine, batches: Sequence[Batch], windows: MetricSettings) 
 
 def before(onset: int, grid: Grid, windows: MetricSettings) -> slice:
     """The steps before an onset that J_pre needs; from one on at which steps between measurements are counted anew."""
-    every = grid.program.learner.performance_every
+    every = grid.program.learner.cadence.every
     return slice(max(0, onset - windows.window) // every * every, onset)
 
 
@@ -147,8 +147,8 @@ def train_pool(engine: Engine, lines: Plan, stage: Stage, probes: Sequence[Probe
     seen = _Performance(stage)
     run_batch(engine, pool, seen, advance)
     series = np.concatenate([stage.before[seeds], *seen.rows_by_chunk], axis=1)
-    known, every = stage.before.shape[1], grid.program.learner.performance_every
-    for probe, time in zip(probes, collapse_times(series, known, windows, every), strict=True):
+    known, when = stage.before.shape[1], grid.program.learner.cadence
+    for probe, time in zip(probes, collapse_times(series, known, windows, when), strict=True):
         probe.time = float(time) + stage.onset - known
 
 
@@ -172,11 +172,11 @@ class _Performance:
         self.rows_by_chunk.append(np.asarray(rows[PERFORMANCE])[: stop - start, : len(batch.seeds)].T)
 
 
-def collapse_times(series: np.ndarray, onset: int, windows: MetricSettings, every: int) -> np.ndarray:
-    """T_c of lanes `[L, T]` that share an onset, float64 `[L]`; J is measured at every `every`-th step."""
-    return np.asarray(_collapse_times(series, onset, windows.window, windows.hold, every), np.float64)
+def collapse_times(series: np.ndarray, onset: int, windows: MetricSettings, when: Cadence) -> np.ndarray:
+    """T_c of lanes `[L, T]` that share an onset, float64 `[L]`; `when` says when J is measured."""
+    return np.asarray(_collapse_times(series, onset, windows.window, windows.hold, when), np.float64)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _collapse_times(series: Any, onset: Any, window: int, hold: int, every: int) -> jax.Array:
-    return jax.vmap(lambda one: collapse_time(one, onset, window=window, hold=hold, every=every))(series)
+def _collapse_times(series: Any, onset: Any, window: int, hold: int, when: Cadence) -> jax.Array:
+    return jax.vmap(lambda one: collapse_time(one, onset, window=window, hold=hold, **when._asdict()))(series)

@@ -76,7 +76,7 @@ class Searched:
             places = [(n, u) for n, u in where if u is not None] if condition.parts else [(CONTROL, -math.inf)]
             if not places:
                 continue
-            times = collapse_times(series, condition.onset, self.windows, self.grid.program.learner.performance_every)
+            times = collapse_times(series, condition.onset, self.windows, self.grid.program.learner.cadence)
             probes += [
                 Probe(0, n, condition.onset, seed, u, "run", float(time))
                 for n, u in places

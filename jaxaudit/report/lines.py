@@ -76,7 +76,7 @@ def performance(run: Run, groups: list[Panel]) -> Figure:
     frames = []
     for panel in groups:
         kept = thin(run.step, panel.onset, 2 * window)
-        frames.append(frame(run, panel, run.performance, kept, lost_is_worst=True))
+        frames.append(frame(run, panel, run.performance, kept, lost_is_worst=not run.is_sparse("performance")))
     ends, cut = style.domain(*_spans(frames))
     scale = alt.Scale(domain=list(ends), nice=False, zero=False)
     name = str(run.telemetry.attrs.get("performance_name", "performance"))

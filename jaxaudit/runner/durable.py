@@ -359,7 +359,7 @@ def _announce(spec: Spec, grid: Grid) -> None:
     for what, value in grid.provenance.items():
         print(f"{what}: {value}", file=sys.stderr)
     for onset in sorted({f.onset for f in grid.forks if len(f.conditions) > 1}):
-        for sentence in spec.metrics.validate(grid.steps, onset, every=grid.program.learner.performance_every):
+        for sentence in spec.metrics.validate(grid.steps, onset, every=grid.program.learner.cadence.every):
             print(f"note: {sentence}", file=sys.stderr)
     if grid.program.execution == "auto":
         print('measuring how the lanes run fastest (execution = "auto")', file=sys.stderr)

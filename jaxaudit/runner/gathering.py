@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -126,8 +127,8 @@ def finish(store: Folder, spec: Spec, grid: Grid, plan: Plan, rows: int) -> dict
     """
     told = [name for name in (PERFORMANCE, ACTING) if name in telemetry_shapes(grid.program)]
     data = store.read_telemetry([*told, "baseline_performance"])
-    every = grid.program.learner.performance_every
-    for name, values in datasets.derived(data[PERFORMANCE].values, spec.metrics, every).items():
+    when = grid.program.learner.cadence
+    for name, values in datasets.derived(data[PERFORMANCE].values, spec.metrics, when).items():
         store.write_channel(name, values)
     floor = results.noise_floor(data, data["baseline_performance"].values, grid.forks[-1].onset)
     store.write_attributes(noise_floor=floor)
@@ -137,4 +138,7 @@ def finish(store: Folder, spec: Spec, grid: Grid, plan: Plan, rows: int) -> dict
     learner = grid.program.learner
     samples = sum(len(batch.seeds) * (batch.stop - batch.onset) for batch in plan) * learner.samples_per_step
     begun = remarks(grid, _first_chunk(store, grid, rows, plan[0]))
+    if gaps := results.undeclared_gaps(data):
+        print(f"note: {gaps}", file=sys.stderr)
+        begun.append(gaps)
     return {"samples": samples, "sample": learner.sample} | ({"remarks": begun} if begun else {})

@@ -14,23 +14,28 @@ from jaxaudit.channel_names import PERFORMANCE
 from jaxaudit.execution.driver import spans
 from jaxaudit.grid import Grid
 from jaxaudit.learner import Telemetry
-from jaxaudit.metrics import due_steps
+from jaxaudit.metrics import Cadence, due_steps
 from jaxaudit.runner.gathering import remarks
 from jaxaudit.runner.store import Folder
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
-def performance_level(before: np.ndarray, window: int, every: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def performance_level(before: np.ndarray, window: int, when: Cadence | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation of each seed's performance in the last `window` steps before an onset, `[S, T]`.
 
-    It was measured at every `every`-th step.
+    Of those at which it was measured; NaN where these are fewer than two.
     """
+    every, sparse = when or Cadence()
     due = due_steps(before.shape[1], every)
     data = before[:, due[due >= before.shape[1] - window]]
-    if data.shape[1] < 2:
-        return np.full(len(data), np.nan), np.full(len(data), np.nan)
-    return data.mean(axis=1), data.std(axis=1)
+    measured = ~np.isnan(data) if sparse else np.ones(data.shape, bool)
+    count = measured.sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(measured, data, 0).sum(axis=1) / count
+        squares = np.where(measured, (data - mean[:, None]) ** 2, 0).sum(axis=1)
+        std = np.sqrt(squares / count)
+    return np.where(count < 2, np.nan, mean), np.where(count < 2, np.nan, std)
 
 
 def collapsed(
@@ -45,13 +50,14 @@ def collapsed(
 
     None where that was not in these steps.
     """
-    every = grid.program.learner.performance_every
+    every, sparse = grid.program.learner.cadence
     latest = stop // every * every - 1
     if level is None or latest < start:
         return None
     now = np.asarray(rows[PERFORMANCE])[latest - start, : len(batch.seeds)]
     mean, std = level[0][batch.seeds], level[1][batch.seeds]
-    return int(((now < mean - 2 * std) | ~np.isfinite(now)).sum())
+    lost = np.isinf(now) if sparse else ~np.isfinite(now)
+    return int(((now < mean - 2 * std) | lost).sum())
 
 
 def chunks_of(grid: Grid, plan: Plan, size: int, begun: Mapping[int, int]) -> tuple[int, int]:
@@ -128,8 +134,7 @@ class Teller:
             self._tell_remarks(batch, rows, stop - start)
         if batch.disturbed and batch.onset not in self._levels:
             before = self._store.read_channel("baseline_performance")[:, : batch.onset]
-            every = self._grid.program.learner.performance_every
-            self._levels[batch.onset] = performance_level(before, self._window, every)
+            self._levels[batch.onset] = performance_level(before, self._window, self._grid.program.learner.cadence)
         level = self._levels.get(batch.onset) if batch.disturbed else None
         self.progress.advance(batch, start, stop, collapsed(self._grid, batch, rows, start, stop, level))
 
