@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,43 @@ SHOWN = 60
 """Characters of a line or a value in a sentence, at most."""
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Function:
+    """A function that a state has in the place of an array, such as an activation of an Equinox module."""
+
+    call: Callable[..., Any]
+
+    def __hash__(self) -> int:
+        return hash(type(self.call))
+
+
+def is_function(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a function."""
+    return callable(leaf) and not hasattr(leaf, "dtype")
+
+
+def functions_held(state: State) -> State:
+    """A state whose functions are part of its tree, not of its leaves, as JAX' transformations want them."""
+    return jax.tree.map(lambda leaf: Function(leaf) if is_function(leaf) else leaf, state)
+
+
+def functions_as_leaves(state: State) -> State:
+    """A state that is `functions_held`, as the learner made it."""
+    return jax.tree.map(
+        lambda leaf: leaf.call if isinstance(leaf, Function) else leaf,
+        state,
+        is_leaf=lambda leaf: isinstance(leaf, Function),
+    )
+
+
 def check_leaves(state: State) -> None:
-    """Raises ValueError if what `init` gave has a leaf that is no array and no number."""
+    """Raises ValueError if what `init` gave has a leaf that is no array, no number and no function."""
     for path, leaf in _leaves(state):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-            what = "a function" if callable(leaf) else f"a {type(leaf).__name__}"
             raise ValueError(
-                f"init gives {what} at {path}, where a state has arrays and numbers; keep it outside of the state"
+                f"init gives a {type(leaf).__name__} at {path}, where a state has arrays and numbers; keep it outside "
+                "of the state"
             )
 
 
@@ -70,7 +101,7 @@ def checked_step(found: Any, state: State) -> tuple[State, Mapping[str, Any]]:
     after, telemetry = found
     if not isinstance(telemetry, Mapping):
         raise ValueError(f"step gives a {type(telemetry).__name__} for telemetry, which must be a dict of channels")
-    after = as_first(after, state, "step")
+    after = as_first(functions_held(after), state, "step")
     for (path, new), (_, old) in zip(_leaves(after), _leaves(state), strict=True):
         if _kind(new) != _kind(old):
             raise ValueError(f"step gives {_kind(new)} at {path}, where it got {_kind(old)}: a state keeps its types")

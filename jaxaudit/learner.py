@@ -230,13 +230,13 @@ class Learner:
         Raises ValueError as `jaxaudit.contract` does.
         """
         with contract.explained(self.step, "step"):
-            found = self.step(state, key, taps)
+            found = self.step(contract.functions_as_leaves(state), key, taps)
         after, telemetry = contract.checked_step(found, state)
         return after, as_kept(telemetry)
 
     def _begun(self, key: jax.Array, data: Any) -> State:
         with contract.explained(self.init, "init"):
-            state = self.init(key, data) if self.init_reads_data else self.init(key)
+            state = contract.functions_held(self.init(key, data) if self.init_reads_data else self.init(key))
         contract.check_leaves(state)
         return state
 

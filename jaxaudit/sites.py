@@ -13,7 +13,7 @@ import numpy as np
 from jaxaudit import tracing
 from jaxaudit.learner import Learner, without_lasting
 from jaxaudit.paths import paths_of
-from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced, without_keys
+from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced, numbers_of
 
 _NUMBERS = (int, float, np.integer, np.floating)
 
@@ -51,7 +51,7 @@ class Recorder:
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Notes the site and returns the value."""
         whole = value
-        value = value if site == STATE else without_keys(value)
+        value = value if site == STATE else numbers_of(value)
         seen = self.paths.get(site, ())
         self.paths[site] = seen + tuple(p for p in paths_of(value, label) if p not in seen)
         self.context[site] = self.context.get(site, set(context)) & set(context)

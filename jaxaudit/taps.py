@@ -147,20 +147,22 @@ States = dict[str, dict[str, Any]]
 ROOT = "value"
 
 
-def without_keys(value: Any) -> Any:
-    """A pytree with nothing in the places of its random keys, which nothing can disturb; itself if it has none."""
-    if not any(map(_is_key, jax.tree.leaves(value))):
+def numbers_of(value: Any) -> Any:
+    """A pytree with None for its random keys and functions, which nothing can disturb; itself if it has none."""
+    if all(map(_is_number, jax.tree.leaves(value))):
         return value
-    return jax.tree.map(lambda x: None if _is_key(x) else x, value)
+    return jax.tree.map(lambda x: x if _is_number(x) else None, value)
 
 
-def with_keys(value: Any, of: Any) -> Any:
-    """What was `without_keys`, with the keys `of` another."""
-    return jax.tree.map(lambda x, y: x if _is_key(x) else y, of, value)
+def with_numbers(value: Any, numbers: Any) -> Any:
+    """A pytree with the numbers that another has, which was made from its `numbers_of`."""
+    return jax.tree.map(lambda x, y: y if _is_number(x) else x, value, numbers)
 
 
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _is_number(x: Any) -> bool:
+    if hasattr(x, "dtype"):
+        return not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return not callable(x)
 
 
 class Taps:
@@ -217,7 +219,7 @@ class Taps:
 
         `label` tells apart several values of one site (two optimizers' learning rates) and begins their paths.
         `context` is what some perturbations need beside the value, e.g. `schedule` at the learning rate.
-        A closed window returns the value bit for bit, and random keys in it are always what they were.
+        A closed window returns the value bit for bit, and random keys and functions in it are always what they were.
         """
         call = self._calls.get(site, 0)
         self._calls[site] = call + 1
@@ -225,9 +227,9 @@ class Taps:
             if slot.kind.site == site:
                 if reason := misplaced(site, self._home, slot.kind.keeps_state):
                     raise ValueError(f"perturbation '{slot.kind.name}' {reason}")
-                bare = value if site == STATE else without_keys(value)
+                bare = value if site == STATE else numbers_of(value)
                 disturbed = self._disturb(index, slot, call, bare, label, context)
-                value = disturbed if bare is value else with_keys(disturbed, value)
+                value = disturbed if bare is value else with_numbers(value, disturbed)
         return value
 
     @property

@@ -92,9 +92,9 @@ MISTAKES = {
         {"init": lambda key: {"x": init(key), "name": "ppo"}},
         "init gives a str at 'name', where a state has arrays and numbers",
     ),
-    "a function in the state": (
-        {"init": lambda key: {"x": init(key), "act": jnp.tanh}},
-        "init gives a function at 'act', where a state has arrays",
+    "a corpus as a list of texts in the state": (
+        {"init": lambda key: {"x": init(key), "texts": ["a", "b"]}},
+        "init gives a str at 'texts/0', where a state has arrays and numbers",
     ),
     "a part of the state less": (
         {

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxaudit import datasets
+from jaxaudit import contract, datasets
 from jaxaudit.batches import Batch
 from jaxaudit.errors import UserError
 from jaxaudit.execution.driver import chunk_size, run_batch
@@ -53,7 +53,7 @@ def export(folder: Path, out: Path, seed: int | None = None, condition: str | No
             if batch.disturbed and mine.size:
                 last = _Last(store, engine, int(batch.numbers[mine[0]]))
                 run_batch(engine, batch, last)
-                learner.save(out, last.state, grid.data)
+                learner.save(out, contract.functions_as_leaves(last.state), grid.data)
         claim.keep()
     return f"{out}: seed {grid.seeds[place]}, {labels[column]}, after {grid.steps} steps"
 
