@@ -1,0 +1,97 @@
+"""PPO of Stable-Baselines3 with a learning-rate spike put in by a callback: the performance of every iteration, as CSV.
+
+    python experiments/external/sb3_ppo.py OUT.csv --seeds 20 --magnitudes 30 100 200 400 1000 --processes 2
+
+The settings are those of `sb3_ppo.toml`, which this package audits; see `compare.py`. Needs stable-baselines3 and
+gymnasium[mujoco]. Columns: seed, magnitude (1: undisturbed), step (iteration), performance (the mean over environments
+of the return of the latest full episode).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from stable_baselines3.common.callbacks import BaseCallback
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "returns"))
+
+import sb3_returns
+
+TASK, ENVS, ROLLOUT = "InvertedPendulum-v5", 4, 64
+STEPS, ONSET, DURATION = 200, 80, 5
+
+
+class Spike(BaseCallback):
+    """Multiplies the learning rate in the iterations of a window, and notes each iteration's performance.
+
+    An iteration's updates follow its rollout, and the curve is noted when the rollout is over, as an iteration of this
+    package's learners notes it after both: performance is of acting alone, so neither sees the updates of its own
+    iteration.
+    """
+
+    def __init__(self, magnitude: float):
+        super().__init__()
+        self.magnitude, self.step = magnitude, 0
+        self.latest = np.full(ENVS, np.nan)
+        self.performance: list[float] = []
+
+    def _on_training_start(self) -> None:
+        self.usual = self.model.lr_schedule
+
+    def _on_step(self) -> bool:
+        for index, info in enumerate(self.locals["infos"]):
+            if "episode" in info:
+                self.latest[index] = info["episode"]["r"]
+        return True
+
+    def _on_rollout_end(self) -> None:
+        finished = self.latest[~np.isnan(self.latest)]
+        self.performance.append(float(finished.mean()) if finished.size else float("nan"))
+        factor = self.magnitude if ONSET <= self.step < ONSET + DURATION else 1.0
+        self.model.lr_schedule = lambda remaining: factor * self.usual(remaining)
+        self.step += 1
+
+
+def train(job: tuple[int, float]) -> list[tuple[int, float, int, float]]:
+    """One training: its rows."""
+    seed, magnitude = job
+    torch.set_num_threads(1)
+    sb3_returns.ITERATION = ENVS * ROLLOUT
+    agent = sb3_returns.ppo(TASK, seed, ENVS)
+    agent.policy.log_std.data.zero_()
+    curve = Spike(magnitude)
+    try:
+        agent.learn(STEPS * ENVS * ROLLOUT, callback=curve)
+    except ValueError as error:  # parameters that are not finite, which torch refuses to draw actions by
+        print(f"seed {seed}, magnitude {magnitude:g}: {str(error).splitlines()[0][:80]}", flush=True)
+        curve.performance += [float("nan")] * (STEPS - len(curve.performance))
+    return [(seed, magnitude, step, value) for step, value in enumerate(curve.performance)]
+
+
+def main() -> None:
+    """Trains every seed undisturbed and at every magnitude."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("out", type=Path)
+    options.add_argument("--seeds", type=int, default=20)
+    options.add_argument("--magnitudes", type=float, nargs="*", default=[30, 100, 200, 400, 1000])
+    options.add_argument("--processes", type=int, default=2)
+    given = options.parse_args()
+    jobs = list(product(range(given.seeds), [1.0, *given.magnitudes]))
+    with given.out.open("w", newline="") as file, ProcessPoolExecutor(given.processes) as pool:
+        table = csv.writer(file)
+        table.writerow(["seed", "magnitude", "step", "performance"])
+        for number, rows in enumerate(pool.map(train, jobs), 1):
+            table.writerows(rows)
+            file.flush()
+            print(f"{number} of {len(jobs)} trainings", flush=True)
+
+
+if __name__ == "__main__":
+    main()
