@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
-from jaxaudit import datasets, metrics, results
+from jaxaudit import datasets, metrics, registry, results
+from jaxaudit.cli import main
 from jaxaudit.margins.pool import collapse_times
 from jaxaudit.metrics import FEWEST, FEWEST_HELD, Cadence, MetricSettings
 from jaxaudit.runner.progress import performance_level
-from jaxaudit.stored import Run
+from jaxaudit.stored import Run, load
 
 WINDOW, HOLD = 20, 12
 SETTINGS = MetricSettings(window=WINDOW, hold=HOLD)
@@ -258,3 +259,41 @@ def test_a_stored_run_draws_what_was_measured_until_it_is_again():
     assert all(held[s, c, t] == held[s, c, t - 1] for s, c, t in np.argwhere(~known) if t > first[s, c])
     assert (run.computed == [119 + int(known[:, i, 119].any()) for i in range(2)]).all()
     assert results.undeclared_gaps(telemetry) == ""
+
+
+SPEC = """
+[audit]
+name = "episodic"
+seeds = 4
+steps = 120
+[learner]
+kind = "episodic_test_learner"
+[[perturbation]]
+kind = "lr_spike"
+magnitude = [2.0, 10.0]
+onset = 0.5
+[metrics]
+window = 20
+hold = 12
+"""
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_stored_run_knows_what_was_declared(tmp_path, capsys, monkeypatch, declared):
+    monkeypatch.setitem(
+        registry.learners._entries, "episodic_test_learner", lambda: episodic(SPARSE if declared else None)
+    )
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
+    (tmp_path / "spec.toml").write_text(SPEC)
+    assert main(["run", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().err
+    run = load(tmp_path / "run")
+    assert run.is_sparse("performance") == declared
+    times = run.collapse_times
+    assert ("is NaN at step" in said) != declared
+    assert ("is NaN at step" in (tmp_path / "run" / "report.html").read_text()) != declared
+    if declared:
+        assert np.isinf(times[["control", "lr_spike 2"]]).all(axis=None)
+        assert np.isfinite(times["lr_spike 10"]).all()
+    else:
+        assert np.isfinite(times).all(axis=None)
