@@ -218,6 +218,15 @@ def test_of_perturbations_the_lead_counts_perturbations():
     assert "neither perturbation adds one, and up to 1 of them do not when disturbed." in lead
 
 
+def test_what_is_not_known_is_not_told_as_none():
+    control = np.array([70.0, np.inf, np.inf, np.inf])
+    times = np.stack([control] * 6, 1)
+    times[1, 2] = np.nan
+    assert "neither perturbation adds one, as far as it is known." in said(run_of(times))[0]
+    lead = said(run_of(times[:1]))[0]
+    assert lead.startswith("The one seed collapses undisturbed at step 70; none is left")
+
+
 def test_where_all_controls_collapse_nothing_can_be_told():
     times = np.full((6, 6), 70.0)
     lead, *sentences = said(run_of(times))

@@ -3,7 +3,8 @@
     python experiments/external/compare.py OTHER.csv RUN -o OUT.csv
 
 OTHER.csv has columns seed, magnitude (1: undisturbed), step and performance; RUN is the folder of the audit whose spec
-has the same settings, onset and magnitudes. Both series are judged by the same metrics.
+has the same settings, onset and magnitudes. Both series are judged by the same metrics, as far as both go; P_div counts
+collapses before half of the audit's steps.
 """
 
 from __future__ import annotations
@@ -30,26 +31,27 @@ def main() -> None:
     run = load(given.run)
     windows = MetricSettings(run.setting("window", 50), run.setting("hold", 100))
     onset = int(run.conditions["onset"].iloc[0])
-    both = {"other": of_table(pd.read_csv(given.other), onset, windows), "jaxaudit": of_run(run)}
-    rows = [row for name, times in both.items() for row in judged(name, times, run.steps)]
+    both = {"other": of_table(pd.read_csv(given.other)), "jaxaudit": of_run(run)}
+    until = min(series.shape[1] for lanes in both.values() for series in lanes.values())
+    rows = []
+    for name, lanes in both.items():
+        times = {m: collapse_times(series[:, :until], onset, windows, Cadence()) for m, series in lanes.items()}
+        rows += judged(name, pd.DataFrame(times), run.steps)
     table = pd.DataFrame(rows)
     table.to_csv(given.out, index=False)
     print(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
 
 
-def of_table(table: pd.DataFrame, onset: int, windows: MetricSettings) -> pd.DataFrame:
-    """T_c, a row for each seed and a column for each magnitude."""
-    found = {}
-    for magnitude, rows in table.groupby("magnitude"):
-        series = rows.pivot(index="seed", columns="step", values="performance")
-        found[magnitude] = pd.Series(collapse_times(series.to_numpy(), onset, windows, Cadence()), series.index)
-    return pd.DataFrame(found)
+def of_table(table: pd.DataFrame) -> dict[float, np.ndarray]:
+    """Performance `[seed, step]` by magnitude."""
+    groups = table.groupby("magnitude")
+    return {m: rows.pivot(index="seed", columns="step", values="performance").to_numpy() for m, rows in groups}
 
 
-def of_run(run: Run) -> pd.DataFrame:
+def of_run(run: Run) -> dict[float, np.ndarray]:
     """The same of a stored run."""
-    names = run.conditions.assign(magnitude=run.conditions["magnitude"].fillna(1.0))
-    return run.collapse_times[list(names["condition"])].set_axis(list(names["magnitude"]), axis=1)
+    magnitudes = run.conditions["magnitude"].fillna(1.0)
+    return {m: run.performance[:, place] for place, m in enumerate(magnitudes)}
 
 
 def judged(name: str, times: pd.DataFrame, steps: int) -> list[dict]:

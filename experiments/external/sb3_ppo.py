@@ -2,7 +2,8 @@
 
     python experiments/external/sb3_ppo.py OUT.csv --seeds 20 --magnitudes 30 100 200 400 1000 --processes 2
 
-The settings are those of `sb3_ppo.toml`, which this package audits; see `compare.py`. Needs stable-baselines3 and
+The settings are those of `sb3_ppo.toml`, which this package audits; see `compare.py`. The value's change is not
+clipped, for the two packages clip it in different ways (`--clip-value`). Needs stable-baselines3 and
 gymnasium[mujoco]. Columns: seed, magnitude (1: undisturbed), step (iteration), performance (the mean over environments
 of the return of the latest full episode).
 """
@@ -36,9 +37,9 @@ class Spike(BaseCallback):
     iteration.
     """
 
-    def __init__(self, magnitude: float):
+    def __init__(self, magnitude: float, until: int):
         super().__init__()
-        self.magnitude, self.step = magnitude, 0
+        self.magnitude, self.until, self.step = magnitude, until, 0
         self.latest = np.full(ENVS, np.nan)
         self.performance: list[float] = []
 
@@ -49,7 +50,7 @@ class Spike(BaseCallback):
         for index, info in enumerate(self.locals["infos"]):
             if "episode" in info:
                 self.latest[index] = info["episode"]["r"]
-        return True
+        return self.step < self.until
 
     def _on_rollout_end(self) -> None:
         finished = self.latest[~np.isnan(self.latest)]
@@ -59,19 +60,20 @@ class Spike(BaseCallback):
         self.step += 1
 
 
-def train(job: tuple[int, float]) -> list[tuple[int, float, int, float]]:
+def train(job: tuple[int, float, int, bool]) -> list[tuple[int, float, int, float]]:
     """One training: its rows."""
-    seed, magnitude = job
+    seed, magnitude, until, clip_value = job
     torch.set_num_threads(1)
     sb3_returns.ITERATION = ENVS * ROLLOUT
     agent = sb3_returns.ppo(TASK, seed, ENVS)
-    agent.policy.log_std.data.zero_()
-    curve = Spike(magnitude)
+    if not clip_value:
+        agent.clip_range_vf = None
+    curve = Spike(magnitude, until)
     try:
         agent.learn(STEPS * ENVS * ROLLOUT, callback=curve)
     except ValueError as error:  # parameters that are not finite, which torch refuses to draw actions by
         print(f"seed {seed}, magnitude {magnitude:g}: {str(error).splitlines()[0][:80]}", flush=True)
-        curve.performance += [float("nan")] * (STEPS - len(curve.performance))
+        curve.performance += [float("nan")] * (until - len(curve.performance))
     return [(seed, magnitude, step, value) for step, value in enumerate(curve.performance)]
 
 
@@ -82,8 +84,10 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=20)
     options.add_argument("--magnitudes", type=float, nargs="*", default=[30, 100, 200, 400, 1000])
     options.add_argument("--processes", type=int, default=2)
+    options.add_argument("--until", type=int, default=STEPS, help="iterations to train, of a rate annealed over 200")
+    options.add_argument("--clip-value", action="store_true", help="as Stable-Baselines3 clips it, by 0.2")
     given = options.parse_args()
-    jobs = list(product(range(given.seeds), [1.0, *given.magnitudes]))
+    jobs = list(product(range(given.seeds), [1.0, *given.magnitudes], [given.until], [given.clip_value]))
     with given.out.open("w", newline="") as file, ProcessPoolExecutor(given.processes) as pool:
         table = csv.writer(file)
         table.writerow(["seed", "magnitude", "step", "performance"])

@@ -89,10 +89,14 @@ def start(folder: Path) -> None:
 
 
 class Spike(TrainerCallback):
-    """Multiplies the rate of the updates in a window, and notes after each update how many sampled rows are right."""
+    """Multiplies the rate of the updates in a window, and notes after each update how many sampled rows are right.
 
-    def __init__(self, magnitude: float, tokenizer: PreTrainedTokenizerFast, seed: int):
-        self.magnitude, self.tokenizer, self.random = magnitude, tokenizer, random.Random(seed)
+    The prompts and the draws are the same after every update, as those of this package's held-out rows are.
+    """
+
+    def __init__(self, magnitude: float, tokenizer: PreTrainedTokenizerFast):
+        self.magnitude, self.tokenizer = magnitude, tokenizer
+        self.lines = random.Random(0).choices(LINES, k=MEASURED)
         self.performance: list[float] = []
 
     def on_pre_optimizer_step(self, args, state, control, optimizer, **_):
@@ -102,9 +106,10 @@ class Spike(TrainerCallback):
                 group["lr"] *= self.magnitude
 
     def on_step_end(self, args, state, control, model, **_):
-        """Measures."""
-        lines = [self.random.choice(LINES) for _ in range(MEASURED)]
-        self.performance.append(sampled_share(model, self.tokenizer, lines))
+        """Measures, and leaves the trainer's random numbers as they are."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.performance.append(sampled_share(model, self.tokenizer, self.lines))
 
 
 def train(job: tuple[Path, int, float]) -> list[tuple[int, float, int, float]]:
@@ -113,7 +118,7 @@ def train(job: tuple[Path, int, float]) -> list[tuple[int, float, int, float]]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", padding_side="left")
-    spike = Spike(magnitude, tokenizer, seed)
+    spike = Spike(magnitude, tokenizer)
     with tempfile.TemporaryDirectory() as out:
         settings = GRPOConfig(
             output_dir=out,

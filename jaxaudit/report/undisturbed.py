@@ -30,6 +30,8 @@ class Fallen:
     @property
     def sentence(self) -> Markup:
         """Half a sentence."""
+        if self.known == 1:
+            return Markup("The one seed collapses undisturbed {}").format(self.when)
         verb = "collapses" if self.count == 1 else "collapse"
         return Markup("{} of {} seeds {} undisturbed {}").format(self.count, self.known, verb, self.when)
 

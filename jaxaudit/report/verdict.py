@@ -103,6 +103,8 @@ def _lead_beside(run: Run, fallen: Fallen, outcomes: list[_Outcome], judged: Jud
         text = fallen.sentence + Markup("; {}").format(_none_adds(outcomes, found))
         if (most := found["spared"].max()) > 0:
             text += Markup(", and up to {:.0f} of them do not when disturbed").format(most)
+        if found["lost_share"].isna().any():
+            text += Markup(", as far as it is known")
         return text + Markup(".") + _spotless(run, outcomes, judged, ("", ""))
     if collapsing:
         many = Markup("{} of {} perturbations").format(len(collapsing), len(outcomes))
