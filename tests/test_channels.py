@@ -54,7 +54,7 @@ def test_an_audit_keeps_them_as_they_are_declared(audited):
     }
     np.testing.assert_array_equal(audited["count"].sel(layer="c")[1, 1], 70_002 + np.arange(10))
     np.testing.assert_allclose(audited["share"].sel(layer="b", head="1"), 3 * audited["performance"], rtol=1e-6)
-    assert audited.attrs["performance_every"] == LEARNER.performance_every == 5
+    assert audited.attrs["performance_every"] == LEARNER.cadence.every == 5
     assert [audited[name].attrs for name in ("tries", "count", "words")] == [{"every": 2}, {}, {"monitored": 0}]
 
 

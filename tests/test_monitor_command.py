@@ -190,7 +190,7 @@ def test_runs_are_compared(runs, tmp_path, capsys, model):
     assert main(["detect", *map(str, runs), "-o", str(tmp_path / "out"), "--folds", "2", "--model", model]) == 0
     said = capsys.readouterr().out
     controls = pd.concat([pd.read_csv(run / "metrics.csv") for run in runs]).query("condition == 'control'")
-    clean = int(np.isinf(controls.collapse_time).sum())
+    clean = int((~np.isfinite(controls.collapse_time)).sum())
     assert 60 <= clean < len(controls) == 68
     assert f"{clean} clean and 8 disturbed lanes; {68 - clean} control" in said
     (folder,) = (tmp_path / "out").iterdir()
