@@ -72,6 +72,8 @@ def test_most_separated_values_need_no_csv_module():
     text = "# created by a trainer\n" + separated(("step", "loss"), *((i, i / 7) for i in range(100)))
     assert delimited._unquoted(Path("a.csv"), text) == delimited._parsed(Path("a.csv"), text) is not None
     assert delimited._unquoted(Path("a.csv"), text.replace("0", '"0"')) is None
+    for end in ("\n", "\n\n", "1\n", "1,2,3\n"):
+        assert delimited._unquoted(Path("a.csv"), text + end) is None
 
 
 @FUZZ

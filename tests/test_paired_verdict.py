@@ -15,6 +15,7 @@ from jaxaudit import results, statistics
 from jaxaudit.detection.lanes import gather
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.report import critical, series
+from jaxaudit.report.undisturbed import fallen_controls
 from jaxaudit.report.verdict import verdict
 from jaxaudit.statistics.paired import excess, excess_columns, paired_proportions
 from jaxaudit.stored import Run, load
@@ -216,6 +217,19 @@ def test_of_perturbations_the_lead_counts_perturbations():
     times[0, 1:] = np.inf
     lead = said(run_of(times))[0]
     assert "neither perturbation adds one, and up to 1 of them do not when disturbed." in lead
+
+
+def test_of_onsets_at_which_as_many_fall_the_first_tells_when():
+    """A control whose J is not finite from step 70 on has collapsed by the later onset when that comes."""
+    conditions = grid({"weight_noise": ("parametric", (0.1, 1.0), 1.0)}, onsets=(60, 120), duration=1)
+    performance = np.random.default_rng(0).uniform(399, 401, (4, len(conditions), STEPS)).astype(np.float32)
+    performance[:2, :, 70:] = np.nan
+    data = dataset(conditions, performance, ())
+    lanes = results.lane_metrics(data, MetricSettings(window=20, hold=20))
+    run = Run(None, {}, "", {}, data, results.lane_table(lanes), results.summary_table(lanes, STEPS))
+    assert said(run)[0] == "2 of 4 seeds collapse undisturbed at step 70; neither magnitude adds one."
+    late = [panel for panel in series.panels(run) if panel.onset == 120]
+    assert str(fallen_controls(run, late).sentence) == "2 of 4 seeds collapse undisturbed by step 120"
 
 
 def test_what_is_not_known_is_not_told_as_none():
