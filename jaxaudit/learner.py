@@ -213,7 +213,7 @@ class Learner:
 
     @property
     def cadence(self) -> Cadence:
-        """When the performance is measured."""
+        """Every how many steps the performance is measured, and whether only in those where it is not NaN."""
         known = self.channel(PERFORMANCE)
         return Cadence(known.every, known.sparse)
 

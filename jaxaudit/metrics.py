@@ -125,23 +125,23 @@ class _Measured(NamedTuple):
         steps: the steps of the measurements, int `[M]`.
         total: steps of the run, T.
         cadence: when J is measured.
-        seen: which were measured, bool `[M]`; with a sparse J some were not.
+        is_measured: which were measured, bool `[M]`; with a sparse J some were not.
     """
 
     values: jax.Array
     steps: np.ndarray
     total: int
     cadence: Cadence
-    seen: jax.Array
+    is_measured: jax.Array
 
     @property
-    def few(self) -> bool:
+    def has_gaps(self) -> bool:
         """Whether there may be fewer measurements than steps."""
         return self.cadence != Cadence()
 
     def last_value(self, where: ArrayLike = True) -> jax.Array:
         """The last value measured where `where` `[M]` is true; the first of all, measured or not, if there is none."""
-        places = jnp.where(self.seen & where, jnp.arange(self.values.shape[0]), 0)
+        places = jnp.where(self.is_measured & where, jnp.arange(self.values.shape[0]), 0)
         return self.values[places.max()]
 
 
@@ -172,7 +172,7 @@ def _power_of_two(value: jax.Array) -> jax.Array:
 
 def _level(x: _Measured, onset: ArrayLike, window: int) -> _Level:
     onset = jnp.asarray(onset)
-    inside = x.seen & (x.steps >= onset - window) & (x.steps < onset)
+    inside = x.is_measured & (x.steps >= onset - window) & (x.steps < onset)
     count = inside.sum()
     reference = x.last_value(x.steps < onset)
     deviation = jnp.where(inside, x.values - reference, 0)
@@ -180,7 +180,7 @@ def _level(x: _Measured, onset: ArrayLike, window: int) -> _Level:
     scaled = deviation / scale
     mean = scaled.sum() / jnp.maximum(count, 1)
     variance = jnp.where(inside, (scaled - mean) ** 2, 0).sum() / jnp.maximum(count, 1)
-    enough = count >= (FEWEST if x.few else 2)
+    enough = count >= (FEWEST if x.has_gaps else 2)
     known = enough & (onset <= x.total) & jnp.isfinite(jnp.where(inside, x.values, 0)).all()
     mean, std = (jnp.where(known, scale * part, jnp.nan) for part in (mean, jnp.sqrt(variance)))
     return _Level(reference, mean, std, known)
@@ -188,13 +188,13 @@ def _level(x: _Measured, onset: ArrayLike, window: int) -> _Level:
 
 def _non_finite_from(x: _Measured, onset: ArrayLike) -> jax.Array:
     """First measured step at or after the onset with a non-finite value; T if there is none."""
-    bad = x.seen & (x.steps >= jnp.asarray(onset)) & ~jnp.isfinite(x.values)
+    bad = x.is_measured & (x.steps >= jnp.asarray(onset)) & ~jnp.isfinite(x.values)
     return jnp.where(bad, x.steps, x.total).min(initial=x.total)
 
 
 def _below_band(x: _Measured, onset: ArrayLike, level: _Level) -> jax.Array:
     """`[M]` bool: at or after the onset and measured out of the band, or past the first non-finite step."""
-    out = x.seen & (x.values - level.reference < level.mean - BAND * level.std)
+    out = x.is_measured & (x.values - level.reference < level.mean - BAND * level.std)
     steps = jnp.asarray(x.steps)
     return (steps >= jnp.asarray(onset)) & (out | (steps >= _non_finite_from(x, onset)))
 
@@ -237,7 +237,7 @@ def _collapse(x: _Measured, onset: ArrayLike, window: int, hold: int) -> tuple[j
     level = _level(x, onset, window)
     non_finite = _non_finite_from(x, onset)
     below = _below_band(x, onset, level)
-    next_above = jax.lax.cummin(jnp.where(below | ~x.seen, total, x.steps), reverse=True)
+    next_above = jax.lax.cummin(jnp.where(below | ~x.is_measured, total, x.steps), reverse=True)
     counted = below & ((next_above - x.steps >= hold) | (next_above == total))
     if x.cadence.sparse:
         left = jnp.append(jnp.cumsum(below[::-1])[::-1], 0)  # of each step on
@@ -308,7 +308,7 @@ def instability_index(series: ArrayLike, *, window: int = 50, every: int = 1, sp
     if not 2 <= count <= total:
         return jnp.full(x.total, jnp.nan, x.values.dtype)
     if sparse:
-        places = jax.lax.cummax(jnp.where(x.seen, jnp.arange(total), 0))
+        places = jax.lax.cummax(jnp.where(x.is_measured, jnp.arange(total), 0))
         latest = x.values[places]
         padded = jnp.concatenate([jnp.full(count - 1, jnp.nan, x.values.dtype), x.values])
     else:
@@ -327,12 +327,12 @@ def instability_index(series: ArrayLike, *, window: int = 50, every: int = 1, sp
         variance = summed(lambda lag: (deviation(lag) - mean) ** 2) / count
         return held(jnp.where(jnp.arange(total) >= count - 1, variance, jnp.nan), x.total, every)
 
-    def seen(lag: jax.Array) -> jax.Array:
+    def is_there(lag: jax.Array) -> jax.Array:
         return ~jnp.isnan(jax.lax.dynamic_slice(padded, (lag,), (total,)))
 
-    measured = summed(lambda lag: seen(lag).astype(zeros.dtype))
-    mean = summed(lambda lag: jnp.where(seen(lag), deviation(lag), 0)) / jnp.maximum(measured, 1)
-    squares = summed(lambda lag: jnp.where(seen(lag), (deviation(lag) - mean) ** 2, 0))
+    measured = summed(lambda lag: is_there(lag).astype(zeros.dtype))
+    mean = summed(lambda lag: jnp.where(is_there(lag), deviation(lag), 0)) / jnp.maximum(measured, 1)
+    squares = summed(lambda lag: jnp.where(is_there(lag), (deviation(lag) - mean) ** 2, 0))
     known = (jnp.arange(total) >= count - 1) & (measured >= 2)
     return held(jnp.where(known, squares / jnp.maximum(measured, 1), jnp.nan), x.total, every)
 
@@ -388,7 +388,7 @@ def recovery_rate(
     x = _measured(series, every, sparse)
     level = _level(x, onset, window)
     time, _ = _collapse(x, onset, window, hold)
-    lowest = jnp.where(x.seen & (x.steps >= jnp.asarray(onset)), x.values, jnp.inf).min(initial=jnp.inf)
+    lowest = jnp.where(x.is_measured & (x.steps >= jnp.asarray(onset)), x.values, jnp.inf).min(initial=jnp.inf)
     regained = x.last_value() - lowest if len(x.steps) else jnp.nan
     lost = level.mean - (lowest - level.reference)
     non_finite = _non_finite_from(x, onset) < x.total
@@ -423,14 +423,15 @@ def recovery_time(
     level = _level(x, onset, window)
     below = _below_band(x, onset, level)
     left = jnp.where(below, x.steps, total).min(initial=total)
-    back = jnp.where((x.steps > left) & x.seen & ~below, x.steps, total).min(initial=total)
+    back = jnp.where((x.steps > left) & x.is_measured & ~below, x.steps, total).min(initial=total)
     non_finite = _non_finite_from(x, onset) < total
     lost = (back == total) | non_finite
     elapsed = jnp.where(lost, jnp.inf, (back - onset).astype(jnp.float32))
     time = jnp.where(left == total, -1.0, elapsed)
-    since = (x.seen & (x.steps >= jnp.asarray(onset))).sum()
-    told = (since > 0) & (~lost | non_finite | (left == total) | ((x.seen & (x.steps > left)).sum() >= FEWEST_HELD))
-    known = level.known & (told if x.cadence.sparse else True)
+    known = level.known
+    if x.cadence.sparse:
+        since, later = ((x.is_measured & where).sum() for where in (x.steps >= jnp.asarray(onset), x.steps > left))
+        known &= (since > 0) & (~lost | non_finite | (left == total) | (later >= FEWEST_HELD))
     return jnp.where(_inside(total, onset) & known, time, jnp.nan)
 
 

@@ -79,7 +79,7 @@ def _reasons(
 
 
 def undeclared_gaps(data: xr.Dataset) -> str:
-    """What to tell of undisturbed performance that is NaN and comes back, where it is not declared sparse; or ""."""
+    """A warning where undisturbed performance is NaN and then a number again, undeclared; else ""."""
     when = cadence(data)
     controls = np.flatnonzero(data["perturbation"].values == "control")
     if when.sparse or not len(controls):
@@ -147,13 +147,12 @@ def summary_table(lanes: xr.Dataset, steps: int) -> pd.DataFrame:
         time = one["recovery_time"].values
         row |= {"never_left": int((time == -1).sum()), "never_back": int((time == np.inf).sum())}
         reasons = {k: e.reason for k, e in estimates.items()}
-        for name, excess in _excess(one, paired, steps).items():
+        for kind, excess in _excess(one, paired, steps).items():
+            name = f"excess_{kind}_probability"
             row |= excess.values
             if control[position]:  # is its own pair
-                row |= {
-                    f"excess_{name}_probability_{end}": row[f"excess_{name}_probability"] for end in ("low", "high")
-                }
-            reasons[f"excess_{name}_probability"] = excess.reason
+                row |= {f"{name}_{end}": row[name] for end in ("low", "high")}
+            reasons[name] = excess.reason
         row["reason"] = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         rows.append(row)
     return pd.DataFrame(rows)

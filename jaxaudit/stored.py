@@ -101,7 +101,7 @@ class Run:
     def channel(self, name: str) -> np.ndarray | None:
         """A scalar channel, or an entry of another as monitors spell it ("clip_fraction[tool, after, low]").
 
-        What is measured in some steps only is held in between.
+        A channel that is measured in some steps only has its latest value in the others, NaN before the first.
 
         Returns:
           float64 `[seed, condition, step]`; None where it was not recorded.
@@ -120,7 +120,9 @@ class Run:
                 return None
             values = values.isel({dim: known.index(label)})
         found = values.transpose(*lanes).values.astype(np.float64)
-        return _held(found) if self.is_sparse(variable) else found
+        if not self.is_sparse(variable):
+            return found
+        return pd.DataFrame(found.reshape(-1, found.shape[-1])).ffill(axis=1).to_numpy().reshape(found.shape)
 
     def is_sparse(self, channel: str) -> bool:
         """Whether a channel is measured in some steps only, by what happens in them."""
@@ -136,10 +138,22 @@ class Run:
     @cached_property
     def computed(self) -> np.ndarray:
         """`[condition]`: one past the last step at which any seed of the condition's onset has a value."""
-        known = ~np.isnan(self.telemetry["performance"].transpose("seed", "condition", "step").values).all(axis=0)
+        known = ~np.isnan(self.performance).all(axis=0)
+        if self.is_sparse("performance"):  # it may be missing at the last steps of a run that reached them
+            known = self._any_channel
         ends = np.where(known.any(-1), known.shape[-1] - known[:, ::-1].argmax(-1), 0)
         onsets = self.conditions["onset"]
         return pd.Series(ends).groupby(onsets).transform("max").to_numpy()
+
+    @property
+    def _any_channel(self) -> np.ndarray:
+        """`[condition, step]`: whether any seed has a value in any channel of one number; True of a finished run."""
+        lanes = ("seed", "condition", "step")
+        shape = tuple(self.telemetry.sizes[name] for name in lanes[1:])
+        if self.environment.get("status") == "finished":
+            return np.ones(shape, bool)
+        scalars = [x.transpose(*lanes) for x in self.telemetry.data_vars.values() if set(x.dims) == set(lanes)]
+        return np.any([x.notnull().any("seed").values for x in scalars], axis=0)
 
     @property
     def finished(self) -> bool:
@@ -147,13 +161,6 @@ class Run:
         status = self.environment.get("status", "finished")
         full = self.telemetry.sizes["step"] >= self.steps and bool((self.computed >= len(self.step)).all())
         return status == "finished" and full
-
-
-def _held(values: np.ndarray) -> np.ndarray:
-    """Values `[..., T]` with the latest one where there is none; NaN before the first."""
-    steps = np.arange(values.shape[-1])
-    latest = np.maximum.accumulate(np.where(np.isnan(values), -1, steps), axis=-1)
-    return np.where(latest < 0, np.nan, np.take_along_axis(values, np.maximum(latest, 0), axis=-1))
 
 
 def load(folder: Path) -> Run:

@@ -257,7 +257,13 @@ def test_a_stored_run_draws_what_was_measured_until_it_is_again():
     first = known.argmax(-1)
     assert all(np.isfinite(held[s, c, first[s, c] :]).all() for s in range(6) for c in range(2))
     assert all(held[s, c, t] == held[s, c, t - 1] for s, c, t in np.argwhere(~known) if t > first[s, c])
-    assert (run.computed == [119 + int(known[:, i, 119].any()) for i in range(2)]).all()
+    unmeasured = telemetry.assign(performance=telemetry["performance"].where(telemetry["step"] < 117))
+    for status, steps in (("finished", [120, 120]), ("interrupted", [120, 120])):
+        ended = Run(None, {}, "", {"status": status}, unmeasured, None, None)
+        assert list(ended.computed) == steps
+        assert ended.finished == (status == "finished")
+    alone = Run(None, {}, "", {"status": "finished"}, unmeasured[["performance"]], None, None)
+    assert alone.finished, "no episode ended in its last steps"
     assert results.undeclared_gaps(telemetry) == ""
 
 

@@ -36,7 +36,7 @@ def main() -> None:
     rows = []
     for name, lanes in both.items():
         times = {m: collapse_times(series[:, :until], onset, windows, Cadence()) for m, series in lanes.items()}
-        rows += judged(name, pd.DataFrame(times), run.steps)
+        rows += collapse_rows(name, pd.DataFrame(times), run.steps)
     table = pd.DataFrame(rows)
     table.to_csv(given.out, index=False)
     print(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
@@ -54,7 +54,7 @@ def of_run(run: Run) -> dict[float, np.ndarray]:
     return {m: run.performance[:, place] for place, m in enumerate(magnitudes)}
 
 
-def judged(name: str, times: pd.DataFrame, steps: int) -> list[dict]:
+def collapse_rows(name: str, times: pd.DataFrame, steps: int) -> list[dict]:
     """A row for each magnitude: P_div and collapse at any time, with intervals; and the critical magnitudes."""
     control = times[1.0].to_numpy()
     magnitudes = [m for m in times.columns if m != 1.0]

@@ -11,9 +11,7 @@ of the return of the latest full episode).
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "returns"))
 
 import sb3_returns
+from trainings import write_trainings
 
 TASK, ENVS, ROLLOUT = "InvertedPendulum-v5", 4, 64
 STEPS, ONSET, DURATION = 200, 80, 5
@@ -88,13 +87,7 @@ def main() -> None:
     options.add_argument("--clip-value", action="store_true", help="as Stable-Baselines3 clips it, by 0.2")
     given = options.parse_args()
     jobs = list(product(range(given.seeds), [1.0, *given.magnitudes], [given.until], [given.clip_value]))
-    with given.out.open("w", newline="") as file, ProcessPoolExecutor(given.processes) as pool:
-        table = csv.writer(file)
-        table.writerow(["seed", "magnitude", "step", "performance"])
-        for number, rows in enumerate(pool.map(train, jobs), 1):
-            table.writerows(rows)
-            file.flush()
-            print(f"{number} of {len(jobs)} trainings", flush=True)
+    write_trainings(given.out, train, jobs, given.processes)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,16 @@ settings are those of `trl_grpo.toml`, which this package audits from the same l
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import random
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trainings import write_trainings
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -177,13 +176,7 @@ def main() -> None:
     jobs = [
         (given.folder, seed, magnitude) for seed, magnitude in product(range(given.seeds), [1.0, *given.magnitudes])
     ]
-    with given.out.open("w", newline="") as file, ProcessPoolExecutor(given.processes) as pool:
-        table = csv.writer(file)
-        table.writerow(["seed", "magnitude", "step", "performance"])
-        for number, rows in enumerate(pool.map(train, jobs), 1):
-            table.writerows(rows)
-            file.flush()
-            print(f"{number} of {len(jobs)} trainings", flush=True)
+    write_trainings(given.out, train, jobs, given.processes)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Fallen:
 
     @property
     def sentence(self) -> Markup:
-        """Half a sentence."""
+        """How many seeds collapse undisturbed, and when: the beginning of the verdict, without a full stop."""
         if self.known == 1:
             return Markup("The one seed collapses undisturbed {}").format(self.when)
         verb = "collapses" if self.count == 1 else "collapse"
