@@ -134,6 +134,14 @@ def test_a_collapse_takes_three_measurements(falls, time):
         assert said["recovery_time"] == "J was measured fewer than 3 times after it left the band"
 
 
+@pytest.mark.parametrize(("later", "time"), [(2, np.nan), (3, np.inf)])
+def test_never_coming_back_takes_three_measurements_after_leaving(later, time):
+    series = steady()
+    series[45:] = np.nan
+    series[45 : 46 + later] = 0
+    assert evaluated(series, 40)["recovery_time"] == pytest.approx(time, nan_ok=True)
+
+
 def test_infinity_is_collapse_and_few_measurements_before_the_onset_are_said():
     series = steady()
     series[45:] = np.nan
@@ -262,6 +270,8 @@ def test_a_stored_run_draws_what_was_measured_until_it_is_again():
         ended = Run(None, {}, "", {"status": status}, unmeasured, None, None)
         assert list(ended.computed) == steps
         assert ended.finished == (status == "finished")
+    half = telemetry.where(telemetry["step"] < 80)
+    assert list(Run(None, {}, "", {"status": "interrupted"}, half, None, None).computed) == [80, 80]
     alone = Run(None, {}, "", {"status": "finished"}, unmeasured[["performance"]], None, None)
     assert alone.finished, "no episode ended in its last steps"
     assert results.undeclared_gaps(telemetry) == ""
