@@ -46,24 +46,25 @@ def test_every_channel_of_the_table_is_told_and_no_other(preset, dialogue, setti
 @pytest.fixture(scope="module")
 def iteration():
     """An iteration of PPO in full: what it learned from, what the updates told, and the channels."""
-    learner = made("ppo_lm", telemetry="full")
+    learner = made("ppo_lm", telemetry="full", kl_coefficient=0.3, gamma=0.9, overlong_buffer=0.5)
     made_of = learner.step.__self__
 
     @jax.jit
     def run(key, data):
         state = made_of.init(key, data)
         reference = jax.tree.map(lambda x: x * 1.1, state.policy.params)
-        models = Models(state.policy.params, state.critic.params, None, reference, None)
+        models = Models(state.policy.params, state.critic.params, reference=reference, initial=state.initial)
         dialogue = made_of.dialogue.bind(data.dialogue)
         taps = Taps(0, 4, data=data)
         experience = made_of.collector.collect(models, dialogue, data.numbers, key, taps)
         after, visited = made_of.improved(state, None, data.numbers, experience, key, taps)
-        trained = Models(after.policy.params, after.critic.params, None, reference, None)
-        found = state.told.update(made_of.read(models, trained, experience, visited))[1]
+        trained = Models(after.policy.params, after.critic.params, reference=reference, initial=state.initial)
+        found = state.told.update(made_of.read(models, trained, state.scales, experience, visited))[1]
         held = held_out.measure(made_of.collector, trained, dialogue, data.numbers, experience)
         found |= state.measured.update(held)[1]
         hidden = made_of.policy.hidden(after.policy.params, None, experience.batch.rows)
         embeddings = [x["wte"]["embedding"] for x in (models.policy, reference, after.policy.params)]
+        found["updated_values"] = made_of.critic.values(after.critic.params, None, experience.batch.rows)
         return experience, visited, hidden, embeddings, found
 
     return jax.tree.map(np.asarray, run(jax.random.key(3), learner.data))
@@ -144,6 +145,20 @@ def test_of_ratios_as_visited_and_after(iteration):
     assert np.isfinite(found["ratio_ess"]).all()
 
 
+def last_own(own):
+    return own & (np.cumsum(own[:, ::-1], axis=1)[:, ::-1] == 1)
+
+
+def discounted(reward, own, gamma):
+    """The return of each own token, by a loop over them from the last."""
+    found = np.zeros(own.shape)
+    for n, row in enumerate(own):
+        later = 0.0
+        for t in reversed(np.flatnonzero(row)):
+            later = found[n, t] = reward[n, t] + gamma * later
+    return found
+
+
 def test_of_rows_values_and_updates(iteration):
     experience, visited, _, _, found = iteration
     rows, learnt, drawn = experience.batch.rows, experience.batch.learnt, experience.drawn
@@ -151,10 +166,17 @@ def test_of_rows_values_and_updates(iteration):
     assert found["acting_performance"] == gold.mean()
     assert found["proxy"] == drawn.reward.mean()
     np.testing.assert_allclose(found["row_tokens"], (drawn.rows.role == OWN).sum(1).mean(), rtol=1e-6)
-    returned = experience.recomputed.score[:, None] * np.ones_like(learnt.value)  # gamma is 1
-    error = (learnt.value - returned)[learnt.own]
-    np.testing.assert_allclose(found["value_bias"], error.mean(), rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(found["critic_error"][0], (error**2).mean(), rtol=1e-5, atol=1e-9)
+    recomputed, own = experience.recomputed, learnt.own
+    reward = np.where(own, -0.3 * (recomputed.log_probability - learnt.reference), 0.0)
+    assert np.abs(reward).max() > 0.01, "a KL in the reward that can be seen"
+    returned, scored = (discounted(x + last_own(own) * recomputed.score[:, None], own, 0.9) for x in (reward, 0.0))
+    for name, wanted in (("value_bias", learnt.target), ("score_value_bias", scored)):
+        np.testing.assert_allclose(found[name], (learnt.value - wanted)[own].mean(), rtol=1e-4, atol=1e-6, err_msg=name)
+    for name, wanted in (("explained_variance", learnt.target), ("score_explained_variance", scored)):
+        explained = 1 - np.var((wanted - learnt.value)[own]) / np.var(wanted[own])
+        np.testing.assert_allclose(found[name], explained, rtol=1e-3, atol=1e-5, err_msg=name)
+    error = (found["updated_values"] - returned)[own]
+    np.testing.assert_allclose(found["critic_error"][0], (error**2).mean(), rtol=1e-4, atol=1e-8)
     norms = visited.done["policy"].gradient_norm.reshape(-1)
     assert (norms > 0).all()
     np.testing.assert_allclose(found["gradient_norm"], norms.mean(), rtol=1e-5)

@@ -14,7 +14,7 @@ from jaxaudit.dialogues.automaton import Progress
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learners.dialogue import advantages, kl, overlong, packing, policy_loss, rollout
 from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.estimation import estimate
+from jaxaudit.learners.dialogue.estimation import estimate, token_rewards
 from jaxaudit.learners.dialogue.experience import Batch, Drawn, Experience, Recomputed
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.parts import Parts
@@ -34,14 +34,16 @@ class Models:
       policy, critic: what is trained.
       reward_model: scores rows.
       reference: the policy that divergence is measured from.
+      initial: the policy before its first update, undisturbed.
       base: of adapters.
     """
 
     policy: Any
-    critic: Any
-    reward_model: Any
-    reference: Any
-    base: Any
+    critic: Any = None
+    reward_model: Any = None
+    reference: Any = None
+    initial: Any = None
+    base: Any = None
 
 
 class Collector:
@@ -114,9 +116,9 @@ class Collector:
         kept = ~rows.truncated if settings.mask_truncated else jnp.ones_like(rows.truncated)
         score = reward
         if self.parts.overlong:
-            most = longest(dialogue)
+            most = dialogue.length - rows.prompt_lengths
             score += coefficients.overlong_coefficient * overlong.penalty(
-                rows.lengths, most, coefficients.overlong_buffer * most
+                rows.response_lengths, most, coefficients.overlong_buffer * most
             )
         drawn = Drawn(rows, scored, reward, kept)
         index, kept = self._chosen(reward, kept)
@@ -182,7 +184,7 @@ class Collector:
             return (*self.policy.told(hidden, self.policy.whole(params, models.base), rows, temperature), hidden)
 
         own = rows.own & kept[:, None]
-        recomputed = entropy = hidden = reference = reference_hidden = value = target = advantage = None
+        recomputed = entropy = hidden = reference = reference_hidden = value = target = advantage = returns = None
         if self.parts.needs_reference or self.settings.telemetry == "full":
             recomputed, entropy, hidden = read(models.policy)
             reference, _, reference_hidden = read(models.reference)
@@ -193,21 +195,47 @@ class Collector:
         if (critic := self.critic) is not None:
             value = self._packed(rows, lambda found: critic.scalars(models.critic, models.base, found))
         if self.parts.objective == "policy":
-            penalty = None
-            if self.parts.kl != "none" and self.parts.kl_in == "reward":
-                assert recomputed is not None, "a reference is read with it"
-                assert reference is not None, "a divergence has one"
-                penalty = kl.ESTIMATORS[self.parts.kl](recomputed, reference)
+            penalty = self._penalty(recomputed, reference)
             groups = (self.settings.prompts, self.settings.group_size)
             advantage, target = estimate(
                 self.parts, coefficients, score.reshape(groups), own, kept.reshape(groups), penalty, value
             )
             advantage = taps("advantage", advantage, own=own)
+            if self.parts.critic:
+                returns = discounted_returns(coefficients, score, own, penalty)
         old = sampled if self.parts.follows_sampler else recomputed
         learnt = policy_loss.Rows(
             own=own, old=old, advantage=advantage, sampled=sampled, reference=reference, value=value, target=target
         )
-        return learnt, Recomputed(recomputed, entropy, hidden, reference_hidden, score)
+        return learnt, Recomputed(recomputed, entropy, hidden, reference_hidden, score, returns)
+
+    def _penalty(self, log_probability: jax.Array | None, reference: jax.Array | None) -> jax.Array | None:
+        """The KL estimate of each token that is in the reward, `[N, T]`; None where none is."""
+        if self.parts.kl == "none" or self.parts.kl_in != "reward":
+            return None
+        assert log_probability is not None, "it is read with the reference"
+        assert reference is not None, "a divergence is from one"
+        return kl.ESTIMATORS[self.parts.kl](log_probability, reference)
+
+    def returns(self, models: Models, rows: Rows, numbers: Numbers) -> jax.Array:
+        """What the policy's rows return from each own token on if nothing is disturbed: `[N, T]`.
+
+        As `Recomputed.returns` has it of the rows that are learned from; `models` score rows and give the KL penalty.
+        """
+
+        def logs(params: Any) -> jax.Array:
+            return self.policy.log_probabilities(params, models.base, rows, numbers.temperature)[0]
+
+        reads = self.parts.kl != "none" and self.parts.kl_in == "reward"
+        penalty = self._penalty(logs(models.policy), logs(models.reference)) if reads else None
+        return discounted_returns(numbers.objective, self.scored(models, rows), rows.own, penalty)
+
+
+def discounted_returns(
+    coefficients: Coefficients, score: jax.Array, own: jax.Array, penalty: jax.Array | None
+) -> jax.Array:
+    """What rows return from each own token on, the KL penalty included: `[N, T]` of `token_rewards`."""
+    return advantages.discounted_sum(token_rewards(coefficients, score, own, penalty), own, coefficients.gamma)
 
 
 def tapped(parts: Parts, coefficients: Coefficients, taps: Taps) -> Coefficients:

@@ -18,7 +18,6 @@ from jaxaudit.learners.dialogue.experience import Experience
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import Numbers
 from jaxaudit.learners.dialogue.telemetry import values, vocabulary
-from jaxaudit.learners.dialogue.telemetry.iteration import returns
 from jaxaudit.learners.dialogue.telemetry.strata import LastSeen, Measured, Statistics
 from jaxaudit.taps import Taps
 
@@ -100,12 +99,12 @@ def one_changed(dialogue: Dialogue, prompts: jax.Array, key: jax.Array) -> jax.A
 
 
 def representation(collector: Collector, models: Models, rows: Rows) -> Statistics:
-    """Ranks of the hidden states of some own slots, less their mean, and how far they are from the reference's."""
+    """Ranks of the hidden states of some own slots, less their mean, and how far they are from the initial policy's."""
     slots = vocabulary.some(rows.own, vocabulary.LOOKED_AT)
     there = slots.of(slots.known)
     now, then = (
         slots.of(collector.policy.hidden(params, models.base, rows)).astype(jnp.float32)
-        for params in (models.policy, models.reference)
+        for params in (models.policy, models.initial)
     )
     count = jnp.sum(there)
     centre = jnp.sum(jnp.where(there[:, None], now, 0.0), axis=0) / jnp.maximum(count, 1)
@@ -119,13 +118,12 @@ def representation(collector: Collector, models: Models, rows: Rows) -> Statisti
 
 
 def critic(collector: Collector, models: Models, rows: Rows, numbers: Numbers, experience: Experience) -> Statistics:
-    """The critic's errors on the rows collected, when they were, and on held-out ones now."""
+    """The updated critic's errors on the rows that it was updated on, and on held-out ones: against their returns."""
     assert collector.critic is not None, "or there would be nothing to measure"
-    learnt, gamma = experience.batch.learnt, experience.coefficients.gamma
-    held = collector.critic.values(models.critic, models.base, rows)
-    held -= returns(collector.scored(models, rows), rows.own, numbers.objective.gamma)
-    collected = learnt.value - returns(experience.recomputed.score, learnt.own, gamma)
-    return values.critic_errors(collected, learnt.own, held, rows.own)
+    batch = experience.batch
+    collected = collector.critic.values(models.critic, models.base, batch.rows) - experience.recomputed.returns
+    held = collector.critic.values(models.critic, models.base, rows) - collector.returns(models, rows, numbers)
+    return values.critic_errors(collected, batch.learnt.own, held, rows.own)
 
 
 def separation(collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, pairs: int) -> Statistics:

@@ -23,11 +23,12 @@ from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
 from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Visited
+from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_of
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
-from jaxaudit.optimizer import Optimizer, Update
+from jaxaudit.optimizer import Optimizer, Update, warmup_decay
 from jaxaudit.paths import squares_by_group
 from jaxaudit.taps import Taps
 
@@ -64,9 +65,13 @@ class DialogueLearner:
         )
 
     def optimizer(self, label: str, numbers: Numbers) -> Optimizer:
-        """That of a label, with the numbers' rate."""
+        """That of a label, with the numbers' rate and the settings' schedule."""
+        settings = self.settings
         rate = numbers.learning_rate if label == POLICY else numbers.critic_learning_rate
-        return Optimizer(self.transform, rate, numbers.max_grad_norm, label)
+        if settings.scheduled:
+            shape = settings.learning_rate_warmup, settings.learning_rate_decay, settings.learning_rate_final
+            rate = warmup_decay(rate, *shape)
+        return Optimizer(self.transform, rate, numbers.max_grad_norm, label, outside=settings.learning_rate_warmup)
 
     def base(self, data: DialogueData) -> Any:
         """The parameters that adapters adapt; None where there are none."""
@@ -85,7 +90,9 @@ class DialogueLearner:
         """A lane's first state: warmed up, or a checkpoint's policy."""
         settings, numbers = self.settings, data.numbers
         dialogue, base = self.dialogue.bind(data.dialogue), self.base(data)
-        policy_key, warm_key, reward_key, critic_key, rows_key, look_key = jax.random.split(key, 6)
+        policy_key, warm_key, reward_key, pairs_key, critic_key, rows_key, look_key, scale_key = jax.random.split(
+            key, 8
+        )
         policy = data.start if data.start is not None and not base else self.policy.init(policy_key)
 
         def success_of(params: Any, key: jax.Array) -> jax.Array:
@@ -108,29 +115,35 @@ class DialogueLearner:
             )
         else:
             success = success_of(policy, look_key)
-        reward_model = None
+        reward_model, scales = None, {}
         if self.reward_model is not None:
             reward_model = demonstrations.reward_model(
                 self.reward_model,
-                self.reward_model.init(reward_key),
+                self.beginning(
+                    self.reward_model, settings.reward_model_init, policy, data.reward_model_start, reward_key
+                ),
                 base,
                 dialogue,
-                reward_key,
+                pairs_key,
                 updates=settings.reward_model_warm_start,
-                pairs=settings.warm_start_rows,
-                rate=numbers.warm_start_learning_rate,
+                pairs=settings.reward_model_pairs,
+                rate=numbers.reward_model_learning_rate,
                 difficulty=numbers.difficulty,
             )
+            rows = self.collector.undisturbed(policy, base, dialogue, numbers, scale_key, LOOKED_AT)
+            score = self.collector.scored(Models(policy, reward_model=reward_model, base=base), rows)
+            scales = {"proxy": Scale.of(score), "gold": Scale.of(rows.gold)}
         critic = None
         if self.critic is not None:
 
             def rows_of(key: jax.Array) -> tuple[Rows, jax.Array]:
                 rows = self.collector.undisturbed(policy, base, dialogue, numbers, key, settings.rows)
-                return rows, self.collector.scored(Models(policy, None, reward_model, None, base), rows)
+                models = Models(policy, reward_model=reward_model, reference=policy, base=base)
+                return rows, self.collector.returns(models, rows, numbers)
 
             params = demonstrations.value_model(
                 self.critic,
-                self.critic.init(critic_key),
+                self.beginning(self.critic, settings.critic_init, policy, data.critic_start, critic_key),
                 base,
                 rows_of,
                 rows_key,
@@ -144,10 +157,26 @@ class DialogueLearner:
             critic=critic,
             reward_model=reward_model,
             reference=policy,
+            initial=policy if self.keeps_initial else None,
+            scales=scales,
             warm_start_success=success,
             told=told,
             measured=measured,
         )
+
+    @property
+    def keeps_initial(self) -> bool:
+        """Whether a lane keeps the policy that it began with, which is in no data, for `representation_drift`."""
+        return self.settings.telemetry == "full" and not (self.settings.checkpoint and not self.settings.lora_rank)
+
+    def beginning(self, network: Network, how: str, policy: Any, start: Any, key: jax.Array) -> Any:
+        """What a value or reward model begins as: see `DialogueSettings.critic_init`.
+
+        With adapters it begins as the checkpoint, which adapters of its own change nothing of.
+        """
+        if how == "random" or network.rank:
+            return network.init(key)
+        return network.with_head(policy if how == "policy" else start)
 
     # An iteration.
 
@@ -157,34 +186,42 @@ class DialogueLearner:
         collect_key, order_key = jax.random.split(key)
         numbers, base, dialogue = data.numbers, self.base(data), self.dialogue.bind(data.dialogue)
         state = self.disturbed(state, numbers, taps)
-        critic = None if state.critic is None else state.critic.params
-        models = Models(state.policy.params, critic, state.reward_model, state.reference, base)
-        experience = self.collector.collect(models, dialogue, numbers, collect_key, taps)
+        models = self.models_of(state, data)
+        acting = dataclasses.replace(models, reward_model=self.judge(state.reward_model, taps))
+        experience = self.collector.collect(acting, dialogue, numbers, collect_key, taps)
         after, visited = self.improved(state, base, numbers, experience, order_key, taps)
-        trained = dataclasses.replace(
-            models, policy=after.policy.params, critic=None if after.critic is None else after.critic.params
-        )
-        told, telemetry = state.told.update(self.read(models, trained, experience, visited))
+        trained = self.models_of(after, data)
+        told, telemetry = state.told.update(self.read(models, trained, state.scales, experience, visited))
         telemetry["warm_start_success"] = state.warm_start_success
         measured, held = held_out.measure_when_due(
             self.collector, state.measured, trained, dialogue, numbers, experience, taps
         )
         return dataclasses.replace(after, told=told, measured=measured), telemetry | held
 
+    def models_of(self, state: DialogueState, data: DialogueData) -> Models:
+        """A state's parameters by use."""
+        critic = None if state.critic is None else state.critic.params
+        initial = state.initial if self.keeps_initial else data.start
+        return Models(state.policy.params, critic, state.reward_model, state.reference, initial, self.base(data))
+
+    def judge(self, reward_model: Any, taps: Taps) -> Any:
+        """The reward model that scores this iteration's rows: a tapped copy, for a disturbance ends with its window."""
+        if reward_model is None or not taps.disturbs(REWARD_MODEL):
+            return reward_model
+        return taps(REWARD_MODEL, reward_model, label=REWARD_MODEL)
+
     def disturbed(self, state: DialogueState, numbers: Numbers, taps: Taps) -> DialogueState:
-        """The state with what is trained, the reward model and the reference tapped."""
+        """The state with what is trained and the reference tapped: what is changed there stays."""
         policy = Trained(
             *self.optimizer(POLICY, numbers).disturb(state.policy.params, state.policy.moments, taps, self.policy.init)
         )
-        critic, reward_model, reference = state.critic, state.reward_model, state.reference
+        critic, reference = state.critic, state.reference
         if self.critic is not None and critic is not None:
             optimizer = self.optimizer(CRITIC, numbers)
             critic = Trained(*optimizer.disturb(critic.params, critic.moments, taps, self.critic.init))
-        if reward_model is not None and taps.disturbs(REWARD_MODEL):
-            reward_model = taps(REWARD_MODEL, reward_model, label=REWARD_MODEL)
         if self.parts.needs_reference and taps.disturbs("reference"):
             reference = taps("reference", reference, label=POLICY, policy=policy.params)
-        return dataclasses.replace(state, policy=policy, critic=critic, reward_model=reward_model, reference=reference)
+        return dataclasses.replace(state, policy=policy, critic=critic, reference=reference)
 
     def improved(
         self, state: DialogueState, base: Any, numbers: Numbers, experience: Experience, key: jax.Array, taps: Taps
@@ -213,9 +250,18 @@ class DialogueLearner:
         after = dataclasses.replace(state, policy=trained[POLICY], critic=trained.get(CRITIC))
         return after, dataclasses.replace(seen, coherence=total)
 
-    def read(self, before: Models, after: Models, experience: Experience, visited: Visited) -> Statistics:
+    def read(
+        self,
+        before: Models,
+        after: Models,
+        scales: dict[str, Scale],
+        experience: Experience,
+        visited: Visited,
+    ) -> Statistics:
         """What the iteration's rows and updates tell."""
-        found = self.instruments.read(before.policy, after.policy, before.reference, before.base, experience, visited)
+        found = self.instruments.read(
+            before.policy, after.policy, before.reference, before.base, scales, experience, visited
+        )
         change = jax.tree.map(jnp.subtract, after.policy, before.policy)
         norms = {"params_norm": optax.tree.norm(after.policy), "update_norm": optax.tree.norm(change)}
         found |= {name: Measured(norm, jnp.asarray(1)) for name, norm in norms.items()}
@@ -253,7 +299,8 @@ class DialogueLearner:
             now = jax.tree.map(piece.back, found)
             learnt = dataclasses.replace(batch.learnt, own=own & piece.here)
             objective, told = policy_loss.policy_loss(self.parts, experience.coefficients, now, learnt, counts)
-            return taps("objective", objective), (told, self.log_ratio(now, learnt))
+            objective = taps("objective", objective)
+            return objective, (told | {"loss": objective}, self.log_ratio(now, learnt))
 
         params = {label: one.params for label, one in trained.items()}
         gradient_of = jax.grad(loss, has_aux=True)

@@ -24,10 +24,11 @@ FEATURES = (
     "reward_model",
     "pairs",
     "mismatch",
+    "kl_loss",
 )
 """What a run may have, and its channels with it: a dialogue's tools and parts of a reward, a reference policy, updates
 by ratios, weights that correct them, a critic, a critic and demonstrations to try it on, a learned reward model, pairs
-(DPO), and log-probabilities both sampled and recomputed."""
+(DPO), log-probabilities both sampled and recomputed, and a KL to the reference in the loss."""
 
 MOMENTS = ("visited", "after")
 """Over all minibatches as visited, and of all rows after the last update, which "full" telemetry alone looks at."""
@@ -69,7 +70,10 @@ TABLE: dict[str, Entry] = {
     # Rewards of the rows trained on.
     ACTING: Entry("gold reward of the rows sampled to train on, disturbed or not", basic=True),
     "proxy": Entry("the reward the learner sees", basic=True),
-    "reward_gap": Entry("proxy less gold reward", basic=True),
+    "reward_gap": Entry(
+        "proxy less gold reward; of a learned reward each in standard deviations above the warm start's mean",
+        basic=True,
+    ),
     "reward_part": Entry("parts of the gold reward", ("part",), needs="parts"),
     "success": Entry("share of rows that succeed", basic=True),
     "pass_at": Entry("share of prompts that one of k rows solves", ("k",)),
@@ -101,6 +105,10 @@ TABLE: dict[str, Entry] = {
     "ratio_quantile": Entry("quantiles of the ratio", (*_UPDATE, "upper_quantile"), needs="ratios"),
     "ratio_ess": Entry("effective sample size of the ratios, a share", _UPDATE, needs="ratios"),
     "clip_fraction": Entry("share of tokens clipped", (*_UPDATE, "side"), basic=True, needs="ratios"),
+    "dual_clip_fraction": Entry("share of tokens at the dual clip", basic=True, needs="ratios"),
+    "ratio_mean": Entry("mean ratio, over minibatches", basic=True, needs="ratios"),
+    "approx_kl": Entry("KL of the old policy from the new one by k3, over minibatches", basic=True, needs="ratios"),
+    "kl_loss": Entry("KL to the reference as it is in the loss", basic=True, needs="kl_loss"),
     "weight_cvar": Entry("mean of the top 1% of |ratio x advantage|", _UPDATE, needs="ratios"),
     "weight_q999": Entry("its 99.9% quantile", _UPDATE, needs="ratios"),
     "weight_top_share": Entry("the share of its sum in the top 1%", _UPDATE, needs="ratios"),
@@ -114,9 +122,16 @@ TABLE: dict[str, Entry] = {
     # The critic.
     "value_loss": Entry("its loss", basic=True, needs="critic"),
     "critic_gradient_norm": Entry("norm of its gradient", basic=True, needs="critic"),
-    "explained_variance": Entry("variance of returns that values explain", basic=True, needs="critic"),
-    "value_bias": Entry("values less returns", basic=True, needs="critic"),
-    "critic_error": Entry("mean squared error of values", ("rows",), needs="critic", held_out=True),
+    "value_clip_fraction": Entry("share of tokens whose value loss is clipped", basic=True, needs="critic"),
+    "explained_variance": Entry("variance of the critic's targets that values explain", basic=True, needs="critic"),
+    "value_bias": Entry("values less the critic's targets", basic=True, needs="critic"),
+    "score_explained_variance": Entry(
+        "variance of the scores' returns, without KL, that values explain", basic=True, needs="critic"
+    ),
+    "score_value_bias": Entry("values less the scores' returns, without KL", basic=True, needs="critic"),
+    "critic_error": Entry(
+        "mean squared error of the updated critic's values, against returns", ("rows",), needs="critic", held_out=True
+    ),
     "value_correlation": Entry("values with returns, by own tokens to the row's end", ("distance",), needs="critic"),
     "critic_separation": Entry(
         "value after a right token less after a wrong one", needs="demonstrations", held_out=True
@@ -136,7 +151,7 @@ TABLE: dict[str, Entry] = {
     "update_norm": Entry("norm of their change in the iteration", basic=True),
     "effective_rank": Entry("effective rank of hidden states on held-out rows", held_out=True),
     "stable_rank": Entry("their stable rank", held_out=True),
-    "representation_drift": Entry("1 - CKA of hidden states with the warm start's", held_out=True),
+    "representation_drift": Entry("1 - CKA of hidden states with the warm start's, undisturbed", held_out=True),
     # DPO.
     "pair_margin": Entry("implicit reward of chosen less rejected rows", basic=True, needs="pairs"),
     "pair_accuracy": Entry("share of pairs in which it is positive", basic=True, needs="pairs"),

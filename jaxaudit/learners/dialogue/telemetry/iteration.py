@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
-from jaxaudit.learners.dialogue import ratios
+from jaxaudit.learners.dialogue import advantages, ratios
 from jaxaudit.learners.dialogue.experience import Experience
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.settings import DialogueSettings
@@ -21,10 +22,17 @@ from jaxaudit.optimizer import Update
 
 POLICY = "policy"
 
-ALONE = ("loss", "value_loss", "correction_mean", "correction_zero")
+ALONE = ("loss", "value_loss", "correction_mean", "correction_zero", "ratio_mean", "kl_loss")
 """Parts of the loss that are channels by their own names."""
 
-OF_PAIRS = {"pair_margin": "margin", "pair_accuracy": "preference_accuracy"}
+RENAMED = {
+    "approx_kl": "old_kl",
+    "dual_clip_fraction": "clip_dual",
+    "value_clip_fraction": "value_clipped",
+    "pair_margin": "margin",
+    "pair_accuracy": "preference_accuracy",
+}
+"""Those that are channels by other names."""
 
 
 @struct.dataclass
@@ -74,7 +82,14 @@ class Instruments:
         return strata.strata_of(own, strata.soon_after(role == TOOL, own, self.settings.tool_window))
 
     def read(
-        self, before: Any, after: Any, reference: Any, base: Any, experience: Experience, visited: Visited
+        self,
+        before: Any,
+        after: Any,
+        reference: Any,
+        base: Any,
+        scales: Mapping[str, rewards.Scale],
+        experience: Experience,
+        visited: Visited,
     ) -> Statistics:
         """All statistics of an iteration.
 
@@ -82,25 +97,28 @@ class Instruments:
           before, after: the policy's parameters before the first update and after the last.
           reference: the reference's.
           base: of adapters.
+          scales: of rewards, as `rewards.reward_statistics` takes them.
           experience: what was learned from.
           visited: what the updates told.
         """
         later = self.policy.hidden(after, base, experience.batch.rows) if self.full else None
-        found = self.of_rows(experience) | self.of_updates(visited)
+        found = self.of_rows(scales, experience) | self.of_updates(visited)
         found |= self.of_tokens(before, after, reference, base, experience, later)
         if self.settings.objective == "policy":
             found |= self.of_ratios(self.policy.whole(after, base), experience, visited, later)
         learnt, rows = experience.batch.learnt, experience.batch.rows
         if learnt.value is not None:
-            returned = returns(experience.recomputed.score, learnt.own, experience.coefficients.gamma)
-            found |= values.value_statistics(learnt.value, returned, learnt.own)
+            found |= values.value_statistics(learnt.value, learnt.target, learnt.own)
+            reward = advantages.terminal(experience.recomputed.score, learnt.own)
+            scored = advantages.discounted_sum(reward, learnt.own, experience.coefficients.gamma)
+            found |= values.of_scores(learnt.value, scored, learnt.own)
             if self.full:
-                found |= values.correlation_by_distance(learnt.value, returned, learnt.own)
+                found |= values.correlation_by_distance(learnt.value, experience.recomputed.returns, learnt.own)
         if self.full and self.dialogue.result_tokens:
             found |= policy.unfamiliarity(learnt.reference, rows.role == TOOL)
         return found
 
-    def of_rows(self, experience: Experience) -> Statistics:
+    def of_rows(self, scales: Mapping[str, rewards.Scale], experience: Experience) -> Statistics:
         """Of all rows that were sampled, those too that nothing is learned from."""
         drawn = experience.drawn
         rows, gold = drawn.rows, drawn.rows.gold
@@ -108,7 +126,7 @@ class Instruments:
         everything = jnp.ones_like(drawn.kept)
         prompts = jnp.ones(everything.size // self.settings.group_size, bool)
         parts = {name: value for name, value in rows.rewards.items() if name != GOLD}
-        found = rewards.reward_statistics(gold, drawn.reward, parts, everything)
+        found = rewards.reward_statistics(gold, drawn.reward, parts, everything, scales)
         found |= rewards.success_statistics((gold >= 1.0).reshape(groups), prompts)
         found |= rewards.group_statistics(drawn.reward.reshape(groups), prompts)
         found |= rewards.length_statistics(rows.own, rows.calls, rows.truncated, everything)
@@ -153,7 +171,7 @@ class Instruments:
         found |= policy.churn(first, then, known)
         found |= policy.score_share(recomputed.entropy, weight**2, known)
         if self.settings.objective == "policy" or self.settings.online:
-            found |= policy.mismatch(rows.log_probability, recomputed.log_probability, masks)
+            found |= policy.mismatch(learnt.sampled, recomputed.log_probability, masks)
         return found
 
     def of_ratios(self, whole: Any, experience: Experience, visited: Visited, later_hidden: Any) -> Statistics:
@@ -189,7 +207,7 @@ class Instruments:
         norms, moved = done.gradient_norm, done.gradient_norm != 0
         count = jnp.sum(moved)
         found = {name: Measured(jnp.mean(told[name]), there) for name in ALONE if name in told}
-        found |= {name: Measured(jnp.mean(told[part]), there) for name, part in OF_PAIRS.items() if part in told}
+        found |= {name: Measured(jnp.mean(told[part]), there) for name, part in RENAMED.items() if part in told}
         found |= {
             "gradient_norm": Measured(jnp.mean(norms), there),
             "x_grad": Measured(visited.coherence.mean_pairwise_cosine(), visited.coherence.nonzero > 1),
@@ -207,8 +225,3 @@ class Instruments:
             found["gradient_norm_spread"] = Measured(spread, count)
             found["layer_gradient_norm"] = Measured(jnp.mean(visited.layers, axis=(0, 1)), there)
         return found
-
-
-def returns(score: jax.Array, own: jax.Array, gamma: Any) -> jax.Array:
-    """What a row's score `[N]` is worth at each own token, discounted by `gamma` for each after it: `[N, T]`."""
-    return jnp.where(own, score[:, None] * gamma ** values.distances(own), 0.0)

@@ -39,11 +39,16 @@ def value_statistics(values: jax.Array, returns: jax.Array, own: jax.Array) -> S
     }
 
 
+def of_scores(values: jax.Array, returns: jax.Array, own: jax.Array) -> Statistics:
+    """`value_statistics` against what the rows' scores alone return, without a KL penalty, by names of their own."""
+    return {f"score_{name}": one for name, one in value_statistics(values, returns, own).items()}
+
+
 def critic_errors(collected: jax.Array, own: jax.Array, held_out: jax.Array, held_out_own: jax.Array) -> Statistics:
-    """The mean squared error on rows trained on and on held-out ones: a critic that memorises has a gap between them.
+    """The mean squared error on rows trained on and on others: a critic that memorises has a gap between them.
 
     Args:
-      collected: value less return on the rows collected, `[N, T]`, and `own`, bool `[N, T]`.
+      collected: value less return on the rows trained on, `[N, T]`, and `own`, bool `[N, T]`.
       held_out: that on held-out rows, `[M, T]`, and `held_out_own`.
 
     Returns:
