@@ -1,8 +1,11 @@
 """What learners on dialogues tell of an iteration: all of the table, and the numbers that its rows and updates give."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxaudit as ja
@@ -46,7 +49,7 @@ def test_every_channel_of_the_table_is_told_and_no_other(preset, dialogue, setti
 @pytest.fixture(scope="module")
 def iteration():
     """An iteration of PPO in full: what it learned from, what the updates told, and the channels."""
-    learner = made("ppo_lm", telemetry="full", kl_coefficient=0.3, gamma=0.9, overlong_buffer=0.5)
+    learner = made("ppo_lm", telemetry="full", kl_coefficient=0.3, gamma=0.9, overlong_buffer=0.5, minibatches=1)
     made_of = learner.step.__self__
 
     @jax.jit
@@ -59,11 +62,28 @@ def iteration():
         experience = made_of.collector.collect(models, dialogue, data.numbers, key, taps)
         after, visited = made_of.improved(state, None, data.numbers, experience, key, taps)
         trained = Models(after.policy.params, after.critic.params, reference=reference, initial=state.initial)
-        found = state.told.update(made_of.read(models, trained, state.scales, experience, visited))[1]
+        found = state.told.update(made_of.read(models, trained, state, experience, visited))[1]
         held = held_out.measure(made_of.collector, trained, dialogue, data.numbers, experience)
         found |= state.measured.update(held)[1]
         hidden = made_of.policy.hidden(after.policy.params, None, experience.batch.rows)
         embeddings = [x["wte"]["embedding"] for x in (models.policy, reference, after.policy.params)]
+        first = visited.rows[0, 0]
+        share = jnp.sum(experience.batch.learnt.own)
+        tool = made_of.instruments.masks(experience.batch.rows.role, experience.batch.learnt.own)[1]
+        alone = dataclasses.replace(
+            experience.batch,
+            learnt=dataclasses.replace(
+                experience.batch.learnt, advantage=jnp.where(tool, experience.batch.learnt.advantage, 0.0)
+            ),
+        )
+        both = {"policy": state.policy, "critic": state.critic}
+        gradients = [
+            made_of.gradient(both, reference, None, experience, batch.picked(first), share, taps)[0]["policy"]
+            for batch in (experience.batch, alone)
+        ]
+        apart = [gradients[1], jax.tree.map(jnp.subtract, *gradients)]
+        found["squares"] = jnp.stack([optax.tree.norm(one) ** 2 for one in apart])
+        found["bigrams"] = state.results.log_probability(experience.batch.rows)
         found["updated_values"] = made_of.critic.values(after.critic.params, None, experience.batch.rows)
         return experience, visited, hidden, embeddings, found
 
@@ -83,7 +103,8 @@ def strata(role, window=4):
     tool = np.zeros_like(own)
     for n, t in np.argwhere(own):
         tool[n, t] = (role[n, max(t - window, 0) : t] == TOOL).any()
-    return [own, own & tool, own & ~tool]
+    results = np.cumsum((role == TOOL) & ~np.pad(role == TOOL, ((0, 0), (1, 0)))[:, :-1], axis=1)
+    return [own, own & tool, own & ~tool, *(own & (results == k) for k in range(3)), own & (results >= 3)]
 
 
 def test_of_tokens(iteration):
@@ -120,10 +141,13 @@ def log_of(logs, rows):
 
 def test_strata_add_up(iteration):
     found = iteration[-1]
-    every, *apart = found["own_tokens"]
-    assert every == sum(apart) > 0
-    for name in ("entropy", "kl", "saturation", "mismatch_kl", "greedy_churn"):
-        np.testing.assert_allclose(found[name][0] * every, found[name][1:] @ apart, rtol=1e-4, atol=1e-7, err_msg=name)
+    every = found["own_tokens"][0]
+    for apart in (slice(1, 3), slice(3, None)):
+        counts = found["own_tokens"][apart]
+        assert every == counts.sum() > 0
+        for name in ("entropy", "kl", "saturation", "mismatch_kl", "greedy_churn"):
+            total = found[name][apart] @ counts
+            np.testing.assert_allclose(found[name][0] * every, total, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
 def test_of_ratios_as_visited_and_after(iteration):
@@ -131,9 +155,9 @@ def test_of_ratios_as_visited_and_after(iteration):
     rows, learnt = experience.batch.rows, experience.batch.learnt
     new = log_of(log_softmax(hidden, embeddings[2]), rows)
     last = np.exp(np.where(learnt.own, new - learnt.old, 0.0))
-    index, seen = visited.rows.reshape(-1), np.exp(visited.log_ratio.reshape(-1, rows.tokens.shape[1]))
+    index, seen = visited.rows.reshape(-1), np.exp(visited.tokens.log_ratio.reshape(-1, rows.tokens.shape[1]))
     assert sorted(index) == sorted(list(range(8)) * 2)
-    np.testing.assert_allclose(visited.log_ratio[0, 0], 0.0, atol=2e-6)  # nothing has moved yet
+    np.testing.assert_allclose(visited.tokens.log_ratio[0, 0], 0.0, atol=2e-6)  # nothing has moved yet
     for moment, (ratio, of) in enumerate([(seen, index), (last, np.arange(8))]):
         own, advantage = learnt.own[of], learnt.advantage[of]
         low, high = (advantage < 0) & (ratio < 0.8), (advantage > 0) & (ratio > 1.2)
@@ -187,6 +211,36 @@ def test_of_rows_values_and_updates(iteration):
     assert 1 <= found["stable_rank"] <= found["effective_rank"] + 1e-4
     assert np.all([np.isfinite(x).all() for x in found.values()])
     assert rows.tokens.shape == (8, 13)
+
+
+def test_gradients_of_tokens_after_a_result_and_of_the_rest(iteration):
+    """By the gradient being linear in the advantages, which are left to the tokens after a result alone."""
+    *_, visited, _, _, found = iteration
+    assert (found["squares"] > 0).all()
+    np.testing.assert_allclose(visited.squares[0, 0], found["squares"], rtol=1e-3)
+    np.testing.assert_allclose(found["source_gradient_norm"], np.sqrt(visited.squares).mean((0, 1)), rtol=1e-5)
+    squares = visited.squares.reshape(-1, 2)
+    spread = (squares.mean(0) - visited.summed_squares / len(squares) ** 2) * len(squares) / (len(squares) - 1)
+    np.testing.assert_allclose(found["source_gradient_variance"], spread, rtol=1e-4)
+
+
+def test_what_follows_a_result_and_how_familiar_it_is(iteration):
+    experience, *_, found = iteration
+    rows, entropy = experience.batch.rows, experience.recomputed.entropy
+    after = (rows.role == OWN) & np.pad(rows.role == TOOL, ((0, 0), (1, 0)))[:, :-1]
+    assert after.any()
+    np.testing.assert_allclose(found["entropy_after_result"], entropy[after].mean(), rtol=1e-5)
+    np.testing.assert_allclose(found["result_log_probability"], found["bigrams"][rows.role == TOOL].mean(), rtol=1e-5)
+    assert found["result_log_probability"] > np.log(1 / SMALL_HOP.vocabulary), "likelier than by chance"
+
+
+def test_weights_are_coefficients_of_scores_in_the_gradient(iteration):
+    """Of whitened advantages under a mean over a minibatch's tokens, where nothing has moved yet."""
+    experience, visited, _, _, _ = iteration
+    learnt, index = experience.batch.learnt, visited.rows[0, 0]
+    own, advantage = learnt.own[index], learnt.advantage[index]
+    np.testing.assert_allclose(visited.tokens.weight[0, 0][own], np.abs(advantage)[own] / own.sum(), rtol=1e-4)
+    assert not visited.tokens.weight[0, 0][~own].any()
 
 
 def test_a_large_vocabulary_is_looked_at_where_the_policy_wrote():

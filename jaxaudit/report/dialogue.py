@@ -36,7 +36,7 @@ CHANNELS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
     ("truncated", "rows that ran out of slots", {}),
     ("calls", "tool calls of a row", {}),
     ("ratio_max", "largest ratio", {"stratum": ("text", "tool"), "moment": ("visited",)}),
-    ("weight_cvar", "top 1% of |ratio x advantage|", {"stratum": ("text", "tool"), "moment": ("visited",)}),
+    ("weight_cvar", "top 1% of weights in the gradient", {"stratum": ("text", "tool"), "moment": ("visited",)}),
     ("weight_tail", "1 / tail index of it", {"stratum": ("text", "tool"), "moment": ("visited",)}),
     ("mismatch_kl", "KL of sampler and trainer", {"stratum": ("text", "tool")}),
     ("explained_variance", "explained variance", {}),

@@ -22,10 +22,11 @@ from jaxaudit.learners.dialogue.policy_loss import Now
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
-from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Visited
+from jaxaudit.learners.dialogue.telemetry import bigrams
+from jaxaudit.learners.dialogue.telemetry.iteration import SOURCES, Instruments, Tokens, Visited
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_of
-from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics
+from jaxaudit.learners.dialogue.telemetry.strata import STRATA, Measured, Statistics
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.optimizer import Optimizer, Update, warmup_decay
@@ -34,6 +35,8 @@ from jaxaudit.taps import Taps
 
 LOOKED_AT = 128
 """Sampled rows that tell whether a warm start is over."""
+
+TOOL_STRATUM = STRATA.index("tool")
 
 GPT2_POSITIONS = 1024
 """Those of GPT-2's checkpoints."""
@@ -90,8 +93,8 @@ class DialogueLearner:
         """A lane's first state: warmed up, or a checkpoint's policy."""
         settings, numbers = self.settings, data.numbers
         dialogue, base = self.dialogue.bind(data.dialogue), self.base(data)
-        policy_key, warm_key, reward_key, pairs_key, critic_key, rows_key, look_key, scale_key = jax.random.split(
-            key, 8
+        policy_key, warm_key, reward_key, pairs_key, critic_key, rows_key, look_key, scale_key, results_key = (
+            jax.random.split(key, 9)
         )
         policy = data.start if data.start is not None and not base else self.policy.init(policy_key)
 
@@ -133,6 +136,9 @@ class DialogueLearner:
             rows = self.collector.undisturbed(policy, base, dialogue, numbers, scale_key, LOOKED_AT)
             score = self.collector.scored(Models(policy, reward_model=reward_model, base=base), rows)
             scales = {"proxy": Scale.of(score), "gold": Scale.of(rows.gold)}
+        results = None
+        if settings.telemetry == "full" and self.dialogue.result_tokens:
+            results = self.counted_results(policy, base, dialogue, numbers, results_key)
         critic = None
         if self.critic is not None:
 
@@ -159,10 +165,22 @@ class DialogueLearner:
             reference=policy,
             initial=policy if self.keeps_initial else None,
             scales=scales,
+            results=results,
             warm_start_success=success,
             told=told,
             measured=measured,
         )
+
+    def counted_results(
+        self, policy: Any, base: Any, dialogue: Dialogue, numbers: Numbers, key: jax.Array
+    ) -> bigrams.Bigrams:
+        """What tools say to a policy, counted over rows that are sampled a part at a time."""
+
+        def add(so_far: bigrams.Bigrams, key: jax.Array) -> tuple[bigrams.Bigrams, None]:
+            return so_far.add(self.collector.undisturbed(policy, base, dialogue, numbers, key, LOOKED_AT)), None
+
+        keys = jax.random.split(key, bigrams.ROWS // LOOKED_AT)
+        return jax.lax.scan(add, bigrams.Bigrams.none(dialogue.vocabulary), keys)[0]
 
     @property
     def keeps_initial(self) -> bool:
@@ -191,7 +209,7 @@ class DialogueLearner:
         experience = self.collector.collect(acting, dialogue, numbers, collect_key, taps)
         after, visited = self.improved(state, base, numbers, experience, order_key, taps)
         trained = self.models_of(after, data)
-        told, telemetry = state.told.update(self.read(models, trained, state.scales, experience, visited))
+        told, telemetry = state.told.update(self.read(models, trained, state, experience, visited))
         telemetry["warm_start_success"] = state.warm_start_success
         measured, held = held_out.measure_when_due(
             self.collector, state.measured, trained, dialogue, numbers, experience, taps
@@ -232,13 +250,21 @@ class DialogueLearner:
         size = settings.units // settings.minibatches
 
         def update(taps: Taps, carry: Any, units: jax.Array) -> tuple[Any, Any]:
-            trained, total = carry
+            trained, total, by_source = carry
             rows = self.rows_of_units(units)
             batch = experience.batch.picked(rows)
-            gradient, told, log_ratio = self.gradient(trained, state.reference, base, experience, batch, share, taps)
+            gradient, told, tokens, of_tool = self.gradient(
+                trained, state.reference, base, experience, batch, share, taps
+            )
             trained, done = self.followed(trained, numbers, gradient, taps)
             layers = jnp.sqrt(squares_by_group(gradient[POLICY])) if settings.telemetry == "full" else None
-            return (trained, total.add(gradient[POLICY])), Visited(rows, log_ratio, told, done, layers)
+            squares = None
+            if of_tool is not None:
+                apart = {"tool": of_tool, "rest": jax.tree.map(jnp.subtract, gradient[POLICY], of_tool)}
+                by_source = jax.tree.map(jnp.add, by_source, apart)
+                squares = jnp.stack([optax.tree.norm(apart[source]) ** 2 for source in SOURCES])
+            carry = trained, total.add(gradient[POLICY]), by_source
+            return carry, Visited(rows, tokens, told, done, layers, squares)
 
         def epoch(taps: Taps, carry: Any, key: jax.Array) -> tuple[Any, Any]:
             order = shuffled(key, settings.units).reshape(settings.minibatches, size)
@@ -246,22 +272,33 @@ class DialogueLearner:
 
         trained = {POLICY: state.policy} | ({} if state.critic is None else {CRITIC: state.critic})
         total = CoherenceSum.zeros(state.policy.params, raw=False)
-        (trained, total), seen = taps.scan(epoch, (trained, total), jax.random.split(key, settings.epochs))
+        by_source = None
+        if self.by_source:
+            by_source = {source: optax.tree.zeros_like(state.policy.params) for source in SOURCES}
+        begun = trained, total, by_source
+        (trained, total, by_source), seen = taps.scan(epoch, begun, jax.random.split(key, settings.epochs))
         after = dataclasses.replace(state, policy=trained[POLICY], critic=trained.get(CRITIC))
-        return after, dataclasses.replace(seen, coherence=total)
+        summed = None
+        if by_source is not None:
+            summed = jnp.stack([optax.tree.norm(by_source[source]) ** 2 for source in SOURCES])
+        return after, dataclasses.replace(seen, coherence=total, summed_squares=summed)
+
+    @property
+    def by_source(self) -> bool:
+        """Whether gradients are told apart by whether their tokens follow a tool's result: one more backward pass."""
+        settings = self.settings
+        return settings.telemetry == "full" and settings.objective == "policy" and bool(self.dialogue.result_tokens)
 
     def read(
         self,
         before: Models,
         after: Models,
-        scales: dict[str, Scale],
+        state: DialogueState,
         experience: Experience,
         visited: Visited,
     ) -> Statistics:
-        """What the iteration's rows and updates tell."""
-        found = self.instruments.read(
-            before.policy, after.policy, before.reference, before.base, scales, experience, visited
-        )
+        """What the iteration's rows and updates tell, by the scales and counts of the state."""
+        found = self.instruments.read(before, after, state.scales, state.results, experience, visited)
         change = jax.tree.map(jnp.subtract, after.policy, before.policy)
         norms = {"params_norm": optax.tree.norm(after.policy), "update_norm": optax.tree.norm(change)}
         found |= {name: Measured(norm, jnp.asarray(1)) for name, norm in norms.items()}
@@ -282,38 +319,53 @@ class DialogueLearner:
         batch: Batch,
         share: Any,
         taps: Taps,
-    ) -> tuple[dict[str, Any], dict[str, jax.Array], jax.Array | None]:
-        """Of the objective of a minibatch, by all that is trained; what it is made of, and log-ratios `[n, T]`."""
-        own = batch.learnt.own
+    ) -> tuple[dict[str, Any], dict[str, jax.Array], Tokens | None, Any]:
+        """Of the objective of a minibatch, by all that is trained.
+
+        Beside it what the objective is made of by name, what is looked at of tokens, and, where `by_source`, the
+        policy's gradient of tokens soon after a tool's result alone.
+        """
+        own, full = batch.learnt.own, self.settings.telemetry == "full"
+        tool = self.instruments.masks(batch.rows.role, own)[TOOL_STRATUM] if self.by_source else None
         counts = Denominators(
             tokens=jnp.sum(own), rows=jnp.sum(jnp.any(own, -1)), share=share, longest=longest(self.dialogue)
         )
 
-        def loss(params: dict[str, Any], piece: packing.Piece, taps: Taps) -> tuple[jax.Array, Any]:
+        def predicted(params: dict[str, Any], piece: packing.Piece) -> Now:
             sequences, temperature = piece.sequences, experience.temperature
             found = Now(
                 *self.policy.predicted(params[POLICY], base, sequences, temperature),
                 value=None if self.critic is None else self.critic.scalars(params[CRITIC], base, sequences),
                 exact_kl=self.exact_kl(params[POLICY], reference, base, sequences, temperature),
             )
-            now = jax.tree.map(piece.back, found)
-            learnt = dataclasses.replace(batch.learnt, own=own & piece.here)
+            return jax.tree.map(piece.back, found)
+
+        def loss(now: Now, learnt: policy_loss.Rows, taps: Taps) -> tuple[jax.Array, Any]:
             objective, told = policy_loss.policy_loss(self.parts, experience.coefficients, now, learnt, counts)
             objective = taps("objective", objective)
-            return objective, (told | {"loss": objective}, self.log_ratio(now, learnt))
+            return objective, told | {"loss": objective}
+
+        def of_piece(taps: Taps, piece: packing.Piece) -> Any:
+            now, pulled = jax.vjp(lambda params: predicted(params, piece), params)
+            learnt = dataclasses.replace(batch.learnt, own=own & piece.here)
+            slope, told = jax.grad(loss, has_aux=True)(now, learnt, taps)
+            tokens = of_tool = None
+            if self.parts.objective == "policy":
+                weight = None
+                if full:
+                    weight = policy_loss.weights(self.parts, experience.coefficients, now, learnt, counts)
+                tokens = Tokens(self.log_ratio(now, learnt), weight)
+            if tool is not None:
+                (of_tool,) = pulled(jax.tree.map(lambda x: jnp.where(tool, x, 0), slope))
+                of_tool = of_tool[POLICY]
+            return *pulled(slope), told, tokens, of_tool
 
         params = {label: one.params for label, one in trained.items()}
-        gradient_of = jax.grad(loss, has_aux=True)
         packed = packing.arranged(batch.rows, own, self.settings.packs)
-        gradient, (told, log_ratio) = packing.total(
-            packed, self.settings.pieces_of(own.shape[0]), lambda taps, piece: gradient_of(params, piece, taps), taps
-        )
-        return gradient, told, log_ratio
+        return packing.total(packed, self.settings.pieces_of(own.shape[0]), of_piece, taps)
 
-    def log_ratio(self, now: Now, learnt: policy_loss.Rows) -> jax.Array | None:
-        """Of each token before clipping, `[n, T]`, a constant; None of a preference objective."""
-        if self.parts.objective != "policy":
-            return None
+    def log_ratio(self, now: Now, learnt: policy_loss.Rows) -> jax.Array:
+        """Of each token before clipping, `[n, T]`, a constant."""
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (now.log_probability, learnt.old))
         found = ratios.RATIOS[self.parts.ratio](new, old, learnt.own)
         return jax.lax.stop_gradient(jnp.broadcast_to(found, learnt.own.shape))

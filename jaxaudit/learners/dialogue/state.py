@@ -7,6 +7,7 @@ from typing import Any
 from flax import struct
 
 from jaxaudit.learners.dialogue.settings import Numbers
+from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.strata import LastSeen
 
@@ -50,6 +51,7 @@ class DialogueState:
         checkpoint, or nothing asks for them.
       scales: with a reward model, where its scores ("proxy") and the gold rewards ("gold") lay before the first update;
         empty without one.
+      results: what tools said before the first update, counted; None without tools or with basic telemetry.
       warm_start_success: sampled success at which the policy was handed over.
       told: what the channels of rows and updates said last.
       measured: what those of held-out rows did.
@@ -61,6 +63,7 @@ class DialogueState:
     reference: Any
     initial: Any
     scales: dict[str, Scale]
+    results: Bigrams | None
     warm_start_success: Any
     told: LastSeen
     measured: LastSeen

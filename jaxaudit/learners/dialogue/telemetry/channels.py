@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jaxaudit.channel_names import ACTING, PERFORMANCE
 from jaxaudit.dialogues.protocol import ROLES
 from jaxaudit.learner import Channel
+from jaxaudit.learners.dialogue.telemetry.iteration import SOURCES
 from jaxaudit.learners.dialogue.telemetry.policy import ESTIMATORS
 from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
 from jaxaudit.learners.dialogue.telemetry.strata import STRATA
@@ -25,10 +26,12 @@ FEATURES = (
     "pairs",
     "mismatch",
     "kl_loss",
+    "sources",
 )
 """What a run may have, and its channels with it: a dialogue's tools and parts of a reward, a reference policy, updates
 by ratios, weights that correct them, a critic, a critic and demonstrations to try it on, a learned reward model, pairs
-(DPO), log-probabilities both sampled and recomputed, and a KL to the reference in the loss."""
+(DPO), log-probabilities both sampled and recomputed, a KL to the reference in the loss, and
+updates by ratios of a dialogue with tools."""
 
 MOMENTS = ("visited", "after")
 """Over all minibatches as visited, and of all rows after the last update, which "full" telemetry alone looks at."""
@@ -89,6 +92,7 @@ TABLE: dict[str, Entry] = {
     "truncated": Entry("share of rows that ran out of slots", basic=True),
     # The policy on its tokens.
     "entropy": Entry("entropy, nats", _TOKENS, basic=True),
+    "entropy_after_result": Entry("entropy right after a tool's result, nats", basic=True, needs="tools"),
     "saturation": Entry("norm of the gradient of log pi(token) by the logits", _TOKENS),
     "mass_cut": Entry("probability that top-k and top-p cut off", _TOKENS),
     "kl": Entry("exact KL to the reference, nats", _TOKENS, basic=True, needs="reference"),
@@ -96,11 +100,14 @@ TABLE: dict[str, Entry] = {
     "kl_estimate": Entry("KL to the reference by k1, k2, k3", ("stratum", "estimator"), needs="reference"),
     "kl_spread": Entry("the largest of these less the smallest", _TOKENS, needs="reference"),
     "reference_log_probability": Entry("the reference's log-probability of own tokens", _TOKENS, needs="reference"),
-    "tool_log_probability": Entry("the reference's log-probability of a tool's tokens (unfamiliarity)", needs="tools"),
+    "tool_log_probability": Entry("the reference's log-probability of a tool's tokens", needs="tools"),
+    "result_log_probability": Entry(
+        "log-probability of a tool's tokens under bigrams counted at the warm start (unfamiliarity)", needs="tools"
+    ),
     "update_kl": Entry("exact KL, the rows' policy to the updated one", _TOKENS),
     "greedy_churn": Entry("share of slots whose greedy token the update changed", _TOKENS),
     "high_entropy_share": Entry("squared score on the fifth of tokens with most entropy", _TOKENS),
-    # Ratios of the update, and |ratio x advantage|.
+    # Ratios of the update, and what weighs how much in its gradient.
     "ratio_max": Entry("largest ratio", _UPDATE, needs="ratios"),
     "ratio_quantile": Entry("quantiles of the ratio", (*_UPDATE, "upper_quantile"), needs="ratios"),
     "ratio_ess": Entry("effective sample size of the ratios, a share", _UPDATE, needs="ratios"),
@@ -109,10 +116,15 @@ TABLE: dict[str, Entry] = {
     "ratio_mean": Entry("mean ratio, over minibatches", basic=True, needs="ratios"),
     "approx_kl": Entry("KL of the old policy from the new one by k3, over minibatches", basic=True, needs="ratios"),
     "kl_loss": Entry("KL to the reference as it is in the loss", basic=True, needs="kl_loss"),
-    "weight_cvar": Entry("mean of the top 1% of |ratio x advantage|", _UPDATE, needs="ratios"),
+    "weight_cvar": Entry("mean of the top 1% of |d loss / d log pi(token)|", _UPDATE, needs="ratios"),
     "weight_q999": Entry("its 99.9% quantile", _UPDATE, needs="ratios"),
     "weight_top_share": Entry("the share of its sum in the top 1%", _UPDATE, needs="ratios"),
-    "weight_tail": Entry("Hill's estimate of 1 / tail index", _UPDATE, needs="ratios"),
+    "weight_tail": Entry("Hill's estimate of its 1 / tail index", _UPDATE, needs="ratios"),
+    "weight_ess": Entry("its effective sample size, a share", _UPDATE, needs="ratios"),
+    "source_gradient_norm": Entry(
+        "norm of the gradient of tokens soon after a result, and of the rest", ("source",), needs="sources"
+    ),
+    "source_gradient_variance": Entry("variance of these gradients over minibatches", ("source",), needs="sources"),
     # The trainer's log-probabilities against the sampler's.
     "mismatch_kl": Entry("KL of the sampler from the trainer, by k3", _TOKENS, needs="mismatch"),
     "mismatch_chi2": Entry("mean squared ratio of trainer to sampler, less 1", _TOKENS, needs="mismatch"),
@@ -220,6 +232,7 @@ def _labels(telemetry: str, tools: bool, extent: Extent) -> dict[str, Sequence[s
         "upper_quantile": ("q99", "q999"),
         "quantile": ("q10", "q50", "q90"),
         "side": ("low", "high"),
+        "source": SOURCES,
         "distance": DISTANCE_LABELS,
         "rows": ("collected", "held_out"),
         "k": [str(k) for k in powers_of_two(extent.members)],

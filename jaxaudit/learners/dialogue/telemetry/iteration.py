@@ -11,11 +11,15 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
-from jaxaudit.learners.dialogue import advantages, ratios
+from jaxaudit.learners.dialogue import advantages, policy_loss, ratios
+from jaxaudit.learners.dialogue.aggregation import denominators
+from jaxaudit.learners.dialogue.collection import Models, longest
 from jaxaudit.learners.dialogue.experience import Experience
 from jaxaudit.learners.dialogue.network import Network
+from jaxaudit.learners.dialogue.policy_loss import Now
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values, vocabulary
+from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
 from jaxaudit.models import gpt2
 from jaxaudit.optimizer import Update
@@ -34,6 +38,22 @@ RENAMED = {
 }
 """Those that are channels by other names."""
 
+SOURCES = ("tool", "rest")
+"""What tokens a gradient is of, where it is told apart: the stratum "tool", and all others."""
+
+
+@struct.dataclass
+class Tokens:
+    """What is looked at of a minibatch's tokens, `[n, T]`; None where it is not.
+
+    Attributes:
+      log_ratio: before clipping.
+      weight: with which a token's score enters the gradient, see `policy_loss.weights`.
+    """
+
+    log_ratio: Any
+    weight: Any
+
 
 @struct.dataclass
 class Visited:
@@ -41,19 +61,23 @@ class Visited:
 
     Attributes:
       rows: int32, which rows each was of, `[..., n]`.
-      log_ratio: before clipping, `[..., n, T]`; None of a preference objective.
+      tokens: of each, `[..., n, T]`; None of a preference objective.
       told: what the loss is made of, by name.
       done: what the optimizer did, by label.
       layers: the policy's gradient norms by layer, `[..., layers]`, in "full" telemetry; else None.
+      squares: squared norms of the policy's gradients by SOURCES, `[..., 2]`; None where they are not told apart.
       coherence: `CoherenceSum` of the policy's gradients; None of a single update.
+      summed_squares: squared norms of the sums of these gradients over all updates, `[2]`; likewise.
     """
 
     rows: Any
-    log_ratio: Any
+    tokens: Tokens | None
     told: dict[str, Any]
     done: dict[str, Update]
     layers: Any
+    squares: Any
     coherence: Any = None
+    summed_squares: Any = None
 
 
 @dataclass(frozen=True)
@@ -79,33 +103,32 @@ class Instruments:
         """The strata of own tokens, bool `[S, N, T]`."""
         if not self.dialogue.result_tokens:
             return strata.strata_of(own)
-        return strata.strata_of(own, strata.soon_after(role == TOOL, own, self.settings.tool_window))
+        return strata.strata_of(own, role == TOOL, self.settings.tool_window)
 
     def read(
         self,
-        before: Any,
-        after: Any,
-        reference: Any,
-        base: Any,
+        before: Models,
+        after: Models,
         scales: Mapping[str, rewards.Scale],
+        results: Bigrams | None,
         experience: Experience,
         visited: Visited,
     ) -> Statistics:
         """All statistics of an iteration.
 
         Args:
-          before, after: the policy's parameters before the first update and after the last.
-          reference: the reference's.
-          base: of adapters.
+          before, after: the models before the first update and after the last.
           scales: of rewards, as `rewards.reward_statistics` takes them.
+          results: what tools said before the first iteration; None without tools, or in "basic" telemetry.
           experience: what was learned from.
           visited: what the updates told.
         """
-        later = self.policy.hidden(after, base, experience.batch.rows) if self.full else None
+        base = before.base
+        later = self.policy.hidden(after.policy, base, experience.batch.rows) if self.full else None
         found = self.of_rows(scales, experience) | self.of_updates(visited)
-        found |= self.of_tokens(before, after, reference, base, experience, later)
+        found |= self.of_tokens(before.policy, after.policy, before.reference, base, experience, later)
         if self.settings.objective == "policy":
-            found |= self.of_ratios(self.policy.whole(after, base), experience, visited, later)
+            found |= self.of_ratios(self.policy.whole(after.policy, base), experience, visited, later)
         learnt, rows = experience.batch.learnt, experience.batch.rows
         if learnt.value is not None:
             found |= values.value_statistics(learnt.value, learnt.target, learnt.own)
@@ -114,8 +137,8 @@ class Instruments:
             found |= values.of_scores(learnt.value, scored, learnt.own)
             if self.full:
                 found |= values.correlation_by_distance(learnt.value, experience.recomputed.returns, learnt.own)
-        if self.full and self.dialogue.result_tokens:
-            found |= policy.unfamiliarity(learnt.reference, rows.role == TOOL)
+        if results is not None:
+            found |= policy.unfamiliarity(learnt.reference, results.log_probability(rows), rows.role == TOOL)
         return found
 
     def of_rows(self, scales: Mapping[str, rewards.Scale], experience: Experience) -> Statistics:
@@ -141,9 +164,11 @@ class Instruments:
         rows, learnt, recomputed = experience.batch.rows, experience.batch.learnt, experience.recomputed
         masks = self.masks(rows.role, rows.own)
         counts = strata.counts_of(masks)
-        found = strata.token_means(
-            masks, entropy=rows.entropy if self.settings.parts.follows_sampler else recomputed.entropy
-        )
+        entropy = rows.entropy if self.settings.parts.follows_sampler else recomputed.entropy
+        found = strata.token_means(masks, entropy=entropy)
+        if self.dialogue.result_tokens:
+            first = strata.soon_after(rows.role == TOOL, rows.own, 1)
+            found["entropy_after_result"] = Measured(mean(entropy, first), jnp.sum(first))
         found["own_tokens"] = Measured(counts, jnp.ones_like(counts))
         slots = vocabulary.slots_of(rows.own, self.dialogue.vocabulary)
         known = masks & slots.known
@@ -180,7 +205,8 @@ class Instruments:
         masks = self.masks(rows.role, learnt.own)
         clip = jnp.stack([coefficients.clip_low, coefficients.clip_high])
         index = visited.rows.reshape(-1)
-        log_ratio = visited.log_ratio.reshape(-1, masks.shape[-1])
+        assert visited.tokens is not None, "a policy objective has ratios"
+        log_ratio = visited.tokens.log_ratio.reshape(-1, masks.shape[-1])
         if not self.full:
             low_high = policy.clip_fraction(log_ratio, learnt.advantage[index], clip, masks[:, index])
             return {
@@ -189,15 +215,20 @@ class Instruments:
             }
         new = self.policy.told(later_hidden, whole, rows, experience.temperature)[0]
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (new, learnt.old))
-        last = ratios.RATIOS[self.settings.ratio](new, old, learnt.own)
+        last = jnp.broadcast_to(ratios.RATIOS[self.settings.ratio](new, old, learnt.own), learnt.own.shape)
+        counts = denominators(learnt.own, longest(self.dialogue))
+        weight = policy_loss.weights(self.settings.parts, coefficients, Now(new), learnt, counts)
+        visited_weight = visited.tokens.weight.reshape(log_ratio.shape)
         # Both moments are of one length, so that one program serves both.
-        last = jnp.tile(jnp.broadcast_to(last, learnt.own.shape), (self.settings.epochs, 1))
+        last, weight = (jnp.tile(x, (self.settings.epochs, 1)) for x in (last, weight))
         every = jnp.tile(jnp.arange(learnt.own.shape[0]), self.settings.epochs)
 
-        def one(log_ratio: jax.Array, index: jax.Array) -> Statistics:
-            return policy.ratio_statistics(log_ratio, learnt.advantage[index], clip, masks[:, index])
+        def one(log_ratio: jax.Array, weight: jax.Array, index: jax.Array) -> Statistics:
+            return policy.ratio_statistics(log_ratio, learnt.advantage[index], weight, clip, masks[:, index])
 
-        both = jax.vmap(one)(jnp.stack([log_ratio, last]), jnp.stack([index, every]))
+        both = jax.vmap(one)(
+            jnp.stack([log_ratio, last]), jnp.stack([visited_weight, weight]), jnp.stack([index, every])
+        )
         return policy.at_moments(both)
 
     def of_updates(self, visited: Visited) -> Statistics:
@@ -224,4 +255,11 @@ class Instruments:
             spread = jnp.sqrt(mean((logs - mean(logs, moved)) ** 2, moved))
             found["gradient_norm_spread"] = Measured(spread, count)
             found["layer_gradient_norm"] = Measured(jnp.mean(visited.layers, axis=(0, 1)), there)
+        if visited.squares is not None:
+            squares = jnp.mean(visited.squares, axis=(0, 1))
+            updates = norms.size
+            # The trace of a sample's covariance, E |g|^2 - |E g|^2, which rounding may leave below 0 of equal ones.
+            variance = jnp.maximum(squares - visited.summed_squares / updates**2, 0) * updates / max(updates - 1, 1)
+            found["source_gradient_norm"] = Measured(jnp.mean(jnp.sqrt(visited.squares), axis=(0, 1)), there)
+            found["source_gradient_variance"] = Measured(variance, there)
         return found

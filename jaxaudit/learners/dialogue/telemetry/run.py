@@ -47,6 +47,7 @@ def features_of(dialogue: Dialogue, settings: DialogueSettings, parts: bool) -> 
         "reward_model": settings.reward == "learned",
         "pairs": not policy,
         "mismatch": policy or settings.online,
+        "sources": policy and bool(dialogue.result_tokens),
         "kl_loss": policy and objective.kl != "none" and objective.kl_in == "loss",
     }
     return [name for name, there in had.items() if there]
