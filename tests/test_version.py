@@ -79,6 +79,9 @@ def test_a_run_of_version_0_2_on_dialogues_is_read_and_reported(old_dialogue):
     page = build(old_dialogue).read_text()
     assert "Made by jaxaudit 0.2.0" in page
     assert "tool_error" in page
+    error = float(np.nanmedian(telemetry["performance_error"]))
+    assert f"with a standard error of {error:.2g} (the median)" in page
+    assert "(standard error " in page, "of the rows that are shown, too"
 
 
 TEXT_RUN = """

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import xarray as xr
 
+from jaxaudit.channel_names import PERFORMANCE_ERROR
 from jaxaudit.detection.first_signals import FEWEST_SEEDS, earliest, first_signals
 from jaxaudit.held_out_rows import cadence, has_rows, measured_near, rows_at
 from jaxaudit.report import lines
@@ -107,11 +108,13 @@ def _moments(run: Run, label: str, line: Line, onset: int) -> Rows | None:
         after = np.where(np.isfinite(mine[onset : last + 1]), mine[onset : last + 1], -np.inf)
         places["lowest"] = onset + int(np.argmin(after))
     places["at the end"] = last
-    moments = []
+    moments, errors = [], run.channel(PERFORMANCE_ERROR)
     for name, asked in places.items():
         place = measured_near(run.telemetry, asked, last)
         rows = [_row(row) for row in rows_at(run.telemetry, seed, line.index, place)]
         told = f"{name}: step {int(run.step[place])}, performance {number(float(mine[place]), digits=3)}"
+        if errors is not None:
+            told += f" (standard error {float(errors[seed, line.index, place]):.2g})"
         moments.append(Shown(told, rows))
     which = f"{label}, seed {int(run.telemetry['seed'].values[seed])}"
     return Rows(which, moments)

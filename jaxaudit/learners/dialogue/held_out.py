@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.channel_names import PERFORMANCE
+from jaxaudit.channel_names import PERFORMANCE, PERFORMANCE_ERROR
 from jaxaudit.dialogues.automaton import Progress
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
@@ -79,7 +79,7 @@ def measure(
 def performance(gold: jax.Array) -> Statistics:
     """The mean of `[N]`, and its standard error over rows."""
     error = jnp.std(gold, ddof=1) / jnp.sqrt(gold.size) if gold.size > 1 else jnp.zeros(())
-    return {PERFORMANCE: _known(jnp.mean(gold)), "performance_error": _known(error)}
+    return {PERFORMANCE: _known(jnp.mean(gold)), PERFORMANCE_ERROR: _known(error)}
 
 
 def one_changed(dialogue: Dialogue, prompts: jax.Array, key: jax.Array) -> jax.Array:

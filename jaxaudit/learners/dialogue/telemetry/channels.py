@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jaxaudit.channel_names import ACTING, PERFORMANCE
+from jaxaudit.channel_names import ACTING, PERFORMANCE, PERFORMANCE_ERROR
 from jaxaudit.dialogues.protocol import ROLES
 from jaxaudit.learner import Channel
 from jaxaudit.learners.dialogue.telemetry.iteration import SOURCES
@@ -66,7 +66,7 @@ _UPDATE = ("stratum", "moment")
 TABLE: dict[str, Entry] = {
     # Success on held-out prompts, nothing disturbed.
     PERFORMANCE: Entry("gold reward of sampled rows on held-out prompts", basic=True, held_out=True),
-    "performance_error": Entry("its standard error over rows", basic=True, held_out=True),
+    PERFORMANCE_ERROR: Entry("its standard error over rows", basic=True, held_out=True),
     "greedy_success": Entry("gold reward of greedy rows on held-out prompts", held_out=True),
     "changed_prompt_success": Entry("success with one token of the prompt changed", held_out=True),
     "warm_start_success": Entry("sampled success at the end of the warm start", basic=True),
