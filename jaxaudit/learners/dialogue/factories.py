@@ -125,6 +125,8 @@ def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
         found["tool_result"] = "the dialogue has no tool"
     if settings.reward == "gold":
         found["reward_model"] = "reward is 'gold'"
+    else:
+        found["bound"] = f"reward is '{settings.reward}', whose scores have none"
     if settings.kl == "none":
         found["kl_coefficient"] = "kl is 'none'"
     if not settings.parts.critic:
