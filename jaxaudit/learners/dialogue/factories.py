@@ -152,9 +152,10 @@ def structure_of(dialogue: Dialogue) -> Dialogue:
     if standard is dataclasses.MISSING or standard == dialogue.difficulty:
         return dialogue
     try:
-        return dataclasses.replace(dialogue, difficulty=standard)  # type: ignore[type-var]
+        made = dataclasses.replace(dialogue, difficulty=standard)  # type: ignore[type-var]
     except ValueError:  # it means nothing beside the dialogue's other fields
         return dialogue
+    return made if dialogue.splits else made.held_out()  # what is held out stays so
 
 
 @functools.lru_cache(maxsize=64)
