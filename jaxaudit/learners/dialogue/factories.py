@@ -77,7 +77,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         made.step,
         name=preset,
         step_unit=f"{settings.rows} rows",
-        performance_name="mean gold reward of held-out rows",
+        performance_name=f"mean gold reward of rows on {'held-out' if dialogue.splits else 'fixed'} prompts",
         samples_per_step=settings.rows,
         sample="rows",
         channels=made.channels,
