@@ -260,19 +260,19 @@ def test_no_task_is_both_held_out_and_not(name, difficulty):
 
 @functools.cache
 def first_attempts(dialogue):
-    """Rows as they are drawn at first, and whether they are held out: states, prompts, bool `[ROWS]`."""
+    """Rows as they are drawn at first: states, prompts, whether they are held out, and what the hash is told."""
 
     def reset(key, difficulty):
         noted = []
 
         def first(self, key, count, task):
             uniform = jax.random.uniform(jax.random.fold_in(key, 0), (count,), jnp.float32)
-            noted.append(drawing.is_held_out(task(uniform)))
+            noted.append((drawing.is_held_out(task(uniform)), task(uniform)))
             return uniform
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(drawing.Split, "drawn", first)
-            return *dialogue.reset(key, difficulty), noted[0]
+            return *dialogue.reset(key, difficulty), *noted[0]
 
     return jax.jit(jax.vmap(reset, (0, None)))
 
@@ -281,8 +281,11 @@ def first_attempts(dialogue):
 def test_one_task_in_eight_is_held_out(name, difficulty):
     """Within what chance allows, of the tasks that were drawn and of the rows; four standard errors."""
     dialogue = named(name).make()
-    state, prompt, held = jax.device_get(first_attempts(dialogue)(KEYS, difficulty))
-    by_task = dict(zip(rules(name, dialogue, state, prompt.tokens, lambda of, *row: of.task(*row)), held, strict=True))
+    state, prompt, held, hashed = jax.device_get(first_attempts(dialogue)(KEYS, difficulty))
+    found = rules(name, dialogue, state, prompt.tokens, lambda of, *row: of.task(*row))
+    by_task = dict(zip(found, held, strict=True))
+    same = set(zip(found, map(tuple, hashed.tolist()), strict=True))
+    assert len(same) == len(by_task) == len({numbers for _, numbers in same}), "the hash is of the task and all of it"
     error = np.sqrt(7 / 64 / len(by_task))
     assert abs(np.mean(list(by_task.values())) - 1 / 8) < 4 * error
     assert abs(held.mean() - 1 / 8) < 4 * np.hypot(error, np.sqrt(7 / 64 / ROWS))
@@ -292,7 +295,7 @@ def test_one_task_in_eight_is_held_out(name, difficulty):
 def test_a_row_is_the_first_attempt_that_is_of_its_split(name, held):
     dialogue = named(name).make()
     one = dialogue.held_out() if held else dialogue
-    first, prompt, is_held = jax.device_get(first_attempts(dialogue)(KEYS, dialogue.difficulty))
+    first, prompt, is_held, _ = jax.device_get(first_attempts(dialogue)(KEYS, dialogue.difficulty))
     state, prompts = drawn(one)
     at_once = is_held == held
     assert abs(at_once.mean() - (1 / 8 if held else 7 / 8)) < 0.05
