@@ -1,25 +1,47 @@
 """What learners on dialogues tell of an iteration: all of the table, and the numbers that its rows and updates give."""
 
 import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import plain_dialogues
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.dialogues import Dialogue
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.preference import Preference
-from jaxaudit.dialogues.protocol import OWN, TOOL
-from jaxaudit.learners.dialogue import held_out
+from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
+from jaxaudit.learners.dialogue import held_out, rollout
 from jaxaudit.learners.dialogue.collection import Models
+from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.telemetry import rewards, vocabulary
 from jaxaudit.program import Program, telemetry_shapes
 from jaxaudit.taps import Taps
 
 SMALL_HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
 FEW = {"prompts": 2, "performance_rows": 4, "warm_start": 0, "critic_warm_start": 0}
+
+
+@dataclass(frozen=True)
+class Echo(Dialogue):
+    """Say the prompt's token again; it holds out no prompts and changes none."""
+
+    vocabulary, length, reply_length = 8, 3, 1
+
+    def reset(self, key, difficulty):
+        wanted = jax.random.randint(key, (), 0, self.vocabulary)
+        return (wanted, jnp.int32(-1)), self.prompt(wanted[None])
+
+    def respond(self, state, token):
+        return (state[0], token), self.choose(state[1] >= 0, self.end(), self.own())
+
+    def reward(self, state):
+        return {"gold": (state[0] == state[1]).astype(jnp.float32)}
 
 
 def made(preset, dialogue=SMALL_HOP, **settings):
@@ -37,6 +59,7 @@ def made(preset, dialogue=SMALL_HOP, **settings):
         ("dpo", SMALL_HOP, {"online": True, "performance_rows": 1}),
         pytest.param("dapo", SMALL_HOP, {"microbatches": 2, "correction": "tis"}, marks=pytest.mark.exhaustive),
         ("dr_grpo", Preference(), {"reward": "learned", "reward_model_warm_start": 0}),
+        ("ppo_lm", Echo(), {}),
     ],
 )
 def test_every_channel_of_the_table_is_told_and_no_other(preset, dialogue, settings, level):
@@ -258,14 +281,108 @@ def test_a_large_vocabulary_is_looked_at_where_the_policy_wrote():
     assert not np.asarray(none.known).any()
 
 
-def test_one_token_of_a_prompt_is_changed_to_another():
-    prompts = jnp.array([[0, 7, -1], [1, 2, -1], [2, -1, -1], [6, 6, 6]] * 50)
-    changed = np.asarray(held_out.one_changed(SMALL_HOP, prompts, jax.random.key(0)))
-    differs = changed != np.asarray(prompts)
-    assert (differs.sum(1) == 1).all()
-    assert (np.asarray(prompts)[differs] >= 0).all()
-    assert set(changed[differs]) <= set(SMALL_HOP.prompt_tokens)
-    assert 10 < differs[0::4, 0].sum() < 40
+class Reader:
+    """A collector whose policy answers hops without a call, and is right; or as if its prompts were the first ones."""
+
+    settings, critic = SimpleNamespace(performance_rows=8, telemetry="full"), None
+
+    def __init__(self, reads):
+        self.reads, self.prompts = reads, None
+
+    def undisturbed(self, policy, base, dialogue, numbers, key, rows, greedy, altered):
+        begun = rollout.prompted(dialogue, key, jnp.full(rows, numbers.difficulty), Taps())
+        progress = altered(begun)
+        self.prompts, self.greedy = np.asarray(progress.queue), np.asarray(greedy)
+        first = np.asarray(begun.queue)[np.r_[:8, :4, :4]]
+        gold, tokens = [], np.zeros((rows, dialogue.length), np.int32)
+        for n, prompt in enumerate(self.prompts if self.reads else first):
+            state = jax.tree.map(lambda leaf, n=n: leaf[n], progress.state)
+            words = [dialogue.words[token] for token in prompt]
+            answer = [dialogue.words.index(word) for word in plain_dialogues.HopRules(dialogue, state, words).right()]
+            tokens[n, : 2 + len(answer)] = [*self.prompts[n], *answer]
+            for token in tokens[n, : 2 + len(answer)]:
+                state = dialogue.respond(state, token)[0]
+            gold.append(dialogue.reward(state)["gold"])
+        role = np.broadcast_to([PROMPT] * 2 + [OWN] * 3 + [END] * (dialogue.length - 5), tokens.shape)
+        nothing, rewards = jnp.zeros(tokens.shape), {"gold": jnp.stack(gold)}
+        return Rows(jnp.asarray(tokens), role, nothing, nothing, nothing, nothing, nothing, nothing, nothing, rewards)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_one_who_reads_changed_prompts_succeeds_with_them(monkeypatch, reads):
+    monkeypatch.setattr(held_out, "representation", lambda *_: {})
+    reader = Reader(reads)
+    dialogue, numbers = Hop(), SimpleNamespace(difficulty=3.0)
+    found = held_out.measure(reader, Models(*[None] * 5), dialogue, numbers, None)
+    told = {name: float(found[name].value) for name in ("performance", "greedy_success", "changed_prompt_success")}
+    assert told == {"performance": 1.0, "greedy_success": 1.0, "changed_prompt_success": float(reads)}
+    prompts, changed = reader.prompts[:4], reader.prompts[12:]
+    np.testing.assert_array_equal(reader.prompts[8:12], prompts)
+    assert ((prompts != changed).sum(1) == 1).all()
+    np.testing.assert_array_equal(reader.greedy, np.repeat([False, True, False], [8, 4, 4]))
+
+
+@pytest.mark.parametrize(
+    ("dialogue", "rows", "said", "changes"),
+    [
+        (SMALL_HOP, "held_out", "held-out", True),
+        (SMALL_HOP.held_out(), "fixed_prompts", "fixed", True),
+        (Echo(), "fixed_prompts", "fixed", False),
+    ],
+)
+def test_channels_say_whether_prompts_are_held_out_and_changed(dialogue, rows, said, changes):
+    learner = made("ppo_lm", dialogue, telemetry="full")
+    assert learner.channels["critic_error"].dims == (("rows", ("collected", rows)),)
+    assert learner.performance_name == f"mean gold reward of rows on {said} prompts"
+    assert ("changed_prompt_success" in learner.channels) == changes
+
+
+def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
+    """Traced, not run: of whose tasks rows are made before the first iteration and in one."""
+    settings = {"telemetry": "full", "warm_start": 15, "critic_warm_start": 1}
+    learner = made("ppo_lm", reward="learned", reward_model_warm_start=1, **FEW | settings)
+    begun, shown = [], []
+    reset, demonstration = Hop.reset, Hop.demonstration
+
+    def noted(dialogue, key, difficulty):
+        begun.append(dialogue.held)
+        return reset(dialogue, key, difficulty)
+
+    def noted_too(dialogue, key, difficulty, right):
+        shown.append(dialogue.held)
+        return demonstration(dialogue, key, difficulty, right)
+
+    monkeypatch.setattr(Hop, "reset", noted)
+    monkeypatch.setattr(Hop, "demonstration", noted_too)
+    state = jax.eval_shape(learner.init, jax.random.key(1), learner.data)
+    assert len(shown) >= 3, "of the warm start, and of the reward model's pairs"
+    assert not any(begun + shown)
+    begun.clear()
+    shown.clear()
+
+    def step(state, key, data):
+        collect, measure = learner.step.__self__.collector.collect, held_out.measure
+
+        def collected(*arguments):
+            found = collect(*arguments)
+            assert begun
+            assert not any(begun + shown)
+            begun.clear()
+            return found
+
+        def measured(*arguments):
+            found = measure(*arguments)
+            assert begun
+            assert all(begun + shown)
+            return found
+
+        monkeypatch.setattr(learner.step.__self__.collector, "collect", collected)
+        monkeypatch.setattr(held_out, "measure", measured)
+        return learner.step(state, key, Taps(0, 4, data=data))[1]
+
+    jax.eval_shape(step, state, jax.random.key(2), learner.data)
+    assert shown, "a right and a wrong one, which the critic is tried on"
+    assert all(begun + shown)
 
 
 def test_pairs_that_a_reward_model_orders_right():

@@ -392,6 +392,10 @@ def test_a_run_has_the_channels_of_what_it_has():
     basic = channels("basic", FEATURES, EXTENT)
     assert basic.keys() < channels("full", FEATURES, EXTENT).keys()
     assert {"performance", "entropy", "kl", "success", "x_grad"} < basic.keys()
+    assert "changed_prompt_success" not in full
+    assert channels("full", ("critic",), EXTENT)["critic_error"].dims[0][1] == ("collected", "held_out")
+    unsplit = channels("full", ("critic",), dataclasses.replace(EXTENT, split=False))
+    assert unsplit["critic_error"].dims[0][1] == ("collected", "fixed_prompts")
     assert (full["performance"].every, full["entropy"].every, full["shown_token"].monitored) == (5, 1, False)
     with pytest.raises(ValueError, match=r"features are of tools, .*, not 'spoons'"):
         channels("full", ("spoons",), EXTENT)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.dialogues.drawing import DEMONSTRATION, below, cycle, looked_up, up_to
-from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
+from jaxaudit.dialogues.drawing import DEMONSTRATION, Split, below, cycle, looked_up, up_to
+from jaxaudit.dialogues.protocol import NOTHING, Reply
 from jaxaudit.registry import dialogues
 
 IDLE, CALLED, ANSWERING = range(3)
@@ -40,12 +40,13 @@ class Way:
 
 @dialogues.register("hop")
 @dataclass(frozen=True)
-class Hop(Dialogue):
+class Hop(Split):
     """Follow a hidden random table for some hops by calls to a tool, then answer where they lead.
 
     A row is "2 c  call c  result e  call e  result a  answer a end": hops and a start are given, and so is what the
     tool says. The table is one cycle through all entities, so one who answers without calls earns 1 / entities, or,
-    never answering the start, 1 / (entities - 1). The latest answer counts, once the row is ended.
+    never answering the start, 1 / (entities - 1). The latest answer counts, once the row is ended. A task is a table, a
+    start and a number of hops.
 
     Attributes:
       difficulty: the number of hops is uniform over 1 to it; between whole numbers both neighbours are mixed.
@@ -93,17 +94,17 @@ class Hop(Dialogue):
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Way, Reply]:
         """A table, a start and a number of hops."""
         n = self.entities
-        uniform = jax.random.uniform(key, (2 * n + 3,), jnp.float32)
-        successor = cycle(uniform[:n])
+
+        def asked(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            hops = up_to(uniform[2 * n : -1], difficulty, self.hops)
+            return hops, below(uniform[-1], n), cycle(uniform[:n])
+
+        uniform = self.drawn(key, 2 * n + 3, lambda uniform: jnp.hstack(asked(uniform)))
+        hops, start, successor = asked(uniform)
         rare = uniform[n : 2 * n] < self.rare_share
-        start = below(uniform[-1], n)
-        hops = up_to(uniform[2 * n : -1], difficulty, self.hops)
-        goal = start
-        for hop in range(self.hops):
-            goal = jnp.where(hop < hops, looked_up(successor, goal), goal)
         state = Way(
             table=successor + jnp.where(rare[successor], n, 0).astype(jnp.int32),
-            goal=goal,
+            goal=self._goal(successor, start, hops),
             left=jnp.int32(2),
             expects=jnp.int32(IDLE),
             answer=jnp.int32(NOTHING),
@@ -129,6 +130,23 @@ class Hop(Dialogue):
         found = jnp.where(named, looked_up(state.table, entity), self.token["error"])
         reply = self.choose(called, self.result(jnp.stack([jnp.int32(self.token["result"]), found])), self.own())
         return after, self.choose(ended, self.end(), reply)
+
+    def changed(self, state: Way, prompt: jax.Array, key: jax.Array) -> tuple[Way, jax.Array]:
+        """Another start, or fewer hops, half of the time each where there are several."""
+        uniform = jax.random.uniform(key, (2,), jnp.float32)
+        hops, start = prompt[0] - self.token["1"] + 1, prompt[1]
+        fewer = (hops > 1) & (uniform[0] < 0.5)
+        hops = jnp.where(fewer, 1 + below(uniform[1], hops - 1), hops)
+        start = jnp.where(fewer, start, (start + 1 + below(uniform[1], self.entities - 1)) % self.entities)
+        goal = self._goal(self.entity(state.table), start, hops)
+        return replace(state, goal=goal), jnp.stack([self.token["1"] + hops - 1, start])
+
+    def _goal(self, successor: jax.Array, start: jax.Array, hops: jax.Array) -> jax.Array:
+        """The entity so many hops behind the start."""
+        goal = start
+        for hop in range(self.hops):
+            goal = jnp.where(hop < hops, looked_up(successor, goal), goal)
+        return goal
 
     def reward(self, state: Way) -> dict[str, jax.Array]:
         """Gold 1 for the right answer of a row that was ended, else 0; and whether there was an answer."""

@@ -74,7 +74,7 @@ def _rows(run: Run, groups: Sequence[Panel]) -> list[Block]:
     every = cadence(run.telemetry)
     measured = "" if every == 1 else f", which are measured every {every} steps"
     hint = (
-        "Stored rows on held-out prompts, of the seed whose final performance is the median one: right before the "
+        "Stored rows of those that tell the performance, of the seed whose final one is the median: right before the "
         f"onset, where its performance is lowest after it, and at the end{measured}. Grey: given tokens, of tools in "
         "italics. Shaded: the policy's own, the darker the less probable; point at one for its log-probability. At the "
         "left: the row's reward."

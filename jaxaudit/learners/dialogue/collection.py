@@ -112,7 +112,8 @@ class Collector:
         if self.parts.reads_sampled and taps.disturbs("log_probability"):
             sampled = jnp.where(rows.own, taps("log_probability", sampled, own=rows.own), 0.0)
         scored = self.scored(models, rows)
-        reward = taps("reward", scored, lengths=rows.lengths)
+        bound: dict[str, Any] = {"bound": 1.0} if self.reward_model is None else {}
+        reward = taps("reward", scored, lengths=rows.lengths, **bound)
         kept = ~rows.truncated if settings.mask_truncated else jnp.ones_like(rows.truncated)
         score = reward
         if self.parts.overlong:

@@ -83,7 +83,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         made.step,
         name=preset,
         step_unit=f"{settings.rows} rows",
-        performance_name="mean gold reward of held-out rows",
+        performance_name=f"mean gold reward of rows on {'held-out' if dialogue.splits else 'fixed'} prompts",
         samples_per_step=settings.rows,
         sample="rows",
         channels=made.channels,
@@ -132,6 +132,8 @@ def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
         found["tool_result"] = "the dialogue has no tool"
     if settings.reward == "gold":
         found["reward_model"] = "reward is 'gold'"
+    else:
+        found["bound"] = f"reward is '{settings.reward}', whose scores have none"
     if settings.kl == "none":
         found["kl_coefficient"] = "kl is 'none'"
     if not settings.parts.critic:
@@ -157,9 +159,10 @@ def structure_of(dialogue: Dialogue) -> Dialogue:
     if standard is dataclasses.MISSING or standard == dialogue.difficulty:
         return dialogue
     try:
-        return dataclasses.replace(dialogue, difficulty=standard)  # type: ignore[type-var]
+        made = dataclasses.replace(dialogue, difficulty=standard)  # type: ignore[type-var]
     except ValueError:  # it means nothing beside the dialogue's other fields
         return dialogue
+    return made if dialogue.splits else made.held_out()  # what is held out stays so
 
 
 @functools.lru_cache(maxsize=64)

@@ -105,7 +105,8 @@ class DialogueSettings:
       warm_start_success: sampled success at which the warm start stops.
       warm_start_right: share of demonstrations that are right; the others show no more than the manner.
       warm_start_learning_rate: Adam's there.
-      performance_rows: held-out rows whose mean gold reward is the performance.
+      performance_rows: held-out rows whose mean gold reward is the performance; of a dialogue that is not split, rows
+        on fixed prompts.
       performance_every: iterations from one measurement to the next.
       tool_window: slots after a tool's result whose own tokens are the stratum "tool".
       telemetry: "basic" or "full".

@@ -27,11 +27,12 @@ FEATURES = (
     "mismatch",
     "kl_loss",
     "sources",
+    "changes",
 )
 """What a run may have, and its channels with it: a dialogue's tools and parts of a reward, a reference policy, updates
 by ratios, weights that correct them, a critic, a critic and demonstrations to try it on, a learned reward model, pairs
-(DPO), log-probabilities both sampled and recomputed, a KL to the reference in the loss, and
-updates by ratios of a dialogue with tools."""
+(DPO), log-probabilities both sampled and recomputed, a KL to the reference in the loss, updates
+by ratios of a dialogue with tools, and a dialogue that changes its prompts."""
 
 MOMENTS = ("visited", "after")
 """Over all minibatches as visited, and of all rows after the last update, which "full" telemetry alone looks at."""
@@ -64,11 +65,13 @@ _TOKENS = ("stratum",)
 _UPDATE = ("stratum", "moment")
 
 TABLE: dict[str, Entry] = {
-    # Success on held-out prompts, nothing disturbed.
-    PERFORMANCE: Entry("gold reward of sampled rows on held-out prompts", basic=True, held_out=True),
+    # Success on held-out prompts, or on fixed ones of a dialogue that is not split; nothing disturbed.
+    PERFORMANCE: Entry("gold reward of sampled rows on held-out or fixed prompts", basic=True, held_out=True),
     PERFORMANCE_ERROR: Entry("its standard error over rows", basic=True, held_out=True),
-    "greedy_success": Entry("gold reward of greedy rows on held-out prompts", held_out=True),
-    "changed_prompt_success": Entry("success with one token of the prompt changed", held_out=True),
+    "greedy_success": Entry("gold reward of greedy rows on the same prompts", held_out=True),
+    "changed_prompt_success": Entry(
+        "gold reward where one token of the prompt is another, by what is asked then", needs="changes", held_out=True
+    ),
     "warm_start_success": Entry("sampled success at the end of the warm start", basic=True),
     # Rewards of the rows trained on.
     ACTING: Entry("gold reward of the rows sampled to train on, disturbed or not", basic=True),
@@ -161,14 +164,14 @@ TABLE: dict[str, Entry] = {
     "clipped_fraction": Entry("share of updates whose gradient was clipped", basic=True),
     "params_norm": Entry("norm of the policy's parameters", basic=True),
     "update_norm": Entry("norm of their change in the iteration", basic=True),
-    "effective_rank": Entry("effective rank of hidden states on held-out rows", held_out=True),
+    "effective_rank": Entry("effective rank of hidden states on the rows measured", held_out=True),
     "stable_rank": Entry("their stable rank", held_out=True),
     "representation_drift": Entry("1 - CKA of hidden states with the warm start's, undisturbed", held_out=True),
     # DPO.
     "pair_margin": Entry("implicit reward of chosen less rejected rows", basic=True, needs="pairs"),
     "pair_accuracy": Entry("share of pairs in which it is positive", basic=True, needs="pairs"),
     # Rows to read.
-    "shown_token": Entry("tokens of held-out rows", ("shown", "slot"), held_out=True, dtype="int32", monitored=False),
+    "shown_token": Entry("tokens of rows measured", ("shown", "slot"), held_out=True, dtype="int32", monitored=False),
     "shown_role": Entry("who wrote them", ("shown", "slot"), held_out=True, dtype="int8", monitored=False),
     "shown_log_probability": Entry("own tokens' log-probability", ("shown", "slot"), held_out=True, monitored=False),
     "shown_reward": Entry("the rows' gold reward", ("shown",), held_out=True, monitored=False),
@@ -186,6 +189,7 @@ class Extent:
       shown: held-out rows that are stored.
       slots: T.
       every: cadence of what is measured on held-out rows, steps.
+      split: whether held-out rows have prompts of their own; else labels call them fixed.
       words: a legible name for each token; () for numbers.
     """
 
@@ -195,6 +199,7 @@ class Extent:
     layers: tuple[str, ...] = ()
     shown: int = 2
     every: int = 1
+    split: bool = True
     words: tuple[str, ...] = ()
 
 
@@ -234,7 +239,7 @@ def _labels(telemetry: str, tools: bool, extent: Extent) -> dict[str, Sequence[s
         "side": ("low", "high"),
         "source": SOURCES,
         "distance": DISTANCE_LABELS,
-        "rows": ("collected", "held_out"),
+        "rows": ("collected", "held_out" if extent.split else "fixed_prompts"),
         "k": [str(k) for k in powers_of_two(extent.members)],
         "part": sorted(extent.parts),
         "layer": extent.layers,

@@ -52,7 +52,7 @@ def critic_errors(collected: jax.Array, own: jax.Array, held_out: jax.Array, hel
       held_out: that on held-out rows, `[M, T]`, and `held_out_own`.
 
     Returns:
-      critic_error `[2]`: collected, held out.
+      critic_error `[2]`: collected, held out (or of fixed prompts, of a dialogue that is not split).
     """
     errors = jnp.stack([mean(collected**2, own), mean(held_out**2, held_out_own)])
     return {"critic_error": Measured(errors, jnp.stack([jnp.sum(own), jnp.sum(held_out_own)]))}
