@@ -12,6 +12,7 @@ from jaxaudit.learners.dialogue.network import HEAD, Network
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale, reward_statistics
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.optimizer import DECAYS, warmup_decay
+from jaxaudit.taps import Taps
 
 HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
 FEW = {"size": "tiny", "prompts": 2, "group_size": 2, "minibatches": 1, "epochs": 1, "performance_rows": 2}
@@ -118,6 +119,31 @@ def test_a_learned_reward_is_compared_with_gold_in_standard_deviations():
     np.testing.assert_allclose(Scale.of(np.ones(4))(3.0), 2.0)
     state = begun(reward_model_warm_start=5)
     assert state.scales["proxy"].std > 0
+
+
+def test_a_curriculum_goes_from_the_lowest_difficulty_to_the_dialogue_s():
+    hop = Hop(difficulty=2.0, entities=3, hops=2, length=13)
+    learner = ja.learners.grpo(hop, **FEW, curriculum=0.5)
+    made, numbers = learner.step.__self__, learner.data.numbers
+    found = [float(made.collector._difficulty(hop, numbers, Taps(t, 8))) for t in range(8)]
+    np.testing.assert_allclose(found, [1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 2.0, 2.0])
+    assert float(made.collector._difficulty(hop, numbers, Taps(0))) == 2.0
+
+    many = ja.learners.grpo(hop, **FEW | {"prompts": 64}, curriculum=0.5)
+    made, data = many.step.__self__, many.data
+    state = jax.jit(made.init)(jax.random.key(0), data)
+
+    @jax.jit
+    def asked(step):
+        """The hops in the prompts of a step."""
+        models = made.models_of(state, data)
+        rows = made.collector._sampled(models, hop, data.numbers, 1.0, jax.random.key(1), Taps(step, 8, data=data))
+        return rows.tokens[:, 0]
+
+    one, two = hop.token["1"], hop.token["2"]
+    first, last = (np.asarray(asked(jnp.int32(t))) for t in (0, 7))
+    assert (first == one).all()
+    assert 0.2 < np.mean(last == two) < 0.8
 
 
 @pytest.mark.parametrize("decay", DECAYS)

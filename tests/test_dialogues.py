@@ -87,6 +87,21 @@ def test_right_ones_call_as_often_as_there_are_hops():
     assert (calls[1::2] == 0).all()
 
 
+def test_demonstrations_of_hop_begin_with_the_scratch_text():
+    plain, scratched = named("hop").make(), named("hop", scratch=3, length=27).make()
+    assert scratched.words == (*plain.words, "hm")
+    for right in (True, False):
+        for key in KEYS[:5]:
+            rows = [dialogue.demonstration(key, 3.0, right) for dialogue in (plain, scratched)]
+            without, shown = (
+                dialogue.text(row).split() for dialogue, row in zip((plain, scratched), rows, strict=True)
+            )
+            assert shown == [*without[:2], "hm", "hm", "hm", *without[2:]]
+            seen = automaton.replay(scratched, key, 3.0, rows[1])
+            assert bool(seen.agrees)
+            assert float(seen.reward["gold"]) == float(right)
+
+
 def test_guesses_are_uniform_over_the_other_entities():
     dialogue, rows, _ = replayed("hop")
     guesses = rows[1::2, 3]
@@ -470,6 +485,8 @@ def test_every_successor_is_met_on_a_cycle():
         ("hop", {"hops": 0}, "hops must be from 1 to 9, not 0"),
         ("hop", {"entities": 4}, "entities must be more than the 4 hops and at most 26, not 4"),
         ("hop", {"rare_share": 1.5}, r"rare_share must lie in \[0, 1\], not 1.5"),
+        ("hop", {"scratch": 4}, "length must be at least 25 for 4 hops and 4 tokens of scratch, not 24"),
+        ("hop", {"scratch": -1}, "scratch must not be negative, as -1 is"),
         ("hop", {"length": 20}, "length must be at least 21 for 4 hops, not 20"),
         ("hop", {"entites": 4}, r"unknown setting of dialogue 'hop' 'entites' \(did you mean 'entities'\?\)"),
         ("hopp", {}, r"unknown dialogue 'hopp' \(did you mean 'hop'\?\)"),

@@ -53,6 +53,7 @@ class Hop(Split):
       entities: that a table has, more than `hops`, at most 26.
       hops: the highest difficulty.
       rare_share: of entities that a row's tool names by their rare names, which mean the same.
+      scratch: tokens of scratch text, "hm", that demonstrations begin with, and that mean nothing.
       length: slots of a row.
     """
 
@@ -60,6 +61,7 @@ class Hop(Split):
     entities: int = 6
     hops: int = 4
     rare_share: float = 0.002
+    scratch: int = 0
     length: int = 24
     token: dict[str, int] = field(init=False, repr=False, compare=False)
 
@@ -72,11 +74,15 @@ class Hop(Split):
             raise ValueError(f"difficulty must be from 1 to the {self.hops} hops, not {self.difficulty:g}")
         if not 0 <= self.rare_share <= 1:
             raise ValueError(f"rare_share must lie in [0, 1], not {self.rare_share:g}")
-        if self.length < (least := 5 + 4 * self.hops):
-            raise ValueError(f"length must be at least {least} for {self.hops} hops, not {self.length}")
+        if self.scratch < 0:
+            raise ValueError(f"scratch must not be negative, as {self.scratch} is")
+        if self.length < (least := 5 + 4 * self.hops + self.scratch):
+            besides = f" and {self.scratch} tokens of scratch" if self.scratch else ""
+            raise ValueError(f"length must be at least {least} for {self.hops} hops{besides}, not {self.length}")
         n, letters = self.entities, "abcdefghijklmnopqrstuvwxyz"[: self.entities]
         digits = tuple(str(hops) for hops in range(1, self.hops + 1))
         words = (*letters, *letters.upper(), *digits, "call", "result", "answer", "end", "error")
+        words += ("hm",) if self.scratch else ()
         token = {word: number for number, word in enumerate(words)}
         self.derive(
             vocabulary=len(words),
@@ -154,7 +160,10 @@ class Hop(Split):
         return {"gold": right.astype(jnp.float32), "answered": (state.answer >= 0).astype(jnp.float32)}
 
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
-        """Right: every hop is called for, and every name is used as it was read. Wrong: another entity, at once."""
+        """Right: every hop is called for, and every name is used as it was read. Wrong: another entity, at once.
+
+        Either begins with the scratch text.
+        """
         state, prompt = self.reset(key, difficulty)
         hops = jnp.where(right, prompt.tokens[0] - self.token["1"] + 1, 0)
         names = [prompt.tokens[1]]
@@ -175,9 +184,10 @@ class Hop(Split):
             ]
         )
         slots = jnp.arange(self.length)
-        row = jnp.concatenate([prompt.tokens, *calls, jnp.zeros((self.length,), jnp.int32)])[: self.length]
-        row = jnp.where(slots < 2 + 4 * hops, row, NOTHING)
-        return jax.lax.dynamic_update_slice(row, answer, (2 + 4 * hops,))
+        scratch = jnp.full((self.scratch,), self.token.get("hm", NOTHING), jnp.int32)
+        row = jnp.concatenate([prompt.tokens, scratch, *calls, jnp.zeros((self.length,), jnp.int32)])[: self.length]
+        end = 2 + self.scratch + 4 * hops
+        return jax.lax.dynamic_update_slice(jnp.where(slots < end, row, NOTHING), answer, (end,))
 
     def entity(self, token: jax.Array) -> jax.Array:
         """The entity that a token names by its common or its rare name; of another token, none."""

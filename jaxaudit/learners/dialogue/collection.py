@@ -137,10 +137,18 @@ class Collector:
         author = models.reference if follows_reference else models.policy
         if taps.disturbs("behaviour"):
             author = taps("behaviour", author, label=POLICY)
-        difficulty = jnp.full(settings.prompts * settings.oversampling, numbers.difficulty)
+        difficulty = jnp.full(settings.prompts * settings.oversampling, self._difficulty(dialogue, numbers, taps))
         begun = rollout.repeated(rollout.prompted(dialogue, prompts_key, difficulty, taps), settings.group_size)
         whole = self.policy.whole(author, models.base)
         return rollout.carried_on(self.sampler, whole, dialogue, begun, rows_key, temperature, numbers.top_p, taps)
+
+    def _difficulty(self, dialogue: Dialogue, numbers: Numbers, taps: Taps) -> jax.Array:
+        """Of the prompts that are trained on in this step; outside a run, whose length is not known, the last one."""
+        if not self.settings.curriculum or not taps.steps:
+            return numbers.difficulty
+        lowest, _ = dialogue.difficulties
+        passed = jnp.minimum(jnp.asarray(taps.step, jnp.float32) / (taps.steps * self.settings.curriculum), 1.0)
+        return lowest + passed * (numbers.difficulty - lowest)
 
     def _chosen(self, reward: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The rows that are learned from, and whether each counts: int and bool `[rows]`."""

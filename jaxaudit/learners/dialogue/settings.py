@@ -59,6 +59,8 @@ class DialogueSettings:
       lora_rank: of adapters, which are then all that is trained, on the checkpoint's parameters; 0: all parameters.
       precision: of activations and products; parameters are float32.
       remat: layers are computed again in the backward pass, which takes less memory and more time.
+      curriculum: share of the run over which the difficulty of prompts rises linearly from the dialogue's lowest to its
+        own; 0: it is the same throughout. What is measured on held-out rows is at its own difficulty.
       prompts: rollout groups in an iteration.
       group_size: rows of each.
       oversampling: how many times as many prompts are drawn, of which the first `prompts` rollout groups whose rewards
@@ -117,6 +119,7 @@ class DialogueSettings:
     lora_rank: int = 0
     precision: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
+    curriculum: float = 0.0
     prompts: int = 8
     group_size: int = 8
     oversampling: int = 1
@@ -196,7 +199,7 @@ class DialogueSettings:
         checks.not_negative(self, "entropy_coefficient")
         checks.positive(self, "temperature", "epsilon", "max_grad_norm", "warm_start_learning_rate")
         checks.positive(self, "reward_model_learning_rate")
-        checks.fractions(self, "warm_start_success", "warm_start_right", "learning_rate_final")
+        checks.fractions(self, "warm_start_success", "warm_start_right", "learning_rate_final", "curriculum")
         checks.below_one(self, "beta1", "beta2", "learning_rate_warmup")
         checks.telemetry(self.telemetry)
         checks.one_of(
