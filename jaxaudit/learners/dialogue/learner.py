@@ -23,10 +23,10 @@ from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
 from jaxaudit.learners.dialogue.telemetry import bigrams
-from jaxaudit.learners.dialogue.telemetry.iteration import SOURCES, Instruments, Tokens, Visited
+from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Tokens, Visited
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_of
-from jaxaudit.learners.dialogue.telemetry.strata import STRATA, Measured, Statistics
+from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, Measured, Statistics
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.optimizer import Optimizer, Update, warmup_decay

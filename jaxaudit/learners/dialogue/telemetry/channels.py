@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from jaxaudit.channel_names import ACTING, PERFORMANCE, PERFORMANCE_ERROR
 from jaxaudit.dialogues.protocol import ROLES
 from jaxaudit.learner import Channel
-from jaxaudit.learners.dialogue.telemetry.iteration import SOURCES
 from jaxaudit.learners.dialogue.telemetry.policy import ESTIMATORS
 from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
-from jaxaudit.learners.dialogue.telemetry.strata import STRATA
+from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA
 from jaxaudit.learners.dialogue.telemetry.values import DISTANCE_LABELS
 
 FEATURES = (

@@ -38,9 +38,6 @@ RENAMED = {
 }
 """Those that are channels by other names."""
 
-SOURCES = ("tool", "rest")
-"""What tokens a gradient is of, where it is told apart: the stratum "tool", and all others."""
-
 
 @struct.dataclass
 class Tokens:

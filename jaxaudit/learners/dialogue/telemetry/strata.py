@@ -22,6 +22,9 @@ dialogue without tools the first alone."""
 TURNS = 4
 """Strata by turn."""
 
+SOURCES = ("tool", "rest")
+"""The tokens that gradients are told apart by: the stratum "tool", and all others."""
+
 
 @struct.dataclass
 class Measured:
