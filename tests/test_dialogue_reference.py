@@ -1,0 +1,511 @@
+"""Learners on dialogues against `dialogue_reference`: whole iterations, and what comes before the first.
+
+A step is traced once, with what passes between its methods; each value of it is compared with the reference's, in the
+order in which they are made. Updates are followed by induction: the loss and its gradient are compared at the
+parameters that an update began with, and the parameters it ended with are those of the reference's optimizer.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import dialogue_reference as plain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxaudit as ja
+from jaxaudit.dialogues.protocol import NOTHING, OWN, PROMPT, TOOL
+from jaxaudit.learners.dialogue import held_out
+from jaxaudit.learners.dialogue.factories import settings_of
+from jaxaudit.learners.dialogue.learner import DialogueLearner
+from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
+from jaxaudit.learners.dialogue.telemetry.run import before_the_first
+from jaxaudit.models import gpt2
+from jaxaudit.taps import Taps
+
+COUNTED = "own"
+"""What the penalty on long rows counts: see `dialogue_reference.overlong`."""
+
+CLOSE = {"rtol": 5e-5, "atol": 2e-5}
+"""Of values of float32 against float64."""
+
+OFF = 1e-4
+"""The most that a gradient's error may be, in norms: of the whole gradient's, or, of a leaf alone, of both together."""
+
+AFTER = 2e-3
+"""The most that an update may be off, of the largest change it makes: Adam divides by what may be small."""
+
+CALL, TURN, END, RESULT, BEGIN = range(4, 9)
+
+
+@dataclass(frozen=True)
+class Errand(ja.Dialogue):
+    """Say the letter that is asked for; a call tells it again, and one may turn to a new page that tells it again."""
+
+    vocabulary, length, reply_length, prompt_length = 9, 14, 3, 2
+    result_tokens, result_error = (0, 1, 2, 3), (RESULT, END)
+    prompt_tokens = (0, 1, 2, 3)
+
+    def reset(self, key, difficulty):
+        secret, twice = jax.random.randint(key, (2,), 0, 4)
+        twice = twice < 2
+        asked = jnp.stack([jnp.int32(BEGIN), secret, jnp.where(twice, secret, NOTHING)])
+        state = {name: jnp.int32(0) for name in ("hits", "letters", "turned", "over")}
+        return state | {"secret": secret, "left": 2 + twice.astype(jnp.int32)}, self.prompt(asked)
+
+    def respond(self, state, token):
+        own = state["left"] == 0
+        call, turn = own & (token == CALL), own & (token == TURN) & (state["turned"] == 0)
+        said = {
+            "hits": own & (token == state["secret"]),
+            "letters": own & (token < 4),
+            "turned": turn,
+            "over": own & (token == END),
+        }
+        after = {name: state[name] + more.astype(jnp.int32) for name, more in said.items()}
+        after["secret"] = state["secret"]
+        after["left"] = jnp.where(call | turn, 2, jnp.maximum(state["left"] - 1, 0))
+        told = lambda first: jnp.stack([jnp.int32(first), state["secret"]])  # noqa: E731
+        reply = self.choose(turn, self.prompt(told(BEGIN), fresh=True), self.own())
+        reply = self.choose(call, self.result(told(RESULT)), reply)
+        return after, self.choose(said["over"], self.end(), reply)
+
+    def reward(self, state):
+        gold = 0.5 * (state["hits"] > 0) + 0.5 * (state["over"] > 0)
+        return {"gold": gold.astype(jnp.float32), "seen": state["letters"].astype(jnp.float32)}
+
+    def demonstration(self, key, difficulty, right):
+        state, prompt = self.reset(key, difficulty)
+        secret, nothing = state["secret"], jnp.int32(NOTHING)
+        other = jax.random.randint(jax.random.fold_in(key, 1), (2,), 0, 4)
+        said = jax.random.randint(jax.random.fold_in(key, 2), (), 0, 3)
+        good = [jnp.int32(CALL), jnp.int32(RESULT), secret, secret, jnp.int32(END), nothing]
+        bad = [jnp.int32(TURN), jnp.int32(BEGIN), secret, *(jnp.where(said > i, other[i], nothing) for i in range(2))]
+        words = jnp.where(right, jnp.stack(good), jnp.stack([*bad, jnp.int32(END)]))
+        words = jnp.concatenate([prompt.tokens, words])
+        order = jnp.argsort(words < 0, stable=True)  # what is written, moved together
+        return jnp.pad(words[order], (0, self.length - words.size), constant_values=NOTHING)
+
+
+class Watched(DialogueLearner):
+    """A learner whose `seen` holds, after a step was traced, what passed between its methods."""
+
+    def improved(self, state, base, numbers, experience, key, taps):
+        after, visited = super().improved(state, base, numbers, experience, key, taps)
+        self.seen = {"experience": experience, "visited": visited}
+        return after, visited
+
+    def gradient(self, trained, *rest):
+        gradient, told, log_ratio = super().gradient(trained, *rest)
+        return gradient, told | {"gradient": gradient, "trained": trained}, log_ratio
+
+
+class Altered(Taps):
+    """Taps that do at each site what `altered` says, and nothing else."""
+
+    altered: ClassVar[dict] = {}
+
+    def __call__(self, site, value, *, label="", **context):
+        return self.altered[site](value) if site in self.altered else value
+
+    def disturbs(self, *sites):
+        return any(site in self.altered for site in sites)
+
+
+SCALED = ("temperature", "gae_lambda", "kl_coefficient", "ratio_clip")
+"""Sites of numbers, which become `SCALE` times what they were."""
+
+SCALE = 0.8
+
+COMMON = {
+    "size": "tiny",
+    "prompts": 4,
+    "group_size": 4,
+    "epochs": 2,
+    "minibatches": 2,
+    "temperature": 0.7,
+    "top_k": 7,
+    "top_p": 0.9,
+    "learning_rate": 0.05,
+    "epsilon": 3e-3,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.3,
+    "critic_learning_rate": 0.02,
+    "gamma": 0.9,
+    "gae_lambda": 0.8,
+    "critic_lambda": 0.7,
+    "entropy_coefficient": 0.05,
+    "value_clip": 0.1,
+    "dual_clip": 1.3,
+    "overlong_buffer": 0.7,
+    "overlong_coefficient": 0.6,
+    "mask_truncated": True,
+    "performance_rows": 2,
+    "telemetry": "basic",
+}
+PREFERENCE = {"beta": 0.5, "label_smoothing": 0.1, "oversampling": 2, "entropy_coefficient": 0.0, "microbatches": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset with settings, and the sites that are disturbed."""
+
+    preset: str
+    settings: dict
+    sites: tuple[str, ...] = ()
+    seed: int = 0
+
+
+STALE = ("behaviour", "log_probability")
+CASES = {
+    "ppo_lm": Case(
+        "ppo_lm",
+        {"old_log_probability": "sampled", "kl_coefficient": 0.3, "reward": "learned"},
+        (*STALE, "reward", "temperature", "gae_lambda", "kl_coefficient"),
+        seed=7,
+    ),
+    "dapo": Case(
+        "dapo",
+        {"correction": "tis", "tis_cap": 1.2, "kl": "exact", "kl_coefficient": 0.2},
+        (*STALE, "ratio_clip"),
+        seed=8,
+    ),
+    "dpo": Case("dpo", PREFERENCE),
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 2, 2))
+
+
+HEADS = 2
+
+
+def flat(tree):
+    """Parameters as the reference has them; None as it is."""
+    if tree is None:
+        return None
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        names = (str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+        found["/".join(name for name in names if name != "layers")] = np.asarray(leaf, np.float64)
+    return found
+
+
+def random_params(network, random, near=None, by=1.0):
+    """Parameters of which none is zero or one; with `near`, those and a little of random ones."""
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+
+    def leaf(path, shape):
+        name = path[-1].key
+        spread = {"embedding": 0.15, "scale": 0.2, "bias": 0.1}.get(name, 0.25)
+        return np.float32((name == "scale" and near is None) + by * spread * random.normal(size=shape.shape))
+
+    found = jax.tree_util.tree_map_with_path(leaf, shapes)
+    return found if near is None else jax.tree.map(np.add, near, found)
+
+
+def written(rows):
+    """Rows as the reference has them."""
+    arrays = {name: np.asarray(getattr(rows, name)) for name in ("tokens", "role", "position", "first", "truncated")}
+    return plain.Written(**arrays, rewards={name: np.float64(reward) for name, reward in rows.rewards.items()})
+
+
+@dataclass
+class Iteration:
+    """What a step did, arrays of NumPy, and what the reference is given of it.
+
+    Attributes:
+      case, settings: the settings as they act.
+      before, after: the states.
+      author: what wrote the rows.
+      rows: all that were sampled, as the reference has them.
+      uniform: `[M, T]`.
+      disturbed: what is added.
+      experience, visited: the learner's.
+      telemetry: its.
+    """
+
+    case: Case
+    settings: object
+    before: DialogueState
+    after: DialogueState
+    author: object
+    base: object
+    rows: plain.Written
+    uniform: np.ndarray
+    disturbed: plain.Disturbed
+    experience: object
+    visited: object
+    telemetry: dict
+
+    @property
+    def drawn(self):
+        return self.experience.drawn
+
+
+def iteration(case, monkeypatch):
+    """One step of the learner of a case."""
+    settings = settings_of(case.preset)(**COMMON | case.settings)
+    learner, random = Watched(Errand(), settings.structure), np.random.default_rng(case.seed)
+    monkeypatch.setattr(held_out, "measure_when_due", lambda collector, latest, *rest: (latest, latest.values))
+    base = random_params(dataclasses.replace(learner.policy, rank=0), random) if settings.lora_rank else None
+    policy = random_params(learner.policy, random)
+    reference, stale = (random_params(learner.policy, random, policy, by) for by in (0.5, 0.3))
+    critic, reward_model = (one and random_params(one, random) for one in (learner.critic, learner.reward_model))
+    told, measured = before_the_first(learner.channels, jnp.float32(0))
+    before = DialogueState(
+        policy=Trained(policy, learner.transform.init(policy)),
+        critic=critic and Trained(critic, learner.transform.init(critic)),
+        reward_model=reward_model,
+        reference=reference,
+        warm_start_success=jnp.float32(0),
+        told=told,
+        measured=measured,
+    )
+    count = settings.prompts * settings.oversampling * settings.group_size
+    noise = {
+        "log_probability": np.float32(0.3 * random.normal(size=(count, Errand.length))),
+        "reward": np.float32(0.3 * random.normal(size=count)),
+    }
+    noise = {site: x for site, x in noise.items() if site in case.sites}
+    data = DialogueData(settings.numbers(1.0), None, base)
+    key = jax.random.key(case.seed)
+
+    @jax.jit
+    def step(state, key, data, stale, noise):
+        taps = Altered(0, 1, data=data)
+        taps.altered = {site: lambda x: SCALE * x for site in SCALED if site in case.sites}
+        taps.altered |= {site: lambda x, more=more: x + more for site, more in noise.items()}
+        taps.altered |= {"behaviour": lambda _: stale} if "behaviour" in case.sites else {}
+        after, telemetry = learner.step(state, key, taps)
+        return after, telemetry, learner.seen
+
+    after, telemetry, seen = jax.tree.map(np.asarray, step(before, key, data, stale, noise))
+    follows = settings.objective == "preference" and not settings.online
+    names = {"ratio_clip": ("clip_low", "clip_high")}
+    scaled = [name for site in SCALED if site in case.sites for name in names.get(site, (site,))]
+    acting = dataclasses.replace(settings, **{name: SCALE * getattr(settings, name) for name in scaled})
+    draws = jax.random.split(jax.random.split(key)[0])[1]
+    return Iteration(
+        case=case,
+        settings=acting,
+        before=before,
+        after=after,
+        author=stale if "behaviour" in case.sites else reference if follows else policy,
+        base=base,
+        rows=written(seen["experience"].drawn.rows),
+        uniform=np.float64(jax.random.uniform(draws, (count, Errand.length))),
+        disturbed=plain.Disturbed(**{site: np.float64(x) for site, x in noise.items()}),
+        experience=seen["experience"],
+        visited=seen["visited"],
+        telemetry=telemetry,
+    )
+
+
+def same(name, mine, theirs, where=True, **tolerance):
+    """Asserts that the learner's value, mine, is the reference's where it means something."""
+    mine, theirs, where = np.broadcast_arrays(mine, theirs, where)
+    if theirs.dtype.kind == "f":
+        np.testing.assert_allclose(mine[where], theirs[where], err_msg=name, **CLOSE | tolerance)
+    else:
+        np.testing.assert_array_equal(mine[where], theirs[where], err_msg=name)
+
+
+def compare_collected(it):
+    """Asserts that what was sampled and what is learned from is the reference's, which is returned."""
+    before = it.before
+    models = plain.Models(
+        policy=flat(before.policy.params),
+        reference=flat(before.reference),
+        author=flat(it.author),
+        critic=before.critic and flat(before.critic.params),
+        reward_model=flat(before.reward_model),
+        base=flat(it.base),
+    )
+    found = plain.collected(it.settings, Errand(), HEADS, models, it.rows, it.uniform, it.disturbed, COUNTED)
+    drawn, own = it.drawn, it.rows.own
+    same("all sampler's log-probability", drawn.rows.log_probability, found["all sampler's log-probability"], own)
+    same("all sampler's entropy", drawn.rows.entropy, found["all sampler's entropy"], own)
+    same("all mass cut", drawn.rows.cut, found["all mass cut"], own)
+    same("all token drawn", drawn.rows.tokens, found["all token drawn"], own)
+    for name in ("scored", "reward", "kept"):
+        same(f"all {name}", getattr(drawn, name), found[f"all {name}"])
+    learnt, rows, recomputed = it.experience.batch.learnt, it.experience.batch.rows, it.experience.recomputed
+    own = found["own"]
+    same("own tokens that count", learnt.own, own)
+    for name in ("tokens", "position", "first"):
+        same(f"chosen rows' {name}", getattr(rows, name), getattr(found["rows"], name), own)
+    same("score", recomputed.score, found["score"], own.any(-1))
+    same("temperature", it.experience.temperature, np.float64(it.settings.temperature))
+    if recomputed.log_probability is not None:
+        same("recomputed log-probability", recomputed.log_probability, found["recomputed"], own)
+        same("entropy", recomputed.entropy, found["entropy"], own)
+    if it.settings.correction != "none" or it.settings.old_log_probability == "sampled":
+        same("sampled log-probability as learned from", learnt.sampled, found["sampled"], own)
+    if it.settings.kl != "none" or it.settings.objective == "preference":
+        same("reference's log-probability", learnt.reference, found["reference"], own)
+    if found["value"] is not None:
+        same("value", learnt.value, found["value"], own)
+        same("target", learnt.target, found["target"])
+    if it.settings.objective == "policy":
+        same("old log-probability", learnt.old, found["old"], own)
+        same("advantage", learnt.advantage, found["advantage"], atol=2e-4)
+    return found
+
+
+def compare_gradient(what, gradient, loss, params, random):
+    """Asserts that a gradient is that of a loss, by finite differences: all of it, and each leaf's part."""
+    norm = np.sqrt(sum(np.sum(g**2) for g in gradient.values()))
+    assert norm > 1e-3, f"{what}: no gradient to speak of"
+    everywhere = []
+    for slope in plain.slopes(loss, params, random):
+        error = sum(np.sum(gradient[path] * d) for path, d in slope.direction.items()) - slope.slope
+        if slope.name == "everywhere":
+            everywhere.append(error)
+            continue
+        if len(everywhere) == 16:
+            root = np.sqrt(np.mean(np.square(everywhere)))
+            assert root < OFF * norm, f"{what} is off by {root:.2e}, and its norm is {norm:.2e}"
+            everywhere.append(0.0)
+        own = np.sqrt(np.sum(gradient[slope.name] ** 2))
+        allowed = 4 * OFF * (own + 0.1 * norm)
+        assert abs(error) < allowed, f"{what} by {slope.name} is off by {error:.2e}, and its norm is {own:.2e}"
+
+
+def compare_updates(it, found):
+    """Asserts that each update is the reference's, and yields what the loss of each is made of."""
+    settings, random = it.settings, np.random.default_rng(1)
+    adam = plain.Adam(settings.beta1, settings.beta2, settings.epsilon, settings.weight_decay, settings.max_grad_norm)
+    rates = {"policy": settings.learning_rate, "critic": settings.critic_learning_rate}
+    start = {"policy": it.before.policy, "critic": it.before.critic}
+    end = {"policy": it.after.policy, "critic": it.after.critic}
+    labels = [label for label in start if start[label] is not None]
+    params = {label: flat(start[label].params) for label in labels}
+    moments = {label: adam.begun(params[label]) for label in labels}
+    base, told_all = flat(it.base), []
+    for epoch in range(settings.epochs):
+        visited_rows = np.sort(it.visited.rows[epoch].reshape(-1))
+        same(f"rows of epoch {epoch}", visited_rows, np.arange(settings.rows))
+        for number in range(settings.minibatches):
+            what = f"update {number} of epoch {epoch}: "
+            index = it.visited.rows[epoch, number]
+            if settings.objective == "preference":
+                same(what + "pairs lie side by side", index[1::2], index[::2] + 1)
+                same(what + "the better row is first", index[::2] % 2, np.zeros(len(index) // 2, int))
+            told, done, ratios = jax.tree.map(
+                lambda x: x[epoch, number],  # noqa: B023
+                (it.visited.told, it.visited.done, it.visited.log_ratio),
+            )
+            trained = {label: flat(one.params) for label, one in told.pop("trained").items()}
+            gradient = {label: flat(one) for label, one in told.pop("gradient").items()}
+            for label in labels:
+                compare_params(what + f"parameters of the {label} before", trained[label], params[label], rates[label])
+            batch = plain.minibatch(settings, Errand(), found, index)
+            critic = trained.get("critic")
+
+            def losses(policy, critic, frozen=None, batch=batch):
+                return plain.losses(settings, HEADS, plain.whole(policy, base), whole_of(critic, base), batch, frozen)
+
+            theirs, log_ratio, frozen = losses(trained["policy"], critic)
+            for name, value in theirs.items():
+                same(what + name, told[name], value, atol=2e-4)
+            assert set(told) == set(theirs), "the parts of the loss have the reference's names"
+            if ratios is not None:
+                same(what + "log-ratio", ratios, log_ratio, batch.own)
+            of_policy = lambda p: losses(p, critic, frozen)[0]["loss"]  # noqa: B023, E731
+            of_critic = lambda c: losses(trained["policy"], c, frozen)[0]["loss"]  # noqa: B023, E731
+            for label in labels:
+                loss = of_policy if label == "policy" else of_critic
+                compare_gradient(what + f"gradient of the {label}", gradient[label], loss, trained[label], random)
+                params[label], moments[label], update = adam.updated(
+                    trained[label], moments[label], gradient[label], rates[label]
+                )
+                for name, value in update.items():
+                    same(what + f"{name} of the {label}", getattr(done[label], name), value)
+            told_all.append(theirs | {f"{label} clipped": done[label].clipped for label in labels})
+    for label in labels:
+        compare_params(f"parameters of the {label} at the end", flat(end[label].params), params[label], rates[label])
+        kept = end[label].moments[0]
+        same(f"updates of the {label}", kept.count, moments[label]["count"])
+        for name in ("mu", "nu"):
+            for path, moment in flat(getattr(kept, name)).items():
+                same(f"{name} of the {label}'s {path}", moment, moments[label][name][path], atol=1e-6)
+    return told_all
+
+
+def whole_of(params, base):
+    return None if params is None else plain.whole(params, base)
+
+
+def compare_params(what, mine, theirs, rate):
+    """Asserts that parameters are the reference's, by the rate, the largest step that Adam takes at first."""
+    for path, x in theirs.items():
+        np.testing.assert_allclose(mine[path], x, rtol=1e-6, atol=AFTER * rate, err_msg=f"{what}: {path}")
+
+
+def compare(it):
+    """Asserts that an iteration is the reference's."""
+    found = compare_collected(it)
+    told = compare_updates(it, found)
+    for name in ("reference", "reward_model"):
+        before, after = (jax.tree.leaves(getattr(state, name)) for state in (it.before, it.after))
+        for one, other in zip(before, after, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=name)
+    if found["value"] is not None:
+        returns = plain.returns(found["score"], found["own"], it.settings.gamma)
+        bias = (found["value"] - returns)[found["own"]].mean()
+        same("value_bias of the telemetry", it.telemetry["value_bias"], bias)
+    return found, told
+
+
+def assert_it_says_something(it, found, told):
+    """Asserts that what could make no difference does."""
+    settings, rows = it.settings, it.rows
+    for name, x in {"truncated rows": rows.truncated, "rows that are over": ~rows.truncated}.items():
+        assert 0.1 < x.mean() < 0.9, name
+    for role in (OWN, PROMPT, TOOL):
+        assert (rows.role == role).mean() > 0.05
+    assert (rows.first > 0).any(), "chunks"
+    assert (rows.role[:, 2] == PROMPT).any()
+    assert (rows.role[:, 2] == OWN).any(), "prompts of two lengths"
+    assert (found["all mass cut"][rows.own] > 0.05).mean() > 0.2, "top-p"
+    assert (found["all token drawn"] == rows.tokens)[rows.own].all()
+    own = found["own"]
+    dropped = found["rows"].own.any(-1) & ~own.any(-1)
+    assert 0 < dropped.mean() < 0.8, "rows that do not count"
+    gap = np.abs(found["recomputed"] - found["reference"])[own]
+    assert np.median(gap) > 0.1, "another reference"
+    if settings.overlong_buffer and settings.objective == "policy":
+        penalty = plain.overlong(settings, Errand(), found["rows"], COUNTED)[own.any(-1)]
+        assert len(set(penalty)) > 3, "penalties"
+    if settings.oversampling > 1:
+        size, groups = settings.group_size, settings.prompts * settings.oversampling
+        reward, kept = (found[f"all {name}"].reshape(groups, size) for name in ("reward", "kept"))
+        signal = np.array([plain.has_signal(*group) for group in zip(reward, kept, strict=True)])
+        assert 0 < signal.sum() < groups, "groups without signal"
+        assert not signal[: settings.prompts].all(), "that would have been taken"
+    if settings.objective == "preference":
+        return
+    assert np.abs(found["sampled"] - found["recomputed"])[own].mean() > 0.1, "a stale sampler"
+    shares = {name: np.mean([one[name] for one in told]) for name in told[0]}
+    assert shares["clip_low"] > 0.01
+    assert shares["clip_high"] > 0.01
+    assert shares["clip_dual"] > 0.005
+    if settings.advantage == "gae":
+        assert 0.02 < shares["value_clipped"] < 0.98
+    assert shares["policy clipped"] > 0
+    if settings.correction == "tis":
+        weight = plain.correction(settings, found["old"] - found["sampled"], own)[own]
+        assert 0.1 < (weight == settings.tis_cap).mean() < 0.9
+    if settings.correction == "mis":
+        assert 0.02 < shares["correction_zero"] < 0.9
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_iteration_is_the_references(name, monkeypatch):
+    it = iteration(CASES[name], monkeypatch)
+    assert_it_says_something(it, *compare(it))
