@@ -299,8 +299,12 @@ def collected(
     uniform: np.ndarray,
     disturbed: Disturbed,
     counted: str,
+    deciding: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """What is learned from, by name, in the order in which it is made.
+
+    Rows are chosen by `deciding`, rewards that differ from the reference's in rounding, so that equal ones are equal in
+    the same way: two rows of one last chunk score the same.
 
     Where there are no own tokens, what is found of tokens means nothing. Names that begin with "all " are of all rows
     that were sampled.
@@ -313,6 +317,7 @@ def collected(
         "all sampler's log-probability": sampled,
         "all sampler's entropy": entropy(logs),
         "all mass cut": choice.cut,
+        "all certain": choice.margin > 1e-5,
         "all token drawn": np.where(choice.margin > 1e-5, choice.token, rows.tokens),
     }
     gold = rows.rewards["gold"]
@@ -323,7 +328,7 @@ def collected(
     score = reward
     if settings.overlong_buffer:
         score = reward + settings.overlong_coefficient * overlong(settings, dialogue, rows, counted)
-    index, kept = choice_of_rows(settings, reward, kept)
+    index, kept = choice_of_rows(settings, reward if deciding is None else deciding, kept)
     rows, score, sampled = rows.picked(index), score[index], (sampled + disturbed.log_probability)[index]
     own = rows.own & kept[:, None]
     found |= {"index": index, "tokens": rows.tokens, "first": rows.first, "score": score, "own": own}
@@ -574,7 +579,7 @@ class Adam:
         """Parameters and moments after an update, and what it tells."""
         length = np.sqrt(sum(np.sum(g**2) for g in gradient.values()))
         told = {"gradient_norm": length, "clipped": float(length > self.max_norm), "learning_rate": rate}
-        gradient = {k: g * min(1.0, self.max_norm / length) for k, g in gradient.items()}
+        gradient = {k: g * min(1.0, self.max_norm / max(length, 1e-12)) for k, g in gradient.items()}
         count = moments["count"] + 1
         mu = {k: self.beta1 * moments["mu"][k] + (1 - self.beta1) * g for k, g in gradient.items()}
         nu = {k: self.beta2 * moments["nu"][k] + (1 - self.beta2) * g**2 for k, g in gradient.items()}
