@@ -7,6 +7,7 @@ parameters that an update began with, and the parameters it ended with are those
 
 import dataclasses
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import dialogue_reference as plain
@@ -155,12 +156,13 @@ PREFERENCE = {"beta": 0.5, "label_smoothing": 0.1, "oversampling": 2, "entropy_c
 
 @dataclass(frozen=True)
 class Case:
-    """A preset with settings, and the sites that are disturbed."""
+    """A preset with settings, the sites that are disturbed, and how many layers a transformer has."""
 
     preset: str
     settings: dict
     sites: tuple[str, ...] = ()
     seed: int = 0
+    layers: int = 2
 
 
 STALE = ("behaviour", "log_probability")
@@ -169,13 +171,15 @@ CASES = {
         "ppo_lm",
         {"old_log_probability": "sampled", "kl_coefficient": 0.3, "reward": "learned"},
         (*STALE, "reward", "temperature", "gae_lambda", "kl_coefficient"),
-        seed=7,
+        seed=2,
+        layers=1,
     ),
     "dapo": Case(
         "dapo",
         {"correction": "tis", "tis_cap": 1.2, "kl": "exact", "kl_coefficient": 0.2},
         (*STALE, "ratio_clip"),
-        seed=8,
+        seed=1,
+        layers=1,
     ),
     "dpo": Case("dpo", PREFERENCE),
 }
@@ -226,12 +230,11 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch):
-    monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 2, 2))
-
-
 HEADS = 2
+
+
+def tiny(layers, monkeypatch):
+    monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, layers, HEADS))
 
 
 def flat(tree):
@@ -299,6 +302,7 @@ class Iteration:
 
 def iteration(case, monkeypatch):
     """One step of the learner of a case."""
+    tiny(case.layers, monkeypatch)
     settings = settings_of(case.preset)(**COMMON | case.settings)
     learner = Watched(Errand(), settings.structure, Errand.length)
     random = np.random.default_rng(case.seed)
@@ -606,15 +610,17 @@ class Pretraining:
 
 
 def prepared(settings, monkeypatch):
-    """The state of a learner before its first iteration, and what each of its pretrainings did, in their order."""
+    """The state of a learner before its first iteration, and what each of its pretrainings did, in their order.
+
+    No rows are sampled to tell whether the warm start is over: it never is.
+    """
     learner, stages = DialogueLearner(Errand(), settings.structure), []
     adam, demonstrated, undisturbed = optax.scale_by_adam, demonstrations.demonstrated, learner.collector.undisturbed
     monkeypatch.setattr(optax, "scale_by_adam", lambda *args: stages.append(Pretraining(adam(*args))) or stages[-1])
     monkeypatch.setattr(demonstrations, "demonstrated", lambda *args: stages[-1].see(demonstrated(*args)))
 
-    def sampled(*args, **kwargs):
-        rows = undisturbed(*args, **kwargs)
-        return stages[-1].see(rows) if len(stages) == 3 else rows  # a warm start's looks are not learned from
+    def sampled(*args):
+        return stages[-1].see(undisturbed(*args)) if len(stages) == 3 else SimpleNamespace(gold=jnp.zeros(1))
 
     monkeypatch.setattr(learner.collector, "undisturbed", sampled)
     # A transformation of its own for the iterations' moments, which are not looked at here.
@@ -648,6 +654,7 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
         "reward_model_warm_start": 5,
         "critic_warm_start": 5,
     }
+    tiny(1, monkeypatch)
     settings = settings_of("ppo_lm")(**COMMON | given)
     state, (warm, judge, critic) = prepared(settings, monkeypatch)
     rate = settings.warm_start_learning_rate
