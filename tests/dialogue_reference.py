@@ -449,7 +449,7 @@ def losses(
     batch: Minibatch,
     frozen: Frozen | None = None,
 ) -> tuple[dict[str, float], np.ndarray, Frozen]:
-    """A minibatch's "loss" and what it is made of, the log-ratios `[N, T]`, and what is `frozen` here.
+    """What a minibatch's "loss" is made of, and at last itself, the log-ratios `[N, T]`, and what is `frozen` here.
 
     `frozen` is that of the point whose gradient is asked for; of this one unless given.
     """
@@ -502,7 +502,7 @@ def losses(
             errors = np.maximum(errors, (near - batch.target) ** 2)
         told["value_loss"] = mean(errors) / 2
         loss = loss + settings.value_coefficient * told["value_loss"]
-    return {"loss": loss} | told, log_ratio, frozen
+    return told | {"loss": loss}, log_ratio, frozen
 
 
 def preference(settings: Any, new: np.ndarray, batch: Minibatch) -> dict[str, float]:
@@ -514,11 +514,11 @@ def preference(settings: Any, new: np.ndarray, batch: Minibatch) -> dict[str, fl
     smoothing = settings.label_smoothing
     loss = (1 - smoothing) * np.log1p(np.exp(-margin)) + smoothing * np.log1p(np.exp(margin))
     named = {
-        "loss": loss,
-        "margin": margin,
-        "preference_accuracy": margin > 0,
         "chosen_reward": chosen,
         "rejected_reward": rejected,
+        "margin": margin,
+        "preference_accuracy": margin > 0,
+        "loss": loss,
     }
     return {name: np.where(counts, x, 0.0).sum() / max(counts.sum(), 1) for name, x in named.items()}
 

@@ -131,6 +131,7 @@ COMMON = {
     "group_size": 4,
     "epochs": 2,
     "minibatches": 2,
+    "microbatches": 4,
     "temperature": 0.7,
     "top_k": 7,
     "top_p": 0.9,
@@ -181,11 +182,11 @@ CASES = {
         seed=1,
         layers=1,
     ),
-    "dpo": Case("dpo", PREFERENCE),
+    "dpo": Case("dpo", PREFERENCE, seed=9, layers=1),
 }
 """One of each structure; what else there is to choose is in `VARIANTS`."""
 
-GROUPS = {"oversampling": 2, "kl_coefficient": 0.2}
+GROUPS = {"oversampling": 2, "kl_coefficient": 0.2, "microbatches": 0}
 MASKED = {"correction": "mis"}
 CAPPED = {"correction": "tis", "tis_cap": 1.2}
 
@@ -393,7 +394,7 @@ def compare_collected(it):
         same(f"all {name}", getattr(drawn, name), found[f"all {name}"])
     learnt, rows, recomputed = it.experience.batch.learnt, it.experience.batch.rows, it.experience.recomputed
     own = found["own"]
-    same("own tokens that count", learnt.own, own)
+    same("the rows that are learned from, by their own tokens that count", learnt.own, own)
     for name in ("tokens", "position", "first"):
         same(f"chosen rows' {name}", getattr(rows, name), getattr(found["rows"], name), own)
     same("score", recomputed.score, found["score"], own.any(-1))
@@ -435,11 +436,16 @@ def compare_gradient(what, gradient, loss, params, random):
 UPDATE = ("clipped", "gradient_norm")
 
 
+def rate_of(settings, label):
+    """What an update is multiplied with: the same one at all times."""
+    return settings.learning_rate if label == "policy" else settings.critic_learning_rate
+
+
 def compare_updates(it, found):
     """Asserts that each update is the reference's, and yields what the loss of each is made of."""
     settings, random = it.settings, np.random.default_rng(1)
     adam = plain.Adam(settings.beta1, settings.beta2, settings.epsilon, settings.weight_decay, settings.max_grad_norm)
-    rates = {"policy": settings.learning_rate, "critic": settings.critic_learning_rate}
+    rates = {label: rate_of(settings, label) for label in ("policy", "critic")}
     start = {"policy": it.before.policy, "critic": it.before.critic}
     end = {"policy": it.after.policy, "critic": it.after.critic}
     labels = [label for label in start if start[label] is not None]
@@ -470,11 +476,11 @@ def compare_updates(it, found):
                 return plain.losses(settings, HEADS, plain.whole(policy, base), whole_of(critic, base), batch, frozen)
 
             theirs, log_ratio, frozen = losses(trained["policy"], critic)
-            for name, value in theirs.items():
-                same(what + name, told[name], value)
             assert set(told) == set(theirs), "the parts of the loss have the reference's names"
             if ratios is not None:
                 same(what + "log-ratio", ratios, log_ratio, batch.own)
+            for name, value in theirs.items():
+                same(what + name, told[name], value)
             of_policy = lambda p: losses(p, critic, frozen)[0]["loss"]  # noqa: B023, E731
             of_critic = lambda c: losses(trained["policy"], c, frozen)[0]["loss"]  # noqa: B023, E731
             for label in labels:
@@ -539,6 +545,10 @@ def assert_it_says_something(it, found, told, every_bound=True):
     gap = np.abs(found["recomputed"] - found["reference"])[own]
     assert np.median(gap) > 0.1, "another reference"
     if settings.objective == "policy":
+        lengths = np.max(np.where(own, np.arange(Errand.length), 0), -1)
+        taken = max(lengths[index].sum() for epoch in it.visited.rows for index in epoch) / Errand.length
+        pieces = settings.pieces_of(settings.rows // settings.minibatches)
+        assert taken > pieces.first or not settings.microbatches > 1, "several pieces"
         penalty = plain.overlong(settings, Errand(), found["rows"], COUNTED)[own.any(-1)]
         assert len(set(penalty)) > 2, "penalties"
     if settings.oversampling > 1:
