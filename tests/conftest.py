@@ -42,6 +42,7 @@ LONG = (
     "dialogue_durable",
     "dialogue_learner",
     "dialogue_learner_telemetry",
+    "dialogue_reference",
     "model_axis",
     "undisturbed",
     "undisturbed_dialogues",
