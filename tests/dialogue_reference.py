@@ -170,19 +170,12 @@ def chosen(scores: np.ndarray, uniform: np.ndarray, top_k: int, top_p: float) ->
 # From rows to what is learned from.
 
 
-def overlong(settings: Any, dialogue: Any, rows: Written, counted: str) -> np.ndarray:
-    """The penalty on long rows, from 0 to -1, `[N]`.
-
-    `counted` is "own", own tokens over the most that any row can have; or "response", all slots that were written
-    after a row's own prompt, over those that there were for it.
-    """
+def overlong(settings: Any, dialogue: Any, rows: Written) -> np.ndarray:
+    """The penalty on long rows, from 0 to -1, `[N]`, by all slots written after a row's prompt of those there were."""
     found = []
     for role in rows.role:
-        if counted == "own":
-            length, longest = np.sum(role == OWN), dialogue.length - dialogue.prompt_length
-        else:
-            prompt = np.argmax(role != PROMPT)
-            length, longest = np.sum(role[prompt:] <= TOOL), dialogue.length - prompt
+        prompt = np.argmax(role != PROMPT)
+        length, longest = np.sum(role[prompt:] <= TOOL), dialogue.length - prompt
         buffer = settings.overlong_buffer * longest
         found.append(-np.clip((length - (longest - buffer)) / buffer, 0, 1))
     return np.array(found)
@@ -298,7 +291,6 @@ def collected(
     rows: Written,
     uniform: np.ndarray,
     disturbed: Disturbed,
-    counted: str,
     deciding: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """What is learned from, by name, in the order in which it is made.
@@ -327,7 +319,7 @@ def collected(
     found |= {"all scored": scored, "all reward": reward, "all kept": kept}
     score = reward
     if settings.overlong_buffer:
-        score = reward + settings.overlong_coefficient * overlong(settings, dialogue, rows, counted)
+        score = reward + settings.overlong_coefficient * overlong(settings, dialogue, rows)
     index, kept = choice_of_rows(settings, reward if deciding is None else deciding, kept)
     rows, score, sampled = rows.picked(index), score[index], (sampled + disturbed.log_probability)[index]
     own = rows.own & kept[:, None]

@@ -23,15 +23,11 @@ from jaxaudit.learners.dialogue import demonstrations, held_out
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueLearner
 from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
+from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
+from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.run import before_the_first
 from jaxaudit.models import gpt2
 from jaxaudit.taps import Taps
-
-COUNTED = "own"
-"""What the penalty on long rows counts: see `dialogue_reference.overlong`."""
-
-RETURNED = 1.0
-"""The discount, for each own token, of what value pretraining learns."""
 
 CLOSE = {"rtol": 1e-5, "atol": 5e-6}
 """Of values of float32 against float64; the largest difference found is a fifth of it."""
@@ -104,8 +100,8 @@ class Watched(DialogueLearner):
         return after, visited
 
     def gradient(self, trained, *rest):
-        gradient, told, log_ratio = super().gradient(trained, *rest)
-        return gradient, told | {"gradient": gradient, "trained": trained}, log_ratio
+        gradient, told, *more = super().gradient(trained, *rest)
+        return gradient, told | {"gradient": gradient, "trained": trained}, *more
 
 
 class Altered(Taps):
@@ -318,6 +314,9 @@ def iteration(case, monkeypatch):
         critic=critic and Trained(critic, learner.transform.init(critic)),
         reward_model=reward_model,
         reference=reference,
+        initial=policy if learner.keeps_initial else None,
+        scales={} if reward_model is None else {name: Scale(0.0, 1.0) for name in ("proxy", "gold")},
+        results=Bigrams.none(Errand.vocabulary) if settings.telemetry == "full" else None,
         warm_start_success=jnp.float32(0),
         told=told,
         measured=measured,
@@ -382,9 +381,7 @@ def compare_collected(it):
         reward_model=flat(before.reward_model),
         base=flat(it.base),
     )
-    found = plain.collected(
-        it.settings, Errand(), HEADS, models, it.rows, it.uniform, it.disturbed, COUNTED, it.drawn.reward
-    )
+    found = plain.collected(it.settings, Errand(), HEADS, models, it.rows, it.uniform, it.disturbed, it.drawn.reward)
     drawn, own = it.drawn, it.rows.own
     same("all sampler's log-probability", drawn.rows.log_probability, found["all sampler's log-probability"], own)
     same("all sampler's entropy", drawn.rows.entropy, found["all sampler's entropy"], own)
@@ -463,7 +460,7 @@ def compare_updates(it, found):
                 same(what + "the better row is first", index[::2] % 2, np.zeros(len(index) // 2, int))
             told, done, ratios = jax.tree.map(
                 lambda x: x[epoch, number],  # noqa: B023
-                (it.visited.told, it.visited.done, it.visited.log_ratio),
+                (it.visited.told, it.visited.done, it.visited.tokens and it.visited.tokens.log_ratio),
             )
             trained = {label: flat(one.params) for label, one in told.pop("trained").items()}
             gradient = {label: flat(one) for label, one in told.pop("gradient").items()}
@@ -522,9 +519,9 @@ def compare(it):
         for one, other in zip(before, after, strict=True):
             np.testing.assert_array_equal(one, other, err_msg=name)
     if found["value"] is not None:
-        returns = plain.returns(found["score"], found["own"], it.settings.gamma)
-        bias = (found["value"] - returns)[found["own"]].mean()
-        same("value_bias of the telemetry", it.telemetry["value_bias"], bias)
+        scored = plain.returns(found["score"], found["own"], it.settings.gamma)
+        for name, wanted in (("value_bias", found["target"]), ("score_value_bias", scored)):
+            same(f"{name} of the telemetry", it.telemetry[name], (found["value"] - wanted)[found["own"]].mean())
     return found, told
 
 
@@ -549,7 +546,7 @@ def assert_it_says_something(it, found, told, every_bound=True):
         taken = max(lengths[index].sum() for epoch in it.visited.rows for index in epoch) / Errand.length
         pieces = settings.pieces_of(settings.rows // settings.minibatches)
         assert taken > pieces.first or not settings.microbatches > 1, "several pieces"
-        penalty = plain.overlong(settings, Errand(), found["rows"], COUNTED)[own.any(-1)]
+        penalty = plain.overlong(settings, Errand(), found["rows"])[own.any(-1)]
         assert len(set(penalty)) > 2, "penalties"
     if settings.oversampling > 1:
         size, groups = settings.group_size, settings.prompts * settings.oversampling
@@ -630,7 +627,10 @@ def prepared(settings, monkeypatch):
     monkeypatch.setattr(demonstrations, "demonstrated", lambda *args: stages[-1].see(demonstrated(*args)))
 
     def sampled(*args):
-        return stages[-1].see(undisturbed(*args)) if len(stages) == 3 else SimpleNamespace(gold=jnp.zeros(1))
+        if len(stages) < 2:
+            return SimpleNamespace(gold=jnp.zeros(1))
+        rows = undisturbed(*args)
+        return stages[-1].see(rows) if len(stages) == 3 else rows
 
     monkeypatch.setattr(learner.collector, "undisturbed", sampled)
     # A transformation of its own for the iterations' moments, which are not looked at here.
@@ -662,6 +662,8 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
         "warm_start_success": 1.0,
         "warm_start_learning_rate": 0.01,
         "reward_model_warm_start": 5,
+        "reward_model_pairs": 10,
+        "reward_model_learning_rate": 0.02,
         "critic_warm_start": 5,
     }
     tiny(1, monkeypatch)
@@ -695,10 +697,13 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
         "the reward model's",
         judge,
         settings.reward_model_warm_start,
-        rate,
+        settings.reward_model_learning_rate,
         lambda n: lambda params: plain.judgement(HEADS, params, *pairs[n]),
     )
-    compare_params("the reward model", flat(state.reward_model), model, rate)
+    compare_params("the reward model", flat(state.reward_model), model, settings.reward_model_learning_rate)
+    for stage in (judge, critic):
+        for path, x in flat(state.policy.params).items():
+            np.testing.assert_array_equal(stage.start[path], x, err_msg="it begins as the policy that was warmed up")
 
     sampled = [rows for rows, _ in critic.shown]
     logs = plain.log_softmax(plain.logits(policy, sampled[0], HEADS) / settings.temperature)
@@ -711,6 +716,6 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
         critic,
         settings.critic_warm_start,
         settings.critic_learning_rate,
-        lambda n: lambda params: plain.expectation(HEADS, params, sampled[n], scored[n], RETURNED),
+        lambda n: lambda params: plain.expectation(HEADS, params, sampled[n], scored[n], settings.gamma),
     )
     compare_params("the critic", flat(state.critic.params), values, settings.critic_learning_rate)
