@@ -34,14 +34,14 @@ RETURNED = 1.0
 """The discount, for each own token, of what value pretraining learns."""
 
 CLOSE = {"rtol": 1e-5, "atol": 5e-6}
-"""Of values of float32 against float64; the largest difference found is a fifth of it."""
+"""Of values of float32 against float64; the largest difference by default is a sixth of it."""
 
 OFF = 1e-5
 """The most that a gradient's error may be, in norms: of the whole gradient's, or, of a leaf alone, of its own and a
-tenth of the whole's. The largest found are 6e-7 and 7e-7."""
+tenth of the whole's. The largest by default are 6e-7 and 1e-6."""
 
 AFTER = 1e-4
-"""The most that parameters may be off after an update, of its rate. The largest found is 3e-6."""
+"""The most that parameters may be off after an update, of its rate. The largest by default is 3e-6."""
 
 CALL, TURN, END, RESULT, BEGIN = range(4, 9)
 
