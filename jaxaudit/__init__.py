@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors; in a program a name is impor
     from jaxaudit.taps import SITES, Taps
     from jaxaudit.whole import inputs
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 source_tree.find_kernels()
 

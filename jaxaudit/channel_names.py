@@ -4,3 +4,6 @@ PERFORMANCE = "performance"
 
 ACTING = "acting_performance"
 """The channel in which a learner tells how it fares in training itself, disturbed or not, beside its performance."""
+
+PERFORMANCE_ERROR = "performance_error"
+"""The standard error of a performance that is measured on a sample."""

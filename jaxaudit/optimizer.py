@@ -117,17 +117,30 @@ def disturbed_gradient(gradient: Params, taps: Taps, label: str = "") -> tuple[P
     return used, jax.lax.cond(taps.idle("gradient") == 0, measured, lambda: jnp.ones(()))
 
 
-def warmup_cosine(peak: float, warmup: float, final: float) -> Callable[[jax.Array], jax.Array]:
-    """The schedule that rises linearly to `peak` over the share `warmup` of the run, and falls along a cosine.
+DECAYS: dict[str, Callable[[float], optax.Schedule]] = {
+    "constant": lambda final: optax.constant_schedule(1.0),
+    "linear": lambda final: optax.linear_schedule(1.0, final, 1),
+    "cosine": lambda final: optax.cosine_decay_schedule(1.0, 1, final),
+}
+"""Schedules of the progress in [0, 1] since the warm-up, which begin at 1 and end at a share of it."""
 
-    It ends at the share `final` of the peak (Loshchilov and Hutter, 2017).
+
+def warmup_decay(peak: Any, warmup: float, decay: str, final: float) -> Callable[[jax.Array], jax.Array]:
+    """The schedule of the run's progress in [0, 1] that rises linearly from 0 to a peak, and then falls.
+
+    Args:
+      peak: scalar, which may be traced.
+      warmup: the share of the run over which it rises.
+      decay: how it falls from there to the run's end, one of `DECAYS`; "cosine" is that of Loshchilov and Hutter
+        (2017).
+      final: the share of the peak that it falls to.
     """
+    falling = DECAYS[decay](final)
 
     def rate(progress: jax.Array) -> jax.Array:
         rising = progress / warmup if warmup else 1.0
         passed = jnp.clip((progress - warmup) / max(1.0 - warmup, 1e-9), 0.0, 1.0)
-        falling = final + (1.0 - final) * 0.5 * (1.0 + jnp.cos(jnp.pi * passed))
-        return peak * jnp.where(progress < warmup, rising, falling)
+        return peak * jnp.where(progress < warmup, rising, falling(passed))
 
     return rate
 

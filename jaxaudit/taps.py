@@ -50,6 +50,17 @@ SITES = (
 )
 """The standard sites, those from the difficulty on of dialogues; a learner may add its own."""
 
+LASTING_SITES = {
+    "params": "what is trained: a change stays, and is trained on from; the standard kinds act once",
+    "optimizer_state": "what it is trained with: a change stays, until the moments have forgotten it",
+    "reference": "the policy that divergence is measured from: moved once, or further at every step of the window",
+}
+"""Standard sites whose value a learner keeps from step to step, so that a change there outlasts its window.
+
+At all others a disturbance ends with its window: what is tapped is a copy (of the behaviour policy or the reward model,
+whose parameters are part of a dialogue learner's state), is made anew in each step, or is a setting.
+"""
+
 ACTING_SITES = ("observation", "action", "dynamics")
 """Sites at which a disturbance touches how a learner fares at once, whether it has got worse or not."""
 

@@ -1,17 +1,25 @@
-"""The rules of the built-in dialogues in plain Python, on words, and the loop over slots."""
+"""The rules of the built-in dialogues in plain Python, on words, and the loop over slots.
+
+Rules are those of a prompt in words; of a state they read what the prompt does not tell, a hidden table and the names
+that a tool writes. `right` is what a right reader of the prompt writes, without a tool; `task` makes two rows the same.
+"""
 
 import re
 
 from jaxaudit.dialogues.protocol import END, NOTHING, OWN, PROMPT, TOOL
 
 OVER = "over"
+CALCULATED = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+BELONGING = {"sea": "fish salt wave", "wood": "tree moss deer", "town": "street shop bridge", "sky": "cloud bird star"}
 
 
 class HopRules:
-    def __init__(self, dialogue, state):
+    def __init__(self, dialogue, state, prompt):
         letters = dialogue.words[: dialogue.entities]
         self.next = dict(zip(letters, (dialogue.words[t] for t in state.table), strict=True))
-        self.goal = dialogue.words[state.goal]
+        hops, self.goal = prompt
+        for _ in range(int(hops)):
+            self.goal = self.next[self.goal.lower()].lower()
         self.mode, self.answer, self.ended = None, None, False
 
     def respond(self, word):
@@ -31,12 +39,20 @@ class HopRules:
     def gold(self):
         return float(self.ended and self.answer == self.goal)
 
+    def right(self):
+        return ["answer", self.goal, "end"]
+
+    @staticmethod
+    def task(dialogue, state, prompt):
+        return (*prompt, *(dialogue.words[token].lower() for token in state.table))
+
 
 class CalculatorRules:
-    def __init__(self, dialogue, state):
+    def __init__(self, dialogue, state, prompt):
         self.names = [dialogue.words[t] for t in state.tool_digits]
-        self.most, self.wanted = dialogue.digits, int(state.wanted)
-        self.mode, self.text, self.right = None, "", False
+        first, sign, second = re.fullmatch(r"(0|[1-9]\d*)([-+*])(0|[1-9]\d*)=", "".join(prompt)).groups()
+        self.most, self.wanted = dialogue.digits, CALCULATED[sign](int(first), int(second))
+        self.mode, self.text, self.done = None, "", False
 
     def respond(self, word):
         self.text += word.removesuffix("'")
@@ -48,7 +64,7 @@ class CalculatorRules:
             if not call:
                 return ["<", "error", ">"]
             a, b = int(call[1]), int(call[3])
-            result = str({"+": a + b, "-": a - b, "*": a * b}[call[2]])
+            result = str(CALCULATED[call[2]](a, b))
             return ["<", *(self.names[int(sign)] if sign.isdigit() else sign for sign in result), ">"]
         if self.mode == "answer" and re.fullmatch(r"-?\d*", self.text):
             return None
@@ -56,17 +72,28 @@ class CalculatorRules:
         text, self.text = self.text.removesuffix("end"), ""
         if word == "end":
             number = re.fullmatch(rf"-?\d{{1,{2 * self.most}}}", text)
-            self.right = bool(mode == "answer" and number and int(text) == self.wanted)
+            self.done = bool(mode == "answer" and number and int(text) == self.wanted)
             return OVER
         return None
 
     def gold(self):
-        return float(self.right)
+        return float(self.done)
+
+    def right(self):
+        return ["answer", *str(self.wanted), "end"]
+
+    @staticmethod
+    def task(dialogue, state, prompt):
+        return prompt
 
 
 class ChainRules:
-    def __init__(self, dialogue, state):
-        self.path = [dialogue.words[value] for value in state.path]
+    def __init__(self, dialogue, state, prompt):
+        start, *functions, _ = prompt
+        names = dialogue.words[dialogue.values : dialogue.values + dialogue.functions]
+        self.goal = start
+        for name in functions:
+            self.goal = dialogue.words[dialogue.table[names.index(name)][dialogue.words.index(self.goal)]]
         self.values = dialogue.words[: dialogue.values]
         self.mode, self.answer, self.ended = None, None, False
 
@@ -78,13 +105,22 @@ class ChainRules:
         return OVER if word == "end" else None
 
     def gold(self):
-        return float(self.ended and self.answer == self.path[-1])
+        return float(self.ended and self.answer == self.goal)
+
+    def right(self):
+        return ["answer", self.goal, "end"]
+
+    @staticmethod
+    def task(dialogue, state, prompt):
+        return prompt
 
 
 class PreferenceRules:
-    def __init__(self, dialogue, state):
-        words = dialogue.words[4:16]
-        self.wanted = {word for word, wanted in zip(words, state.wanted, strict=True) if wanted}
+    def __init__(self, dialogue, state, prompt):
+        asked, _, without = " ".join(prompt).removeprefix("about ").partition(" without ")
+        topics, _, extras = asked.partition(" with ")
+        self.wanted = {word for topic in topics.split() for word in BELONGING[topic].split()} | set(extras.split())
+        self.forbidden = set(without.split())
         self.dislike, self.said = dialogue.dislike, []
 
     def respond(self, word):
@@ -93,7 +129,16 @@ class PreferenceRules:
 
     def gold(self):
         coverage = len(self.wanted & set(self.said)) / len(self.wanted)
-        return max(coverage - self.dislike * max(self.said.count("splendid") - 1, 0), 0.0)
+        slips = sum(word in self.forbidden for word in self.said)
+        return max(coverage - self.dislike * (max(self.said.count("splendid") - 1, 0) + slips), 0.0)
+
+    def right(self):
+        return [*sorted(self.wanted), "splendid", "end"]
+
+    @classmethod
+    def task(cls, dialogue, state, prompt):
+        rules = cls(dialogue, state, prompt)
+        return frozenset(rules.wanted), frozenset(rules.forbidden)
 
 
 RULES = {"hop": HopRules, "calculator": CalculatorRules, "chain": ChainRules, "preference": PreferenceRules}

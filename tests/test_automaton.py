@@ -68,8 +68,8 @@ class Programs:
         states, queues, dialogue = *jax.device_get((progress.state, progress.queue)), self.dialogue
         rows, golds = [], []
         for n in range(len(own)):
-            rules = plain_dialogues.RULES[name](dialogue, jax.tree.map(lambda leaf, n=n: leaf[n], states))
             prompt = [dialogue.words[token] for token in queues[n] if token >= 0]
+            rules = plain_dialogues.RULES[name](dialogue, jax.tree.map(lambda leaf, n=n: leaf[n], states), prompt)
             disturbed = {"lost": lost[n], "spoilt": spoilt[n]} if lost else {}
             rows.append(plain_dialogues.row(rules, prompt, dialogue.words, own[n], own.shape[1], **disturbed))
             golds.append(rules.gold())

@@ -1,22 +1,47 @@
 """What learners on dialogues tell of an iteration: all of the table, and the numbers that its rows and updates give."""
 
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import plain_dialogues
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.dialogues import Dialogue
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.preference import Preference
-from jaxaudit.dialogues.protocol import OWN, TOOL
-from jaxaudit.learners.dialogue import held_out
+from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
+from jaxaudit.learners.dialogue import held_out, rollout
 from jaxaudit.learners.dialogue.collection import Models
+from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.telemetry import rewards, vocabulary
 from jaxaudit.program import Program, telemetry_shapes
 from jaxaudit.taps import Taps
 
 SMALL_HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
 FEW = {"prompts": 2, "performance_rows": 4, "warm_start": 0, "critic_warm_start": 0}
+
+
+@dataclass(frozen=True)
+class Echo(Dialogue):
+    """Say the prompt's token again; it holds out no prompts and changes none."""
+
+    vocabulary, length, reply_length = 8, 3, 1
+
+    def reset(self, key, difficulty):
+        wanted = jax.random.randint(key, (), 0, self.vocabulary)
+        return (wanted, jnp.int32(-1)), self.prompt(wanted[None])
+
+    def respond(self, state, token):
+        return (state[0], token), self.choose(state[1] >= 0, self.end(), self.own())
+
+    def reward(self, state):
+        return {"gold": (state[0] == state[1]).astype(jnp.float32)}
 
 
 def made(preset, dialogue=SMALL_HOP, **settings):
@@ -34,6 +59,7 @@ def made(preset, dialogue=SMALL_HOP, **settings):
         ("dpo", SMALL_HOP, {"online": True, "performance_rows": 1}),
         pytest.param("dapo", SMALL_HOP, {"microbatches": 2, "correction": "tis"}, marks=pytest.mark.exhaustive),
         ("dr_grpo", Preference(), {"reward": "learned", "reward_model_warm_start": 0}),
+        ("ppo_lm", Echo(), {}),
     ],
 )
 def test_every_channel_of_the_table_is_told_and_no_other(preset, dialogue, settings, level):
@@ -46,24 +72,42 @@ def test_every_channel_of_the_table_is_told_and_no_other(preset, dialogue, setti
 @pytest.fixture(scope="module")
 def iteration():
     """An iteration of PPO in full: what it learned from, what the updates told, and the channels."""
-    learner = made("ppo_lm", telemetry="full")
+    learner = made("ppo_lm", telemetry="full", kl_coefficient=0.3, gamma=0.9, overlong_buffer=0.5, minibatches=1)
     made_of = learner.step.__self__
 
     @jax.jit
     def run(key, data):
         state = made_of.init(key, data)
         reference = jax.tree.map(lambda x: x * 1.1, state.policy.params)
-        models = Models(state.policy.params, state.critic.params, None, reference, None)
+        models = Models(state.policy.params, state.critic.params, reference=reference, initial=state.initial)
         dialogue = made_of.dialogue.bind(data.dialogue)
         taps = Taps(0, 4, data=data)
         experience = made_of.collector.collect(models, dialogue, data.numbers, key, taps)
         after, visited = made_of.improved(state, None, data.numbers, experience, key, taps)
-        trained = Models(after.policy.params, after.critic.params, None, reference, None)
-        found = state.told.update(made_of.read(models, trained, experience, visited))[1]
+        trained = Models(after.policy.params, after.critic.params, reference=reference, initial=state.initial)
+        found = state.told.update(made_of.read(models, trained, state, experience, visited))[1]
         held = held_out.measure(made_of.collector, trained, dialogue, data.numbers, experience)
         found |= state.measured.update(held)[1]
         hidden = made_of.policy.hidden(after.policy.params, None, experience.batch.rows)
         embeddings = [x["wte"]["embedding"] for x in (models.policy, reference, after.policy.params)]
+        first = visited.rows[0, 0]
+        share = jnp.sum(experience.batch.learnt.own)
+        tool = made_of.instruments.masks(experience.batch.rows.role, experience.batch.learnt.own)[1]
+        alone = dataclasses.replace(
+            experience.batch,
+            learnt=dataclasses.replace(
+                experience.batch.learnt, advantage=jnp.where(tool, experience.batch.learnt.advantage, 0.0)
+            ),
+        )
+        both = {"policy": state.policy, "critic": state.critic}
+        gradients = [
+            made_of.gradient(both, reference, None, experience, batch.picked(first), share, taps)[0]["policy"]
+            for batch in (experience.batch, alone)
+        ]
+        apart = [gradients[1], jax.tree.map(jnp.subtract, *gradients)]
+        found["squares"] = jnp.stack([optax.tree.norm(one) ** 2 for one in apart])
+        found["bigrams"] = state.results.log_probability(experience.batch.rows)
+        found["updated_values"] = made_of.critic.values(after.critic.params, None, experience.batch.rows)
         return experience, visited, hidden, embeddings, found
 
     return jax.tree.map(np.asarray, run(jax.random.key(3), learner.data))
@@ -82,7 +126,8 @@ def strata(role, window=4):
     tool = np.zeros_like(own)
     for n, t in np.argwhere(own):
         tool[n, t] = (role[n, max(t - window, 0) : t] == TOOL).any()
-    return [own, own & tool, own & ~tool]
+    results = np.cumsum((role == TOOL) & ~np.pad(role == TOOL, ((0, 0), (1, 0)))[:, :-1], axis=1)
+    return [own, own & tool, own & ~tool, *(own & (results == k) for k in range(3)), own & (results >= 3)]
 
 
 def test_of_tokens(iteration):
@@ -119,10 +164,13 @@ def log_of(logs, rows):
 
 def test_strata_add_up(iteration):
     found = iteration[-1]
-    every, *apart = found["own_tokens"]
-    assert every == sum(apart) > 0
-    for name in ("entropy", "kl", "saturation", "mismatch_kl", "greedy_churn"):
-        np.testing.assert_allclose(found[name][0] * every, found[name][1:] @ apart, rtol=1e-4, atol=1e-7, err_msg=name)
+    every = found["own_tokens"][0]
+    for apart in (slice(1, 3), slice(3, None)):
+        counts = found["own_tokens"][apart]
+        assert every == counts.sum() > 0
+        for name in ("entropy", "kl", "saturation", "mismatch_kl", "greedy_churn"):
+            total = found[name][apart] @ counts
+            np.testing.assert_allclose(found[name][0] * every, total, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
 def test_of_ratios_as_visited_and_after(iteration):
@@ -130,9 +178,9 @@ def test_of_ratios_as_visited_and_after(iteration):
     rows, learnt = experience.batch.rows, experience.batch.learnt
     new = log_of(log_softmax(hidden, embeddings[2]), rows)
     last = np.exp(np.where(learnt.own, new - learnt.old, 0.0))
-    index, seen = visited.rows.reshape(-1), np.exp(visited.log_ratio.reshape(-1, rows.tokens.shape[1]))
+    index, seen = visited.rows.reshape(-1), np.exp(visited.tokens.log_ratio.reshape(-1, rows.tokens.shape[1]))
     assert sorted(index) == sorted(list(range(8)) * 2)
-    np.testing.assert_allclose(visited.log_ratio[0, 0], 0.0, atol=2e-6)  # nothing has moved yet
+    np.testing.assert_allclose(visited.tokens.log_ratio[0, 0], 0.0, atol=2e-6)  # nothing has moved yet
     for moment, (ratio, of) in enumerate([(seen, index), (last, np.arange(8))]):
         own, advantage = learnt.own[of], learnt.advantage[of]
         low, high = (advantage < 0) & (ratio < 0.8), (advantage > 0) & (ratio > 1.2)
@@ -144,6 +192,20 @@ def test_of_ratios_as_visited_and_after(iteration):
     assert np.isfinite(found["ratio_ess"]).all()
 
 
+def last_own(own):
+    return own & (np.cumsum(own[:, ::-1], axis=1)[:, ::-1] == 1)
+
+
+def discounted(reward, own, gamma):
+    """The return of each own token, by a loop over them from the last."""
+    found = np.zeros(own.shape)
+    for n, row in enumerate(own):
+        later = 0.0
+        for t in reversed(np.flatnonzero(row)):
+            later = found[n, t] = reward[n, t] + gamma * later
+    return found
+
+
 def test_of_rows_values_and_updates(iteration):
     experience, visited, _, _, found = iteration
     rows, learnt, drawn = experience.batch.rows, experience.batch.learnt, experience.drawn
@@ -151,10 +213,17 @@ def test_of_rows_values_and_updates(iteration):
     assert found["acting_performance"] == gold.mean()
     assert found["proxy"] == drawn.reward.mean()
     np.testing.assert_allclose(found["row_tokens"], (drawn.rows.role == OWN).sum(1).mean(), rtol=1e-6)
-    returned = experience.recomputed.score[:, None] * np.ones_like(learnt.value)  # gamma is 1
-    error = (learnt.value - returned)[learnt.own]
-    np.testing.assert_allclose(found["value_bias"], error.mean(), rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(found["critic_error"][0], (error**2).mean(), rtol=1e-5, atol=1e-9)
+    recomputed, own = experience.recomputed, learnt.own
+    reward = np.where(own, -0.3 * (recomputed.log_probability - learnt.reference), 0.0)
+    assert np.abs(reward).max() > 0.01, "a KL in the reward that can be seen"
+    returned, scored = (discounted(x + last_own(own) * recomputed.score[:, None], own, 0.9) for x in (reward, 0.0))
+    for name, wanted in (("value_bias", learnt.target), ("score_value_bias", scored)):
+        np.testing.assert_allclose(found[name], (learnt.value - wanted)[own].mean(), rtol=1e-4, atol=1e-6, err_msg=name)
+    for name, wanted in (("explained_variance", learnt.target), ("score_explained_variance", scored)):
+        explained = 1 - np.var((wanted - learnt.value)[own]) / np.var(wanted[own])
+        np.testing.assert_allclose(found[name], explained, rtol=1e-3, atol=1e-5, err_msg=name)
+    error = (found["updated_values"] - returned)[own]
+    np.testing.assert_allclose(found["critic_error"][0], (error**2).mean(), rtol=1e-4, atol=1e-8)
     norms = visited.done["policy"].gradient_norm.reshape(-1)
     assert (norms > 0).all()
     np.testing.assert_allclose(found["gradient_norm"], norms.mean(), rtol=1e-5)
@@ -165,6 +234,36 @@ def test_of_rows_values_and_updates(iteration):
     assert 1 <= found["stable_rank"] <= found["effective_rank"] + 1e-4
     assert np.all([np.isfinite(x).all() for x in found.values()])
     assert rows.tokens.shape == (8, 13)
+
+
+def test_gradients_of_tokens_after_a_result_and_of_the_rest(iteration):
+    """By the gradient being linear in the advantages, which are left to the tokens after a result alone."""
+    *_, visited, _, _, found = iteration
+    assert (found["squares"] > 0).all()
+    np.testing.assert_allclose(visited.squares[0, 0], found["squares"], rtol=1e-3)
+    np.testing.assert_allclose(found["source_gradient_norm"], np.sqrt(visited.squares).mean((0, 1)), rtol=1e-5)
+    squares = visited.squares.reshape(-1, 2)
+    spread = (squares.mean(0) - visited.summed_squares / len(squares) ** 2) * len(squares) / (len(squares) - 1)
+    np.testing.assert_allclose(found["source_gradient_variance"], spread, rtol=1e-4)
+
+
+def test_what_follows_a_result_and_how_familiar_it_is(iteration):
+    experience, *_, found = iteration
+    rows, entropy = experience.batch.rows, experience.recomputed.entropy
+    after = (rows.role == OWN) & np.pad(rows.role == TOOL, ((0, 0), (1, 0)))[:, :-1]
+    assert after.any()
+    np.testing.assert_allclose(found["entropy_after_result"], entropy[after].mean(), rtol=1e-5)
+    np.testing.assert_allclose(found["result_log_probability"], found["bigrams"][rows.role == TOOL].mean(), rtol=1e-5)
+    assert found["result_log_probability"] > np.log(1 / SMALL_HOP.vocabulary), "likelier than by chance"
+
+
+def test_weights_are_coefficients_of_scores_in_the_gradient(iteration):
+    """Of whitened advantages under a mean over a minibatch's tokens, where nothing has moved yet."""
+    experience, visited, _, _, _ = iteration
+    learnt, index = experience.batch.learnt, visited.rows[0, 0]
+    own, advantage = learnt.own[index], learnt.advantage[index]
+    np.testing.assert_allclose(visited.tokens.weight[0, 0][own], np.abs(advantage)[own] / own.sum(), rtol=1e-4)
+    assert not visited.tokens.weight[0, 0][~own].any()
 
 
 def test_a_large_vocabulary_is_looked_at_where_the_policy_wrote():
@@ -182,14 +281,108 @@ def test_a_large_vocabulary_is_looked_at_where_the_policy_wrote():
     assert not np.asarray(none.known).any()
 
 
-def test_one_token_of_a_prompt_is_changed_to_another():
-    prompts = jnp.array([[0, 7, -1], [1, 2, -1], [2, -1, -1], [6, 6, 6]] * 50)
-    changed = np.asarray(held_out.one_changed(SMALL_HOP, prompts, jax.random.key(0)))
-    differs = changed != np.asarray(prompts)
-    assert (differs.sum(1) == 1).all()
-    assert (np.asarray(prompts)[differs] >= 0).all()
-    assert set(changed[differs]) <= set(SMALL_HOP.prompt_tokens)
-    assert 10 < differs[0::4, 0].sum() < 40
+class Reader:
+    """A collector whose policy answers hops without a call, and is right; or as if its prompts were the first ones."""
+
+    settings, critic = SimpleNamespace(performance_rows=8, telemetry="full"), None
+
+    def __init__(self, reads):
+        self.reads, self.prompts = reads, None
+
+    def undisturbed(self, policy, base, dialogue, numbers, key, rows, greedy, altered):
+        begun = rollout.prompted(dialogue, key, jnp.full(rows, numbers.difficulty), Taps())
+        progress = altered(begun)
+        self.prompts, self.greedy = np.asarray(progress.queue), np.asarray(greedy)
+        first = np.asarray(begun.queue)[np.r_[:8, :4, :4]]
+        gold, tokens = [], np.zeros((rows, dialogue.length), np.int32)
+        for n, prompt in enumerate(self.prompts if self.reads else first):
+            state = jax.tree.map(lambda leaf, n=n: leaf[n], progress.state)
+            words = [dialogue.words[token] for token in prompt]
+            answer = [dialogue.words.index(word) for word in plain_dialogues.HopRules(dialogue, state, words).right()]
+            tokens[n, : 2 + len(answer)] = [*self.prompts[n], *answer]
+            for token in tokens[n, : 2 + len(answer)]:
+                state = dialogue.respond(state, token)[0]
+            gold.append(dialogue.reward(state)["gold"])
+        role = np.broadcast_to([PROMPT] * 2 + [OWN] * 3 + [END] * (dialogue.length - 5), tokens.shape)
+        nothing, rewards = jnp.zeros(tokens.shape), {"gold": jnp.stack(gold)}
+        return Rows(jnp.asarray(tokens), role, nothing, nothing, nothing, nothing, nothing, nothing, nothing, rewards)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_one_who_reads_changed_prompts_succeeds_with_them(monkeypatch, reads):
+    monkeypatch.setattr(held_out, "representation", lambda *_: {})
+    reader = Reader(reads)
+    dialogue, numbers = Hop(), SimpleNamespace(difficulty=3.0)
+    found = held_out.measure(reader, Models(*[None] * 5), dialogue, numbers, None)
+    told = {name: float(found[name].value) for name in ("performance", "greedy_success", "changed_prompt_success")}
+    assert told == {"performance": 1.0, "greedy_success": 1.0, "changed_prompt_success": float(reads)}
+    prompts, changed = reader.prompts[:4], reader.prompts[12:]
+    np.testing.assert_array_equal(reader.prompts[8:12], prompts)
+    assert ((prompts != changed).sum(1) == 1).all()
+    np.testing.assert_array_equal(reader.greedy, np.repeat([False, True, False], [8, 4, 4]))
+
+
+@pytest.mark.parametrize(
+    ("dialogue", "rows", "said", "changes"),
+    [
+        (SMALL_HOP, "held_out", "held-out", True),
+        (SMALL_HOP.held_out(), "fixed_prompts", "fixed", True),
+        (Echo(), "fixed_prompts", "fixed", False),
+    ],
+)
+def test_channels_say_whether_prompts_are_held_out_and_changed(dialogue, rows, said, changes):
+    learner = made("ppo_lm", dialogue, telemetry="full")
+    assert learner.channels["critic_error"].dims == (("rows", ("collected", rows)),)
+    assert learner.performance_name == f"mean gold reward of rows on {said} prompts"
+    assert ("changed_prompt_success" in learner.channels) == changes
+
+
+def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
+    """Traced, not run: of whose tasks rows are made before the first iteration and in one."""
+    settings = {"telemetry": "full", "warm_start": 15, "critic_warm_start": 1}
+    learner = made("ppo_lm", reward="learned", reward_model_warm_start=1, **FEW | settings)
+    begun, shown = [], []
+    reset, demonstration = Hop.reset, Hop.demonstration
+
+    def noted(dialogue, key, difficulty):
+        begun.append(dialogue.held)
+        return reset(dialogue, key, difficulty)
+
+    def noted_too(dialogue, key, difficulty, right):
+        shown.append(dialogue.held)
+        return demonstration(dialogue, key, difficulty, right)
+
+    monkeypatch.setattr(Hop, "reset", noted)
+    monkeypatch.setattr(Hop, "demonstration", noted_too)
+    state = jax.eval_shape(learner.init, jax.random.key(1), learner.data)
+    assert len(shown) >= 3, "of the warm start, and of the reward model's pairs"
+    assert not any(begun + shown)
+    begun.clear()
+    shown.clear()
+
+    def step(state, key, data):
+        collect, measure = learner.step.__self__.collector.collect, held_out.measure
+
+        def collected(*arguments):
+            found = collect(*arguments)
+            assert begun
+            assert not any(begun + shown)
+            begun.clear()
+            return found
+
+        def measured(*arguments):
+            found = measure(*arguments)
+            assert begun
+            assert all(begun + shown)
+            return found
+
+        monkeypatch.setattr(learner.step.__self__.collector, "collect", collected)
+        monkeypatch.setattr(held_out, "measure", measured)
+        return learner.step(state, key, Taps(0, 4, data=data))[1]
+
+    jax.eval_shape(step, state, jax.random.key(2), learner.data)
+    assert shown, "a right and a wrong one, which the critic is tried on"
+    assert all(begun + shown)
 
 
 def test_pairs_that_a_reward_model_orders_right():

@@ -14,7 +14,7 @@ from jaxaudit.learners.dialogue.aggregation import denominators
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.estimation import estimate
 from jaxaudit.learners.dialogue.parts import Parts
-from jaxaudit.learners.dialogue.policy_loss import Now, Rows, policy_loss
+from jaxaudit.learners.dialogue.policy_loss import Now, Rows, policy_loss, weights
 from jaxaudit.learners.dialogue.presets import PRESETS
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -356,6 +356,33 @@ def test_what_is_said_of_given_tokens_changes_no_bit(name):
     for leaf in jax.tree.leaves(gradient):
         np.testing.assert_array_equal(np.asarray(leaf)[~own], 0)
     assert {a.dtype for a in jax.tree.leaves((told, gradient))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", [name for name, (parts, _) in WHOLES.items() if parts.objective == "policy"])
+def test_a_weight_is_the_share_of_a_token_s_score_in_the_gradient(name):
+    """The whole loss' gradient by the log-probabilities, where no KL in the loss has a part in it; by differences."""
+    parts, coefficients = WHOLES[name]
+    coefficients = dataclasses.replace(coefficients, kl_coefficient=0.0 if parts.kl_in == "loss" else 0.3)
+    own, score, x = drawn()
+    with jax.enable_x64(True):
+        own, score, x = jax.tree.map(jnp.float64, (own, score, x))
+        own = own > 0
+        value = x["value"] if parts.critic else None
+        penalty = kl.k1(x["old"], x["reference"]) if parts.kl_in == "reward" else None
+        advantage, target = estimate(parts, coefficients, score, own, None, penalty, value)
+        rows = Rows(own, x["old"], advantage, x["sampled"], x["reference"], value, target)
+        counts = denominators(own, SLOTS)
+
+        def loss(new):
+            now = Now(new, x["entropy"], x["new_value"], x["exact_kl"])
+            return policy_loss(parts, coefficients, now, rows, counts)[0]
+
+        steps = 1e-6 * jnp.eye(own.size).reshape(-1, *own.shape)
+        slopes = jax.vmap(lambda d: (loss(x["new"] + d) - loss(x["new"] - d)) / 2e-6)(steps).reshape(own.shape)
+        found = weights(parts, coefficients, Now(x["new"]), rows, counts)
+    np.testing.assert_allclose(found, np.abs(slopes), rtol=1e-5, atol=1e-8)
+    assert not np.asarray(found)[~np.asarray(own)].any()
+    assert np.asarray(found)[np.asarray(own)].max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["ppo_lm", "grpo", "dr_grpo", "dapo", "dpo", "mis"])

@@ -4,6 +4,7 @@ That closed windows and neutral magnitudes leave a learner as it is, to the bit,
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -317,7 +318,7 @@ def test_signal_decay_multiplies_lambda_and_stays_one_at_most():
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_a_verifier_errs_with_the_stated_probability(share):
     reward = jnp.asarray(np.tile([0.0, 1.0, 0.25], 2000), jnp.float32)
-    flipped = np.asarray(applied("verifier_flip", reward, share))
+    flipped = np.asarray(applied("verifier_flip", reward, share, bound=1.0))
     wrong = flipped != np.asarray(reward)
     np.testing.assert_array_equal(flipped[wrong], 1 - np.asarray(reward)[wrong])
     for value in range(3):
@@ -434,3 +435,20 @@ def test_length_bias_means_nothing_without_lengths():
     said = "'length_bias' needs lengths at site 'reward', which the learner's tap there does not give"
     with pytest.raises(ValueError, match=said):
         ja.plan(learner, [ja.length_bias()], seeds=1, steps=10)
+
+
+def test_a_verifier_flip_means_nothing_without_a_bound():
+    """As of an environment's rewards, or of a reward model's scores."""
+
+    def step(x, key, taps, **bound):
+        return x, {"performance": taps("reward", x, **bound)}
+
+    def begin(key):
+        return jnp.float32(0)
+
+    said = "'verifier_flip' needs bound at site 'reward', which the learner's tap there does not give"
+    with pytest.raises(ValueError, match=said):
+        ja.plan(ja.Learner(begin, step), [ja.verifier_flip()], seeds=1, steps=10)
+    bounded = ja.Learner(begin, functools.partial(step, bound=1.0))
+    told = ja.audit(bounded, [ja.verifier_flip(1.0, onset=2)], seeds=1, steps=4).telemetry
+    np.testing.assert_array_equal(told["performance"].values[0], [[0, 0, 0, 0], [0, 0, 1, 1]])

@@ -161,6 +161,11 @@ SPECS = {
         perturbation("reward_delay", 2),
         "'reward_delay' needs ends at site 'reward', which the learner's tap there does not give, for a row has one",
     ),
+    "flips of scores that have no opposite": (
+        learner('reward = "learned"\nwarm_start = 0\nreward_model_warm_start = 0'),
+        "'verifier_flip' needs bound at site 'reward', which the learner's tap there does not give, for reward is "
+        "'learned', whose scores have none",
+    ),
     "a difficulty beyond": (
         perturbation("difficulty_shift", 9),
         "[[perturbation]] 1: magnitude 9 of 'difficulty_shift' is outside its range -2 to 1 for this learner",

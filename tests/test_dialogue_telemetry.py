@@ -1,28 +1,33 @@
 """Statistics of dialogues' rows, tokens and values, against loops in float64 NumPy; and the table of their channels."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
 from jaxaudit.learner import Learner
+from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values
+from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.channels import FEATURES, TABLE, Extent, channels
 
-PROMPTS, MEMBERS, SLOTS = 5, 4, 12
+PROMPTS, MEMBERS, SLOTS = 5, 4, 24
 ROWS = PROMPTS * MEMBERS
 
 
 def rows(seed=0):
-    """Arrays of some rows: own tokens in up to three turns, a tool's tokens between, and numbers of all kinds."""
+    """Arrays of some rows: own tokens in up to five turns, a tool's tokens between, and numbers of all kinds."""
     rng = np.random.default_rng(seed)
     role = np.zeros((ROWS, SLOTS), int)  # 0 own, 1 prompt, 2 tool, 3 over
     role[:, :2] = 1
     for row in range(ROWS):
-        if row % 3:
-            begin = rng.integers(4, 7)
+        for turn in range(row % 5):
+            begin = 4 + 4 * turn + rng.integers(2)
             role[row, begin : begin + rng.integers(1, 3)] = 2
-        role[row, rng.integers(8, SLOTS + 1) :] = 3
+        role[row, rng.integers(14, SLOTS + 1) :] = 3
     own, given = role == 0, role == 2
     shape = (ROWS, SLOTS)
     noise = rng.normal(size=(8, *shape))
@@ -35,6 +40,7 @@ def rows(seed=0):
         "exact": np.exp(noise[3]) / 10,
         "log_ratio": 0.3 * noise[4],
         "advantage": noise[5],
+        "weight": np.where(noise[0] > 0.5, 0.0, np.exp(noise[5])),
         "values": noise[6],
         "returns": noise[6] + noise[7],
     }
@@ -47,14 +53,14 @@ def cast(found):
 @jax.jit
 def told(r):
     """All token statistics of some rows, in one program."""
-    masks = strata.strata_of(r["own"], strata.soon_after(r["given"], r["own"], 2))
+    masks = strata.strata_of(r["own"], r["given"], 2)
     clip = jnp.array([0.2, 0.28])
     score = (r["advantage"] * policy.saturation(r["log_probability"], jnp.exp(r["log_probability"]) ** 2)) ** 2
-    visited = policy.ratio_statistics(r["log_ratio"], r["advantage"], clip, masks)
-    after = policy.ratio_statistics(2 * r["log_ratio"], r["advantage"], clip, masks)
+    visited = policy.ratio_statistics(r["log_ratio"], r["advantage"], r["weight"], clip, masks)
+    after = policy.ratio_statistics(2 * r["log_ratio"], r["advantage"], 2 * r["weight"] ** 2, clip, masks)
     found = strata.token_means(masks, entropy=r["entropy"], saturation=score, mass_cut=r["exact"], update_kl=r["exact"])
     found |= policy.reference_statistics(r["log_probability"], r["reference"], r["exact"], masks)
-    found |= policy.unfamiliarity(r["reference"], r["given"])
+    found |= policy.unfamiliarity(r["reference"], r["log_probability"], r["given"])
     found |= policy.at_moments(jax.tree.map(lambda *x: jnp.stack(x), visited, after))
     found |= policy.score_share(r["entropy"], score, masks)
     found |= policy.churn((r["values"] > 0).astype(int), (r["returns"] > 0).astype(int), masks)
@@ -93,7 +99,13 @@ def stratum_masks(r, slots=2):
     tool = np.zeros_like(r["own"])
     for row, t in np.argwhere(r["own"]):
         tool[row, t] = r["given"][row, max(t - slots, 0) : t].any()
-    return [r["own"], tool, r["own"] & ~tool]
+    results = np.array([[count_of_runs(row[: t + 1]) for t in range(SLOTS)] for row in r["given"]])
+    turns = [r["own"] & (results == turn) for turn in range(3)]
+    return [r["own"], tool, r["own"] & ~tool, *turns, r["own"] & (results >= 3)]
+
+
+def count_of_runs(given):
+    return len("".join("x" if token else " " for token in given).split())
 
 
 def cut(x, threshold_share):
@@ -127,9 +139,9 @@ def wanted_of_tokens(r, m):
     moments = []
     for scale in (1, 2):
         ratio = np.exp(scale * x["log_ratio"])
-        weight = np.abs(ratio * x["advantage"])
+        weight = x["weight"] if scale == 1 else 2 * x["weight"] ** 2
         tail = np.sort(weight)[::-1]
-        size = int(np.sqrt(len(weight)))
+        size = int(np.sqrt((weight > 0).sum()))
         moments.append(
             {
                 "ratio_max": ratio.max(),
@@ -143,6 +155,7 @@ def wanted_of_tokens(r, m):
                 "weight_q999": np.quantile(weight, 0.999, method="inverted_cdf"),
                 "weight_top_share": cut(weight, 0.01) / weight.sum(),
                 "weight_tail": np.mean(np.log(tail[:size] / tail[size])),
+                "weight_ess": weight.sum() ** 2 / (len(d) * (weight**2).sum()),
             }
         )
     return found | {name: np.stack([moment[name] for moment in moments]) for name in moments[0]}
@@ -160,6 +173,9 @@ def test_token_statistics_of_every_stratum(seed):
             np.testing.assert_allclose(got.value[place], wanted, rtol=2e-4, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(found["tool_log_probability"].value, r["reference"][r["given"]].mean(), rtol=1e-5)
     assert found["tool_log_probability"].count == r["given"].sum()
+    np.testing.assert_allclose(
+        found["result_log_probability"].value, r["log_probability"][r["given"]].mean(), rtol=1e-5
+    )
 
 
 def test_saturation_is_the_norm_of_the_gradient_by_the_logits():
@@ -297,7 +313,7 @@ def test_nothing_is_nan_where_there_is_nothing():
 
 def test_a_policy_that_is_not_finite_is_told():
     r = cast(rows())
-    r["log_ratio"] = r["log_ratio"] * np.nan
+    r["log_ratio"], r["weight"] = r["log_ratio"] * np.nan, r["weight"] * np.nan
     found = told(r)
     for name in (
         "ratio_max",
@@ -335,8 +351,25 @@ def test_slots_soon_after_a_result():
     own = np.array([[1, 0, 0, 1, 1, 1, 0, 1]], bool)
     assert strata.soon_after(given, own, 1)[0].tolist() == [False, False, False, True, False, False, False, True]
     assert strata.soon_after(given, own, 2)[0].tolist() == [False, False, False, True, True, False, False, True]
-    np.testing.assert_array_equal(strata.counts_of(strata.strata_of(own, strata.soon_after(given, own, 2))), [5, 3, 2])
+    np.testing.assert_array_equal(strata.counts_of(strata.strata_of(own, given, 2)), [5, 3, 2, 1, 3, 1, 0])
     assert strata.strata_of(own).shape == (1, 1, 8)
+
+
+def test_bigrams_of_results_are_counted_once_more_than_they_were():
+    """Rows of tokens a b | c d, of which c and d are a tool's: c after b twice, d after c and after b once each."""
+    tokens = np.array([[0, 1, 2, 3], [4, 1, 2, 0], [0, 1, 3, 0]])
+    role = np.array([[PROMPT, OWN, TOOL, TOOL], [PROMPT, OWN, TOOL, OWN], [PROMPT, OWN, TOOL, END]])
+    rows = Rows(**dict.fromkeys((f.name for f in dataclasses.fields(Rows)), None) | {"tokens": tokens, "role": role})
+    counted = Bigrams.none(5).add(rows)
+    assert np.asarray(counted.counts).sum() == 4
+    found = np.exp(counted.log_probability(rows))
+    np.testing.assert_allclose(found[:, 0], 1.0)
+    np.testing.assert_allclose(found[0, 1:], [1 / 5, 3 / 8, 2 / 6], rtol=1e-6)
+    np.testing.assert_allclose(found[2, 2], 2 / 8, rtol=1e-6)
+    large = Bigrams.none(1000)
+    assert large.counts.shape == (256, 256)
+    many = rows.replace(tokens=tokens + 512)
+    np.testing.assert_array_equal(large.add(many).counts, large.add(rows).counts)
 
 
 EXTENT = Extent(members=MEMBERS, slots=SLOTS, parts=("a", "b"), layers=("wte", "h/0"), every=5)
@@ -359,6 +392,10 @@ def test_a_run_has_the_channels_of_what_it_has():
     basic = channels("basic", FEATURES, EXTENT)
     assert basic.keys() < channels("full", FEATURES, EXTENT).keys()
     assert {"performance", "entropy", "kl", "success", "x_grad"} < basic.keys()
+    assert "changed_prompt_success" not in full
+    assert channels("full", ("critic",), EXTENT)["critic_error"].dims[0][1] == ("collected", "held_out")
+    unsplit = channels("full", ("critic",), dataclasses.replace(EXTENT, split=False))
+    assert unsplit["critic_error"].dims[0][1] == ("collected", "fixed_prompts")
     assert (full["performance"].every, full["entropy"].every, full["shown_token"].monitored) == (5, 1, False)
     with pytest.raises(ValueError, match=r"features are of tools, .*, not 'spoons'"):
         channels("full", ("spoons",), EXTENT)

@@ -22,7 +22,7 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.grid import plan
 from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.optimizer import warmup_cosine
+from jaxaudit.optimizer import warmup_decay
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import parse
 from jaxaudit.stored import load as load_run
@@ -106,11 +106,11 @@ def test_smoothing_moves_the_gradient_as_its_formula_says(made):
 
 
 def test_the_rate_rises_and_falls_along_a_cosine():
-    rate = warmup_cosine(2.0, 0.1, 0.25)
+    rate = warmup_decay(2.0, 0.1, "cosine", 0.25)
     assert [float(rate(jnp.float32(p))) for p in (0.0, 0.05, 0.1)] == pytest.approx([0.0, 1.0, 2.0])
     assert float(rate(jnp.float32(0.55))) == pytest.approx(2.0 * (0.25 + 0.75 / 2), rel=1e-5)
     assert float(rate(jnp.float32(1.0))) == pytest.approx(0.5)
-    assert float(warmup_cosine(2.0, 0.0, 0.0)(jnp.float32(0.0))) == 2.0
+    assert float(warmup_decay(2.0, 0.0, "cosine", 0.0)(jnp.float32(0.0))) == 2.0
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,7 @@ def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
         critic = side_by_side.critic.init(jax.random.key(3))
         critic = jax.tree.map(lambda x: x + jnp.float32(0.1 * rng.normal(size=x.shape)), critic)
         trained["critic"] = Trained(critic, None)
-    models = Models(params, critic, None, reference, None)
+    models = Models(params, critic, reference=reference)
 
     @jax.jit
     def both(key):
@@ -194,7 +194,7 @@ def test_a_minibatch_without_own_tokens_has_no_gradient(monkeypatch):
     settings, dialogue = settings_of("grpo")(**few, kl="none", kl_coefficient=0.0), Hop()
     made = _made(structure_of(dialogue), settings.structure)
     params = made.policy.init(jax.random.key(1))
-    models = Models(params, None, None, params, None)
+    models = Models(params, reference=params)
     experience = jax.jit(lambda key: made.collector.collect(models, dialogue, settings.numbers(3.0), key, Taps()))(
         jax.random.key(0)
     )

@@ -321,6 +321,7 @@ CONTEXT = {
     "rare": jnp.arange(9)[::-1],
     "own": jnp.arange(12).reshape(4, 3) % 3 > 0,
     "lengths": jnp.array([1.0, 2.0, 3.0, 0.0]),
+    "bound": 1.0,
     "policy": {"kernel": jnp.linspace(0.0, 2.0, 5)},
     "reinitialise": lambda key: jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), SITE_VALUES["params"]),
 }

@@ -56,7 +56,7 @@ def command(tmp_path_factory):
     return python, place
 
 
-VERSION = "0.2.0 (source tree)"
+VERSION = "0.3.0 (source tree)"
 
 
 @pytest.mark.exhaustive

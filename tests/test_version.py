@@ -1,5 +1,6 @@
-"""Runs that version 0.1 stored are read and reported, not gone on with."""
+"""Runs that version 0.1 stored, and 0.2 on dialogues or in bfloat16, are read and reported, not gone on with."""
 
+import json
 import tarfile
 from pathlib import Path
 
@@ -9,17 +10,29 @@ import pytest
 import xarray as xr
 from small_runs import one_sentence
 
+from jaxaudit.errors import UserError
 from jaxaudit.report import build
+from jaxaudit.runner.opening import open_run
 from jaxaudit.specification.document import load
 
-STORED = Path(__file__).parent / "data" / "run-0.1.tar.gz"
+DATA = Path(__file__).parent / "data"
+COMMANDS = ["resume", "replay", "fork", "margin"]
+
+
+def unpacked(name, folder):
+    with tarfile.open(DATA / f"{name}.tar.gz") as archive:
+        archive.extractall(folder)
+    return folder / name
 
 
 @pytest.fixture
 def old(tmp_path):
-    with tarfile.open(STORED) as archive:
-        archive.extractall(tmp_path)
-    return tmp_path / "run-0.1"
+    return unpacked("run-0.1", tmp_path)
+
+
+@pytest.fixture
+def old_dialogue(tmp_path):
+    return unpacked("run-0.2-dialogue", tmp_path)
 
 
 def test_a_run_of_version_0_1_is_read_and_reported(old):
@@ -39,9 +52,64 @@ def test_a_spec_of_version_0_1_is_a_spec(old):
     assert [c.onset for c in spec.build().conditions] == [20] * 4
 
 
-@pytest.mark.parametrize("command", ["resume", "replay", "fork", "margin"])
-def test_what_goes_on_from_a_run_of_version_0_1_is_refused(command, old, here):
-    given = (old, old / "spec.toml", "-o", old.parent / "other") if command == "fork" else (old,)
+def assert_refused(here, command, run, version):
+    """That a command goes not on from a run, says so in one sentence, and leaves nothing behind."""
+    there = {path.name for path in run.parent.iterdir()}
+    given = (run, run / "spec.toml", "-o", run.parent / "other") if command == "fork" else (run,)
     done = here(command, *given)
-    one_sentence(done, 2, "was made by jaxaudit 0.1.0", "can report and read it, not go on with it")
-    assert {path.name for path in old.parent.iterdir()} == {"run-0.1"}
+    one_sentence(done, 2, f"was made by jaxaudit {version}", "can report and read it, not go on with it")
+    assert {path.name for path in run.parent.iterdir()} == there
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_goes_on_from_a_run_of_version_0_1_is_refused(command, old, here):
+    assert_refused(here, command, old, "0.1.0")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_goes_on_from_a_run_of_version_0_2_on_dialogues_is_refused(command, old_dialogue, here):
+    assert_refused(here, command, old_dialogue, "0.2.0")
+
+
+def test_a_run_of_version_0_2_on_dialogues_is_read_and_reported(old_dialogue):
+    with xr.open_zarr(old_dialogue / "telemetry.zarr", chunks=None) as telemetry:
+        assert dict(telemetry.sizes)["condition"] == 2
+        assert np.isfinite(telemetry["performance"].values).all()
+        assert "changed_prompt_success" in telemetry
+    page = build(old_dialogue).read_text()
+    assert "Made by jaxaudit 0.2.0" in page
+    assert "tool_error" in page
+    error = float(np.nanmedian(telemetry["performance_error"]))
+    assert f"with a standard error of {error:.2g} (the median)" in page
+    assert "(standard error " in page, "of the rows that are shown, too"
+
+
+TEXT_RUN = """
+[audit]
+name = "text"
+seeds = 1
+steps = 2
+
+[task]
+kind = "text"
+name = "python-stdlib"
+
+[learner]
+kind = "language_model"
+size = "nano"
+precision = "{}"
+"""
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_of_version_0_2_other_learners_are_gone_on_with_but_in_bfloat16(precision, tmp_path):
+    """That a run in float32 is opened: whether it can be replayed is its checkpoints' matter."""
+    run = tmp_path / "text"
+    run.mkdir()
+    (run / "spec.toml").write_text(TEXT_RUN.format(precision))
+    (run / "environment.json").write_text(json.dumps({"jaxaudit": "0.2.0"}))
+    if precision == "float32":
+        assert open_run(run)[1].learner.settings.precision == precision
+        return
+    with pytest.raises(UserError, match=r"made by jaxaudit 0\.2\.0: .* not go on with it"):
+        open_run(run)

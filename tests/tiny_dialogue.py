@@ -78,7 +78,7 @@ def step(state, key, taps):
     old = taps("log_probability", jnp.where(own, old, 0.0), own=own)
     judge = taps("reward_model", {"kernel": jnp.linspace(-1.0, 1.0, VOCABULARY)})
     reward = jax.nn.sigmoid(jnp.sum(jnp.where(own, judge["kernel"][tokens], 0.0), axis=1))
-    reward = taps("reward", reward, lengths=own.sum(axis=1).astype(jnp.float32))
+    reward = taps("reward", reward, lengths=own.sum(axis=1).astype(jnp.float32), bound=1.0)
     decay = taps("gae_lambda", jnp.float32(0.9)) ** jnp.arange(SLOTS - 1.0, -1.0, -1.0)
     value = features @ before["critic"]["head"]["kernel"] + before["critic"]["head"]["bias"]
     advantage = taps("advantage", decay * (reward[:, None] - value), own=own)

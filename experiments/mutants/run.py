@@ -1,6 +1,6 @@
 """How many small faults the tests notice: a seeded sample of mutants, each against the tests that import its module.
 
-    python run.py OUT.csv [--mutants 120] [--seed 0] [--workers 2] [--limit 3600] [--only GLOB]
+    python run.py OUT.csv [--mutants 120] [--seed 0] [--workers 2] [--limit 3600] [--only GLOB] [--tests GLOB]
 
 A mutant is the package with one expression changed: a sign, an operator, a comparison, a constant, a condition, an
 argument that is left out. Each is made in a copy of the repository, so that nothing here changes, and is killed if a
@@ -40,6 +40,7 @@ from conftest import LONG  # noqa: E402
 
 WHERE = (
     "jaxaudit/learners/*.py",
+    "jaxaudit/learners/dialogue/**/*.py",
     "kernels/*.py",
     "jaxaudit/metrics.py",
     "jaxaudit/statistics/*.py",
@@ -186,10 +187,11 @@ def tests_of(module: str) -> tuple[str, ...]:
 
 
 class Copies:
-    """Copies of the repository that mutants are made in, one for each worker."""
+    """Copies of the repository, one for each worker, in which mutants are put to the test files of a pattern."""
 
-    def __init__(self, place: Path, workers: int):
+    def __init__(self, place: Path, workers: int, tests: str):
         self._free = []
+        self._tests = tests
         for number in range(workers):
             folder = place / str(number)
             shutil.copytree(ROOT, folder, ignore=_left)
@@ -200,7 +202,7 @@ class Copies:
 
     def judge(self, mutant: Mutant, limit: float) -> tuple[str, tuple[str, ...], float]:
         """What becomes of a mutant, the tests it was put to, and the seconds that took."""
-        folder, tests = self._free.pop(), tests_of(mutant.path)
+        folder, tests = self._free.pop(), tuple(t for t in tests_of(mutant.path) if fnmatch.fnmatch(t, self._tests))
         original = (folder / mutant.path).read_text()
         begun = time.monotonic()
         try:
@@ -238,6 +240,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the tests of one")
     parser.add_argument("--only", default="*", help="files, e.g. 'kernels/*'")
+    parser.add_argument("--tests", default="*", help="test files, e.g. 'tests/test_dialogue*'")
     given = parser.parse_args()
     files = sorted({p for pattern in WHERE for p in ROOT.glob(pattern)})
     every = [m for p in files if fnmatch.fnmatch(str(p.relative_to(ROOT)), given.only) for m in mutants_of(p)]
@@ -245,7 +248,7 @@ def main() -> None:
     print(f"{len(drawn)} of {len(every)} mutants, seed {given.seed}", flush=True)
     before = len(list(csv.reader(given.out.open(newline="")))) if given.out.exists() else 0
     with tempfile.TemporaryDirectory() as place, given.out.open("a", newline="") as file:
-        copies, rows = Copies(Path(place), given.workers), csv.writer(file)
+        copies, rows = Copies(Path(place), given.workers, given.tests), csv.writer(file)
         if not before:
             rows.writerow(("module", "line", "what", "before", "after", "outcome", "tests", "seconds"))
         judged_already = max(before - 1, 0)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.dialogues.arithmetic import MOST_DIGITS, OPERATORS, digits, evaluate, joined
-from jaxaudit.dialogues.drawing import DEMONSTRATION, below, looked_up, up_to
-from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
+from jaxaudit.dialogues.drawing import DEMONSTRATION, Split, below, looked_up, up_to
+from jaxaudit.dialogues.protocol import NOTHING, Reply
 from jaxaudit.registry import dialogues
 
 IDLE, CALLING, ANSWERING = range(3)
@@ -56,11 +56,12 @@ class Calculation:
 
 @dialogues.register("calculator")
 @dataclass(frozen=True)
-class Calculator(Dialogue):
+class Calculator(Split):
     """Calculate with two numbers, in the head or by calls to a tool, whose results are of several tokens.
 
     A row is "3 2 - 4 9 =  call 3 2 - 4 9 =  < - 1 7 >  answer - 1 7 end". The tool reads any two numbers, without
-    signs, of at most `digits` digits; to all else it says "< error >". The answer stands right before the end.
+    signs, of at most `digits` digits; to all else it says "< error >". The answer stands right before the end. A task
+    is two numbers and an operator.
 
     Attributes:
       difficulty: digits of both numbers are uniform over 1 to it; between whole numbers both neighbours are mixed.
@@ -109,12 +110,17 @@ class Calculator(Dialogue):
 
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Calculation, Reply]:
         """Two numbers with equally many digits, and an operator."""
-        uniform = jax.random.uniform(key, (15,), jnp.float32)
-        size = up_to(uniform[:2], difficulty, self.digits)
-        above = looked_up(10 ** jnp.arange(self.digits + 1, dtype=jnp.int32), size)
-        least = jnp.where(size == 1, 0, above // 10)
-        first, second = least + below(uniform[2:4], above - least)
-        operator = looked_up(jnp.asarray(self.asked, jnp.int32), below(uniform[4], len(self.asked)))
+
+        def asked(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+            size = up_to(uniform[:2], difficulty, self.digits)
+            above = looked_up(10 ** jnp.arange(self.digits + 1, dtype=jnp.int32), size)
+            least = jnp.where(size == 1, 0, above // 10)
+            first, second = least + below(uniform[2:4], above - least)
+            operator = looked_up(jnp.asarray(self.asked, jnp.int32), below(uniform[4], len(self.asked)))
+            return first, operator, second, size
+
+        uniform = self.drawn(key, 15, lambda uniform: jnp.stack(asked(uniform)[:3]))
+        first, operator, second, size = asked(uniform)
         rare = uniform[5:] < self.rare_share
         zero, no = jnp.int32(0), jnp.zeros((), bool)
         state = Calculation(
@@ -134,6 +140,26 @@ class Calculator(Dialogue):
         )
         parts = [digits(first, self.digits), (FIRST_OPERATOR + operator)[None], digits(second, self.digits)]
         return state, self.prompt(joined([*parts, jnp.full((1,), TOKEN["="], jnp.int32)]))
+
+    def changed(self, state: Calculation, prompt: jax.Array, key: jax.Array) -> tuple[Calculation, jax.Array]:
+        """Another digit in one's place, all equally likely; numbers stay as long as they are."""
+        uniform = jax.random.uniform(key, (2,), jnp.float32)
+        size = state.left // 2 - 1
+        number = below(uniform[0], 2 * size)
+        first = jnp.where((number % size == 0) & (size > 1), 1, 0)  # a long number does not begin with 0
+        digit, many = looked_up(prompt, number + number // size), 10 - first
+        other = first + (digit - first + 1 + below(uniform[1], many - 1)) % many
+        places = jnp.arange(self.reply_length)
+        prompt = jnp.where(places == number + number // size, other, prompt)
+        powers = 10 ** jnp.arange(self.digits, dtype=jnp.int32)
+
+        def read(last: jax.Array) -> jax.Array:
+            """The number whose last digit stands there."""
+            power = jax.vmap(looked_up, (None, 0))(powers, last - places)
+            return jnp.where(places > last - size, prompt * power, 0).sum(dtype=jnp.int32)
+
+        operator = looked_up(prompt, size) - FIRST_OPERATOR
+        return replace(state, wanted=evaluate(read(size - 1), operator, read(2 * size))), prompt
 
     def respond(self, state: Calculation, token: jax.Array) -> tuple[Calculation, Reply]:
         """A call is answered where it cannot go on: after its "=", or in the place of a token that it cannot have."""

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.dialogues.drawing import DEMONSTRATION, below, looked_up, rounded
-from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
+from jaxaudit.dialogues.drawing import DEMONSTRATION, Split, below, looked_up, rounded
+from jaxaudit.dialogues.protocol import NOTHING, Reply
 from jaxaudit.registry import dialogues
 
 
@@ -39,12 +39,13 @@ class Composed:
 
 @dialogues.register("chain")
 @dataclass(frozen=True)
-class Chain(Dialogue):
+class Chain(Split):
     """Compose known functions of a value, in the head or written down, then answer what comes out.
 
     A row is "c X Z X ?  a d b  answer b end": a start and functions are given; the values after each step may be
     written down before the answer, and need not be. The functions are permutations of the values, the same in every
-    row, which have to be known by heart. The latest answer counts, once the row is ended.
+    row, which have to be known by heart. The latest answer counts, once the row is ended. A task is a start and
+    functions.
 
     Attributes:
       difficulty: steps; between whole numbers both neighbours are mixed.
@@ -92,16 +93,17 @@ class Chain(Dialogue):
 
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Composed, Reply]:
         """A start and functions."""
-        uniform = jax.random.uniform(key, (self.most_steps + 2,), jnp.float32)
-        start = below(uniform[-1], self.values)
-        functions = below(uniform[: self.most_steps], self.functions)
-        steps = rounded(uniform[-2], difficulty, self.most_steps)
-        path = [start]
-        for step in range(self.most_steps):
-            after = jnp.asarray(self.table)[functions[step], path[-1]]
-            path.append(jnp.where(step < steps, after, path[-1]))
+        order = jnp.arange(self.most_steps + 1)
+
+        def asked(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            start, functions = below(uniform[-1], self.values), below(uniform[: self.most_steps], self.functions)
+            steps = rounded(uniform[-2], difficulty, self.most_steps)
+            return start, jnp.where(order[:-1] < steps, functions, NOTHING), steps
+
+        uniform = self.drawn(key, self.most_steps + 2, lambda uniform: jnp.hstack(asked(uniform)[:2]))
+        start, functions, steps = asked(uniform)
         state = Composed(
-            path=jnp.stack(path),
+            path=self._path(start, functions, steps),
             steps=steps,
             left=steps + 2,
             shown=jnp.int32(0),
@@ -109,10 +111,27 @@ class Chain(Dialogue):
             answer=jnp.int32(NOTHING),
             ended=jnp.zeros((), bool),
         )
-        order = jnp.arange(self.most_steps + 1)
         after = jnp.append(self.values + functions, NOTHING)
-        asked = jnp.where(order < steps, after, jnp.where(order == steps, self.token["?"], NOTHING))
-        return state, self.prompt(jnp.concatenate([start[None], asked]))
+        shown = jnp.where(order < steps, after, jnp.where(order == steps, self.token["?"], NOTHING))
+        return state, self.prompt(jnp.append(start, shown))
+
+    def changed(self, state: Composed, prompt: jax.Array, key: jax.Array) -> tuple[Composed, jax.Array]:
+        """Another start, or another function in one step's place, all equally likely."""
+        uniform = jax.random.uniform(key, (2,), jnp.float32)
+        place = below(uniform[0], state.steps + 1)
+        first, many = jnp.where(place == 0, 0, self.values), jnp.where(place == 0, self.values, self.functions)
+        other = first + (looked_up(prompt, place) - first + 1 + below(uniform[1], many - 1)) % many
+        prompt = jnp.where(jnp.arange(self.reply_length) == place, other, prompt)
+        path = self._path(prompt[0], prompt[1:-1] - self.values, state.steps)
+        return replace(state, path=path), prompt
+
+    def _path(self, start: jax.Array, functions: jax.Array, steps: jax.Array) -> jax.Array:
+        """The start and the value after each step; functions `[most_steps]` behind the last step do not matter."""
+        path = [start]
+        for step in range(self.most_steps):
+            after = jnp.asarray(self.table)[functions[step], path[-1]]
+            path.append(jnp.where(step < steps, after, path[-1]))
+        return jnp.stack(path)
 
     def respond(self, state: Composed, token: jax.Array) -> tuple[Composed, Reply]:
         """Nothing is said to what is written, until the end."""

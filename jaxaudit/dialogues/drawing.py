@@ -1,15 +1,91 @@
-"""What dialogues share: random choices made of uniform numbers, and look-ups in small tables.
+"""What dialogues share: random choices made of uniform numbers, tasks held out, and look-ups in small tables.
 
 A row draws all its uniform numbers with one call: every call to a generator is a program of its own to compile.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.dialogues.protocol import Dialogue
+
 DEMONSTRATION = 0x64656D6F
 """Folded into a dialogue's key, it gives a demonstration its own."""
+
+ATTEMPTS = 256
+"""To draw a task of the right split. At a share of 1/8, one row in 10^15 needs more."""
+
+SALT = 11516
+"""Of the hash that splits, chosen so that small worlds have their share held out: three of the 24 tasks of `chain` at
+difficulty 1, and one of the six of a `hop` with three entities and one hop."""
+
+
+@dataclass(frozen=True)
+class Split(Dialogue):
+    """A dialogue that draws its tasks, of which one in eight is held out, by a hash of what makes it the same task.
+
+    Attributes:
+      held: whether its tasks are those that are held out, as `held_out` makes it; else they are the others.
+    """
+
+    held: bool = field(default=False, init=False)
+
+    def held_out(self) -> Self:
+        """The dialogue of the tasks that are held out."""
+        other = copy.copy(self)
+        other.derive(held=True)
+        return other
+
+    def drawn(self, key: jax.Array, count: int, task: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Uniform numbers in [0, 1), float32 `[count]`, of which a task of this split is made.
+
+        Every attempt has numbers of its own, of the key and the attempt's number; the first whose task is of the split
+        is taken. In a world so small that none of its tasks is of the split, or where `ATTEMPTS` have found none, the
+        last attempt is taken, and its task is of the other split.
+
+        Args:
+          key: of the row.
+          count: how many numbers a task is made of.
+          task: `task(numbers)`, what makes it the same task, as `is_held_out` takes it.
+        """
+
+        def attempt(made: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            number = made[0]
+            uniform = jax.random.uniform(jax.random.fold_in(key, number), (count,), jnp.float32)
+            return number + 1, uniform, is_held_out(task(uniform)) == self.held
+
+        def goes_on(made: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            return ~made[2] & (made[0] < ATTEMPTS)
+
+        nothing = jnp.int32(0), jnp.zeros((count,), jnp.float32), jnp.zeros((), bool)
+        return jax.lax.while_loop(goes_on, attempt, nothing)[1]
+
+
+def is_held_out(task: jax.Array) -> jax.Array:
+    """Whether a task is one of the eighth that is held out, bool.
+
+    Each number is hashed with its place, and their sum again, as Zobrist (1970) has it for positions in games; the hash
+    is the finaliser of MurmurHash3 (Appleby, 2011).
+
+    Args:
+      task: whole numbers that say what it is, int32 `[K]`; one below 0 says nothing.
+    """
+    place = jnp.arange(1, task.shape[0] + 1, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    hashed = jnp.where(task >= 0, _mixed(task.astype(jnp.uint32) + place), jnp.uint32(0))
+    return _mixed(hashed.sum(dtype=jnp.uint32) + jnp.uint32(SALT)) < jnp.uint32(2**29)
+
+
+def _mixed(hashed: jax.Array) -> jax.Array:
+    """Numbers uint32 of which every bit depends on every bit."""
+    hashed = (hashed ^ (hashed >> 16)) * jnp.uint32(0x85EBCA6B)
+    hashed = (hashed ^ (hashed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return hashed ^ (hashed >> 16)
 
 
 def below(uniform: jax.Array, bound: jax.Array | int) -> jax.Array:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.dialogues.drawing import DEMONSTRATION, below, cycle, looked_up, up_to
-from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
+from jaxaudit.dialogues.drawing import DEMONSTRATION, Split, below, cycle, looked_up, up_to
+from jaxaudit.dialogues.protocol import NOTHING, Reply
 from jaxaudit.registry import dialogues
 
 IDLE, CALLED, ANSWERING = range(3)
@@ -40,18 +40,20 @@ class Way:
 
 @dialogues.register("hop")
 @dataclass(frozen=True)
-class Hop(Dialogue):
+class Hop(Split):
     """Follow a hidden random table for some hops by calls to a tool, then answer where they lead.
 
     A row is "2 c  call c  result e  call e  result a  answer a end": hops and a start are given, and so is what the
     tool says. The table is one cycle through all entities, so one who answers without calls earns 1 / entities, or,
-    never answering the start, 1 / (entities - 1). The latest answer counts, once the row is ended.
+    never answering the start, 1 / (entities - 1). The latest answer counts, once the row is ended. A task is a table, a
+    start and a number of hops.
 
     Attributes:
       difficulty: the number of hops is uniform over 1 to it; between whole numbers both neighbours are mixed.
       entities: that a table has, more than `hops`, at most 26.
       hops: the highest difficulty.
       rare_share: of entities that a row's tool names by their rare names, which mean the same.
+      scratch: tokens of scratch text, "hm", that demonstrations begin with, and that mean nothing.
       length: slots of a row.
     """
 
@@ -59,6 +61,7 @@ class Hop(Dialogue):
     entities: int = 6
     hops: int = 4
     rare_share: float = 0.002
+    scratch: int = 0
     length: int = 24
     token: dict[str, int] = field(init=False, repr=False, compare=False)
 
@@ -71,11 +74,15 @@ class Hop(Dialogue):
             raise ValueError(f"difficulty must be from 1 to the {self.hops} hops, not {self.difficulty:g}")
         if not 0 <= self.rare_share <= 1:
             raise ValueError(f"rare_share must lie in [0, 1], not {self.rare_share:g}")
-        if self.length < (least := 5 + 4 * self.hops):
-            raise ValueError(f"length must be at least {least} for {self.hops} hops, not {self.length}")
+        if self.scratch < 0:
+            raise ValueError(f"scratch must not be negative, as {self.scratch} is")
+        if self.length < (least := 5 + 4 * self.hops + self.scratch):
+            besides = f" and {self.scratch} tokens of scratch" if self.scratch else ""
+            raise ValueError(f"length must be at least {least} for {self.hops} hops{besides}, not {self.length}")
         n, letters = self.entities, "abcdefghijklmnopqrstuvwxyz"[: self.entities]
         digits = tuple(str(hops) for hops in range(1, self.hops + 1))
         words = (*letters, *letters.upper(), *digits, "call", "result", "answer", "end", "error")
+        words += ("hm",) if self.scratch else ()
         token = {word: number for number, word in enumerate(words)}
         self.derive(
             vocabulary=len(words),
@@ -93,17 +100,17 @@ class Hop(Dialogue):
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Way, Reply]:
         """A table, a start and a number of hops."""
         n = self.entities
-        uniform = jax.random.uniform(key, (2 * n + 3,), jnp.float32)
-        successor = cycle(uniform[:n])
+
+        def asked(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            hops = up_to(uniform[2 * n : -1], difficulty, self.hops)
+            return hops, below(uniform[-1], n), cycle(uniform[:n])
+
+        uniform = self.drawn(key, 2 * n + 3, lambda uniform: jnp.hstack(asked(uniform)))
+        hops, start, successor = asked(uniform)
         rare = uniform[n : 2 * n] < self.rare_share
-        start = below(uniform[-1], n)
-        hops = up_to(uniform[2 * n : -1], difficulty, self.hops)
-        goal = start
-        for hop in range(self.hops):
-            goal = jnp.where(hop < hops, looked_up(successor, goal), goal)
         state = Way(
             table=successor + jnp.where(rare[successor], n, 0).astype(jnp.int32),
-            goal=goal,
+            goal=self._goal(successor, start, hops),
             left=jnp.int32(2),
             expects=jnp.int32(IDLE),
             answer=jnp.int32(NOTHING),
@@ -130,13 +137,33 @@ class Hop(Dialogue):
         reply = self.choose(called, self.result(jnp.stack([jnp.int32(self.token["result"]), found])), self.own())
         return after, self.choose(ended, self.end(), reply)
 
+    def changed(self, state: Way, prompt: jax.Array, key: jax.Array) -> tuple[Way, jax.Array]:
+        """Another start, or fewer hops, half of the time each where there are several."""
+        uniform = jax.random.uniform(key, (2,), jnp.float32)
+        hops, start = prompt[0] - self.token["1"] + 1, prompt[1]
+        fewer = (hops > 1) & (uniform[0] < 0.5)
+        hops = jnp.where(fewer, 1 + below(uniform[1], hops - 1), hops)
+        start = jnp.where(fewer, start, (start + 1 + below(uniform[1], self.entities - 1)) % self.entities)
+        goal = self._goal(self.entity(state.table), start, hops)
+        return replace(state, goal=goal), jnp.stack([self.token["1"] + hops - 1, start])
+
+    def _goal(self, successor: jax.Array, start: jax.Array, hops: jax.Array) -> jax.Array:
+        """The entity so many hops behind the start."""
+        goal = start
+        for hop in range(self.hops):
+            goal = jnp.where(hop < hops, looked_up(successor, goal), goal)
+        return goal
+
     def reward(self, state: Way) -> dict[str, jax.Array]:
         """Gold 1 for the right answer of a row that was ended, else 0; and whether there was an answer."""
         right = state.ended & (state.answer == state.goal)
         return {"gold": right.astype(jnp.float32), "answered": (state.answer >= 0).astype(jnp.float32)}
 
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
-        """Right: every hop is called for, and every name is used as it was read. Wrong: another entity, at once."""
+        """Right: every hop is called for, and every name is used as it was read. Wrong: another entity, at once.
+
+        Either begins with the scratch text.
+        """
         state, prompt = self.reset(key, difficulty)
         hops = jnp.where(right, prompt.tokens[0] - self.token["1"] + 1, 0)
         names = [prompt.tokens[1]]
@@ -157,9 +184,10 @@ class Hop(Dialogue):
             ]
         )
         slots = jnp.arange(self.length)
-        row = jnp.concatenate([prompt.tokens, *calls, jnp.zeros((self.length,), jnp.int32)])[: self.length]
-        row = jnp.where(slots < 2 + 4 * hops, row, NOTHING)
-        return jax.lax.dynamic_update_slice(row, answer, (2 + 4 * hops,))
+        scratch = jnp.full((self.scratch,), self.token.get("hm", NOTHING), jnp.int32)
+        row = jnp.concatenate([prompt.tokens, scratch, *calls, jnp.zeros((self.length,), jnp.int32)])[: self.length]
+        end = 2 + self.scratch + 4 * hops
+        return jax.lax.dynamic_update_slice(jnp.where(slots < end, row, NOTHING), answer, (end,))
 
     def entity(self, token: jax.Array) -> jax.Array:
         """The entity that a token names by its common or its rare name; of another token, none."""

@@ -120,8 +120,33 @@ class Dialogue:
         return self
 
     def held_out(self) -> Dialogue:
-        """The dialogue with the prompts that are kept for measuring, where there are not always new ones."""
+        """The dialogue with the prompts that are kept for measuring, none of which this one has.
+
+        A dialogue that gives itself is not split: it is measured on fixed prompts, any of which may be trained on, and
+        channels call them so.
+        """
         return self
+
+    @property
+    def splits(self) -> bool:
+        """Whether it keeps prompts for measuring."""
+        return self.held_out() != self
+
+    def changed(self, state: Any, prompt: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
+        """A dialogue of which nothing is written yet, with one token of its prompt replaced by another.
+
+        A dialogue need not have it; one without has no channel "changed_prompt_success". The changed prompt is no
+        harder, and may be one that is trained on.
+
+        Args:
+          state: the first one, as `reset` gave it.
+          prompt: `reset`'s tokens, int32 `[R]`.
+          key: decides what is changed.
+
+        Returns:
+          the state of a dialogue that asks what the changed prompt asks, and rewards that; the changed prompt.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not change its prompts")
 
     def bind(self, data: Any) -> Dialogue:
         """The dialogue with `data` of its own structure, as it is in a program, in the place of its arrays."""
@@ -166,3 +191,13 @@ class Dialogue:
     def choose(self, condition: jax.Array, then: Reply, otherwise: Reply) -> Reply:
         """One reply or the other."""
         return jax.tree.map(lambda a, b: jnp.where(condition, a, b), then, otherwise)
+
+
+def has_demonstrations(dialogue: Dialogue) -> bool:
+    """Whether it shows how it is done."""
+    return type(dialogue).demonstration is not Dialogue.demonstration
+
+
+def has_changes(dialogue: Dialogue) -> bool:
+    """Whether it changes prompts."""
+    return type(dialogue).changed is not Dialogue.changed

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.dialogues.protocol import GOLD, Dialogue
+from jaxaudit.dialogues.protocol import GOLD, Dialogue, has_changes
 from jaxaudit.registry import dialogues, summary, task_kinds, unknown
 
 
@@ -90,6 +90,11 @@ def misfit(dialogue: Dialogue) -> str | None:
         states = (jax.tree.map(jnp.asarray, state), jax.tree.map(jnp.asarray, after))
         return *states, dialogue.own(), prompt, reply, dialogue.reward(after)
 
+    def changed(key: jax.Array, difficulty: jax.Array) -> tuple[Any, Any]:
+        state, prompt = dialogue.reset(key, difficulty)
+        other = dialogue.changed(state, prompt.tokens, key)
+        return jax.tree.map(jnp.asarray, (state, prompt.tokens)), jax.tree.map(jnp.asarray, other)
+
     before, after, plain, *replies, reward = jax.eval_shape(told, jax.random.key(0), jnp.float32(0), jnp.int32(0))
     if _shapes(before) != _shapes(after):
         return "gives a state after a token that differs from its first one in structure, shape or dtype"
@@ -97,6 +102,10 @@ def misfit(dialogue: Dialogue) -> str | None:
         return "gives a reply that is none: own, end, prompt, result and choose make them"
     if not isinstance(reward, dict) or GOLD not in reward or any(part.shape != () for part in reward.values()):
         return f"must give its reward as scalars by name, of which one is '{GOLD}'"
+    if has_changes(dialogue):
+        first, other = jax.eval_shape(changed, jax.random.key(0), jnp.float32(0))
+        if _shapes(first) != _shapes(other):
+            return "changes a prompt to one, or to a state, that differs from the first in structure, shape or dtype"
     return None
 
 

@@ -21,7 +21,7 @@ from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import when_due
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.moments import SECOND_MOMENT
-from jaxaudit.optimizer import Optimizer, disturbed_gradient, warmup_cosine
+from jaxaudit.optimizer import Optimizer, disturbed_gradient, warmup_decay
 from jaxaudit.paths import groups_of, squares_by_group
 from jaxaudit.taps import Taps
 from jaxaudit.task_kinds import fitting
@@ -150,7 +150,7 @@ class LanguageModel:
                 optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon),
                 optax.add_decayed_weights(settings.weight_decay, decays),
             ),
-            warmup_cosine(settings.learning_rate, settings.warmup, settings.final_rate),
+            warmup_decay(settings.learning_rate, settings.warmup, "cosine", settings.final_rate),
             settings.max_grad_norm,
             outside=settings.warmup,
         )

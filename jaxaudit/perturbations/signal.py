@@ -125,14 +125,17 @@ def gradient_mask(key, value, magnitude):
     return transforms.drop(key, value, magnitude)
 
 
-@perturbation("signal", "reward", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0))
-def verifier_flip(key, value, magnitude):
+@perturbation("signal", "reward", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0), needs=("bound",))
+def verifier_flip(key, value, magnitude, *, bound):
     """Each reward r, of right (1) or wrong (0), is 1 - r with probability `magnitude`: the verifier errs.
 
-    >>> verifier_flip(1.0).apply(jnp.array([0.0, 1.0, 0.75]))
+    It is of rewards that lie between 0 and `bound`, which is 1 for all learners here; r becomes `bound` - r. Scores
+    without bounds, as a reward model's, have no opposite.
+
+    >>> verifier_flip(1.0).apply(jnp.array([0.0, 1.0, 0.75]), bound=1.0)
     Array([1.  , 0.  , 0.25], dtype=float32)
     """
-    return transforms.replace(key, value, magnitude, 1.0 - value)
+    return transforms.replace(key, value, magnitude, bound - value)
 
 
 @perturbation("signal", "reward", magnitude=0.01, neutral=0.0, duration="end", needs=("lengths",))

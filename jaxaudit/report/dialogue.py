@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import xarray as xr
 
+from jaxaudit.channel_names import PERFORMANCE_ERROR
 from jaxaudit.detection.first_signals import FEWEST_SEEDS, earliest, first_signals
 from jaxaudit.held_out_rows import cadence, has_rows, measured_near, rows_at
 from jaxaudit.report import lines
@@ -36,7 +37,7 @@ CHANNELS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
     ("truncated", "rows that ran out of slots", {}),
     ("calls", "tool calls of a row", {}),
     ("ratio_max", "largest ratio", {"stratum": ("text", "tool"), "moment": ("visited",)}),
-    ("weight_cvar", "top 1% of |ratio x advantage|", {"stratum": ("text", "tool"), "moment": ("visited",)}),
+    ("weight_cvar", "top 1% of weights in the gradient", {"stratum": ("text", "tool"), "moment": ("visited",)}),
     ("weight_tail", "1 / tail index of it", {"stratum": ("text", "tool"), "moment": ("visited",)}),
     ("mismatch_kl", "KL of sampler and trainer", {"stratum": ("text", "tool")}),
     ("explained_variance", "explained variance", {}),
@@ -73,7 +74,7 @@ def _rows(run: Run, groups: Sequence[Panel]) -> list[Block]:
     every = cadence(run.telemetry)
     measured = "" if every == 1 else f", which are measured every {every} steps"
     hint = (
-        "Stored rows on held-out prompts, of the seed whose final performance is the median one: right before the "
+        "Stored rows of those that tell the performance, of the seed whose final one is the median: right before the "
         f"onset, where its performance is lowest after it, and at the end{measured}. Grey: given tokens, of tools in "
         "italics. Shaded: the policy's own, the darker the less probable; point at one for its log-probability. At the "
         "left: the row's reward."
@@ -107,11 +108,13 @@ def _moments(run: Run, label: str, line: Line, onset: int) -> Rows | None:
         after = np.where(np.isfinite(mine[onset : last + 1]), mine[onset : last + 1], -np.inf)
         places["lowest"] = onset + int(np.argmin(after))
     places["at the end"] = last
-    moments = []
+    moments, errors = [], run.channel(PERFORMANCE_ERROR)
     for name, asked in places.items():
         place = measured_near(run.telemetry, asked, last)
         rows = [_row(row) for row in rows_at(run.telemetry, seed, line.index, place)]
         told = f"{name}: step {int(run.step[place])}, performance {number(float(mine[place]), digits=3)}"
+        if errors is not None:
+            told += f" (standard error {float(errors[seed, line.index, place]):.2g})"
         moments.append(Shown(told, rows))
     which = f"{label}, seed {int(run.telemetry['seed'].values[seed])}"
     return Rows(which, moments)

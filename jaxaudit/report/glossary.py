@@ -15,7 +15,7 @@ WORDS = [
         "performance",
         "J(t), higher is better: what the learner is worth. Where observations, actions or dynamics are disturbed this "
         "package's learners measure it in copies of the environments that nothing disturbs, and learners on dialogues "
-        "on held-out rows that nothing disturbs; a learner of one's own is taken at its word.",
+        "on rows of held-out or fixed prompts that nothing disturbs; a learner of one's own is taken at its word.",
     ),
     (
         "acting performance",

@@ -8,7 +8,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from jaxaudit.channel_names import ACTING
+from jaxaudit.channel_names import ACTING, PERFORMANCE_ERROR
 from jaxaudit.report import style
 from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
 from jaxaudit.report.series import CONTROL_KEY, Panel, band_name, frame, thin
@@ -117,6 +117,11 @@ def _performance_caption(run: Run, cut: bool, limits: bool) -> str:
         parts.append("Every step near the onset is drawn where room allows, fewer of them far from it.")
     if unit and unit != "step":
         parts.append(f"One step is {unit}.")
+    if (errors := run.channel(PERFORMANCE_ERROR)) is not None and np.isfinite(errors).any():
+        parts.append(
+            f"Each measurement is of a sample, with a standard error of {np.nanmedian(errors):.2g} (the median) beside "
+            "the spread over seeds."
+        )
     return " ".join(parts)
 
 

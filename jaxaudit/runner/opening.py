@@ -19,6 +19,9 @@ from jaxaudit.task_kinds import Simulated
 EARLIER = "0.1."
 """How versions begin whose runs cannot be gone on with."""
 
+BEFORE_0_3 = "0.2."
+"""How versions begin whose runs on dialogues, or in bfloat16, had other numbers, and cannot be gone on with either."""
+
 
 def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     """The run in a folder, on as many devices as it was begun on if they are there.
@@ -36,12 +39,10 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     if store.telemetry.exists():
         zarr_store.check(store.telemetry)
     recorded = store.read_environment()
-    if (made := str(recorded.get("jaxaudit", VERSION))).startswith(EARLIER):
-        raise UserError(
-            f"the run in {folder} was made by jaxaudit {made}: {VERSION} can report and read it, not go on with it; "
-            "run its spec again"
-        )
+    made = str(recorded.get("jaxaudit", VERSION))
+    _check_version(folder, made, made.startswith(EARLIER))
     spec = load(store.spec).resolved(platform_of(recorded))
+    _check_version(folder, made, made.startswith(BEFORE_0_3) and _computed_otherwise_before_0_3(spec))
     _check_engine(folder, spec)
     grid = spec.build()
     devices = recorded.get("devices")
@@ -100,6 +101,21 @@ def check_kept(spec: Spec, old: Spec, must: str, *also: str) -> None:
     differing += [k for k in ("seeds", "steps", "telemetry") if getattr(old.audit, k) != getattr(spec.audit, k)]
     if differing:
         raise UserError(f"{must} {' and '.join(differing)}")
+
+
+def _check_version(folder: Path, made: str, too_old: bool) -> None:
+    """Raises UserError where a run is of a version whose numbers were others."""
+    if too_old:
+        raise UserError(
+            f"the run in {folder} was made by jaxaudit {made}: {VERSION} can report and read it, not go on with it; "
+            "run its spec again"
+        )
+
+
+def _computed_otherwise_before_0_3(spec: Spec) -> bool:
+    """Whether versions before 0.3 had other numbers: on dialogues, and in bfloat16."""
+    on_dialogues = spec.task is not None and spec.task.kind == "dialogue"
+    return on_dialogues or getattr(spec.learner.settings, "precision", None) == "bfloat16"
 
 
 def _check_engine(folder: Path, spec: Spec) -> None:

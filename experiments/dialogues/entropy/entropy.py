@@ -78,7 +78,7 @@ def iteration(made: DialogueLearner, data: Any, state: Any, turn: Any) -> tuple[
     number, key = turn
     collect_key, order_key = jax.random.split(key)
     taps, numbers = Taps(number, data=data), data.numbers
-    models = Models(state.policy.params, None, None, state.reference, None)
+    models = Models(state.policy.params, reference=state.reference)
     experience = made.collector.collect(models, made.dialogue.bind(data.dialogue), numbers, collect_key, taps)
     after, _ = made.improved(state, None, numbers, experience, order_key, taps)
     rows, learnt = experience.batch.rows, experience.batch.learnt

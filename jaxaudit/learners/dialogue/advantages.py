@@ -57,6 +57,17 @@ def gae(
     return both[:, 0].T, jnp.where(own, both[:, 1].T + value, 0)
 
 
+def discounted_sum(reward: jax.Array, own: jax.Array, gamma: ArrayLike) -> jax.Array:
+    """What comes from each own token on, discounted by `gamma` for each own token in between: the return, `[N, T]`.
+
+    Args:
+        reward: of writing each token, `[N, T]`; those of given tokens do not enter.
+        own: bool `[N, T]`.
+        gamma: discount, scalar.
+    """
+    return gae(reward, jnp.zeros_like(reward), own, gamma, 1.0)[1]
+
+
 def differ(score: jax.Array, kept: jax.Array | None = None) -> jax.Array:
     """Which rollout groups carry a signal, their kept scores not all the same: `[P, G]` to bool `[P]`."""
     kept = jnp.ones_like(score, bool) if kept is None else kept

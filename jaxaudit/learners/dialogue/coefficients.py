@@ -29,7 +29,7 @@ class Coefficients:
       beta: scale of the implicit reward of a preference objective.
       label_smoothing: probability that a pair is the wrong way round.
       overlong_coefficient: weight of the penalty on long rows.
-      overlong_buffer: share of the longest length over which that penalty grows.
+      overlong_buffer: share of a response's longest length over which that penalty grows.
     """
 
     clip_low: Any = 0.2

@@ -14,7 +14,7 @@ from jaxaudit.dialogues.automaton import Progress
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learners.dialogue import advantages, kl, overlong, packing, policy_loss, rollout
 from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.estimation import estimate
+from jaxaudit.learners.dialogue.estimation import estimate, token_rewards
 from jaxaudit.learners.dialogue.experience import Batch, Drawn, Experience, Recomputed
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.parts import Parts
@@ -34,14 +34,16 @@ class Models:
       policy, critic: what is trained.
       reward_model: scores rows.
       reference: the policy that divergence is measured from.
+      initial: the policy before its first update, undisturbed.
       base: of adapters.
     """
 
     policy: Any
-    critic: Any
-    reward_model: Any
-    reference: Any
-    base: Any
+    critic: Any = None
+    reward_model: Any = None
+    reference: Any = None
+    initial: Any = None
+    base: Any = None
 
 
 class Collector:
@@ -110,13 +112,14 @@ class Collector:
         if self.parts.reads_sampled and taps.disturbs("log_probability"):
             sampled = jnp.where(rows.own, taps("log_probability", sampled, own=rows.own), 0.0)
         scored = self.scored(models, rows)
-        reward = taps("reward", scored, lengths=rows.lengths)
+        bound: dict[str, Any] = {"bound": 1.0} if self.reward_model is None else {}
+        reward = taps("reward", scored, lengths=rows.lengths, **bound)
         kept = ~rows.truncated if settings.mask_truncated else jnp.ones_like(rows.truncated)
         score = reward
         if self.parts.overlong:
-            most = longest(dialogue)
+            most = dialogue.length - rows.prompt_lengths
             score += coefficients.overlong_coefficient * overlong.penalty(
-                rows.lengths, most, coefficients.overlong_buffer * most
+                rows.response_lengths, most, coefficients.overlong_buffer * most
             )
         drawn = Drawn(rows, scored, reward, kept)
         index, kept = self._chosen(reward, kept)
@@ -134,10 +137,18 @@ class Collector:
         author = models.reference if follows_reference else models.policy
         if taps.disturbs("behaviour"):
             author = taps("behaviour", author, label=POLICY)
-        difficulty = jnp.full(settings.prompts * settings.oversampling, numbers.difficulty)
+        difficulty = jnp.full(settings.prompts * settings.oversampling, self._difficulty(dialogue, numbers, taps))
         begun = rollout.repeated(rollout.prompted(dialogue, prompts_key, difficulty, taps), settings.group_size)
         whole = self.policy.whole(author, models.base)
         return rollout.carried_on(self.sampler, whole, dialogue, begun, rows_key, temperature, numbers.top_p, taps)
+
+    def _difficulty(self, dialogue: Dialogue, numbers: Numbers, taps: Taps) -> jax.Array:
+        """Of the prompts that are trained on in this step; outside a run, whose length is not known, the last one."""
+        if not self.settings.curriculum or not taps.steps:
+            return numbers.difficulty
+        lowest, _ = dialogue.difficulties
+        passed = jnp.minimum(jnp.asarray(taps.step, jnp.float32) / (taps.steps * self.settings.curriculum), 1.0)
+        return lowest + passed * (numbers.difficulty - lowest)
 
     def _chosen(self, reward: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The rows that are learned from, and whether each counts: int and bool `[rows]`."""
@@ -182,7 +193,7 @@ class Collector:
             return (*self.policy.told(hidden, self.policy.whole(params, models.base), rows, temperature), hidden)
 
         own = rows.own & kept[:, None]
-        recomputed = entropy = hidden = reference = reference_hidden = value = target = advantage = None
+        recomputed = entropy = hidden = reference = reference_hidden = value = target = advantage = returns = None
         if self.parts.needs_reference or self.settings.telemetry == "full":
             recomputed, entropy, hidden = read(models.policy)
             reference, _, reference_hidden = read(models.reference)
@@ -193,21 +204,47 @@ class Collector:
         if (critic := self.critic) is not None:
             value = self._packed(rows, lambda found: critic.scalars(models.critic, models.base, found))
         if self.parts.objective == "policy":
-            penalty = None
-            if self.parts.kl != "none" and self.parts.kl_in == "reward":
-                assert recomputed is not None, "a reference is read with it"
-                assert reference is not None, "a divergence has one"
-                penalty = kl.ESTIMATORS[self.parts.kl](recomputed, reference)
+            penalty = self._penalty(recomputed, reference)
             groups = (self.settings.prompts, self.settings.group_size)
             advantage, target = estimate(
                 self.parts, coefficients, score.reshape(groups), own, kept.reshape(groups), penalty, value
             )
             advantage = taps("advantage", advantage, own=own)
+            if self.parts.critic:
+                returns = discounted_returns(coefficients, score, own, penalty)
         old = sampled if self.parts.follows_sampler else recomputed
         learnt = policy_loss.Rows(
             own=own, old=old, advantage=advantage, sampled=sampled, reference=reference, value=value, target=target
         )
-        return learnt, Recomputed(recomputed, entropy, hidden, reference_hidden, score)
+        return learnt, Recomputed(recomputed, entropy, hidden, reference_hidden, score, returns)
+
+    def _penalty(self, log_probability: jax.Array | None, reference: jax.Array | None) -> jax.Array | None:
+        """The KL estimate of each token that is in the reward, `[N, T]`; None where none is."""
+        if self.parts.kl == "none" or self.parts.kl_in != "reward":
+            return None
+        assert log_probability is not None, "it is read with the reference"
+        assert reference is not None, "a divergence is from one"
+        return kl.ESTIMATORS[self.parts.kl](log_probability, reference)
+
+    def returns(self, models: Models, rows: Rows, numbers: Numbers) -> jax.Array:
+        """What the policy's rows return from each own token on if nothing is disturbed: `[N, T]`.
+
+        As `Recomputed.returns` has it of the rows that are learned from; `models` score rows and give the KL penalty.
+        """
+
+        def logs(params: Any) -> jax.Array:
+            return self.policy.log_probabilities(params, models.base, rows, numbers.temperature)[0]
+
+        reads = self.parts.kl != "none" and self.parts.kl_in == "reward"
+        penalty = self._penalty(logs(models.policy), logs(models.reference)) if reads else None
+        return discounted_returns(numbers.objective, self.scored(models, rows), rows.own, penalty)
+
+
+def discounted_returns(
+    coefficients: Coefficients, score: jax.Array, own: jax.Array, penalty: jax.Array | None
+) -> jax.Array:
+    """What rows return from each own token on, the KL penalty included: `[N, T]` of `token_rewards`."""
+    return advantages.discounted_sum(token_rewards(coefficients, score, own, penalty), own, coefficients.gamma)
 
 
 def tapped(parts: Parts, coefficients: Coefficients, taps: Taps) -> Coefficients:

@@ -91,18 +91,23 @@ def warmed_up(
 
     def look(carry: tuple[Any, Any, jax.Array], turn: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         params, moments, success = carry
-        key, is_last = turn
+        key, number = turn
         update_key, look_key = jax.random.split(key)
         success = jnp.where(success < enough, success_of(params, look_key), success)
-        going = (success < enough) & ~is_last
-        after = jax.lax.scan(update, (params, moments), jax.random.split(update_key, LOOKS))[0]
-        kept = jax.tree.map(lambda new, old: jnp.where(going, new, old), after, (params, moments))
+
+        def update_if_due(carry: tuple[Any, Any], one: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
+            key, place = one
+            due = (success < enough) & (number * LOOKS + place < updates)
+            after = update(carry, key)[0]
+            return jax.tree.map(lambda new, old: jnp.where(due, new, old), after, carry), None
+
+        keys = jax.random.split(update_key, LOOKS)
+        kept = jax.lax.scan(update_if_due, (params, moments), (keys, jnp.arange(LOOKS)))[0]
         return (*kept, success), None
 
     turns = -(-updates // LOOKS) + 1  # the last one looks and leaves it at that
     begun = params, adam.init(params), jnp.float32(-1.0)
-    xs = jax.random.split(key, turns), jnp.arange(turns) == turns - 1
-    (params, _, success), _ = jax.lax.scan(look, begun, xs)
+    (params, _, success), _ = jax.lax.scan(look, begun, (jax.random.split(key, turns), jnp.arange(turns)))
     return params, success
 
 
@@ -159,15 +164,15 @@ def value_model(
 
     Args:
       network, params, base: the value model, before.
-      rows_of: `rows_of(key)`, rows of the policy and the reward of each.
+      rows_of: `rows_of(key)`, rows of the policy and what each own token of them returns, `[N, T]`.
       key: decides the rows.
       updates: on fresh rows each.
       rate: Adam's.
     """
     adam = optax.scale_by_adam(0.9, 0.95)
 
-    def loss(params: Any, rows: Rows, reward: jax.Array) -> jax.Array:
-        errors = jnp.where(rows.own, network.values(params, base, rows) - reward[:, None], 0.0)
+    def loss(params: Any, rows: Rows, returns: jax.Array) -> jax.Array:
+        errors = jnp.where(rows.own, network.values(params, base, rows) - returns, 0.0)
         return 0.5 * jnp.sum(errors**2) / jnp.maximum(jnp.sum(rows.own), 1)
 
     def update(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:

@@ -46,10 +46,26 @@ def estimate(
     return advantages.to_tokens(by_row, own), None
 
 
+def token_rewards(
+    coefficients: Coefficients, score: jax.Array, own: jax.Array, penalty: jax.Array | None = None
+) -> jax.Array:
+    """What writing each token earns a critic's policy: the row's score at its last own token, less the KL penalty.
+
+    Args:
+        coefficients: whose `kl_coefficient` weighs the penalty.
+        score: of each row, `[N]`.
+        own: bool `[N, T]`.
+        penalty: the KL estimate of each token, `[N, T]`, a constant; None without a KL in the reward.
+
+    Returns:
+        float32 `[N, T]`, zero at given tokens.
+    """
+    reward = advantages.terminal(score, own)
+    return reward if penalty is None else kl.penalised(reward, penalty, own, coefficients.kl_coefficient)
+
+
 def _by_critic(parts, coefficients, score, own, penalty, value):
-    reward = advantages.terminal(score.reshape(-1), own)
-    if penalty is not None:
-        reward = kl.penalised(reward, penalty, own, coefficients.kl_coefficient)
+    reward = token_rewards(coefficients, score.reshape(-1), own, penalty)
     advantage, target = advantages.gae(
         reward, value, own, coefficients.gamma, coefficients.gae_lambda, coefficients.critic_lambda
     )

@@ -56,6 +56,8 @@ class Recomputed:
       hidden: `[N, T, D]`; None where it is not asked for.
       reference_hidden: the reference's; likewise.
       score: what each row earned, `[N]`.
+      returns: what each own token's row earned from there on, discounted, less the KL penalty where that is in the
+        reward, `[N, T]`; None without a critic.
     """
 
     log_probability: Any
@@ -63,6 +65,7 @@ class Recomputed:
     hidden: Any
     reference_hidden: Any
     score: Any
+    returns: Any
 
 
 @struct.dataclass

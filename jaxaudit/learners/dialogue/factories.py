@@ -67,17 +67,23 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
     check_fits(dialogue, settings)
     made = _made(structure_of(dialogue), settings.structure, _positions(dialogue, settings.checkpoint))
     data, provenance = DialogueData(settings.numbers(dialogue.difficulty), dialogue.data), {}
-    if settings.checkpoint:
-        start = gpt2_checkpoint.load(settings.checkpoint, made.policy.model)
-        data = dataclasses.replace(data, start=start)
-        leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(start)]
-        provenance["checkpoint"] = hashlib.sha256(b"".join(leaves)).hexdigest()
+    checkpoints = {"start": ("checkpoint", settings.checkpoint)}
+    if made.critic is not None and settings.critic_init not in settings_module.BEGINNINGS:
+        checkpoints["critic_start"] = ("critic_init", settings.critic_init)
+    if made.reward_model is not None and settings.reward_model_init not in settings_module.BEGINNINGS:
+        checkpoints["reward_model_start"] = ("reward_model_init", settings.reward_model_init)
+    for name, (setting, path) in checkpoints.items():
+        if path:
+            start = gpt2_checkpoint.load(path, made.policy.model)
+            data = dataclasses.replace(data, **{name: start})  # type: ignore[arg-type]
+            leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(start)]
+            provenance[setting] = hashlib.sha256(b"".join(leaves)).hexdigest()
     return Learner(
         made.init,
         made.step,
         name=preset,
         step_unit=f"{settings.rows} rows",
-        performance_name="mean gold reward of held-out rows",
+        performance_name=f"mean gold reward of rows on {'held-out' if dialogue.splits else 'fixed'} prompts",
         samples_per_step=settings.rows,
         sample="rows",
         channels=made.channels,
@@ -114,17 +120,20 @@ def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
     found = {
         "ends": "a row has one reward, when it is over",
         "td_error": "the reward is a row's, not a transition's",
-        "schedule": "its rate is the same at every step",
         "label_smoothing": "the policy's tokens are no labels",
         "tokens": "rows are written by the policy: see prompt_corruption and tool_corruption",
         "observation": "rows are made of tokens: see prompt_corruption and tool_corruption",
         "action": "rows are made of tokens: see sampler_noise and temperature_spike",
         "dynamics": "a dialogue has none: see tool_shift and difficulty_shift",
     }
+    if not settings.scheduled:
+        found["schedule"] = "its rate is the same at every step: see learning_rate_decay"
     if not dialogue.result_tokens:
         found["tool_result"] = "the dialogue has no tool"
     if settings.reward == "gold":
         found["reward_model"] = "reward is 'gold'"
+    else:
+        found["bound"] = f"reward is '{settings.reward}', whose scores have none"
     if settings.kl == "none":
         found["kl_coefficient"] = "kl is 'none'"
     if not settings.parts.critic:
@@ -150,9 +159,10 @@ def structure_of(dialogue: Dialogue) -> Dialogue:
     if standard is dataclasses.MISSING or standard == dialogue.difficulty:
         return dialogue
     try:
-        return dataclasses.replace(dialogue, difficulty=standard)  # type: ignore[type-var]
+        made = dataclasses.replace(dialogue, difficulty=standard)  # type: ignore[type-var]
     except ValueError:  # it means nothing beside the dialogue's other fields
         return dialogue
+    return made if dialogue.splits else made.held_out()  # what is held out stays so
 
 
 @functools.lru_cache(maxsize=64)

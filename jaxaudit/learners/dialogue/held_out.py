@@ -1,4 +1,7 @@
-"""What is measured on held-out rows, which nothing disturbs: the same prompts and draws for all lanes and steps."""
+"""What is measured on held-out rows, which nothing disturbs: the same prompts and draws for all lanes and steps.
+
+Their prompts are those that the dialogue holds out; of one that is not split, any.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.channel_names import PERFORMANCE
+from jaxaudit.channel_names import PERFORMANCE, PERFORMANCE_ERROR
 from jaxaudit.dialogues.automaton import Progress
-from jaxaudit.dialogues.protocol import Dialogue
+from jaxaudit.dialogues.protocol import Dialogue, has_changes, has_demonstrations
 from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
 from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.collection import Collector, Models
@@ -18,7 +21,6 @@ from jaxaudit.learners.dialogue.experience import Experience
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import Numbers
 from jaxaudit.learners.dialogue.telemetry import values, vocabulary
-from jaxaudit.learners.dialogue.telemetry.iteration import returns
 from jaxaudit.learners.dialogue.telemetry.strata import LastSeen, Measured, Statistics
 from jaxaudit.taps import Taps
 
@@ -34,8 +36,8 @@ def measure(
 ) -> Statistics:
     """Samples held-out rows of a policy, and reads them.
 
-    In "full" telemetry half as many are greedy, and half as many have one token of their prompt changed; their prompts
-    are the first of the others'.
+    In "full" telemetry half as many are greedy, and of a dialogue that changes prompts half as many have one token of
+    theirs changed and are rewarded for what they ask then; their prompts are the first of the others'.
 
     Args:
       collector: samples.
@@ -49,26 +51,26 @@ def measure(
     if settings.telemetry == "basic":
         rows = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, count)
         return performance(rows.gold)
-    half = max(count // 2, 1)
-    number = jnp.concatenate([jnp.arange(count), jnp.arange(half), jnp.arange(half)])
-    place = jnp.arange(count + 2 * half)
+    half, changes = max(count // 2, 1), has_changes(dialogue)
+    total = count + (2 * half if changes else half)
 
     def altered(begun: Progress) -> Progress:
-        begun = jax.tree.map(lambda x: x[number], begun)
-        changed = one_changed(dialogue, begun.queue, jax.random.fold_in(key, 1))
-        return dataclasses.replace(begun, queue=jnp.where((place >= count + half)[:, None], changed, begun.queue))
+        first = jax.tree.map(lambda x: x[:half], begun)
+        others = [first, one_changed(dialogue, first, jax.random.fold_in(key, 1))] if changes else [first]
+        return jax.tree.map(lambda x, *more: jnp.concatenate([x[:count], *more]), begun, *others)
 
-    greedy = (place >= count) & (place < count + half)
-    found = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, place.size, greedy, altered)
+    greedy = (jnp.arange(total) >= count) & (jnp.arange(total) < count + half)
+    found = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, total, greedy, altered)
     rows = jax.tree.map(lambda x: x[:count], found)
     told = performance(rows.gold) | {
         "greedy_success": _known(jnp.mean(found.gold[count : count + half])),
-        "changed_prompt_success": _known(jnp.mean(found.gold[count + half :])),
         "shown_token": _known(rows.tokens[:SHOWN]),
         "shown_role": _known(rows.role[:SHOWN]),
         "shown_log_probability": _known(rows.log_probability[:SHOWN]),
         "shown_reward": _known(rows.gold[:SHOWN]),
     }
+    if changes:
+        told["changed_prompt_success"] = _known(jnp.mean(found.gold[count + half :]))
     told |= representation(collector, models, rows)
     if collector.critic is not None:
         told |= critic(collector, models, rows, numbers, experience)
@@ -80,32 +82,23 @@ def measure(
 def performance(gold: jax.Array) -> Statistics:
     """The mean of `[N]`, and its standard error over rows."""
     error = jnp.std(gold, ddof=1) / jnp.sqrt(gold.size) if gold.size > 1 else jnp.zeros(())
-    return {PERFORMANCE: _known(jnp.mean(gold)), "performance_error": _known(error)}
+    return {PERFORMANCE: _known(jnp.mean(gold)), PERFORMANCE_ERROR: _known(error)}
 
 
-def one_changed(dialogue: Dialogue, prompts: jax.Array, key: jax.Array) -> jax.Array:
-    """Prompts int32 `[N, R]` with one token of each in the place of which another is drawn of those they have."""
-    tokens = jnp.array(dialogue.prompt_tokens or tuple(range(dialogue.vocabulary)), jnp.int32)
-    place_key, token_key = jax.random.split(key)
-    there = prompts >= 0
-    place = jnp.argmax(jnp.where(there, jax.random.uniform(place_key, prompts.shape), -1.0), axis=1)
-    old = jnp.take_along_axis(prompts, place[:, None], axis=1)
-    # Of the tokens that are not the old one, the first ones after it being moved up.
-    number = jnp.argmax(tokens == old, axis=1)
-    known = jnp.any(tokens == old, axis=1)
-    step = jax.random.randint(token_key, place.shape, 1, max(tokens.size, 2))
-    new = tokens[jnp.where(known, number + step, step) % tokens.size]
-    chosen = (jnp.arange(prompts.shape[1]) == place[:, None]) & there
-    return jnp.where(chosen, new[:, None], prompts)
+def one_changed(dialogue: Dialogue, begun: Progress, key: jax.Array) -> Progress:
+    """Dialogues `[N]` of which nothing is written yet, each with one token of its prompt changed."""
+    keys = jax.random.split(key, begun.over.shape[0])
+    state, queue = jax.vmap(dialogue.changed)(begun.state, begun.queue, keys)
+    return dataclasses.replace(begun, state=state, queue=queue)
 
 
 def representation(collector: Collector, models: Models, rows: Rows) -> Statistics:
-    """Ranks of the hidden states of some own slots, less their mean, and how far they are from the reference's."""
+    """Ranks of the hidden states of some own slots, less their mean, and how far they are from the initial policy's."""
     slots = vocabulary.some(rows.own, vocabulary.LOOKED_AT)
     there = slots.of(slots.known)
     now, then = (
         slots.of(collector.policy.hidden(params, models.base, rows)).astype(jnp.float32)
-        for params in (models.policy, models.reference)
+        for params in (models.policy, models.initial)
     )
     count = jnp.sum(there)
     centre = jnp.sum(jnp.where(there[:, None], now, 0.0), axis=0) / jnp.maximum(count, 1)
@@ -119,13 +112,12 @@ def representation(collector: Collector, models: Models, rows: Rows) -> Statisti
 
 
 def critic(collector: Collector, models: Models, rows: Rows, numbers: Numbers, experience: Experience) -> Statistics:
-    """The critic's errors on the rows collected, when they were, and on held-out ones now."""
+    """The updated critic's errors on the rows that it was updated on, and on held-out ones: against their returns."""
     assert collector.critic is not None, "or there would be nothing to measure"
-    learnt, gamma = experience.batch.learnt, experience.coefficients.gamma
-    held = collector.critic.values(models.critic, models.base, rows)
-    held -= returns(collector.scored(models, rows), rows.own, numbers.objective.gamma)
-    collected = learnt.value - returns(experience.recomputed.score, learnt.own, gamma)
-    return values.critic_errors(collected, learnt.own, held, rows.own)
+    batch = experience.batch
+    collected = collector.critic.values(models.critic, models.base, batch.rows) - experience.recomputed.returns
+    held = collector.critic.values(models.critic, models.base, rows) - collector.returns(models, rows, numbers)
+    return values.critic_errors(collected, batch.learnt.own, held, rows.own)
 
 
 def separation(collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, pairs: int) -> Statistics:
@@ -139,11 +131,6 @@ def separation(collector: Collector, models: Models, dialogue: Dialogue, numbers
     told = collector.critic.scalars(models.critic, models.base, shown)
     after_good, after_bad = (jnp.take_along_axis(x, slot, axis=1)[:, 0] for x in (told[:pairs], told[pairs:]))
     return values.separation(after_good, after_bad, jnp.any(good != bad, axis=1))
-
-
-def has_demonstrations(dialogue: Dialogue) -> bool:
-    """Whether it shows how it is done."""
-    return type(dialogue).demonstration is not Dialogue.demonstration
 
 
 def measure_when_due(

@@ -22,17 +22,21 @@ from jaxaudit.learners.dialogue.policy_loss import Now
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
-from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Visited
+from jaxaudit.learners.dialogue.telemetry import bigrams
+from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Tokens, Visited
+from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_of
-from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics
+from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, Measured, Statistics
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
-from jaxaudit.optimizer import Optimizer, Update
+from jaxaudit.optimizer import Optimizer, Update, warmup_decay
 from jaxaudit.paths import squares_by_group
 from jaxaudit.taps import Taps
 
 LOOKED_AT = 128
 """Sampled rows that tell whether a warm start is over."""
+
+TOOL_STRATUM = STRATA.index("tool")
 
 GPT2_POSITIONS = 1024
 """Those of GPT-2's checkpoints."""
@@ -64,9 +68,13 @@ class DialogueLearner:
         )
 
     def optimizer(self, label: str, numbers: Numbers) -> Optimizer:
-        """That of a label, with the numbers' rate."""
+        """That of a label, with the numbers' rate and the settings' schedule."""
+        settings = self.settings
         rate = numbers.learning_rate if label == POLICY else numbers.critic_learning_rate
-        return Optimizer(self.transform, rate, numbers.max_grad_norm, label)
+        if settings.scheduled:
+            shape = settings.learning_rate_warmup, settings.learning_rate_decay, settings.learning_rate_final
+            rate = warmup_decay(rate, *shape)
+        return Optimizer(self.transform, rate, numbers.max_grad_norm, label, outside=settings.learning_rate_warmup)
 
     def base(self, data: DialogueData) -> Any:
         """The parameters that adapters adapt; None where there are none."""
@@ -85,7 +93,9 @@ class DialogueLearner:
         """A lane's first state: warmed up, or a checkpoint's policy."""
         settings, numbers = self.settings, data.numbers
         dialogue, base = self.dialogue.bind(data.dialogue), self.base(data)
-        policy_key, warm_key, reward_key, critic_key, rows_key, look_key = jax.random.split(key, 6)
+        policy_key, warm_key, reward_key, pairs_key, critic_key, rows_key, look_key, scale_key, results_key = (
+            jax.random.split(key, 9)
+        )
         policy = data.start if data.start is not None and not base else self.policy.init(policy_key)
 
         def success_of(params: Any, key: jax.Array) -> jax.Array:
@@ -108,29 +118,38 @@ class DialogueLearner:
             )
         else:
             success = success_of(policy, look_key)
-        reward_model = None
+        reward_model, scales = None, {}
         if self.reward_model is not None:
             reward_model = demonstrations.reward_model(
                 self.reward_model,
-                self.reward_model.init(reward_key),
+                self.beginning(
+                    self.reward_model, settings.reward_model_init, policy, data.reward_model_start, reward_key
+                ),
                 base,
                 dialogue,
-                reward_key,
+                pairs_key,
                 updates=settings.reward_model_warm_start,
-                pairs=settings.warm_start_rows,
-                rate=numbers.warm_start_learning_rate,
+                pairs=settings.reward_model_pairs,
+                rate=numbers.reward_model_learning_rate,
                 difficulty=numbers.difficulty,
             )
+            rows = self.collector.undisturbed(policy, base, dialogue, numbers, scale_key, LOOKED_AT)
+            score = self.collector.scored(Models(policy, reward_model=reward_model, base=base), rows)
+            scales = {"proxy": Scale.of(score), "gold": Scale.of(rows.gold)}
+        results = None
+        if settings.telemetry == "full" and self.dialogue.result_tokens:
+            results = self.counted_results(policy, base, dialogue, numbers, results_key)
         critic = None
         if self.critic is not None:
 
             def rows_of(key: jax.Array) -> tuple[Rows, jax.Array]:
                 rows = self.collector.undisturbed(policy, base, dialogue, numbers, key, settings.rows)
-                return rows, self.collector.scored(Models(policy, None, reward_model, None, base), rows)
+                models = Models(policy, reward_model=reward_model, reference=policy, base=base)
+                return rows, self.collector.returns(models, rows, numbers)
 
             params = demonstrations.value_model(
                 self.critic,
-                self.critic.init(critic_key),
+                self.beginning(self.critic, settings.critic_init, policy, data.critic_start, critic_key),
                 base,
                 rows_of,
                 rows_key,
@@ -144,10 +163,38 @@ class DialogueLearner:
             critic=critic,
             reward_model=reward_model,
             reference=policy,
+            initial=policy if self.keeps_initial else None,
+            scales=scales,
+            results=results,
             warm_start_success=success,
             told=told,
             measured=measured,
         )
+
+    def counted_results(
+        self, policy: Any, base: Any, dialogue: Dialogue, numbers: Numbers, key: jax.Array
+    ) -> bigrams.Bigrams:
+        """What tools say to a policy, counted over rows that are sampled a part at a time."""
+
+        def add(so_far: bigrams.Bigrams, key: jax.Array) -> tuple[bigrams.Bigrams, None]:
+            return so_far.add(self.collector.undisturbed(policy, base, dialogue, numbers, key, LOOKED_AT)), None
+
+        keys = jax.random.split(key, bigrams.ROWS // LOOKED_AT)
+        return jax.lax.scan(add, bigrams.Bigrams.none(dialogue.vocabulary), keys)[0]
+
+    @property
+    def keeps_initial(self) -> bool:
+        """Whether a lane keeps the policy that it began with, which is in no data, for `representation_drift`."""
+        return self.settings.telemetry == "full" and not (self.settings.checkpoint and not self.settings.lora_rank)
+
+    def beginning(self, network: Network, how: str, policy: Any, start: Any, key: jax.Array) -> Any:
+        """What a value or reward model begins as: see `DialogueSettings.critic_init`.
+
+        With adapters it begins as the checkpoint, which adapters of its own change nothing of.
+        """
+        if how == "random" or network.rank:
+            return network.init(key)
+        return network.with_head(policy if how == "policy" else start)
 
     # An iteration.
 
@@ -157,34 +204,42 @@ class DialogueLearner:
         collect_key, order_key = jax.random.split(key)
         numbers, base, dialogue = data.numbers, self.base(data), self.dialogue.bind(data.dialogue)
         state = self.disturbed(state, numbers, taps)
-        critic = None if state.critic is None else state.critic.params
-        models = Models(state.policy.params, critic, state.reward_model, state.reference, base)
-        experience = self.collector.collect(models, dialogue, numbers, collect_key, taps)
+        models = self.models_of(state, data)
+        acting = dataclasses.replace(models, reward_model=self.judge(state.reward_model, taps))
+        experience = self.collector.collect(acting, dialogue, numbers, collect_key, taps)
         after, visited = self.improved(state, base, numbers, experience, order_key, taps)
-        trained = dataclasses.replace(
-            models, policy=after.policy.params, critic=None if after.critic is None else after.critic.params
-        )
-        told, telemetry = state.told.update(self.read(models, trained, experience, visited))
+        trained = self.models_of(after, data)
+        told, telemetry = state.told.update(self.read(models, trained, state, experience, visited))
         telemetry["warm_start_success"] = state.warm_start_success
         measured, held = held_out.measure_when_due(
             self.collector, state.measured, trained, dialogue, numbers, experience, taps
         )
         return dataclasses.replace(after, told=told, measured=measured), telemetry | held
 
+    def models_of(self, state: DialogueState, data: DialogueData) -> Models:
+        """A state's parameters by use."""
+        critic = None if state.critic is None else state.critic.params
+        initial = state.initial if self.keeps_initial else data.start
+        return Models(state.policy.params, critic, state.reward_model, state.reference, initial, self.base(data))
+
+    def judge(self, reward_model: Any, taps: Taps) -> Any:
+        """The reward model that scores this iteration's rows: a tapped copy, for a disturbance ends with its window."""
+        if reward_model is None or not taps.disturbs(REWARD_MODEL):
+            return reward_model
+        return taps(REWARD_MODEL, reward_model, label=REWARD_MODEL)
+
     def disturbed(self, state: DialogueState, numbers: Numbers, taps: Taps) -> DialogueState:
-        """The state with what is trained, the reward model and the reference tapped."""
+        """The state with what is trained and the reference tapped: what is changed there stays."""
         policy = Trained(
             *self.optimizer(POLICY, numbers).disturb(state.policy.params, state.policy.moments, taps, self.policy.init)
         )
-        critic, reward_model, reference = state.critic, state.reward_model, state.reference
+        critic, reference = state.critic, state.reference
         if self.critic is not None and critic is not None:
             optimizer = self.optimizer(CRITIC, numbers)
             critic = Trained(*optimizer.disturb(critic.params, critic.moments, taps, self.critic.init))
-        if reward_model is not None and taps.disturbs(REWARD_MODEL):
-            reward_model = taps(REWARD_MODEL, reward_model, label=REWARD_MODEL)
         if self.parts.needs_reference and taps.disturbs("reference"):
             reference = taps("reference", reference, label=POLICY, policy=policy.params)
-        return dataclasses.replace(state, policy=policy, critic=critic, reward_model=reward_model, reference=reference)
+        return dataclasses.replace(state, policy=policy, critic=critic, reference=reference)
 
     def improved(
         self, state: DialogueState, base: Any, numbers: Numbers, experience: Experience, key: jax.Array, taps: Taps
@@ -195,13 +250,21 @@ class DialogueLearner:
         size = settings.units // settings.minibatches
 
         def update(taps: Taps, carry: Any, units: jax.Array) -> tuple[Any, Any]:
-            trained, total = carry
+            trained, total, by_source = carry
             rows = self.rows_of_units(units)
             batch = experience.batch.picked(rows)
-            gradient, told, log_ratio = self.gradient(trained, state.reference, base, experience, batch, share, taps)
+            gradient, told, tokens, of_tool = self.gradient(
+                trained, state.reference, base, experience, batch, share, taps
+            )
             trained, done = self.followed(trained, numbers, gradient, taps)
             layers = jnp.sqrt(squares_by_group(gradient[POLICY])) if settings.telemetry == "full" else None
-            return (trained, total.add(gradient[POLICY])), Visited(rows, log_ratio, told, done, layers)
+            squares = None
+            if of_tool is not None:
+                apart = {"tool": of_tool, "rest": jax.tree.map(jnp.subtract, gradient[POLICY], of_tool)}
+                by_source = jax.tree.map(jnp.add, by_source, apart)
+                squares = jnp.stack([optax.tree.norm(apart[source]) ** 2 for source in SOURCES])
+            carry = trained, total.add(gradient[POLICY]), by_source
+            return carry, Visited(rows, tokens, told, done, layers, squares)
 
         def epoch(taps: Taps, carry: Any, key: jax.Array) -> tuple[Any, Any]:
             order = shuffled(key, settings.units).reshape(settings.minibatches, size)
@@ -209,13 +272,33 @@ class DialogueLearner:
 
         trained = {POLICY: state.policy} | ({} if state.critic is None else {CRITIC: state.critic})
         total = CoherenceSum.zeros(state.policy.params, raw=False)
-        (trained, total), seen = taps.scan(epoch, (trained, total), jax.random.split(key, settings.epochs))
+        by_source = None
+        if self.by_source:
+            by_source = {source: optax.tree.zeros_like(state.policy.params) for source in SOURCES}
+        begun = trained, total, by_source
+        (trained, total, by_source), seen = taps.scan(epoch, begun, jax.random.split(key, settings.epochs))
         after = dataclasses.replace(state, policy=trained[POLICY], critic=trained.get(CRITIC))
-        return after, dataclasses.replace(seen, coherence=total)
+        summed = None
+        if by_source is not None:
+            summed = jnp.stack([optax.tree.norm(by_source[source]) ** 2 for source in SOURCES])
+        return after, dataclasses.replace(seen, coherence=total, summed_squares=summed)
 
-    def read(self, before: Models, after: Models, experience: Experience, visited: Visited) -> Statistics:
-        """What the iteration's rows and updates tell."""
-        found = self.instruments.read(before.policy, after.policy, before.reference, before.base, experience, visited)
+    @property
+    def by_source(self) -> bool:
+        """Whether gradients are told apart by whether their tokens follow a tool's result: one more backward pass."""
+        settings = self.settings
+        return settings.telemetry == "full" and settings.objective == "policy" and bool(self.dialogue.result_tokens)
+
+    def read(
+        self,
+        before: Models,
+        after: Models,
+        state: DialogueState,
+        experience: Experience,
+        visited: Visited,
+    ) -> Statistics:
+        """What the iteration's rows and updates tell, by the scales and counts of the state."""
+        found = self.instruments.read(before, after, state.scales, state.results, experience, visited)
         change = jax.tree.map(jnp.subtract, after.policy, before.policy)
         norms = {"params_norm": optax.tree.norm(after.policy), "update_norm": optax.tree.norm(change)}
         found |= {name: Measured(norm, jnp.asarray(1)) for name, norm in norms.items()}
@@ -236,37 +319,53 @@ class DialogueLearner:
         batch: Batch,
         share: Any,
         taps: Taps,
-    ) -> tuple[dict[str, Any], dict[str, jax.Array], jax.Array | None]:
-        """Of the objective of a minibatch, by all that is trained; what it is made of, and log-ratios `[n, T]`."""
-        own = batch.learnt.own
+    ) -> tuple[dict[str, Any], dict[str, jax.Array], Tokens | None, Any]:
+        """Of the objective of a minibatch, by all that is trained.
+
+        Beside it what the objective is made of by name, what is looked at of tokens, and, where `by_source`, the
+        policy's gradient of tokens soon after a tool's result alone.
+        """
+        own, full = batch.learnt.own, self.settings.telemetry == "full"
+        tool = self.instruments.masks(batch.rows.role, own)[TOOL_STRATUM] if self.by_source else None
         counts = Denominators(
             tokens=jnp.sum(own), rows=jnp.sum(jnp.any(own, -1)), share=share, longest=longest(self.dialogue)
         )
 
-        def loss(params: dict[str, Any], piece: packing.Piece, taps: Taps) -> tuple[jax.Array, Any]:
+        def predicted(params: dict[str, Any], piece: packing.Piece) -> Now:
             sequences, temperature = piece.sequences, experience.temperature
             found = Now(
                 *self.policy.predicted(params[POLICY], base, sequences, temperature),
                 value=None if self.critic is None else self.critic.scalars(params[CRITIC], base, sequences),
                 exact_kl=self.exact_kl(params[POLICY], reference, base, sequences, temperature),
             )
-            now = jax.tree.map(piece.back, found)
-            learnt = dataclasses.replace(batch.learnt, own=own & piece.here)
+            return jax.tree.map(piece.back, found)
+
+        def loss(now: Now, learnt: policy_loss.Rows, taps: Taps) -> tuple[jax.Array, Any]:
             objective, told = policy_loss.policy_loss(self.parts, experience.coefficients, now, learnt, counts)
-            return taps("objective", objective), (told, self.log_ratio(now, learnt))
+            objective = taps("objective", objective)
+            return objective, told | {"loss": objective}
+
+        def of_piece(taps: Taps, piece: packing.Piece) -> Any:
+            now, pulled = jax.vjp(lambda params: predicted(params, piece), params)
+            learnt = dataclasses.replace(batch.learnt, own=own & piece.here)
+            slope, told = jax.grad(loss, has_aux=True)(now, learnt, taps)
+            tokens = of_tool = None
+            if self.parts.objective == "policy":
+                weight = None
+                if full:
+                    weight = policy_loss.weights(self.parts, experience.coefficients, now, learnt, counts)
+                tokens = Tokens(self.log_ratio(now, learnt), weight)
+            if tool is not None:
+                (of_tool,) = pulled(jax.tree.map(lambda x: jnp.where(tool, x, 0), slope))
+                of_tool = of_tool[POLICY]
+            return *pulled(slope), told, tokens, of_tool
 
         params = {label: one.params for label, one in trained.items()}
-        gradient_of = jax.grad(loss, has_aux=True)
         packed = packing.arranged(batch.rows, own, self.settings.packs)
-        gradient, (told, log_ratio) = packing.total(
-            packed, self.settings.pieces_of(own.shape[0]), lambda taps, piece: gradient_of(params, piece, taps), taps
-        )
-        return gradient, told, log_ratio
+        return packing.total(packed, self.settings.pieces_of(own.shape[0]), of_piece, taps)
 
-    def log_ratio(self, now: Now, learnt: policy_loss.Rows) -> jax.Array | None:
-        """Of each token before clipping, `[n, T]`, a constant; None of a preference objective."""
-        if self.parts.objective != "policy":
-            return None
+    def log_ratio(self, now: Now, learnt: policy_loss.Rows) -> jax.Array:
+        """Of each token before clipping, `[n, T]`, a constant."""
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (now.log_probability, learnt.old))
         found = ratios.RATIOS[self.parts.ratio](new, old, learnt.own)
         return jax.lax.stop_gradient(jnp.broadcast_to(found, learnt.own.shape))

@@ -37,9 +37,11 @@ class Network:
             params = lora.init_adapters(self.model, self.rank, key)
         else:
             params = gpt2.init_params(self.model, key)
-        if self.scalar:
-            params = {**params, HEAD: {"kernel": jnp.zeros(self.model.size.width), "bias": jnp.zeros(())}}
-        return params
+        return self.with_head(params) if self.scalar else params
+
+    def with_head(self, params: gpt2.Params) -> gpt2.Params:
+        """A transformer's parameters, or adapters, and those of a head, zeros."""
+        return {**params, HEAD: {"kernel": jnp.zeros(self.model.size.width), "bias": jnp.zeros(())}}
 
     def whole(self, params: gpt2.Params, base: Any = None) -> Any:
         """The transformer's parameters as `gpt2.apply` takes them."""

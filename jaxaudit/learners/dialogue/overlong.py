@@ -8,12 +8,15 @@ from jax.typing import ArrayLike
 
 
 def penalty(length: ArrayLike, longest: ArrayLike, buffer: ArrayLike) -> jax.Array:
-    """0 up to `longest - buffer` own tokens, then linearly down to -1 at `longest`, where it stays.
+    """0 up to a length of `longest - buffer`, then linearly down to -1 at `longest`, where it stays.
+
+    Lengths are those of responses: all slots after a row's own prompt, whether the policy or a tool wrote them. These
+    are what runs out when a row is cut off, and what verl's DAPO reward manager counts by the attention mask.
 
     Args:
-        length: own tokens of each row, `[N]`.
-        longest: the most that a row can have.
-        buffer: tokens before that in which the penalty grows; 0: none up to `longest`.
+        length: slots of each row's response, `[N]`.
+        longest: the most slots that a response can have, scalar or `[N]`.
+        buffer: slots before that in which the penalty grows, scalar or `[N]`; 0: none up to `longest`.
     """
     length = jnp.asarray(length, jnp.result_type(float))
     excess = length - (longest - jnp.asarray(buffer, length.dtype))

@@ -79,6 +79,28 @@ def tokens(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows) -> To
     return Tokens(log_ratio, surrogate, _correction(parts, coefficients, rows))
 
 
+def surrogate_loss(
+    parts: Parts, coefficients: Coefficients, now: Now, rows: Rows, counts: Denominators
+) -> tuple[jax.Array, Tokens]:
+    """The clipped, corrected and aggregated surrogate of a policy objective, negative, and what it is made of."""
+    made = tokens(parts, coefficients, now, rows)
+    gain = jnp.broadcast_to(made.surrogate.objective, rows.own.shape) * made.weight
+    return aggregate(parts.aggregation, -gain, rows.own, counts), made
+
+
+def weights(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows, counts: Denominators) -> jax.Array:
+    """With what absolute coefficient each token's score, the gradient of its log-probability, enters the policy's.
+
+    That is |d surrogate_loss / d log pi|, after clipping (0 where a bound holds), aggregation and correction: float32
+    `[N, T]`, 0 at given tokens. It takes no pass through the model.
+    """
+
+    def of(log_probability: jax.Array) -> jax.Array:
+        return surrogate_loss(parts, coefficients, Now(log_probability), rows, counts)[0]
+
+    return jnp.abs(jax.grad(of)(jax.lax.stop_gradient(now.log_probability)))
+
+
 def policy_loss(
     parts: Parts, coefficients: Coefficients, now: Now, rows: Rows, counts: Denominators
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -91,16 +113,14 @@ def policy_loss(
     now, rows = _masked(now, rows.own), _masked(rows, rows.own)
     if parts.objective == "preference":
         return _preference(coefficients, now, rows, counts)
-    made = tokens(parts, coefficients, now, rows)
+    loss, made = surrogate_loss(parts, coefficients, now, rows, counts)
 
     def mean(x: jax.Array) -> jax.Array:
         return token_minibatch(jnp.broadcast_to(x, rows.own.shape).astype(rows.old.dtype), rows.own, counts.tokens)
 
-    gain = jnp.broadcast_to(made.surrogate.objective, rows.own.shape) * made.weight
-    loss = surrogate = aggregate(parts.aggregation, -gain, rows.own, counts)
     ratio = jax.lax.stop_gradient(jnp.exp(made.log_ratio))
     told = {
-        "surrogate_loss": surrogate,
+        "surrogate_loss": loss,
         "clip_low": mean(made.surrogate.low),
         "clip_high": mean(made.surrogate.high),
         "clip_dual": mean(made.surrogate.dual),

@@ -22,7 +22,8 @@ class Preset(NamedTuple):
 
 
 PRESETS = {
-    # Ouyang et al. (2022) as trl and verl have it: KL in the reward, a critic, advantages normalised over tokens.
+    # Ouyang et al. (2022) as TRL and verl have it: KL in the reward, a critic, advantages normalised over tokens. Like
+    # there, nothing is learned before the first iteration: value pretraining (VC-PPO) is `critic_warm_start`.
     "ppo_lm": Preset(
         Parts(advantage="gae", whiten=True, aggregation="token_minibatch", kl="k1", kl_in="reward"),
         Coefficients(kl_coefficient=0.05, gamma=1.0, gae_lambda=0.95, critic_lambda=0.95),
@@ -31,7 +32,8 @@ PRESETS = {
     "grpo": Preset(Parts(advantage="group", kl="k3"), Coefficients(kl_coefficient=0.04)),
     # Liu et al. (2025): no division by a standard deviation or a row's length.
     "dr_grpo": Preset(Parts(advantage="group_mean", aggregation="constant"), Coefficients()),
-    # Ahmadian et al. (2024): a row is one action; KL in the reward.
+    # Ahmadian et al. (2024) as TRL has it: a row is one action, KL in the reward, and the row's ratio is clipped. The
+    # paper's is REINFORCE, one update on each row: epochs = 1 and minibatches = 1, where ratios are 1.
     "rloo": Preset(
         Parts(advantage="leave_one_out", ratio="sequence_sum", kl="k1", kl_in="reward"),
         Coefficients(kl_coefficient=0.05),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.dialogues.protocol import GOLD, OWN
+from jaxaudit.dialogues.protocol import END, GOLD, OWN, PROMPT
 
 
 @struct.dataclass
@@ -53,6 +53,16 @@ class Rows:
     def lengths(self) -> jax.Array:
         """Own tokens of each row: float32 `[N]`."""
         return jnp.sum(self.own, axis=1, dtype=jnp.float32)
+
+    @property
+    def prompt_lengths(self) -> jax.Array:
+        """Tokens of each row's prompt, without those of later chunks: float32 `[N]`."""
+        return jnp.sum(jnp.cumprod(self.role == PROMPT, axis=1), axis=1, dtype=jnp.float32)
+
+    @property
+    def response_lengths(self) -> jax.Array:
+        """Slots written after each row's prompt, whoever wrote them: float32 `[N]`."""
+        return jnp.sum(self.role != END, axis=1, dtype=jnp.float32) - self.prompt_lengths
 
     @property
     def last_own(self) -> jax.Array:

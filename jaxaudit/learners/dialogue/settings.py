@@ -15,6 +15,7 @@ from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.models import gpt2
+from jaxaudit.optimizer import DECAYS
 
 
 def number(default: float) -> Any:
@@ -36,7 +37,13 @@ class Numbers:
     warm_start_success: Any
     warm_start_right: Any
     warm_start_learning_rate: Any
+    reward_model_learning_rate: Any
 
+
+BEGINNINGS = ("policy", "random")
+"""What a value or reward model's transformer may begin as, beside a checkpoint of its own."""
+
+BEGINNING = {"path": True, "words": BEGINNINGS}
 
 REWARDS = ("gold", "learned")
 """What a learner may see of a row's worth: what the verifier says, or a reward model that is learned."""
@@ -52,6 +59,8 @@ class DialogueSettings:
       lora_rank: of adapters, which are then all that is trained, on the checkpoint's parameters; 0: all parameters.
       precision: of activations and products; parameters are float32.
       remat: layers are computed again in the backward pass, which takes less memory and more time.
+      curriculum: share of the run over which the difficulty of prompts rises linearly from the dialogue's lowest to its
+        own; 0: it is the same throughout. What is measured on held-out rows is at its own difficulty.
       prompts: rollout groups in an iteration.
       group_size: rows of each.
       oversampling: how many times as many prompts are drawn, of which the first `prompts` rollout groups whose rewards
@@ -68,8 +77,15 @@ class DialogueSettings:
       beta1, beta2, epsilon: Adam's.
       weight_decay: of kernels and embeddings.
       max_grad_norm: threshold on the gradient's global norm.
+      learning_rate_warmup: share of the run over which both rates rise linearly from 0.
+      learning_rate_decay: how they fall after that, until the run's end: "constant" for not at all, "linear" or
+        "cosine".
+      learning_rate_final: what they fall to, as a share of their peak.
       critic_learning_rate: the value model's.
-      critic_warm_start: updates of the value model on the fixed policy's returns before the first iteration.
+      critic_init: what the value model's transformer begins as: the "policy" before its first iteration, "random"
+        parameters, or a checkpoint of its own, as `checkpoint`. Its head begins with zeros.
+      critic_warm_start: updates of the value model on the fixed policy's returns before the first iteration (value
+        pretraining; VC-PPO: Yuan et al., 2025).
       old_log_probability: what ratios are relative to: "recomputed" by the trainer's undisturbed parameters before the
         first update, or "sampled", as the behaviour policy gave them; so is the entropy then, and without a reference
         and with basic telemetry the trainer does not read the rows before the first update at all.
@@ -82,13 +98,17 @@ class DialogueSettings:
       mask_truncated: truncated rows are left out of the loss and the baselines.
       online: a preference objective's rows are the policy's, not the reference's.
       reward: the verifier's "gold", or a "learned" reward model's score.
+      reward_model_init: what the reward model's transformer begins as, as with `critic_init`.
       reward_model_warm_start: updates of the reward model on pairs of demonstrations before the first iteration.
+      reward_model_pairs: pairs of each.
+      reward_model_learning_rate: Adam's there.
       warm_start: the most updates on demonstrations before the first iteration.
       warm_start_rows: demonstrations of each.
       warm_start_success: sampled success at which the warm start stops.
       warm_start_right: share of demonstrations that are right; the others show no more than the manner.
       warm_start_learning_rate: Adam's there.
-      performance_rows: held-out rows whose mean gold reward is the performance.
+      performance_rows: held-out rows whose mean gold reward is the performance; of a dialogue that is not split, rows
+        on fixed prompts.
       performance_every: iterations from one measurement to the next.
       tool_window: slots after a tool's result whose own tokens are the stratum "tool".
       telemetry: "basic" or "full".
@@ -99,6 +119,7 @@ class DialogueSettings:
     lora_rank: int = 0
     precision: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
+    curriculum: float = 0.0
     prompts: int = 8
     group_size: int = 8
     oversampling: int = 1
@@ -114,8 +135,12 @@ class DialogueSettings:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = number(1.0)
+    learning_rate_warmup: float = 0.0
+    learning_rate_decay: Literal["constant", "linear", "cosine"] = "constant"
+    learning_rate_final: float = 0.0
     critic_learning_rate: float = number(1e-3)
-    critic_warm_start: int = 50
+    critic_init: str = field(default="policy", metadata=BEGINNING)
+    critic_warm_start: int = 0
     old_log_probability: Literal["recomputed", "sampled"] = "recomputed"
     objective: Literal["policy", "preference"] = "policy"
     advantage: Literal["gae", "group", "group_mean", "leave_one_out"] = "group"
@@ -149,7 +174,10 @@ class DialogueSettings:
     mask_truncated: bool = False
     online: bool = False
     reward: str = "gold"
+    reward_model_init: str = field(default="policy", metadata=BEGINNING)
     reward_model_warm_start: int = 200
+    reward_model_pairs: int = 64
+    reward_model_learning_rate: float = number(1e-3)
     warm_start: int = 300
     warm_start_rows: int = 64
     warm_start_success: float = number(0.5)
@@ -163,20 +191,23 @@ class DialogueSettings:
     def __post_init__(self):
         checks.at_least_one(self, "prompts", "group_size", "oversampling", "epochs", "minibatches")
         checks.at_least_one(self, "warm_start_rows", "performance_rows", "performance_every", "tool_window")
+        checks.at_least_one(self, "reward_model_pairs")
         checks.not_negative(
             self, "lora_rank", "top_k", "weight_decay", "warm_start", "critic_warm_start", "microbatches"
         )
         checks.not_negative(self, "reward_model_warm_start", "learning_rate", "critic_learning_rate")
         checks.not_negative(self, "entropy_coefficient")
         checks.positive(self, "temperature", "epsilon", "max_grad_norm", "warm_start_learning_rate")
-        checks.fractions(self, "warm_start_success", "warm_start_right")
-        checks.below_one(self, "beta1", "beta2")
+        checks.positive(self, "reward_model_learning_rate")
+        checks.fractions(self, "warm_start_success", "warm_start_right", "learning_rate_final", "curriculum")
+        checks.below_one(self, "beta1", "beta2", "learning_rate_warmup")
         checks.telemetry(self.telemetry)
         checks.one_of(
             self,
             size=tuple(gpt2.SIZES),
             precision=("float32", "bfloat16"),
             old_log_probability=("recomputed", "sampled"),
+            learning_rate_decay=tuple(DECAYS),
         )
         if self.reward not in REWARDS:
             raise ValueError(
@@ -221,6 +252,12 @@ class DialogueSettings:
             self.lora_rank > 0 and not self.checkpoint,
             f"lora_rank {self.lora_rank} adapts the parameters of a checkpoint, and none is given",
         )
+        for name in ("critic_init", "reward_model_init"):
+            yield (
+                self.lora_rank > 0 and getattr(self, name) != "policy",
+                f"{name} must be 'policy' with adapters, which are all on the parameters of one checkpoint, not "
+                f"{getattr(self, name)!r}",
+            )
         yield (
             self.online and self.objective != "preference",
             "online is for a preference objective; others train on the policy's own rows always",
@@ -230,6 +267,11 @@ class DialogueSettings:
             f"oversampling {self.oversampling} keeps rollout groups whose rewards differ, which advantage 'gae' does "
             "not compare",
         )
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the rates change as the run goes on."""
+        return self.learning_rate_warmup > 0 or self.learning_rate_decay != "constant"
 
     @property
     def rows(self) -> int:
@@ -297,6 +339,8 @@ class DialogueSettings:
         standard["overlong_buffer"] = 0.5 * (self.overlong_buffer > 0)
         standard["top_p"] = 1.0 if self.top_p == 1.0 else 0.5
         standard["checkpoint"] = "a checkpoint" if self.checkpoint else ""
+        for name in ("critic_init", "reward_model_init"):
+            standard[name] = own if (own := getattr(self, name)) in BEGINNINGS else "a checkpoint"
         return DialogueSettings(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | standard)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jaxaudit.channel_names import ACTING, PERFORMANCE
+from jaxaudit.channel_names import ACTING, PERFORMANCE, PERFORMANCE_ERROR
 from jaxaudit.dialogues.protocol import ROLES
 from jaxaudit.learner import Channel
 from jaxaudit.learners.dialogue.telemetry.policy import ESTIMATORS
 from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
-from jaxaudit.learners.dialogue.telemetry.strata import STRATA
+from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA
 from jaxaudit.learners.dialogue.telemetry.values import DISTANCE_LABELS
 
 FEATURES = (
@@ -24,10 +24,14 @@ FEATURES = (
     "reward_model",
     "pairs",
     "mismatch",
+    "kl_loss",
+    "sources",
+    "changes",
 )
 """What a run may have, and its channels with it: a dialogue's tools and parts of a reward, a reference policy, updates
 by ratios, weights that correct them, a critic, a critic and demonstrations to try it on, a learned reward model, pairs
-(DPO), and log-probabilities both sampled and recomputed."""
+(DPO), log-probabilities both sampled and recomputed, a KL to the reference in the loss, updates
+by ratios of a dialogue with tools, and a dialogue that changes its prompts."""
 
 MOMENTS = ("visited", "after")
 """Over all minibatches as visited, and of all rows after the last update, which "full" telemetry alone looks at."""
@@ -60,16 +64,21 @@ _TOKENS = ("stratum",)
 _UPDATE = ("stratum", "moment")
 
 TABLE: dict[str, Entry] = {
-    # Success on held-out prompts, nothing disturbed.
-    PERFORMANCE: Entry("gold reward of sampled rows on held-out prompts", basic=True, held_out=True),
-    "performance_error": Entry("its standard error over rows", basic=True, held_out=True),
-    "greedy_success": Entry("gold reward of greedy rows on held-out prompts", held_out=True),
-    "changed_prompt_success": Entry("success with one token of the prompt changed", held_out=True),
+    # Success on held-out prompts, or on fixed ones of a dialogue that is not split; nothing disturbed.
+    PERFORMANCE: Entry("gold reward of sampled rows on held-out or fixed prompts", basic=True, held_out=True),
+    PERFORMANCE_ERROR: Entry("its standard error over rows", basic=True, held_out=True),
+    "greedy_success": Entry("gold reward of greedy rows on the same prompts", held_out=True),
+    "changed_prompt_success": Entry(
+        "gold reward where one token of the prompt is another, by what is asked then", needs="changes", held_out=True
+    ),
     "warm_start_success": Entry("sampled success at the end of the warm start", basic=True),
     # Rewards of the rows trained on.
     ACTING: Entry("gold reward of the rows sampled to train on, disturbed or not", basic=True),
     "proxy": Entry("the reward the learner sees", basic=True),
-    "reward_gap": Entry("proxy less gold reward", basic=True),
+    "reward_gap": Entry(
+        "proxy less gold reward; of a learned reward each in standard deviations above the warm start's mean",
+        basic=True,
+    ),
     "reward_part": Entry("parts of the gold reward", ("part",), needs="parts"),
     "success": Entry("share of rows that succeed", basic=True),
     "pass_at": Entry("share of prompts that one of k rows solves", ("k",)),
@@ -85,6 +94,7 @@ TABLE: dict[str, Entry] = {
     "truncated": Entry("share of rows that ran out of slots", basic=True),
     # The policy on its tokens.
     "entropy": Entry("entropy, nats", _TOKENS, basic=True),
+    "entropy_after_result": Entry("entropy right after a tool's result, nats", basic=True, needs="tools"),
     "saturation": Entry("norm of the gradient of log pi(token) by the logits", _TOKENS),
     "mass_cut": Entry("probability that top-k and top-p cut off", _TOKENS),
     "kl": Entry("exact KL to the reference, nats", _TOKENS, basic=True, needs="reference"),
@@ -92,19 +102,31 @@ TABLE: dict[str, Entry] = {
     "kl_estimate": Entry("KL to the reference by k1, k2, k3", ("stratum", "estimator"), needs="reference"),
     "kl_spread": Entry("the largest of these less the smallest", _TOKENS, needs="reference"),
     "reference_log_probability": Entry("the reference's log-probability of own tokens", _TOKENS, needs="reference"),
-    "tool_log_probability": Entry("the reference's log-probability of a tool's tokens (unfamiliarity)", needs="tools"),
+    "tool_log_probability": Entry("the reference's log-probability of a tool's tokens", needs="tools"),
+    "result_log_probability": Entry(
+        "log-probability of a tool's tokens under bigrams counted at the warm start (unfamiliarity)", needs="tools"
+    ),
     "update_kl": Entry("exact KL, the rows' policy to the updated one", _TOKENS),
     "greedy_churn": Entry("share of slots whose greedy token the update changed", _TOKENS),
     "high_entropy_share": Entry("squared score on the fifth of tokens with most entropy", _TOKENS),
-    # Ratios of the update, and |ratio x advantage|.
+    # Ratios of the update, and what weighs how much in its gradient.
     "ratio_max": Entry("largest ratio", _UPDATE, needs="ratios"),
     "ratio_quantile": Entry("quantiles of the ratio", (*_UPDATE, "upper_quantile"), needs="ratios"),
     "ratio_ess": Entry("effective sample size of the ratios, a share", _UPDATE, needs="ratios"),
     "clip_fraction": Entry("share of tokens clipped", (*_UPDATE, "side"), basic=True, needs="ratios"),
-    "weight_cvar": Entry("mean of the top 1% of |ratio x advantage|", _UPDATE, needs="ratios"),
+    "dual_clip_fraction": Entry("share of tokens at the dual clip", basic=True, needs="ratios"),
+    "ratio_mean": Entry("mean ratio, over minibatches", basic=True, needs="ratios"),
+    "approx_kl": Entry("KL of the old policy from the new one by k3, over minibatches", basic=True, needs="ratios"),
+    "kl_loss": Entry("KL to the reference as it is in the loss", basic=True, needs="kl_loss"),
+    "weight_cvar": Entry("mean of the top 1% of |d loss / d log pi(token)|", _UPDATE, needs="ratios"),
     "weight_q999": Entry("its 99.9% quantile", _UPDATE, needs="ratios"),
     "weight_top_share": Entry("the share of its sum in the top 1%", _UPDATE, needs="ratios"),
-    "weight_tail": Entry("Hill's estimate of 1 / tail index", _UPDATE, needs="ratios"),
+    "weight_tail": Entry("Hill's estimate of its 1 / tail index", _UPDATE, needs="ratios"),
+    "weight_ess": Entry("its effective sample size, a share", _UPDATE, needs="ratios"),
+    "source_gradient_norm": Entry(
+        "norm of the gradient of tokens soon after a result, and of the rest", ("source",), needs="sources"
+    ),
+    "source_gradient_variance": Entry("variance of these gradients over minibatches", ("source",), needs="sources"),
     # The trainer's log-probabilities against the sampler's.
     "mismatch_kl": Entry("KL of the sampler from the trainer, by k3", _TOKENS, needs="mismatch"),
     "mismatch_chi2": Entry("mean squared ratio of trainer to sampler, less 1", _TOKENS, needs="mismatch"),
@@ -114,9 +136,16 @@ TABLE: dict[str, Entry] = {
     # The critic.
     "value_loss": Entry("its loss", basic=True, needs="critic"),
     "critic_gradient_norm": Entry("norm of its gradient", basic=True, needs="critic"),
-    "explained_variance": Entry("variance of returns that values explain", basic=True, needs="critic"),
-    "value_bias": Entry("values less returns", basic=True, needs="critic"),
-    "critic_error": Entry("mean squared error of values", ("rows",), needs="critic", held_out=True),
+    "value_clip_fraction": Entry("share of tokens whose value loss is clipped", basic=True, needs="critic"),
+    "explained_variance": Entry("variance of the critic's targets that values explain", basic=True, needs="critic"),
+    "value_bias": Entry("values less the critic's targets", basic=True, needs="critic"),
+    "score_explained_variance": Entry(
+        "variance of the scores' returns, without KL, that values explain", basic=True, needs="critic"
+    ),
+    "score_value_bias": Entry("values less the scores' returns, without KL", basic=True, needs="critic"),
+    "critic_error": Entry(
+        "mean squared error of the updated critic's values, against returns", ("rows",), needs="critic", held_out=True
+    ),
     "value_correlation": Entry("values with returns, by own tokens to the row's end", ("distance",), needs="critic"),
     "critic_separation": Entry(
         "value after a right token less after a wrong one", needs="demonstrations", held_out=True
@@ -134,14 +163,14 @@ TABLE: dict[str, Entry] = {
     "clipped_fraction": Entry("share of updates whose gradient was clipped", basic=True),
     "params_norm": Entry("norm of the policy's parameters", basic=True),
     "update_norm": Entry("norm of their change in the iteration", basic=True),
-    "effective_rank": Entry("effective rank of hidden states on held-out rows", held_out=True),
+    "effective_rank": Entry("effective rank of hidden states on the rows measured", held_out=True),
     "stable_rank": Entry("their stable rank", held_out=True),
-    "representation_drift": Entry("1 - CKA of hidden states with the warm start's", held_out=True),
+    "representation_drift": Entry("1 - CKA of hidden states with the warm start's, undisturbed", held_out=True),
     # DPO.
     "pair_margin": Entry("implicit reward of chosen less rejected rows", basic=True, needs="pairs"),
     "pair_accuracy": Entry("share of pairs in which it is positive", basic=True, needs="pairs"),
     # Rows to read.
-    "shown_token": Entry("tokens of held-out rows", ("shown", "slot"), held_out=True, dtype="int32", monitored=False),
+    "shown_token": Entry("tokens of rows measured", ("shown", "slot"), held_out=True, dtype="int32", monitored=False),
     "shown_role": Entry("who wrote them", ("shown", "slot"), held_out=True, dtype="int8", monitored=False),
     "shown_log_probability": Entry("own tokens' log-probability", ("shown", "slot"), held_out=True, monitored=False),
     "shown_reward": Entry("the rows' gold reward", ("shown",), held_out=True, monitored=False),
@@ -159,6 +188,7 @@ class Extent:
       shown: held-out rows that are stored.
       slots: T.
       every: cadence of what is measured on held-out rows, steps.
+      split: whether held-out rows have prompts of their own; else labels call them fixed.
       words: a legible name for each token; () for numbers.
     """
 
@@ -168,6 +198,7 @@ class Extent:
     layers: tuple[str, ...] = ()
     shown: int = 2
     every: int = 1
+    split: bool = True
     words: tuple[str, ...] = ()
 
 
@@ -205,8 +236,9 @@ def _labels(telemetry: str, tools: bool, extent: Extent) -> dict[str, Sequence[s
         "upper_quantile": ("q99", "q999"),
         "quantile": ("q10", "q50", "q90"),
         "side": ("low", "high"),
+        "source": SOURCES,
         "distance": DISTANCE_LABELS,
-        "rows": ("collected", "held_out"),
+        "rows": ("collected", "held_out" if extent.split else "fixed_prompts"),
         "k": [str(k) for k in powers_of_two(extent.members)],
         "part": sorted(extent.parts),
         "layer": extent.layers,

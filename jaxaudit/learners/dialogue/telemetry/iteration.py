@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,21 +11,45 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
-from jaxaudit.learners.dialogue import ratios
+from jaxaudit.learners.dialogue import advantages, policy_loss, ratios
+from jaxaudit.learners.dialogue.aggregation import denominators
+from jaxaudit.learners.dialogue.collection import Models, longest
 from jaxaudit.learners.dialogue.experience import Experience
 from jaxaudit.learners.dialogue.network import Network
+from jaxaudit.learners.dialogue.policy_loss import Now
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values, vocabulary
+from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
 from jaxaudit.models import gpt2
 from jaxaudit.optimizer import Update
 
 POLICY = "policy"
 
-ALONE = ("loss", "value_loss", "correction_mean", "correction_zero")
+ALONE = ("loss", "value_loss", "correction_mean", "correction_zero", "ratio_mean", "kl_loss")
 """Parts of the loss that are channels by their own names."""
 
-OF_PAIRS = {"pair_margin": "margin", "pair_accuracy": "preference_accuracy"}
+RENAMED = {
+    "approx_kl": "old_kl",
+    "dual_clip_fraction": "clip_dual",
+    "value_clip_fraction": "value_clipped",
+    "pair_margin": "margin",
+    "pair_accuracy": "preference_accuracy",
+}
+"""Those that are channels by other names."""
+
+
+@struct.dataclass
+class Tokens:
+    """What is looked at of a minibatch's tokens, `[n, T]`; None where it is not.
+
+    Attributes:
+      log_ratio: before clipping.
+      weight: with which a token's score enters the gradient, see `policy_loss.weights`.
+    """
+
+    log_ratio: Any
+    weight: Any
 
 
 @struct.dataclass
@@ -33,19 +58,23 @@ class Visited:
 
     Attributes:
       rows: int32, which rows each was of, `[..., n]`.
-      log_ratio: before clipping, `[..., n, T]`; None of a preference objective.
+      tokens: of each, `[..., n, T]`; None of a preference objective.
       told: what the loss is made of, by name.
       done: what the optimizer did, by label.
       layers: the policy's gradient norms by layer, `[..., layers]`, in "full" telemetry; else None.
+      squares: squared norms of the policy's gradients by SOURCES, `[..., 2]`; None where they are not told apart.
       coherence: `CoherenceSum` of the policy's gradients; None of a single update.
+      summed_squares: squared norms of the sums of these gradients over all updates, `[2]`; likewise.
     """
 
     rows: Any
-    log_ratio: Any
+    tokens: Tokens | None
     told: dict[str, Any]
     done: dict[str, Update]
     layers: Any
+    squares: Any
     coherence: Any = None
+    summed_squares: Any = None
 
 
 @dataclass(frozen=True)
@@ -71,36 +100,45 @@ class Instruments:
         """The strata of own tokens, bool `[S, N, T]`."""
         if not self.dialogue.result_tokens:
             return strata.strata_of(own)
-        return strata.strata_of(own, strata.soon_after(role == TOOL, own, self.settings.tool_window))
+        return strata.strata_of(own, role == TOOL, self.settings.tool_window)
 
     def read(
-        self, before: Any, after: Any, reference: Any, base: Any, experience: Experience, visited: Visited
+        self,
+        before: Models,
+        after: Models,
+        scales: Mapping[str, rewards.Scale],
+        results: Bigrams | None,
+        experience: Experience,
+        visited: Visited,
     ) -> Statistics:
         """All statistics of an iteration.
 
         Args:
-          before, after: the policy's parameters before the first update and after the last.
-          reference: the reference's.
-          base: of adapters.
+          before, after: the models before the first update and after the last.
+          scales: of rewards, as `rewards.reward_statistics` takes them.
+          results: what tools said before the first iteration; None without tools, or in "basic" telemetry.
           experience: what was learned from.
           visited: what the updates told.
         """
-        later = self.policy.hidden(after, base, experience.batch.rows) if self.full else None
-        found = self.of_rows(experience) | self.of_updates(visited)
-        found |= self.of_tokens(before, after, reference, base, experience, later)
+        base = before.base
+        later = self.policy.hidden(after.policy, base, experience.batch.rows) if self.full else None
+        found = self.of_rows(scales, experience) | self.of_updates(visited)
+        found |= self.of_tokens(before.policy, after.policy, before.reference, base, experience, later)
         if self.settings.objective == "policy":
-            found |= self.of_ratios(self.policy.whole(after, base), experience, visited, later)
+            found |= self.of_ratios(self.policy.whole(after.policy, base), experience, visited, later)
         learnt, rows = experience.batch.learnt, experience.batch.rows
         if learnt.value is not None:
-            returned = returns(experience.recomputed.score, learnt.own, experience.coefficients.gamma)
-            found |= values.value_statistics(learnt.value, returned, learnt.own)
+            found |= values.value_statistics(learnt.value, learnt.target, learnt.own)
+            reward = advantages.terminal(experience.recomputed.score, learnt.own)
+            scored = advantages.discounted_sum(reward, learnt.own, experience.coefficients.gamma)
+            found |= values.of_scores(learnt.value, scored, learnt.own)
             if self.full:
-                found |= values.correlation_by_distance(learnt.value, returned, learnt.own)
-        if self.full and self.dialogue.result_tokens:
-            found |= policy.unfamiliarity(learnt.reference, rows.role == TOOL)
+                found |= values.correlation_by_distance(learnt.value, experience.recomputed.returns, learnt.own)
+        if results is not None:
+            found |= policy.unfamiliarity(learnt.reference, results.log_probability(rows), rows.role == TOOL)
         return found
 
-    def of_rows(self, experience: Experience) -> Statistics:
+    def of_rows(self, scales: Mapping[str, rewards.Scale], experience: Experience) -> Statistics:
         """Of all rows that were sampled, those too that nothing is learned from."""
         drawn = experience.drawn
         rows, gold = drawn.rows, drawn.rows.gold
@@ -108,7 +146,7 @@ class Instruments:
         everything = jnp.ones_like(drawn.kept)
         prompts = jnp.ones(everything.size // self.settings.group_size, bool)
         parts = {name: value for name, value in rows.rewards.items() if name != GOLD}
-        found = rewards.reward_statistics(gold, drawn.reward, parts, everything)
+        found = rewards.reward_statistics(gold, drawn.reward, parts, everything, scales)
         found |= rewards.success_statistics((gold >= 1.0).reshape(groups), prompts)
         found |= rewards.group_statistics(drawn.reward.reshape(groups), prompts)
         found |= rewards.length_statistics(rows.own, rows.calls, rows.truncated, everything)
@@ -123,9 +161,11 @@ class Instruments:
         rows, learnt, recomputed = experience.batch.rows, experience.batch.learnt, experience.recomputed
         masks = self.masks(rows.role, rows.own)
         counts = strata.counts_of(masks)
-        found = strata.token_means(
-            masks, entropy=rows.entropy if self.settings.parts.follows_sampler else recomputed.entropy
-        )
+        entropy = rows.entropy if self.settings.parts.follows_sampler else recomputed.entropy
+        found = strata.token_means(masks, entropy=entropy)
+        if self.dialogue.result_tokens:
+            first = strata.soon_after(rows.role == TOOL, rows.own, 1)
+            found["entropy_after_result"] = Measured(mean(entropy, first), jnp.sum(first))
         found["own_tokens"] = Measured(counts, jnp.ones_like(counts))
         slots = vocabulary.slots_of(rows.own, self.dialogue.vocabulary)
         known = masks & slots.known
@@ -153,7 +193,7 @@ class Instruments:
         found |= policy.churn(first, then, known)
         found |= policy.score_share(recomputed.entropy, weight**2, known)
         if self.settings.objective == "policy" or self.settings.online:
-            found |= policy.mismatch(rows.log_probability, recomputed.log_probability, masks)
+            found |= policy.mismatch(learnt.sampled, recomputed.log_probability, masks)
         return found
 
     def of_ratios(self, whole: Any, experience: Experience, visited: Visited, later_hidden: Any) -> Statistics:
@@ -162,7 +202,8 @@ class Instruments:
         masks = self.masks(rows.role, learnt.own)
         clip = jnp.stack([coefficients.clip_low, coefficients.clip_high])
         index = visited.rows.reshape(-1)
-        log_ratio = visited.log_ratio.reshape(-1, masks.shape[-1])
+        assert visited.tokens is not None, "a policy objective has ratios"
+        log_ratio = visited.tokens.log_ratio.reshape(-1, masks.shape[-1])
         if not self.full:
             low_high = policy.clip_fraction(log_ratio, learnt.advantage[index], clip, masks[:, index])
             return {
@@ -171,15 +212,20 @@ class Instruments:
             }
         new = self.policy.told(later_hidden, whole, rows, experience.temperature)[0]
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (new, learnt.old))
-        last = ratios.RATIOS[self.settings.ratio](new, old, learnt.own)
+        last = jnp.broadcast_to(ratios.RATIOS[self.settings.ratio](new, old, learnt.own), learnt.own.shape)
+        counts = denominators(learnt.own, longest(self.dialogue))
+        weight = policy_loss.weights(self.settings.parts, coefficients, Now(new), learnt, counts)
+        visited_weight = visited.tokens.weight.reshape(log_ratio.shape)
         # Both moments are of one length, so that one program serves both.
-        last = jnp.tile(jnp.broadcast_to(last, learnt.own.shape), (self.settings.epochs, 1))
+        last, weight = (jnp.tile(x, (self.settings.epochs, 1)) for x in (last, weight))
         every = jnp.tile(jnp.arange(learnt.own.shape[0]), self.settings.epochs)
 
-        def one(log_ratio: jax.Array, index: jax.Array) -> Statistics:
-            return policy.ratio_statistics(log_ratio, learnt.advantage[index], clip, masks[:, index])
+        def one(log_ratio: jax.Array, weight: jax.Array, index: jax.Array) -> Statistics:
+            return policy.ratio_statistics(log_ratio, learnt.advantage[index], weight, clip, masks[:, index])
 
-        both = jax.vmap(one)(jnp.stack([log_ratio, last]), jnp.stack([index, every]))
+        both = jax.vmap(one)(
+            jnp.stack([log_ratio, last]), jnp.stack([visited_weight, weight]), jnp.stack([index, every])
+        )
         return policy.at_moments(both)
 
     def of_updates(self, visited: Visited) -> Statistics:
@@ -189,7 +235,7 @@ class Instruments:
         norms, moved = done.gradient_norm, done.gradient_norm != 0
         count = jnp.sum(moved)
         found = {name: Measured(jnp.mean(told[name]), there) for name in ALONE if name in told}
-        found |= {name: Measured(jnp.mean(told[part]), there) for name, part in OF_PAIRS.items() if part in told}
+        found |= {name: Measured(jnp.mean(told[part]), there) for name, part in RENAMED.items() if part in told}
         found |= {
             "gradient_norm": Measured(jnp.mean(norms), there),
             "x_grad": Measured(visited.coherence.mean_pairwise_cosine(), visited.coherence.nonzero > 1),
@@ -206,9 +252,11 @@ class Instruments:
             spread = jnp.sqrt(mean((logs - mean(logs, moved)) ** 2, moved))
             found["gradient_norm_spread"] = Measured(spread, count)
             found["layer_gradient_norm"] = Measured(jnp.mean(visited.layers, axis=(0, 1)), there)
+        if visited.squares is not None:
+            squares = jnp.mean(visited.squares, axis=(0, 1))
+            updates = norms.size
+            # The trace of a sample's covariance, E |g|^2 - |E g|^2, which rounding may leave below 0 of equal ones.
+            variance = jnp.maximum(squares - visited.summed_squares / updates**2, 0) * updates / max(updates - 1, 1)
+            found["source_gradient_norm"] = Measured(jnp.mean(jnp.sqrt(visited.squares), axis=(0, 1)), there)
+            found["source_gradient_variance"] = Measured(variance, there)
         return found
-
-
-def returns(score: jax.Array, own: jax.Array, gamma: Any) -> jax.Array:
-    """What a row's score `[N]` is worth at each own token, discounted by `gamma` for each after it: `[N, T]`."""
-    return jnp.where(own, score[:, None] * gamma ** values.distances(own), 0.0)

@@ -81,36 +81,45 @@ def reference_statistics(
     }
 
 
-def unfamiliarity(reference: jax.Array, given: jax.Array) -> Statistics:
-    """The mean log-probability that the reference gives to a tool's tokens, the more negative the less expected.
+def unfamiliarity(reference: jax.Array, bigrams: jax.Array, given: jax.Array) -> Statistics:
+    """How expected a tool's tokens are: mean log-probabilities, the more negative the less expected.
 
     Args:
-      reference: log-probabilities of the tokens at every slot, own or not, `[N, T]`.
+      reference: the reference policy's log-probabilities of the tokens at every slot, own or not, `[N, T]`. No policy
+        is trained on given tokens, so they say little of what it has read.
+      bigrams: their log-probabilities under `bigrams.Bigrams`, `[N, T]`.
       given: which of them a tool wrote, bool `[N, T]`.
 
     Returns:
-      tool_log_probability, a scalar.
+      tool_log_probability and result_log_probability, scalars.
     """
-    return {"tool_log_probability": Measured(mean(reference, given), jnp.sum(given))}
+    count = jnp.sum(given)
+    return {
+        "tool_log_probability": Measured(mean(reference, given), count),
+        "result_log_probability": Measured(mean(bigrams, given), count),
+    }
 
 
-def ratio_statistics(log_ratio: jax.Array, advantage: jax.Array, clip: jax.Array, masks: jax.Array) -> Statistics:
-    """Of the ratios of an update, and of what a token weighs in it, |ratio x advantage|.
+def ratio_statistics(
+    log_ratio: jax.Array, advantage: jax.Array, weight: jax.Array, clip: jax.Array, masks: jax.Array
+) -> Statistics:
+    """Of the ratios of an update, and of what a token weighs in it.
 
     Args:
       log_ratio: log pi - log pi_old, before any clipping.
       advantage: the same shape.
+      weight: the absolute coefficient with which a token's score enters the gradient, the same shape:
+        `policy_loss.weights`.
       clip: float `[2]`: a ratio is clipped below 1 - clip[0] and above 1 + clip[1].
       masks: bool `[S, ...]`.
 
     Returns:
       ratio_max, ratio_quantile `[S, 2]`, ratio_ess, clip_fraction `[S, 2]` (low: the advantage is negative, and the
       ratio below; high: positive, and above: where the clipped objective has no gradient), and of the weight
-      weight_cvar (of the top 1%), weight_q999, weight_top_share (of the top 1%) and weight_tail (Hill's estimate of
-      1 / tail index), `[S]`.
+      weight_cvar (of the top 1%), weight_q999, weight_top_share (of the top 1%), weight_tail (Hill's estimate of
+      1 / tail index) and weight_ess, `[S]`.
     """
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_EXPONENT))
-    weight = ratio * jnp.abs(advantage)
     return clip_fraction(log_ratio, advantage, clip, masks) | {
         "ratio_max": by_stratum(largest, masks, ratio),
         "ratio_quantile": by_stratum(lambda x, mask: masked_quantiles(x, mask, RATIO_QUANTILES), masks, ratio),
@@ -119,6 +128,7 @@ def ratio_statistics(log_ratio: jax.Array, advantage: jax.Array, clip: jax.Array
         "weight_q999": by_stratum(lambda x, mask: masked_quantiles(x, mask, (0.999,))[0], masks, weight),
         "weight_top_share": by_stratum(lambda x, mask: top_share(x, mask, TAIL), masks, weight),
         "weight_tail": by_stratum(extreme_value_index, masks, weight),
+        "weight_ess": by_stratum(effective_sample_size, masks, jnp.log(weight)),
     }
 
 

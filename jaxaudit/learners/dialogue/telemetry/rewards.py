@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxaudit.channel_names import ACTING
 from jaxaudit.kernels.tails import masked_quantiles
@@ -16,7 +18,30 @@ from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, me
 LENGTH_QUANTILES = (0.1, 0.5, 0.9)
 
 
-def reward_statistics(gold: jax.Array, proxy: jax.Array, parts: Mapping[str, jax.Array], kept: jax.Array) -> Statistics:
+@struct.dataclass
+class Scale:
+    """A scale of rewards: their mean over rows before the first iteration, and their standard deviation; scalars."""
+
+    mean: Any
+    std: Any
+
+    def __call__(self, reward: jax.Array) -> jax.Array:
+        """How many standard deviations rewards are above that mean; without a deviation, how far above they are."""
+        return (reward - self.mean) / jnp.where(self.std == 0, 1.0, self.std)
+
+    @classmethod
+    def of(cls, reward: jax.Array) -> Scale:
+        """Those of some rows, `[N]`."""
+        return cls(jnp.mean(reward), jnp.std(reward))
+
+
+def reward_statistics(
+    gold: jax.Array,
+    proxy: jax.Array,
+    parts: Mapping[str, jax.Array],
+    kept: jax.Array,
+    scales: Mapping[str, Scale] | None = None,
+) -> Statistics:
     """Means over rows.
 
     Args:
@@ -24,13 +49,16 @@ def reward_statistics(gold: jax.Array, proxy: jax.Array, parts: Mapping[str, jax
       proxy: what the learner sees, `[N]`.
       parts: of the gold reward by name, `[N]` each; may be empty.
       kept: the rows that count, bool `[N]`.
+      scales: of "proxy" and "gold", by which a score without a scale of its own is compared with gold; None or empty:
+        both are in gold's units.
 
     Returns:
-      acting_performance (gold), proxy, reward_gap (proxy less gold), and
+      acting_performance (gold), proxy, reward_gap (proxy less gold, by `scales` if there are any), and
       reward_part `[parts]` in the order of the names, if there are any.
     """
     count = jnp.sum(kept)
-    means = {ACTING: mean(gold, kept), "proxy": mean(proxy, kept), "reward_gap": mean(proxy - gold, kept)}
+    gap = scales["proxy"](proxy) - scales["gold"](gold) if scales else proxy - gold
+    means = {ACTING: mean(gold, kept), "proxy": mean(proxy, kept), "reward_gap": mean(gap, kept)}
     found = {name: Measured(value, count) for name, value in means.items()}
     if parts:
         found["reward_part"] = Measured(jnp.stack([mean(parts[name], kept) for name in sorted(parts)]), count)

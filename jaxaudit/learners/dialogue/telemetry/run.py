@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit.channel_names import PERFORMANCE
-from jaxaudit.dialogues.protocol import GOLD, Dialogue
+from jaxaudit.dialogues.protocol import GOLD, Dialogue, has_changes, has_demonstrations
 from jaxaudit.learner import Channel
-from jaxaudit.learners.dialogue.held_out import SHOWN, has_demonstrations
+from jaxaudit.learners.dialogue.held_out import SHOWN
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.telemetry.channels import TABLE, Extent, channels
@@ -28,6 +28,7 @@ def channels_of(dialogue: Dialogue, settings: DialogueSettings, policy: Network)
         layers=groups_of(jax.eval_shape(policy.init, jax.random.key(0))),
         shown=min(SHOWN, settings.performance_rows),
         every=settings.performance_every,
+        split=dialogue.splits,
         words=dialogue.words,
     )
     return channels(settings.telemetry, features_of(dialogue, settings, bool(parts)), extent)
@@ -47,6 +48,9 @@ def features_of(dialogue: Dialogue, settings: DialogueSettings, parts: bool) -> 
         "reward_model": settings.reward == "learned",
         "pairs": not policy,
         "mismatch": policy or settings.online,
+        "sources": policy and bool(dialogue.result_tokens),
+        "kl_loss": policy and objective.kl != "none" and objective.kl_in == "loss",
+        "changes": has_changes(dialogue),
     }
     return [name for name, there in had.items() if there]
 

@@ -14,9 +14,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-STRATA = ("all", "tool", "text")
-"""Entries of the first dimension of every token statistic, `stratum`: all own tokens, those soon after a tool's result,
-and the others. Of a dialogue without tools the first alone."""
+STRATA = ("all", "tool", "text", "turn_0", "turn_1", "turn_2", "turn_3+")
+"""Entries of the first dimension of every token statistic, `stratum`: all own tokens; those soon after a tool's result,
+and the others; and by turn, those before the row's first result, after one, after two, and after three or more. Of a
+dialogue without tools the first alone."""
+
+TURNS = 4
+"""Strata by turn."""
+
+SOURCES = ("tool", "rest")
+"""The tokens that gradients are told apart by: the stratum "tool", and all others."""
 
 
 @struct.dataclass
@@ -69,12 +76,24 @@ class LastSeen:
         return LastSeen(remembered), said
 
 
-def strata_of(own: jax.Array, tool: jax.Array | None = None) -> jax.Array:
-    """The masks of STRATA, bool `[S, ...]`, from own tokens and those of them soon after a tool's result.
+def strata_of(own: jax.Array, given: jax.Array | None = None, window: int = 1) -> jax.Array:
+    """The masks of STRATA, bool `[S, N, T]`.
 
-    None, of a dialogue without tools: S is 1.
+    Args:
+      own: bool `[N, T]`.
+      given: the tokens of tools' results, bool `[N, T]`; None, of a dialogue without tools: S is 1.
+      window: slots after a result whose own tokens are the stratum "tool".
     """
-    return own[None] if tool is None else jnp.stack([own, own & tool, own & ~tool])
+    if given is None:
+        return own[None]
+    tool, before = soon_after(given, own, window), jnp.minimum(results_before(given), TURNS - 1)
+    return jnp.stack([own, own & tool, own & ~tool, *(own & (before == turn) for turn in range(TURNS))])
+
+
+def results_before(given: jax.Array) -> jax.Array:
+    """How many tools' results have begun up to each slot: int32 `[N, T]`, of their tokens, bool `[N, T]`."""
+    begins = given & ~jnp.pad(given[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum(begins, axis=1, dtype=jnp.int32)
 
 
 def soon_after(given: jax.Array, own: jax.Array, slots: int) -> jax.Array:

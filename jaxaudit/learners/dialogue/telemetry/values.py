@@ -39,15 +39,20 @@ def value_statistics(values: jax.Array, returns: jax.Array, own: jax.Array) -> S
     }
 
 
+def of_scores(values: jax.Array, returns: jax.Array, own: jax.Array) -> Statistics:
+    """`value_statistics` against what the rows' scores alone return, without a KL penalty, by names of their own."""
+    return {f"score_{name}": one for name, one in value_statistics(values, returns, own).items()}
+
+
 def critic_errors(collected: jax.Array, own: jax.Array, held_out: jax.Array, held_out_own: jax.Array) -> Statistics:
-    """The mean squared error on rows trained on and on held-out ones: a critic that memorises has a gap between them.
+    """The mean squared error on rows trained on and on others: a critic that memorises has a gap between them.
 
     Args:
-      collected: value less return on the rows collected, `[N, T]`, and `own`, bool `[N, T]`.
+      collected: value less return on the rows trained on, `[N, T]`, and `own`, bool `[N, T]`.
       held_out: that on held-out rows, `[M, T]`, and `held_out_own`.
 
     Returns:
-      critic_error `[2]`: collected, held out.
+      critic_error `[2]`: collected, held out (or of fixed prompts, of a dialogue that is not split).
     """
     errors = jnp.stack([mean(collected**2, own), mean(held_out**2, held_out_own)])
     return {"critic_error": Measured(errors, jnp.stack([jnp.sum(own), jnp.sum(held_out_own)]))}
