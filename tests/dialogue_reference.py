@@ -171,7 +171,7 @@ def chosen(scores: np.ndarray, uniform: np.ndarray, top_k: int, top_p: float) ->
 
 
 def overlong(settings: Any, dialogue: Any, rows: Written) -> np.ndarray:
-    """The penalty on long rows, from 0 to -1, `[N]`, by all slots written after a row's prompt of those there were."""
+    """The penalty on long rows, from 0 to -1, `[N]`: by all slots that were written after a row's own prompt."""
     found = []
     for role in rows.role:
         prompt = np.argmax(role != PROMPT)
@@ -213,18 +213,33 @@ def divergence(estimator: str, new: np.ndarray, reference: np.ndarray) -> np.nda
     return {"k1": -gap, "k2": gap**2 / 2, "k3": np.exp(gap) - 1 - gap}[estimator]
 
 
-def by_critic(settings: Any, score, own, value, penalty) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and the critic's targets, `[N, T]`, by sums of temporal differences over each row's own tokens."""
-    advantage, target = np.zeros(own.shape), np.zeros(own.shape)
+def earned(settings: Any, score, own, penalty) -> np.ndarray:
+    """What each own token earns, `[N, T]`: minus its divergence, and the last one its row's score."""
+    found = np.where(own, -settings.kl_coefficient * penalty, 0.0)
+    for n, mine in enumerate(own):
+        found[n, np.flatnonzero(mine)[-1:]] += score[n]
+    return found
+
+
+def returns(reward: np.ndarray, own: np.ndarray, gamma: float) -> np.ndarray:
+    """What comes from each own token on, discounted for each own one in between: `[N, T]`."""
+    found = np.zeros(own.shape)
     for n, mine in enumerate(own):
         slots = np.flatnonzero(mine)
-        reward = -settings.kl_coefficient * penalty[n, slots]
-        reward[-1:] += score[n]
+        for i, slot in enumerate(slots):
+            found[n, slot] = np.sum(gamma ** np.arange(len(slots) - i) * reward[n, slots[i:]])
+    return found
+
+
+def by_critic(settings: Any, reward, own, value) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and the critic's targets, `[N, T]`: sums of temporal differences over each row's own tokens."""
+    errors = np.zeros(own.shape)
+    for n, mine in enumerate(own):
+        slots = np.flatnonzero(mine)
         after = np.append(value[n, slots], 0.0)
-        errors = reward + settings.gamma * after[1:] - after[:-1]
-        for lam, found in ((settings.gae_lambda, advantage), (settings.critic_lambda, target)):
-            for i, slot in enumerate(slots):
-                found[n, slot] = np.sum((settings.gamma * lam) ** np.arange(len(slots) - i) * errors[i:])
+        errors[n, slots] = reward[n, slots] + settings.gamma * after[1:] - after[:-1]
+    advantage = returns(errors, own, settings.gamma * settings.gae_lambda)
+    target = returns(errors, own, settings.gamma * settings.critic_lambda)
     return advantage, np.where(own, target + value, 0.0)
 
 
@@ -247,9 +262,8 @@ def by_group(settings: Any, score: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 def advantages(settings: Any, score, own, kept, value, penalty) -> tuple[np.ndarray, np.ndarray | None]:
     """The advantage of each token and, with a critic, its targets, `[N, T]`."""
-    penalty = np.zeros(own.shape) if penalty is None else penalty
     if settings.advantage == "gae":
-        advantage, target = by_critic(settings, score, own, value, penalty)
+        advantage, target = by_critic(settings, earned(settings, score, own, penalty), own, value)
         if settings.whiten:
             mean, variance = advantage[own].mean(), advantage[own].var(ddof=1)
             advantage = np.where(own, (advantage - mean) / np.sqrt(variance + 1e-8), 0.0)
@@ -333,18 +347,10 @@ def collected(
         found["value"] = np.pad(scalars(models.critic, rows, heads)[:, :-1], ((0, 0), (1, 0)))
     if settings.objective == "policy":
         in_reward = settings.kl != "none" and settings.kl_in == "reward"
-        penalty = divergence(settings.kl, recomputed, reference) if in_reward else None
+        penalty = divergence(settings.kl, recomputed, reference) if in_reward else np.zeros(own.shape)
+        found["returns"] = returns(earned(settings, score, own, penalty), own, settings.gamma)
         found["advantage"], found["target"] = advantages(settings, score, own, kept, found["value"], penalty)
     return found | {"rows": rows, "reference logs": then}
-
-
-def returns(score: np.ndarray, own: np.ndarray, gamma: float) -> np.ndarray:
-    """A row's score, discounted for each own token that comes after one: `[N, T]`."""
-    found = np.zeros(own.shape)
-    for n, mine in enumerate(own):
-        slots = np.flatnonzero(mine)
-        found[n, slots] = score[n] * gamma ** np.arange(len(slots) - 1, -1, -1)
-    return found
 
 
 # The loss of a minibatch.
@@ -518,6 +524,17 @@ def preference(settings: Any, new: np.ndarray, batch: Minibatch) -> dict[str, fl
 # Gradients and updates.
 
 
+def rate(settings: Any, peak: float, progress: float) -> float:
+    """What an update is multiplied with when so much of the run is over, from 0 to 1."""
+    warmup, final = settings.learning_rate_warmup, settings.learning_rate_final
+    if progress < warmup:
+        return peak * progress / warmup
+    passed = (progress - warmup) / (1 - warmup)
+    left = {"constant": 1.0, "linear": 1 - passed, "cosine": (1 + np.cos(np.pi * passed)) / 2}
+    final = 0.0 if settings.learning_rate_decay == "constant" else final
+    return peak * (final + (1 - final) * left[settings.learning_rate_decay])
+
+
 @dataclass
 class Slope:
     """A finite difference: where from, along what, how much."""
@@ -601,7 +618,7 @@ def judgement(heads: int, model: Params, one: Written, other: Written) -> float:
     return np.mean(np.where(signs == 0, 0.0, np.log1p(np.exp(-signs * margins))))
 
 
-def expectation(heads: int, critic: Params, rows: Written, score: np.ndarray, gamma: float) -> float:
-    """Value pretraining's loss: half the squared error from what a row returns, each own token alike."""
+def expectation(heads: int, critic: Params, rows: Written, returned: np.ndarray) -> float:
+    """Value pretraining's loss: half the squared error from what comes, each own token alike."""
     value = np.pad(scalars(critic, rows, heads)[:, :-1], ((0, 0), (1, 0)))
-    return 0.5 * np.mean((value - returns(score, rows.own, gamma))[rows.own] ** 2)
+    return 0.5 * np.mean((value - returned)[rows.own] ** 2)

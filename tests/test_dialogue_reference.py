@@ -7,7 +7,6 @@ parameters that an update began with, and the parameters it ended with are those
 
 import dataclasses
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import ClassVar
 
 import dialogue_reference as plain
@@ -29,15 +28,18 @@ from jaxaudit.learners.dialogue.telemetry.run import before_the_first
 from jaxaudit.models import gpt2
 from jaxaudit.taps import Taps
 
+STEP, STEPS = 3, 10
+"""When the iteration is, and of how many."""
+
 CLOSE = {"rtol": 1e-5, "atol": 5e-6}
-"""Of values of float32 against float64; the largest difference found is a fifth of it."""
+"""Of values of float32 against float64; the largest difference by default is a sixth of it."""
 
 OFF = 1e-5
 """The most that a gradient's error may be, in norms: of the whole gradient's, or, of a leaf alone, of its own and a
-tenth of the whole's. The largest found are 6e-7 and 7e-7."""
+tenth of the whole's. The largest by default are 6e-7 and 1e-6."""
 
 AFTER = 1e-4
-"""The most that parameters may be off after an update, of its rate. The largest found is 3e-6."""
+"""The most that parameters may be off after an update, of its rate. The largest by default is 3e-6."""
 
 CALL, TURN, END, RESULT, BEGIN = range(4, 9)
 
@@ -100,8 +102,8 @@ class Watched(DialogueLearner):
         return after, visited
 
     def gradient(self, trained, *rest):
-        gradient, told, *more = super().gradient(trained, *rest)
-        return gradient, told | {"gradient": gradient, "trained": trained}, *more
+        gradient, told, *others = super().gradient(trained, *rest)
+        return gradient, told | {"gradient": gradient, "trained": trained}, *others
 
 
 class Altered(Taps):
@@ -166,7 +168,14 @@ STALE = ("behaviour", "log_probability")
 CASES = {
     "ppo_lm": Case(
         "ppo_lm",
-        {"old_log_probability": "sampled", "kl_coefficient": 0.3, "reward": "learned"},
+        {
+            "old_log_probability": "sampled",
+            "kl_coefficient": 0.3,
+            "reward": "learned",
+            "learning_rate_warmup": 0.1,
+            "learning_rate_decay": "cosine",
+            "learning_rate_final": 0.2,
+        },
         (*STALE, "reward", "temperature", "gae_lambda", "kl_coefficient"),
         seed=2,
         layers=1,
@@ -309,14 +318,15 @@ def iteration(case, monkeypatch):
     reference, stale = (random_params(learner.policy, random, policy, by) for by in (0.5, 0.3))
     critic, reward_model = (one and random_params(one, random) for one in (learner.critic, learner.reward_model))
     told, measured = before_the_first(learner.channels, jnp.float32(0))
+    scale, counts = Scale.of(jnp.arange(2.0)), settings.telemetry == "full"
     before = DialogueState(
         policy=Trained(policy, learner.transform.init(policy)),
         critic=critic and Trained(critic, learner.transform.init(critic)),
         reward_model=reward_model,
         reference=reference,
         initial=policy if learner.keeps_initial else None,
-        scales={} if reward_model is None else {name: Scale(0.0, 1.0) for name in ("proxy", "gold")},
-        results=Bigrams.none(Errand.vocabulary) if settings.telemetry == "full" else None,
+        scales={"proxy": scale, "gold": scale} if reward_model else {},
+        results=Bigrams.none(Errand.vocabulary) if counts else None,
         warm_start_success=jnp.float32(0),
         told=told,
         measured=measured,
@@ -332,7 +342,7 @@ def iteration(case, monkeypatch):
 
     @jax.jit
     def step(state, key, data, stale, noise):
-        taps = Altered(0, 1, data=data)
+        taps = Altered(STEP, STEPS, data=data)
         taps.altered = {site: lambda x: SCALE * x for site in SCALED if site in case.sites}
         taps.altered |= {site: lambda x, more=more: x + more for site, more in noise.items()}
         taps.altered |= {"behaviour": lambda _: stale} if "behaviour" in case.sites else {}
@@ -405,6 +415,7 @@ def compare_collected(it):
         same("reference's log-probability", learnt.reference, found["reference"], own)
     if found["value"] is not None:
         same("value", learnt.value, found["value"], own)
+        same("returns", recomputed.returns, found["returns"])
         same("target", learnt.target, found["target"])
     if it.settings.objective == "policy":
         same("old log-probability", learnt.old, found["old"], own)
@@ -434,8 +445,9 @@ UPDATE = ("clipped", "gradient_norm")
 
 
 def rate_of(settings, label):
-    """What an update is multiplied with: the same one at all times."""
-    return settings.learning_rate if label == "policy" else settings.critic_learning_rate
+    """What an update is multiplied with."""
+    peak = settings.learning_rate if label == "policy" else settings.critic_learning_rate
+    return plain.rate(settings, peak, STEP / STEPS)
 
 
 def compare_updates(it, found):
@@ -458,9 +470,9 @@ def compare_updates(it, found):
             if settings.objective == "preference":
                 same(what + "pairs lie side by side", index[1::2], index[::2] + 1)
                 same(what + "the better row is first", index[::2] % 2, np.zeros(len(index) // 2, int))
-            told, done, ratios = jax.tree.map(
+            told, done, tokens = jax.tree.map(
                 lambda x: x[epoch, number],  # noqa: B023
-                (it.visited.told, it.visited.done, it.visited.tokens and it.visited.tokens.log_ratio),
+                (it.visited.told, it.visited.done, it.visited.tokens),
             )
             trained = {label: flat(one.params) for label, one in told.pop("trained").items()}
             gradient = {label: flat(one) for label, one in told.pop("gradient").items()}
@@ -474,8 +486,8 @@ def compare_updates(it, found):
 
             theirs, log_ratio, frozen = losses(trained["policy"], critic)
             assert set(told) == set(theirs), "the parts of the loss have the reference's names"
-            if ratios is not None:
-                same(what + "log-ratio", ratios, log_ratio, batch.own)
+            if tokens is not None:
+                same(what + "log-ratio", tokens.log_ratio, log_ratio, batch.own)
             for name, value in theirs.items():
                 same(what + name, told[name], value)
             of_policy = lambda p: losses(p, critic, frozen)[0]["loss"]  # noqa: B023, E731
@@ -519,9 +531,11 @@ def compare(it):
         for one, other in zip(before, after, strict=True):
             np.testing.assert_array_equal(one, other, err_msg=name)
     if found["value"] is not None:
-        scored = plain.returns(found["score"], found["own"], it.settings.gamma)
-        for name, wanted in (("value_bias", found["target"]), ("score_value_bias", scored)):
-            same(f"{name} of the telemetry", it.telemetry[name], (found["value"] - wanted)[found["own"]].mean())
+        own = found["own"]
+        alone = plain.earned(it.settings, found["score"], own, np.zeros(own.shape))
+        of_score = plain.returns(alone, own, it.settings.gamma)
+        for name, wanted in {"value_bias": found["target"], "score_value_bias": of_score}.items():
+            same(f"{name} of the telemetry", it.telemetry[name], (found["value"] - wanted)[own].mean())
     return found, told
 
 
@@ -619,7 +633,7 @@ class Pretraining:
 def prepared(settings, monkeypatch):
     """The state of a learner before its first iteration, and what each of its pretrainings did, in their order.
 
-    No rows are sampled to tell whether the warm start is over: it never is.
+    No rows are sampled to tell whether the warm start is over, which it never is, nor what a reward's scale is.
     """
     learner, stages = DialogueLearner(Errand(), settings.structure), []
     adam, demonstrated, undisturbed = optax.scale_by_adam, demonstrations.demonstrated, learner.collector.undisturbed
@@ -627,10 +641,9 @@ def prepared(settings, monkeypatch):
     monkeypatch.setattr(demonstrations, "demonstrated", lambda *args: stages[-1].see(demonstrated(*args)))
 
     def sampled(*args):
-        if len(stages) < 2:
-            return SimpleNamespace(gold=jnp.zeros(1))
-        rows = undisturbed(*args)
-        return stages[-1].see(rows) if len(stages) == 3 else rows
+        if len(stages) == 3:
+            return stages[-1].see(undisturbed(*args))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: undisturbed(*args)))
 
     monkeypatch.setattr(learner.collector, "undisturbed", sampled)
     # A transformation of its own for the iterations' moments, which are not looked at here.
@@ -684,6 +697,10 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
     for one, other in zip(jax.tree.leaves(state.reference), jax.tree.leaves(state.policy.params), strict=True):
         np.testing.assert_array_equal(one, other, err_msg="the reference is the policy that was warmed up")
 
+    for stage in (judge, critic):
+        head = {"head/kernel": np.zeros(16), "head/bias": np.zeros(())}
+        compare_params("what a reward or value model begins as", stage.start, policy | head, rate)
+
     pairs = [(judge.shown[i][0], judge.shown[i + 1][0]) for i in range(0, len(judge.shown), 2)]
     signs = np.concatenate([np.sign(one.rewards["seen"] - other.rewards["seen"]) for one, other in pairs])
     assert set(signs) == {-1.0, 0.0, 1.0}, "pairs of all kinds"
@@ -693,17 +710,15 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
         same("pairs are of one prompt", one.tokens[:, :2], other.tokens[:, :2])
         assert (one.tokens == CALL).any(-1).all()
         assert not (other.tokens == CALL).any()
+    rate = settings.reward_model_learning_rate
     model = follow(
         "the reward model's",
         judge,
         settings.reward_model_warm_start,
-        settings.reward_model_learning_rate,
+        rate,
         lambda n: lambda params: plain.judgement(HEADS, params, *pairs[n]),
     )
-    compare_params("the reward model", flat(state.reward_model), model, settings.reward_model_learning_rate)
-    for stage in (judge, critic):
-        for path, x in flat(state.policy.params).items():
-            np.testing.assert_array_equal(stage.start[path], x, err_msg="it begins as the policy that was warmed up")
+    compare_params("the reward model", flat(state.reward_model), model, rate)
 
     sampled = [rows for rows, _ in critic.shown]
     logs = plain.log_softmax(plain.logits(policy, sampled[0], HEADS) / settings.temperature)
@@ -711,11 +726,14 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
     same("value pretraining's rows are the policy's", told, plain.of_token(logs, sampled[0]), sampled[0].own)
     scored = [plain.scores(model, rows, HEADS) for rows in sampled]
     assert np.std(scored[0]) > 0.01
+    # The policy is its own reference, from which it does not diverge.
+    earned = [plain.earned(settings, s, rows.own, 0.0 * rows.tokens) for s, rows in zip(scored, sampled, strict=True)]
+    returned = [plain.returns(r, rows.own, settings.gamma) for r, rows in zip(earned, sampled, strict=True)]
     values = follow(
         "the critic's",
         critic,
         settings.critic_warm_start,
         settings.critic_learning_rate,
-        lambda n: lambda params: plain.expectation(HEADS, params, sampled[n], scored[n], settings.gamma),
+        lambda n: lambda params: plain.expectation(HEADS, params, sampled[n], returned[n]),
     )
     compare_params("the critic", flat(state.critic.params), values, settings.critic_learning_rate)
