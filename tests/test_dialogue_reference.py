@@ -226,7 +226,9 @@ VARIANTS = {
     "k3_in_reward": Case("ppo_lm", CRITIC | {"kl": "k3", "whiten": False, "clip_value": False}, STALE, seed=7),
     "ppo_in_loss": Case(
         "ppo_lm",
-        CRITIC | CAPPED | {"kl": "k3", "kl_in": "loss", "old_log_probability": "recomputed", "telemetry": "full"},
+        CRITIC
+        | CAPPED
+        | {"kl": "k3", "kl_in": "loss", "old_log_probability": "recomputed", "value_clip": 0.02, "telemetry": "full"},
         (*STALE, "reward", "ratio_clip"),
         seed=7,
     ),
