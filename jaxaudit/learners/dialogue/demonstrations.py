@@ -11,6 +11,7 @@ import optax
 
 from jaxaudit.dialogues import automaton
 from jaxaudit.dialogues.protocol import END, GOLD, Dialogue
+from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.rows import Rows
 
@@ -157,7 +158,9 @@ def value_model(
     rows_of: Callable[[jax.Array], tuple[Rows, jax.Array]],
     key: jax.Array,
     *,
-    updates: int,
+    rounds: int,
+    epochs: int,
+    minibatches: int,
     rate: jax.Array,
 ) -> Any:
     """A value model fitted to a fixed policy's returns (value pretraining; Yuan et al., 2025).
@@ -165,20 +168,35 @@ def value_model(
     Args:
       network, params, base: the value model, before.
       rows_of: `rows_of(key)`, rows of the policy and what each own token of them returns, `[N, T]`.
-      key: decides the rows.
-      updates: on fresh rows each.
-      rate: Adam's.
+      key: decides the rows and their order.
+      rounds: of fresh rows.
+      epochs: passes over the rows of a round.
+      minibatches: updates in each pass.
+      rate: Adam's at first; it falls linearly to 0, for what a row returns is mostly noise.
     """
     adam = optax.scale_by_adam(0.9, 0.95)
+    updates = rounds * epochs * minibatches
 
     def loss(params: Any, rows: Rows, returns: jax.Array) -> jax.Array:
         errors = jnp.where(rows.own, network.values(params, base, rows) - returns, 0.0)
         return 0.5 * jnp.sum(errors**2) / jnp.maximum(jnp.sum(rows.own), 1)
 
-    def update(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
-        params, moments = carry
-        direction, moments = adam.update(jax.grad(loss)(params, *rows_of(key)), moments)
-        return (jax.tree.map(lambda p, d: p - rate * d, params, direction), moments), None
+    def one_round(carry: tuple[Any, Any], at: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
+        rows_key, order_key = jax.random.split(at[0])
+        drawn = rows_of(rows_key)
+        count = drawn[1].shape[0]
 
-    (params, _), _ = jax.lax.scan(update, (params, adam.init(params)), jax.random.split(key, updates))
+        def update(carry: tuple[Any, Any], at: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
+            params, moments = carry
+            chosen, number = at
+            direction, moments = adam.update(jax.grad(loss)(params, *jax.tree.map(lambda x: x[chosen], drawn)), moments)
+            step = rate * (1.0 - number / updates)
+            return (jax.tree.map(lambda p, d: p - step * d, params, direction), moments), None
+
+        orders = jax.vmap(lambda key: shuffled(key, count))(jax.random.split(order_key, epochs))
+        numbers = at[1] * epochs * minibatches + jnp.arange(epochs * minibatches)
+        return jax.lax.scan(update, carry, (orders.reshape(epochs * minibatches, -1), numbers))[0], None
+
+    begun = params, adam.init(params)
+    (params, _), _ = jax.lax.scan(one_round, begun, (jax.random.split(key, rounds), jnp.arange(rounds)))
     return params

@@ -147,8 +147,10 @@ class DialogueLearner:
                 base,
                 rows_of,
                 rows_key,
-                updates=settings.critic_warm_start,
-                rate=numbers.critic_learning_rate,
+                rounds=settings.critic_warm_start,
+                epochs=settings.critic_warm_start_epochs,
+                minibatches=settings.critic_warm_start_minibatches,
+                rate=numbers.critic_warm_start_learning_rate,
             )
             critic = Trained(params, self.transform.init(params))
         told, measured = before_the_first(self.channels, success)
