@@ -45,7 +45,11 @@ class Toss(ja.Dialogue):
 def test_a_pretrained_value_model_explains_what_can_be_known(monkeypatch):
     monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 2, 2))
     settings = settings_of("ppo_lm")(
-        size="tiny", warm_start=0, critic_warm_start=60, critic_warm_start_learning_rate=3e-3
+        size="tiny",
+        warm_start=0,
+        critic_warm_start=1000,
+        critic_warm_start_rows=1024,
+        critic_warm_start_learning_rate=3e-3,
     )
     learner = DialogueLearner(Toss(), settings.structure)
     numbers = settings.numbers(0.0)

@@ -11,7 +11,6 @@ import optax
 
 from jaxaudit.dialogues import automaton
 from jaxaudit.dialogues.protocol import END, GOLD, Dialogue
-from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.rows import Rows
 
@@ -155,48 +154,36 @@ def value_model(
     network: Network,
     params: Any,
     base: Any,
-    rows_of: Callable[[jax.Array], tuple[Rows, jax.Array]],
+    rows: Rows,
+    returns: jax.Array,
     key: jax.Array,
     *,
-    rounds: int,
-    epochs: int,
-    minibatches: int,
+    updates: int,
+    minibatch: int,
     rate: jax.Array,
 ) -> Any:
     """A value model fitted to a fixed policy's returns (value pretraining; Yuan et al., 2025).
 
     Args:
       network, params, base: the value model, before.
-      rows_of: `rows_of(key)`, rows of the policy and what each own token of them returns, `[N, T]`.
-      key: decides the rows and their order.
-      rounds: of fresh rows.
-      epochs: passes over the rows of a round.
-      minibatches: updates in each pass.
-      rate: Adam's at first; it falls linearly to 0, for what a row returns is mostly noise.
+      rows, returns: of the policy, and what each own token of them returns, `[N, T]`.
+      key: decides which rows an update takes.
+      updates: how many.
+      minibatch: rows of each, any of the N.
+      rate: Adam's at first; it falls linearly to 0, for most of what a row returns is chance.
     """
     adam = optax.scale_by_adam(0.9, 0.95)
-    updates = rounds * epochs * minibatches
 
     def loss(params: Any, rows: Rows, returns: jax.Array) -> jax.Array:
         errors = jnp.where(rows.own, network.values(params, base, rows) - returns, 0.0)
         return 0.5 * jnp.sum(errors**2) / jnp.maximum(jnp.sum(rows.own), 1)
 
-    def one_round(carry: tuple[Any, Any], at: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
-        rows_key, order_key = jax.random.split(at[0])
-        drawn = rows_of(rows_key)
-        count = drawn[1].shape[0]
+    def update(carry: tuple[Any, Any], number: jax.Array) -> tuple[tuple[Any, Any], None]:
+        params, moments = carry
+        chosen = jax.random.randint(jax.random.fold_in(key, number), (minibatch,), 0, returns.shape[0])
+        gradient = jax.grad(loss)(params, *jax.tree.map(lambda x: x[chosen], (rows, returns)))
+        direction, moments = adam.update(gradient, moments)
+        step = rate * (1.0 - number / updates)
+        return (jax.tree.map(lambda p, d: p - step * d, params, direction), moments), None
 
-        def update(carry: tuple[Any, Any], at: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
-            params, moments = carry
-            chosen, number = at
-            direction, moments = adam.update(jax.grad(loss)(params, *jax.tree.map(lambda x: x[chosen], drawn)), moments)
-            step = rate * (1.0 - number / updates)
-            return (jax.tree.map(lambda p, d: p - step * d, params, direction), moments), None
-
-        orders = jax.vmap(lambda key: shuffled(key, count))(jax.random.split(order_key, epochs))
-        numbers = at[1] * epochs * minibatches + jnp.arange(epochs * minibatches)
-        return jax.lax.scan(update, carry, (orders.reshape(epochs * minibatches, -1), numbers))[0], None
-
-    begun = params, adam.init(params)
-    (params, _), _ = jax.lax.scan(one_round, begun, (jax.random.split(key, rounds), jnp.arange(rounds)))
-    return params
+    return jax.lax.scan(update, (params, adam.init(params)), jnp.arange(updates))[0][0]

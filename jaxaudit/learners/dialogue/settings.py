@@ -83,11 +83,11 @@ class DialogueSettings:
       critic_learning_rate: the value model's.
       critic_init: what the value model's transformer begins as: the "policy" before its first iteration, "random"
         parameters, or a checkpoint of its own, as `checkpoint`. Its head begins with zeros.
-      critic_warm_start: rounds of value pretraining before the first iteration (VC-PPO: Yuan et al., 2025); each fits
-        the value model to what fresh rows of the fixed policy return, as many as an iteration's. 0: none.
-      critic_warm_start_epochs: passes over the rows of a round.
-      critic_warm_start_minibatches: updates in each pass.
-      critic_warm_start_learning_rate: Adam's there at first; it falls linearly to 0 over the rounds.
+      critic_warm_start: updates of the value model before the first iteration, on what rows of the fixed policy return
+        (value pretraining; VC-PPO: Yuan et al., 2025); 0: none.
+      critic_warm_start_rows: rows that these are on, drawn beforehand in batches of an iteration's.
+      critic_warm_start_minibatch: rows of each update, any of those.
+      critic_warm_start_learning_rate: Adam's there at first; it falls linearly to 0.
       old_log_probability: what ratios are relative to: "recomputed" by the trainer's undisturbed parameters before the
         first update, or "sampled", as the behaviour policy gave them; so is the entropy then, and without a reference
         and with basic telemetry the trainer does not read the rows before the first update at all.
@@ -141,8 +141,8 @@ class DialogueSettings:
     critic_learning_rate: float = number(1e-3)
     critic_init: str = field(default="policy", metadata=BEGINNING)
     critic_warm_start: int = 0
-    critic_warm_start_epochs: int = 4
-    critic_warm_start_minibatches: int = 4
+    critic_warm_start_rows: int = 16384
+    critic_warm_start_minibatch: int = 16
     critic_warm_start_learning_rate: float = number(1e-3)
     old_log_probability: Literal["recomputed", "sampled"] = "recomputed"
     objective: Literal["policy", "preference"] = "policy"
@@ -194,7 +194,7 @@ class DialogueSettings:
     def __post_init__(self):
         checks.at_least_one(self, "prompts", "group_size", "oversampling", "epochs", "minibatches")
         checks.at_least_one(self, "warm_start_rows", "performance_rows", "performance_every", "tool_window")
-        checks.at_least_one(self, "reward_model_pairs", "critic_warm_start_epochs", "critic_warm_start_minibatches")
+        checks.at_least_one(self, "reward_model_pairs", "critic_warm_start_rows", "critic_warm_start_minibatch")
         checks.not_negative(
             self, "lora_rank", "top_k", "weight_decay", "warm_start", "critic_warm_start", "microbatches"
         )
@@ -223,8 +223,6 @@ class DialogueSettings:
         self._divided("minibatches", self.minibatches, self.units, self._units)
         of_minibatch = f"{self._units} of a minibatch"
         self._divided("microbatches", self.microbatches or 1, self.units // self.minibatches, of_minibatch)
-        if self.critic_warm_start:
-            self._divided("critic_warm_start_minibatches", self.critic_warm_start_minibatches, self.rows, "rows")
         for wrong, why in self._misfits():
             if wrong:
                 raise ValueError(why)
