@@ -633,31 +633,43 @@ class Pretraining:
 
 
 def prepared(settings, monkeypatch):
-    """The state of a learner before its first iteration, and what each of its pretrainings did, in their order.
+    """The state of a learner before its first iteration, what each of its pretrainings did, in their order, and the
+    rows, returns and key that the last had, value pretraining.
 
-    No rows are sampled to tell whether the warm start is over, which it never is, nor what a reward's scale is.
+    No other rows are sampled to tell whether the warm start is over, which it never is, nor what a reward's scale is.
     """
     learner, stages = DialogueLearner(Errand(), settings.structure), []
     adam, demonstrated, undisturbed = optax.scale_by_adam, demonstrations.demonstrated, learner.collector.undisturbed
     monkeypatch.setattr(optax, "scale_by_adam", lambda *args: stages.append(Pretraining(adam(*args))) or stages[-1])
     monkeypatch.setattr(demonstrations, "demonstrated", lambda *args: stages[-1].see(demonstrated(*args)))
 
-    def sampled(*args):
-        if len(stages) == 3:
-            return stages[-1].see(undisturbed(*args))
+    given, returned, value_model = {}, learner.returned, demonstrations.value_model
+
+    def unsampled(*args):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: undisturbed(*args)))
 
-    monkeypatch.setattr(learner.collector, "undisturbed", sampled)
+    def really_returned(*args):
+        monkeypatch.setattr(learner.collector, "undisturbed", undisturbed)
+        return returned(*args)
+
+    def fitted(network, params, base, rows, returns, key, **rest):
+        seen = {"rows": rows, "returns": returns, "key": jax.random.key_data(key)}
+        jax.debug.callback(given.update, seen, ordered=True)
+        return value_model(network, params, base, rows, returns, key, **rest)
+
+    monkeypatch.setattr(learner.collector, "undisturbed", unsampled)
+    monkeypatch.setattr(learner, "returned", really_returned)
+    monkeypatch.setattr(demonstrations, "value_model", fitted)
     # A transformation of its own for the iterations' moments, which are not looked at here.
     monkeypatch.setattr(learner, "transform", optax.identity())
     state = jax.jit(learner.init)(jax.random.key(3), DialogueData(settings.numbers(1.0)))
     jax.effects_barrier()
-    return jax.tree.map(np.asarray, state), stages
+    return jax.tree.map(np.asarray, state), stages, given
 
 
-def follow(what, stage, updates, rate, loss_of, looked_at=(0, 1, 4)):
+def follow(what, stage, updates, rate, loss_of, looked_at=(0, 1, 4), falls=False):
     """Asserts that the gradients of some of a pretraining's updates are those of `loss_of(number)`, and gives the
-    parameters after the last."""
+    parameters after the last. The rate `falls` to 0 or stays."""
     adam, params, random = plain.Adam(0.9, 0.95), stage.start, np.random.default_rng(2)
     moments = adam.begun(params)
     for number in range(updates):
@@ -665,7 +677,8 @@ def follow(what, stage, updates, rate, loss_of, looked_at=(0, 1, 4)):
             gradient = stage.gradients[number]
             assert max(np.abs(g).max() for g in gradient.values()) > 0.02
             compare_gradient(f"{what}, update {number}", gradient, loss_of(number), params, random)
-        params, moments, _ = adam.updated(params, moments, stage.gradients[number], rate)
+        left = 1 - number / updates if falls else 1
+        params, moments, _ = adam.updated(params, moments, stage.gradients[number], left * rate)
     return params
 
 
@@ -680,10 +693,13 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
         "reward_model_pairs": 10,
         "reward_model_learning_rate": 0.02,
         "critic_warm_start": 5,
+        "critic_warm_start_rows": 24,
+        "critic_warm_start_minibatch": 10,
+        "critic_warm_start_learning_rate": 0.03,
     }
     tiny(1, monkeypatch)
     settings = settings_of("ppo_lm")(**COMMON | given)
-    state, (warm, judge, critic) = prepared(settings, monkeypatch)
+    state, (warm, judge, critic), fitted = prepared(settings, monkeypatch)
     rate = settings.warm_start_learning_rate
 
     right = np.concatenate([rows.tokens == CALL for rows, _ in warm.shown]).any(-1)
@@ -722,20 +738,23 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
     )
     compare_params("the reward model", flat(state.reward_model), model, rate)
 
-    sampled = [rows for rows, _ in critic.shown]
-    logs = plain.log_softmax(plain.logits(policy, sampled[0], HEADS) / settings.temperature)
-    told = critic.shown[0][1].log_probability
-    same("value pretraining's rows are the policy's", told, plain.of_token(logs, sampled[0]), sampled[0].own)
-    scored = [plain.scores(model, rows, HEADS) for rows in sampled]
-    assert np.std(scored[0]) > 0.01
+    rows = written(fitted["rows"])
+    assert len(rows.tokens) == 2 * settings.rows, "whole iterations' rows, as many as are asked for"
+    logs = plain.log_softmax(plain.logits(policy, rows, HEADS) / settings.temperature)
+    told = fitted["rows"].log_probability
+    same("value pretraining's rows are the policy's", told, plain.of_token(logs, rows), rows.own)
+    scored = plain.scores(model, rows, HEADS)
+    assert np.std(scored) > 0.01
     # The policy is its own reference, from which it does not diverge.
-    earned = [plain.earned(settings, s, rows.own, 0.0 * rows.tokens) for s, rows in zip(scored, sampled, strict=True)]
-    returned = [plain.returns(r, rows.own, settings.gamma) for r, rows in zip(earned, sampled, strict=True)]
-    values = follow(
-        "the critic's",
-        critic,
-        settings.critic_warm_start,
-        settings.critic_learning_rate,
-        lambda n: lambda params: plain.expectation(HEADS, params, sampled[n], returned[n]),
-    )
-    compare_params("the critic", flat(state.critic.params), values, settings.critic_learning_rate)
+    returned = plain.returns(plain.earned(settings, scored, rows.own, 0.0 * rows.tokens), rows.own, settings.gamma)
+    same("what value pretraining's rows return", fitted["returns"], returned)
+    key, size = jax.random.wrap_key_data(fitted["key"]), settings.critic_warm_start_minibatch
+
+    def expectation(number):
+        """The loss of the rows that an update takes."""
+        index = np.asarray(jax.random.randint(jax.random.fold_in(key, number), (size,), 0, len(rows.tokens)))
+        return lambda params: plain.expectation(HEADS, params, rows.picked(index), returned[index])
+
+    rate = settings.critic_warm_start_learning_rate
+    values = follow("the critic's", critic, settings.critic_warm_start, rate, expectation, falls=True)
+    compare_params("the critic", flat(state.critic.params), values, rate)

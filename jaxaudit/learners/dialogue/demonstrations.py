@@ -154,20 +154,23 @@ def value_model(
     network: Network,
     params: Any,
     base: Any,
-    rows_of: Callable[[jax.Array], tuple[Rows, jax.Array]],
+    rows: Rows,
+    returns: jax.Array,
     key: jax.Array,
     *,
     updates: int,
+    minibatch: int,
     rate: jax.Array,
 ) -> Any:
     """A value model fitted to a fixed policy's returns (value pretraining; Yuan et al., 2025).
 
     Args:
       network, params, base: the value model, before.
-      rows_of: `rows_of(key)`, rows of the policy and what each own token of them returns, `[N, T]`.
-      key: decides the rows.
-      updates: on fresh rows each.
-      rate: Adam's.
+      rows, returns: of the policy, and what each own token of them returns, `[N, T]`.
+      key: decides which rows an update takes.
+      updates: how many.
+      minibatch: rows of each, any of the N.
+      rate: Adam's at first; it falls linearly to 0, for most of what a row returns is chance.
     """
     adam = optax.scale_by_adam(0.9, 0.95)
 
@@ -175,10 +178,12 @@ def value_model(
         errors = jnp.where(rows.own, network.values(params, base, rows) - returns, 0.0)
         return 0.5 * jnp.sum(errors**2) / jnp.maximum(jnp.sum(rows.own), 1)
 
-    def update(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
+    def update(carry: tuple[Any, Any], number: jax.Array) -> tuple[tuple[Any, Any], None]:
         params, moments = carry
-        direction, moments = adam.update(jax.grad(loss)(params, *rows_of(key)), moments)
-        return (jax.tree.map(lambda p, d: p - rate * d, params, direction), moments), None
+        chosen = jax.random.randint(jax.random.fold_in(key, number), (minibatch,), 0, returns.shape[0])
+        gradient = jax.grad(loss)(params, *jax.tree.map(lambda x: x[chosen], (rows, returns)))
+        direction, moments = adam.update(gradient, moments)
+        step = rate * (1.0 - number / updates)
+        return (jax.tree.map(lambda p, d: p - step * d, params, direction), moments), None
 
-    (params, _), _ = jax.lax.scan(update, (params, adam.init(params)), jax.random.split(key, updates))
-    return params
+    return jax.lax.scan(update, (params, adam.init(params)), jnp.arange(updates))[0][0]

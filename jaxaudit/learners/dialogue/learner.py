@@ -141,21 +141,20 @@ class DialogueLearner:
             results = self.counted_results(policy, base, dialogue, numbers, results_key)
         critic = None
         if self.critic is not None:
-
-            def rows_of(key: jax.Array) -> tuple[Rows, jax.Array]:
-                rows = self.collector.undisturbed(policy, base, dialogue, numbers, key, settings.rows)
+            params = self.beginning(self.critic, settings.critic_init, policy, data.critic_start, critic_key)
+            if settings.critic_warm_start:
+                draws_key, order_key = jax.random.split(rows_key)
                 models = Models(policy, reward_model=reward_model, reference=policy, base=base)
-                return rows, self.collector.returns(models, rows, numbers)
-
-            params = demonstrations.value_model(
-                self.critic,
-                self.beginning(self.critic, settings.critic_init, policy, data.critic_start, critic_key),
-                base,
-                rows_of,
-                rows_key,
-                updates=settings.critic_warm_start,
-                rate=numbers.critic_learning_rate,
-            )
+                params = demonstrations.value_model(
+                    self.critic,
+                    params,
+                    base,
+                    *self.returned(models, dialogue, numbers, draws_key),
+                    order_key,
+                    updates=settings.critic_warm_start,
+                    minibatch=settings.critic_warm_start_minibatch,
+                    rate=numbers.critic_warm_start_learning_rate,
+                )
             critic = Trained(params, self.transform.init(params))
         told, measured = before_the_first(self.channels, success)
         return DialogueState(
@@ -181,6 +180,17 @@ class DialogueLearner:
 
         keys = jax.random.split(key, bigrams.ROWS // LOOKED_AT)
         return jax.lax.scan(add, bigrams.Bigrams.none(dialogue.vocabulary), keys)[0]
+
+    def returned(self, models: Models, dialogue: Dialogue, numbers: Numbers, key: jax.Array) -> tuple[Rows, jax.Array]:
+        """Rows of the policy for value pretraining and what they return, drawn as many at once as an iteration's."""
+        each = self.settings.rows
+
+        def some(key: jax.Array) -> tuple[Rows, jax.Array]:
+            rows = self.collector.undisturbed(models.policy, models.base, dialogue, numbers, key, each)
+            return rows, self.collector.returns(models, rows, numbers)
+
+        found = jax.lax.map(some, jax.random.split(key, -(-self.settings.critic_warm_start_rows // each)))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
 
     @property
     def keeps_initial(self) -> bool:

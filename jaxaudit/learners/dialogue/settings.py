@@ -34,6 +34,7 @@ class Numbers:
     learning_rate: Any
     max_grad_norm: Any
     critic_learning_rate: Any
+    critic_warm_start_learning_rate: Any
     warm_start_success: Any
     warm_start_right: Any
     warm_start_learning_rate: Any
@@ -84,8 +85,11 @@ class DialogueSettings:
       critic_learning_rate: the value model's.
       critic_init: what the value model's transformer begins as: the "policy" before its first iteration, "random"
         parameters, or a checkpoint of its own, as `checkpoint`. Its head begins with zeros.
-      critic_warm_start: updates of the value model on the fixed policy's returns before the first iteration (value
-        pretraining; VC-PPO: Yuan et al., 2025).
+      critic_warm_start: updates of the value model before the first iteration, on what rows of the fixed policy return
+        (value pretraining; VC-PPO: Yuan et al., 2025); 0: none.
+      critic_warm_start_rows: rows that these are on, drawn beforehand in batches of an iteration's.
+      critic_warm_start_minibatch: rows of each update, any of those.
+      critic_warm_start_learning_rate: Adam's there at first; it falls linearly to 0.
       old_log_probability: what ratios are relative to: "recomputed" by the trainer's undisturbed parameters before the
         first update, or "sampled", as the behaviour policy gave them; so is the entropy then, and without a reference
         and with basic telemetry the trainer does not read the rows before the first update at all.
@@ -141,6 +145,9 @@ class DialogueSettings:
     critic_learning_rate: float = number(1e-3)
     critic_init: str = field(default="policy", metadata=BEGINNING)
     critic_warm_start: int = 0
+    critic_warm_start_rows: int = 16384
+    critic_warm_start_minibatch: int = 16
+    critic_warm_start_learning_rate: float = number(1e-3)
     old_log_probability: Literal["recomputed", "sampled"] = "recomputed"
     objective: Literal["policy", "preference"] = "policy"
     advantage: Literal["gae", "group", "group_mean", "leave_one_out"] = "group"
@@ -191,11 +198,12 @@ class DialogueSettings:
     def __post_init__(self):
         checks.at_least_one(self, "prompts", "group_size", "oversampling", "epochs", "minibatches")
         checks.at_least_one(self, "warm_start_rows", "performance_rows", "performance_every", "tool_window")
-        checks.at_least_one(self, "reward_model_pairs")
+        checks.at_least_one(self, "reward_model_pairs", "critic_warm_start_rows", "critic_warm_start_minibatch")
         checks.not_negative(
             self, "lora_rank", "top_k", "weight_decay", "warm_start", "critic_warm_start", "microbatches"
         )
         checks.not_negative(self, "reward_model_warm_start", "learning_rate", "critic_learning_rate")
+        checks.not_negative(self, "critic_warm_start_learning_rate")
         checks.not_negative(self, "entropy_coefficient")
         checks.positive(self, "temperature", "epsilon", "max_grad_norm", "warm_start_learning_rate")
         checks.positive(self, "reward_model_learning_rate")

@@ -1,0 +1,208 @@
+"""What keeps a value model from explaining returns: value pretraining on a frozen warm-started policy, one setting at a
+time.
+
+    python experiments/dialogues/critic/fit.py OUT.csv CASE SEED [NAME ...]
+
+A bank of the policy's rows is drawn once, and every variant of `VARIANTS` is fitted to it; explained variance of 2048
+other rows after so many updates. OUT.csv keeps what it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from critic_bound import Frozen
+
+from jaxaudit.learners.dialogue.network import HEAD
+from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.telemetry.values import value_statistics
+
+KEPT = Path("runs/policies")
+SPAN = 50
+BANK, HELD = 25_600, 2048
+LOOKS = (50, 100, 200, 400, 800, 1600, 3200, 6400, 12800)
+STANDARD: dict[str, Any] = {
+    "trunk": "policy",
+    "rate": 1e-3,
+    "rows": 64,
+    "updates": 400,
+    "bank": BANK,
+    "epsilon": 1e-8,
+    "beta2": 0.95,
+    "clip": 0.0,
+    "bias": 0.0,
+    "scale": 1.0,
+    "head": 0.0,
+    "decay": False,
+    "layers": 0,
+}
+"""Of a variant, unless it says otherwise; those of the learner."""
+
+SMALL = {"rows": 16, "updates": 3200, "decay": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "64 rows": {"updates": 3200},
+    "64 rows, decay": {"updates": 3200, "decay": True},
+    "64 rows, rate 3e-3": {"updates": 3200, "rate": 3e-3},
+    "64 rows, random trunk": {"updates": 400, "trunk": "random"},
+    "256 rows, rate 3e-3": {"updates": 800, "rows": 256, "rate": 3e-3},
+    "16 rows, decay": SMALL,
+    "16 rows, decay, random trunk": SMALL | {"trunk": "random"},
+    "16 rows, decay, rate 3e-3": SMALL | {"rate": 3e-3},
+    "16 rows, decay, rate 3e-4": SMALL | {"rate": 3e-4},
+    "16 rows, decay, rate 1e-4": SMALL | {"rate": 1e-4},
+    "16 rows, decay, epsilon 1e-4": SMALL | {"epsilon": 1e-4},
+    "16 rows, decay, epsilon 1e-3": SMALL | {"epsilon": 1e-3},
+    "16 rows, decay, epsilon 1e-2, rate 3e-3": SMALL | {"epsilon": 1e-2, "rate": 3e-3},
+    "16 rows, decay, gradient clip 0.3": SMALL | {"clip": 0.3},
+    "16 rows, decay, random head": SMALL | {"head": 1.0},
+    "16 rows, decay, bias at the mean": SMALL | {"bias": "mean"},
+    "16 rows, decay, normalised targets": SMALL | {"bias": "mean", "scale": "std"},
+    "16 rows, decay to 6400": SMALL | {"updates": 6400},
+    "16 rows, decay to 6400, beta2 0.999": SMALL | {"updates": 6400, "beta2": 0.999},
+    "16 rows, decay to 6400, rate 2e-3": SMALL | {"updates": 6400, "rate": 2e-3},
+    "16 rows, decay to 6400, policy and 2 layers": SMALL | {"updates": 6400, "layers": 4},
+    "64 rows, decay to 12800": {"updates": 12800, "decay": True},
+    "16 rows, decay to 12800": SMALL | {"updates": 12800},
+    "16 rows, decay to 12800, random trunk": SMALL | {"updates": 12800, "trunk": "random"},
+}
+"""`decay`: the rate falls linearly to 0 at the last update; looks before it are not at its end."""
+
+
+class Fits:
+    """A case and seed: rows, and a program for each shape of a variant."""
+
+    def __init__(self, case: str, seed: int):
+        self.frozen = Frozen(case)
+        self.critic = self.frozen.learner.critic
+        kept = KEPT / f"{case} {seed}.pkl"
+        if kept.is_file():
+            self.policy = pickle.loads(kept.read_bytes())
+        else:
+            self.policy = self.frozen.begun(seed).policy.params
+            KEPT.mkdir(parents=True, exist_ok=True)
+            kept.write_bytes(pickle.dumps(jax.device_get(self.policy)))
+        self.bank, self.held = (
+            self.frozen.sampled(self.policy, jax.random.key(90_000 + 2 * seed + i), n)[0]
+            for i, n in enumerate((BANK, HELD))
+        )
+        last = np.where(self.bank.own, np.arange(self.bank.own.shape[1]), 0).max(1)
+        slots = int(np.quantile(last, 0.999)) + 1  # what stands later costs time and is next to nothing
+        self.bank, self.held = (
+            jax.tree.map(lambda x: x[:, :slots] if x.ndim == 2 else x, rows) for rows in (self.bank, self.held)
+        )
+        self.seed = seed
+
+    def _scored(self, params: Any, bias: Any, scale: Any) -> jax.Array:
+        values = bias + scale * self.critic.values(params, None, self.held)
+        own, gold = self.held.own, jnp.broadcast_to(self.held.gold[:, None], self.held.own.shape)
+        return value_statistics(values, gold, own)["explained_variance"].value
+
+    def _run(self, params: Any, moments: Any, bank: Rows, key: Any, first: Any, v: Any, rows: int, span: int) -> Any:
+        adam = optax.scale_by_adam(0.9, v["beta2"], v["epsilon"])
+
+        def update(carry: Any, number: Any) -> tuple[Any, jax.Array]:
+            params, moments = carry
+            index = jax.random.randint(jax.random.fold_in(key, number), (rows,), 0, v["bank"].astype(int))
+            batch = jax.tree.map(lambda x: x[index], bank)
+            target = (batch.gold[:, None] - v["shift"]) / v["scale"]
+
+            def loss(params: Any) -> jax.Array:
+                errors = (self.critic.values(params, None, batch) - target) ** 2
+                return 0.5 * jnp.sum(jnp.where(batch.own, errors, 0.0)) / jnp.sum(batch.own)
+
+            gradient = jax.grad(loss)(params)
+            norm = optax.tree.norm(gradient)
+            factor = jnp.where(v["clip"] > 0, jnp.minimum(1.0, v["clip"] / norm), 1.0)
+            direction, moments = adam.update(jax.tree.map(lambda g: factor * g, gradient), moments)
+            rate = v["rate"] * jnp.where(v["decay"], 1 - number / v["updates"], 1.0)
+            return (jax.tree.map(lambda p, d: p - rate * d, params, direction), moments), norm
+
+        (params, moments), norms = jax.lax.scan(update, (params, moments), first + jnp.arange(span))
+        return params, moments, jnp.median(norms)
+
+    def fitted(self, **changed: Any):
+        """Explained variance at each look: updates, explained variance, median gradient norm, seconds."""
+        v = STANDARD | changed
+        key = jax.random.key(self.seed)
+        self.critic = self.frozen.learner.critic
+        if v["layers"]:
+            size = dataclasses.replace(self.critic.model.size, depth=v["layers"])
+            self.critic = dataclasses.replace(self.critic, model=self.critic.model.clone(size=size))
+        self.scored = jax.jit(self._scored)
+        self.run = jax.jit(self._run, static_argnames=("rows", "span"))
+        if v["trunk"] == "random":
+            params = self.critic.init(key)
+        elif v["layers"]:  # those beyond the policy's pass on what they are given
+            params = self.critic.with_head(self.policy)
+            deeper = self.critic.init(key)["h"]
+            more = jax.tree_util.tree_map_with_path(
+                lambda path, x: jnp.zeros_like(x) if "c_proj" in jax.tree_util.keystr(path) else x, deeper
+            )
+            depth = self.frozen.learner.policy.model.size.depth
+            joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b[depth:]]), params["h"].layers, more.layers)
+            params["h"] = dataclasses.replace(deeper, layers=joined)
+        else:
+            params = self.critic.with_head(self.policy)
+        gold, weight = np.asarray(self.bank.gold), np.asarray(self.bank.own).sum(1)
+        mean = np.average(gold, weights=weight)
+        std = np.sqrt(np.average((gold - mean) ** 2, weights=weight))
+        normal = v["scale"] == "std"
+        scale = std if normal else v["scale"]
+        shift = mean if normal else 0.0
+        width = self.critic.model.size.width
+        params[HEAD] = {
+            "kernel": v["head"] * jax.random.normal(key, (width,)) / np.sqrt(width),
+            "bias": jnp.float32((mean - shift) / scale if v["bias"] == "mean" else 0.0),
+        }
+        moments = optax.scale_by_adam().init(params)
+        numbers = {k: jnp.float32(v[k]) for k in ("rate", "epsilon", "beta2", "clip", "decay", "updates", "bank")}
+        numbers |= {"shift": jnp.float32(shift), "scale": jnp.float32(scale)}
+        began = time.time()
+        for done in range(0, v["updates"], SPAN):
+            params, moments, norm = self.run(params, moments, self.bank, key, done, numbers, rows=v["rows"], span=SPAN)
+            if (look := done + SPAN) in LOOKS:
+                ev = float(self.scored(params, jnp.float32(shift), jnp.float32(scale)))
+                print(look, round(ev, 3), end="  ", flush=True)
+                took = time.time() - began
+                yield {"updates": look, "explained_variance": ev, "norm": float(norm), "seconds": took}
+
+
+def main(out: str, case: str, seed: str, *names: str) -> None:
+    """Fits, and writes after each variant."""
+    path = Path(out)
+    found = pd.read_csv(path) if path.is_file() else pd.DataFrame({"case": [], "seed": [], "variant": []})
+    missing = [
+        name
+        for name in names or VARIANTS
+        if not ((found.case == case) & (found.seed == int(seed)) & (found.variant == name)).any()
+    ]
+    if not missing:
+        return
+    fits = Fits(case, int(seed))
+    for name in missing:
+        new = [{"case": case, "seed": int(seed), "variant": name} | told for told in fits.fitted(**VARIANTS[name])]
+        print(
+            name,
+            [(t["updates"], round(t["explained_variance"], 3)) for t in new],
+            f"{new[-1]['seconds']:.0f} s",
+            flush=True,
+        )
+        found = pd.concat([found, pd.DataFrame(new)]) if len(found) else pd.DataFrame(new)
+        found.round(4).to_csv(path, index=False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
