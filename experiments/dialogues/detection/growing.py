@@ -328,29 +328,19 @@ def growth(folder: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def instrument(folders: Sequence[Path], onset: int) -> pd.DataFrame:
+def instrument(folder: Path, onset: int) -> pd.DataFrame:
     """How far `result_log_probability` and its like are from the control's, mean of steps since the onset."""
-    rows = []
-    for folder in folders:
-        run = load(folder)
-        control = int(np.flatnonzero(run.conditions.perturbation == "control")[0])
-        for channel in ("result_log_probability", "tool_log_probability", "entropy_after_result"):
-            values = run.channel(channel)[:, :, onset:].mean(-1)
-            spread = values[:, control].std(ddof=1)
-            for number, condition in enumerate(run.conditions.itertuples()):
-                less = values[:, number] - values[:, control]
-                rows.append(
-                    {
-                        "channel": channel,
-                        "condition": condition.condition,
-                        "seeds": len(less),
-                        "value": values[:, number].mean(),
-                        "less control": less.mean(),
-                        "smallest": less.min(),
-                        "largest": less.max(),
-                        "control's standard deviation over seeds": spread,
-                    }
-                )
+    rows, run = [], load(folder)
+    control = int(np.flatnonzero(run.conditions.perturbation == "control")[0])
+    for channel in ("result_log_probability", "tool_log_probability", "entropy_after_result"):
+        values = run.channel(channel)[:, :, onset:].mean(-1)
+        spread = values[:, control].std(ddof=1)
+        for number, condition in enumerate(run.conditions.itertuples()):
+            less = values[:, number] - values[:, control]
+            row = {"channel": channel, "condition": condition.condition, "seeds": len(less)}
+            row |= {"value": values[:, number].mean(), "less control": less.mean()}
+            row |= {"smallest": less.min(), "largest": less.max(), "control's standard deviation over seeds": spread}
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -406,7 +396,6 @@ def main() -> None:
     options.add_argument("out", type=Path, help="folder of tables and the figure")
     options.add_argument("clean", type=Path, help="the clean run's folder")
     options.add_argument("disturbed", type=Path, help="the disturbed run's folder")
-    options.add_argument("--check", type=Path, help="the folder of a run that checks the instrument")
     chosen = options.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     lanes = gather([chosen.clean, chosen.disturbed])[0]
@@ -430,7 +419,6 @@ def main() -> None:
     alone = {name: of.alarms([name], chart) for name in lanes.channels}
     channel = pd.DataFrame(channel_pairs(alone, of))
     single = [of_family(name, "alone", 1, alarm, of, lost) for name, alarm in alone.items()]
-    checks = [chosen.disturbed] + ([chosen.check] if chosen.check else [])
     tables = {
         "share": growth(chosen.clean),
         "families": pd.DataFrame(rows),
@@ -438,7 +426,7 @@ def main() -> None:
         "channels": channel,
         "alone": pd.DataFrame(single),
         "alarms": alarms,
-        "results": instrument(checks, of.onset),
+        "results": instrument(chosen.disturbed, of.onset),
     }
     for name, frame in tables.items():
         frame.to_csv(chosen.out / f"{name}.csv", index=False, float_format="%.4g")
