@@ -43,6 +43,10 @@ CALIBRATE = 23
 ALPHA = 0.05
 """False alarms per clean run that detectors are calibrated to."""
 
+LIMITS = "calibrated", "matched"
+"""How a detector's threshold is set: on the calibration lanes, out of what was fitted, or so that of the clean test
+lanes a share ALPHA has an alarm, no more and no less, which no one could know beforehand, but is the same for all."""
+
 PARTS = 8
 """Parts of the calibration lanes, each scored by detectors fitted to the others."""
 
@@ -68,12 +72,12 @@ def base(channel: str) -> tuple[str, str]:
     return (f"{name}[{others}]" if others else name), entries[0]
 
 
-def families(channels: Sequence[str]) -> dict[str, list[str]]:
-    """Channels by family. Strata have the same statistics each, all that every stratum has but the count of tokens."""
+def families(channels: Sequence[str], moving: set[str]) -> dict[str, list[str]]:
+    """Channels by family; strata have the same statistics, all that move in each of them but the count of tokens."""
     by_stratum: dict[str, dict[str, str]] = {}
     for channel in channels:
         statistic, stratum = base(channel)
-        if stratum and statistic != "own_tokens":
+        if stratum and statistic != "own_tokens" and channel in moving:
             by_stratum.setdefault(stratum, {})[statistic] = channel
     common = set.intersection(*(set(by_stratum[s]) for s in ("tool", "text", *TURNS)))
     found = {
@@ -89,6 +93,7 @@ def families(channels: Sequence[str]) -> dict[str, list[str]]:
         found[f"weight tails in [{stratum}]"] = [c for c in channels if c.startswith(tails)]
     for source in ("tool", "rest"):
         found[f"gradient of {source}"] = [c for c in channels if c.startswith("source_") and c.endswith(f"[{source}]")]
+    found = {name: [channel for channel in of if channel in moving] for name, of in found.items()}
     found["unfamiliarity of results"] = ["result_log_probability"]
     found["entropy after results"] = ["entropy_after_result"]
     for channel in BASELINES:
@@ -108,6 +113,9 @@ PAIRS = (
     ("[tool]", "means: loss, reward, entropy, KL"),
     ("weight tails", "calls alone"),
     ("[tool]", "calls alone"),
+    ("[tool]", "acting_performance alone"),
+    ("unfamiliarity of results", "acting_performance alone"),
+    ("[tool]", "truncated alone"),
     ("means: loss, reward, entropy, KL", "calls alone"),
     ("means: loss, reward, entropy, KL", "acting_performance alone"),
 )
@@ -135,10 +143,10 @@ class Trial:
         """Of the disturbed lanes."""
         return self.lanes.table.iloc[self.disturbed].reset_index(drop=True)
 
-    def alarms(self, names: Sequence[str], chart: Chart) -> np.ndarray:
-        """The first step since the onset at which one chart of these channels alarms, `[lanes]`; infinite for never.
+    def alarms(self, names: Sequence[str], chart: Chart) -> dict[str, np.ndarray]:
+        """By LIMITS, the first step since the onset at which one chart of these channels alarms, `[lanes]`.
 
-        Those of the calibration lanes are not to be read.
+        Infinite for never. Those of the calibration lanes are not to be read.
         """
         place = [self.lanes.channels.index(name) for name in names]
         values = self.lanes.values[:, self.onset :, place]
@@ -150,9 +158,18 @@ class Trial:
                 largest[part == i] = detector.fit(own[part != i], names)(own[part == i]).max(axis=1)
             scores = detector.fit(own, names)(values)
         except ValueError:  # nothing in these channels differs between clean lanes
-            return np.full(len(values), np.inf)
-        above = scores > threshold(largest, ALPHA)
-        return np.where(above.any(axis=1), above.argmax(axis=1).astype(float), np.inf)
+            return {limit: np.full(len(values), np.inf) for limit in LIMITS}
+        tested = np.sort(scores[self.clean].max(axis=1))
+        limits = threshold(largest, ALPHA), tested[-1 - round(ALPHA * len(tested))]
+        above = {limit: scores > value for limit, value in zip(LIMITS, limits, strict=True)}
+        return {limit: np.where(x.any(axis=1), x.argmax(axis=1).astype(float), np.inf) for limit, x in above.items()}
+
+    def moving(self) -> set[str]:
+        """Channels that are not of one value in half of the steps of the calibration lanes, which a chart cannot read:
+        where such a one moves at all it is thousands of standard deviations away."""
+        values = self.lanes.values[self.calibrate][:, self.onset :].reshape(-1, len(self.lanes.channels))
+        most = [np.unique(column, return_counts=True)[1].max() for column in values.T]
+        return {name for name, count in zip(self.lanes.channels, most, strict=True) if count < len(values) / 2}
 
 
 def trial(lanes: Lanes, clean_seeds: Sequence[int]) -> Trial:
@@ -213,12 +230,12 @@ def with_ends(name: str, statistic: Callable[[np.ndarray], float], table: pd.Dat
     return {name: estimate.value, f"{name} low": estimate.low, f"{name} high": estimate.high}
 
 
-def of_family(name: str, title: str, size: int, alarm: np.ndarray, trial: Trial, lost: np.ndarray) -> dict:
+def of_family(name: str, size: int, alarm: np.ndarray, trial: Trial, lost: np.ndarray) -> dict:
     """A row of `families.csv`."""
     false = np.isfinite(alarm[trial.clean])
     exact = binomtest(int(false.sum()), len(false)).proportion_ci(method="exact")
     table, found = trial.table, alarm[trial.disturbed]
-    row = {"family": name, "chart": title, "channels": size, "false alarms": int(false.sum()), "clean": len(false)}
+    row = {"family": name, "channels": size, "false alarms": int(false.sum()), "clean": len(false)}
     row |= {"rate": false.mean(), "rate low": exact.low, "rate high": exact.high}
     row |= with_ends("detected", lambda counts: share(counts, np.isfinite(found).astype(float)), table)
     for kind in table.perturbation.unique():
@@ -228,7 +245,7 @@ def of_family(name: str, title: str, size: int, alarm: np.ndarray, trial: Trial,
         )
     row |= with_ends("delay", lambda counts: middle(found, counts), table)
     hit = np.isfinite(lost)
-    lead = np.where(np.isfinite(found), np.where(hit, lost, 0) - np.where(np.isfinite(found), found, 0), -np.inf)[hit]
+    lead = lost[hit] - found[hit]
     some = table[hit]
     row |= {"in trouble": int(hit.sum())}
     row |= with_ends("before", lambda counts: share(counts, (lead > 0).astype(float)), some)
@@ -236,19 +253,19 @@ def of_family(name: str, title: str, size: int, alarm: np.ndarray, trial: Trial,
     return row
 
 
-def of_pair(
-    names: tuple[str, str], title: str, first: np.ndarray, second: np.ndarray, table: pd.DataFrame
-) -> list[dict]:
+def of_pair(names: tuple[str, str], first: np.ndarray, second: np.ndarray, table: pd.DataFrame) -> list[dict]:
     """Rows of `pairs.csv`: over all disturbed lanes, and over those of each condition."""
     rows = []
-    for kind in ("all", *table.perturbation.unique()):
-        chosen = np.full(len(table), True) if kind == "all" else (table.perturbation == kind).to_numpy()
+    through = table.perturbation.str.startswith("tool").to_numpy()
+    kinds = {"all": np.full(len(table), True), "through the tool": through, "others": ~through}
+    kinds |= {kind: (table.perturbation == kind).to_numpy() for kind in table.perturbation.unique()}
+    for kind, chosen in kinds.items():
         a, b, of = first[chosen], second[chosen], table[chosen].reset_index(drop=True)
         sooner = (a < b).astype(float) - (b < a)
         net = pd.Series(sooner).groupby(of.seed).sum()
         decided = int((net != 0).sum())
         sign = binomtest(int((net > 0).sum()), decided).pvalue if decided else np.nan
-        row = {"first": names[0], "second": names[1], "chart": title, "condition": kind, "lanes": len(of)}
+        row = {"first": names[0], "second": names[1], "condition": kind, "lanes": len(of)}
         row |= {"first sooner": int((a < b).sum()), "second sooner": int((b < a).sum())}
         row |= {
             "same step": int(((a == b) & np.isfinite(a)).sum()),
@@ -257,7 +274,7 @@ def of_pair(
         row |= with_ends("sooner", lambda counts, of=sooner: share(counts, of), of)
         row |= {"seeds for first": int((net > 0).sum()), "seeds for second": int((net < 0).sum()), "sign test": sign}
         both = np.isfinite(a) & np.isfinite(b)
-        row["median steps sooner, of both"] = float(np.median((b - a)[both])) if both.any() else np.nan
+        row["median steps sooner, of both"] = float(np.median(b[both] - a[both])) if both.any() else np.nan
         rows.append(row)
     return rows
 
@@ -373,6 +390,7 @@ def draw(shares: np.ndarray, onset: int, alarms: pd.DataFrame, path: Path) -> No
         rows = [
             {"family": name, "steps": step, "share": float((of[name] <= step).mean())}
             for name in SHOWN
+            if name in of
             for step in range(len(steps) - onset)
         ]
         panels.append(
@@ -402,29 +420,37 @@ def main() -> None:
     run = load(chosen.clean)
     of = trial(lanes, run.telemetry.seed.values.tolist())
     lost = trouble(chosen.disturbed, of.table, of.onset)
-    groups = families(lanes.channels)
+    groups = families(lanes.channels, of.moving())
     table = of.table
     rows, paired = [], []
     alarms = table.assign(trouble=lost, collapse=table.collapse_time - of.onset)
     for title, chart in CHARTS.items():
         found = {name: of.alarms(names, chart) for name, names in groups.items() if names}
-        rows += [of_family(name, title, len(groups[name]), alarm, of, lost) for name, alarm in found.items()]
-        told = {name: alarm[of.disturbed] for name, alarm in found.items()}
-        for pair in PAIRS:
-            if all(name in told for name in pair):
-                paired += of_pair(pair, title, told[pair[0]], told[pair[1]], table)
-        if title == next(iter(CHARTS)):
-            alarms = alarms.assign(**told)
+        for limit in LIMITS:
+            told = {name: alarm[limit][of.disturbed] for name, alarm in found.items()}
+            given = {"chart": title, "threshold": limit}
+            rows += [
+                given | of_family(name, len(groups[name]), alarm[limit], of, lost) for name, alarm in found.items()
+            ]
+            for pair in PAIRS:
+                if all(name in told for name in pair):
+                    paired += [given | row for row in of_pair(pair, told[pair[0]], told[pair[1]], table)]
+            if given == {"chart": next(iter(CHARTS)), "threshold": "matched"}:
+                alarms = alarms.assign(**told)
     chart = next(iter(CHARTS.values()))
-    alone = {name: of.alarms([name], chart) for name in lanes.channels}
-    channel = pd.DataFrame(channel_pairs(alone, of))
-    single = [of_family(name, "alone", 1, alarm, of, lost) for name, alarm in alone.items()]
+    alone = {name: of.alarms([name], chart) for name in sorted(of.moving())}
+    channel, single = [], []
+    for limit in LIMITS:
+        told = {name: alarm[limit] for name, alarm in alone.items()}
+        channel += [{"threshold": limit, **row} for row in channel_pairs(told, of)]
+        single += [{"threshold": limit, **of_family(name, 1, alarm, of, lost)} for name, alarm in told.items()]
+    kept = ["threshold", "family", "false alarms", "detected", "delay", "before", "lead"]
     tables = {
         "share": growth(chosen.clean),
         "families": pd.DataFrame(rows),
         "pairs": pd.DataFrame(paired),
-        "channels": channel,
-        "alone": pd.DataFrame(single),
+        "channels": pd.DataFrame(channel),
+        "alone": pd.DataFrame(single)[kept],
         "alarms": alarms,
         "results": instrument(chosen.disturbed, of.onset),
     }
