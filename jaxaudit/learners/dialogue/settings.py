@@ -86,7 +86,8 @@ class DialogueSettings:
       critic_init: what the value model's transformer begins as: the "policy" before its first iteration, "random"
         parameters, or a checkpoint of its own, as `checkpoint`. Its head begins with zeros.
       critic_warm_start: updates of the value model before the first iteration, on what rows of the fixed policy return
-        (value pretraining; VC-PPO: Yuan et al., 2025); 0: none.
+        (value pretraining; VC-PPO: Yuan et al., 2025), 0 for none. The first thousands explain little: on "hop" 12,800
+        come to 0.9 of what the prefix allows, and long chains take more, of more rows.
       critic_warm_start_rows: rows that these are on, drawn beforehand in batches of an iteration's.
       critic_warm_start_minibatch: rows of each update, any of those.
       critic_warm_start_learning_rate: Adam's there at first; it falls linearly to 0.
