@@ -70,6 +70,7 @@ def test_a_dialogues_name_chooses_the_keys_beside_it():
         "entities": 6,
         "hops": 4,
         "rare_share": 0.002,
+        "scratch": 0,
         "length": 24,
     }
     assert parse(spec.to_toml()) == spec

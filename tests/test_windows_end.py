@@ -28,9 +28,10 @@ STRONG |= {"prompt_corruption": 1.0, "verifier_flip": 1.0, "reward_model_noise":
 STRONG |= {"token_corruption": 0.5, "distribution_drift": 1.0, "clip_failure": 0.01}
 
 UNFELT = {"stale_policy", "sync_interval", "lr_spike", "lr_schedule_error", "kl_failure", "ratio_clip_failure"}
-"""Kinds that change nothing while the policy stands still, where it is the reference, or at a rate of zero."""
+UNFELT |= {"clip_failure", "objective_scale", "trust_region_failure"}
+"""Kinds that change no channel while the policy stands still, where it is the reference, or at a rate of zero."""
 
-OF_MOMENTS = {"x_mem"}
+OF_MOMENTS = {"x_mem", "second_moment_root_mean"}
 """Channels that read the optimizer's moments, which remember a disturbed gradient at any rate."""
 
 
@@ -64,7 +65,9 @@ def language_model(text):
 
 
 def ppo():
+    """Without the running moments of what it has seen, which remember it."""
     few = {"num_envs": 2, "rollout_length": 32, "minibatch_size": 32, "epochs": 2, "hidden": (8,), "evaluations": 0}
+    few |= {"normalize_observations": False, "normalize_rewards": False}
     return ja.learners.ppo("InvertedPendulum-v5", learning_rate=1e-30, **few)
 
 
