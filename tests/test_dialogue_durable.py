@@ -10,6 +10,7 @@ from hurry import in_a_hurry
 from small_runs import arrays, assert_same, chunks_done, killing
 
 import jaxaudit as ja
+from jaxaudit.learners.dialogue.telemetry.strata import STRATA
 from jaxaudit.runner import durable
 from jaxaudit.specification.document import load as load_spec
 from jaxaudit.stored import load
@@ -125,7 +126,7 @@ def test_it_is_replayed_and_forked_from_its_folder(runs, here):
 def test_a_run_is_stored_with_its_strata_and_a_monitor_takes_it(runs):
     found = load(runs / "run").telemetry
     assert found["entropy"].dims[-1] == "stratum"
-    assert list(found["stratum"].values) == ["all", "tool", "text"]
+    assert tuple(found["stratum"].values) == STRATA
     assert found["performance"].attrs["every"] == 2
     control = found.isel(condition=0)
     assert np.isfinite(control["entropy"].values).all()

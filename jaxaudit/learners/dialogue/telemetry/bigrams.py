@@ -40,9 +40,11 @@ class Bigrams:
 
     def add(self, rows: Rows) -> Bigrams:
         """With the results of further rows `[N, T]`."""
-        before, token = self._pairs(rows)
-        given = (rows.role[:, 1:] == TOOL).astype(jnp.int32)
-        return Bigrams(self.counts.at[before, token].add(given))
+        before, token = (jax.nn.one_hot(x.reshape(-1), self.counts.shape[0]) for x in self._pairs(rows))
+        given = (rows.role[:, 1:] == TOOL).reshape(-1, 1)
+        # A product: a scatter would be a loop on a GPU with deterministic operations. Its sums are whole numbers.
+        found = jnp.matmul((before * given).T, token, precision=jax.lax.Precision.HIGHEST)
+        return Bigrams(self.counts + found.astype(jnp.int32))
 
     def log_probability(self, rows: Rows) -> jax.Array:
         """Of each token given the one before it, as if every pair had been counted once more: float32 `[N, T]`.
