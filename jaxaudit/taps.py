@@ -50,7 +50,7 @@ SITES = (
 )
 """The standard sites, those from the difficulty on of dialogues; a learner may add its own."""
 
-LASTING_SITES = {
+PERSISTENT_SITES = {
     "params": "what is trained: a change stays, and is trained on from; the standard kinds act once",
     "optimizer_state": "what it is trained with: a change stays, until the moments have forgotten it",
     "reference": "the policy that divergence is measured from: moved once, or further at every step of the window",

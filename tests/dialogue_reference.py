@@ -27,7 +27,7 @@ Params = dict[str, np.ndarray]
 # The transformer.
 
 
-def whole(params: Params, base: Params | None) -> Params:
+def merge_adapters(params: Params, base: Params | None) -> Params:
     """Parameters with adapters added to the base's kernels; without a base, as they are."""
     if base is None:
         return params
@@ -149,7 +149,7 @@ class Choice:
     margin: np.ndarray
 
 
-def chosen(scores: np.ndarray, uniform: np.ndarray, top_k: int, top_p: float) -> Choice:
+def sample_tokens(scores: np.ndarray, uniform: np.ndarray, top_k: int, top_p: float) -> Choice:
     """Tokens chosen by logits `[N, T, V]` at the temperature and uniform numbers `[N, T]`."""
     choice = Choice(*(np.zeros(uniform.shape, kind) for kind in (int, float, float)))
     for place in np.ndindex(*uniform.shape):
@@ -286,7 +286,7 @@ class Models:
     def __post_init__(self):
         for name in ("policy", "reference", "author", "critic", "reward_model"):
             if getattr(self, name) is not None:
-                setattr(self, name, whole(getattr(self, name), self.base))
+                setattr(self, name, merge_adapters(getattr(self, name), self.base))
 
 
 @dataclass
@@ -318,7 +318,7 @@ def collected(
     read = logits(models.author, rows, heads) / settings.temperature
     logs = log_softmax(read)
     sampled = np.where(rows.own, of_token(logs, rows), 0.0)
-    choice = chosen(read, uniform, settings.top_k, settings.top_p)
+    choice = sample_tokens(read, uniform, settings.top_k, settings.top_p)
     found: dict[str, Any] = {
         "all sampler's log-probability": sampled,
         "all sampler's entropy": entropy(logs),

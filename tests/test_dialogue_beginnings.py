@@ -119,6 +119,10 @@ def test_a_learned_reward_is_compared_with_gold_in_standard_deviations():
     np.testing.assert_allclose(Scale.of(np.ones(4))(3.0), 2.0)
     state = begun(reward_model_warm_start=5)
     assert state.scales["proxy"].std > 0
+    mean, std = state.scales["gold"].mean, state.scales["gold"].std
+    np.testing.assert_allclose(
+        std, np.sqrt(mean * (1 - mean)), rtol=1e-5, err_msg="gold is 0 or 1 here, scores are not"
+    )
 
 
 def test_a_curriculum_goes_from_the_lowest_difficulty_to_the_dialogue_s():

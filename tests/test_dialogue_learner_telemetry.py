@@ -107,6 +107,7 @@ def iteration():
         apart = [gradients[1], jax.tree.map(jnp.subtract, *gradients)]
         found["squares"] = jnp.stack([optax.tree.norm(one) ** 2 for one in apart])
         found["bigrams"] = state.results.log_probability(experience.batch.rows)
+        found["returns"] = made_of.collector.returns(models, experience.batch.rows, data.numbers)
         found["updated_values"] = made_of.critic.values(after.critic.params, None, experience.batch.rows)
         return experience, visited, hidden, embeddings, found
 
@@ -222,6 +223,10 @@ def test_of_rows_values_and_updates(iteration):
     for name, wanted in (("explained_variance", learnt.target), ("score_explained_variance", scored)):
         explained = 1 - np.var((wanted - learnt.value)[own]) / np.var(wanted[own])
         np.testing.assert_allclose(found[name], explained, rtol=1e-3, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(recomputed.returns[own], returned[own], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        found["returns"][own], returned[own], rtol=1e-4, atol=1e-5, err_msg="as of held-out rows"
+    )
     error = (found["updated_values"] - returned)[own]
     np.testing.assert_allclose(found["critic_error"][0], (error**2).mean(), rtol=1e-4, atol=1e-8)
     norms = visited.done["policy"].gradient_norm.reshape(-1)
@@ -264,6 +269,20 @@ def test_weights_are_coefficients_of_scores_in_the_gradient(iteration):
     own, advantage = learnt.own[index], learnt.advantage[index]
     np.testing.assert_allclose(visited.tokens.weight[0, 0][own], np.abs(advantage)[own] / own.sum(), rtol=1e-4)
     assert not visited.tokens.weight[0, 0][~own].any()
+
+
+def test_weights_after_the_last_update_are_by_its_ratios(iteration):
+    experience, _, hidden, embeddings, found = iteration
+    rows, learnt = experience.batch.rows, experience.batch.learnt
+    ratio = np.exp(log_of(log_softmax(hidden, embeddings[2]), rows) - learnt.old)[learnt.own]
+    advantage = learnt.advantage[learnt.own]
+    flat = ((advantage < 0) & (ratio < 0.8)) | ((advantage > 0) & (ratio > 1.2))
+    weight = np.where(flat, 0.0, ratio * np.abs(advantage)) / ratio.size
+    assert np.ptp(ratio) > 0.01, "the policy has moved"
+    np.testing.assert_allclose(found["weight_q999"][0, 1], weight.max(), rtol=1e-4)
+    np.testing.assert_allclose(
+        found["weight_ess"][0, 1], weight.sum() ** 2 / (weight.size * (weight**2).sum()), rtol=1e-4
+    )
 
 
 def test_a_large_vocabulary_is_looked_at_where_the_policy_wrote():
@@ -345,11 +364,11 @@ def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
     reset, demonstration = Hop.reset, Hop.demonstration
 
     def noted(dialogue, key, difficulty):
-        begun.append(dialogue.held)
+        begun.append(dialogue.for_evaluation)
         return reset(dialogue, key, difficulty)
 
     def noted_too(dialogue, key, difficulty, right):
-        shown.append(dialogue.held)
+        shown.append(dialogue.for_evaluation)
         return demonstration(dialogue, key, difficulty, right)
 
     monkeypatch.setattr(Hop, "reset", noted)

@@ -328,7 +328,7 @@ def iteration(case, monkeypatch):
         reference=reference,
         initial=policy if learner.keeps_initial else None,
         scales={"proxy": scale, "gold": scale} if reward_model else {},
-        results=Bigrams.none(Errand.vocabulary) if counts else None,
+        results=Bigrams.empty(Errand.vocabulary) if counts else None,
         warm_start_success=jnp.float32(0),
         told=told,
         measured=measured,
@@ -484,7 +484,9 @@ def compare_updates(it, found):
             critic = trained.get("critic")
 
             def losses(policy, critic, frozen=None, batch=batch):
-                return plain.losses(settings, HEADS, plain.whole(policy, base), whole_of(critic, base), batch, frozen)
+                return plain.losses(
+                    settings, HEADS, plain.merge_adapters(policy, base), whole_of(critic, base), batch, frozen
+                )
 
             theirs, log_ratio, frozen = losses(trained["policy"], critic)
             assert set(told) == set(theirs), "the parts of the loss have the reference's names"
@@ -515,7 +517,7 @@ def compare_updates(it, found):
 
 
 def whole_of(params, base):
-    return None if params is None else plain.whole(params, base)
+    return None if params is None else plain.merge_adapters(params, base)
 
 
 def compare_params(what, mine, theirs, rate):
@@ -643,7 +645,7 @@ def prepared(settings, monkeypatch):
     monkeypatch.setattr(optax, "scale_by_adam", lambda *args: stages.append(Pretraining(adam(*args))) or stages[-1])
     monkeypatch.setattr(demonstrations, "demonstrated", lambda *args: stages[-1].see(demonstrated(*args)))
 
-    given, returned, value_model = {}, learner.returned, demonstrations.value_model
+    given, returned, value_model = {}, learner.sample_returns, demonstrations.value_model
 
     def unsampled(*args):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: undisturbed(*args)))
@@ -658,7 +660,7 @@ def prepared(settings, monkeypatch):
         return value_model(network, params, base, rows, returns, key, **rest)
 
     monkeypatch.setattr(learner.collector, "undisturbed", unsampled)
-    monkeypatch.setattr(learner, "returned", really_returned)
+    monkeypatch.setattr(learner, "sample_returns", really_returned)
     monkeypatch.setattr(demonstrations, "value_model", fitted)
     # A transformation of its own for the iterations' moments, which are not looked at here.
     monkeypatch.setattr(learner, "transform", optax.identity())
@@ -746,6 +748,7 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
     scored = plain.scores(model, rows, HEADS)
     assert np.std(scored) > 0.01
     # The policy is its own reference, from which it does not diverge.
+    scored += settings.overlong_coefficient * plain.overlong(settings, Errand(), rows)
     returned = plain.returns(plain.earned(settings, scored, rows.own, 0.0 * rows.tokens), rows.own, settings.gamma)
     same("what value pretraining's rows return", fitted["returns"], returned)
     key, size = jax.random.wrap_key_data(fitted["key"]), settings.critic_warm_start_minibatch

@@ -286,7 +286,7 @@ def first_attempts(dialogue):
             return uniform
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(drawing.Split, "drawn", first)
+            patch.setattr(drawing.Split, "draw_task", first)
             return *dialogue.reset(key, difficulty), *noted[0]
 
     return jax.jit(jax.vmap(reset, (0, None)))
@@ -355,7 +355,7 @@ def test_a_split_without_tasks_gives_those_of_the_other_one():
     @dataclass(frozen=True)
     class Same(drawing.Split):
         def reset(self, key, difficulty):
-            return self.drawn(key, 2, lambda uniform: jnp.zeros(1, jnp.int32)), None
+            return self.draw_task(key, 2, lambda uniform: jnp.zeros(1, jnp.int32)), None
 
     key = jax.random.key(5)
     first, last = (jax.random.uniform(jax.random.fold_in(key, number), (2,)) for number in (0, drawing.ATTEMPTS - 1))

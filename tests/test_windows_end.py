@@ -13,7 +13,7 @@ from jaxaudit.dialogues.hop import Hop
 from jaxaudit.models import gpt2
 from jaxaudit.sites import find_sites
 from jaxaudit.slots import site_misfit
-from jaxaudit.taps import ACTING_SITES, LASTING_SITES, SITES
+from jaxaudit.taps import ACTING_SITES, PERSISTENT_SITES, SITES
 
 OPEN, CLOSE, STEPS = 2, 4, 6
 STRONG = {
@@ -85,7 +85,7 @@ def ending(learner, wanted):
     sites = find_sites(learner, STEPS)
     kinds = {name: registry.perturbations[name] for name in registry.perturbations}
     # Simulations keep what an action or a force has done to them.
-    lasting = set(LASTING_SITES) | (set() if "difficulty" in sites else set(ACTING_SITES))
+    lasting = set(PERSISTENT_SITES) | (set() if "difficulty" in sites else set(ACTING_SITES))
     fitting = [name for name, kind in kinds.items() if kind.site in wanted and not site_misfit(kind(), sites)]
     return [name for name in fitting if kinds[name].site not in lasting]
 
@@ -135,4 +135,4 @@ def test_the_dialogue_has_all_sites_but_those_of_simulations_and_texts():
 
 
 def test_sites_that_last_are_standard_ones():
-    assert set(LASTING_SITES) < set(SITES)
+    assert set(PERSISTENT_SITES) < set(SITES)

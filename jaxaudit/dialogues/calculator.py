@@ -111,7 +111,7 @@ class Calculator(Split):
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Calculation, Reply]:
         """Two numbers with equally many digits, and an operator."""
 
-        def asked(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        def task_of(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             size = up_to(uniform[:2], difficulty, self.digits)
             above = looked_up(10 ** jnp.arange(self.digits + 1, dtype=jnp.int32), size)
             least = jnp.where(size == 1, 0, above // 10)
@@ -119,8 +119,8 @@ class Calculator(Split):
             operator = looked_up(jnp.asarray(self.asked, jnp.int32), below(uniform[4], len(self.asked)))
             return first, operator, second, size
 
-        uniform = self.drawn(key, 15, lambda uniform: jnp.stack(asked(uniform)[:3]))
-        first, operator, second, size = asked(uniform)
+        uniform = self.draw_task(key, 15, lambda uniform: jnp.stack(task_of(uniform)[:3]))
+        first, operator, second, size = task_of(uniform)
         rare = uniform[5:] < self.rare_share
         zero, no = jnp.int32(0), jnp.zeros((), bool)
         state = Calculation(

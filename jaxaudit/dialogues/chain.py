@@ -95,13 +95,13 @@ class Chain(Split):
         """A start and functions."""
         order = jnp.arange(self.most_steps + 1)
 
-        def asked(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def task_of(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             start, functions = below(uniform[-1], self.values), below(uniform[: self.most_steps], self.functions)
             steps = rounded(uniform[-2], difficulty, self.most_steps)
             return start, jnp.where(order[:-1] < steps, functions, NOTHING), steps
 
-        uniform = self.drawn(key, self.most_steps + 2, lambda uniform: jnp.hstack(asked(uniform)[:2]))
-        start, functions, steps = asked(uniform)
+        uniform = self.draw_task(key, self.most_steps + 2, lambda uniform: jnp.hstack(task_of(uniform)[:2]))
+        start, functions, steps = task_of(uniform)
         state = Composed(
             path=self._path(start, functions, steps),
             steps=steps,

@@ -31,18 +31,18 @@ class Split(Dialogue):
     """A dialogue that draws its tasks, of which one in eight is held out, by a hash of what makes it the same task.
 
     Attributes:
-      held: whether its tasks are those that are held out, as `held_out` makes it; else they are the others.
+      for_evaluation: whether its tasks are those that are held out, as `held_out` makes it; else they are the others.
     """
 
-    held: bool = field(default=False, init=False)
+    for_evaluation: bool = field(default=False, init=False)
 
     def held_out(self) -> Self:
         """The dialogue of the tasks that are held out."""
         other = copy.copy(self)
-        other.derive(held=True)
+        other.derive(for_evaluation=True)
         return other
 
-    def drawn(self, key: jax.Array, count: int, task: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def draw_task(self, key: jax.Array, count: int, task: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Uniform numbers in [0, 1), float32 `[count]`, of which a task of this split is made.
 
         Every attempt has numbers of its own, of the key and the attempt's number; the first whose task is of the split
@@ -58,7 +58,7 @@ class Split(Dialogue):
         def attempt(made: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             number = made[0]
             uniform = jax.random.uniform(jax.random.fold_in(key, number), (count,), jnp.float32)
-            return number + 1, uniform, is_held_out(task(uniform)) == self.held
+            return number + 1, uniform, is_held_out(task(uniform)) == self.for_evaluation
 
         def goes_on(made: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             return ~made[2] & (made[0] < ATTEMPTS)

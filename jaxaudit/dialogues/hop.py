@@ -101,12 +101,12 @@ class Hop(Split):
         """A table, a start and a number of hops."""
         n = self.entities
 
-        def asked(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def task_of(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             hops = up_to(uniform[2 * n : -1], difficulty, self.hops)
             return hops, below(uniform[-1], n), cycle(uniform[:n])
 
-        uniform = self.drawn(key, 2 * n + 3, lambda uniform: jnp.hstack(asked(uniform)))
-        hops, start, successor = asked(uniform)
+        uniform = self.draw_task(key, 2 * n + 3, lambda uniform: jnp.hstack(task_of(uniform)))
+        hops, start, successor = task_of(uniform)
         rare = uniform[n : 2 * n] < self.rare_share
         state = Way(
             table=successor + jnp.where(rare[successor], n, 0).astype(jnp.int32),

@@ -114,7 +114,7 @@ class Preference(Split):
         """One topic, or two different ones, and words of others."""
         topics = len(TOPICS)
 
-        def asked(uniform: jax.Array) -> jax.Array:
+        def task_of(uniform: jax.Array) -> jax.Array:
             order = jnp.argsort(uniform[:topics])[:MOST_TOPICS].astype(jnp.int32)
             number = rounded(uniform[-1], difficulty, MOST_TOPICS)
             chosen = jnp.where(jnp.arange(MOST_TOPICS) < number, order, NOTHING)
@@ -129,9 +129,9 @@ class Preference(Split):
 
         def task(uniform: jax.Array) -> jax.Array:
             bits = 2 ** np.arange(WORD.size, dtype=np.int32)
-            return jnp.stack([jnp.where(words, bits, 0).sum(dtype=jnp.int32) for words in _read(asked(uniform))])
+            return jnp.stack([jnp.where(words, bits, 0).sum(dtype=jnp.int32) for words in _read(task_of(uniform))])
 
-        prompt = asked(self.drawn(key, topics + WORD.size + 1, task))
+        prompt = task_of(self.draw_task(key, topics + WORD.size + 1, task))
         wanted, forbidden = _read(prompt)
         state = Spoken(
             wanted=wanted,

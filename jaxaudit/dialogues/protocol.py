@@ -129,7 +129,7 @@ class Dialogue:
 
     @property
     def splits(self) -> bool:
-        """Whether it keeps prompts for measuring."""
+        """Whether some of its prompts are kept for measuring and never trained on."""
         return self.held_out() != self
 
     def changed(self, state: Any, prompt: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
@@ -199,5 +199,5 @@ def has_demonstrations(dialogue: Dialogue) -> bool:
 
 
 def has_changes(dialogue: Dialogue) -> bool:
-    """Whether it changes prompts."""
+    """Whether a dialogue can change one token of its prompts, which "changed_prompt_success" needs."""
     return type(dialogue).changed is not Dialogue.changed

@@ -105,7 +105,7 @@ class Collector:
           key: decides prompts and draws.
           taps: of the step.
         """
-        settings, temperature = self.settings, taps("temperature", numbers.temperature)
+        temperature = taps("temperature", numbers.temperature)
         coefficients = tapped(self.parts, numbers.objective, taps)
         rows = self._sampled(models, dialogue, numbers, temperature, key, taps)
         sampled = rows.log_probability
@@ -114,18 +114,25 @@ class Collector:
         scored = self.scored(models, rows)
         bound: dict[str, Any] = {"bound": 1.0} if self.reward_model is None else {}
         reward = taps("reward", scored, lengths=rows.lengths, **bound)
-        kept = ~rows.truncated if settings.mask_truncated else jnp.ones_like(rows.truncated)
-        score = reward
-        if self.parts.overlong:
-            most = dialogue.length - rows.prompt_lengths
-            score += coefficients.overlong_coefficient * overlong.penalty(
-                rows.response_lengths, most, coefficients.overlong_buffer * most
-            )
+        kept = self.kept(rows)
+        score = self._with_overlong_penalty(reward, rows, coefficients)
         drawn = Drawn(rows, scored, reward, kept)
         index, kept = self._chosen(reward, kept)
         rows, sampled, score = jax.tree.map(lambda x: x[index], (rows, sampled, score))
         learnt, recomputed = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
         return Experience(Batch(rows, learnt), coefficients, temperature, drawn, recomputed)
+
+    def kept(self, rows: Rows) -> jax.Array:
+        """Whether rows count in the loss and the baselines, as truncated ones may not: bool `[N]`."""
+        return ~rows.truncated if self.settings.mask_truncated else jnp.ones_like(rows.truncated)
+
+    def _with_overlong_penalty(self, reward: jax.Array, rows: Rows, coefficients: Coefficients) -> jax.Array:
+        """Rewards `[N]` less the penalty on responses that come near the longest, where there is one."""
+        if not self.parts.overlong:
+            return reward
+        most = self.dialogue.length - rows.prompt_lengths
+        penalty = overlong.penalty(rows.response_lengths, most, coefficients.overlong_buffer * most)
+        return reward + coefficients.overlong_coefficient * penalty
 
     def _sampled(
         self, models: Models, dialogue: Dialogue, numbers: Numbers, temperature: jax.Array, key: jax.Array, taps: Taps
@@ -229,7 +236,8 @@ class Collector:
     def returns(self, models: Models, rows: Rows, numbers: Numbers) -> jax.Array:
         """What the policy's rows return from each own token on if nothing is disturbed: `[N, T]`.
 
-        As `Recomputed.returns` has it of the rows that are learned from; `models` score rows and give the KL penalty.
+        As `Recomputed.returns` has it of the rows that are learned from, the penalties of KL and of length included;
+        `models` score rows and give the KL penalty.
         """
 
         def logs(params: Any) -> jax.Array:
@@ -237,7 +245,8 @@ class Collector:
 
         reads = self.parts.kl != "none" and self.parts.kl_in == "reward"
         penalty = self._penalty(logs(models.policy), logs(models.reference)) if reads else None
-        return discounted_returns(numbers.objective, self.scored(models, rows), rows.own, penalty)
+        score = self._with_overlong_penalty(self.scored(models, rows), rows, numbers.objective)
+        return discounted_returns(numbers.objective, score, rows.own, penalty)
 
 
 def discounted_returns(

@@ -122,7 +122,7 @@ class DialogueLearner:
         if self.reward_model is not None:
             reward_model = demonstrations.reward_model(
                 self.reward_model,
-                self.beginning(
+                self.initial_params(
                     self.reward_model, settings.reward_model_init, policy, data.reward_model_start, reward_key
                 ),
                 base,
@@ -138,10 +138,10 @@ class DialogueLearner:
             scales = {"proxy": Scale.of(score), "gold": Scale.of(rows.gold)}
         results = None
         if settings.telemetry == "full" and self.dialogue.result_tokens:
-            results = self.counted_results(policy, base, dialogue, numbers, results_key)
+            results = self.count_results(policy, base, dialogue, numbers, results_key)
         critic = None
         if self.critic is not None:
-            params = self.beginning(self.critic, settings.critic_init, policy, data.critic_start, critic_key)
+            params = self.initial_params(self.critic, settings.critic_init, policy, data.critic_start, critic_key)
             if settings.critic_warm_start:
                 draws_key, order_key = jax.random.split(rows_key)
                 models = Models(policy, reward_model=reward_model, reference=policy, base=base)
@@ -149,7 +149,7 @@ class DialogueLearner:
                     self.critic,
                     params,
                     base,
-                    *self.returned(models, dialogue, numbers, draws_key),
+                    *self.sample_returns(models, dialogue, numbers, draws_key),
                     order_key,
                     updates=settings.critic_warm_start,
                     minibatch=settings.critic_warm_start_minibatch,
@@ -170,7 +170,7 @@ class DialogueLearner:
             measured=measured,
         )
 
-    def counted_results(
+    def count_results(
         self, policy: Any, base: Any, dialogue: Dialogue, numbers: Numbers, key: jax.Array
     ) -> bigrams.Bigrams:
         """What tools say to a policy, counted over rows that are sampled a part at a time."""
@@ -179,9 +179,11 @@ class DialogueLearner:
             return so_far.add(self.collector.undisturbed(policy, base, dialogue, numbers, key, LOOKED_AT)), None
 
         keys = jax.random.split(key, bigrams.ROWS // LOOKED_AT)
-        return jax.lax.scan(add, bigrams.Bigrams.none(dialogue.vocabulary), keys)[0]
+        return jax.lax.scan(add, bigrams.Bigrams.empty(dialogue.vocabulary), keys)[0]
 
-    def returned(self, models: Models, dialogue: Dialogue, numbers: Numbers, key: jax.Array) -> tuple[Rows, jax.Array]:
+    def sample_returns(
+        self, models: Models, dialogue: Dialogue, numbers: Numbers, key: jax.Array
+    ) -> tuple[Rows, jax.Array]:
         """Rows of the policy for value pretraining and what they return, drawn as many at once as an iteration's."""
         each = self.settings.rows
 
@@ -197,7 +199,7 @@ class DialogueLearner:
         """Whether a lane keeps the policy that it began with, which is in no data, for `representation_drift`."""
         return self.settings.telemetry == "full" and not (self.settings.checkpoint and not self.settings.lora_rank)
 
-    def beginning(self, network: Network, how: str, policy: Any, start: Any, key: jax.Array) -> Any:
+    def initial_params(self, network: Network, how: str, policy: Any, start: Any, key: jax.Array) -> Any:
         """What a value or reward model begins as: see `DialogueSettings.critic_init`.
 
         With adapters it begins as the checkpoint, which adapters of its own change nothing of.
@@ -215,7 +217,7 @@ class DialogueLearner:
         numbers, base, dialogue = data.numbers, self.base(data), self.dialogue.bind(data.dialogue)
         state = self.disturbed(state, numbers, taps)
         models = self.models_of(state, data)
-        acting = dataclasses.replace(models, reward_model=self.judge(state.reward_model, taps))
+        acting = dataclasses.replace(models, reward_model=self.scoring_model(state.reward_model, taps))
         experience = self.collector.collect(acting, dialogue, numbers, collect_key, taps)
         after, visited = self.improved(state, base, numbers, experience, order_key, taps)
         trained = self.models_of(after, data)
@@ -227,12 +229,12 @@ class DialogueLearner:
         return dataclasses.replace(after, told=told, measured=measured), telemetry | held
 
     def models_of(self, state: DialogueState, data: DialogueData) -> Models:
-        """A state's parameters by use."""
+        """The parameters that a state and the data hold, each under what it is used for."""
         critic = None if state.critic is None else state.critic.params
         initial = state.initial if self.keeps_initial else data.start
         return Models(state.policy.params, critic, state.reward_model, state.reference, initial, self.base(data))
 
-    def judge(self, reward_model: Any, taps: Taps) -> Any:
+    def scoring_model(self, reward_model: Any, taps: Taps) -> Any:
         """The reward model that scores this iteration's rows: a tapped copy, for a disturbance ends with its window."""
         if reward_model is None or not taps.disturbs(REWARD_MODEL):
             return reward_model
@@ -283,7 +285,7 @@ class DialogueLearner:
         trained = {POLICY: state.policy} | ({} if state.critic is None else {CRITIC: state.critic})
         total = CoherenceSum.zeros(state.policy.params, raw=False)
         by_source = None
-        if self.by_source:
+        if self.splits_gradients:
             by_source = {source: optax.tree.zeros_like(state.policy.params) for source in SOURCES}
         begun = trained, total, by_source
         (trained, total, by_source), seen = taps.scan(epoch, begun, jax.random.split(key, settings.epochs))
@@ -294,7 +296,7 @@ class DialogueLearner:
         return after, dataclasses.replace(seen, coherence=total, summed_squares=summed)
 
     @property
-    def by_source(self) -> bool:
+    def splits_gradients(self) -> bool:
         """Whether gradients are told apart by whether their tokens follow a tool's result: one more backward pass."""
         settings = self.settings
         return settings.telemetry == "full" and settings.objective == "policy" and bool(self.dialogue.result_tokens)
@@ -332,11 +334,11 @@ class DialogueLearner:
     ) -> tuple[dict[str, Any], dict[str, jax.Array], Tokens | None, Any]:
         """Of the objective of a minibatch, by all that is trained.
 
-        Beside it what the objective is made of by name, what is looked at of tokens, and, where `by_source`, the
+        Beside it what the objective is made of by name, what is looked at of tokens, and, where `splits_gradients`, the
         policy's gradient of tokens soon after a tool's result alone.
         """
         own, full = batch.learnt.own, self.settings.telemetry == "full"
-        tool = self.instruments.masks(batch.rows.role, own)[TOOL_STRATUM] if self.by_source else None
+        tool = self.instruments.masks(batch.rows.role, own)[TOOL_STRATUM] if self.splits_gradients else None
         counts = Denominators(
             tokens=jnp.sum(own), rows=jnp.sum(jnp.any(own, -1)), share=share, longest=longest(self.dialogue)
         )

@@ -19,7 +19,7 @@ CLASSES = 256
 """The most tokens that are told apart; those of a larger vocabulary fall into as many classes, by their remainders."""
 
 ROWS = 512
-"""Rows that are counted."""
+"""Rows of the initial policy whose results are counted."""
 
 
 @struct.dataclass
@@ -33,8 +33,8 @@ class Bigrams:
     counts: Any
 
     @classmethod
-    def none(cls, vocabulary: int) -> Bigrams:
-        """Nothing counted yet."""
+    def empty(cls, vocabulary: int) -> Bigrams:
+        """The table of a vocabulary before any row is counted: zeros."""
         classes = min(vocabulary, CLASSES)
         return cls(jnp.zeros((classes, classes), jnp.int32))
 

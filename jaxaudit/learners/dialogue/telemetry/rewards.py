@@ -31,7 +31,7 @@ class Scale:
 
     @classmethod
     def of(cls, reward: jax.Array) -> Scale:
-        """Those of some rows, `[N]`."""
+        """The mean and standard deviation of the rewards of some rows, `[N]`."""
         return cls(jnp.mean(reward), jnp.std(reward))
 
 

@@ -20,7 +20,7 @@ and the others; and by turn, those before the row's first result, after one, aft
 dialogue without tools the first alone."""
 
 TURNS = 4
-"""Strata by turn."""
+"""How many strata by turn there are: the last one is of all turns from the fourth on."""
 
 SOURCES = ("tool", "rest")
 """The tokens that gradients are told apart by: the stratum "tool", and all others."""
