@@ -1,5 +1,6 @@
 """What learners on dialogues tell of an iteration: all of the table, and the numbers that its rows and updates give."""
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -402,6 +403,23 @@ def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
     jax.eval_shape(step, state, jax.random.key(2), learner.data)
     assert shown, "a right and a wrong one, which the critic is tried on"
     assert all(begun + shown)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_critic_errors_leave_out_held_out_rows_as_the_loss_would(masked):
+    """Errors of 3 in a row that was cut off, and of 1 in a finished one."""
+    learner = made("ppo_lm", mask_truncated=masked, kl="none", kl_coefficient=0.0)
+    collector = copy.copy(learner.step.__self__.collector)
+    nothing = jnp.zeros((2, 4))
+    of_rows = {"truncated": jnp.array([True, False]), "rewards": {"gold": jnp.array([3.0, 1.0])}}
+    rows = Rows(nothing, jnp.full((2, 4), OWN), *[nothing] * 6, **of_rows)
+    collector.critic = SimpleNamespace(values=lambda *_: nothing)
+    experience = SimpleNamespace(
+        batch=SimpleNamespace(rows=rows, learnt=SimpleNamespace(own=rows.own)),
+        recomputed=SimpleNamespace(returns=nothing + 2.0),
+    )
+    found = held_out.critic(collector, Models(None), rows, learner.data.numbers, experience)
+    np.testing.assert_allclose(found["critic_error"].value, [4.0, 1.0 if masked else 5.0])
 
 
 def test_pairs_that_a_reward_model_orders_right():
