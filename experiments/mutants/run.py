@@ -166,20 +166,21 @@ def attributes_of(path: Path) -> frozenset[tuple[str, str]]:
 
 
 @functools.cache
-def tests_of(module: str) -> tuple[str, ...]:
-    """The test files that import a module or its names from a package: those named after it first, the long last.
+def tests_of(module: str, pattern: str = "*") -> tuple[str, ...]:
+    """The test files of a pattern that import a module or its names from a package.
 
-    Where there is none, those of the modules that import it.
+    Where there is none, those of the modules that import it. Files that are named after the module come first, and the
+    ones that take long come last.
     """
     exported = {node.name for node in nodes_of(ROOT / module) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     parents = [named(module).rsplit(".", depth)[0] for depth in range(1, named(module).count(".") + 1)]
     wanted = {named(module)} | {f"{parent}.{name}" for parent in parents for name in exported}
     used = {(alias, name) for alias in ("ja", *(p.rsplit(".")[-1] for p in parents)) for name in exported}
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+    files = sorted(p for p in (ROOT / "tests").glob("test_*.py") if fnmatch.fnmatch(f"tests/{p.name}", pattern))
     found = [p.stem.removeprefix("test_") for p in files if wanted & imports_of(p) or used & attributes_of(p)]
     if not found:
         above = [str(p.relative_to(ROOT)) for p in ROOT.glob("jaxaudit/**/*.py") if named(module) in imports_of(p)]
-        found = [Path(test).stem.removeprefix("test_") for other in above for test in tests_of(other)]
+        found = [Path(test).stem.removeprefix("test_") for other in above for test in tests_of(other, pattern)]
     stem, package = Path(module).stem, Path(module).parent.name.removesuffix("s")
     long = {name: place for place, name in enumerate(reversed(LONG), 1)}
     order = sorted(set(found), key=lambda name: (stem not in name, package not in name, long.get(name, 0), name))
@@ -202,7 +203,7 @@ class Copies:
 
     def judge(self, mutant: Mutant, limit: float) -> tuple[str, tuple[str, ...], float]:
         """What becomes of a mutant, the tests it was put to, and the seconds that took."""
-        folder, tests = self._free.pop(), tuple(t for t in tests_of(mutant.path) if fnmatch.fnmatch(t, self._tests))
+        folder, tests = self._free.pop(), tests_of(mutant.path, self._tests)
         original = (folder / mutant.path).read_text()
         begun = time.monotonic()
         try:
