@@ -405,6 +405,31 @@ def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
     assert all(begun + shown)
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_ranks_and_drift_are_of_hidden_states_at_tokens_of_the_policy(few):
+    """States at other slots are large, and would be seen; of a row with one token of its own nothing is known."""
+    random = np.random.default_rng(0)
+    own = np.arange(12).reshape(2, 6) == 4 if few else random.random((2, 6)) < 0.7
+    now, then = (np.where(own[..., None], random.normal(size=(2, 6, 3)) + 5, 100.0) for _ in range(2))
+    role = jnp.where(own, OWN, PROMPT)
+    rows = Rows(role, role, *[jnp.zeros((2, 6))] * 7, rewards={})
+    collector = SimpleNamespace(policy=SimpleNamespace(hidden=lambda params, *_: jnp.asarray(params)))
+    found = held_out.representation(collector, Models(now, initial=then), rows)
+    assert [bool(one.count) for one in found.values()] == [not few] * 3
+    if few:
+        return
+    x, y = (z[own] - z[own].mean(0) for z in (now, then))
+    spectrum = np.linalg.svd(x, compute_uv=False)
+    share = spectrum / spectrum.sum()
+    wanted = {
+        "effective_rank": np.exp(-np.sum(share * np.log(share))),
+        "stable_rank": np.sum(spectrum**2) / spectrum[0] ** 2,
+        "representation_drift": 1 - np.sum((x.T @ y) ** 2) / np.sqrt(np.sum((x.T @ x) ** 2) * np.sum((y.T @ y) ** 2)),
+    }
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name].value, value, rtol=1e-4, err_msg=name)
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_critic_errors_leave_out_held_out_rows_as_the_loss_would(masked):
     """Errors of 3 in a row that was cut off, and of 1 in a finished one."""

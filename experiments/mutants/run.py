@@ -8,9 +8,10 @@ test fails or does not end within the limit. Columns: module, line, what, before
 survives is to be read by a person: either a test is missing, or the mutant does the same. Stopped, the same command
 goes on after the last in OUT.csv.
 
-A module that no test imports is put to the tests of those that import it. Where the tests have run here before, copies
-begin with what they compiled (`.pytest_cache/xla`): XLA then works only on what a mutant changes. Without it the
-outcomes are the same, some hours later.
+A module that no test imports is put to the tests of those that import it. With `--tests`, every file of the pattern is
+run, the importing ones first. Where the tests have run here before, copies begin with what they compiled
+(`.pytest_cache/xla`): XLA then works only on what a mutant changes. Without it the outcomes are the same, some hours
+later.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def attributes_of(path: Path) -> frozenset[tuple[str, str]]:
 
 
 @functools.cache
-def tests_of(module: str, pattern: str = "*") -> tuple[str, ...]:
+def importing_tests(module: str, pattern: str) -> tuple[str, ...]:
     """The test files of a pattern that import a module or its names from a package.
 
     Where there is none, those of the modules that import it. Files that are named after the module come first, and the
@@ -180,7 +181,7 @@ def tests_of(module: str, pattern: str = "*") -> tuple[str, ...]:
     found = [p.stem.removeprefix("test_") for p in files if wanted & imports_of(p) or used & attributes_of(p)]
     if not found:
         above = [str(p.relative_to(ROOT)) for p in ROOT.glob("jaxaudit/**/*.py") if named(module) in imports_of(p)]
-        found = [Path(test).stem.removeprefix("test_") for other in above for test in tests_of(other, pattern)]
+        found = [Path(test).stem.removeprefix("test_") for other in above for test in importing_tests(other, pattern)]
     stem, package = Path(module).stem, Path(module).parent.name.removesuffix("s")
     long = {name: place for place, name in enumerate(reversed(LONG), 1)}
     order = sorted(set(found), key=lambda name: (stem not in name, package not in name, long.get(name, 0), name))
@@ -203,7 +204,10 @@ class Copies:
 
     def judge(self, mutant: Mutant, limit: float) -> tuple[str, tuple[str, ...], float]:
         """What becomes of a mutant, the tests it was put to, and the seconds that took."""
-        folder, tests = self._free.pop(), tests_of(mutant.path, self._tests)
+        folder, tests = self._free.pop(), importing_tests(mutant.path, self._tests)
+        if self._tests != "*":
+            others = {f"tests/{p.name}" for p in ROOT.glob(self._tests)} - set(tests)
+            tests += tuple(sorted(others, key=lambda name: ("reference" not in name, name)))
         original = (folder / mutant.path).read_text()
         begun = time.monotonic()
         try:
