@@ -16,7 +16,6 @@ from jaxaudit import cli, registry, report
 from jaxaudit.detection.first_signals import earliest, first_signals
 from jaxaudit.held_out_rows import measured_near
 from jaxaudit.learner import Channel
-from jaxaudit.learners.dialogue.remarks import of_the_beginning
 from jaxaudit.metastate.envelope import Envelope
 from jaxaudit.report import dialogue
 from jaxaudit.stored import load
@@ -216,49 +215,6 @@ def test_limits_are_of_each_control_against_the_others(stored):
     mine = table[(table.condition == "lr_spike 100") & (table.channel == "performance")].iloc[0]
     assert mine.after_onset == np.median(first)
     assert mine.score == pytest.approx(np.median([s[f] for s, f in zip(scores, first, strict=True)]) / limit, rel=1e-5)
-
-
-def begun(proxy, truncated, no_signal):
-    """Telemetry `[seed, step]` of so many seeds over three steps, each constant."""
-    given = {"proxy": proxy, "truncated": truncated, "no_signal": no_signal}
-    return {name: np.repeat(np.array(x, float)[:, None], 3, axis=1) for name, x in given.items()}
-
-
-def test_a_beginning_with_something_to_learn_from_is_not_remarked_on():
-    assert of_the_beginning(begun([0.5, 0.01], [0.2, 0.9], [0.9, 0.99])) == []
-    late = begun([0.0], [0.0], [1.0])
-    late["proxy"][0, 2], late["no_signal"][0, 2] = 0.02, 0.9
-    assert of_the_beginning(late) == []
-
-
-@pytest.mark.parametrize(
-    ("telemetry", "words"),
-    [
-        (
-            begun([0, 0], [0, 0.5], [1, 1]),
-            "in the first 3 steps no row is rewarded, so there is nothing to learn from;",
-        ),
-        (
-            begun([1, 0.5], [0, 0], [1, 0]),
-            "in the first 3 steps of 1 of 2 seeds every row is rewarded in full, so noth",
-        ),
-        (begun([0.5, 0.5], [0, 0], [1, 1]), "no rollout group has rewards that differ, so there is nothing to learn f"),
-        (begun([0, 0], [1, 1], [1, 1]), "every row runs out of slots; a longer length"),
-    ],
-)
-def test_a_beginning_with_nothing_to_learn_from_is_one_sentence(telemetry, words):
-    (sentence,) = of_the_beginning(telemetry)
-    assert words in sentence
-
-
-def test_each_seed_is_told_of_once_and_a_critic_needs_no_groups():
-    told = of_the_beginning(begun([0, 1, 0.5], [1, 0, 0], [1, 1, 1]))
-    assert [sentence.split(" seeds ")[1].split(",")[0].split(";")[0] for sentence in told] == [
-        "every row runs out of slots",
-        "every row is rewarded in full",
-        "no rollout group has rewards that differ",
-    ]
-    assert of_the_beginning(begun([0.5], [0], [1]), compares=False) == []
 
 
 def test_the_runner_and_the_report_repeat_a_learners_remarks(tmp_path, monkeypatch, capsys):
