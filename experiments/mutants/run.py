@@ -215,7 +215,7 @@ class Copies:
         """What becomes of a mutant, the tests it was put to, and the seconds that took."""
         folder, tests = self._free.pop(), importing_tests(mutant.path, self._tests)
         if self._tests != "*":
-            tests = in_order({f"tests/{p.name}" for p in ROOT.glob(self._tests)}, first=tests)
+            tests = in_order({f"tests/{p.name}" for p in folder.glob(self._tests)}, first=tests)
         original = (folder / mutant.path).read_text()
         begun = time.monotonic()
         try:
