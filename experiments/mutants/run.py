@@ -9,9 +9,8 @@ survives is to be read by a person: either a test is missing, or the mutant does
 goes on after the last in OUT.csv.
 
 A module that no test imports is put to the tests of those that import it. With `--tests`, every file of the pattern is
-run, those that import the module first among the quick ones and among the long ones. Where the tests have run here
-before, copies begin with what they compiled (`.pytest_cache/xla`): XLA then works only on what a mutant changes.
-Without it the outcomes are the same, some hours later.
+run. Where the tests have run here before, copies begin with what they compiled (`.pytest_cache/xla`): XLA then works
+only on what a mutant changes. Without it the outcomes are the same, some hours later.
 """
 
 from __future__ import annotations
@@ -188,11 +187,12 @@ def importing_tests(module: str, pattern: str) -> tuple[str, ...]:
     return tuple(f"tests/test_{name}.py" for name in order)
 
 
-def in_order(tests: set[str], first: tuple[str, ...]) -> tuple[str, ...]:
-    """Quick files before long ones, and among either the `first`, then references, which compare most."""
+def in_order(tests: set[str], module: str, importing: tuple[str, ...]) -> tuple[str, ...]:
+    """Files named after a module first, then references, which compare most, and the ones that take long last."""
 
-    def turn(test: str) -> tuple[bool, bool, bool, str]:
-        return Path(test).stem.removeprefix("test_") in LONG, test not in first, "reference" not in test, test
+    def turn(test: str) -> tuple[bool | str, ...]:
+        name = Path(test).stem.removeprefix("test_")
+        return Path(module).stem not in name, "reference" not in name, name in LONG, test not in importing, name
 
     return tuple(sorted(tests, key=turn))
 
@@ -215,7 +215,7 @@ class Copies:
         """What becomes of a mutant, the tests it was put to, and the seconds that took."""
         folder, tests = self._free.pop(), importing_tests(mutant.path, self._tests)
         if self._tests != "*":
-            tests = in_order({f"tests/{p.name}" for p in folder.glob(self._tests)}, first=tests)
+            tests = in_order({f"tests/{p.name}" for p in folder.glob(self._tests)}, mutant.path, tests)
         original = (folder / mutant.path).read_text()
         begun = time.monotonic()
         try:
