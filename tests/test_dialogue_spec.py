@@ -1,5 +1,6 @@
 """Specs of learners on dialogues: every mistake is one sentence, and what is stored says all."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import get_type_hints
@@ -239,6 +240,14 @@ def test_the_stored_spec_has_every_default(kind):
     for line in ("entities = 6", "rare_share = 0.002", "clip_low = ", 'advantage = "', "warm_start_success = 0.5"):
         assert line in text
     assert f'kind = "{kind}"' in text
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_defaults_are_those_that_results_were_measured_with(kind):
+    """Those of the dataclass, and what the preset has otherwise: a change of either is a change of results."""
+    known = json.loads((Path(__file__).parent / "data" / "dialogue_defaults.json").read_text())
+    assert dataclasses.asdict(settings_of(kind)()) == known["every"] | known[kind]
+    assert dataclasses.asdict(DialogueSettings()) == known["every"]
 
 
 def test_what_can_be_named_is_listed():
