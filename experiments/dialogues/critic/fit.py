@@ -82,9 +82,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Fits:
-    """A case and seed: rows, and a program for each shape of a variant."""
+    """A case and seed: `bank` rows to fit and others to measure, and a program for each shape of a variant."""
 
-    def __init__(self, case: str, seed: int):
+    def __init__(self, case: str, seed: int, bank: int = BANK):
         self.frozen = Frozen(case)
         self.critic = self.frozen.learner.critic
         kept = KEPT / f"{case} {seed}.pkl"
@@ -96,7 +96,7 @@ class Fits:
             kept.write_bytes(pickle.dumps(jax.device_get(self.policy)))
         self.bank, self.held = (
             self.frozen.sampled(self.policy, jax.random.key(90_000 + 2 * seed + i), n)[0]
-            for i, n in enumerate((BANK, HELD))
+            for i, n in enumerate((bank, HELD))
         )
         last = np.where(self.bank.own, np.arange(self.bank.own.shape[1]), 0).max(1)
         slots = int(np.quantile(last, 0.999)) + 1  # what stands later costs time and is next to nothing
