@@ -32,14 +32,14 @@ from jaxaudit.learners.dialogue.telemetry.values import value_statistics
 
 KEPT = Path("runs/policies")
 SPAN = 50
-BANK, HELD = 25_600, 2048
-LOOKS = (50, 100, 200, 400, 800, 1600, 3200, 6400, 12800)
+BANK, HELD = 102_400, 2048
+LOOKS = (50, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600)
 STANDARD: dict[str, Any] = {
     "trunk": "policy",
     "rate": 1e-3,
     "rows": 64,
     "updates": 400,
-    "bank": BANK,
+    "bank": 25_600,
     "epsilon": 1e-8,
     "beta2": 0.95,
     "clip": 0.0,
@@ -75,16 +75,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "16 rows, decay to 6400, rate 2e-3": SMALL | {"updates": 6400, "rate": 2e-3},
     "16 rows, decay to 6400, policy and 2 layers": SMALL | {"updates": 6400, "layers": 4},
     "64 rows, decay to 12800": {"updates": 12800, "decay": True},
+    "64 rows, rate 3e-4, decay to 12800": {"updates": 12800, "decay": True, "rate": 3e-4},
+    "64 rows, rate 3e-3, decay to 12800": {"updates": 12800, "decay": True, "rate": 3e-3, "bank": BANK},
     "16 rows, decay to 12800": SMALL | {"updates": 12800},
+    "16 rows, decay to 25600": SMALL | {"updates": 25600, "bank": BANK},
     "16 rows, decay to 12800, random trunk": SMALL | {"updates": 12800, "trunk": "random"},
 }
 """`decay`: the rate falls linearly to 0 at the last update; looks before it are not at its end."""
 
 
 class Fits:
-    """A case and seed: `bank` rows to fit and others to measure, and a program for each shape of a variant."""
+    """A case and seed: rows to fit and others to measure, and a program for each shape of a variant."""
 
-    def __init__(self, case: str, seed: int, bank: int = BANK):
+    def __init__(self, case: str, seed: int):
         self.frozen = Frozen(case)
         self.critic = self.frozen.learner.critic
         kept = KEPT / f"{case} {seed}.pkl"
@@ -96,7 +99,7 @@ class Fits:
             kept.write_bytes(pickle.dumps(jax.device_get(self.policy)))
         self.bank, self.held = (
             self.frozen.sampled(self.policy, jax.random.key(90_000 + 2 * seed + i), n)[0]
-            for i, n in enumerate((bank, HELD))
+            for i, n in enumerate((BANK, HELD))
         )
         last = np.where(self.bank.own, np.arange(self.bank.own.shape[1]), 0).max(1)
         slots = int(np.quantile(last, 0.999)) + 1  # what stands later costs time and is next to nothing

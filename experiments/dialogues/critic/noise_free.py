@@ -25,7 +25,7 @@ import pandas as pd
 from jaxaudit.dialogues.chain import Chain
 from jaxaudit.learners.dialogue.rows import Rows
 
-ROWS, RATE, BANK = 64, 1e-3, 102_400
+ROWS, RATE = 64, 1e-3
 
 
 def classes(dialogue: Chain, rows: Rows) -> np.ndarray:
@@ -52,7 +52,7 @@ def classes(dialogue: Chain, rows: Rows) -> np.ndarray:
 
 def main(out: str, case: str, seed: str, updates: str) -> None:
     """Fits, and writes at the end."""
-    fits, total = fit.Fits(case, int(seed), BANK), int(updates)
+    fits, total = fit.Fits(case, int(seed)), int(updates)
     dialogue, critic, bank = fits.frozen.dialogue, fits.critic, fits.bank
     assert isinstance(dialogue, Chain), "the rule is of chains"
     own, held_own = np.asarray(bank.own), np.asarray(fits.held.own)
