@@ -13,23 +13,20 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import fit
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pandas as pd
 
 from jaxaudit.dialogues.chain import Chain
+from jaxaudit.learners.dialogue.demonstrations import value_model
 from jaxaudit.learners.dialogue.rows import Rows
-
-ROWS, RATE = 64, 1e-3
 
 
 def classes(dialogue: Chain, rows: Rows) -> np.ndarray:
-    """For each own token, the class of the prefix before it; even where something is wrong, int `[N, T]`."""
+    """The class of the prefix before each own token, int `[N, T]`: an even number where something written is wrong."""
     tokens, own = np.asarray(rows.tokens), np.asarray(rows.own)
     steps = int(dialogue.difficulty)
     path = [tokens[:, 0]]
@@ -51,7 +48,7 @@ def classes(dialogue: Chain, rows: Rows) -> np.ndarray:
 
 
 def main(out: str, case: str, seed: str, updates: str) -> None:
-    """Fits, and writes at the end."""
+    """Fits the value model to the mean returns of classes, and writes a row."""
     fits, total = fit.Fits(case, int(seed)), int(updates)
     dialogue, critic, bank = fits.frozen.dialogue, fits.critic, fits.bank
     assert isinstance(dialogue, Chain), "the rule is of chains"
@@ -68,37 +65,19 @@ def main(out: str, case: str, seed: str, updates: str) -> None:
 
     with_rule, without = explained(means(of_bank)[of_held]), explained(means(of_bank // 2)[of_held // 2])
     targets = jnp.asarray(means(of_bank)[of_bank], jnp.float32)
-    adam, key = optax.scale_by_adam(0.9, 0.95), jax.random.key(int(seed))
-
-    def update(carry: Any, number: Any) -> tuple[Any, None]:
-        params, moments = carry
-        index = jax.random.randint(jax.random.fold_in(key, number), (ROWS,), 0, targets.shape[0])
-        batch = jax.tree.map(lambda x: x[index], bank)
-
-        def loss(params: Any) -> jax.Array:
-            errors = jnp.where(batch.own, critic.values(params, None, batch) - targets[index], 0.0)
-            return 0.5 * jnp.sum(errors**2) / jnp.sum(batch.own)
-
-        direction, moments = adam.update(jax.grad(loss)(params), moments)
-        rate = RATE * (1 - number / total)
-        return (jax.tree.map(lambda p, d: p - rate * d, params, direction), moments), None
-
-    span = jax.jit(lambda carry, first: jax.lax.scan(update, carry, first + jnp.arange(fit.SPAN))[0])
-    values = jax.jit(lambda params: critic.values(params, None, fits.held))
-    params = critic.with_head(fits.policy)
-    carry, began = (params, adam.init(params)), time.time()
-    looks = {*fit.LOOKS, total}
+    began = time.time()
+    params = jax.jit(
+        lambda params: value_model(
+            critic, params, None, bank, targets, jax.random.key(int(seed)), updates=total, minibatch=64, rate=1e-3
+        )
+    )(critic.with_head(fits.policy))
+    row = {"case": case, "seed": int(seed), "updates": total}
+    row |= {"explained_variance": explained(np.asarray(critic.values(params, None, fits.held)))}
+    row |= {"classes": with_rule, "without_rule": without, "seconds": round(time.time() - began)}
+    print(row)
     path = Path(out)
     lanes = [pd.read_csv(path)] if path.is_file() else []
-    for done in range(fit.SPAN, total + 1, fit.SPAN):
-        carry = span(carry, done - fit.SPAN)
-        if done in looks:
-            row = {"case": case, "seed": int(seed), "planned": total, "updates": done}
-            row |= {"explained_variance": explained(np.asarray(values(carry[0]))), "classes": with_rule}
-            row |= {"without_rule": without, "seconds": round(time.time() - began)}
-            print(row, flush=True)
-            lanes.append(pd.DataFrame([row]))
-    pd.concat(lanes).round(4).to_csv(path, index=False)
+    pd.concat([*lanes, pd.DataFrame([row])]).round(4).to_csv(path, index=False)
 
 
 if __name__ == "__main__":
