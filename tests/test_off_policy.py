@@ -16,6 +16,7 @@ from jaxaudit.taps import Disturbance, Slot, Taps, Windows
 
 GAMMA = 0.9
 TEMPERATURE = 0.02
+LEARNING_RATE_TUNED = 3e-3
 SMALL = {
     "num_envs": 8,
     "iteration_steps": 128,
@@ -122,21 +123,25 @@ def test_the_buffer_holds_what_happened(run):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("target", "moved"), [(-1.0, 0.4), (0.3, 0.1)])
-def test_a_tuned_temperature_drives_the_entropy_to_its_target(tuned, target, moved):
-    """The median is 0.005 off, within 0.025, over 24 seeds; one iteration may be 0.75 off, or five in a row 0.2."""
+@pytest.mark.parametrize("target", [-1.0, 0.3])
+def test_a_tuned_temperature_drives_the_entropy_to_its_target(tuned, target):
+    """The median is 0.005 off, within 0.025, over 24 seeds; one iteration may be 0.75 off, or five in a row 0.2.
+
+    The telemetry has the mean temperature of an iteration of 128 updates. Adam moves the logarithm by about the
+    learning rate in each, so that mean and last value are at most 128 learning rates apart.
+    """
     state, telemetry = tuned(target)
     assert float(np.median(telemetry["entropy"][-80:])) == pytest.approx(target, abs=0.06)
     last = float(jnp.exp(state.networks.params["temperature"]))
-    told = float(telemetry["temperature"][-1])  # the mean over an iteration, in which it moves: by 0.3 and 0.05 at most
-    assert abs(np.log(told / last)) < moved
+    mean = float(telemetry["temperature"][-1])
+    assert abs(np.log(mean / last)) < SMALL["iteration_steps"] * LEARNING_RATE_TUNED
     assert last < 0.2
 
 
 @pytest.fixture(scope="module")
 def tuned():
     """Trains SAC with a tuned temperature towards a target that is data, so that it compiles once."""
-    settings = SACSettings(**SMALL | {"learning_starts": 0, "learning_rate": 3e-3}, automatic_entropy=True)
+    settings = SACSettings(**SMALL | {"learning_starts": 0, "learning_rate": LEARNING_RATE_TUNED}, automatic_entropy=True)
     agent = SAC(Rooms(), Rooms.max_episode_steps, settings)
 
     def iterate(state, index):
