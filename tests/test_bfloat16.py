@@ -140,7 +140,7 @@ def grpo(_):
     return ja.learners.grpo("hop", precision="bfloat16", **few)
 
 
-@pytest.mark.parametrize("make", [language_model, grpo])
+@pytest.mark.parametrize("make", [language_model, pytest.param(grpo, marks=pytest.mark.exhaustive)])
 def test_a_learners_sums_and_state_are_float32(make, corpus):
     """The sum that a broadcast becomes in a derivative has the broadcast's type, and a GPU may add up in it."""
     learner = make(corpus)

@@ -71,6 +71,7 @@ def test_what_does_not_fit_is_left_out(monkeypatch, quick):
         choice.settle(grid("auto", devices=1), 12)
 
 
+@pytest.mark.exhaustive
 def test_an_audit_tells_what_was_chosen():
     spikes = [ja.lr_spike(ja.sweep(2.0, 3.0), onset=3, duration=2)]  # the programs of `grid`
     chosen = ja.audit(LEARNER, spikes, seeds=3, steps=12, execution="auto").telemetry.attrs
@@ -79,6 +80,7 @@ def test_an_audit_tells_what_was_chosen():
     assert "measured" not in ja.audit(LEARNER, spikes, seeds=3, steps=12).telemetry.attrs
 
 
+@pytest.mark.exhaustive
 def test_speeds_are_lane_steps_per_second():
     chosen, measured = choice.settle(grid("auto"), 12)
     assert set(measured) == {"vmap", "map", "map on one device"}
@@ -89,6 +91,7 @@ def test_speeds_are_lane_steps_per_second():
     assert len(alone.program.devices) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_run_records_it_and_is_replayed_by_it(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "_speed", lambda grid, *_: (2.0 if grid.program.execution == "map" else 1.0, 3))
     text = header(audit='execution = "auto"') + THREE
@@ -150,6 +153,7 @@ def as_a_gpu(monkeypatch):
     monkeypatch.setattr(choice, "accelerated", lambda grid: True)
 
 
+@pytest.mark.exhaustive
 def test_a_map_that_is_for_cpus_is_none_on_a_gpu_and_whoever_goes_on_keeps_that(
     tmp_path, as_a_gpu, monkeypatch, capsys
 ):

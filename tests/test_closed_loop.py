@@ -82,6 +82,7 @@ def assert_online_is_offline(monitor, telemetry):
     np.testing.assert_array_equal(telemetry.alarm.values[..., 1:] > 0, raised)
 
 
+@pytest.mark.exhaustive
 def test_the_score_inside_is_the_score_of_the_telemetry(monitor, rescued):
     assert_online_is_offline(monitor, rescued)
 
@@ -89,6 +90,7 @@ def test_the_score_inside_is_the_score_of_the_telemetry(monitor, rescued):
 ONE = Chart(departure=(0.1,), outlier=(1.0,))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model", ["ensemble", pytest.param(ONE, marks=pytest.mark.exhaustive)], ids=["ensemble", "chart"]
 )
@@ -119,6 +121,7 @@ def pairs(telemetry, alone, helped):
     return alarmed, np.array(equal)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("alone", "helped"), [(1, 2), (0, 5)], ids=["disturbed", "control"])
 def test_a_lane_without_an_alarm_is_bitwise_as_without_interventions(rescued, alone, helped):
     alarmed, equal = pairs(rescued, alone, helped)
@@ -126,6 +129,7 @@ def test_a_lane_without_an_alarm_is_bitwise_as_without_interventions(rescued, al
     assert equal[~alarmed].all()
 
 
+@pytest.mark.exhaustive
 def test_lanes_that_would_diverge_are_rescued(rescued):
     alarmed, equal = pairs(rescued, 3, 4)
     assert alarmed.all()
@@ -146,6 +150,7 @@ def acting(monitor):
     return watched(monitor, [spike(60.0), *helped], seeds=12, settings=WINDOWS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ACTS)
 def test_every_intervention_acts_on_alarm_alone(acting, name):
     helped = 2 + 2 * ACTS.index(name)
@@ -295,6 +300,7 @@ def finished(server, monitor, tmp_path_factory):
     return place / "run"
 
 
+@pytest.mark.exhaustive
 def test_a_spec_trains_what_audit_trains(finished, rescued):
     stored = xr.open_zarr(finished / "telemetry.zarr").load()
     assert list(stored.condition.values) == list(rescued.condition.values)
@@ -304,6 +310,7 @@ def test_a_spec_trains_what_audit_trains(finished, rescued):
     assert not np.array_equal(stored.performance.isel(condition=6), stored.performance.isel(condition=3))
 
 
+@pytest.mark.exhaustive
 def test_lanes_with_an_intervention_are_not_what_detectors_are_compared_on(finished, rescued):
     (lanes,) = gather([finished])
     helped = [name for name in rescued.condition.values if "roll_back" in name or "lower_learning_rate" in name]
@@ -321,6 +328,7 @@ def test_a_monitored_runs_plan_is_taken_wherever_the_monitor_lies(server, finish
     assert_same(tmp_path / "again", finished)
 
 
+@pytest.mark.exhaustive
 def test_a_monitored_run_is_replayed_and_forked_from_its_folder_alone(server, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "moved")
     done = server("replay", tmp_path / "moved")
@@ -341,6 +349,7 @@ def test_a_monitored_run_is_killed_and_resumed(server, finished, tmp_path):
     assert_same(folder, finished)
 
 
+@pytest.mark.exhaustive
 def test_the_report_tells_what_interventions_did(finished, rescued):
     run = load_run(finished)
     told = verdict(run, panels(run))
@@ -400,6 +409,7 @@ def test_a_monitor_that_cannot_be_used_is_refused_and_nothing_is_made(monitor, t
     assert not out.exists()
 
 
+@pytest.mark.exhaustive
 def test_what_goes_on_from_a_run_keeps_its_monitor(monitor, finished, tmp_path):
     out = tmp_path / "fork"
     refused(r"must keep the run's \[monitor\], .*/run/monitor.npz, and its alpha", durable.fork, finished,

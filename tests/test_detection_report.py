@@ -453,6 +453,7 @@ def test_a_comparison_at_its_limits(tmp_path, page_alone):
     ]
 
 
+@pytest.mark.exhaustive
 def test_large_folders_stay_small(tmp_path, page_alone):
     names = tuple(f"perturbation_{i} 0.{i}" for i in range(12))
     write_comparison(tmp_path / "a" / "ppo", seen=what_was_seen(names, steps=5000, onset=2000), conditions=names)

@@ -91,6 +91,7 @@ def test_with_the_tested_learners_threshold_false_alarms_are_as_stated_and_with_
         assert row.gain_auroc[RESTANDARDISED] == pytest.approx(0, abs=0.05)
 
 
+@pytest.mark.exhaustive
 def test_units_cancel():
     """The same lanes in other units: an own monitor is the same, and so is one of parameters from the first fold."""
     table = transfer([learner("a", 0), learner("b", 0, scale=8.0)], MONITOR, SETTINGS, lambda _: None)
@@ -140,6 +141,7 @@ def test_workers_write_what_one_process_writes(learners, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob(".*"))
 
 
+@pytest.mark.exhaustive
 def test_files(learners, tmp_path):
     compared = [in_common(lanes) for lanes in learners[:2]]
     folders = write_comparisons(compared, tmp_path, MONITOR, SETTINGS, lambda _: None)
@@ -192,6 +194,7 @@ def test_of_a_chart_there_are_no_parameters_to_carry_over(learners):
     assert list(table.way) == [OWN, AS_IT_IS, RECALIBRATED] * 2
 
 
+@pytest.mark.exhaustive
 def test_one_learner_alone_is_tested_on_no_other(learners, tmp_path):
     write_comparisons([in_common(learners[0])], tmp_path, MONITOR, SETTINGS, lambda _: None)
     assert not (tmp_path / "transfer.csv").exists()

@@ -38,6 +38,7 @@ def equal(one, other):
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.exhaustive
 def test_value_and_reward_models_begin_as_the_policy_or_at_random_or_as_a_checkpoint(tmp_path):
     model = gpt2.GPT2(HOP.vocabulary, HOP.length, gpt2.SIZES["tiny"])
     stored = [gpt2.init_params(model, jax.random.key(seed)) for seed in (1, 2, 3)]
@@ -59,6 +60,7 @@ def test_value_and_reward_models_begin_as_the_policy_or_at_random_or_as_a_checkp
     assert set(learner.provenance) == {"checkpoint", "critic_init"}
 
 
+@pytest.mark.exhaustive
 def test_without_a_checkpoint_they_begin_as_the_policy_that_is_warmed_up():
     state = begun(warm_start=3, warm_start_rows=4)
     assert equal(trunk(state.critic.params), state.policy.params)
@@ -71,6 +73,7 @@ def test_adapters_have_one_checkpoint_for_all():
         ja.learners.ppo_lm(HOP, **FEW, checkpoint="somewhere", lora_rank=2, critic_init="random")
 
 
+@pytest.mark.exhaustive
 def test_a_reward_model_has_pairs_and_a_rate_of_its_own():
     trained = {"reward_model_warm_start": 2, "reward_model_init": "random"}
     first = begun(**trained, reward_model_pairs=4)
@@ -158,6 +161,7 @@ def test_rates_rise_and_fall(decay):
     np.testing.assert_allclose([rate(jnp.float32(p)) for p in progress], [0.0, 1.0, *falling], rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_run_s_rate_follows_the_schedule_and_can_be_off_it():
     """Shifted by 0.4 of the run at step 2 of 5: the rate is that of progress 0.8."""
     schedule = {"learning_rate_warmup": 0.2, "learning_rate_decay": "linear", "learning_rate_final": 0.1}

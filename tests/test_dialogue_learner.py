@@ -199,6 +199,7 @@ def assert_same_rows(a, b):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.exhaustive
 def test_sampling_leaves_off_when_all_rows_of_all_lanes_are_over(monkeypatch):
     """The rows of all slots, in as many turns as the longest of them has; what is computed with them, to rounding.
 

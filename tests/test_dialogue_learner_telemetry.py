@@ -28,6 +28,9 @@ SMALL_HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
 FEW = {"prompts": 2, "performance_rows": 4, "warm_start": 0, "critic_warm_start": 0}
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
 @dataclass(frozen=True)
 class Echo(Dialogue):
     """Say the prompt's token again; it holds out no prompts and changes none."""
@@ -56,11 +59,11 @@ def made(preset, dialogue=SMALL_HOP, **settings):
     [
         ("grpo", SMALL_HOP, {}),
         ("ppo_lm", SMALL_HOP, {"performance_every": 2}),
-        pytest.param("dpo", SMALL_HOP, {}, marks=pytest.mark.exhaustive),
+        pytest.param("dpo", SMALL_HOP, {}, marks=EXHAUSTIVE),
         ("dpo", SMALL_HOP, {"online": True, "performance_rows": 1}),
-        pytest.param("dapo", SMALL_HOP, {"microbatches": 2, "correction": "tis"}, marks=pytest.mark.exhaustive),
-        ("dr_grpo", Preference(), {"reward": "learned", "reward_model_warm_start": 0}),
-        ("ppo_lm", Echo(), {}),
+        pytest.param("dapo", SMALL_HOP, {"microbatches": 2, "correction": "tis"}, marks=EXHAUSTIVE),
+        pytest.param("dr_grpo", Preference(), {"reward": "learned", "reward_model_warm_start": 0}, marks=EXHAUSTIVE),
+        pytest.param("ppo_lm", Echo(), {}, marks=EXHAUSTIVE),
     ],
 )
 def test_every_channel_of_the_table_is_told_and_no_other(preset, dialogue, settings, level):
@@ -132,6 +135,7 @@ def strata(role, window=4):
     return [own, own & tool, own & ~tool, *(own & (results == k) for k in range(3)), own & (results >= 3)]
 
 
+@pytest.mark.exhaustive
 def test_of_tokens(iteration):
     experience, _, hidden, embeddings, found = iteration
     rows, recomputed = experience.batch.rows, experience.recomputed
@@ -164,6 +168,7 @@ def log_of(logs, rows):
     return np.take_along_axis(logs, rows.tokens[..., None], -1)[..., 0]
 
 
+@pytest.mark.exhaustive
 def test_strata_add_up(iteration):
     found = iteration[-1]
     every = found["own_tokens"][0]
@@ -175,6 +180,7 @@ def test_strata_add_up(iteration):
             np.testing.assert_allclose(found[name][0] * every, total, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_of_ratios_as_visited_and_after(iteration):
     experience, visited, hidden, embeddings, found = iteration
     rows, learnt = experience.batch.rows, experience.batch.learnt
@@ -208,6 +214,7 @@ def discounted(reward, own, gamma):
     return found
 
 
+@pytest.mark.exhaustive
 def test_of_rows_values_and_updates(iteration):
     experience, visited, _, _, found = iteration
     rows, learnt, drawn = experience.batch.rows, experience.batch.learnt, experience.drawn
@@ -242,6 +249,7 @@ def test_of_rows_values_and_updates(iteration):
     assert rows.tokens.shape == (8, 13)
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_tokens_after_a_result_and_of_the_rest(iteration):
     """By the gradient being linear in the advantages, which are left to the tokens after a result alone."""
     *_, visited, _, _, found = iteration
@@ -253,6 +261,7 @@ def test_gradients_of_tokens_after_a_result_and_of_the_rest(iteration):
     np.testing.assert_allclose(found["source_gradient_variance"], spread, rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_what_follows_a_result_and_how_familiar_it_is(iteration):
     experience, *_, found = iteration
     rows, entropy = experience.batch.rows, experience.recomputed.entropy
@@ -263,6 +272,7 @@ def test_what_follows_a_result_and_how_familiar_it_is(iteration):
     assert found["result_log_probability"] > np.log(1 / SMALL_HOP.vocabulary), "likelier than by chance"
 
 
+@pytest.mark.exhaustive
 def test_weights_are_coefficients_of_scores_in_the_gradient(iteration):
     """Of whitened advantages under a mean over a minibatch's tokens, where nothing has moved yet."""
     experience, visited, _, _, _ = iteration
@@ -272,6 +282,7 @@ def test_weights_are_coefficients_of_scores_in_the_gradient(iteration):
     assert not visited.tokens.weight[0, 0][~own].any()
 
 
+@pytest.mark.exhaustive
 def test_weights_after_the_last_update_are_by_its_ratios(iteration):
     experience, _, hidden, embeddings, found = iteration
     rows, learnt = experience.batch.rows, experience.batch.learnt
@@ -357,6 +368,7 @@ def test_channels_say_whether_prompts_are_held_out_and_changed(dialogue, rows, s
     assert ("changed_prompt_success" in learner.channels) == changes
 
 
+@pytest.mark.exhaustive
 def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
     """Traced, not run: of whose tasks rows are made before the first iteration and in one."""
     settings = {"telemetry": "full", "warm_start": 15, "critic_warm_start": 1}

@@ -130,7 +130,7 @@ PRESETS = {
 }
 
 
-EXHAUSTIVE = ("grpo", "a critic, a divergence and a bonus")
+EXHAUSTIVE = ("grpo", "a critic, a divergence and a bonus", "pairs")
 
 
 @pytest.mark.parametrize(

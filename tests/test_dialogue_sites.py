@@ -116,6 +116,7 @@ def before(told):
     return told()
 
 
+@pytest.mark.exhaustive
 def test_all_sites_are_looked_at(learner):
     assert set(find_sites(learner)) - {"state"} == set(CHANGES)
 

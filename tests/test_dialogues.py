@@ -87,6 +87,7 @@ def test_right_ones_call_as_often_as_there_are_hops():
     assert (calls[1::2] == 0).all()
 
 
+@pytest.mark.exhaustive
 def test_demonstrations_of_hop_begin_with_the_scratch_text():
     plain, scratched = named("hop").make(), named("hop", scratch=3, length=27).make()
     assert scratched.words == (*plain.words, "hm")
@@ -262,6 +263,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "difficulty"), WHOLE)
 def test_no_task_is_both_held_out_and_not(name, difficulty):
     dialogue = named(name).make()
@@ -333,6 +335,7 @@ def test_both_splits_are_as_hard(name, difficulty):
     np.testing.assert_allclose(sizes[1], sizes[0], atol=0.08)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_demonstrations_of_held_out_tasks(name):
     dialogue, rows, seen = replayed(name, held=True)

@@ -48,6 +48,7 @@ def test_the_entropy_bonus_makes_the_policy_a_known_softmax():
     assert telemetry["entropy"][-1] == pytest.approx(-(expected * np.log(expected)).sum(), abs=0.02)
 
 
+@pytest.mark.exhaustive
 def test_trpo_finds_the_rewarded_action_within_its_trust_region():
     agent = TRPO(Bandit(), 16, TRPOSettings(**SMALL, max_kl=0.02))
     state, telemetry = jax.jit(lambda: train(agent, 60))()
@@ -91,6 +92,7 @@ def test_learners_of_continuous_actions_refuse_the_task(name):
         getattr(ja.learners, name)("CartPole-v1")
 
 
+@pytest.mark.exhaustive
 def test_a_policy_that_diverged_shows_at_once():
     agent = PPO(CartPole(), 500, PPOSettings(**SMALL))
     state = jax.jit(agent.init)(jax.random.key(0))

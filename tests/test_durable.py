@@ -104,6 +104,7 @@ def test_killed_at_many_instants(kills, server, reference, tmp_path):
     assert_same(folder, reference)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", ["run", "resume"])
 def test_of_several_starts_at_once_one_goes_on(command, server, runs, reference, tmp_path):
     folder = tmp_path / "run"
@@ -193,6 +194,7 @@ def test_damaged_checkpoints(case, here, stopped, reference):
     assert_same(stopped, reference)
 
 
+@pytest.mark.exhaustive
 def test_killed_while_an_onset_is_trained_again(server, here, stopped, reference):
     flip(stopped / "checkpoints" / "onset-00000010")
     kill = killing(stopped, signal.SIGKILL, chunk=0, wait=2.0)
@@ -437,6 +439,7 @@ program.lane_step = sleepy
 """
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_twice_stops_at_once(server, here, tmp_path):
     """Even while a step of a minute is in flight, in a host callback."""
     folder = tmp_path / "run"
@@ -513,7 +516,9 @@ def test_resumed_on_something_else(here, stopped, reference):
     assert_same(stopped, reference)
 
 
-@pytest.mark.parametrize("devices", ["1", pytest.param("3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "devices", [pytest.param("1", marks=pytest.mark.exhaustive), pytest.param("3", marks=pytest.mark.slow)]
+)
 def test_resumed_on_other_devices(devices, server, stopped):
     other = f"import jax; jax.config.update('jax_num_cpu_devices', {devices})"
     done = server("resume", stopped, first=other)

@@ -64,7 +64,7 @@ def chunked(rows, slots):
     return (np.arange(slots) - first).astype(np.int32), first.astype(np.int32)
 
 
-@pytest.mark.parametrize("begun", [1, 5])
+@pytest.mark.parametrize("begun", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_token_by_token_is_the_forward_pass(begun):
     """More slots than one block has, some rows of which see nothing of the first blocks."""
     model_params = jax.tree.map(lambda x: 4 * x, gpt2.init_params(LONG, jax.random.key(0)))
@@ -129,6 +129,7 @@ def test_lanes_of_one_program_are_equal_to_the_last_bit(params):
     np.testing.assert_array_equal(written[1][0], written[1][2])
 
 
+@pytest.mark.exhaustive
 def test_a_write_under_lanes_stays_a_slice(params):
     """And copies no cache, as a scatter does, which a slot of each lane's own makes of it.
 
@@ -186,6 +187,7 @@ def test_what_is_cut_off(top_k, top_p, kept):
         np.testing.assert_allclose(mass, (np.exp(LOGITS) * ~wanted).sum(1), atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_draws_have_the_models_chances(params):
     """At a temperature and cut off; log-probabilities are before the cut."""
     prompt = np.array([[3, 1, 4]])

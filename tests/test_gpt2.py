@@ -334,6 +334,7 @@ def test_what_comes_later_is_not_seen():
     assert (before[0, 7:] != after[0, 7:]).any(axis=1).all()
 
 
+@pytest.mark.exhaustive
 def test_cudnns_attention_is_asked_for_what_ours_computes(monkeypatch):
     """There is no cuDNN here: JAX's own attention takes its place, with the same arguments."""
     asked, own = [], jax.nn.dot_product_attention

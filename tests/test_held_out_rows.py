@@ -217,6 +217,7 @@ def test_limits_are_of_each_control_against_the_others(stored):
     assert mine.score == pytest.approx(np.median([s[f] for s, f in zip(scores, first, strict=True)]) / limit, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_the_runner_and_the_report_repeat_a_learners_remarks(tmp_path, monkeypatch, capsys):
     """`remarks` gets the first chunk of undisturbed lanes, before the onset, and its sentences are told everywhere."""
     monkeypatch.chdir(tmp_path)

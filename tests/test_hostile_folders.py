@@ -91,6 +91,7 @@ def test_the_payload_would_run(tmp_path):
     assert (tmp_path / "harm").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("codec", ["filters", "v3"])
 def test_a_pickle_in_telemetry_is_not_read(codec, run, payload, monkeypatch):
     """Numcodecs before 0.16.6 unpickles what a store of format 2 asks it to; as this one does where it is told to."""
@@ -356,7 +357,11 @@ def with_pieces(folder, pieces):
 
 
 @pytest.mark.parametrize(
-    "pieces", [[], [[0, 10**9]], [[0, 0]], [[-3, 3]], [[0, True]], [["0", 3]], [[0, 3, 3]], 7, [[0, 2**24]]]
+    "pieces",
+    [
+        *([], [[0, 10**9]], [[0, 0]], [[-3, 3]], [[0, True]], [["0", 3]], [[0, 3, 3]], 7),
+        pytest.param([[0, 2**24]], marks=pytest.mark.exhaustive),
+    ],
 )
 def test_checkpoints_of_other_lanes_are_refused(pieces, run):
     with_pieces(run, pieces)
@@ -496,6 +501,7 @@ def test_tables_that_are_none_are_refused(content, run):
     refused("metrics.csv is damaged", load, run)
 
 
+@pytest.mark.exhaustive
 def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatch, tmp_path, capsys):
     (tmp_path / "dies.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")
     (tmp_path / "fails.py").write_text("raise RuntimeError('no font')")

@@ -116,6 +116,7 @@ def test_a_process_that_is_killed_is_told_of_and_the_run_goes_on(spec, reference
     assert (told.attempt > 1).any()
 
 
+@pytest.mark.exhaustive
 def test_what_is_wrong_is_told_once(spec, tmp_path):
     spec.write_text(SPEC.replace("weight_noise", "label_smoothing"))
     codes, said = ended(together("run", spec, "-o", tmp_path / "run"))

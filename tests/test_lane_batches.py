@@ -128,6 +128,7 @@ def room_for(lanes):
     return int(needed.total / memory.SHARE) + 1
 
 
+@pytest.mark.exhaustive
 def test_the_largest_batch_that_fits_is_chosen_and_is_compiled_already(monkeypatch):
     free = room_for(4)
     monkeypatch.setattr(memory, "available_memory", lambda devices: free)
@@ -150,6 +151,7 @@ def test_processes_beside_each_other_share_the_memory(monkeypatch):
     assert needed.total <= memory.SHARE * free
 
 
+@pytest.mark.exhaustive
 def test_pools_of_margins_share_the_memory_too(monkeypatch):
     chosen = ja.plan(LEARNER, PERTURBATIONS[:1], seeds=2, steps=12, tail=0)
     lines = lay_out(chosen, PERTURBATIONS[:1], Settings(lanes=1_000_000))
@@ -309,6 +311,7 @@ def apart(learner, cases):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.exhaustive
 def test_eight_devices_and_batches_on_them():
     found = apart(QUADRATIC, [(8, "auto"), (8, 3), (8, 1)])
     assert {name: x for name, x in found.items() if x > WIDTH_TOLERANCE} == {}

@@ -245,6 +245,7 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
         ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL | {"context": 32})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("begins", ["random", "checkpoint"])
 def test_nothing_of_its_program_runs_on_the_host_nor_is_a_constant(made, corpus, tmp_path, begins):
     model, params, _ = made

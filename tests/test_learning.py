@@ -96,14 +96,16 @@ def learned():
 OFF_POLICY_ONES = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sac", "td3")]
 
 
-@pytest.mark.parametrize("name", ["ppo", "trpo", *OFF_POLICY_ONES])
+@pytest.mark.parametrize("name", ["ppo", pytest.param("trpo", marks=pytest.mark.exhaustive), *OFF_POLICY_ONES])
 def test_it_learns_what_takes_all_its_parts(name, learned):
     agent, _, told = learned(name)
     found = told["evaluation_return"][:, -1]
     assert (found > 0.15 * nothing(agent)).all(), f"{found / nothing(agent)} of the loss of doing nothing are left"
 
 
-@pytest.mark.parametrize(("algorithm", "settings"), [(PPO, PPOSettings), (TRPO, TRPOSettings)])
+@pytest.mark.parametrize(
+    ("algorithm", "settings"), [(PPO, PPOSettings), pytest.param(TRPO, TRPOSettings, marks=pytest.mark.exhaustive)]
+)
 def test_training_explores_and_the_evaluation_does_not(algorithm, settings):
     """At first the policy's mean is near zero and its deviation one: exploring doubles what doing nothing costs."""
     slow = {"learning_rate": 1e-9} if algorithm is PPO else {"max_kl": 1e-9}
@@ -113,7 +115,7 @@ def test_training_explores_and_the_evaluation_does_not(algorithm, settings):
     np.testing.assert_allclose(ratios, [2.0, 1.0], rtol=0.15)
 
 
-@pytest.mark.parametrize("name", ["sac", "td3"])
+@pytest.mark.parametrize("name", OFF_POLICY_ONES)
 def test_the_evaluation_is_of_the_best_action_known(name, learned):
     """It costs what the mean action does; exploring costs several times as much."""
     agent, states, told = learned(name)

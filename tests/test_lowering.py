@@ -67,7 +67,7 @@ CASES = {
 
 
 SLOW = ("trpo", "td3", "grpo with adapters")
-EXHAUSTIVE = ("ppo", "sac", "grpo", "language_model")
+EXHAUSTIVE = ("ppo", "sac", "grpo", "language_model", "ppo on discrete actions")
 """Of whose programs PPO, SAC and GRPO have the most."""
 
 

@@ -185,6 +185,7 @@ SPANS = [(0, 4), (4, 10), (10, 14), (20, 32), (32, 33)]
 """Of 8 bytes a step; there is a gap, and one that is larger than what is joined."""
 
 
+@pytest.mark.exhaustive
 def test_states_at_an_onset_are_read_for_their_digest_once(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "GRAIN", -1)
     checkpoint._digest_of.cache_clear()

@@ -329,6 +329,7 @@ def step_varied(state, key, taps):
 VARIED = ja.Learner(init_varied, step_varied)
 
 
+@pytest.mark.exhaustive
 def test_the_interval_covers_the_true_median_in_at_least_90_of_100_audits():
     """100 audits of 8 seeds each, side by side; the critical factor is lognormal over seeds with median 100."""
     repetitions, seeds = 100, 8

@@ -121,6 +121,7 @@ def test_a_search_that_kept_auto_is_one_with_the_physics_its_devices_had(finishe
     assert "run/margins holds a search with another spec" in refusal(capsys, "margin", "run")
 
 
+@pytest.mark.exhaustive
 def test_workers_find_what_one_process_finds(run, monkeypatch):
     backend = Calls()
     monkeypatch.setattr(trainers, "opened", backend.opened)

@@ -26,7 +26,7 @@ def plan_on(devices):
     return ja.plan(LEARNER, [ja.weight_noise(0.5, onset=4, duration=2)], seeds=2, steps=8, devices=chosen)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_states_are_trained_in_place(devices):
     """Every leaf of them; the buffer is neither copied in a step nor between a baseline and its forks."""
     plan = plan_on(devices)
@@ -65,6 +65,7 @@ def test_a_piece_that_is_let_go_costs_no_copy_and_one_that_is_held_stays_as_it_w
     assert (states.learner["x"] != jnp.asarray(x)).any()
 
 
+@pytest.mark.exhaustive
 def test_what_products_take_beside_the_plan_of_buffers():
     """GPT-2's head: of the embedding, which jaxlib 0.10 packs whole, and of the results within, no buffer is planned.
 
@@ -87,6 +88,7 @@ def measured(script, *arguments):
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_plan_against_the_process():
     """Four lanes of 34 MiB, on two devices: of the plan, 32 MiB are a guess at what the libraries take."""
     found = measured(ring, 200_000, 2, 2, '"auto"')

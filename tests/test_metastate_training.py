@@ -66,6 +66,7 @@ def mean_likelihood(model, params, y, seen):
     return float(likelihood.sum() / values.sum())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "short_of"),
     [

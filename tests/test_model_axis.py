@@ -127,7 +127,7 @@ def test_states_are_the_same_in_a_checkpoint_however_many_share_a_lane(tmp_path)
 
 
 @pytest.mark.parametrize("devices", [2])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_sampled_tokens_are_the_same(adapted, devices):
     params = gpt2.init_params(TINY, jax.random.key(0))
     if adapted:
@@ -144,6 +144,7 @@ def test_sampled_tokens_are_the_same(adapted, devices):
     np.testing.assert_allclose(found[1], log_probability, rtol=0, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_state_and_argument_bytes_are_as_planned():
     for shared in (1, 2):
         engine = Engine(grid(shared), 1)

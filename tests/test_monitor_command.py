@@ -183,8 +183,9 @@ def runs(tmp_path_factory):
     return made
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "model", ["ensemble", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("chart", "lru"))]
+    "model", [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ensemble", "chart", "lru")]
 )
 def test_runs_are_compared(runs, tmp_path, capsys, model):
     assert main(["detect", *map(str, runs), "-o", str(tmp_path / "out"), "--folds", "2", "--model", model]) == 0
@@ -212,6 +213,7 @@ def test_runs_are_compared(runs, tmp_path, capsys, model):
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.exhaustive
 def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, capsys):
     clean, disturbed = runs
     code, error = sentence(capsys, "detect", clean, "-o", tmp_path / "out")
@@ -225,6 +227,7 @@ def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_of_seeds_needs_no_perturbation(runs):
     data = xr.open_zarr(runs[0] / "telemetry.zarr")
     assert list(data.condition.values) == ["control"]

@@ -16,7 +16,7 @@ from jaxaudit.taps import Disturbance, Slot, Taps, Windows
 
 GAMMA = 0.9
 TEMPERATURE = 0.02
-LEARNING_RATE_TUNED = 3e-3
+TUNED_RATE = 3e-3
 SMALL = {
     "num_envs": 8,
     "iteration_steps": 128,
@@ -134,14 +134,14 @@ def test_a_tuned_temperature_drives_the_entropy_to_its_target(tuned, target):
     assert float(np.median(telemetry["entropy"][-80:])) == pytest.approx(target, abs=0.06)
     last = float(jnp.exp(state.networks.params["temperature"]))
     mean = float(telemetry["temperature"][-1])
-    assert abs(np.log(mean / last)) < SMALL["iteration_steps"] * LEARNING_RATE_TUNED
+    assert abs(np.log(mean / last)) < SMALL["iteration_steps"] * TUNED_RATE
     assert last < 0.2
 
 
 @pytest.fixture(scope="module")
 def tuned():
     """Trains SAC with a tuned temperature towards a target that is data, so that it compiles once."""
-    settings = SACSettings(**SMALL | {"learning_starts": 0, "learning_rate": LEARNING_RATE_TUNED}, automatic_entropy=True)
+    settings = SACSettings(**SMALL | {"learning_starts": 0, "learning_rate": TUNED_RATE}, automatic_entropy=True)
     agent = SAC(Rooms(), Rooms.max_episode_steps, settings)
 
     def iterate(state, index):

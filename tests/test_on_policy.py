@@ -56,6 +56,7 @@ def test_the_policy_finds_the_rewarded_action(learned):
     assert performance[-1] > performance[0] + 0.3
 
 
+@pytest.mark.exhaustive
 def test_performance_is_not_contaminated_by_a_disturbed_reward():
     settings = PPOSettings(**(SMALL | {"num_envs": 2, "epochs": 1}))
     agent = PPO(Probe(lambda a: jnp.float32(1.0), False), 16, settings)

@@ -23,7 +23,12 @@ def example(name):
     return module
 
 
-@pytest.fixture(scope="module", params=NAMES)
+QUICK = ("optax_tutorial", "purejaxrl_ppo")
+
+
+@pytest.fixture(
+    scope="module", params=[n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES]
+)
 def audited(request):
     """An example, and an audit of it: parameters are ruined in one condition, and not disturbed in another."""
     module = example(request.param)
@@ -62,6 +67,7 @@ def test_an_undisturbed_lane_learns(audited):
     assert np.nanmean(control[:, -8:]) > np.nanmean(control[:, :8])
 
 
+@pytest.mark.exhaustive
 def test_a_performance_that_is_missing_in_some_steps_is_declared():
     found = ja.audit(example("purejaxrl_ppo").learner(), [ja.weight_noise(0.0, onset=0.5)], seeds=2, steps=30)
     assert 0 < np.isnan(found.telemetry["performance"].values).mean() < 1

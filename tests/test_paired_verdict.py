@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+from parameters import some_of
 from test_report import dataset, grid, write
 
 import jaxaudit as ja
@@ -130,7 +131,7 @@ def test_a_seed_that_is_unknown_on_either_side_is_missing():
 # The counts, and the words
 
 
-@pytest.mark.parametrize("number", range(200))
+@pytest.mark.parametrize("number", some_of(20, of=200))
 def test_the_verdict_is_that_of_a_count_of_pairs(number):
     rng = np.random.default_rng(number)
     seeds, conditions = int(rng.integers(2, 12)), 6
@@ -166,7 +167,7 @@ def _pairs(times):
     return [np.stack([times[:, c], times[:, 0]]) for c in range(times.shape[1])]
 
 
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", some_of(10, of=40))
 def test_where_no_control_falls_all_is_as_without_pairs(number):
     """Figures and sentences, of a summary with its columns of pairs and without."""
     rng = np.random.default_rng(number)

@@ -532,6 +532,7 @@ def test_quantize_float_rounds_as_the_formats_do(bits, dtype):
 FILES = (data, dialogues, interventions, judges, optimization, parametric, sampler, signal)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("module", FILES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_what_docstrings_show_is_so(module):
     found = doctest.testmod(module)

@@ -101,6 +101,7 @@ def test_auto_is_what_the_devices_have():
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_run_stores_the_engine_it_is_trained_with(finished, trained_on, tmp_path, monkeypatch):
     assert physics(finished) == "c"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -128,6 +129,7 @@ def gpu_workers(monkeypatch):
     return backend
 
 
+@pytest.mark.exhaustive
 def test_workers_settle_it_and_not_who_hands_them_work(trained_on, gpu_workers, tmp_path):
     durable.run(parse(FEW), tmp_path / "run", gpu_workers)
     assert [call for call, _ in gpu_workers.made][:2] == ["jaxaudit.runner.durable:begin", workers.TRAIN]
@@ -195,6 +197,7 @@ def test_a_fork_has_the_engine_of_its_run(copied, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.exhaustive
 def test_an_earlier_versions_run_is_forked_with_the_engine_it_had(copied, tmp_path):
     stored_as(copied, "auto")
     durable.fork(copied, parse(spec_of("c")), tmp_path / "fork")

@@ -138,7 +138,14 @@ def test_figures_of_the_kernels_are_never_coarser(lowered):
         assert products(lambda key: orthogonal.orthogonal(key, (4, 3)), jax.random.key(0)) == {FULL}
 
 
-@pytest.mark.parametrize(("resolved", "expected"), [(None, {None, FULL}), ("float32", {FULL}), ("tf32", {TF32, FULL})])
+@pytest.mark.parametrize(
+    ("resolved", "expected"),
+    [
+        pytest.param(None, {None, FULL}, marks=pytest.mark.exhaustive),
+        pytest.param("float32", {FULL}, marks=pytest.mark.exhaustive),
+        ("tf32", {TF32, FULL}),
+    ],
+)
 def test_a_whole_grid_is_traced_with_the_programs_precision(resolved, expected):
     grid = parse(PPO).build()
     assert grid.program.matmul_precision is None
@@ -182,6 +189,7 @@ def test_what_a_setting_becomes_on_a_gpu(monkeypatch):
     assert ja.plan(quadratic(None), [], **given).program.matmul_precision == "tf32"
 
 
+@pytest.mark.exhaustive
 def test_monitors_are_fitted_and_score_in_float32(monkeypatch):
     model, y = LRU(size=2, hidden=(4,)), np.ones((4, 6, 2), np.float32)
     params = model.init(jax.random.key(0), 2)

@@ -185,6 +185,7 @@ def test_two_workers_that_die_in_the_same_chunk_are_enough(on, tmp_path, capsys)
     assert capsys.readouterr().err.count("note: batch 0 lost its worker") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_spec_and_a_cluster_without_room_are_sentences(cluster, on, tmp_path):
     with pytest.raises(UserError, match="label_smoothing"):
         durable.run(parse(SPEC.replace("weight_noise", "label_smoothing")), tmp_path / "run", on)

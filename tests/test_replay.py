@@ -142,6 +142,7 @@ def test_a_fork_computes_its_suffixes_alone(copied, counted, tmp_path):
     assert environment["forked_from"] == str(copied)
 
 
+@pytest.mark.exhaustive
 def test_new_conditions(copied, counted, tmp_path):
     out = tmp_path / "fork"
     durable.fork(copied, parse(ONE.replace("[3, 30]", "100").replace("magnitude = 1.0", "magnitude = 0.1")), out)
@@ -163,6 +164,7 @@ def test_a_fork_of_the_first_step(tmp_path):
     assert replay(tmp_path / "fork").equal
 
 
+@pytest.mark.exhaustive
 def test_a_fork_stands_alone(copied, tmp_path, monkeypatch):
     """Stopped when it has just begun, moved, and the run it came from gone, it goes on; and can be forked."""
     durable.fork(copied, parse(SPEC), tmp_path / "whole")

@@ -279,6 +279,7 @@ def verdict_of(folder, *times):
     return re.sub(r"<.*?>", "", re.search(r'<ul class="verdict">(.*?)</ul>', page, re.S).group(1)), page
 
 
+@pytest.mark.exhaustive
 def test_late_collapses_are_called_late_where_most_are(tmp_path, page_alone):
     text, _ = verdict_of(tmp_path / "late", [150, 250, 260, 270, None, None, None])
     assert "Most of these collapses come after T_max / 2" in text
@@ -335,6 +336,7 @@ def test_hostile_text_is_harmless(tmp_path):
             assert not list(ElementTree.parse(path).getroot().iter("{http://www.w3.org/2000/svg}script"))
 
 
+@pytest.mark.exhaustive
 def test_one_condition_one_seed(tmp_path):
     write(tmp_path, grid({"lr_spike": ("optimization", (10.0,), 14.0)}), seeds=1)
     page = report.build(tmp_path).read_text()
@@ -372,6 +374,7 @@ def test_unusual_values(tmp_path):
     assert "x_mem" not in json.dumps(specs(page)["spec-channels-1"])
 
 
+@pytest.mark.exhaustive
 def test_several_onsets_partly_run(tmp_path):
     conditions = grid({"lr_spike": KINDS["lr_spike"]}, onsets=(120, 240))
     performance = simulate(conditions, 4, 400)
@@ -401,6 +404,7 @@ def test_telemetry_alone_and_nothing_at_all(tmp_path):
         report.build(tmp_path / "other")
 
 
+@pytest.mark.exhaustive
 def test_large_grid_stays_small(tmp_path, page_alone):
     kinds = {f"kind_{i}": ("data", (0.1, 0.2, 0.4, 0.8), 0.3) for i in range(10)}
     write(tmp_path, grid(kinds), steps=500, channels=CHANNELS)
@@ -469,6 +473,7 @@ def test_of_many_panels_those_that_tell_most_are_drawn(tmp_path):
     assert audited._left_out(groups, groups) is None
 
 
+@pytest.mark.exhaustive
 def test_of_many_magnitudes_some_are_drawn_and_both_ends(tmp_path):
     magnitudes = tuple(float(m) for m in range(1, 41))
     conditions = grid({"lr_spike": ("optimization", magnitudes, 20.0)})

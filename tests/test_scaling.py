@@ -332,6 +332,7 @@ def test_real_runs_whose_worker_was_killed_take_what_is_simulated():
         assert told > measure._predicted(results, rows, 1, 1) + measure.GONE_SECONDS
 
 
+@pytest.mark.exhaustive
 def test_the_page_has_the_tables_of_what_is_simulated():
     page = (SCALING / "README.md").read_text()
     told = measure.compare(SCALING / "results").splitlines() + gpt2_lanes.sizes().splitlines()

@@ -79,6 +79,7 @@ def test_two_processes_that_write_batches_at_once_lose_nothing(begun, reference)
     assert_same(begun, reference)
 
 
+@pytest.mark.exhaustive
 def test_what_others_have_not_trained_is_trained_by_the_one_that_gathers(begun, reference):
     train_batch(begun, 0)
     train_batch(begun, 1)

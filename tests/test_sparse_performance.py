@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parameters import some_of
 
 import jaxaudit as ja
 from jaxaudit import datasets, metrics, registry, results
@@ -64,7 +65,7 @@ def by_hand(series, onset):
     return found
 
 
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", some_of(15, of=60))
 def test_metrics_are_those_of_the_measured_steps(number):
     rng = np.random.default_rng(number)
     onset = int(rng.integers(20, 60))
@@ -79,7 +80,7 @@ def test_metrics_are_those_of_the_measured_steps(number):
         assert found[name] == pytest.approx(value, rel=1e-4, nan_ok=True), name
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", some_of(5, of=20))
 def test_what_is_measured_at_every_step_is_as_if_not_sparse(number):
     rng = np.random.default_rng(number)
     series = rng.normal(10, 1, 100)
@@ -294,7 +295,7 @@ hold = 12
 """
 
 
-@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("declared", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_stored_run_knows_what_was_declared(tmp_path, capsys, monkeypatch, declared):
     monkeypatch.setitem(
         registry.learners._entries, "episodic_test_learner", lambda: episodic(SPARSE if declared else None)

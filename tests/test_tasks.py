@@ -391,6 +391,7 @@ SPINNING = """
 """
 
 
+@pytest.mark.exhaustive
 def test_mjx_turns_and_slides_as_c_mujoco():
     """Bodies that spin on free and ball joints, and a capsule that stands nearly upright on a plane."""
     model = mujoco.MjModel.from_xml_string(SPINNING)
@@ -414,6 +415,7 @@ def test_mjx_turns_and_slides_as_c_mujoco():
     assert np.quantile(errors, 0.95) < 2e-5
 
 
+@pytest.mark.exhaustive
 def test_mjx_is_traced_once_wherever_programs_step_it(monkeypatch):
     traced = []
     forward = mjx_step.forward
@@ -497,6 +499,7 @@ def test_c_engine_is_deterministic_and_scans(name):
     jax.tree.map(np.testing.assert_array_equal, roll(jax.random.key(7)), roll(jax.random.key(7)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "width"), [("InvertedPendulum-v5", 20000), pytest.param("Ant-v5", 2000, marks=pytest.mark.slow)]
 )

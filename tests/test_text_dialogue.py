@@ -357,6 +357,7 @@ def test_fields_have_other_names_and_annotations_are_left_out_of_demonstrations_
     assert seen.reward["gold"][0] == 0, "the pattern is of an annotation"
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_with_fewer_positions_than_a_row_has_slots(file, tmp_path):
     model = gpt2.GPT2(257, 40, gpt2.SIZES["micro"])
     gpt2_checkpoint.save(tmp_path / "model", gpt2.init_params(model, jax.random.key(0)), model)

@@ -44,6 +44,7 @@ class Toss(ja.Dialogue):
         return {"gold": ((asked == coin) & (last % 2 == 0)).astype(jnp.float32)}
 
 
+@pytest.mark.exhaustive
 def test_a_pretrained_value_model_explains_what_can_be_known(monkeypatch):
     monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 2, 2))
     settings = settings_of("ppo_lm")(

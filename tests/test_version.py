@@ -35,6 +35,7 @@ def old_dialogue(tmp_path):
     return unpacked("run-0.2-dialogue", tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_version_0_1_is_read_and_reported(old):
     with xr.open_zarr(old / "telemetry.zarr", chunks=None) as telemetry:
         assert dict(telemetry.sizes)["condition"] == 4

@@ -92,7 +92,7 @@ def ending(learner, wanted):
 
 @pytest.fixture(
     scope="module",
-    params=["models", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(CASES)[1:])],
+    params=[pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES],
 )
 def trained(request, corpus):
     """The kinds, and the telemetry of a lane of each beside an undisturbed one's."""
@@ -129,6 +129,7 @@ def test_what_is_disturbed_is_felt_in_its_window_and_not_after(trained):
     assert set(unfelt) <= UNFELT, "nothing is shown to end that was not felt"
 
 
+@pytest.mark.exhaustive
 def test_the_dialogue_has_all_sites_but_those_of_simulations_and_texts():
     missing = set(SITES) - set(find_sites(dialogue(), STEPS))
     assert missing == {"observation", "action", "dynamics", "tokens", "label_smoothing"}

@@ -1,5 +1,6 @@
 """Learners that are made for no task: their specs have no [task]."""
 
+import pytest
 import taskless  # noqa: F401  # registers it
 from log_files import refusal
 
@@ -23,6 +24,7 @@ onset = 10
 """
 
 
+@pytest.mark.exhaustive
 def test_a_spec_needs_no_task_where_its_learner_takes_none(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
     spec = parse(SPEC)

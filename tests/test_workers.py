@@ -124,6 +124,7 @@ def test_workers_that_vanish_are_followed_by_others_that_go_on(run, reference, c
     assert "note: batch 0 lost its worker after step 8 (gone)" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_two_that_vanish_in_the_same_chunk_are_enough_and_another_run_can_go_on(run, reference):
     with pytest.raises(Failed, match=r"batch 3 lost its worker twice after step 12 \(gone\), so it is given up; go on"):
         run(Here(vanish={3: [1, 0]}))
@@ -132,12 +133,14 @@ def test_two_that_vanish_in_the_same_chunk_are_enough_and_another_run_can_go_on(
     assert 0 not in backend.handed
 
 
+@pytest.mark.exhaustive
 def test_one_taken_for_lost_that_ends_first_is_accepted(run, reference):
     """A worker that nobody hears of, whose attempt is complete."""
     backend = Here(silent=(1, 5))
     assert_same(run(backend), reference)
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_of_a_worker_is_told_and_the_run_goes_on(run, reference, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")

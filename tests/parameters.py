@@ -1,0 +1,10 @@
+"""Parameters of tests, a few for the default run and the others for the exhaustive one."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def some_of(count: int, of: int) -> list:
+    """The numbers from 0 to `of`, without the end; those from `count` on are marked as exhaustive."""
+    return [*range(count), *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(count, of))]
