@@ -4,9 +4,9 @@
 
 A mutant is the package with one expression changed: a sign, an operator, a comparison, a constant, a condition, an
 argument that is left out. Each is made in a copy of the repository, so that nothing here changes, and is killed if a
-test fails or does not end within the limit. Columns: module, line, what, before, after, outcome, tests, seconds. What
-survives is to be read by a person: either a test is missing, or the mutant does the same. Stopped, the same command
-goes on after the last in OUT.csv.
+test fails or does not end within the limit; the default tests come first, then the exhaustive ones. Columns: module,
+line, what, before, after, outcome, tests, seconds. What survives is to be read by a person: either a test is missing,
+or the mutant does the same. Stopped, the same command goes on after the last in OUT.csv.
 
 A module that no test imports is put to the tests of those that import it. With `--tests`, every file of the pattern is
 run. Where the tests have run here before, copies begin with what they compiled (`.pytest_cache/xla`): XLA then works
@@ -197,6 +197,13 @@ def in_order(tests: set[str], module: str, importing: tuple[str, ...]) -> tuple[
     return tuple(sorted(tests, key=turn))
 
 
+SELECTIONS = ("not slow and not exhaustive", "exhaustive and not slow")
+"""What continuous integration runs, the quicker tests first."""
+
+NOTHING_SELECTED = 5
+"""Pytest's exit status where no test has the marks asked for."""
+
+
 class Copies:
     """Copies of the repository, one for each worker, in which mutants are put to the test files of a pattern."""
 
@@ -235,13 +242,19 @@ def _left(folder: str, names: list[str]) -> set[str]:
 def _tested(folder: Path, tests: tuple[str, ...], limit: float) -> str:
     if not tests:
         return "no tests"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return "killed by time"
-    return {0: "survived", 1: "killed", 2: "killed"}.get(done.returncode, f"pytest {done.returncode}")
+    ends = time.monotonic() + limit
+    for marks in SELECTIONS:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", marks, *tests]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, timeout=ends - time.monotonic(), check=False
+            )
+        except subprocess.TimeoutExpired:
+            return "killed by time"
+        if done.returncode not in (0, NOTHING_SELECTED):
+            return "killed" if done.returncode in (1, 2) else f"pytest {done.returncode}"
+    return "survived"
 
 
 def main() -> None:
