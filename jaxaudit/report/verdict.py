@@ -9,7 +9,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from jaxaudit.perturbations.core import INTERVENTION
-from jaxaudit.report.critical import critical_of, rows
+from jaxaudit.report.critical import control_of, critical_of, rows
 from jaxaudit.report.harm import EFFECT, Judged, judge
 from jaxaudit.report.helped import effect
 from jaxaudit.report.lines import ACTING
@@ -65,6 +65,8 @@ def _lead(run: Run, outcomes: list[_Outcome], judged: Judged) -> Markup:
     total = len(outcomes)
     if not outcomes:
         return Markup("Nothing was disturbed: interventions waited for an alarm.")
+    if all(o.kind == "unknown" for o in outcomes):
+        return Markup("Whether anything that was tried collapses this learner could not be computed.")
     if not names["collapses"]:
         text = Markup("Nothing that was tried collapses this learner in half of its seeds or more.")
         if run.seeds == 1:
@@ -134,9 +136,11 @@ def _outcome(run: Run, panel: Panel) -> _Outcome:
     share = data["lost_share"] if "lost_share" in data else pd.Series(dtype=float)
     name = Markup("<b>{}</b>").format(panel.title)
     if share.isna().all():
-        why = "{}: every control of its onset collapses, so there is nothing to compare its seeds with."
-        if not len(share) or (data["standing"] > 0).any():
-            why = "{}: the collapse probability could not be computed."
+        controls = control_of(run, panel)
+        if controls is not None and (controls == 1).any() and not (data["standing"] > 0).any():
+            why = "{}: every control of its onset collapses, so there is nothing to compare its seeds with."
+        else:
+            why = "{}: the collapse probability could not be computed (the column \"why n/a\" of the tables has the reason)."
         return _Outcome(panel, "unknown", Markup(why).format(name))
     if (share >= 0.5).any():
         return _Outcome(panel, "collapses", name + _collapses(run, panel, data))
