@@ -183,7 +183,7 @@ def _signals(run: Run) -> list[Block]:
         return [f"It takes at least {FEWEST_SEEDS} seeds to tell what is unusual: {run.seeds} were run."]
     signals = first_signals(run)
     if signals.empty:
-        return ["No condition collapses in any seed, so nothing could warn of it."]
+        return ["No seed is known to collapse under any condition, so nothing could warn of it."]
     hint = (
         "Of the seeds that collapse under a condition: in how many a channel left the range of the undisturbed control "
         f"before or as performance collapsed, and when (medians, steps). The limit of each channel is its largest "

@@ -50,7 +50,7 @@ def verdict(run: Run, groups: list[Panel]) -> Verdict:
     outcomes = [_harmed(run, o, judged) if o.kind == "unharmed" else o for o in outcomes]
     sentences = [o.sentence for kind in ("collapses", "sometimes", "harmed") for o in outcomes if o.kind == kind]
     sentences += _unharmed(run, [o for o in outcomes if o.kind == "unharmed"], judged)
-    sentences += [o.sentence for o in outcomes if o.kind == "unknown"]
+    sentences += _unknown([o for o in outcomes if o.kind == "unknown"])
     sentences += [sentence for told in effects if told for sentence in told]
     sentences += [told for panel in groups if (told := _acting(run, panel))]
     if judged.count:
@@ -136,12 +136,7 @@ def _outcome(run: Run, panel: Panel) -> _Outcome:
     share = data["lost_share"] if "lost_share" in data else pd.Series(dtype=float)
     name = Markup("<b>{}</b>").format(panel.title)
     if share.isna().all():
-        controls = control_of(run, panel)
-        if controls is not None and (controls == 1).any() and not (data["standing"] > 0).any():
-            why = "{}: every control of its onset collapses, so there is nothing to compare its seeds with."
-        else:
-            why = "{}: the collapse probability could not be computed (the column \"why n/a\" of the tables has the reason)."
-        return _Outcome(panel, "unknown", Markup(why).format(name))
+        return _Outcome(panel, "unknown", Markup("{}").format(_why_unknown(run, panel, data)))
     if (share >= 0.5).any():
         return _Outcome(panel, "collapses", name + _collapses(run, panel, data))
     if (share > 0).any():
@@ -150,6 +145,26 @@ def _outcome(run: Run, panel: Panel) -> _Outcome:
         text = text.format(worst["label"], _share(run, worst)) + _spared(data, worst)
         return _Outcome(panel, "sometimes", name + text)
     return _Outcome(panel, "unharmed", name)
+
+
+def _unknown(outcomes: list[_Outcome]) -> list[Markup]:
+    """A sentence for each reason, with all perturbations that have it."""
+    reasons = dict.fromkeys(o.sentence for o in outcomes)
+    titles = {why: [o.panel.title for o in outcomes if o.sentence == why] for why in reasons}
+    return [_names(names) + Markup(": {}.").format(why) for why, names in titles.items()]
+
+
+def _why_unknown(run: Run, panel: Panel, data: pd.DataFrame) -> str:
+    """Why no seed of a perturbation is known to collapse or not to, beside its control."""
+    controls = control_of(run, panel)
+    if controls is not None and (controls == 1).any() and not (data["standing"] > 0).any():
+        return "every control of the same onset collapses, so there is nothing to compare with"
+    text = "the collapse probability could not be computed"
+    if run.metrics is None or "reason" not in run.metrics:
+        return text
+    lanes = run.metrics[run.metrics["condition"].isin(data["condition"])]
+    reasons = lanes["reason"].astype(str).str.extract(r"(?:^|; )collapse_time: ([^;]+)", expand=False).dropna()
+    return text if reasons.empty else f"{text}: {reasons.iloc[0]}"
 
 
 def _harmed(run: Run, outcome: _Outcome, judged: Judged) -> _Outcome:
