@@ -506,6 +506,7 @@ def test_a_reader_that_has_read_enough():
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_spec_in_a_shell():
     Path("spec.toml").write_text(
         GOOD.replace('"quadratic"', '"ppo"\nnum_envs = 2').replace('spike"', 'spike"\ntarget = "x"')

@@ -223,6 +223,7 @@ def test_an_intervention_without_a_monitor_is_refused():
         ja.audit(noisy_descent(), [ja.lower_learning_rate()], steps=STEPS, seeds=1)
 
 
+@pytest.mark.exhaustive
 def test_a_monitor_of_other_channels_is_refused(monitor):
     from quadratic import quadratic
 
@@ -393,6 +394,7 @@ def rewritten(path, **changed):
     np.savez(path, description=np.array(json.dumps(kept)), **held)
 
 
+@pytest.mark.exhaustive
 def test_a_monitor_that_cannot_be_used_is_refused_and_nothing_is_made(monitor, tmp_path):
     spec, out = spec_with(monitor, tmp_path), tmp_path / "run"
     rewritten(tmp_path / "fitted.npz", version=99)

@@ -201,7 +201,7 @@ def drawn(spec):
     return [pd.read_csv(io.StringIO(text), keep_default_na=False, na_values=[""]) for text in texts]
 
 
-@pytest.mark.parametrize("kind", ["compared", "watched"])
+@pytest.mark.parametrize("kind", ["compared", pytest.param("watched", marks=pytest.mark.exhaustive)])
 def test_pages_load_nothing_and_figures_are_files(kind, request):
     folder, page, _ = request.getfixturevalue(kind)
     names = {

@@ -85,7 +85,7 @@ def test_a_reward_model_has_pairs_and_a_rate_of_its_own():
     assert [equal(first.reward_model, other.reward_model) for other in others] == [True, False, False]
 
 
-@pytest.mark.parametrize("updates", [1, demonstrations.LOOKS + 1])
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.exhaustive), demonstrations.LOOKS + 1])
 def test_a_warm_start_makes_no_more_updates_than_it_is_given(updates):
     """Adam's steps are of the rate at most, so that the largest change counts them while gradients keep their sign."""
     policy = Network(gpt2.GPT2(HOP.vocabulary, HOP.length, gpt2.SIZES["tiny"]))
@@ -120,6 +120,10 @@ def test_a_learned_reward_is_compared_with_gold_in_standard_deviations():
     wanted = (score[later] + 6 - score.mean()) / score.std() - (gold[later] - gold.mean()) / gold.std()
     np.testing.assert_allclose(found.value, wanted[kept].mean(), rtol=1e-5)
     np.testing.assert_allclose(Scale.of(np.ones(4))(3.0), 2.0)
+
+
+@pytest.mark.exhaustive
+def test_scales_of_scores_are_those_of_the_reference_s_rows():
     state = begun(reward_model_warm_start=5)
     assert state.scales["proxy"].std > 0
     mean, std = state.scales["gold"].mean, state.scales["gold"].std

@@ -174,6 +174,16 @@ def test_advantages_over_given_tokens_are_verl_s(verl):
     np.testing.assert_allclose(advantages.whiten(advantage, own)[own], verl["gae"][own], rtol=1e-8)
 
 
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_whitened_advantages_have_numpy_s_deviation_however_few_tokens_there_are(count):
+    advantage = np.random.default_rng(count).normal(2.0, 3.0, (2, 5))
+    own = np.arange(10).reshape(2, 5) < count
+    expected = (advantage[own] - advantage[own].mean()) / advantage[own].std(ddof=1)
+    found = advantages.whiten(jnp.asarray(advantage), jnp.asarray(own))
+    np.testing.assert_allclose(found[own], expected, rtol=1e-5)
+    assert not np.asarray(found)[~own].any()
+
+
 @pytest.mark.parametrize("name", ["group", "group_mean", "leave_one_out"])
 def test_baselines_of_groups_are_verl_s(name, verl):
     kwargs = {"eps": 1e-6} if name == "group" else {}

@@ -188,6 +188,7 @@ def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
         np.testing.assert_allclose(other, one, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_minibatch_without_own_tokens_has_no_gradient(monkeypatch):
     monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 1, 2))
     few = {"size": "tiny", "prompts": 4, "group_size": 4, "minibatches": 1, "telemetry": "basic", "warm_start": 0}

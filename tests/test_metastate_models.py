@@ -33,6 +33,7 @@ def telemetry(seed, steps=STEPS, share=0.8):
     return y.astype(np.float32), (random.random((steps, CHANNELS)) < share).astype(np.float32)
 
 
+@pytest.mark.exhaustive
 def test_step_by_step_is_all_at_once(model):
     y, seen = telemetry(0)
     params = initialised(model, jax.random.key(0))

@@ -126,8 +126,9 @@ def test_states_are_the_same_in_a_checkpoint_however_many_share_a_lane(tmp_path)
         assert all(map(np.array_equal, jax.tree.leaves(again[0].states), jax.tree.leaves(kept[0].states)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("devices", [2])
-@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("adapted", [False, True])
 def test_sampled_tokens_are_the_same(adapted, devices):
     params = gpt2.init_params(TINY, jax.random.key(0))
     if adapted:

@@ -295,7 +295,8 @@ hold = 12
 """
 
 
-@pytest.mark.parametrize("declared", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("declared", [True, False])
 def test_a_stored_run_knows_what_was_declared(tmp_path, capsys, monkeypatch, declared):
     monkeypatch.setitem(
         registry.learners._entries, "episodic_test_learner", lambda: episodic(SPARSE if declared else None)
