@@ -35,6 +35,10 @@ NOISE = {
 }
 
 
+LOGARITHMIC = alt.Axis(values=[-30, -3, -0.3, 0], format=".1~f")
+"""An axis of explained variances, which have no lower bound where returns hardly vary."""
+
+
 def draw_warm_start() -> None:
     """Success over updates on demonstrations."""
     frame = pd.read_csv(HERE / "warm_start.csv").assign(steps=lambda f: f.steps.astype(str))
@@ -62,9 +66,14 @@ def draw() -> None:
     control = ppo[ppo.condition.str.startswith("control")]
     panels = []
     ppo["label"] = ppo.condition.map(CONDITIONS)
-    for value, title, scale in (
-        ("performance", "final performance (chance 1/6)", alt.Scale(domain=[0, 1])),
-        ("explained_variance", "explained variance, last ten", alt.Scale()),
+    for value, title, scale, axis in (
+        ("performance", "final performance (chance 1/6)", alt.Scale(domain=[0, 1]), alt.Axis()),
+        (
+            "explained_variance",
+            "explained variance, last ten (symlog)",
+            alt.Scale(type="symlog", constant=0.1),
+            LOGARITHMIC,
+        ),
     ):
         means = of_seeds(ppo, ["steps", "label"], value).assign(steps=lambda f: f.steps.astype(str))
         base = alt.Chart(means).encode(
@@ -74,8 +83,10 @@ def draw() -> None:
         )
         panels.append(
             alt.layer(
-                base.mark_rule(strokeWidth=1.4).encode(y=alt.Y("min:Q", scale=scale, title=title), y2="max:Q"),
-                base.mark_circle(size=50, opacity=1).encode(y=alt.Y("mean:Q", title=title)),
+                base.mark_rule(strokeWidth=1.4).encode(
+                    y=alt.Y("min:Q", scale=scale, title=title, axis=axis), y2="max:Q"
+                ),
+                base.mark_circle(size=50, opacity=1).encode(y=alt.Y("mean:Q", title=title, axis=axis)),
             ).properties(width=200, height=170)
         )
     bins = [c for c in ppo.columns if c.startswith("correlation ")]
