@@ -6,5 +6,5 @@ import pytest
 
 
 def some_of(count: int, of: int) -> list:
-    """The numbers from 0 to `of`, without the end; those from `count` on are marked as exhaustive."""
+    """Returns the parameters 0 to `of - 1`, of which all but the first `count` are marked as exhaustive."""
     return [*range(count), *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(count, of))]

@@ -257,6 +257,9 @@ def test_where_no_collapse_is_known_the_verdict_does_not_say_that_there_is_none(
     assert lead.startswith("Whether anything that was tried collapses this learner could not be computed.")
     assert sum("the collapse probability could not be computed" in text for text in sentences) == 1
     assert not any("every control" in text for text in sentences)
+    run = run_of(np.full((6, 6), np.nan))
+    run.metrics["reason"] = "diverged: another; collapse_time: nothing comes before the onset; pre_std: a third"
+    assert any(": nothing comes before the onset." in text and "another" not in text for text in said(run))
 
 
 # The critical magnitude

@@ -157,7 +157,7 @@ def _unknown(outcomes: list[_Outcome]) -> list[Markup]:
 def _why_unknown(run: Run, panel: Panel, data: pd.DataFrame) -> str:
     """Why no seed of a perturbation is known to collapse or not to, beside its control."""
     controls = control_of(run, panel)
-    if controls is not None and (controls == 1).any() and not (data["standing"] > 0).any():
+    if controls is not None and (controls == 1).any() and "standing" in data and not (data["standing"] > 0).any():
         return "every control of the same onset collapses, so there is nothing to compare with"
     text = "the collapse probability could not be computed"
     if run.metrics is None or "reason" not in run.metrics:
