@@ -10,7 +10,7 @@ from jaxaudit import source_tree
 
 # ruff: noqa: F401, F403
 if TYPE_CHECKING:  # for type checkers and editors; in a program a name is imported when it is first asked for
-    from jaxaudit import dialogues, learners, metrics, statistics, tasks, text
+    from jaxaudit import dialogues, learners, metrics, remedies, statistics, tasks, text
     from jaxaudit.auditing import audit
     from jaxaudit.dialogues import Dialogue
     from jaxaudit.grid import plan
@@ -19,10 +19,11 @@ if TYPE_CHECKING:  # for type checkers and editors; in a program a name is impor
     from jaxaudit.margins.table import Margins
     from jaxaudit.metastate.monitor import Monitor
     from jaxaudit.models.sampling import generate
-    from jaxaudit.optimizer import Optimizer
+    from jaxaudit.optimizer import Adam, Optimizer
     from jaxaudit.perturbations import *
     from jaxaudit.program import compiled, run
     from jaxaudit.registry import register
+    from jaxaudit.remedied_learner import remedied
     from jaxaudit.results import Result
     from jaxaudit.taps import SITES, Taps
     from jaxaudit.whole import inputs
@@ -31,9 +32,10 @@ __version__ = "0.3.0"
 
 source_tree.find_kernels()
 
-_PACKAGES = ("dialogues", "learners", "metrics", "statistics", "tasks", "text")
+_PACKAGES = ("dialogues", "learners", "metrics", "remedies", "statistics", "tasks", "text")
 
 _HOMES = {
+    "Adam": "optimizer",
     "SITES": "taps",
     "Channel": "learner",
     "Dialogue": "dialogues",
@@ -50,6 +52,7 @@ _HOMES = {
     "margin": "margins.search",
     "plan": "grid",
     "register": "registry",
+    "remedied": "remedied_learner",
     "run": "program",
 }
 """Where the public names are; the others are perturbations."""

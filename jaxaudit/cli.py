@@ -24,7 +24,7 @@ from jaxaudit.machine import collect_garbage_seldom, occupy, planned_threads, pr
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
 
-LISTS = ("tasks", "learners", "perturbations", "interventions", "metrics")
+LISTS = ("tasks", "learners", "remedies", "perturbations", "interventions", "metrics")
 
 DRAWN_WITH = {
     "altair": "altair>=6.0,<7",

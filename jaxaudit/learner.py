@@ -171,6 +171,9 @@ class Learner:
         of a sentence.
       numbers: for some of its sites, numbers that are data to its taps and known before a run, by name: they bound what
         magnitudes mean something there.
+      changed: `changed(change) -> Learner`, this learner with other settings, for remedies that change them;
+        `change(settings)` gives the new values by name. ValueError, in one sentence, where there is no setting of such
+        a name, or the value makes no sense. None: its settings cannot be changed.
       partition: `partition(path, shape)`, how a lane's arrays are split where several devices share it: for each axis
         of the array of a leaf of the state or of `data`, by the leaf's path ("params/wte/embedding"), "model" or None;
         () where it is not. An axis may be odd: it is filled up on the devices alone. None: no lane can be shared.
@@ -194,6 +197,7 @@ class Learner:
     save: Callable[[Path, State, Any], None] | None = field(default=None, compare=False)
     absent: Mapping[str, str] = field(default_factory=dict, compare=False)
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
+    changed: Callable[..., Learner] | None = field(default=None, compare=False, repr=False)
     partition: Partition | None = None
     indivisible: Mapping[str, int] = field(default_factory=dict, compare=False)
     shapes: Shapes = field(init=False, repr=False)
@@ -248,7 +252,7 @@ class Learner:
     @property
     def without_data(self) -> Learner:
         """The learner with shapes in the place of its data: all that a program depends on, and light to keep."""
-        return replace(self, data=self.shapes.tree)
+        return replace(self, data=self.shapes.tree, changed=None)
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,6 +42,16 @@ def learners() -> list[str]:
     return lines
 
 
+def remedies() -> list[str]:
+    """The remedies, each with where it acts, its standard strength and the one that changes nothing."""
+    rows = [("name", "acts on", "strength", "neutral", "what it does")]
+    for name in registry.remedies:
+        kind = registry.remedies[name]
+        neutral = "" if kind.neutral is None else f"{kind.neutral:g}"
+        rows.append((name, kind.site or "settings", f"{kind.strength:g}", neutral, summary(kind)))
+    return aligned(rows)
+
+
 def perturbations() -> list[str]:
     """The perturbations, with their standard magnitudes and durations."""
     return _kinds(registry.perturbations)

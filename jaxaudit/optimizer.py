@@ -1,4 +1,4 @@
-"""The optimizer-side sites, served once for all: gradient, clip_norm, learning_rate, optimizer_state, params."""
+"""The optimizer-side sites and hooks, served once for all: gradient, clip_norm, learning_rate, optimizer_state, params."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import optax
 from flax import struct
 
 from jaxaudit.moments import FIRST_MOMENT
+from jaxaudit.remedies import core as remedies
 from jaxaudit.sharding import is_split
 from jaxaudit.taps import Taps
 
@@ -41,18 +42,43 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Adam:
+    """Adam's direction with other transformations behind it, and decay rates that may be traced.
+
+    Attributes:
+      betas: decay rates of the first and second moment.
+      epsilon: added to the root of the second moment.
+      rest: what follows in an `optax.chain`, e.g. weight decay; None: no chain.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    rest: tuple[optax.GradientTransformation, ...] | None = None
+
+    def with_betas(self, beta1: Any, beta2: Any) -> optax.GradientTransformation:
+        """The transformation with other decay rates, scalars."""
+        first = optax.scale_by_adam(beta1, beta2, self.epsilon)
+        return first if self.rest is None else optax.chain(first, *self.rest)
+
+    def init(self, params: Params) -> Any:
+        """The transformation's state."""
+        return self.with_betas(*self.betas).init(params)
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """An optax transformation with its learning rate and clipping outside, where the audit can reach them.
 
     Attributes:
-      transform: the direction of the update, without a learning rate: `optax.scale_by_adam(eps=1e-5)`.
+      transform: the direction of the update, without a learning rate: `optax.scale_by_adam(eps=1e-5)`; or an `Adam`,
+        the same, whose decay rates remedies can change.
       learning_rate: a number, or a schedule of the run's progress in [0, 1].
       max_norm: threshold on the gradient's global norm, or None for no clipping.
       label: begins the paths of this optimizer's values, so that `target` can tell optimizers apart.
       outside: the progress that stands for steps outside a run, whose length is not known.
     """
 
-    transform: optax.GradientTransformation
+    transform: optax.GradientTransformation | Adam
     learning_rate: float | Callable[[jax.Array], jax.Array] = 3e-4
     max_norm: float | None = None
     label: str = ""
@@ -72,26 +98,59 @@ class Optimizer:
         params = taps("params", params, label=self.label, reinitialise=reinitialise)
         return params, taps("optimizer_state", state, label=self.label)
 
-    def update(self, params: Params, state: Any, gradient: Params, taps: Taps) -> tuple[Params, Any, Update]:
-        """One update with `gradient`, tapping gradient, clip_norm and learning_rate: (params, state, what it did)."""
-        gradient, used = disturbed_gradient(gradient, taps, self.label)
-        return self.follow(params, state, gradient, used, taps)
+    def update(
+        self, params: Params, state: Any, gradient: Params, taps: Taps, **context: Any
+    ) -> tuple[Params, Any, Update]:
+        """One update with `gradient`, tapping gradient, clip_norm and learning_rate: (params, state, what it did).
+
+        Remedies act at the hooks of `jaxaudit.remedies.HOOKS`. They read what the learner gives of the minibatch as
+        `context`, by name: its "loss", scalar; the "approximate_kl" of the policy from the one that has collected the
+        samples, scalar; and "gradient_of", `gradient_of(term) -> tree of the parameters`, the gradient of
+        `term(params, samples)`, scalar, on another minibatch that is drawn independently of this one.
+        """
+        gradient, used = self.gradient(params, gradient, taps, **context)
+        return self.follow(params, state, gradient, used, taps, **context)
+
+    def gradient(self, params: Params, gradient: Params, taps: Taps, **context: Any) -> tuple[Params, jax.Array]:
+        """The gradient as it is used, with penalties and disturbances, and `disturbed_gradient`'s cosine."""
+        gradient = taps.remedy("penalty", gradient, label=self.label, params=params, **context)
+        return disturbed_gradient(gradient, taps, self.label)
 
     def follow(
-        self, params: Params, state: Any, gradient: Params, used: jax.Array, taps: Taps
+        self, params: Params, state: Any, gradient: Params, used: jax.Array, taps: Taps, **context: Any
     ) -> tuple[Params, Any, Update]:
-        """As `update`, with what `disturbed_gradient` gave."""
+        """As `update`, with what `gradient` gave."""
+        before, keep, scale = state, None, None
+        if taps.helps("guard"):
+            proposed = remedies.Update(gradient, state, jnp.ones(()), jnp.ones(()))
+            proposed = taps.remedy("guard", proposed, label=self.label, params=params, **context)
+            gradient, state, keep, scale = proposed.gradient, proposed.moments, proposed.keep, proposed.scale
         norm = optax.tree.norm(gradient).astype(jnp.float32)
         clipped = jnp.zeros(())
         if self.max_norm is not None:
             threshold = taps("clip_norm", jnp.float32(self.max_norm), label=self.label)
             clipped = (norm > threshold).astype(jnp.float32)
             gradient = jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / jnp.maximum(norm, 1e-12)), gradient)
-        direction, state = self.transform.update(gradient, state, params)
+        transform, betas = self._transform(taps)
+        direction, state = transform.update(gradient, state, params)
+        seen = {"params": params, "gradient": gradient, "moments": state, "betas": betas}
+        direction = taps.remedy("direction", direction, label=self.label, **seen)
         rate = self._rate(taps)
         change = jax.tree.map(lambda d: -rate * d, direction)
+        if keep is not None:
+            change = jax.tree.map(lambda c: jnp.where(keep > 0, scale * c, 0), change)
+            state = jax.tree.map(lambda new, old: jnp.where(keep > 0, new, old), state, before)
         done = Update(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state), used)
         return optax.apply_updates(params, change), state, done
+
+    def _transform(self, taps: Taps) -> tuple[optax.GradientTransformation, tuple[Any, Any] | None]:
+        """The transformation of this update, and its decay rates where they are known."""
+        if not isinstance(self.transform, Adam):
+            return self.transform, None
+        betas = self.transform.betas
+        if taps.helps("betas"):
+            betas = taps.remedy("betas", tuple(map(jnp.float32, betas)), label=self.label)
+        return self.transform.with_betas(*betas), betas
 
     def _rate(self, taps: Taps) -> jax.Array:
         schedule = self.learning_rate

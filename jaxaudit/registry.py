@@ -20,11 +20,13 @@ class Registry:
     An entry point is an entry, or a module that registers one of its name when it is imported.
 
     `own` are the modules of this package that register entries as they are imported, which is when one is asked for.
+    `plural` is of `what`, where it is not with an s.
     """
 
-    def __init__(self, what: str, *own: str):
+    def __init__(self, what: str, *own: str, plural: str = ""):
         self.what = what
         self._own = own
+        self._group = f"jaxaudit.{(plural or what + 's').replace(' ', '_')}"
         self._entries: dict[str, Any] = {}
         self._complete = False
 
@@ -56,13 +58,13 @@ class Registry:
             self._complete = True
             for module in self._own:
                 import_module(f"jaxaudit.{module}")
-            for point in entry_points(group=f"jaxaudit.{self.what.replace(' ', '_')}s"):
+            for point in entry_points(group=self._group):
                 found = point.load()
                 if not isinstance(found, ModuleType):
                     self.register(point.name, found)
                 elif point.name not in self._entries:
                     raise ValueError(
-                        f"the entry point '{point.name}' of jaxaudit.{self.what.replace(' ', '_')}s is the module "
+                        f"the entry point '{point.name}' of {self._group} is the module "
                         f"{found.__name__}, which registers no {self.what} of that name"
                     )
 
@@ -91,12 +93,14 @@ dialogues = Registry("dialogue", "dialogues")
 learners = Registry("learner", "learners")
 perturbations = Registry("perturbation", "perturbations")
 interventions = Registry("intervention", "perturbations")
+remedies = Registry("remedy", "remedies", plural="remedies")
 metrics = Registry("metric")
 
 
 def register(kind: str, name: str) -> Callable[[Any], Any]:
     """Decorator that registers an entry of a kind, e.g. a learner: `@register("learner", "my_learner")`."""
-    registries = {r.what: r for r in (tasks, task_kinds, dialogues, learners, perturbations, interventions, metrics)}
+    known = (tasks, task_kinds, dialogues, learners, perturbations, interventions, remedies, metrics)
+    registries = {r.what: r for r in known}
     if kind not in registries:
         raise UnknownName(unknown("kind of entry", kind, list(registries)))
     return registries[kind].register(name)

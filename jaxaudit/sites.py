@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,21 @@ import numpy as np
 from jaxaudit import tracing
 from jaxaudit.learner import Learner, without_lasting
 from jaxaudit.paths import paths_of
-from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, misplaced, numbers_of
+from jaxaudit.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, lost_state, misplaced, numbers_of
 
 _NUMBERS = (int, float, np.integer, np.floating)
+
+
+class Helped(NamedTuple):
+    """A value that remedies may act on: its shapes, the context that comes with it, and why no state can be kept."""
+
+    value: Any
+    context: frozenset[str]
+    lost: str | None
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) if hasattr(x, "dtype") or not callable(x) else None
 
 
 @dataclass
@@ -30,9 +42,11 @@ class Recorder:
       values: for every site, the shapes and dtypes seen, by label.
       loose: for sites where no state can be kept, a sentence on why.
       lost: for sites that cannot be disturbed at all where they are tapped, a sentence on why.
+      helped: where remedies may act: for every site and hook, by label, what passes.
       absent: the learner's, on what is not there.
       carried: whether this place can keep a state.
       home: where it was made.
+      inner_states: of the remedies of the learner whose taps it stands in for.
     """
 
     step: Any = 0
@@ -44,12 +58,15 @@ class Recorder:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     loose: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
+    helped: dict[str, dict[str, Helped]] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
     carried: bool = True
     home: Any = field(default_factory=tracing.here)
+    inner_states: Any = None
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Notes the site and returns the value."""
+        self.remedy(site, value, label=label, **context)
         whole = value
         value = value if site == STATE else numbers_of(value)
         seen = self.paths.get(site, ())
@@ -64,6 +81,34 @@ class Recorder:
         if reason := misplaced(site, self.home, keeps_state=True) or (None if self.carried else loose(site)):
             self.loose[site] = reason
         return whole
+
+    def remedy(self, place: str, value: Any, *, label: str = "", **context: Any) -> Any:
+        """Notes where remedies may act, and returns the value."""
+        shapes = jax.tree.map(_shape, value)
+        reason = lost_state(place, self.home) or (None if self.carried else loose(place))
+        seen = self.helped.setdefault(place, {})
+        known = seen.get(label)
+        names = frozenset(context) if known is None else known.context & set(context)
+        seen[label] = Helped(shapes, names, reason if known is None else known.lost or reason)
+        return value
+
+    def helps(self, *places: str) -> bool:
+        """True: where remedies could act is to be noted."""
+        return True
+
+    def acts(self, *sites: str) -> bool:
+        """True: likewise."""
+        return True
+
+    def with_remedies(self, remedies: Any, states: Any, data: Any) -> Recorder:
+        """A recorder of the same sites for the learner inside a remedied one, which reads other data."""
+        inner = replace(self, data=data)
+        inner.inner_states = states
+        return inner
+
+    def take_back(self, recorder: Recorder) -> Any:
+        """The states of remedies that `with_remedies` was given: nothing has changed them."""
+        return recorder.inner_states
 
     @property
     def closed(self) -> Taps:
@@ -109,7 +154,9 @@ class Recorder:
         """What was noted."""
         context = {site: frozenset(names) for site, names in self.context.items()}
         numbers = dict(self.numbers)
-        return Sites(dict(self.paths), context, dict(self.values), self.loose, self.lost, numbers, self.absent)
+        return Sites(
+            dict(self.paths), context, dict(self.values), self.loose, self.lost, numbers, self.absent, self.helped
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +166,7 @@ class Sites:
     `values[site][label]` are the shapes that pass, and `loose[site]` and `lost[site]` say why no state can be kept
     there, or nothing disturbed; `numbers[site]` are the plain numbers that the tap offers, and those that the learner
     tells, by name.
-    `absent` says of sites and context that are not there why.
+    `absent` says of sites and context that are not there why. `helped` is where remedies may act, hooks among the sites.
     """
 
     paths: Mapping[str, tuple[str, ...]]
@@ -129,6 +176,7 @@ class Sites:
     lost: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
+    helped: Mapping[str, Mapping[str, Helped]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)

@@ -7,6 +7,7 @@ Inside a program kinds of perturbation, each in a slot, are structure; their mag
 from __future__ import annotations
 
 import copy
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from flax import struct
 from jaxaudit import tracing
 from jaxaudit.paths import along_paths, paths_of
 from jaxaudit.perturbations.core import Kind
+from jaxaudit.remedies.core import RemedyKind
 
 SITES = (
     "observation",
@@ -152,8 +154,19 @@ class Disturbance:
 OFFERED = ("selected", "elapsed", "alarm")
 """Context every tap offers: the paths the target selects (bool `[paths]`), `Windows.elapsed`, and the lane's alarm."""
 
+REMEDY_OFFERED = ("minibatch", "progress", "key")
+"""Context every tap offers to remedies.
+
+"minibatch", int32, is the number of the value's turn in this step: of the loops of `Taps.scan` and `Taps.repeat` around
+it, counted from 0 through all of them. "progress" is the share of the run that is over after this step, 1 outside of
+runs, and "key" is a random key.
+"""
+
 States = dict[str, dict[str, Any]]
-"""Of one lane's perturbations that keep state, by the slot's id and the tap's label (ROOT where it has none)."""
+"""Of one lane's perturbations that keep state, by the slot's id and the tap's label (ROOT where it has none).
+
+Likewise of its remedies, by the remedy's name and the label.
+"""
 
 ROOT = "value"
 
@@ -176,6 +189,10 @@ def _is_number(x: Any) -> bool:
     return not callable(x)
 
 
+Kept = tuple[States | None, States | None]
+"""The states of perturbations and of remedies; None where they cannot be kept."""
+
+
 class Taps:
     """Callable handed to `Learner.step`: `taps(site, value)` returns the value, disturbed where this lane should be.
 
@@ -193,6 +210,7 @@ class Taps:
       data: the learner's `data`.
       states: of the perturbations that keep state; each call at their site moves them on. None where they cannot be
         kept: in a loop that does not carry them (see `scan`).
+      remedy_states: likewise of the remedies.
     """
 
     def __init__(
@@ -211,6 +229,7 @@ class Taps:
         branch_in_loops: bool = True,
     ):
         self.states = states
+        self.remedy_states: States | None = {}
         self.step = step
         self.steps = steps
         self.data = data
@@ -221,7 +240,9 @@ class Taps:
         self._idle = idle
         self._alarm = alarm
         self._branch_in_loops = branch_in_loops
+        self._remedies: tuple[tuple[RemedyKind, jax.Array], ...] = ()
         self._in_loop = False
+        self._turns: tuple[tuple[Any, Any], ...] = ()
         self._calls: dict[str, int] = {}
         self._home = tracing.here()
 
@@ -232,6 +253,7 @@ class Taps:
         `context` is what some perturbations need beside the value, e.g. `schedule` at the learning rate.
         A closed window returns the value bit for bit, and random keys and functions in it are always what they were.
         """
+        value = self.remedy(site, value, label=label, **context)
         call = self._calls.get(site, 0)
         self._calls[site] = call + 1
         for index, slot in enumerate(self._slots):
@@ -242,6 +264,43 @@ class Taps:
                 disturbed = self._disturb(index, slot, call, bare, label, context)
                 value = disturbed if bare is value else with_numbers(value, disturbed)
         return value
+
+    def remedy(self, place: str, value: Any, *, label: str = "", **context: Any) -> Any:
+        """Passes `value` (any pytree) through the remedies of a site or hook, in their order, and nothing else.
+
+        `label` and `context` are as at a site's tap. Where a remedy has its neutral strength, and without remedies, the
+        value is what it was bit for bit.
+        """
+        for kind, strength in self._remedies:
+            if kind.site == place:
+                value = self._helped(kind, strength, value, label, context)
+        return value
+
+    def helps(self, *places: str) -> bool:
+        """Whether there are remedies at one of some sites or hooks: a fact of the program, known while it is traced."""
+        return any(kind.site in places for kind, _ in self._remedies)
+
+    def acts(self, *sites: str) -> bool:
+        """Whether anything, perturbations or remedies, acts at one of some sites: known while it is traced."""
+        return self.disturbs(*sites) or self.helps(*sites)
+
+    def with_remedies(
+        self, remedies: tuple[tuple[RemedyKind, jax.Array], ...], states: States, data: Any
+    ) -> Taps:
+        """These taps with remedies of some strengths and states, which act before those there are, and other data."""
+        taps = copy.copy(self)
+        taps._remedies = (*remedies, *self._remedies)
+        taps.remedy_states = {**(self.remedy_states or {}), **states}
+        taps.data = data
+        return taps
+
+    def take_back(self, taps: Taps) -> States:
+        """Goes on from what was made of these taps `with_remedies`; returns the states of the remedies it had more."""
+        assert taps.remedy_states is not None, "with_remedies gives it"
+        before = self.remedy_states or {}
+        self.states, self._calls = taps.states, taps._calls
+        self.remedy_states = {name: taps.remedy_states[name] for name in before}
+        return {name: state for name, state in taps.remedy_states.items() if name not in before}
 
     @property
     def closed(self) -> Taps:
@@ -275,7 +334,7 @@ class Taps:
         Perturbations that keep state refuse to act there; `scan` carries their state. An index used in two loops
         gives both the same randomness, and so do the turns of a `scan` that have its number.
         """
-        return self._within(index, None)
+        return self._within(index, (None, None))
 
     def scan(
         self, body: Callable[[Taps, Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None
@@ -285,16 +344,18 @@ class Taps:
         The states of perturbations are carried from turn to turn.
         """
 
-        def turn(carried: tuple[Any, States | None], numbered: tuple[jax.Array, Any]):
-            carry, states = carried
+        def turn(carried: tuple[Any, Kept], numbered: tuple[jax.Array, Any]):
+            carry, kept = carried
             index, x = numbered
-            here = self._within(index, states)
+            here = self._within(index, kept)
+            here._turns = (*self._turns, (index, turns))
             carry, y = body(here, carry, x)
             calls.update(here._calls)
-            return (carry, here.states), y
+            return (carry, here._kept), y
 
         calls: dict[str, int] = {}
-        (carry, self.states), ys = jax.lax.scan(turn, (init, self.states), _numbered(xs, length))
+        turns = jax.tree.leaves(xs)[0].shape[0] if length is None else length
+        (carry, self._kept), ys = jax.lax.scan(turn, (init, self._kept), (jnp.arange(turns), xs))
         self._calls |= calls  # the turns of another loop draw other randomness
         return carry, ys
 
@@ -315,21 +376,22 @@ class Taps:
         `jaxaudit.models.sampling.all_over` is not), or every turn copies the carry.
         """
 
-        def turn(number: jax.Array, carried: tuple[Any, States | None]) -> tuple[Any, States | None]:
-            carry, states = carried
-            here = self._within(number, states)
+        def turn(number: jax.Array, carried: tuple[Any, Kept]) -> tuple[Any, Kept]:
+            carry, kept = carried
+            here = self._within(number, kept)
+            here._turns = (*self._turns, (number, times))
             carry = body(here, carry, number)
             calls.update(here._calls)
-            return carry, here.states
+            return carry, here._kept
 
         calls: dict[str, int] = {}
         if until is None or self.states:
-            carry, self.states = jax.lax.fori_loop(0, times, turn, (init, self.states))
+            carry, self._kept = jax.lax.fori_loop(0, times, turn, (init, self._kept))
         else:
-            _, (carry, self.states) = jax.lax.while_loop(
+            _, (carry, self._kept) = jax.lax.while_loop(
                 lambda loop: (loop[0] < times) & ~until(loop[1][0]),
                 lambda loop: (loop[0] + 1, turn(*loop)),
-                (jnp.int32(0), (init, self.states)),
+                (jnp.int32(0), (init, self._kept)),
             )
         self._calls |= calls
         return carry
@@ -340,31 +402,75 @@ class Taps:
         The states of perturbations are carried through either branch.
         """
 
-        def do(carry: Any, states: States | None) -> tuple[Any, Any, States | None]:
-            here = self._here(self._key, states)
+        def do(carry: Any, kept: Kept) -> tuple[Any, Any, Kept]:
+            here = self._here(self._key, kept)
             carry, y = body(here, carry)
             calls.update(here._calls)
-            return carry, y, here.states
+            return carry, y, here._kept
 
-        def skip(carry: Any, states: States | None) -> tuple[Any, Any, States | None]:
+        def skip(carry: Any, kept: Kept) -> tuple[Any, Any, Kept]:
             shapes = jax.eval_shape(lambda carry: body(self.closed, carry)[1], carry)
-            return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), states
+            return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), kept
 
         calls: dict[str, int] = {}
-        carry, y, self.states = jax.lax.cond(chosen, do, skip, carry, self.states)
+        carry, y, self._kept = jax.lax.cond(chosen, do, skip, carry, self._kept)
         self._calls |= calls
         return carry, y
 
-    def _within(self, index: Any, states: States | None) -> Taps:
-        taps = self._here(self._key if self._key is None else jax.random.fold_in(self._key, index), states)
+    @property
+    def _kept(self) -> Kept:
+        """What loops and branches carry."""
+        return self.states, self.remedy_states
+
+    @_kept.setter
+    def _kept(self, kept: Kept) -> None:
+        self.states, self.remedy_states = kept
+
+    def _within(self, index: Any, kept: Kept) -> Taps:
+        taps = self._here(self._key if self._key is None else jax.random.fold_in(self._key, index), kept)
         taps._in_loop = True
         return taps
 
-    def _here(self, key: jax.Array | None, states: States | None) -> Taps:
+    def _here(self, key: jax.Array | None, kept: Kept) -> Taps:
         """The same taps at the place where this is called."""
         taps = copy.copy(self)
-        taps._key, taps.states, taps._calls, taps._home = key, states, dict(self._calls), tracing.here()
+        taps._key, taps._kept, taps._calls, taps._home = key, kept, dict(self._calls), tracing.here()
         return taps
+
+    def _helped(self, kind: RemedyKind, strength: jax.Array, value: Any, label: str, context: dict) -> Any:
+        if missing := [name for name in kind.needs if name not in REMEDY_OFFERED and name not in context]:
+            raise ValueError(
+                f"remedy '{kind.name}' needs {', '.join(missing)} at '{kind.site}', and the learner does not give it"
+            )
+        offered = dict(context)
+        if "minibatch" in kind.needs:
+            offered["minibatch"] = functools.reduce(lambda n, turn: n * turn[1] + turn[0], self._turns, jnp.int32(0))
+        if "progress" in kind.needs:
+            offered["progress"] = (jnp.asarray(self.step, jnp.float32) + 1) / self.steps if self.steps else 1.0
+        if "key" in kind.needs:
+            offered["key"] = self._remedy_key(kind)
+        state: Any = ()
+        if kind.keeps_state:
+            if reason := lost_state(kind.site, self._home):
+                raise ValueError(f"remedy '{kind.name}' {reason}")
+            if self.remedy_states is None:
+                raise ValueError(f"remedy '{kind.name}' {loose(kind.site)}")
+            state = self.remedy_states[kind.name][label or ROOT]
+        assert kind.apply is not None, "it is at a site"
+        changed, after = kind.apply(value, strength, state, **{name: offered[name] for name in kind.needs})
+        if kind.keeps_state:
+            assert self.remedy_states is not None, "or its state could not have been read"
+            own = {**self.remedy_states[kind.name], label or ROOT: _as(after, state)}
+            self.remedy_states = {**self.remedy_states, kind.name: own}
+        return _unless_same(strength != kind.neutral, changed, value)
+
+    def _remedy_key(self, kind: RemedyKind) -> jax.Array:
+        if self._key is None:
+            raise ValueError(f"remedy '{kind.name}' draws randomness, which taps without a key have none of")
+        call = self._calls.get(f"remedy/{kind.name}", 0)
+        self._calls[f"remedy/{kind.name}"] = call + 1
+        stream = zlib.crc32(f"remedy/{kind.name}".encode()) & 0x7FFFFFFF
+        return jax.random.fold_in(jax.random.fold_in(self._key, stream), call)
 
     def _disturb(self, index: int, slot: Slot, call: int, value: Any, label: str, context: dict) -> Any:
         kind = slot.kind
@@ -430,11 +536,16 @@ def misplaced(site: str, home: Any, keeps_state: bool) -> str | None:
     if loop := next((name for name in around if tracing.repeats(name)), None):
         instead = INSIDE.get(loop, INSIDE["scan"])
         return f"cannot act at '{site}', which the learner taps inside {loop} with taps from outside; {instead}"
-    if keeps_state and around:
-        return f"keeps state, and the learner taps '{site}' inside {around[0]}, which loses it; tap outside" + (
-            ", or with the taps of taps.cond" if around[0] == "cond" else ""
-        )
-    return None
+    return lost_state(site, home) if keeps_state else None
+
+
+def lost_state(site: str, home: Any) -> str | None:
+    """None, or what to say of what keeps a state at a tap called here whose taps were made at `home`."""
+    around = tracing.between(home)
+    if not around:
+        return None
+    instead = ", or with the taps of taps.cond" if around[0] == "cond" else ""
+    return f"keeps state, and the learner taps '{site}' inside {around[0]}, which loses it; tap outside{instead}"
 
 
 INSIDE = {
@@ -462,11 +573,21 @@ def _where(chosen: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(chosen, n, o).astype(jnp.asarray(o).dtype), new, old)
 
 
-def _numbered(xs: Any, length: int | None) -> tuple[jax.Array, Any]:
-    """The `xs` of a scan with each turn's number before them."""
-    if length is None:
-        length = jax.tree.leaves(xs)[0].shape[0]
-    return jnp.arange(length), xs
+def _as(new: Any, old: Any) -> Any:
+    """A tree in another's dtypes."""
+    return jax.tree.map(lambda n, o: jnp.asarray(n).astype(jnp.asarray(o).dtype), new, old)
+
+
+def _unless_same(chosen: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where `chosen`, else `old`, in old's dtypes; a leaf that is the same in both is not selected."""
+
+    def one(new: Any, old: Any) -> Any:
+        if new is old:
+            return old
+        old = jnp.asarray(old)
+        return jnp.where(chosen, jnp.asarray(new).astype(old.dtype), old)
+
+    return jax.tree.map(one, new, old)
 
 
 def _select(chosen: jax.Array, new: Any, old: Any) -> Any:

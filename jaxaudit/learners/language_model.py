@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import when_due
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.moments import SECOND_MOMENT
-from jaxaudit.optimizer import Optimizer, disturbed_gradient, warmup_decay
+from jaxaudit.optimizer import Adam, Optimizer, warmup_decay
 from jaxaudit.paths import groups_of, squares_by_group
 from jaxaudit.taps import Taps
 from jaxaudit.task_kinds import fitting
@@ -146,9 +147,10 @@ class LanguageModel:
         self.model = model_of(vocabulary, settings)
         self.observing = self.model.clone(observe=settings.telemetry == "full")
         self.optimizer = Optimizer(
-            optax.chain(
-                optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon),
-                optax.add_decayed_weights(settings.weight_decay, decays),
+            Adam(
+                (settings.beta1, settings.beta2),
+                settings.epsilon,
+                (optax.add_decayed_weights(settings.weight_decay, decays),),
             ),
             warmup_decay(settings.learning_rate, settings.warmup, "cosine", settings.final_rate),
             settings.max_grad_norm,
@@ -175,8 +177,9 @@ class LanguageModel:
         before, optimizer = self.optimizer.disturb(state.params, state.optimizer, taps, self.init_params)
         tokens = self.read(key, taps)
         gradient, telemetry = self.gradient(before, tokens, taps)
-        gradient, used = disturbed_gradient(gradient, taps)
-        params, optimizer, update = self.optimizer.follow(before, optimizer, gradient, used, taps)
+        loss = telemetry["loss"]
+        gradient, used = self.optimizer.gradient(before, gradient, taps, loss=loss)
+        params, optimizer, update = self.optimizer.follow(before, optimizer, gradient, used, taps, loss=loss)
         held_out, entropies = self.losses(self.observing, params, taps.data.held_out.astype(jnp.int32))
         telemetry |= {
             "performance": -held_out.loss,
@@ -311,6 +314,10 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
     by_group = ("layer_gradient_norm", "layer_update_norm", "layer_params_norm")
     channels = dict.fromkeys(by_group, Channel.vector("layer", groups))
     channels["attention_entropy"] = Channel.vector("attention_layer", layers)
+
+    def changed(change: Callable[[Any], Mapping[str, Any]]) -> Learner:
+        return language_model(text, **vars(checks.changed(chosen, change, "language_model")))
+
     return Learner(
         made.init,
         made.step,
@@ -324,6 +331,7 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
         init_reads_data=True,
         provenance=provenance,
         save=made.save,
+        changed=changed,
         partition=gpt2.partition,
         indivisible=gpt2.indivisible(made.model),
     )

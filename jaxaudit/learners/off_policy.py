@@ -20,7 +20,7 @@ from jaxaudit.learners.coherence import gradient_coherence
 from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.replay_buffer import ReplayBuffer, Transitions
 from jaxaudit.models.twin_critic import TwinCritic
-from jaxaudit.optimizer import Optimizer, Update
+from jaxaudit.optimizer import Adam, Optimizer, Update
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import Taps
 from jaxaudit.tasks import episodes
@@ -54,6 +54,7 @@ class OffPolicySettings:
       tau: share of the way the target networks go to the networks, at each of their updates.
       max_grad_norm: threshold on each gradient's global norm; 0: no clipping, and no site clip_norm.
       hidden: widths of the hidden layers of actor and critics.
+      critic_layer_norm: layer normalisation in the critics, before each activation.
       evaluations: how often in a run the policy's mean action is evaluated, evenly spaced; 0: never.
       evaluation_episodes: episodes of each evaluation.
       telemetry: "basic", or "full", which adds per-layer norms and the dominant share of the gradients' Gram matrix.
@@ -71,6 +72,7 @@ class OffPolicySettings:
     tau: float = 5e-3
     max_grad_norm: float = 0.0
     hidden: tuple[int, ...] = (256, 256)
+    critic_layer_norm: bool = False
     evaluations: int = 10
     evaluation_episodes: int = 4
     telemetry: str = "full"
@@ -179,10 +181,10 @@ class OffPolicy:
             env.observation_size, env.action_size, settings.num_envs, settings.buffer_size, settings.buffer_dtype
         )
         self.actor = actor
-        self.critic = TwinCritic(settings.hidden)
+        self.critic = TwinCritic(settings.hidden, settings.critic_layer_norm)
         limit = settings.max_grad_norm or None
         self.optimizers = {
-            name: Optimizer(optax.scale_by_adam(), settings.learning_rate, limit, label=name) for name in parts
+            name: Optimizer(Adam(), settings.learning_rate, limit, label=name) for name in parts
         }
 
     def act(self, params: Params, observation: jax.Array) -> jax.Array:
@@ -360,13 +362,13 @@ class OffPolicy:
     ) -> tuple[Networks, Told, Update]:
         """One update of the parameters `name`, down the gradient of `loss(parameters) -> (scalar, what it tells)`."""
 
-        def objective(params: Params) -> tuple[jax.Array, Told]:
+        def objective(params: Params) -> tuple[jax.Array, tuple[jax.Array, Told]]:
             value, told = loss(params)
-            return taps("objective", value, label=name), told
+            return taps("objective", value, label=name), (value, told)
 
-        gradient, told = jax.grad(objective, has_aux=True)(networks.params[name])
+        gradient, (value, told) = jax.grad(objective, has_aux=True)(networks.params[name])
         part, optimizer, update = self.optimizers[name].update(
-            networks.params[name], networks.optimizer[name], gradient, taps
+            networks.params[name], networks.optimizer[name], gradient, taps, loss=value, learner=self
         )
         networks = dataclasses.replace(
             networks,

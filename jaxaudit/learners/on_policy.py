@@ -36,6 +36,7 @@ class OnPolicySettings:
       normalize_advantages: where the policy's loss takes them.
       orthogonal: orthogonal initialisation.
       hidden: widths of the hidden layers of actor and critic.
+      critic_layer_norm: layer normalisation in the critic, before each activation.
       log_std: initial logarithm of the policy's standard deviation, where actions are continuous.
       evaluations: how often in a run the policy's likeliest action is evaluated, evenly spaced; 0: never.
       evaluation_episodes: episodes of each evaluation.
@@ -52,6 +53,7 @@ class OnPolicySettings:
     normalize_advantages: bool = True
     orthogonal: bool = True
     hidden: tuple[int, ...] = (64, 64)
+    critic_layer_norm: bool = False
     log_std: float = 0.0
     evaluations: int = 10
     evaluation_episodes: int = 4
@@ -175,6 +177,11 @@ class OnPolicy(Rollouts):
             return taps.scan(minibatch, carry, jax.tree.map(lambda x: x[rows], data))
 
         return taps.scan(epoch, carry, jax.random.split(key, times))
+
+    def drawn(self, samples: Samples, key: jax.Array) -> Samples:
+        """A minibatch of an iteration's samples `[rollout_length, num_envs]`, drawn with replacement."""
+        rows = jax.random.randint(key, (self.settings.minibatch_size,), 0, self.settings.batch_size)
+        return jax.tree.map(lambda x: x[rows], self.flat(samples))
 
     def order(self, key: jax.Array) -> jax.Array:
         """The rows of `flat` samples in random order, as minibatches: int, `[minibatches, minibatch_size]`."""

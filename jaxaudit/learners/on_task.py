@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxaudit.learner import Channel, Learner
+from jaxaudit.learners import settings as checks
 from jaxaudit.task_kinds import Task, fitting
 from jaxaudit.tasks import named
 
@@ -27,6 +28,10 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
     """
     chosen = fitting(named(task) if isinstance(task, str) else task, "environment", name)
     made = _made(algorithm, name, chosen, settings)
+
+    def changed(change: Callable[[Any], Mapping[str, Any]]) -> Learner:
+        return on_task(algorithm, task, checks.changed(settings, change, name), name, env_steps)
+
     return Learner(
         made.init,
         made.step,
@@ -35,6 +40,7 @@ def on_task(algorithm: Callable[[Any, int, Any], Any], task: Any, settings: Any,
         performance_name="mean return of the latest episodes",
         samples_per_step=env_steps,
         channels={"layer_gradient_norm": Channel.vector("layer", made.layers)} if settings.telemetry == "full" else {},
+        changed=changed,
     )
 
 

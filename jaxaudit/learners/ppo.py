@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxaudit import registry
 from jaxaudit.learner import Learner
@@ -15,7 +14,7 @@ from jaxaudit.learners import settings as checks
 from jaxaudit.learners.coherence import gradient_coherence
 from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings, Samples
 from jaxaudit.learners.on_task import on_task
-from jaxaudit.optimizer import Optimizer, Update, linear_to_zero
+from jaxaudit.optimizer import Adam, Optimizer, Update, linear_to_zero
 from jaxaudit.taps import Taps
 
 
@@ -58,7 +57,7 @@ class PPO(OnPolicy):
     def __init__(self, env: Any, max_episode_steps: int, settings: PPOSettings):
         rate = settings.learning_rate
         optimizer = Optimizer(
-            optax.scale_by_adam(eps=1e-5),
+            Adam(epsilon=1e-5),
             linear_to_zero(rate) if settings.anneal else rate,
             settings.max_grad_norm,
         )
@@ -71,13 +70,22 @@ class PPO(OnPolicy):
 
         def minibatch(taps: Taps, carry: tuple[Any, Any], batch: Samples):
             weight = taps("entropy_coefficient", jnp.float32(self.settings.entropy_coefficient))
+            bounds = self.ratio_bounds(taps)
 
             def objective(params: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-                loss, parts = self.loss(params, batch, weight)
+                loss, parts = self.loss(params, batch, weight, bounds)
                 return taps("objective", loss), parts
 
             gradient, parts = jax.grad(objective, has_aux=True)(carry[0])
-            params, optimizer, update = self.optimizer.update(*carry, gradient, taps)
+            params, optimizer, update = self.optimizer.update(
+                *carry,
+                gradient,
+                taps,
+                loss=parts["loss"],
+                approximate_kl=parts["approximate_kl"],
+                learner=self,
+                gradient_of=lambda term, key: jax.grad(term)(carry[0], self.drawn(samples, key)),
+            )
             return (params, optimizer), (parts, update)
 
         coherence = self.coherence(params, samples, key)
@@ -86,29 +94,40 @@ class PPO(OnPolicy):
         )
         return params, optimizer, coherence | self.update_telemetry(parts, updates)
 
+    def ratio_bounds(self, taps: Taps) -> tuple[Any, Any]:
+        """How far below and above 1 the ratio may gain; numbers that are compiled in, unless something acts on them."""
+        clip = self.settings.clip
+        if not taps.acts("ratio_clip"):
+            return clip, clip
+        bounds = taps("ratio_clip", jnp.float32([clip, clip]))
+        return bounds[0], bounds[1]
+
     def coherence(self, params: Any, samples: Samples, key: jax.Array) -> dict[str, jax.Array]:
         """How far the gradients of the first epoch's minibatches agree, all taken where the epoch begins."""
 
         def gradient(rows: jax.Array) -> Any:
             batch = jax.tree.map(lambda x: x[rows], data)
-            return jax.grad(self.loss, has_aux=True)(params, batch, self.settings.entropy_coefficient)[0]
+            return jax.grad(self.loss, has_aux=True)(params, batch, self.settings.entropy_coefficient, bounds)[0]
 
-        data = self.flat(samples)
+        data, bounds = self.flat(samples), (self.settings.clip, self.settings.clip)
         first_epoch = jax.random.split(key, self.settings.epochs)[0]
         return gradient_coherence(gradient, self.order(first_epoch), self.settings.telemetry)
 
     def loss(
-        self, params: Any, batch: Samples, entropy_coefficient: float | jax.Array
+        self, params: Any, batch: Samples, entropy_coefficient: float | jax.Array, bounds: tuple[Any, Any]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Clipped surrogate, value loss and entropy bonus of one minibatch: scalar, and its parts."""
-        settings = self.settings
+        """Clipped surrogate, value loss and entropy bonus of one minibatch: scalar, and its parts.
+
+        `bounds` are of the ratio, as `ratio_bounds` gives them.
+        """
+        settings, (low, high) = self.settings, bounds
         distribution = self.policy(params, batch.observation)
         log_ratio = self.head.log_probability(distribution, batch.action) - batch.log_probability
         ratio = jnp.exp(log_ratio)
         advantage = batch.advantage
         if settings.normalize_advantages:
             advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
-        clipped = jnp.clip(ratio, 1.0 - settings.clip, 1.0 + settings.clip)
+        clipped = jnp.clip(ratio, 1.0 - low, 1.0 + high)
         policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
         value = self.value(params, batch.observation)
         squared_error = (value - batch.target) ** 2
@@ -123,7 +142,7 @@ class PPO(OnPolicy):
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "approximate_kl": jnp.mean(ratio - 1.0 - log_ratio),
-            "clip_fraction": jnp.mean((jnp.abs(ratio - 1.0) > settings.clip).astype(jnp.float32)),
+            "clip_fraction": jnp.mean(((ratio < 1.0 - low) | (ratio > 1.0 + high)).astype(jnp.float32)),
         }
 
     def update_telemetry(self, parts: dict[str, jax.Array], updates: Update) -> dict[str, jax.Array]:

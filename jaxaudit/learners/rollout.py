@@ -75,7 +75,7 @@ class Rollouts:
         self.undisturbed = Undisturbed(self.episodes, settings.rollout_length)
         self.head = head_of(env, settings.log_std)
         self.actor = MLP(settings.hidden, self.head.outputs, 0.01, settings.orthogonal)
-        self.critic = MLP(settings.hidden, 1, 1.0, settings.orthogonal)
+        self.critic = MLP(settings.hidden, 1, 1.0, settings.orthogonal, layer_norm=settings.critic_layer_norm)
 
     def init_params(self, key: jax.Array) -> Params:
         """Fresh parameters."""
@@ -142,17 +142,21 @@ class Rollouts:
             copies, env_state, done.any(0), taps, lambda taps, begin: taps.scan(step, begin, turns)[0]
         )
         rewards, returns, discounted = self.scaled_rewards(state, transitions.reward, done)
-        advantages = gae(
-            rewards,
-            values,
-            next_values,
-            transitions.terminated,
-            done,
-            self.settings.gamma,
-            self.settings.gae_lambda,
-        )
+
+        def estimate(lam: Any) -> jax.Array:
+            return gae(rewards, values, next_values, transitions.terminated, done, self.settings.gamma, lam)
+
+        lam: Any = self.settings.gae_lambda
+        if taps.acts("gae_lambda"):
+            lam = taps("gae_lambda", jnp.float32(lam))
+        advantages = estimate(lam)
+        targets = advantages + values
+        if taps.acts("critic_lambda"):
+            targets = estimate(taps("critic_lambda", jnp.asarray(lam, jnp.float32))) + values
+        if taps.acts("advantage"):
+            advantages = taps("advantage", advantages, own=jnp.ones(advantages.shape, bool))
         log_probability = self.head.log_probability(self.head.distribution(outputs, state.params), actions)
-        samples = Samples(seen, actions, log_probability, values, advantages, advantages + values)
+        samples = Samples(seen, actions, log_probability, values, advantages, targets)
         state = dataclasses.replace(
             state,
             episodes=env_state,

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
+
+
+def changed(settings: Any, change: Callable[[Any], Mapping[str, Any]], learner: str) -> Any:
+    """Settings with the values that `change(settings)` gives, by name, in the place of theirs.
+
+    Raises:
+      ValueError: `learner` has no setting of such a name, or the value makes no sense.
+    """
+    values = dict(change(settings))
+    known = {f.name for f in dataclasses.fields(settings) if f.init}
+    if unknown := [name for name in values if name not in known]:
+        raise ValueError(f"learner '{learner}' has no setting '{unknown[0]}'")
+    return dataclasses.replace(settings, **values)
 
 
 def at_least_one(settings: Any, *names: str) -> None:

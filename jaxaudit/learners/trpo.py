@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxaudit import registry
 from jaxaudit.kernels.coherence import dominant_share, mean_pairwise_cosine, unit_gradient
@@ -18,7 +17,7 @@ from jaxaudit.learners.on_policy import OnPolicy, OnPolicySettings
 from jaxaudit.learners.on_task import on_task
 from jaxaudit.learners.rollout import Params, Samples
 from jaxaudit.learners.trust_region import NaturalStep, fisher_product, line_search, natural_step
-from jaxaudit.optimizer import Optimizer, disturbed_gradient
+from jaxaudit.optimizer import Adam, Optimizer, disturbed_gradient
 from jaxaudit.taps import Taps
 
 
@@ -73,7 +72,7 @@ class TRPO(OnPolicy):
     settings: TRPOSettings
 
     def __init__(self, env: Any, max_episode_steps: int, settings: TRPOSettings):
-        optimizer = Optimizer(optax.scale_by_adam(eps=1e-5), settings.learning_rate, label="critic")
+        optimizer = Optimizer(Adam(epsilon=1e-5), settings.learning_rate, label="critic")
         super().__init__(env, max_episode_steps, settings, optimizer)
 
     def trained(self, params: Params) -> Params:
@@ -186,7 +185,7 @@ class TRPO(OnPolicy):
                 return taps("objective", loss, label="critic"), loss
 
             gradient, loss = jax.grad(objective, has_aux=True)(carry[0])
-            critic, optimizer, update = self.optimizer.update(*carry, gradient, taps)
+            critic, optimizer, update = self.optimizer.update(*carry, gradient, taps, loss=loss)
             return (critic, optimizer), (loss, update, jax.tree.map(lambda g: jnp.sum(g**2), gradient))
 
         (critic, optimizer), (losses, updates, squares) = self.epochs(

@@ -24,6 +24,7 @@ class MLP(nn.Module):
       activation: what follows each hidden layer.
       fan_in_uniform: instead of the two above, kernels and biases uniform within 1 / sqrt(layer's inputs), which is
         PyTorch's default and what published results of SAC and TD3 began from.
+      layer_norm: layer normalisation of each hidden layer, before its activation.
     """
 
     hidden: tuple[int, ...]
@@ -32,12 +33,14 @@ class MLP(nn.Module):
     orthogonal: bool = True
     activation: Callable[[jax.Array], jax.Array] = jnp.tanh
     fan_in_uniform: bool = False
+    layer_norm: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """The network's output."""
         for width in self.hidden:
-            x = self.activation(self._dense(x, width, np.sqrt(2.0)))
+            x = self._dense(x, width, np.sqrt(2.0))
+            x = self.activation(nn.LayerNorm()(x) if self.layer_norm else x)
         return self._dense(x, self.features, self.output_scale)
 
     def _dense(self, x: jax.Array, width: int, gain: float) -> jax.Array:

@@ -14,14 +14,16 @@ class TwinCritic(nn.Module):
 
     Attributes:
       hidden: widths of the hidden layers, with ReLU between.
+      layer_norm: as `MLP`'s.
     """
 
     hidden: tuple[int, ...]
+    layer_norm: bool = False
 
     def setup(self) -> None:
         """Makes the two networks."""
-        self.first = MLP(self.hidden, 1, activation=nn.relu, fan_in_uniform=True)
-        self.second = MLP(self.hidden, 1, activation=nn.relu, fan_in_uniform=True)
+        self.first = MLP(self.hidden, 1, activation=nn.relu, fan_in_uniform=True, layer_norm=self.layer_norm)
+        self.second = MLP(self.hidden, 1, activation=nn.relu, fan_in_uniform=True, layer_norm=self.layer_norm)
 
     def __call__(self, observation: jax.Array, action: jax.Array) -> jax.Array:
         """Both values: `[..., O]`, `[..., A]` to `[2, ...]`."""

@@ -6,7 +6,7 @@ Nothing in a spec runs code: names are looked up in the registries, and values h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from jaxaudit.grid import Grid, plan
 from jaxaudit.learner import Learner
 from jaxaudit.metastate.watch import MonitorWatch
 from jaxaudit.metrics import MetricSettings
-from jaxaudit.specification.entries import MOST_CONDITIONS, Asked, AskedDimension, Entry, count_of, read_entries
+from jaxaudit.remedied_learner import remedied
+from jaxaudit.remedies import Remedy
+from jaxaudit.specification.entries import MOST_CONDITIONS, Asked, AskedDimension, Entry, count_of, read_entries, read_remedy
 from jaxaudit.specification.sections import (
     AuditSpec,
     LearnerSpec,
@@ -50,6 +52,7 @@ class Spec:
     metrics: MetricSettings = field(default_factory=MetricSettings)
     run: RunSpec = field(default_factory=RunSpec)
     monitor: MonitorSpec | None = None
+    remedies: tuple[Remedy, ...] = ()
     source: str = field(default="spec", compare=False)
 
     def to_toml(self) -> str:
@@ -62,6 +65,7 @@ class Spec:
                 "task": task_values(self.task),
                 "learner": {"kind": self.learner.kind, **settings},
                 "metrics": dataclasses.asdict(self.metrics),
+                "remedy": [{"kind": one.name, "strength": one.strength} for one in self.remedies] or None,
                 "monitor": {"file": m.file, "alpha": m.alpha} if (m := self.monitor) else None,
                 "run": dataclasses.asdict(self.run),
                 "perturbation": [entry.values() for entry in self.perturbations] or None,
@@ -111,7 +115,11 @@ class Spec:
         chosen = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.init}
         with placed(f"{self.source}: [task] and [learner]"):
             task = () if self.task is None else (self.task,)
-            return registry.learners[self.learner.kind](*task, **chosen)
+            learner = registry.learners[self.learner.kind](*task, **chosen)
+        if not self.remedies:
+            return learner
+        with placed(f"{self.source}: [[remedy]]"):
+            return remedied(learner, *self.remedies)
 
     def _watch(self) -> Callable[..., MonitorWatch] | None:
         """What makes the monitor the watch of a learner's telemetry. Raises UserError, as it does itself."""
@@ -169,7 +177,8 @@ def load(path: str | Path) -> Spec:
 def parse(text: str, source: str = "spec", folder: Path = Path()) -> Spec:
     """Reads a spec from TOML text; `source` begins the sentence of every UserError, `folder` a monitor's path."""
     document = parse_toml(text, source)
-    sections = Table(document, source, ("audit", "task", "learner", "metrics", "run", "monitor", "perturbation"))
+    tables = ("audit", "task", "learner", "remedy", "metrics", "run", "monitor", "perturbation")
+    sections = Table(document, source, tables)
     audit = read_audit(sections)
     return Spec(
         audit=audit,
@@ -179,20 +188,27 @@ def parse(text: str, source: str = "spec", folder: Path = Path()) -> Spec:
         metrics=read_metrics(sections),
         run=read_run(sections),
         monitor=read_monitor(sections, folder),
+        remedies=tuple(read_remedy(values, place) for values, place in _listed(sections, "remedy")),
         source=source,
     )
 
 
+def _listed(sections: Table, name: str) -> Iterator[tuple[Any, str]]:
+    """The tables of a list [[name]], which may be missing, each with its place. Raises UserError if it is no list."""
+    tables = sections.raw(name)
+    if isinstance(tables, dict):
+        raise UserError(f"{sections.place}: [{name}] must be written [[{name}]], in two brackets")
+    if tables is not None and not isinstance(tables, list):
+        raise UserError(f"{sections.place}: {name} must be tables [[{name}]], not {given(tables)}")
+    for number, values in enumerate(tables or (), 1):
+        yield values, f"{sections.place}: [[{name}]] {number}"
+
+
 def _read_entries(sections: Table, steps: int) -> tuple[Entry, ...]:
-    entries = sections.raw("perturbation")
-    if isinstance(entries, dict):
-        raise UserError(f"{sections.place}: [perturbation] must be written [[perturbation]], in two brackets")
-    if entries is not None and not isinstance(entries, list):
-        raise UserError(f"{sections.place}: perturbation must be tables [[perturbation]], not {given(entries)}")
     found: list[Entry] = []
     count = 0
-    for number, values in enumerate(entries or (), 1):
-        found += (new := read_entries(values, f"{sections.place}: [[perturbation]] {number}", steps))
+    for values, place in _listed(sections, "perturbation"):
+        found += (new := read_entries(values, place, steps))
         count += sum(map(count_of, new))
         if count > MOST_CONDITIONS:
             raise UserError(f"{sections.place}: there are more than the {MOST_CONDITIONS} conditions a spec may have")

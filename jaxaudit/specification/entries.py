@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxaudit import registry
-from jaxaudit.errors import UserError
+from jaxaudit.errors import UserError, placed
 from jaxaudit.perturbations import DIMENSIONS, Chain, Kind, Perturbation, Sweep, chain, sweep
+from jaxaudit.remedies import Remedy, RemedyKind
 from jaxaudit.specification.tables import Table, given
 
 Onset = int | float
@@ -105,6 +106,22 @@ def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
     return entries
 
 
+def read_remedy(values: Any, place: str) -> Remedy:
+    """The remedy of one table [[remedy]]. Raises UserError."""
+    table = Table(values, place, ("kind", "strength"))
+    name = table.get("kind", str)
+    if name not in registry.remedies:
+        if name in registry.perturbations or name in registry.interventions:
+            raise UserError(f"{place}: '{name}' is a perturbation, which belongs into a table [[perturbation]]")
+        raise UserError(f"{place}: {registry.unknown('remedy', name, list(registry.remedies))}")
+    kind = registry.remedies[name]
+    if not isinstance(kind, RemedyKind):
+        raise UserError(f"{place}: remedy '{name}' was not made by the decorators `remedy` and `setting`")
+    strength = table.get("strength", float, None)
+    with placed(place):
+        return kind(strength)
+
+
 def _read_single(table: Table) -> list[Entry]:
     onsets = _each(_distinct(table, "onset", Onsets, None))
     return [Asked(_single(table, onset), table.place) for onset in onsets]
@@ -190,6 +207,8 @@ def count_of(entry: Entry) -> int:
 def _kind(name: str) -> Kind:
     kinds = (registry.perturbations, registry.interventions)
     known = next((registered for registered in kinds if name in registered), None)
+    if known is None and name in registry.remedies:
+        raise ValueError(f"'{name}' is a remedy, which is a part of the learner: it belongs into a table [[remedy]]")
     if known is None:
         raise registry.UnknownName(registry.unknown("perturbation", name, [name for known in kinds for name in known]))
     kind = known[name]

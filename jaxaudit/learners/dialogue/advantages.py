@@ -35,26 +35,36 @@ def gae(
         value: what is to come before this token is written, `[N, T]`.
         own: bool `[N, T]`.
         gamma: discount, scalar.
-        lam: lambda of the advantages, scalar.
+        lam: lambda of the advantages, scalar, or `[N]`.
         critic_lam: lambda of the critic's targets (1 in VC-PPO: Yuan et al., 2025); `lam` unless given.
 
     Returns:
         advantages `[N, T]` and the critic's targets `[N, T]`, zero where a token is given.
     """
     reward, value = jnp.where(own, reward, 0), jnp.where(own, value, 0)
-    decay = jnp.stack([jnp.asarray(gamma * l, value.dtype) for l in (lam, lam if critic_lam is None else critic_lam)])
+    lambdas = lam, lam if critic_lam is None else critic_lam
+    if jnp.ndim(lam):
+        lambdas = tuple(jnp.broadcast_to(jnp.asarray(l), value.shape[:1]) for l in lambdas)
+    decay = jnp.stack([jnp.asarray(gamma * l, value.dtype) for l in lambdas])
+    decay = decay if jnp.ndim(lam) else decay[:, None]
     gamma = jnp.asarray(gamma, value.dtype)
 
     def backward(carry: tuple[jax.Array, jax.Array], slot: tuple[jax.Array, ...]):
         next_value, later = carry  # [N], [2, N]
         r, v, mine = slot
-        advantage = r + gamma * next_value - v + decay[:, None] * later
+        advantage = r + gamma * next_value - v + decay * later
         carry = jnp.where(mine, v, next_value), jnp.where(mine, advantage, later)
         return carry, jnp.where(mine, advantage, 0)
 
     nothing = jnp.zeros_like(value[:, 0])
     _, both = jax.lax.scan(backward, (nothing, jnp.stack([nothing] * 2)), (reward.T, value.T, own.T), reverse=True)
     return both[:, 0].T, jnp.where(own, both[:, 1].T + value, 0)
+
+
+def length_adaptive_lambda(own: jax.Array, scale: ArrayLike) -> jax.Array:
+    """max(0, 1 - 1 / (scale * own tokens)) of each row (VAPO: Yue et al., 2025), `[N]`; 0 for a row without any."""
+    tokens = jnp.sum(own, -1, dtype=jnp.float32)
+    return jnp.maximum(0.0, 1.0 - 1.0 / jnp.maximum(scale * tokens, 1e-6))
 
 
 def discounted_sum(reward: jax.Array, own: jax.Array, gamma: ArrayLike) -> jax.Array:

@@ -22,6 +22,8 @@ class Coefficients:
       value_clip: how far a value may move from the old one.
       gamma: discount of an own token.
       gae_lambda: lambda of the advantages.
+      gae_lambda_length: a row of l own tokens has the lambda max(0, 1 - 1 / (this l)) in the place of that.
+      covariance_share: the share of own tokens that are treated apart for their covariance.
       critic_lambda: lambda of the critic's targets.
       std_epsilon: added to a group's standard deviation.
       tis_cap: the largest weight of truncated importance sampling.
@@ -41,6 +43,8 @@ class Coefficients:
     value_clip: Any = 0.2
     gamma: Any = 1.0
     gae_lambda: Any = 0.95
+    gae_lambda_length: Any = 0.0
+    covariance_share: Any = 0.0
     critic_lambda: Any = 0.95
     std_epsilon: Any = 1e-4
     tis_cap: Any = 2.0
@@ -53,9 +57,9 @@ class Coefficients:
 
     def check(self) -> None:
         """Raises ValueError, in one sentence, for the first number as written that makes no sense."""
-        for name in ("gamma", "gae_lambda", "critic_lambda", "overlong_buffer", "clip_low"):
+        for name in ("gamma", "gae_lambda", "critic_lambda", "overlong_buffer", "clip_low", "covariance_share"):
             self._demand(name, 0 <= getattr(self, name) <= 1, "lie in [0, 1]")
-        for name in ("clip_high", "kl_coefficient", "value_coefficient", "overlong_coefficient", "std_epsilon"):
+        for name in ("clip_high", "kl_coefficient", "value_coefficient", "overlong_coefficient", "std_epsilon", "gae_lambda_length"):
             self._demand(name, getattr(self, name) >= 0, "not be negative")
         for name in ("value_clip", "beta", "tis_cap"):
             self._demand(name, getattr(self, name) > 0, "be positive")

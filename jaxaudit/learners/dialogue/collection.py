@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxaudit.dialogues.automaton import Progress
 from jaxaudit.dialogues.protocol import Dialogue
-from jaxaudit.learners.dialogue import advantages, kl, overlong, packing, policy_loss, rollout
+from jaxaudit.learners.dialogue import advantages, covariance, kl, overlong, packing, policy_loss, rollout
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.estimation import estimate, token_rewards
 from jaxaudit.learners.dialogue.experience import Batch, Drawn, Experience, Recomputed
@@ -24,6 +24,9 @@ from jaxaudit.taps import Taps
 
 POLICY, CRITIC, REWARD_MODEL = "policy", "critic", "reward_model"
 """Labels, which begin the paths of parameters."""
+
+COVARIANCE = 2
+"""The random stream that chooses tokens by their covariance, beside those of prompts and draws."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,9 @@ class Collector:
         temperature = taps("temperature", numbers.temperature)
         coefficients = tapped(self.parts, numbers.objective, taps)
         rows = self._sampled(models, dialogue, numbers, temperature, key, taps)
+        if self.parts.entropy:
+            weight = taps("entropy_coefficient", coefficients.entropy_coefficient, entropy=lambda: sampled_entropy(rows))
+            coefficients = dataclasses.replace(coefficients, entropy_coefficient=weight)
         sampled = rows.log_probability
         if self.parts.reads_sampled and taps.disturbs("log_probability"):
             sampled = jnp.where(rows.own, taps("log_probability", sampled, own=rows.own), 0.0)
@@ -120,6 +126,12 @@ class Collector:
         index, kept = self._chosen(reward, kept)
         rows, sampled, score = jax.tree.map(lambda x: x[index], (rows, sampled, score))
         learnt, recomputed = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
+        if self.parts.covariance != "none":
+            share, choice = coefficients.covariance_share, jax.random.fold_in(key, COVARIANCE)
+            apart = covariance.chosen(
+                self.parts.covariance, share, learnt.advantage, learnt.old, learnt.own, choice
+            )
+            learnt = dataclasses.replace(learnt, covarying=apart)
         return Experience(Batch(rows, learnt), coefficients, temperature, drawn, recomputed)
 
     def kept(self, rows: Rows) -> jax.Array:
@@ -227,7 +239,7 @@ class Collector:
 
     def _penalty(self, log_probability: jax.Array | None, reference: jax.Array | None) -> jax.Array | None:
         """The KL estimate of each token that is in the reward, `[N, T]`; None where none is."""
-        if self.parts.kl == "none" or self.parts.kl_in != "reward":
+        if not self.parts.kl_in_reward:
             return None
         assert log_probability is not None, "it is read with the reference"
         assert reference is not None, "a divergence is from one"
@@ -243,7 +255,7 @@ class Collector:
         def logs(params: Any) -> jax.Array:
             return self.policy.log_probabilities(params, models.base, rows, numbers.temperature)[0]
 
-        reads = self.parts.kl != "none" and self.parts.kl_in == "reward"
+        reads = self.parts.kl_in_reward
         penalty = self._penalty(logs(models.policy), logs(models.reference)) if reads else None
         score = self._with_overlong_penalty(self.scored(models, rows), rows, numbers.objective)
         return discounted_returns(numbers.objective, score, rows.own, penalty)
@@ -258,17 +270,23 @@ def discounted_returns(
 
 def tapped(parts: Parts, coefficients: Coefficients, taps: Taps) -> Coefficients:
     """The objective's numbers, those that the parts read tapped: each at the site of its name, both bounds of the ratio
-    at "ratio_clip"."""
+    at "ratio_clip". The coefficient of the entropy bonus is tapped when rows tell what the entropy is."""
     read = {
         "gae_lambda": parts.critic,
+        "critic_lambda": parts.critic,
         "kl_coefficient": parts.kl != "none",
-        "entropy_coefficient": parts.entropy,
     }
     found = {name: taps(name, getattr(coefficients, name)) for name, there in read.items() if there}
     if parts.objective == "policy":
         bounds = taps("ratio_clip", jnp.stack([coefficients.clip_low, coefficients.clip_high]))
         found |= {"clip_low": bounds[0], "clip_high": bounds[1]}
     return dataclasses.replace(coefficients, **found)
+
+
+def sampled_entropy(rows: Rows) -> jax.Array:
+    """The entropy of the policy that has written rows, in nats, at their own tokens: mean of -log_probability."""
+    own = rows.own
+    return -jnp.sum(jnp.where(own, rows.log_probability, 0.0)) / jnp.maximum(jnp.sum(own), 1)
 
 
 def longest(dialogue: Dialogue) -> int:

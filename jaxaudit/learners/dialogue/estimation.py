@@ -26,7 +26,7 @@ def estimate(
         score: the reward of each row, `[P, G]`, N = P * G rows, row-major.
         own: bool `[N, T]`.
         kept: bool `[P, G]`, rows that count; all unless given.
-        penalty: the KL estimate of each token, `[N, T]`, where `parts.kl_in` is "reward"; a constant.
+        penalty: the KL estimate of each token, `[N, T]`, where `parts.kl_in_reward`; a constant.
         value: of each token, `[N, T]`, with a critic.
     """
     kept = jnp.ones_like(score, bool) if kept is None else kept
@@ -66,14 +66,15 @@ def token_rewards(
 
 def _by_critic(parts, coefficients, score, own, penalty, value):
     reward = token_rewards(coefficients, score.reshape(-1), own, penalty)
-    advantage, target = advantages.gae(
-        reward, value, own, coefficients.gamma, coefficients.gae_lambda, coefficients.critic_lambda
-    )
+    lam = coefficients.gae_lambda
+    if parts.adaptive_lambda:
+        lam = advantages.length_adaptive_lambda(own, coefficients.gae_lambda_length)
+    advantage, target = advantages.gae(reward, value, own, coefficients.gamma, lam, coefficients.critic_lambda)
     return (advantages.whiten(advantage, own) if parts.whiten else advantage), target
 
 
 def _check(parts, penalty, value):
-    wanted = parts.kl != "none" and parts.kl_in == "reward"
+    wanted = parts.kl_in_reward
     if wanted != (penalty is not None):
         has = "needs" if wanted else "does not take"
         raise ValueError(f"kl = {parts.kl!r} in the {parts.kl_in} {has} a penalty of the tokens")

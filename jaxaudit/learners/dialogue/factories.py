@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jaxaudit import registry
 from jaxaudit.dialogues import named
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learner import Learner
+from jaxaudit.learners import settings as checks
 from jaxaudit.learners.dialogue import settings as settings_module
 from jaxaudit.learners.dialogue.learner import GPT2_POSITIONS, DialogueLearner
 from jaxaudit.learners.dialogue.presets import PRESETS
@@ -78,6 +79,10 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
             data = dataclasses.replace(data, **{name: start})  # type: ignore[arg-type]
             leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(start)]
             provenance[setting] = hashlib.sha256(b"".join(leaves)).hexdigest()
+
+    def changed(change: Callable[[Any], Mapping[str, Any]]) -> Learner:
+        return on_dialogue(preset, dialogue, checks.changed(settings, change, preset))
+
     return Learner(
         made.init,
         made.step,
@@ -92,6 +97,7 @@ def on_dialogue(preset: str, dialogue: Any, settings: DialogueSettings) -> Learn
         provenance=provenance,
         remarks=functools.partial(of_the_beginning, compares=settings.compares),
         save=made.save,
+        changed=changed,
         partition=gpt2.partition,
         indivisible=gpt2.indivisible(made.policy.model),
         absent=absent(dialogue, settings),

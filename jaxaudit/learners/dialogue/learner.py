@@ -29,7 +29,7 @@ from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_
 from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, Measured, Statistics
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
-from jaxaudit.optimizer import Optimizer, Update, warmup_decay
+from jaxaudit.optimizer import Adam, Optimizer, Update, warmup_decay
 from jaxaudit.paths import squares_by_group
 from jaxaudit.taps import Taps
 
@@ -62,10 +62,8 @@ class DialogueLearner:
         self.collector = Collector(dialogue, settings, self.policy, self.critic, self.reward_model)
         self.instruments = Instruments(dialogue, settings, self.policy)
         self.channels = channels_of(dialogue, settings, self.policy)
-        self.transform = optax.chain(
-            optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon),
-            *([optax.add_decayed_weights(settings.weight_decay, decays)] if settings.weight_decay else []),
-        )
+        decay = (optax.add_decayed_weights(settings.weight_decay, decays),) if settings.weight_decay else ()
+        self.transform = Adam((settings.beta1, settings.beta2), settings.epsilon, decay)
 
     def optimizer(self, label: str, numbers: Numbers) -> Optimizer:
         """That of a label, with the numbers' rate and the settings' schedule."""
@@ -268,7 +266,8 @@ class DialogueLearner:
             gradient, told, tokens, of_tool = self.gradient(
                 trained, state.reference, base, experience, batch, share, taps
             )
-            trained, done = self.followed(trained, numbers, gradient, taps)
+            context = {"loss": told["loss"]} | ({"approximate_kl": told["old_kl"]} if "old_kl" in told else {})
+            trained, done = self.followed(trained, numbers, gradient, taps, context)
             layers = jnp.sqrt(squares_by_group(gradient[POLICY])) if settings.telemetry == "full" else None
             squares = None
             if of_tool is not None:
@@ -398,13 +397,13 @@ class DialogueLearner:
         return jnp.sum(jnp.exp(now) * (now - then), axis=-1)
 
     def followed(
-        self, trained: dict[str, Trained], numbers: Numbers, gradient: dict[str, Any], taps: Taps
+        self, trained: dict[str, Trained], numbers: Numbers, gradient: dict[str, Any], taps: Taps, context: dict[str, Any]
     ) -> tuple[dict[str, Trained], dict[str, Update]]:
-        """One update of all that is trained."""
+        """One update of all that is trained; `context` is what remedies may read of the minibatch."""
         after, done = {}, {}
         for label, one in trained.items():
             params, moments, done[label] = self.optimizer(label, numbers).update(
-                one.params, one.moments, gradient[label], taps
+                one.params, one.moments, gradient[label], taps, **context
             )
             after[label] = Trained(params, moments)
         return after, done

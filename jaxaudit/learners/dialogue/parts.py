@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxaudit.learners import settings as checks
-from jaxaudit.learners.dialogue import aggregation, corrections, kl, ratios
+from jaxaudit.learners.dialogue import aggregation, corrections, covariance, kl, ratios
 
 ADVANTAGES = ("gae", "group", "group_mean", "leave_one_out")
 KLS = ("none", *kl.ESTIMATORS, "exact")
@@ -24,8 +24,11 @@ class Parts:
       correction_level: "token", "sequence", or for mis "geometric".
       aggregation: "token_minibatch", "token_iteration", "sequence" or "constant".
       kl: estimator of KL(policy || reference), "k1", "k2", "k3" or "exact"; "none" for no such term.
-      kl_in: "loss" or "reward".
+      kl_in: "loss", "reward" or "both".
       kl_weight: in the loss, "none", "ratio" (unbiased off policy with k3) or "stopped_ratio" (with k2).
+      covariance: which tokens are treated apart whose advantage and log-probability vary together, of `covariance`:
+        "clip" takes some out of the gradient, "kl" adds the log-ratio of the highest to the loss; "none".
+      adaptive_lambda: a row's lambda follows its number of own tokens.
       entropy: an entropy bonus.
       clip_value: the value loss, too.
       old: old log-probabilities are "recomputed" by the trainer or the "sampled" ones.
@@ -45,6 +48,8 @@ class Parts:
     kl: str = "none"
     kl_in: str = "loss"
     kl_weight: str = "none"
+    covariance: str = "none"
+    adaptive_lambda: bool = False
     entropy: bool = False
     clip_value: bool = True
     old: str = "recomputed"
@@ -63,9 +68,10 @@ class Parts:
             correction_level=corrections.LEVELS,
             aggregation=aggregation.AGGREGATIONS,
             kl=KLS,
-            kl_in=("loss", "reward"),
+            kl_in=("loss", "reward", "both"),
             kl_weight=kl.WEIGHTS,
             old=("recomputed", "sampled"),
+            covariance=covariance.TREATMENTS,
         )
         for wrong, why in self._misfits():
             if wrong:
@@ -96,12 +102,20 @@ class Parts:
             f"correction_level = 'geometric' is a mask, so correction must be 'mis', not {self.correction!r}",
         )
         yield (
-            self.kl_weight != "none" and (self.kl == "none" or self.kl_in == "reward"),
+            self.kl_weight != "none" and (self.kl == "none" or self.kl_in != "loss"),
             f"kl_weight = {self.kl_weight!r} is of a KL in the loss, and there is none",
         )
         yield (
             self.kl_weight != "none" and self.kl == "exact",
             f"kl_weight = {self.kl_weight!r} is of an estimate from the token written, which kl = 'exact' is not",
+        )
+        yield (
+            self.covariance != "none" and (self.objective == "preference" or self.ratio != "token"),
+            f"covariance = {self.covariance!r} is of tokens, so objective must be 'policy' and ratio 'token'",
+        )
+        yield (
+            self.adaptive_lambda and self.advantage != "gae",
+            f"gae_lambda_length is of a critic's advantages, so advantage must be 'gae', not {self.advantage!r}",
         )
         yield (
             self.whiten and self.advantage != "gae",
@@ -111,6 +125,16 @@ class Parts:
             self.advantage == "gae" and self.ratio == "sequence_sum",
             "ratio = 'sequence_sum' has one advantage for a row, so advantage must not be 'gae'",
         )
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether a token's reward is less the KL's estimate."""
+        return self.kl != "none" and self.kl_in in ("reward", "both")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL's estimate is a part of the loss."""
+        return self.kl != "none" and self.kl_in in ("loss", "both")
 
     @property
     def critic(self) -> bool:

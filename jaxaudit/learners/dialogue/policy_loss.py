@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.learners.dialogue import clipping, corrections, kl, preference_loss, ratios, value_loss
+from jaxaudit.learners.dialogue import clipping, corrections, covariance, kl, preference_loss, ratios, value_loss
 from jaxaudit.learners.dialogue.aggregation import Denominators, aggregate, token_minibatch
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.parts import Parts
@@ -43,6 +44,7 @@ class Rows:
       reference: the reference's log-probabilities.
       value: the critic's values when the rows were written.
       target: what they should be.
+      covarying: bool, tokens that are treated apart for their covariance.
     """
 
     own: Any
@@ -52,6 +54,7 @@ class Rows:
     reference: Any = None
     value: Any = None
     target: Any = None
+    covarying: Any = None
 
 
 @struct.dataclass
@@ -73,9 +76,13 @@ def tokens(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows) -> To
     """Ratios, the surrogate and weights of a policy objective."""
     now, rows = _masked(now, rows.own), _masked(rows, rows.own)
     log_ratio = ratios.RATIOS[parts.ratio](now.log_probability, rows.old, rows.own)
-    surrogate = clipping.surrogate(
-        log_ratio, rows.advantage, coefficients.clip_low, coefficients.clip_high, coefficients.dual_clip
-    )
+    bounds = coefficients.clip_low, coefficients.clip_high, coefficients.dual_clip
+    if parts.covariance == "kl":
+        bounds = jnp.inf, jnp.inf, jnp.inf  # in the place of clipping there is a penalty
+    surrogate = clipping.surrogate(log_ratio, rows.advantage, *bounds)
+    if parts.covariance != "none":
+        objective = covariance.treated(parts.covariance, surrogate.objective, log_ratio, rows.covarying)
+        surrogate = dataclasses.replace(surrogate, objective=objective)
     return Tokens(log_ratio, surrogate, _correction(parts, coefficients, rows))
 
 
@@ -130,7 +137,7 @@ def policy_loss(
     if parts.correction != "none":
         told["correction_mean"] = mean(made.weight)
         told["correction_zero"] = mean(made.weight == 0)
-    if parts.kl != "none" and parts.kl_in == "loss":
+    if parts.kl_in_loss:
         estimate = _kl(parts, now, rows)
         term = aggregate(parts.aggregation, estimate, rows.own, counts)
         loss = loss + coefficients.kl_coefficient * term

@@ -94,12 +94,12 @@ class DialogueSettings:
       old_log_probability: what ratios are relative to: "recomputed" by the trainer's undisturbed parameters before the
         first update, or "sampled", as the behaviour policy gave them; so is the entropy then, and without a reference
         and with basic telemetry the trainer does not read the rows before the first update at all.
-      objective, advantage, whiten, ratio, correction, correction_level, aggregation, kl, kl_in, kl_weight, clip_value:
-        see `parts.Parts`.
+      objective, advantage, whiten, ratio, correction, correction_level, aggregation, kl, kl_in, kl_weight, covariance,
+      clip_value: see `parts.Parts`.
       clip_low, clip_high, dual_clip, kl_coefficient, entropy_coefficient, value_coefficient, value_clip, gamma,
-      gae_lambda, critic_lambda, std_epsilon, tis_cap, mis_low, mis_high, beta, label_smoothing, overlong_coefficient,
-      overlong_buffer: see `coefficients.Coefficients`; without an entropy_coefficient there is no bonus, and without an
-        overlong_buffer no penalty.
+      gae_lambda, gae_lambda_length, covariance_share, critic_lambda, std_epsilon, tis_cap, mis_low, mis_high, beta, label_smoothing, overlong_coefficient,
+      overlong_buffer: see `coefficients.Coefficients`; without an entropy_coefficient there is no bonus, without an
+        overlong_buffer no penalty, and without a gae_lambda_length all rows have gae_lambda.
       mask_truncated: truncated rows are left out of the loss and the baselines.
       online: a preference objective's rows are the policy's, not the reference's.
       reward: the verifier's "gold", or a "learned" reward model's score.
@@ -158,8 +158,9 @@ class DialogueSettings:
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     aggregation: Literal["token_minibatch", "token_iteration", "sequence", "constant"] = "sequence"
     kl: Literal["none", "k1", "k2", "k3", "exact"] = "none"
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Literal["loss", "reward", "both"] = "loss"
     kl_weight: Literal["none", "ratio", "stopped_ratio"] = "none"
+    covariance: Literal["none", "clip", "kl"] = "none"
     clip_value: bool = True
     clip_low: float = number(0.2)
     clip_high: float = number(0.2)
@@ -170,6 +171,8 @@ class DialogueSettings:
     value_clip: float = number(0.2)
     gamma: float = number(1.0)
     gae_lambda: float = number(0.95)
+    gae_lambda_length: float = number(0.0)
+    covariance_share: float = number(0.0)
     critic_lambda: float = number(0.95)
     std_epsilon: float = number(1e-4)
     tis_cap: float = number(2.0)
@@ -254,8 +257,13 @@ class DialogueSettings:
             ),
         )
         yield (
-            self.kl == "exact" and self.kl_in == "reward",
+            self.kl == "exact" and self.kl_in != "loss",
             "kl 'exact' goes into the loss; in the reward kl must be k1, k2 or k3",
+        )
+        yield (
+            (self.covariance == "none") != (self.covariance_share == 0),
+            f"covariance_share {self.covariance_share:g} is the share of tokens that are treated apart, and covariance "
+            f"is {self.covariance!r}",
         )
         yield (
             self.lora_rank > 0 and not self.checkpoint,
@@ -324,6 +332,7 @@ class DialogueSettings:
             **same,
             entropy=self.entropy_coefficient > 0,
             old=self.old_log_probability,
+            adaptive_lambda=self.gae_lambda_length > 0,
             overlong=self.overlong_buffer > 0,
             dynamic=self.oversampling > 1,
         )
@@ -345,6 +354,8 @@ class DialogueSettings:
         standard: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(DialogueSettings) if _data(f)}
         standard["kl_coefficient"] = 0.0
         standard["entropy_coefficient"] = float(self.entropy_coefficient > 0)
+        standard["gae_lambda_length"] = float(self.gae_lambda_length > 0)
+        standard["covariance_share"] = 0.5 * (self.covariance_share > 0)
         standard["overlong_buffer"] = 0.5 * (self.overlong_buffer > 0)
         standard["top_p"] = 1.0 if self.top_p == 1.0 else 0.5
         standard["checkpoint"] = "a checkpoint" if self.checkpoint else ""

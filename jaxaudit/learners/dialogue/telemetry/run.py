@@ -49,7 +49,7 @@ def features_of(dialogue: Dialogue, settings: DialogueSettings, parts: bool) -> 
         "pairs": not policy,
         "mismatch": policy or settings.online,
         "sources": policy and bool(dialogue.result_tokens),
-        "kl_loss": policy and objective.kl != "none" and objective.kl_in == "loss",
+        "kl_loss": policy and objective.kl_in_loss,
         "changes": has_changes(dialogue),
     }
     return [name for name, there in had.items() if there]

@@ -1,0 +1,186 @@
+"""`remedied(learner, *remedies)`: a learner with remedies is a learner, which is audited as any other."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import struct
+
+from jaxaudit.learner import Learner
+from jaxaudit.remedies.core import HOOKS, Remedy, RemedyKind
+from jaxaudit.sharding import Partition
+from jaxaudit.sites import Recorder, Sites, find_sites
+from jaxaudit.taps import REMEDY_OFFERED, ROOT, States, Taps
+
+
+@struct.dataclass
+class RemediedState:
+    """What a lane of a learner with remedies carries.
+
+    Attributes:
+      learner: the learner's state.
+      remedies: the states of the remedies that keep one, by name and label.
+    """
+
+    learner: Any
+    remedies: States
+
+
+@struct.dataclass
+class RemediedData:
+    """What all lanes of a learner with remedies read.
+
+    Attributes:
+      learner: the learner's data.
+      strengths: of the remedies, float32 scalars by name.
+    """
+
+    learner: Any
+    strengths: dict[str, Any]
+
+
+def remedied(learner: Learner, *remedies: Remedy) -> Learner:
+    """A learner with remedies: `remedied(ja.learners.ppo("HalfCheetah-v5"), ja.remedies.l2_init(1e-3))`.
+
+    Its state is the learner's and the remedies' own, and the strengths of remedies that act while it trains are data:
+    learners that differ in them alone share one compiled program. Remedies at one place act in the order given, before
+    those that the learner has already; at a site, all act before perturbations. Taps that are `closed`, which
+    performance is measured with, have no remedies.
+
+    Raises:
+      ValueError: there is no remedy, one is there twice, or the learner cannot have it: one sentence.
+    """
+    if not remedies:
+        raise ValueError("remedied() needs at least one remedy")
+    for one in remedies:
+        if isinstance(one, RemedyKind):
+            raise ValueError(f"'{one.name}' is a kind of remedy; call it for a remedy: {one.name}()")
+        if not isinstance(one, Remedy):
+            raise ValueError(f"remedied() takes remedies, such as ja.remedies.l2_init(1e-3), not {one!r}")
+    present = [*(one.name for one in remedies), *names(learner)]
+    if twice := next((name for name in present if present.count(name) > 1), None):
+        raise ValueError(f"remedy '{twice}' is there twice; chosen once, it has one strength")
+    base = learner
+    for one in remedies:
+        base = _with_settings(base, one)
+    acting = tuple(one for one in remedies if one.kind.apply is not None)
+    if not acting:
+        return base
+    sites = find_sites(base)
+    for one in acting:
+        if reason := misfit(one.kind, sites):
+            raise ValueError(reason)
+    made = _made(base.without_data, tuple(one.kind for one in acting))
+    return replace(
+        base,
+        init=made.init,
+        step=made.step,
+        name=" with ".join((base.name, *(one.name for one in acting))),
+        data=RemediedData(base.data, {one.name: np.float32(one.strength) for one in acting}),
+        init_reads_data=True,
+        save=None if base.save is None else made.save,
+        partition=None if base.partition is None else made.partition,
+        changed=None if base.changed is None else lambda change: remedied(base.changed(change), *acting),
+    )
+
+
+def names(learner: Learner) -> tuple[str, ...]:
+    """The names of the remedies that act in a learner, those that are a change of settings apart."""
+    inner = getattr(learner.step, "__self__", None)
+    if not isinstance(inner, Remedied):
+        return ()
+    return (*(kind.name for kind in inner.kinds), *names(inner.learner))
+
+
+def misfit(kind: RemedyKind, sites: Sites) -> str | None:
+    """None, or a sentence on why a remedy cannot act in a learner of some sites."""
+    if kind.site not in sites.helped:
+        why = f", for {sites.absent[kind.site]}" if kind.site in sites.absent else ""
+        if kind.site in HOOKS:
+            return f"remedy '{kind.name}' acts on what a jaxaudit.Optimizer does, and the learner uses none"
+        known = ", ".join(sorted(sites))
+        return f"remedy '{kind.name}' acts at site '{kind.site}', which the learner does not tap{why}; its sites: {known}"
+    seen = sites.helped[kind.site].values()
+    offered = frozenset.intersection(*(one.context for one in seen)) | set(REMEDY_OFFERED)
+    if missing := sorted(set(kind.needs) - offered):
+        return f"remedy '{kind.name}' needs {', '.join(missing)} at '{kind.site}', which the learner does not give there"
+    if kind.keeps_state and (lost := next((one.lost for one in seen if one.lost), None)):
+        return f"remedy '{kind.name}' {lost}"
+    return None
+
+
+def _with_settings(learner: Learner, one: Remedy) -> Learner:
+    change = one.kind.settings
+    if change is None:
+        return learner
+    if learner.changed is None:
+        raise ValueError(f"remedy '{one.name}' changes settings, and '{learner.name}' has none that can be changed")
+    try:
+        return learner.changed(lambda settings: change(settings, one.strength))
+    except ValueError as error:
+        raise ValueError(f"remedy '{one.name}': {error}") from None
+
+
+@functools.lru_cache(maxsize=64)
+def _made(learner: Learner, kinds: tuple[RemedyKind, ...]) -> Remedied:
+    """The same object for equal arguments, for its methods are what programs are known by."""
+    return Remedied(learner, kinds)
+
+
+class Remedied:
+    """Pure functions `init` and `step` of a learner, without its data, with kinds of remedies."""
+
+    def __init__(self, learner: Learner, kinds: tuple[RemedyKind, ...]):
+        self.learner, self.kinds = learner, kinds
+        helped = find_sites(learner).helped
+        self.shapes = {
+            kind.name: (kind, {label or ROOT: one.value for label, one in helped[kind.site].items()})
+            for kind in kinds
+            if kind.keeps_state
+        }
+
+    def init(self, key: jax.Array, data: RemediedData) -> RemediedState:
+        """The learner's first state, and the remedies'."""
+        learner = self.learner
+        state = learner.init(key, data.learner) if learner.init_reads_data else learner.init(key)
+        remedies = {
+            name: {label: kind.init(value) for label, value in values.items()}
+            for name, (kind, values) in self.shapes.items()
+        }
+        return RemediedState(state, remedies)
+
+    def step(
+        self, state: RemediedState, key: jax.Array, taps: Taps | Recorder
+    ) -> tuple[RemediedState, dict[str, jax.Array]]:
+        """A step of the learner, with taps that the remedies act in."""
+        data: RemediedData = taps.data
+        remedies = tuple((kind, data.strengths[kind.name]) for kind in self.kinds)
+        inside = taps.with_remedies(remedies, state.remedies, data.learner)
+        after, telemetry = self.learner.step(state.learner, key, inside)  # type: ignore[arg-type]
+        return RemediedState(after, taps.take_back(inside)), telemetry  # type: ignore[arg-type]
+
+    def save(self, folder: Path, state: RemediedState, data: RemediedData) -> None:
+        """As the learner saves what it has trained."""
+        assert self.learner.save is not None, "or it would not be asked for"
+        self.learner.save(folder, state.learner, data.learner)
+
+    @property
+    def partition(self) -> Partition:
+        """The learner's: what remedies keep of parameters lies as these do."""
+        return _partition(self.learner.partition)
+
+
+@functools.lru_cache(maxsize=64)
+def _partition(of: Partition) -> Partition:
+    """The partition of a learner for a learner with remedies; the same function for the same one."""
+
+    def partition(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+        whose, _, rest = path.partition("/")
+        return of(rest, shape) if whose in ("learner", "remedies") else ()
+
+    return partition

@@ -1,0 +1,68 @@
+"""Remedies: changes to how a learner trains that are meant to make its training more stable."""
+
+from jaxaudit.remedies.adam import adam_rel, equal_betas, spam, stable_adamw
+from jaxaudit.remedies.core import HOOKS, Remedy, RemedyKind, Update, remedy, setting
+from jaxaudit.remedies.objectives import (
+    adaptive_entropy,
+    clip_cov,
+    clip_higher,
+    critic_layer_norm,
+    decoupled_lambda,
+    dual_clip,
+    kl_cov,
+    kl_in_both,
+    kl_in_reward,
+    kl_off_policy,
+    length_adaptive_lambda,
+    masked_importance,
+    sequence_mask,
+    truncated_importance,
+    value_pretraining,
+)
+from jaxaudit.remedies.penalties import l2_init, weight_decay
+from jaxaudit.remedies.updates import (
+    adagc,
+    learning_rate_scale,
+    learning_rate_warmup,
+    nonfinite_skip,
+    six_sigma_skip,
+    target_kl_stop,
+    zclip,
+)
+
+__all__ = [
+    "HOOKS",
+    "Remedy",
+    "RemedyKind",
+    "Update",
+    "adagc",
+    "adam_rel",
+    "adaptive_entropy",
+    "clip_cov",
+    "clip_higher",
+    "critic_layer_norm",
+    "decoupled_lambda",
+    "dual_clip",
+    "equal_betas",
+    "kl_cov",
+    "kl_in_both",
+    "kl_in_reward",
+    "kl_off_policy",
+    "l2_init",
+    "learning_rate_scale",
+    "learning_rate_warmup",
+    "length_adaptive_lambda",
+    "masked_importance",
+    "nonfinite_skip",
+    "remedy",
+    "sequence_mask",
+    "setting",
+    "six_sigma_skip",
+    "spam",
+    "stable_adamw",
+    "target_kl_stop",
+    "truncated_importance",
+    "value_pretraining",
+    "weight_decay",
+    "zclip",
+]

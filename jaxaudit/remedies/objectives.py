@@ -1,0 +1,156 @@
+"""Remedies of the objective of policy-gradient learners: ratio bounds, entropy, KL, lambdas, corrections, the critic."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaudit.remedies.core import remedy, setting
+
+# Bounds of the ratio.
+
+
+@remedy("ratio_clip", strength=0.28, neutral=0.0, limits=(0.0, math.inf))
+def clip_higher(value, strength):
+    """Lets the probability ratio gain up to 1 + strength, the lower bound as it is (DAPO: Yu et al., 2025)."""
+    return value.at[1].set(strength)
+
+
+@setting(strength=3.0, limits=(1.0, math.inf))
+def dual_clip(settings, strength):
+    """Bounds the ratio by the strength where the advantage is negative (Ye et al., 2020; verl's `clip_ratio_c`)."""
+    return {"dual_clip": strength}
+
+
+@setting(strength=0.01, limits=(0.0, 1.0))
+def clip_cov(settings, strength):
+    """Takes a random share of the tokens of high covariance out of the gradient (Clip-Cov: Cui et al., 2025)."""
+    return {"covariance": "clip", "covariance_share": strength}
+
+
+@setting(strength=0.01, limits=(0.0, 1.0))
+def kl_cov(settings, strength):
+    """Adds |log ratio| to the loss of the share of tokens of highest covariance (KL-Cov: Cui et al., 2025)."""
+    return {"covariance": "kl", "covariance_share": strength}
+
+
+# Entropy.
+
+ENTROPY_STEP = 0.005
+
+
+def _no_coefficient(value: jax.Array) -> jax.Array:
+    return jnp.zeros(())
+
+
+def _with_entropy_bonus(settings: Any, strength: float) -> dict[str, Any]:
+    """A bonus that weighs nothing, where there is none, for the remedy to weigh."""
+    return {} if settings.entropy_coefficient > 0 else {"entropy_coefficient": 1e-30}
+
+
+@remedy(
+    "entropy_coefficient",
+    strength=0.2,
+    neutral=0.0,
+    limits=(0.0, math.inf),
+    needs=("entropy",),
+    init=_no_coefficient,
+    settings=_with_entropy_bonus,
+)
+def adaptive_entropy(value, strength, state, *, entropy):
+    """Weighs the entropy bonus by a coefficient that rises while the entropy is below the strength, in nats.
+
+    By 0.005 a step, and falls by as much above it, within [0, 1]; the bonus acts only while the entropy is at most the
+    strength (Skywork-OR1: He et al., 2025, as TRL has it).
+    """
+    latest = entropy()
+    coefficient = jnp.clip(state + jnp.where(latest < strength, ENTROPY_STEP, -ENTROPY_STEP), 0.0, 1.0)
+    return jnp.where(latest <= strength, coefficient, 0.0), coefficient
+
+
+# The KL divergence from the reference.
+
+
+@setting(strength=0.05, limits=(0.0, math.inf))
+def kl_in_reward(settings, strength):
+    """Penalises the reward by strength * log(policy / reference): k1 in the reward, nothing in the loss.
+
+    Its gradient is that of the sequence's KL (Shah et al., 2025).
+    """
+    return {"kl": "k1", "kl_in": "reward", "kl_weight": "none", "kl_coefficient": strength}
+
+
+@setting(strength=0.05, limits=(0.0, math.inf))
+def kl_in_both(settings, strength):
+    """Puts k1 into the reward and into the loss, each with the strength (Shah et al., 2025).
+
+    On policy the term in the loss has a gradient of mean zero.
+    """
+    return {"kl": "k1", "kl_in": "both", "kl_weight": "none", "kl_coefficient": strength}
+
+
+@setting(strength=0.05, limits=(0.0, math.inf))
+def kl_off_policy(settings, strength):
+    """Puts the ratio, differentiable, times k3 into the loss: right off policy, too (Tang and Munos, 2025)."""
+    return {"kl": "k3", "kl_in": "loss", "kl_weight": "ratio", "kl_coefficient": strength}
+
+
+# Corrections of a mismatch between sampler and trainer.
+
+
+@setting(strength=2.0, limits=(0.0, math.inf))
+def truncated_importance(settings, strength):
+    """Weighs tokens by trainer's over sampler's probability, at most the strength (TIS: Yao et al., 2025)."""
+    return {"correction": "tis", "correction_level": "token", "tis_cap": strength}
+
+
+@setting(strength=2.0, limits=(1.0, math.inf))
+def masked_importance(settings, strength):
+    """Weighs tokens by that ratio, and leaves out those outside of [1 / strength, strength] (MIS)."""
+    bounds = {"mis_low": 1.0 / strength, "mis_high": strength}
+    return {"correction": "mis", "correction_level": "token"} | bounds
+
+
+@setting(strength=3.0, limits=(0.0, math.inf))
+def sequence_mask(settings, strength):
+    """Weighs rows by the product of their tokens' ratios, and leaves out rows above the strength (TRL's default: 3)."""
+    return {"correction": "mis", "correction_level": "sequence", "mis_low": 0.0, "mis_high": strength}
+
+
+# Values.
+
+
+@remedy("critic_lambda", strength=1.0, neutral=0.0, limits=(0.0, 1.0))
+def decoupled_lambda(value, strength):
+    """Gives the critic's targets the strength for their lambda; the advantages keep theirs (VC-PPO: Yuan et al., 2025).
+
+    With 1 the critic learns what samples return.
+    """
+    return jnp.full_like(value, strength)
+
+
+@setting(strength=0.05, limits=(0.0, math.inf))
+def length_adaptive_lambda(settings, strength):
+    """Gives the advantages of a row of l own tokens the lambda max(0, 1 - 1 / (strength l)) (VAPO: Yue et al., 2025).
+
+    With 0.05 it is 0 for rows of up to 20 tokens.
+    """
+    return {"gae_lambda_length": strength}
+
+
+@setting(strength=2000.0, limits=(1.0, math.inf), whole=True)
+def value_pretraining(settings, strength):
+    """Trains the critic before the first iteration, on what the fixed policy returns, for as many updates.
+
+    VC-PPO: Yuan et al., 2025; see `critic_warm_start` in `jaxaudit list learners`.
+    """
+    return {"critic_warm_start": int(strength)}
+
+
+@setting(limits=(1.0, 1.0))
+def critic_layer_norm(settings, strength):
+    """Normalises each hidden layer of the critic before its activation (Ball et al., 2023; Nauman et al., 2024)."""
+    return {"critic_layer_norm": True}

@@ -1,0 +1,185 @@
+"""Remedies of single updates: smaller ones, none at all, and gradients that are clipped by what came before."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxaudit.remedies.core import Update, remedy
+
+
+@remedy("learning_rate", strength=0.3, neutral=1.0, limits=(0.0, math.inf))
+def learning_rate_scale(value, strength):
+    """Multiplies the learning rate by the strength, throughout the run."""
+    return value * strength
+
+
+@remedy("learning_rate", strength=0.05, neutral=0.0, limits=(0.0, 1.0), needs=("progress",))
+def learning_rate_warmup(value, strength, *, progress):
+    """Raises the learning rate linearly from 0 over the first share of the run, the strength.
+
+    Step t of T, counted from 0, has min(1, (t + 1) / (strength T)) of the rate.
+    """
+    return value * jnp.minimum(1.0, progress / strength)
+
+
+def _not_stopped(value: Update) -> jax.Array:
+    return jnp.zeros((), bool)
+
+
+@remedy(
+    "guard",
+    strength=0.03,
+    neutral=math.inf,
+    limits=(0.0, math.inf),
+    needs=("approximate_kl", "minibatch"),
+    init=_not_stopped,
+)
+def target_kl_stop(value, strength, state, *, approximate_kl, minibatch):
+    """Makes no further update in a step once a minibatch's policy is farther than the strength, in nats, from the old.
+
+    As Stable-Baselines3's `target_kl`, without its factor of 1.5: the divergence is the mean of rho - 1 - log rho over
+    the minibatch, which is not updated on any more. It holds for the critic, too.
+    """
+    stopped = jnp.where(minibatch == 0, False, state) | (approximate_kl > strength)
+    return replace(value, keep=jnp.where(stopped, 0.0, value.keep)), stopped
+
+
+@remedy("guard", strength=1.0, neutral=0.0, limits=(0.0, 1.0), whole=True)
+def nonfinite_skip(value, strength):
+    """Leaves out updates whose gradient has an entry that is NaN or infinite, as `optax.apply_if_finite` does.
+
+    Of strength 1; 0 is off.
+    """
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(value.gradient)]))
+    return replace(value, keep=jnp.where(finite, value.keep, 0.0))
+
+
+WINDOW = 128
+"""Updates whose losses and norms `six_sigma_skip` remembers."""
+
+
+@struct.dataclass
+class Recent:
+    """The losses and gradient norms of the latest updates, `[WINDOW, 2]`, and how many there have been."""
+
+    values: jax.Array
+    count: jax.Array
+
+
+def _nothing_recent(value: Update) -> Recent:
+    return Recent(jnp.zeros((WINDOW, 2)), jnp.zeros((), jnp.int32))
+
+
+@remedy("guard", strength=6.0, neutral=math.inf, limits=(0.0, math.inf), needs=("loss",), init=_nothing_recent)
+def six_sigma_skip(value, strength, state, *, loss):
+    """Leaves out updates whose loss or gradient norm is too far above the mean of the 128 updates before.
+
+    "Too far" is more than the strength times their standard deviation (ddof 1), or not a number; it acts from the 64th
+    update on, and an update that is left out is remembered like others: OLMo-core's `SkipStepOptimizer`. Other than
+    there, values that are not finite are not remembered, for one would stop the next 128 updates.
+    """
+    now = jnp.stack([loss, optax.tree.norm(value.gradient)]).astype(jnp.float32)
+    filled = jnp.arange(WINDOW)[:, None] < state.count
+    known = jnp.minimum(state.count, WINDOW)
+    mean = jnp.sum(jnp.where(filled, state.values, 0.0), 0) / jnp.maximum(known, 1)
+    squares = jnp.sum(jnp.where(filled, (state.values - mean) ** 2, 0.0), 0)
+    within = now - mean <= strength * jnp.sqrt(squares / jnp.maximum(known - 1, 1))
+    keep = jnp.all(within) | (state.count + 1 < WINDOW // 2)
+    finite = jnp.all(jnp.isfinite(now))
+    values = jnp.where(finite, state.values.at[state.count % WINDOW].set(now), state.values)
+    return replace(value, keep=jnp.where(keep, value.keep, 0.0)), Recent(values, state.count + finite)
+
+
+ZCLIP_DECAY = 0.97
+ZCLIP_WARMUP = 25
+ADAGC_DECAY = 0.98
+ADAGC_WARMUP = 100
+
+
+@struct.dataclass
+class NormMoments:
+    """Of gradient norms: their first, sum and sum of squares while they are collected, then running mean and variance.
+
+    Attributes:
+      mean, variance: scalars.
+      count: updates so far.
+    """
+
+    mean: jax.Array
+    variance: jax.Array
+    count: jax.Array
+
+
+def _no_norms(value: Update) -> NormMoments:
+    return NormMoments(jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
+
+
+@remedy("guard", strength=2.5, neutral=math.inf, limits=(0.0, math.inf), init=_no_norms)
+def zclip(value, strength, state):
+    """Clips gradients whose norm is more than the strength in standard deviations above its running mean.
+
+    ZClip (Kumar et al., 2025), as its authors' code has it: a norm of z standard deviations above the mean is clipped
+    to mean + strength^2 / z standard deviations; mean and variance decay by 0.97 an update, follow the clipped norm,
+    and begin as those of the first 25 norms, which are not clipped. A norm that is not finite is left to other guards,
+    and does not enter.
+    """
+    norm = optax.tree.norm(value.gradient).astype(jnp.float32)
+    std = jnp.sqrt(state.variance)
+    z = (norm - state.mean) / (std + 1e-6)
+    most = state.mean + strength * std * (strength / z)
+    collecting = state.count < ZCLIP_WARMUP
+    clips = ~collecting & (z > strength)
+    clipped = jnp.where(clips, most, norm)
+    gradient = jax.tree.map(lambda g: jnp.where(clips, g * (most / (norm + 1e-6)), g), value.gradient)
+    # While norms are collected, by Welford's recursion: the population variance of the first 25.
+    count = state.count + 1
+    delta = norm - state.mean
+    mean = jnp.where(collecting, state.mean + delta / count, ZCLIP_DECAY * state.mean + (1 - ZCLIP_DECAY) * clipped)
+    collected = (state.variance * state.count + delta * (norm - mean)) / count
+    running = ZCLIP_DECAY * state.variance + (1 - ZCLIP_DECAY) * (clipped - mean) ** 2
+    after = NormMoments(mean, jnp.where(collecting, collected, running), count)
+    finite = jnp.isfinite(norm)
+    return replace(value, gradient=gradient), jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+
+
+@struct.dataclass
+class TensorNorms:
+    """For each tensor of the gradient the running norm, and how many updates there have been."""
+
+    norms: list[jax.Array]
+    count: jax.Array
+
+
+def _no_tensor_norms(value: Update) -> TensorNorms:
+    return TensorNorms([jnp.zeros(()) for _ in jax.tree.leaves(value.gradient)], jnp.zeros((), jnp.int32))
+
+
+@remedy("guard", strength=1.05, neutral=math.inf, limits=(0.0, math.inf), init=_no_tensor_norms)
+def adagc(value, strength, state):
+    """Clips each tensor's gradient to the strength times the running norm of its clipped gradients.
+
+    AdaGC (Wang et al., 2025): the running norm decays by 0.98 an update. In the first 100 updates the whole gradient is
+    clipped to norm 1, and a tensor's running norm is its smallest one so far. A stack of equal layers is one tensor. An
+    update whose gradient is not finite does not enter.
+    """
+    leaves, structure = jax.tree.flatten(value.gradient)
+    count = state.count + 1
+    warming = count < ADAGC_WARMUP
+    total = optax.tree.norm(value.gradient).astype(jnp.float32)
+    whole = jnp.minimum(1.0, 1.0 / (total + 1e-8))
+    clipped, norms = [], []
+    for leaf, running in zip(leaves, state.norms, strict=True):
+        norm = jnp.sqrt(jnp.sum(jnp.square(leaf.astype(jnp.float32))))
+        factor = jnp.where(warming, whole, jnp.minimum(1.0, strength * running / jnp.maximum(norm, 1e-12)))
+        clipped.append(leaf * factor.astype(leaf.dtype))
+        lowest = jnp.where(count == 1, norm * factor, jnp.minimum(running, norm * factor))
+        norms.append(jnp.where(warming, lowest, ADAGC_DECAY * running + (1 - ADAGC_DECAY) * norm * factor))
+    finite = jnp.isfinite(total)
+    after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), TensorNorms(norms, count), state)
+    return replace(value, gradient=jax.tree.unflatten(structure, clipped)), after
