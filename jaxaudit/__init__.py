@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers and editors; in a program a name is impor
     from jaxaudit.remedied_learner import remedied
     from jaxaudit.results import Result
     from jaxaudit.taps import SITES, Taps
+    from jaxaudit.variants.compare import Comparison, compare
     from jaxaudit.whole import inputs
 
 __version__ = "0.3.0"
@@ -38,6 +39,7 @@ _HOMES = {
     "Adam": "optimizer",
     "SITES": "taps",
     "Channel": "learner",
+    "Comparison": "variants.compare",
     "Dialogue": "dialogues",
     "Learner": "learner",
     "Margins": "margins.table",
@@ -46,6 +48,7 @@ _HOMES = {
     "Result": "results",
     "Taps": "taps",
     "audit": "auditing",
+    "compare": "variants.compare",
     "compiled": "program",
     "generate": "models.sampling",
     "inputs": "whole",

@@ -51,6 +51,13 @@ class Run:
         return str(self.spec.get("audit", {}).get("name") or self.folder.resolve().name)
 
     @property
+    def remedies(self) -> str:
+        """The remedies of its learner, in words that follow the learner's name: " with l2_init 0.001"; "" without."""
+        tables = [one for one in self.spec.get("remedy", []) if isinstance(one, dict)]
+        told = [f"{one.get('kind', 'a remedy')} {one.get('strength', '')}".strip() for one in tables]
+        return f" with {', '.join(told)}" if told else ""
+
+    @property
     def seeds(self) -> int:
         """How many seeds."""
         return int(self.telemetry.sizes.get("seed", 1))
@@ -261,7 +268,7 @@ def _spec(path: Path, text: str) -> dict[str, Any]:
     return found
 
 
-_TABLES: dict[str, type] = {"audit": dict, "task": dict, "learner": dict, "metrics": dict, "run": dict, "monitor": dict}
+_TABLES: dict[str, type] = dict.fromkeys(("audit", "task", "learner", "metrics", "run", "monitor"), dict) | {"remedy": list}
 
 
 def table(path: Path, words: Collection[str] = (*_TEXT, "reason")) -> pd.DataFrame | None:

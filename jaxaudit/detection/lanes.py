@@ -77,7 +77,7 @@ def _finished(folder: Path) -> Run:
 
 def _same(run: Run) -> str:
     """What runs of one learner have in common."""
-    return repr((_task(run), run.spec.get("learner"), run.steps))
+    return repr((_task(run), run.spec.get("learner"), run.spec.get("remedy"), run.steps))
 
 
 def _task(run: Run) -> Any:
@@ -148,7 +148,7 @@ def _table(run: Run, known: set[int]) -> pd.DataFrame:
 
 def _title(run: Run) -> str:
     sections: dict[str, Any] = run.spec
-    learner = sections.get("learner", {}).get("kind", run.name)
+    learner = sections.get("learner", {}).get("kind", run.name) + run.remedies
     return f"{learner} on {sections['task'].get('name', 'a task')}" if "task" in sections else str(learner)
 
 

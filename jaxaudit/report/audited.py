@@ -49,7 +49,7 @@ def build(folder: Path) -> Path:
     return Page(
         kicker="Stability audit",
         heading=run.name,
-        about=f"{kind}{on}",
+        about=f"{kind}{run.remedies}{on}",
         summary=Summary(said.lead, said.sentences, _unfinished(run), _key_numbers(run)),
         sections=_sections(run, groups),
         glossary=words,

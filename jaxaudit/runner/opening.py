@@ -93,7 +93,7 @@ def open_onsets(folder: Path, spec: Spec | None = None) -> tuple[Folder, Spec, G
 
 def check_kept(spec: Spec, old: Spec, must: str, *also: str) -> None:
     """Raises UserError where a spec differs from another in what is trained."""
-    differing = [t for t in ("task", "learner", *also) if getattr(old, t) != getattr(spec, t)]
+    differing = [t for t in ("task", "learner", "remedies", *also) if getattr(old, t) != getattr(spec, t)]
     if "task" in differing and isinstance(old.task, Simulated) and isinstance(spec.task, Simulated):
         then, now = old.task.engine, spec.task.engine
         if then and spec.task.simulated_by(then) == old.task:

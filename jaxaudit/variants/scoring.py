@@ -1,0 +1,185 @@
+"""What variants buy and what is paid: scores of seeds, paired with the plain learner's, with exact intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from jaxaudit.statistics import ranks, seeds_for
+from jaxaudit.statistics.paired import collapsed
+from jaxaudit.statistics.sign_flips import holm, sign_flips
+from jaxaudit.variants.design import Line, conditions_of
+
+MOST_CONFIRMED = 12
+"""Cells that are confirmed on fresh seeds, at most."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One variant's lanes on one line.
+
+    Attributes:
+      survived: how many magnitudes each seed survives, `[seeds]`; NaN where it is not known, or its undisturbed lane
+        falls.
+      fallen: bool `[seeds]`, whether the undisturbed lane collapses.
+      low, high: brackets of each seed's threshold, as magnitudes by rising harm: the harshest that it survives below
+        the mildest that it does not, and that one; NaN where there is no such magnitude or they contradict.
+    """
+
+    survived: np.ndarray
+    fallen: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def score(lanes: pd.DataFrame, lines: Sequence[Line]) -> list[Scores]:
+    """The scores of a run's lanes, for each line; seeds ascend."""
+    times = _wide(lanes, "collapse_time")
+    return [_scores(times, line, places) for line, places in zip(lines, conditions_of(lines), strict=True)]
+
+
+def _wide(lanes: pd.DataFrame, column: str) -> pd.DataFrame:
+    """A column of lanes by seed, ascending, and by the position of the condition in the grid."""
+    wide = lanes.pivot(index="seed", columns="condition", values=column).sort_index()
+    in_order = wide[list(dict.fromkeys(lanes.condition))]
+    return in_order.set_axis(range(in_order.shape[1]), axis=1)
+
+
+def _scores(times: pd.DataFrame, line: Line, places: tuple[int, ...]) -> Scores:
+    control = collapsed(times[places[0]])
+    fell = np.stack([collapsed(times[place]) for place in places[1:]], axis=1)
+    survived = np.where(control == 0, (1.0 - fell).sum(axis=1), np.nan)
+    magnitudes = np.array(line.magnitudes)
+    low, high = np.full(len(fell), np.nan), np.full(len(fell), np.nan)
+    for seed, row in enumerate(fell):
+        if control[seed] or np.isnan(row).any() or (np.diff(row) < 0).any():
+            continue
+        count = int((row == 0).sum())
+        low[seed] = magnitudes[count - 1] if count else np.nan
+        high[seed] = magnitudes[count] if count < len(magnitudes) else np.nan
+    return Scores(survived, control == 1, low, high)
+
+
+def cell(plain: Scores, variant: Scores, line: Line, level: float) -> dict[str, Any]:
+    """What a variant buys on one line, beside the plain learner on the same seeds; columns as in `bought`."""
+    both = ~np.isnan(plain.survived) & ~np.isnan(variant.survived)
+    found = sign_flips(variant.survived[both] - plain.survived[both], level=level)
+    ratio = ratio_of_thresholds(plain, variant, level)
+    return {
+        "magnitudes": len(line.magnitudes),
+        "centre": line.centre,
+        "score": _mean(variant.survived[both]),
+        "plain_score": _mean(plain.survived[both]),
+        "difference": found.value,
+        "difference_low": found.low,
+        "difference_high": found.high,
+        "p": found.p,
+        "seeds": found.n,
+        "detectable": found.detectable,
+        "fallen": int(variant.fallen.sum()),
+        "plain_fallen": int(plain.fallen.sum()),
+        **ratio,
+    }
+
+
+def ratio_of_thresholds(plain: Scores, variant: Scores, level: float) -> dict[str, float]:
+    """The median of variant's over plain learner's threshold, over seeds whose brackets close in both, and bounds.
+
+    A bracket's ends bound a seed's ratio; order statistics of lower and upper bounds bound the median of all seeds'
+    ratios. The value is that of the brackets' geometric middles. NaN where fewer brackets close than an interval takes.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        least, most = np.log(variant.low / plain.high), np.log(variant.high / plain.low)
+    closed = np.isfinite(least) & np.isfinite(most)
+    n = int(closed.sum())
+    names = ("ratio", "ratio_low", "ratio_high", "ratio_seeds")
+    if n < seeds_for(level):
+        return dict(zip(names, (math.nan, math.nan, math.nan, n), strict=True))
+    lows, highs = np.sort(np.minimum(least, most)[closed]), np.sort(np.maximum(least, most)[closed])
+    middle = np.median((least + most)[closed] / 2)
+    first, last, _ = ranks(n, level)
+    return dict(zip(names, (*np.exp([middle, lows[first - 1], highs[last - 1]]).tolist(), n), strict=True))
+
+
+def bought(
+    plain: pd.DataFrame, variants: Mapping[str, pd.DataFrame], lines: Sequence[Line], level: float = 0.95
+) -> pd.DataFrame:
+    """One row for each variant and perturbation.
+
+    Args:
+        plain, variants: lanes of the plain learner and, by name, of variants on the same seeds: columns seed, condition
+            and collapse_time, the conditions in the order of `design.conditions_of`.
+        lines: what was tried.
+        level: coverage of the intervals.
+
+    Returns:
+        columns `variant`, `perturbation`, `onset`; `score` and `plain_score`, means over the seeds that stand
+        undisturbed in both; `difference` with `_low` and `_high`, its exact interval, `p`, and how many such `seeds`;
+        `detectable`, see `SignFlips`; `fallen` and `plain_fallen`, seeds whose undisturbed lane collapses; `ratio` of
+        thresholds with `_low`, `_high` and `ratio_seeds`; `magnitudes` tried and their `centre`.
+    """
+    before = score(plain, lines)
+    rows = []
+    for name, lanes in variants.items():
+        for line, one, other in zip(lines, before, score(lanes, lines), strict=True):
+            rows.append({"variant": name, "perturbation": line.name, "onset": line.onset, **cell(one, other, line, level)})
+    return pd.DataFrame(rows)
+
+
+def standing_out(cells: pd.DataFrame) -> pd.DataFrame:
+    """The cells whose interval excludes zero, by p and then by size, at most `MOST_CONFIRMED`."""
+    apart = cells[(cells.difference_low > 0) | (cells.difference_high < 0)]
+    order = np.lexsort((-apart.difference.abs(), apart.p))
+    return apart.iloc[order[:MOST_CONFIRMED]]
+
+
+def confirmed(cells: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
+    """Cells of fresh seeds with `p_holm`, p adjusted for their number, and `confirmed`, whether it is at most 1 - level."""
+    adjusted = holm(cells.p) if len(cells) else np.array([])
+    return cells.assign(p_holm=adjusted, confirmed=adjusted <= 1 - level)
+
+
+def paid(
+    plain: pd.DataFrame, variants: Mapping[str, pd.DataFrame], lines: Sequence[Line], level: float = 0.95
+) -> pd.DataFrame:
+    """One row for each variant: what it costs in undisturbed performance, paired by seed.
+
+    Args: as for `bought`, with the column final_performance.
+
+    Returns:
+        columns `variant`; `performance` and `plain_performance`, means over seeds at the end of undisturbed lanes;
+        `performance_difference` with `_low`, `_high`, `performance_p`, and `performance_seeds`, those that are finite
+        in both.
+    """
+    control = min(places[0] for places in conditions_of(lines))
+
+    def last(lanes: pd.DataFrame) -> np.ndarray:
+        return _wide(lanes, "final_performance")[control].to_numpy(float)
+
+    rows, before = [], last(plain)
+    for name, lanes in variants.items():
+        after = last(lanes)
+        finite = np.isfinite(after) & np.isfinite(before)
+        found = sign_flips(after[finite] - before[finite], level=level)
+        rows.append(
+            {
+                "variant": name,
+                "performance": _mean(after[finite]),
+                "plain_performance": _mean(before[finite]),
+                "performance_difference": found.value,
+                "performance_difference_low": found.low,
+                "performance_difference_high": found.high,
+                "performance_p": found.p,
+                "performance_seeds": found.n,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else math.nan

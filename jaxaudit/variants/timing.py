@@ -1,0 +1,85 @@
+"""What a step of each variant costs: undisturbed programs timed in turns, so that a slow moment is everybody's."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxaudit.batches import Batch, Plan, layout
+from jaxaudit.execution import memory
+from jaxaudit.grid import Grid
+from jaxaudit.program import LaneState
+from jaxaudit.statistics import ranks
+
+TURNS = 11
+"""Turns in which every program is timed; with 11 the median's interval covers 0.99."""
+
+SECONDS = 0.3
+"""What a timing lasts at least, as far as the steps of a run allow."""
+
+
+def step_seconds(grids: Mapping[str, Grid], turns: int = TURNS) -> dict[str, list[float]]:
+    """Seconds per step of the undisturbed lanes of some grids, one after the other in each turn.
+
+    Args:
+      grids: by name; each has the same seeds.
+      turns: how many.
+
+    Returns:
+      for each name the seconds per step of all its lanes, in the order of turns.
+    """
+    timed = {name: _Timed(grid) for name, grid in grids.items()}
+    found: dict[str, list[float]] = {name: [] for name in grids}
+    for _ in range(turns):
+        for name, one in timed.items():
+            found[name].append(one.turn())
+    return found
+
+
+def relative(times: Sequence[float], plain: Sequence[float], level: float = 0.95) -> dict[str, float]:
+    """The median ratio of times of the same turns, `step_time`, with `_low` and `_high`: order statistics."""
+    ratios = np.sort(np.asarray(times) / np.asarray(plain))
+    low, high, coverage = ranks(ratios.size, level)
+    bounds = (ratios[low - 1], ratios[high - 1]) if coverage >= level else (math.nan, math.nan)
+    names = ("step_time", "step_time_low", "step_time_high")
+    return dict(zip(names, map(float, (np.median(ratios), *bounds)), strict=True))
+
+
+class _Timed:
+    """The undisturbed program of a grid, compiled, and where its lanes are."""
+
+    def __init__(self, grid: Grid):
+        def undisturbed(most: int | None) -> Plan:
+            return [batch for batch in layout(grid, most) if not batch.disturbed]
+
+        self._engine, plan, _ = memory.fit(grid, grid.steps, undisturbed)
+        self._batch: Batch = max(plan, key=lambda batch: len(batch.seeds))
+        self._steps = grid.steps
+        self._each = 1
+        self._begin()
+        self._go()
+        once = self._go()
+        self._each = max(1, min(math.ceil(SECONDS / once), grid.steps - 1))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._states: LaneState = self._engine.initial(self._batch)
+        self._at = 0
+
+    def _go(self) -> float:
+        start, stop = self._at, min(self._at + self._each, self._steps)
+        begun = time.perf_counter()
+        self._states, _ = self._engine.advance(self._batch, self._states, start, stop)
+        self._at = stop
+        return (time.perf_counter() - begun) / (stop - start)
+
+    def turn(self) -> float:
+        """Seconds per step of some steps more, from the beginning where the run is over."""
+        if self._at + self._each > self._steps:
+            self._begin()
+        return self._go()
+
+

@@ -1,0 +1,108 @@
+"""A comparison in words: a table of what is bought and paid, and how to read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pandas as pd
+
+BOUGHT = ("variant", "perturbation", "score", "plain", "difference", "ratio of margins", "verdict")
+PAID = ("variant", "performance", "plain", "difference", "time per step")
+
+
+def text(
+    bought: pd.DataFrame, confirmed: pd.DataFrame, paid: pd.DataFrame, structures: Collection[str], level: float
+) -> str:
+    """All of it, for a terminal."""
+    rows = [bought_cells(row, verdict(row, confirmed, level)) for row in bought.to_dict("records")]
+    lines = ["bought: magnitudes survived, of those tried", *_aligned([BOUGHT, *rows]), ""]
+    lines += ["paid: undisturbed", *_aligned([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
+    return "\n".join([*lines, *notes(bought, confirmed, structures, level)])
+
+
+def verdict(row: dict[str, Any], confirmed: pd.DataFrame, level: float) -> str:
+    """What can be said of a variant and a perturbation, in a few words."""
+    if not row["seeds"]:
+        return "no seed stands undisturbed in both"
+    again = confirmed[(confirmed.variant == row["variant"]) & (confirmed.perturbation == row["perturbation"])]
+    if len(again):
+        one = again.iloc[0]
+        if one.confirmed and (one.difference > 0) == (row["difference"] > 0):
+            return f"{'helps' if one.difference > 0 else 'harms'} ({one.difference:+.2g} on fresh seeds)"
+        return f"not confirmed ({one.difference:+.2g} on fresh seeds)"
+    if row["difference_low"] > 0 or row["difference_high"] < 0:
+        return f"{'helps' if row['difference'] > 0 else 'harms'}, on the seeds screened"
+    if math.isnan(row["difference_low"]):
+        return "too few seeds to tell"
+    could = row["detectable"]
+    return "no difference that shows" + ("" if math.isnan(could) else f" ({could:.2g} would)")
+
+
+def notes(bought: pd.DataFrame, confirmed: pd.DataFrame, structures: Collection[str], level: float) -> list[str]:
+    """How to read the tables, one sentence each."""
+    found = [
+        "difference: of scores, variant less plain, the mean over the seeds whose undisturbed lanes stand in both, with "
+        f"its exact {100 * level:g}% interval (flips of signs)"
+    ]
+    if bought.detectable.notna().any():
+        found.append("(... would): the true difference that these seeds would have shown with a probability of 0.8")
+    if len(confirmed):
+        found.append(
+            f"fresh seeds: the {len(confirmed)} cells that stood out, tried again; p adjusted by Holm, at {1 - level:.2g}"
+        )
+    fallen = bought[(bought.fallen > 0) | (bought.plain_fallen > 0)]
+    for row in fallen.drop_duplicates(["variant", "onset"]).to_dict("records"):
+        found.append(
+            f"{row['variant']}: {row['fallen']} seeds collapse undisturbed, {row['plain_fallen']} of the plain learner's; "
+            "they have no score"
+        )
+    standard = list(dict.fromkeys(bought[bought.centre == "standard"].perturbation))
+    if standard:
+        found.append(f"magnitudes about the standard, without a margin: {', '.join(standard)}")
+    if structures:
+        found.append(
+            f"another program, which shares with the plain learner the seed alone: {', '.join(structures)}"
+        )
+    return found
+
+
+def bought_cells(row: dict[str, Any], said: str) -> list[str]:
+    """A row of `BOUGHT`."""
+    return [
+        row["variant"],
+        row["perturbation"],
+        _number(row["score"]),
+        _number(row["plain_score"]),
+        _interval(row, "difference", "+.2g"),
+        _interval(row, "ratio", ".2g") if not math.isnan(row["ratio"]) else "-",
+        said,
+    ]
+
+
+def paid_cells(row: dict[str, Any]) -> list[str]:
+    """A row of `PAID`."""
+    return [
+        row["variant"],
+        _number(row["performance"]),
+        _number(row["plain_performance"]),
+        _interval(row, "performance_difference", "+.3g"),
+        _interval(row, "step_time", ".3g") if "step_time" in row else "-",
+    ]
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def _interval(row: dict[str, Any], name: str, how: str) -> str:
+    value, low, high = (row[name + end] for end in ("", "_low", "_high"))
+    if math.isnan(value):
+        return "-"
+    return f"{value:{how}}" if math.isnan(low) else f"{value:{how}} [{low:{how}}, {high:{how}}]"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip() for cells in rows]
