@@ -158,6 +158,10 @@ def _parser() -> argparse.ArgumentParser:
         help="a collapse in the run's first half (Table S5's P_div; the default), or any",
     )
     margin.add_argument("--lanes", type=int, metavar="N", help="lanes side by side")
+    compare = add("compare", _compare, "what stability variants of a learner buy, and what is paid for it")
+    compare.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file with tables [[variant]]")
+    compare.add_argument("-o", dest="out", metavar="DIR", type=Path, help="the folder (runs/NAME); it goes on there")
+    compare.add_argument("--json", action="store_true", help="print the tables as JSON")
     replay.add_argument("--seed", type=int, metavar="N", help="compare this seed alone")
     replay.add_argument("--condition", metavar="LABEL", help="compare this condition (or its number) alone")
     sample.add_argument("--seed", type=int, metavar="N", help="of the lane (the first)")
@@ -190,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--channels", metavar="A,B,...", type=_names, help="what is read (all there is)")
         command.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")
-    for command in (quickstart, run, resume, fork, margin, detect):
+    for command in (quickstart, run, resume, fork, margin, compare, detect):
         _add_workers(command)
     for command in (quickstart, run, resume, fork):
         _add_processes(command)
@@ -349,6 +353,21 @@ def _margin(arguments: argparse.Namespace) -> int:
             lanes=arguments.lanes,
         )
     print(margin_of(arguments.folder, spec, arguments.out, chosen, workers))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from jaxaudit.variants.specification import load
+
+    asked, workers = load(arguments.spec), _workers(arguments)
+    _prepare(workers)
+    import json
+
+    from jaxaudit.variants.folder import compare_in
+
+    out = arguments.out or Path("runs", asked.spec.audit.slug)
+    found = compare_in(asked, out, workers)
+    print(json.dumps(found.json(), indent=2) if arguments.json else found)
     return 0
 
 

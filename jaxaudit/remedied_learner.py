@@ -97,6 +97,17 @@ def names(learner: Learner) -> tuple[str, ...]:
     return (*(kind.name for kind in inner.kinds), *names(inner.learner))
 
 
+def same_beginning(one: Learner, other: Learner) -> bool:
+    """Whether two learners are the same but for remedies that act while they train, so that their lanes begin alike."""
+    return _inside(one).without_data == _inside(other).without_data
+
+
+def _inside(learner: Learner) -> Learner:
+    """The learner that remedies act in, without its data."""
+    inner = getattr(learner.step, "__self__", None)
+    return _inside(inner.learner) if isinstance(inner, Remedied) else learner
+
+
 def misfit(kind: RemedyKind, sites: Sites) -> str | None:
     """None, or a sentence on why a remedy cannot act in a learner of some sites."""
     if kind.site not in sites.helped:

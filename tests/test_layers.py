@@ -48,8 +48,8 @@ LAYERS = (
     ("task_kinds", "tasks", "text", "models", "dialogues", "learners"),
     ("program", "slots", "grid", "batches", "placing", "whole"),
     ("metastate", "datasets", "results", "execution", "auditing"),
-    ("specification", "runner", "margins", "variants"),
-    ("logs", "stored", "held_out_rows", "sample", "detection", "report", "listing", "cli", "__main__"),
+    ("specification", "runner", "margins"),
+    ("logs", "stored", "variants", "held_out_rows", "sample", "detection", "report", "listing", "cli", "__main__"),
 )
 ORDER = [name for layer in LAYERS for name in layer]
 """Modules and packages, each of which imports only what stands before it."""

@@ -6,7 +6,7 @@ Nothing in a spec runs code: names are looked up in the registries, and values h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,20 +57,22 @@ class Spec:
 
     def to_toml(self) -> str:
         """TOML text with every default written out; `parse` gives the same spec again."""
+        return to_text(self.tables())
+
+    def tables(self) -> dict[str, Any]:
+        """The tables of its TOML text, by name; None where there is none."""
         settings = dataclasses.asdict(self.learner.settings)
         settings.pop("telemetry", None)
-        return to_text(
-            {
-                "audit": dataclasses.asdict(self.audit),
-                "task": task_values(self.task),
-                "learner": {"kind": self.learner.kind, **settings},
-                "metrics": dataclasses.asdict(self.metrics),
-                "remedy": [{"kind": one.name, "strength": one.strength} for one in self.remedies] or None,
-                "monitor": {"file": m.file, "alpha": m.alpha} if (m := self.monitor) else None,
-                "run": dataclasses.asdict(self.run),
-                "perturbation": [entry.values() for entry in self.perturbations] or None,
-            }
-        )
+        return {
+            "audit": dataclasses.asdict(self.audit),
+            "task": task_values(self.task),
+            "learner": {"kind": self.learner.kind, **settings},
+            "metrics": dataclasses.asdict(self.metrics),
+            "remedy": remedy_values(self.remedies),
+            "monitor": {"file": m.file, "alpha": m.alpha} if (m := self.monitor) else None,
+            "run": dataclasses.asdict(self.run),
+            "perturbation": [entry.values() for entry in self.perturbations] or None,
+        }
 
     def resolved(self, platform: str = "") -> Spec:
         """The spec with the engine of its task named, where `physics = "auto"` leaves that to the device.
@@ -155,6 +157,11 @@ class Spec:
 
 def load(path: str | Path) -> Spec:
     """Reads a spec file. Raises UserError if it cannot be read, is not TOML, or is not a spec."""
+    return parse(spec_text(path), str(path), Path(path).parent)
+
+
+def spec_text(path: str | Path) -> str:
+    """What a spec file holds. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -171,12 +178,21 @@ def load(path: str | Path) -> Spec:
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return parse(text, str(path), Path(path).parent)
+    return text
 
 
 def parse(text: str, source: str = "spec", folder: Path = Path()) -> Spec:
     """Reads a spec from TOML text; `source` begins the sentence of every UserError, `folder` a monitor's path."""
-    document = parse_toml(text, source)
+    return read(parse_toml(text, source), source, folder)
+
+
+def remedy_values(remedies: Sequence[Remedy]) -> list[dict[str, Any]] | None:
+    """Tables [[remedy]], as TOML has them; None of none."""
+    return [{"kind": one.name, "strength": one.strength} for one in remedies] or None
+
+
+def read(document: dict[str, Any], source: str = "spec", folder: Path = Path()) -> Spec:
+    """Reads a spec from the tables of its TOML text; see `parse`."""
     tables = ("audit", "task", "learner", "remedy", "metrics", "run", "monitor", "perturbation")
     sections = Table(document, source, tables)
     audit = read_audit(sections)
@@ -188,12 +204,12 @@ def parse(text: str, source: str = "spec", folder: Path = Path()) -> Spec:
         metrics=read_metrics(sections),
         run=read_run(sections),
         monitor=read_monitor(sections, folder),
-        remedies=tuple(read_remedy(values, place) for values, place in _listed(sections, "remedy")),
+        remedies=tuple(read_remedy(values, place) for values, place in listed(sections, "remedy")),
         source=source,
     )
 
 
-def _listed(sections: Table, name: str) -> Iterator[tuple[Any, str]]:
+def listed(sections: Table, name: str) -> Iterator[tuple[Any, str]]:
     """The tables of a list [[name]], which may be missing, each with its place. Raises UserError if it is no list."""
     tables = sections.raw(name)
     if isinstance(tables, dict):
@@ -207,7 +223,7 @@ def _listed(sections: Table, name: str) -> Iterator[tuple[Any, str]]:
 def _read_entries(sections: Table, steps: int) -> tuple[Entry, ...]:
     found: list[Entry] = []
     count = 0
-    for values, place in _listed(sections, "perturbation"):
+    for values, place in listed(sections, "perturbation"):
         found += (new := read_entries(values, place, steps))
         count += sum(map(count_of, new))
         if count > MOST_CONDITIONS:

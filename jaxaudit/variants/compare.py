@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,12 +16,15 @@ from jaxaudit.learner import Learner
 from jaxaudit.margins.search import margin
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation
-from jaxaudit.remedied_learner import remedied
+from jaxaudit.remedied_learner import remedied, same_beginning
 from jaxaudit.remedies import Remedy
 from jaxaudit.results import lane_table
 from jaxaudit.variants import scoring, timing
 from jaxaudit.variants.design import REACH, Line, lines
-from jaxaudit.variants.words import text
+from jaxaudit.variants.words import notes, text
+
+PLAIN = "plain"
+"""What the learner without the variants' remedies is called."""
 
 Centre = Literal["margin", "standard"]
 CENTRES: tuple[Centre, ...] = ("margin", "standard")
@@ -42,8 +46,8 @@ class Comparison:
       paid: one row for each variant; see `scoring.paid`; with `step_time`, how many times the plain learner's a step
         takes undisturbed, with `_low` and `_high`, where steps were timed.
       lines: what was tried.
-      structures: names of the variants that are another program than the plain learner: their lanes share with its
-        the seed alone.
+      structures: names of the variants whose networks or settings make another program of the learner itself: their
+        lanes share with the plain learner's the seed alone.
       lanes: the lanes of every variant, "plain" among them, by name: columns as in a run's `metrics.csv`.
       level: coverage of the intervals.
     """
@@ -55,6 +59,12 @@ class Comparison:
     structures: tuple[str, ...]
     lanes: Mapping[str, pd.DataFrame] = field(repr=False)
     level: float = 0.95
+
+    def json(self) -> dict[str, Any]:
+        """The tables as lists of rows, NaN as None, with the notes."""
+        tables = {"bought": self.bought, "confirmed": self.confirmed, "paid": self.paid}
+        found = {name: json.loads(rows.to_json(orient="records")) for name, rows in tables.items()}
+        return found | {"notes": notes(self.bought, self.confirmed, self.structures, self.level)}
 
     def __str__(self) -> str:
         return text(self.bought, self.confirmed, self.paid, self.structures, self.level)
@@ -102,7 +112,7 @@ def compare(
         raise ValueError(f"centre must be {' or '.join(map(repr, CENTRES))}, not {centre!r}")
     if isinstance(fresh, bool) or not isinstance(fresh, int) or fresh < 0:
         raise ValueError(f"fresh must be a number of seeds, not {fresh!r}")
-    learners = {"plain": learner} | learners_of(learner, variants)
+    learners = {PLAIN: learner} | learners_of(learner, variants)
     chosen = range(seeds) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
     options = {"steps": steps, "settings": settings, **how}
     found = None
@@ -116,7 +126,7 @@ def compare(
         return lane_table(audit(learners[name], acting, seeds=seeds, **options).lanes)
 
     lanes = {name: lanes_of(name, tried, chosen) for name in learners}
-    plain, others = lanes["plain"], {name: own for name, own in lanes.items() if name != "plain"}
+    plain, others = lanes[PLAIN], {name: own for name, own in lanes.items() if name != PLAIN}
     bought = scoring.bought(plain, others, tried, level)
     confirmed = scoring.confirmed(bought.head(0), level)
     if fresh and len(standing := scoring.standing_out(bought)):
@@ -125,9 +135,9 @@ def compare(
     if turns:
         grids = {name: plan(one, [], seeds=chosen, steps=steps, tail=steps, **how) for name, one in learners.items()}
         times = timing.step_seconds(grids, turns)
-        ratios = [timing.relative(times[name], times["plain"], level) for name in others]
+        ratios = [timing.relative(times[name], times[PLAIN], level) for name in others]
         paid = paid.assign(**pd.DataFrame(ratios))
-    structures = tuple(name for name in others if learners[name].without_data != learner.without_data)
+    structures = tuple(name for name in others if not same_beginning(learners[name], learner))
     return Comparison(bought, confirmed, paid, tuple(tried), structures, lanes, level)
 
 
@@ -137,8 +147,8 @@ def learners_of(
     """The variants as learners, by name. Raises ValueError, in one sentence."""
     if not variants:
         raise ValueError("there are no variants to compare with the plain learner")
-    if "plain" in variants:
-        raise ValueError("a variant cannot be called 'plain', which is the learner without remedies")
+    if PLAIN in variants:
+        raise ValueError(f"a variant cannot be called '{PLAIN}', which is the learner without remedies")
     found = {}
     for name, variant in variants.items():
         if isinstance(variant, Learner):
@@ -164,5 +174,5 @@ def _again(standing: pd.DataFrame, tried: Sequence[Line], seeds: Sequence[int], 
     for name, cells in standing.groupby("variant", sort=False):
         some = [line for line in tried if line.name in set(cells.perturbation)]
         own = {name: lanes_of(name, some, seeds)}
-        rows.append(scoring.bought(lanes_of("plain", some, seeds), own, some, level))
+        rows.append(scoring.bought(lanes_of(PLAIN, some, seeds), own, some, level))
     return pd.concat(rows, ignore_index=True)

@@ -63,7 +63,8 @@ def notes(bought: pd.DataFrame, confirmed: pd.DataFrame, structures: Collection[
         found.append(f"magnitudes about the standard, without a margin: {', '.join(standard)}")
     if structures:
         found.append(
-            f"another program, which shares with the plain learner the seed alone: {', '.join(structures)}"
+            "another structure, whose lanes share with the plain learner's the seed alone, so that differences are less "
+            f"precise: {', '.join(structures)}"
         )
     return found
 

@@ -1,0 +1,170 @@
+"""A comparison in a folder: ordinary runs of every variant, and the tables made of them; stopped, it goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from jaxaudit.backends.backend import Workers
+from jaxaudit.errors import Interrupted, UserError
+from jaxaudit.files import UNFINISHED, check_contents, locked, names, write_text
+from jaxaudit.margins.folder import margin_of
+from jaxaudit.margins.search import Settings
+from jaxaudit.margins.table import Margins
+from jaxaudit.remedied_learner import same_beginning
+from jaxaudit.runner import durable
+from jaxaudit.runner.opening import is_finished
+from jaxaudit.runner.store import Folder
+from jaxaudit.specification.document import Spec
+from jaxaudit.specification.entries import Asked
+from jaxaudit.stored import table
+from jaxaudit.variants import scoring, timing
+from jaxaudit.variants.compare import PLAIN, TOLERANCE, Comparison, others_than
+from jaxaudit.variants.design import REACH, Line, lines
+from jaxaudit.variants.specification import ComparisonSpec, parse, slug_of
+
+SPEC, PILOT, VARIANTS, CONFIRMATION = "compare.toml", "pilot", "variants", "confirmation"
+BOUGHT, CONFIRMED, PAID, TIMES = "bought.csv", "confirmed.csv", "paid.csv", "step_times.csv"
+
+
+def compare_in(asked: ComparisonSpec, folder: Path, workers: Workers | None = None) -> Comparison:
+    """Runs a comparison in a folder, from where it stands.
+
+    Args:
+      asked: what is compared.
+      folder: new, or of the same comparison, which stopped or is finished. It gets `compare.toml`; `pilot`, a run of
+        the plain learner whose margins the magnitudes are laid about; `variants/NAME`, a run of each; `confirmation/
+        NAME`, runs on fresh seeds; and the tables of `Comparison` as CSV files.
+      workers: who trains; None: this process.
+
+    Raises:
+      UserError: the folder holds something else, or a spec cannot be run; nothing is created then.
+      Interrupted: Ctrl-C; the same command goes on.
+    """
+    specs = {PLAIN: asked.spec} | {variant.name: variant.spec for variant in asked.variants}
+    learners = {name: spec.build().program.learner for name, spec in specs.items()}  # or a mistake shows hours later
+    _check(asked, folder)
+    with _taken(asked, folder):
+        try:
+            return _compared(specs, learners, asked, folder, workers)
+        except Interrupted:
+            raise Interrupted("stopped; the same command goes on from what is trained") from None
+
+
+def _check(asked: ComparisonSpec, folder: Path) -> None:
+    """Raises UserError where a folder holds something else than this comparison."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} exists and is not a folder")
+    found = [name for name in names(folder) if not name.startswith(UNFINISHED)] if folder.exists() else []
+    if not found:
+        return
+    check_contents(folder)
+    if SPEC not in found:
+        raise UserError(f"the folder {folder} exists and is not empty; give another with -o")
+    if parse((folder / SPEC).read_text(encoding="utf-8"), str(folder / SPEC)).to_toml() != asked.to_toml():
+        raise UserError(f"{folder} holds another comparison; give another folder with -o")
+
+
+@contextmanager
+def _taken(asked: ComparisonSpec, folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from None
+    with locked(folder, f"the comparison in {folder}"):
+        write_text(folder / SPEC, asked.to_toml())
+        yield
+
+
+def _compared(
+    specs: dict[str, Spec], learners: dict[str, Any], asked: ComparisonSpec, folder: Path, workers: Workers | None
+) -> Comparison:
+    level = 0.95
+    found = _margins(asked.spec, folder / PILOT, workers) if asked.centre == "margin" else None
+    asked_for = [entry.perturbation for entry in specs[PLAIN].expanded().perturbations if isinstance(entry, Asked)]
+    tried = lines(asked_for, asked.spec.audit.steps, found)
+
+    def lanes_of(name: str, place: str, some: Sequence[Line], seeds: Sequence[int] | None = None) -> pd.DataFrame:
+        spec = _at(specs[name], name, some, seeds)
+        return _lanes(spec, folder / place / slug_of(name), workers)
+
+    lanes = {name: lanes_of(name, VARIANTS, tried) for name in specs}
+    others = {name: own for name, own in lanes.items() if name != PLAIN}
+    bought = scoring.bought(lanes[PLAIN], others, tried, level)
+    _write(folder / BOUGHT, bought)
+    confirmed = scoring.confirmed(bought.head(0), level)
+    if asked.fresh and len(standing := scoring.standing_out(bought)):
+        seeds = others_than(sorted(set(lanes[PLAIN].seed)), asked.fresh)
+        wanted = set(standing.perturbation)
+        again = [line for line in tried if line.name in wanted]
+        plain = lanes_of(PLAIN, CONFIRMATION, again, seeds)
+        fresh = {name: lanes_of(name, CONFIRMATION, again, seeds) for name in dict.fromkeys(standing.variant)}
+        cells = scoring.bought(plain, fresh, again, level)
+        chosen = set(zip(standing.variant, standing.perturbation, strict=True))
+        keep = [pair in chosen for pair in zip(cells.variant, cells.perturbation, strict=True)]
+        confirmed = scoring.confirmed(cells[keep].reset_index(drop=True), level)
+    _write(folder / CONFIRMED, confirmed)
+    paid = scoring.paid(lanes[PLAIN], others, tried, level)
+    times = _step_times(specs, folder / TIMES)
+    paid = paid.assign(**pd.DataFrame([timing.relative(times[name], times[PLAIN], level) for name in others]))
+    _write(folder / PAID, paid)
+    structures = tuple(name for name in others if not same_beginning(learners[name], learners[PLAIN]))
+    result = Comparison(bought, confirmed, paid, tuple(tried), structures, lanes, level)
+    write_text(folder / "comparison.json", json.dumps(result.json(), indent=2) + "\n")
+    return result
+
+
+def _margins(spec: Spec, folder: Path, workers: Workers | None) -> Margins:
+    _run(spec, folder, workers)
+    chosen = Settings(tolerance=TOLERANCE, reach=REACH, criterion="collapse")
+    return margin_of(folder, None, None, chosen, workers)
+
+
+def _at(spec: Spec, name: str, some: Sequence[Line], seeds: Sequence[int] | None) -> Spec:
+    """A variant's spec with what is tried in the place of its perturbations, and other seeds."""
+    entries = tuple(Asked(one) for line in some for one in line.perturbations)
+    audit = replace(spec.audit, name=f"{spec.audit.name}: {name}"[:100])
+    if seeds is not None:
+        audit = replace(audit, seeds=tuple(seeds))
+    return replace(spec, perturbations=entries, audit=audit)
+
+
+def _lanes(spec: Spec, folder: Path, workers: Workers | None) -> pd.DataFrame:
+    _run(spec, folder, workers)
+    found = table(folder / "metrics.csv", ("condition", "perturbation", "dimension", "site", "target", "reason"))
+    if found is None:
+        raise UserError(f"the run in {folder} has lost its metrics.csv; remove its folder, and it is trained again")
+    return found
+
+
+def _run(spec: Spec, folder: Path, workers: Workers | None) -> None:
+    store = Folder(folder)
+    if store.spec.exists() and is_finished(store):
+        return
+    print(f"{folder}:", file=sys.stderr)
+    if store.spec.exists():
+        durable.resume(folder, workers)
+    else:
+        folder.parent.mkdir(exist_ok=True)
+        durable.run(spec, folder, workers)
+
+
+def _step_times(specs: dict[str, Spec], path: Path) -> pd.DataFrame:
+    """Seconds per step, a column for each variant and a row for each turn; measured once."""
+    if path.exists():
+        return pd.read_csv(path)
+    grids = {name: replace(spec, perturbations=()).build() for name, spec in specs.items()}
+    times = pd.DataFrame(timing.step_seconds({name: replace(grid, tail=grid.steps) for name, grid in grids.items()}))
+    _write(path, times)
+    return times
+
+
+def _write(path: Path, rows: pd.DataFrame) -> None:
+    write_text(path, rows.to_csv(index=False))
