@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     fork = add("fork", _fork, "run new conditions from the onsets a finished run stored")
     margin = add("margin", _margin, "how far a finished run is from collapse, for every perturbation")
     replay = add("replay", _replay, "run a finished run again and compare, bit for bit")
-    report = add("report", _report, "write a run's report again")
+    report = add("report", _report, "write the report of a run or a comparison again")
     sample = add("sample", _sample, "print the held-out rows that a run on a dialogue stored")
     export = add("export", _export, "write a finished run's trained language model in Hugging Face's format")
     for command in (resume, fork, margin, replay, report, sample, export):
@@ -368,6 +368,13 @@ def _compare(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path("runs", asked.spec.audit.slug)
     found = compare_in(asked, out, workers)
     print(json.dumps(found.json(), indent=2) if arguments.json else found)
+    try:
+        undrawn = _write_report(out, quiet=arguments.json)
+    except Undrawn as error:
+        undrawn = str(error)
+    if undrawn:
+        later = shlex.join(["jaxaudit", "report", str(out)])
+        _note(f"the comparison is stored in {out}, but not drawn: {undrawn}, and draw it with: {later}")
     return 0
 
 
@@ -382,8 +389,12 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    _check_run(arguments.folder)
-    if not (arguments.folder / "telemetry.zarr").exists():
+    compared = (arguments.folder / "compare.toml").is_file()
+    if not compared:
+        _check_run(arguments.folder)
+    if compared and not (arguments.folder / "compare.json").exists():
+        raise UserError(f"the comparison in {arguments.folder} is not finished; go on with the command that began it")
+    if not compared and not (arguments.folder / "telemetry.zarr").exists():
         raise UserError(f"the run in {arguments.folder} has no telemetry yet, so there is nothing to report")
     if missing := _write_report(arguments.folder):
         raise UserError(f"nothing was drawn: {missing}")
@@ -491,13 +502,15 @@ def _end(folder: Path) -> int:
     return 0
 
 
-def _write_report(folder: Path) -> str:
-    """Writes a run's figures and report; if what draws them is missing, writes nothing and says what to do."""
+def _write_report(folder: Path, quiet: bool = False) -> str:
+    """Writes figures and report of a run or a comparison; if what draws them is missing, says what to do instead."""
     try:
-        from jaxaudit.report import build
+        from jaxaudit.report import build, compared
     except ImportError as error:
         return _undrawn(error)
-    print(f"report: {build(folder)}")
+    page = compared.build(folder) if compared.is_here(folder) else build(folder)
+    if not quiet:
+        print(f"report: {page}")
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The optimizer-side sites and hooks, served once for all: gradient, clip_norm, learning_rate, optimizer_state, params."""
+"""The optimizer's sites and hooks, served once for all: gradient, clip_norm, learning_rate, optimizer_state, params."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def remedied(learner: Learner, *remedies: Remedy) -> Learner:
         init_reads_data=True,
         save=None if base.save is None else made.save,
         partition=None if base.partition is None else made.partition,
-        changed=None if base.changed is None else lambda change: remedied(base.changed(change), *acting),
+        changed=None if base.changed is None else functools.partial(_changed, base.changed, acting),
     )
 
 
@@ -115,11 +116,15 @@ def misfit(kind: RemedyKind, sites: Sites) -> str | None:
         if kind.site in HOOKS:
             return f"remedy '{kind.name}' acts on what a jaxaudit.Optimizer does, and the learner uses none"
         known = ", ".join(sorted(sites))
-        return f"remedy '{kind.name}' acts at site '{kind.site}', which the learner does not tap{why}; its sites: {known}"
+        return (
+            f"remedy '{kind.name}' acts at site '{kind.site}', which the learner does not tap{why}; its sites: {known}"
+        )
     seen = sites.helped[kind.site].values()
     offered = frozenset.intersection(*(one.context for one in seen)) | set(REMEDY_OFFERED)
     if missing := sorted(set(kind.needs) - offered):
-        return f"remedy '{kind.name}' needs {', '.join(missing)} at '{kind.site}', which the learner does not give there"
+        return (
+            f"remedy '{kind.name}' needs {', '.join(missing)} at '{kind.site}', which the learner does not give there"
+        )
     if kind.keeps_state and (lost := next((one.lost for one in seen if one.lost), None)):
         return f"remedy '{kind.name}' {lost}"
     return None
@@ -135,6 +140,10 @@ def _with_settings(learner: Learner, one: Remedy) -> Learner:
         return learner.changed(lambda settings: change(settings, one.strength))
     except ValueError as error:
         raise ValueError(f"remedy '{one.name}': {error}") from None
+
+
+def _changed(changed: Callable[..., Learner], acting: tuple[Remedy, ...], change: Callable[..., Any]) -> Learner:
+    return remedied(changed(change), *acting)
 
 
 @functools.lru_cache(maxsize=64)

@@ -165,8 +165,8 @@ class Sites:
 
     `values[site][label]` are the shapes that pass, and `loose[site]` and `lost[site]` say why no state can be kept
     there, or nothing disturbed; `numbers[site]` are the plain numbers that the tap offers, and those that the learner
-    tells, by name.
-    `absent` says of sites and context that are not there why. `helped` is where remedies may act, hooks among the sites.
+    tells, by name. `absent` says of sites and context that are not there why. `helped` is where remedies may act, hooks
+    among the sites.
     """
 
     paths: Mapping[str, tuple[str, ...]]

@@ -268,7 +268,9 @@ def _spec(path: Path, text: str) -> dict[str, Any]:
     return found
 
 
-_TABLES: dict[str, type] = dict.fromkeys(("audit", "task", "learner", "metrics", "run", "monitor"), dict) | {"remedy": list}
+_TABLES: dict[str, type] = dict.fromkeys(("audit", "task", "learner", "metrics", "run", "monitor"), dict) | {
+    "remedy": list
+}
 
 
 def table(path: Path, words: Collection[str] = (*_TEXT, "reason")) -> pd.DataFrame | None:

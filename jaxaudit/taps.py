@@ -284,9 +284,7 @@ class Taps:
         """Whether anything, perturbations or remedies, acts at one of some sites: known while it is traced."""
         return self.disturbs(*sites) or self.helps(*sites)
 
-    def with_remedies(
-        self, remedies: tuple[tuple[RemedyKind, jax.Array], ...], states: States, data: Any
-    ) -> Taps:
+    def with_remedies(self, remedies: tuple[tuple[RemedyKind, jax.Array], ...], states: States, data: Any) -> Taps:
         """These taps with remedies of some strengths and states, which act before those there are, and other data."""
         taps = copy.copy(self)
         taps._remedies = (*remedies, *self._remedies)
@@ -462,7 +460,7 @@ class Taps:
             assert self.remedy_states is not None, "or its state could not have been read"
             own = {**self.remedy_states[kind.name], label or ROOT: _as(after, state)}
             self.remedy_states = {**self.remedy_states, kind.name: own}
-        return _unless_same(strength != kind.neutral, changed, value)
+        return _unless_same(jnp.asarray(strength != kind.neutral), changed, value)
 
     def _remedy_key(self, kind: RemedyKind) -> jax.Array:
         if self._key is None:

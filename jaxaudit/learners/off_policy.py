@@ -183,9 +183,7 @@ class OffPolicy:
         self.actor = actor
         self.critic = TwinCritic(settings.hidden, settings.critic_layer_norm)
         limit = settings.max_grad_norm or None
-        self.optimizers = {
-            name: Optimizer(Adam(), settings.learning_rate, limit, label=name) for name in parts
-        }
+        self.optimizers = {name: Optimizer(Adam(), settings.learning_rate, limit, label=name) for name in parts}
 
     def act(self, params: Params, observation: jax.Array) -> jax.Array:
         """The best action known: `[..., O]` to `[..., A]`."""

@@ -1,4 +1,4 @@
-"""Remedies of the objective of policy-gradient learners: ratio bounds, entropy, KL, lambdas, corrections, the critic."""
+"""Remedies of a policy-gradient learner's objective: ratio bounds, entropy, KL, lambdas, corrections, the critic."""
 
 from __future__ import annotations
 

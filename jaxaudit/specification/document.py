@@ -22,7 +22,15 @@ from jaxaudit.metastate.watch import MonitorWatch
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.remedied_learner import remedied
 from jaxaudit.remedies import Remedy
-from jaxaudit.specification.entries import MOST_CONDITIONS, Asked, AskedDimension, Entry, count_of, read_entries, read_remedy
+from jaxaudit.specification.entries import (
+    MOST_CONDITIONS,
+    Asked,
+    AskedDimension,
+    Entry,
+    count_of,
+    read_entries,
+    read_remedy,
+)
 from jaxaudit.specification.sections import (
     AuditSpec,
     LearnerSpec,

@@ -21,7 +21,7 @@ from jaxaudit.remedies import Remedy
 from jaxaudit.results import lane_table
 from jaxaudit.variants import scoring, timing
 from jaxaudit.variants.design import REACH, Line, lines
-from jaxaudit.variants.words import notes, text
+from jaxaudit.variants.words import cautions, text
 
 PLAIN = "plain"
 """What the learner without the variants' remedies is called."""
@@ -61,10 +61,10 @@ class Comparison:
     level: float = 0.95
 
     def json(self) -> dict[str, Any]:
-        """The tables as lists of rows, NaN as None, with the notes."""
+        """The tables as lists of rows, NaN as None, and what to beware of."""
         tables = {"bought": self.bought, "confirmed": self.confirmed, "paid": self.paid}
         found = {name: json.loads(rows.to_json(orient="records")) for name, rows in tables.items()}
-        return found | {"notes": notes(self.bought, self.confirmed, self.structures, self.level)}
+        return found | {"cautions": cautions(self.bought, self.structures)}
 
     def __str__(self) -> str:
         return text(self.bought, self.confirmed, self.paid, self.structures, self.level)
@@ -113,11 +113,11 @@ def compare(
     if isinstance(fresh, bool) or not isinstance(fresh, int) or fresh < 0:
         raise ValueError(f"fresh must be a number of seeds, not {fresh!r}")
     learners = {PLAIN: learner} | learners_of(learner, variants)
-    chosen = range(seeds) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
-    options = {"steps": steps, "settings": settings, **how}
+    chosen: Any = range(seeds) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
+    options: dict[str, Any] = {"steps": steps, "settings": settings, **how}
     found = None
     if centre == "margin":
-        search = {"tolerance": TOLERANCE, "reach": REACH, "criterion": "collapse", "level": level}
+        search: dict[str, Any] = {"tolerance": TOLERANCE, "reach": REACH, "criterion": "collapse", "level": level}
         found = margin(learner, perturbations, seeds=seeds, **options, **search)
     tried = lines(perturbations, steps, found)
 
@@ -141,9 +141,7 @@ def compare(
     return Comparison(bought, confirmed, paid, tuple(tried), structures, lanes, level)
 
 
-def learners_of(
-    learner: Learner, variants: Mapping[str, Learner | Remedy | Sequence[Remedy]]
-) -> dict[str, Learner]:
+def learners_of(learner: Learner, variants: Mapping[str, Learner | Remedy | Sequence[Remedy]]) -> dict[str, Learner]:
     """The variants as learners, by name. Raises ValueError, in one sentence."""
     if not variants:
         raise ValueError("there are no variants to compare with the plain learner")

@@ -32,6 +32,7 @@ from jaxaudit.variants.specification import ComparisonSpec, parse, slug_of
 
 SPEC, PILOT, VARIANTS, CONFIRMATION = "compare.toml", "pilot", "variants", "confirmation"
 BOUGHT, CONFIRMED, PAID, TIMES = "bought.csv", "confirmed.csv", "paid.csv", "step_times.csv"
+SUMMARY = "compare.json"
 
 
 def compare_in(asked: ComparisonSpec, folder: Path, workers: Workers | None = None) -> Comparison:
@@ -117,7 +118,7 @@ def _compared(
     _write(folder / PAID, paid)
     structures = tuple(name for name in others if not same_beginning(learners[name], learners[PLAIN]))
     result = Comparison(bought, confirmed, paid, tuple(tried), structures, lanes, level)
-    write_text(folder / "comparison.json", json.dumps(result.json(), indent=2) + "\n")
+    write_text(folder / SUMMARY, json.dumps(result.json(), indent=2) + "\n")
     return result
 
 

@@ -127,7 +127,9 @@ def bought(
     rows = []
     for name, lanes in variants.items():
         for line, one, other in zip(lines, before, score(lanes, lines), strict=True):
-            rows.append({"variant": name, "perturbation": line.name, "onset": line.onset, **cell(one, other, line, level)})
+            rows.append(
+                {"variant": name, "perturbation": line.name, "onset": line.onset, **cell(one, other, line, level)}
+            )
     return pd.DataFrame(rows)
 
 
@@ -139,7 +141,7 @@ def standing_out(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def confirmed(cells: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
-    """Cells of fresh seeds with `p_holm`, p adjusted for their number, and `confirmed`, whether it is at most 1 - level."""
+    """Cells of fresh seeds with `p_holm`, adjusted for their number, and `confirmed`, if that is at most 1 - level."""
     adjusted = holm(cells.p) if len(cells) else np.array([])
     return cells.assign(p_holm=adjusted, confirmed=adjusted <= 1 - level)
 

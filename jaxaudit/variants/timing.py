@@ -81,5 +81,3 @@ class _Timed:
         if self._at + self._each > self._steps:
             self._begin()
         return self._go()
-
-

@@ -19,7 +19,7 @@ def text(
     rows = [bought_cells(row, verdict(row, confirmed, level)) for row in bought.to_dict("records")]
     lines = ["bought: magnitudes survived, of those tried", *_aligned([BOUGHT, *rows]), ""]
     lines += ["paid: undisturbed", *_aligned([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
-    return "\n".join([*lines, *notes(bought, confirmed, structures, level)])
+    return "\n".join([*lines, *explanations(bought, confirmed, level), *cautions(bought, structures)])
 
 
 def verdict(row: dict[str, Any], confirmed: pd.DataFrame, level: float) -> str:
@@ -40,31 +40,38 @@ def verdict(row: dict[str, Any], confirmed: pd.DataFrame, level: float) -> str:
     return "no difference that shows" + ("" if math.isnan(could) else f" ({could:.2g} would)")
 
 
-def notes(bought: pd.DataFrame, confirmed: pd.DataFrame, structures: Collection[str], level: float) -> list[str]:
+def explanations(bought: pd.DataFrame, confirmed: pd.DataFrame, level: float) -> list[str]:
     """How to read the tables, one sentence each."""
     found = [
-        "difference: of scores, variant less plain, the mean over the seeds whose undisturbed lanes stand in both, with "
-        f"its exact {100 * level:g}% interval (flips of signs)"
+        "difference: of scores, variant less plain, the mean over the seeds whose undisturbed lanes stand in both, "
+        f"with its exact {100 * level:g}% interval (flips of signs)"
     ]
     if bought.detectable.notna().any():
         found.append("(... would): the true difference that these seeds would have shown with a probability of 0.8")
     if len(confirmed):
         found.append(
-            f"fresh seeds: the {len(confirmed)} cells that stood out, tried again; p adjusted by Holm, at {1 - level:.2g}"
+            f"fresh seeds: what stood out, tried again; p-values are adjusted for {len(confirmed)} by Holm's method, "
+            f"and confirm at {1 - level:.2g}"
         )
+    return found
+
+
+def cautions(bought: pd.DataFrame, structures: Collection[str]) -> list[str]:
+    """What to beware of, one sentence each."""
+    found = []
     fallen = bought[(bought.fallen > 0) | (bought.plain_fallen > 0)]
     for row in fallen.drop_duplicates(["variant", "onset"]).to_dict("records"):
         found.append(
-            f"{row['variant']}: {row['fallen']} seeds collapse undisturbed, {row['plain_fallen']} of the plain learner's; "
-            "they have no score"
+            f"{row['variant']}: {row['fallen']} of its seeds collapse undisturbed, and {row['plain_fallen']} of the "
+            "plain learner's, which have no score"
         )
     standard = list(dict.fromkeys(bought[bought.centre == "standard"].perturbation))
     if standard:
         found.append(f"magnitudes about the standard, without a margin: {', '.join(standard)}")
     if structures:
         found.append(
-            "another structure, whose lanes share with the plain learner's the seed alone, so that differences are less "
-            f"precise: {', '.join(structures)}"
+            "another structure, whose lanes share with the plain learner's the seed alone, so that differences are "
+            f"less precise: {', '.join(structures)}"
         )
     return found
 

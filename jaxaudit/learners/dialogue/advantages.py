@@ -42,11 +42,9 @@ def gae(
         advantages `[N, T]` and the critic's targets `[N, T]`, zero where a token is given.
     """
     reward, value = jnp.where(own, reward, 0), jnp.where(own, value, 0)
-    lambdas = lam, lam if critic_lam is None else critic_lam
-    if jnp.ndim(lam):
-        lambdas = tuple(jnp.broadcast_to(jnp.asarray(l), value.shape[:1]) for l in lambdas)
-    decay = jnp.stack([jnp.asarray(gamma * l, value.dtype) for l in lambdas])
-    decay = decay if jnp.ndim(lam) else decay[:, None]
+    shape = value.shape[:1] if jnp.ndim(lam) else (1,)
+    lambdas = (lam, lam if critic_lam is None else critic_lam)
+    decay = jnp.stack([jnp.broadcast_to(jnp.asarray(gamma * one, value.dtype), shape) for one in lambdas])
     gamma = jnp.asarray(gamma, value.dtype)
 
     def backward(carry: tuple[jax.Array, jax.Array], slot: tuple[jax.Array, ...]):

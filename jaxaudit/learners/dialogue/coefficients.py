@@ -59,7 +59,14 @@ class Coefficients:
         """Raises ValueError, in one sentence, for the first number as written that makes no sense."""
         for name in ("gamma", "gae_lambda", "critic_lambda", "overlong_buffer", "clip_low", "covariance_share"):
             self._demand(name, 0 <= getattr(self, name) <= 1, "lie in [0, 1]")
-        for name in ("clip_high", "kl_coefficient", "value_coefficient", "overlong_coefficient", "std_epsilon", "gae_lambda_length"):
+        for name in (
+            "clip_high",
+            "kl_coefficient",
+            "value_coefficient",
+            "overlong_coefficient",
+            "std_epsilon",
+            "gae_lambda_length",
+        ):
             self._demand(name, getattr(self, name) >= 0, "not be negative")
         for name in ("value_clip", "beta", "tis_cap"):
             self._demand(name, getattr(self, name) > 0, "be positive")

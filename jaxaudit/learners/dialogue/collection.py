@@ -112,7 +112,9 @@ class Collector:
         coefficients = tapped(self.parts, numbers.objective, taps)
         rows = self._sampled(models, dialogue, numbers, temperature, key, taps)
         if self.parts.entropy:
-            weight = taps("entropy_coefficient", coefficients.entropy_coefficient, entropy=lambda: sampled_entropy(rows))
+            weight = taps(
+                "entropy_coefficient", coefficients.entropy_coefficient, entropy=lambda: sampled_entropy(rows)
+            )
             coefficients = dataclasses.replace(coefficients, entropy_coefficient=weight)
         sampled = rows.log_probability
         if self.parts.reads_sampled and taps.disturbs("log_probability"):
@@ -128,9 +130,7 @@ class Collector:
         learnt, recomputed = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
         if self.parts.covariance != "none":
             share, choice = coefficients.covariance_share, jax.random.fold_in(key, COVARIANCE)
-            apart = covariance.chosen(
-                self.parts.covariance, share, learnt.advantage, learnt.old, learnt.own, choice
-            )
+            apart = covariance.chosen(self.parts.covariance, share, learnt.advantage, learnt.old, learnt.own, choice)
             learnt = dataclasses.replace(learnt, covarying=apart)
         return Experience(Batch(rows, learnt), coefficients, temperature, drawn, recomputed)
 

@@ -397,7 +397,12 @@ class DialogueLearner:
         return jnp.sum(jnp.exp(now) * (now - then), axis=-1)
 
     def followed(
-        self, trained: dict[str, Trained], numbers: Numbers, gradient: dict[str, Any], taps: Taps, context: dict[str, Any]
+        self,
+        trained: dict[str, Trained],
+        numbers: Numbers,
+        gradient: dict[str, Any],
+        taps: Taps,
+        context: dict[str, Any],
     ) -> tuple[dict[str, Trained], dict[str, Update]]:
         """One update of all that is trained; `context` is what remedies may read of the minibatch."""
         after, done = {}, {}

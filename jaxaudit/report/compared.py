@@ -1,0 +1,238 @@
+"""The page of a comparison of variants: what each buys against what is paid for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import pandas as pd
+from markupsafe import Markup
+
+from jaxaudit.files import check_contents, parse_toml, read_object
+from jaxaudit.report import style
+from jaxaudit.report.page import Details, Page, Section, Summary, Text
+from jaxaudit.report.panel import Figure
+from jaxaudit.report.tables import Cell, Column, Table, estimate, figures, number, table, word
+from jaxaudit.stored import table as stored
+from jaxaudit.variants.folder import BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
+from jaxaudit.variants.words import verdict
+
+LEVEL = 0.95
+
+GLOSSARY = [
+    ("plain", "The learner without the variants' remedies and settings."),
+    (
+        "score",
+        "How many magnitudes of a perturbation a seed survives, of those tried: 1/4, 1/2, 1, 2 and 4 times the one at "
+        "which half of the plain learner's seeds collapse, or the standard magnitude where there is none.",
+    ),
+    (
+        "bought",
+        "The score of the variant minus the plain learner's, paired by seed: the mean over the seeds whose undisturbed "
+        "lanes collapse in neither. Its interval and its p-value are exact, by flips of signs.",
+    ),
+    ("paid", "The undisturbed performance of the variant minus the plain learner's, at the end of the run, by seed."),
+    ("time per step", "Of the undisturbed program, relative to the plain learner's, both timed in the same turns."),
+    (
+        "ratio of thresholds",
+        "The magnitude at which a seed collapses, the variant's over the plain learner's: median over the seeds whose "
+        "threshold lies between two magnitudes that were tried, in both.",
+    ),
+    (
+        "fresh seeds",
+        "What stands out among many cells may do so by chance. It is tried again on other seeds, and the p-values of "
+        "these are adjusted for their number (Holm).",
+    ),
+    (
+        "would have shown",
+        "The true difference that a comparison of as many seeds, with differences as spread as these, would have shown "
+        "with a probability of 0.8.",
+    ),
+]
+
+
+def is_here(folder: Path) -> bool:
+    """Whether a folder holds a comparison of variants."""
+    return (folder / SPEC).is_file()
+
+
+def build(folder: Path) -> Path:
+    """Write `report.html` and `figures/*.svg|png` for a comparison that is finished, from what is stored.
+
+    Returns:
+      the page's path.
+
+    Raises:
+      UserError: something in the folder is damaged, or a link.
+      FileNotFoundError: the comparison is not finished.
+    """
+    folder = Path(folder)
+    check_contents(folder)
+    for name in (BOUGHT, PAID, SUMMARY):
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"the comparison in {folder} is not finished: it has no {name}")
+    text = (folder / SPEC).read_text(encoding="utf-8")
+    spec = parse_toml(text, str(folder / SPEC))
+    words = ("variant", "perturbation", "centre")
+    bought, paid = stored(folder / BOUGHT, words), stored(folder / PAID, words)
+    confirmed = stored(folder / CONFIRMED, words)
+    if bought is None or paid is None:
+        raise FileNotFoundError(f"the comparison in {folder} has no rows")
+    again = bought.head(0).assign(p_holm=[], confirmed=[]) if confirmed is None else confirmed
+    bought["said"] = [verdict(row, again, LEVEL) for row in bought.to_dict("records")]
+    return Page(
+        kicker="Variants compared",
+        heading=str(spec.get("audit", {}).get("name", folder.name)),
+        about=_about(spec),
+        summary=_summary(bought, again, paid, read_object(folder / SUMMARY)),
+        sections=[
+            Section("picture", "Bought and paid", "Picture", [_picture(bought, paid, style.slug(folder.name))]),
+            Section("bought", "What is bought", "Bought", [_bought(bought)]),
+            Section("again", "Tried again on fresh seeds", "Fresh seeds", [_confirmed(again) if len(again) else None]),
+            Section("paid", "What is paid", "Paid", [_paid(paid)]),
+            Section("about", "", "", [Details("Spec", [Text(text)])]),
+        ],
+        glossary=GLOSSARY,
+    ).write(folder)
+
+
+def _about(spec: dict[str, Any]) -> str:
+    learner, task = spec.get("learner", {}), spec.get("task", {})
+    on = f" on {task['name']}" if task.get("name") else ""
+    return f"{learner.get('kind', '')}{on}"
+
+
+def _summary(bought: pd.DataFrame, again: pd.DataFrame, paid: pd.DataFrame, told: dict[str, Any]) -> Summary:
+    helps = bought[bought.said.str.startswith("helps (")]
+    harms = bought[bought.said.str.startswith("harms (")]
+    if len(helps):
+        pairs = "one pair" if len(helps) == 1 else f"{len(helps)} pairs"
+        lead = Markup(
+            "Of {} pairs of variant and perturbation, {} {} better than the plain learner, confirmed on fresh seeds."
+        )
+        lead = lead.format(len(bought), pairs, "is" if len(helps) == 1 else "are")
+    elif len(again):
+        lead = Markup("No variant is shown to be better than the plain learner: what stood out was not confirmed.")
+        if len(harms):
+            lead = Markup("No variant is shown to be better than the plain learner.")
+    else:
+        lead = Markup("No difference between a variant and the plain learner shows.")
+    sentences = [
+        Markup("<b>{}</b> against {}: {:+.2g} of {:.0f} magnitudes on the seeds screened, {}.").format(
+            row.variant, row.perturbation, row.difference, row.magnitudes, row.said
+        )
+        for row in pd.concat([helps, harms]).itertuples()
+    ]
+    keys = [
+        ("variants", f"{bought.variant.nunique()}"),
+        ("perturbations", f"{bought.perturbation.nunique()}"),
+        ("seeds screened", f"{int(bought.seeds.max())}"),
+    ]
+    keys += [("fresh seeds", f"{int(again.seeds.max())}")] if len(again) else []
+    return Summary(lead, sentences, [str(note) for note in told.get("cautions", [])], keys)
+
+
+def _bought(rows: pd.DataFrame) -> Table:
+    def said(row: pd.Series) -> Cell:
+        return Cell(row.said, value=row.said)
+
+    return table(
+        rows,
+        [
+            word("variant"),
+            word("perturbation"),
+            figures("score", "score", number),
+            figures("plain_score", "plain", number),
+            figures("difference", "difference", _signed),
+            Column("ratio of thresholds", _ratio),
+            figures("seeds", "seeds", number),
+            Column("collapse undisturbed (plain)", lambda row: Cell(f"{row.fallen:.0f} ({row.plain_fallen:.0f})")),
+            Column("verdict", said, numeric=False),
+        ],
+    )
+
+
+def _confirmed(rows: pd.DataFrame) -> Table:
+    return table(
+        rows,
+        [
+            word("variant"),
+            word("perturbation"),
+            figures("score", "score", number),
+            figures("plain_score", "plain", number),
+            figures("difference", "difference", _signed),
+            figures("p_holm", "p (Holm)", number),
+            figures("seeds", "seeds", number),
+        ],
+    )
+
+
+def _paid(rows: pd.DataFrame) -> Table:
+    return table(
+        rows,
+        [
+            word("variant"),
+            figures("performance", "performance", number),
+            figures("plain_performance", "plain", number),
+            figures("performance_difference", "difference", _signed),
+            *([figures("step_time", "time per step", number)] if "step_time" in rows else []),
+        ],
+    )
+
+
+def _ratio(row: pd.Series) -> Cell:
+    few = f"{row.ratio_seeds:.0f} seeds have a threshold between two magnitudes tried, in both"
+    return estimate(row, "ratio", number, reason=few)
+
+
+def _signed(value: float) -> str:
+    return ("+" if value > 0 else "") + number(value, digits=3)
+
+
+def _picture(bought: pd.DataFrame, paid: pd.DataFrame, file: str) -> Figure:
+    """A panel for each perturbation: difference of scores against difference of undisturbed performance."""
+    rows = bought.merge(paid, on="variant")
+    names = list(dict.fromkeys(rows.variant))
+    legend = alt.Legend(orient="top", title=None, columns=4, labelFontSize=11)
+    colour = alt.Color("label:N", scale=alt.Scale(domain=names, range=_colours(len(names))), legend=legend, sort=None)
+    bound = float(rows.magnitudes.max())
+    charts = []
+    for number_, (name, own) in enumerate(rows.groupby("perturbation", sort=False)):
+        data = own.rename(columns={"variant": "label"})
+        x = alt.X(
+            "difference:Q",
+            title="bought: magnitudes survived, less plain",
+            scale=alt.Scale(domain=[-bound, bound], nice=False),
+        )
+        y = alt.Y("performance_difference:Q", title="paid: undisturbed performance, less plain")
+        base = alt.Chart()
+        zero = alt.Chart(alt.InlineData(values=[{"at": 0}]))
+        tips = [alt.Tooltip(f"{one}:N") for one in ("label", "said")]
+        tips += [alt.Tooltip(f"{one}:Q", format=".3~g") for one in ("difference", "performance_difference")]
+        layers = [
+            zero.mark_rule(color=style.GREY, strokeDash=[3, 3]).encode(x="at:Q"),
+            zero.mark_rule(color=style.GREY, strokeDash=[3, 3]).encode(y="at:Q"),
+            base.mark_rule(strokeWidth=1.5, opacity=0.6).encode(
+                x="difference_low:Q", x2="difference_high:Q", y=y, color=colour
+            ),
+            base.mark_rule(strokeWidth=1.5, opacity=0.6).encode(
+                x=x, y="performance_difference_low:Q", y2="performance_difference_high:Q", color=colour
+            ),
+            base.mark_point(filled=True, size=70, opacity=1)
+            .encode(x=x, y=y, color=colour, tooltip=tips)
+            .properties(name=f"lines_{number_}"),
+        ]
+        title = alt.TitleParams(name, fontSize=11.5, fontWeight="normal", color=style.MUTED)
+        charts.append(alt.layer(*layers, data=style.table(data)).properties(width=300, height=260, title=title))
+    chart = style.finish(charts, 3, shared=True, width=300, limit=560, gutter=90)
+    caption = "Right of the dashed line: more magnitudes survived than by the plain learner; above it: better when "
+    caption += "nothing is disturbed. Lines: 95% intervals, exact, on the seeds screened."
+    return Figure(f"{file}_compared", "", chart, caption)
+
+
+PALETTE = ("#7b2d6b", "#e8952c", "#2f7f8f", "#b0443f", "#4d6bb3", "#6b8e3d", "#8b6f47", "#d06fae", "#3d3d3d", "#59b3a4")
+
+
+def _colours(count: int) -> list[str]:
+    return [PALETTE[place % len(PALETTE)] for place in range(count)]
