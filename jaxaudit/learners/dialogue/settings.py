@@ -99,8 +99,8 @@ class DialogueSettings:
       clip_low, clip_high, dual_clip, kl_coefficient, entropy_coefficient, value_coefficient, value_clip, gamma,
       gae_lambda, gae_lambda_length, covariance_share, critic_lambda, std_epsilon, tis_cap, mis_low, mis_high, beta,
       label_smoothing, overlong_coefficient, overlong_buffer: see `coefficients.Coefficients`; without an
-        entropy_coefficient there is no bonus, without an overlong_buffer no penalty, and without a gae_lambda_length all
-        rows have gae_lambda.
+        entropy_coefficient there is no bonus, without an overlong_buffer no penalty, and without a gae_lambda_length
+        all rows have gae_lambda.
       mask_truncated: truncated rows are left out of the loss and the baselines.
       online: a preference objective's rows are the policy's, not the reference's.
       reward: the verifier's "gold", or a "learned" reward model's score.
