@@ -25,6 +25,7 @@ from jaxaudit.grid import plan
 from jaxaudit.models import gpt2
 from jaxaudit.optimizer import Optimizer, linear_to_zero
 from jaxaudit.program import compiled
+from jaxaudit.remedied_learner import misfit
 from jaxaudit.sites import find_sites
 from jaxaudit.slots import site_misfit
 from jaxaudit.taps import SITES
@@ -95,7 +96,7 @@ class Point(Env):
 
 
 EPISODES = Episodes(Point(), 2, 6)
-OPTIMIZER = Optimizer(optax.scale_by_adam(), linear_to_zero(0.01), max_norm=5.0)
+OPTIMIZER = Optimizer(ja.Adam(), linear_to_zero(0.01), max_norm=5.0)
 """Which clips some gradients and leaves others: were all clipped, a gradient's scale would not be felt."""
 
 
@@ -141,12 +142,25 @@ def tiny_step(state, key, taps):
         moved = jax.vmap(act, (None, 0))(params, seen.observation) - seen.final_observation
         return taps("objective", jnp.mean((value(params, seen.observation) - wanted) ** 2) + jnp.mean(moved**2))
 
-    params, moments, done = OPTIMIZER.update(before, moments, jax.grad(loss)(before), taps)
+    value_and_gradient = jax.value_and_grad(loss)(before)
+    seen_by_remedies = {"loss": value_and_gradient[0], "approximate_kl": 0.02 * jnp.abs(value_and_gradient[0])}
+    params, moments, done = OPTIMIZER.update(before, moments, value_and_gradient[1], taps, **seen_by_remedies)
     norm = optax.tree.norm(params)
     return (params, moments, episodes), {"performance": -norm, "params_norm": norm, "update_norm": done.update_norm}
 
 
 TINY = ja.Learner(tiny_init, tiny_step, name="tiny")
+
+GUARDS = ("nonfinite_skip", "six_sigma_skip")
+"""Remedies that keep a lane from being driven to NaN, as the promise of isolation has it be."""
+
+
+def with_every_remedy(learner):
+    """A learner with all remedies that act in it while it trains, but for GUARDS."""
+    sites = find_sites(learner)
+    kinds = [registry.remedies[name] for name in registry.remedies if name not in GUARDS]
+    fitting = [kind() for kind in kinds if kind.apply and not kind.settings and misfit(kind, sites) is None]
+    return ja.remedied(learner, *fitting)
 
 
 def ppo(**settings):
@@ -228,6 +242,7 @@ def ppo_case(_):
         {"momentum_noise": infinite, "weight_noise": infinite, "lr_spike": infinite},
         ("performance", "policy_loss", "value_loss", "entropy", "params_norm", "update_norm"),
         "actor",
+        felt={"ratio_clip_failure": 1e-4},  # its ratios are within the bounds
     )
 
 
@@ -251,6 +266,13 @@ def tiny_case(_):
         ("performance", "params_norm", "update_norm"),
         "actor",
     )
+
+
+def remedied_case(_):
+    infinite = float("inf")
+    learner = with_every_remedy(TINY)
+    poisoned = {"reward_scale": infinite, "weight_noise": infinite, "lr_spike": infinite}
+    return Case(learner, learner, poisoned, ("performance", "params_norm", "update_norm"), "actor")
 
 
 def dialogue_case(_):
@@ -296,6 +318,7 @@ def quick(case):
 
 CASES = {
     "tiny": tiny_case,
+    "tiny, remedied": remedied_case,
     "tiny dialogue": lambda corpus: quick(dialogue_case(corpus)),
     "ppo": lambda corpus: quick(ppo_case(corpus)),
     "language_model": lambda corpus: quick(language_model_case(corpus, telemetry="basic")),
@@ -344,7 +367,8 @@ def test_every_standard_perturbation_fits_a_tiny_learner_and_those_not_of_dialog
     tiny, dialogue = ({*make(None).names, "lr_spike"} for make in (tiny_case, dialogue_case))
     assert tiny | dialogue == set(registry.perturbations)
     fitting = {name for make in (ppo_case, language_model_case) for name in make(corpus).names}
-    assert fitting | {"lr_spike"} == tiny
+    of_policy_gradients = {n for n in dialogue if registry.perturbations[n].site in ("advantage", "gae_lambda", "ratio_clip")}
+    assert fitting | {"lr_spike"} == tiny | of_policy_gradients
 
 
 def test_a_learner_is_disturbed_at_all_its_sites(case):

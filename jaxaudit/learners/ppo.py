@@ -102,6 +102,12 @@ class PPO(OnPolicy):
         bounds = taps("ratio_clip", jnp.float32([clip, clip]))
         return bounds[0], bounds[1]
 
+    def beyond(self, ratio: jax.Array, bounds: tuple[Any, Any]) -> jax.Array:
+        """Where a ratio is outside of its bounds: bool, the ratio's shape."""
+        if not isinstance(bounds[0], jax.Array):
+            return jnp.abs(ratio - 1.0) > self.settings.clip
+        return (ratio < 1.0 - bounds[0]) | (ratio > 1.0 + bounds[1])
+
     def coherence(self, params: Any, samples: Samples, key: jax.Array) -> dict[str, jax.Array]:
         """How far the gradients of the first epoch's minibatches agree, all taken where the epoch begins."""
 
@@ -142,7 +148,7 @@ class PPO(OnPolicy):
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "approximate_kl": jnp.mean(ratio - 1.0 - log_ratio),
-            "clip_fraction": jnp.mean(((ratio < 1.0 - low) | (ratio > 1.0 + high)).astype(jnp.float32)),
+            "clip_fraction": jnp.mean(self.beyond(ratio, bounds).astype(jnp.float32)),
         }
 
     def update_telemetry(self, parts: dict[str, jax.Array], updates: Update) -> dict[str, jax.Array]:

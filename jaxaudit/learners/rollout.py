@@ -149,14 +149,13 @@ class Rollouts:
         lam: Any = self.settings.gae_lambda
         if taps.acts("gae_lambda"):
             lam = taps("gae_lambda", jnp.float32(lam))
-        advantages = estimate(lam)
-        targets = advantages + values
+        advantages = estimated = estimate(lam)
         if taps.acts("critic_lambda"):
-            targets = estimate(taps("critic_lambda", jnp.asarray(lam, jnp.float32))) + values
+            estimated = estimate(taps("critic_lambda", jnp.asarray(lam, jnp.float32)))
         if taps.acts("advantage"):
             advantages = taps("advantage", advantages, own=jnp.ones(advantages.shape, bool))
         log_probability = self.head.log_probability(self.head.distribution(outputs, state.params), actions)
-        samples = Samples(seen, actions, log_probability, values, advantages, targets)
+        samples = Samples(seen, actions, log_probability, values, advantages, estimated + values)
         state = dataclasses.replace(
             state,
             episodes=env_state,

@@ -42,15 +42,16 @@ def gae(
         advantages `[N, T]` and the critic's targets `[N, T]`, zero where a token is given.
     """
     reward, value = jnp.where(own, reward, 0), jnp.where(own, value, 0)
-    shape = value.shape[:1] if jnp.ndim(lam) else (1,)
-    lambdas = (lam, lam if critic_lam is None else critic_lam)
-    decay = jnp.stack([jnp.broadcast_to(jnp.asarray(gamma * one, value.dtype), shape) for one in lambdas])
+    lambdas: list[ArrayLike] = [lam, lam if critic_lam is None else critic_lam]
+    if jnp.ndim(lam):
+        lambdas = [*jnp.broadcast_arrays(*map(jnp.asarray, lambdas))]
+    decay = jnp.stack([jnp.asarray(gamma * one, value.dtype) for one in lambdas])
     gamma = jnp.asarray(gamma, value.dtype)
 
     def backward(carry: tuple[jax.Array, jax.Array], slot: tuple[jax.Array, ...]):
         next_value, later = carry  # [N], [2, N]
         r, v, mine = slot
-        advantage = r + gamma * next_value - v + decay * later
+        advantage = r + gamma * next_value - v + (decay if decay.ndim == 2 else decay[:, None]) * later
         carry = jnp.where(mine, v, next_value), jnp.where(mine, advantage, later)
         return carry, jnp.where(mine, advantage, 0)
 
