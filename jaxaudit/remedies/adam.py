@@ -24,7 +24,7 @@ def _kept(state: Any, names: tuple[str, ...]) -> Any:
 
 @remedy("betas", strength=0.99, neutral=0.0, limits=(0.0, 0.999999))
 def equal_betas(value, strength):
-    """Gives both of Adam's moments the strength for their decay rate (Ellis et al., 2024, and others: 0.99)."""
+    """Gives both of Adam's moments the strength for their decay rate (Dohare et al., 2023: 0.99)."""
     return tuple(jnp.full_like(beta, strength) for beta in value)
 
 
