@@ -235,6 +235,21 @@ def test_where_the_surrogate_is_flat_and_what_it_is_there(float64):
         np.testing.assert_array_equal(flat[0], np.array(slopes) == 0)
 
 
+def test_on_a_bound_the_gradient_goes_through(float64):
+    """Ratios of exactly 1/2, 3/2 and 2, which are bounds for some sign of the advantage each."""
+    ratio, advantage = jnp.asarray([[0.5, 1.5, 2.0]]), jnp.asarray([[-1.0, 1.0, -1.0]])
+
+    def total(log_ratio):
+        made = clipping.surrogate(log_ratio, advantage, 1 - jnp.exp(jnp.log(0.5)), jnp.exp(jnp.log(1.5)) - 1, bound)
+        return made.objective.sum(), made
+
+    log_ratio = jnp.log(ratio)
+    bound = jnp.exp(log_ratio)[0, 2]  # as the surrogate computes the ratio
+    (_, made), gradient = jax.value_and_grad(total, has_aux=True)(log_ratio)
+    assert not (made.low | made.high | made.dual).any()
+    np.testing.assert_allclose(gradient, advantage * ratio, **EXACT)
+
+
 def test_no_dual_clipping_is_an_infinite_one(float64):
     log_ratio, advantage = jnp.asarray([[0.1, 3.0]]), jnp.asarray([[-1.0, -1.0]])
     off = clipping.surrogate(log_ratio, advantage, 0.2, 0.2)

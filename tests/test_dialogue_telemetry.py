@@ -250,6 +250,10 @@ def test_a_critic_that_knows_and_one_that_guesses_its_mean():
     )
     equal = values.value_statistics(returns, jnp.ones_like(returns), own)
     assert (equal["explained_variance"].count, equal["value_bias"].count) == (0, 30)
+    wobbling = values.value_statistics(returns, 1.0 + 1e-7 * returns, own)
+    assert wobbling["explained_variance"].count == 0
+    apart = values.value_statistics(returns, 1.0 + 1e-2 * returns, own)
+    assert apart["explained_variance"].count == 30
     unsure = values.separation(jnp.ones(4), jnp.array([1.0, 0.0, 2.0, 1.0]), jnp.ones(4, bool))
     assert float(unsure["critic_order"].value) == 0.5
     assert list(values.distances(jnp.array([[False, True, False, True, True, False]]))[0]) == [3, 2, 2, 1, 0, 0]

@@ -15,6 +15,10 @@ DISTANCES = (0, 1, 2, 4, 8, 16, 32, 64)
 DISTANCE_LABELS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 
 
+ROUNDING = 8
+"""Returns whose standard deviation is at most so many roundings of the largest value are taken for equal."""
+
+
 def value_statistics(values: jax.Array, returns: jax.Array, own: jax.Array) -> Statistics:
     """How well values predict what tokens return.
 
@@ -24,17 +28,19 @@ def value_statistics(values: jax.Array, returns: jax.Array, own: jax.Array) -> S
       own: bool `[N, T]`.
 
     Returns:
-      explained_variance, 1 - var(return - value) / var(return), with nothing to say where returns are all equal;
-      value_bias, the mean of value less return.
+      explained_variance, 1 - var(return - value) / var(return), with nothing to say where returns are all equal, but
+      for the rounding of sums of values; value_bias, the mean of value less return.
     """
     count = jnp.sum(own)
     error = returns - values
     bias = mean(error, own)
     centre = mean(returns, own)
     unexplained, variance = mean((error - bias) ** 2, own), mean((returns - centre) ** 2, own)
-    explained = 1.0 - unexplained / jnp.where(variance == 0, 1.0, variance)
+    largest = jnp.max(jnp.where(own, jnp.maximum(jnp.abs(returns), jnp.abs(values)), 0.0), initial=0.0)
+    equal = variance <= (ROUNDING * jnp.finfo(variance.dtype).eps * largest) ** 2
+    explained = 1.0 - unexplained / jnp.where(equal, 1.0, variance)
     return {
-        "explained_variance": Measured(explained, jnp.where(variance == 0, 0, count)),
+        "explained_variance": Measured(explained, jnp.where(equal, 0, count)),
         "value_bias": Measured(-bias, count),
     }
 
