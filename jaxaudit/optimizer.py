@@ -131,8 +131,7 @@ class Optimizer:
             threshold = taps("clip_norm", jnp.float32(self.max_norm), label=self.label)
             clipped = (norm > threshold).astype(jnp.float32)
             gradient = jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / jnp.maximum(norm, 1e-12)), gradient)
-        transform, betas = self._transform(taps)
-        direction, state = transform.update(gradient, state, params)
+        direction, state, betas = self._direction(gradient, state, params, taps)
         seen = {"params": params, "gradient": gradient, "moments": state, "betas": betas}
         direction = taps.remedy("direction", direction, label=self.label, **seen)
         rate = self._rate(taps)
@@ -143,14 +142,20 @@ class Optimizer:
         done = Update(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state), used)
         return optax.apply_updates(params, change), state, done
 
-    def _transform(self, taps: Taps) -> tuple[optax.GradientTransformation, tuple[Any, Any] | None]:
-        """The transformation of this update, and its decay rates where they are known."""
+    def _direction(self, gradient: Params, state: Any, params: Params, taps: Taps) -> tuple[Params, Any, Any]:
+        """The direction of this update, the state after it, and the decay rates, None where they are not known."""
         if not isinstance(self.transform, Adam):
-            return self.transform, None
-        betas = self.transform.betas
-        if taps.helps("betas"):
-            betas = taps.remedy("betas", tuple(map(jnp.float32, betas)), label=self.label)
-        return self.transform.with_betas(*betas), betas
+            return *self.transform.update(gradient, state, params), None
+        own = self.transform.betas
+        found = self.transform.with_betas(*own).update(gradient, state, params)
+        if not taps.helps("betas"):
+            return *found, own
+        before = tuple(map(jnp.float32, own))
+        betas = taps.remedy("betas", before, label=self.label)
+        other = self.transform.with_betas(*betas).update(gradient, state, params)
+        # Rates that are traced round otherwise than numbers do: where they are not changed, the numbers' result counts.
+        changed = (betas[0] != before[0]) | (betas[1] != before[1])
+        return *jax.tree.map(lambda new, old: jnp.where(changed, new, old), other, found), betas
 
     def _rate(self, taps: Taps) -> jax.Array:
         schedule = self.learning_rate
@@ -158,15 +163,21 @@ class Optimizer:
             return taps("learning_rate", jnp.float32(schedule), label=self.label)
         progress = jnp.asarray(taps.step, jnp.float32) / taps.steps if taps.steps else jnp.float32(self.outside)
         rate = jnp.asarray(schedule(progress), jnp.float32)
-        return taps("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
+        if not taps.helps("learning_rate"):
+            return taps("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
+        helped = taps.remedy("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
+        factor = jnp.where(rate == 0, 1.0, helped / jnp.where(rate == 0, 1.0, rate))
+        scaled = lambda progress: factor * schedule(progress)  # noqa: E731  # an error of the schedule is one of this
+        return taps.disturb("learning_rate", helped, label=self.label, schedule=scaled, progress=progress)
 
 
 def disturbed_gradient(gradient: Params, taps: Taps, label: str = "") -> tuple[Params, jax.Array]:
-    """A gradient as it is used, tapped at "gradient", and its cosine with the one given: x_used.
+    """A gradient as it is used, tapped at "gradient", and its cosine with what it was before disturbances: x_used.
 
     The cosine is 1 where this lane's gradient is not disturbed, and is not computed where no lane's is.
     """
-    used = taps("gradient", gradient, label=label)
+    gradient = taps.remedy("gradient", gradient, label=label)
+    used = taps.disturb("gradient", gradient, label=label)
     if not taps.disturbs("gradient"):
         return used, jnp.ones(())
 

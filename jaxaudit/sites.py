@@ -66,7 +66,10 @@ class Recorder:
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Notes the site and returns the value."""
-        self.remedy(site, value, label=label, **context)
+        return self.disturb(site, self.remedy(site, value, label=label, **context), label=label, **context)
+
+    def disturb(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
+        """Notes where perturbations may act, and returns the value."""
         whole = value
         value = value if site == STATE else numbers_of(value)
         seen = self.paths.get(site, ())

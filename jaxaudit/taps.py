@@ -253,7 +253,10 @@ class Taps:
         `context` is what some perturbations need beside the value, e.g. `schedule` at the learning rate.
         A closed window returns the value bit for bit, and random keys and functions in it are always what they were.
         """
-        value = self.remedy(site, value, label=label, **context)
+        return self.disturb(site, self.remedy(site, value, label=label, **context), label=label, **context)
+
+    def disturb(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
+        """Passes `value` through the perturbations of `site` alone: `taps(site, value)` is this after `remedy`."""
         call = self._calls.get(site, 0)
         self._calls[site] = call + 1
         for index, slot in enumerate(self._slots):
@@ -285,9 +288,9 @@ class Taps:
         return self.disturbs(*sites) or self.helps(*sites)
 
     def with_remedies(self, remedies: tuple[tuple[RemedyKind, jax.Array], ...], states: States, data: Any) -> Taps:
-        """These taps with remedies of some strengths and states, which act before those there are, and other data."""
+        """These taps with remedies of some strengths and states, which act after those there are, and other data."""
         taps = copy.copy(self)
-        taps._remedies = (*remedies, *self._remedies)
+        taps._remedies = (*self._remedies, *remedies)
         taps.remedy_states = {**(self.remedy_states or {}), **states}
         taps.data = data
         return taps
@@ -375,11 +378,13 @@ class Taps:
         """
 
         def turn(number: jax.Array, carried: tuple[Any, Kept]) -> tuple[Any, Kept]:
-            carry, kept = carried
+            before, kept = carried
             here = self._within(number, kept)
             here._turns = (*self._turns, (number, times))
-            carry = body(here, carry, number)
+            carry = body(here, before, number)
             calls.update(here._calls)
+            if until is not None and here.remedy_states:  # the turns that others leave out are no turns to remedies
+                here.remedy_states = _where(until(before), kept[1], here.remedy_states)
             return carry, here._kept
 
         calls: dict[str, int] = {}

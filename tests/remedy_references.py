@@ -45,7 +45,7 @@ def six_sigma_reference(losses, norms, sigmas, window=128):
 
 
 def zclip_reference(gradients, threshold, alpha=0.97, warmup=25, epsilon=1e-6):
-    """ZClip (Kumar et al., 2025), `mode="zscore"`, `clip_option="adaptive_scaling"`: the gradients, and which changed."""
+    """ZClip (Kumar et al., 2025), "zscore" with "adaptive_scaling": the gradients, and the numbers of those clipped."""
     buffer, found, clipped, mean, variance = [], [], [], None, None
     for index, gradient in enumerate(gradients):
         norm = np.linalg.norm(gradient)

@@ -17,12 +17,12 @@ from remedy_references import (
     spam_reference,
     zclip_reference,
 )
-from scipy import stats
 
 import jaxaudit as ja
 from jaxaudit import registry, remedies
 from jaxaudit.learners.ppo import PPO, PPOSettings
 from jaxaudit.optimizer import linear_to_zero
+from jaxaudit.perturbations.core import nothing
 from jaxaudit.remedied_learner import misfit
 from jaxaudit.sites import find_sites
 from jaxaudit.taps import ROOT, Taps
@@ -249,6 +249,21 @@ def test_the_learning_rate_is_scaled_before_it_is_disturbed():
     close(control[0], 0.3 * RATE, rtol=1e-5)
 
 
+def test_a_schedule_that_is_read_at_a_wrong_time_is_scaled_too():
+    """Or the rate would be negative wherever the error takes off more than the remedy leaves."""
+    optimizer = ja.Optimizer(optax.identity(), linear_to_zero(RATE))
+
+    def step(params, key, taps):
+        params, _, done = optimizer.update(params, optax.EmptyState(), jnp.ones(1), taps)
+        return params, {"performance": -params[0], "learning_rate": done.learning_rate}
+
+    learner = ja.remedied(ja.Learner(lambda key: jnp.zeros(1), step), remedies.learning_rate_scale(0.1))
+    result = ja.audit(learner, [ja.lr_schedule_error(0.3, onset=ONSET, duration=OPEN)], seeds=1, steps=STEPS)
+    progress = np.arange(STEPS) / STEPS
+    progress[WINDOW] += 0.3
+    close(result.telemetry["learning_rate"].values[0, 1], 0.1 * RATE * (1 - progress), rtol=1e-4)
+
+
 # Updates that are left out.
 
 PLANNED_KL = (
@@ -308,11 +323,14 @@ def test_the_six_sigma_skip_is_that_of_a_list_of_the_latest_losses_and_norms():
     for index in (40, 62, 150, 151, 310):
         losses[index] = 20.0
     for index in (63, 64, 230, 400):
-        norms[index] = 15.0
+        norms[index] = 15.0  # the NaN at 20 is not remembered: the 65th update has 63 before it
     losses[200] = norms[200] = 20.0
     losses[350], norms[351] = -30.0, 1e-3
     losses[20], losses[170], losses[171] = math.nan, math.nan, math.inf
     norms[180] = math.inf
+    for index, sigmas in ((380, 5.99), (381, 6.01)):  # between the deviations with ddof 0 and 1, and above
+        recent = losses[index - 128 : index]
+        losses[index] = recent.mean() + sigmas * recent.std(ddof=1)
     directions = noise(length, seed=5)
     gradients = directions / np.linalg.norm(directions, axis=1, keepdims=True) * norms[:, None]
     optimizer = ja.Optimizer(optax.identity(), 1.0)
@@ -320,8 +338,7 @@ def test_the_six_sigma_skip_is_that_of_a_list_of_the_latest_losses_and_norms():
     keep, margins = six_sigma_reference(losses, norms, sigmas=6.0)
     assert min(margins) > 0.01, "no decision hangs on rounding"
     np.testing.assert_array_equal(np.asarray(done.update_norm) > 0, keep)
-    skipped = {63, 150, 170, 171, 180, 200, 230, 310, 400}
-    assert skipped <= set(np.flatnonzero(~np.array(keep))) <= skipped | {64, 151}
+    assert set(np.flatnonzero(~np.array(keep))) == {64, 150, 151, 170, 171, 180, 200, 230, 310, 381, 400}
     close(after["actor"][-1], -np.where(np.array(keep)[:, None], gradients, 0.0).sum(0)[:3], atol=1e-4)
 
 
@@ -340,26 +357,20 @@ DECAYING = ja.Adam(rest=(optax.add_decayed_weights(0.1),))
 def test_a_skip_freezes_parameters_moments_count_and_decay(guard, transform, others):
     """As if there had been no such update, bit for bit, before and after."""
     gradients, kls = noise(8), np.zeros(8)
-    kls[3] = 1.0
     if guard.kind is remedies.nonfinite_skip:
         gradients[3, 5] = math.nan
-    optimizer = ja.Optimizer(transform, 0.1)
+    else:
+        kls[3] = 1.0
+    optimizer, same = ja.Optimizer(transform, 0.1), [0, 1, 2, 4, 5, 6, 7]
     chosen = (*others, guard)
-    context = {"approximate_kl": kls} if guard.kind is remedies.target_kl_stop else {}
-    params, state, done = driven(optimizer, chosen, np.ones(SIZE), gradients, **context)
-    same = [*range(3), *range(4, 8)]
-    rest = {name: values[same] for name, values in context.items()}
-    without = driven(optimizer, chosen, np.ones(SIZE), gradients[same], **rest)
-    if guard.kind is remedies.nonfinite_skip:
-        for found, expected in zip(jax.tree.leaves((params, state)), jax.tree.leaves(without[:2]), strict=True):
-            assert np.isfinite(found).all()
-            np.testing.assert_array_equal(np.asarray(found)[same], expected)
-    for x in jax.tree.leaves((params, state)):
-        np.testing.assert_array_equal(x[3], x[2])
-    adam = state[0]
-    frozen = [3] if guard.kind is remedies.nonfinite_skip else [3, 4, 5, 6, 7]
-    np.testing.assert_array_equal(np.flatnonzero(np.diff(adam.count, prepend=0) == 0), frozen)
-    np.testing.assert_array_equal(np.flatnonzero(np.asarray(done.update_norm) == 0), frozen)
+    params, state, done = driven(optimizer, chosen, np.ones(SIZE), gradients, approximate_kl=kls)
+    without = driven(optimizer, chosen, np.ones(SIZE), gradients[same], approximate_kl=kls[same])
+    for found, expected in zip(jax.tree.leaves((params, state)), jax.tree.leaves(without[:2]), strict=True):
+        assert np.isfinite(found).all()
+        np.testing.assert_array_equal(found[3], found[2])
+        np.testing.assert_array_equal(np.asarray(found)[same], expected)
+    np.testing.assert_array_equal(state[0].count, [1, 2, 3, 3, 4, 5, 6, 7])
+    np.testing.assert_array_equal(np.asarray(done.update_norm) == 0, np.arange(8) == 3)
 
 
 def test_a_gradient_of_zero_is_no_skip():
@@ -393,6 +404,13 @@ def test_zclip_is_the_published_loop():
     expected, more = zclip_reference(gradients, threshold=1.5)
     close(guarded(remedies.zclip(1.5), gradients), expected)
     assert len(more) > len(clipped) + 5, "ordinary gradients are clipped a little, too"
+
+
+def test_zclip_leaves_a_gradient_as_it_is_whose_norm_is_not_finite():
+    gradients = noise(30, seed=16)
+    gradients[28] *= 1e25
+    gradients[29, 3] = math.inf
+    np.testing.assert_array_equal(guarded(remedies.zclip(), gradients)[28:], np.float32(gradients[28:]))
 
 
 @pytest.mark.parametrize("kind", [remedies.zclip, remedies.adagc], ids=lambda kind: kind.name)
@@ -602,32 +620,33 @@ def collected():
     return plain, {lam: collect(jnp.float32(lam)) for lam in (0.0, 0.5, 1.0)}
 
 
-def advantages(rewards, value, gamma, lam):
-    """Of generalised advantage estimation, by its recursion; episodes are cut off after 16 steps, and go on."""
+def advantages(rewards, ages, value, gamma, lam):
+    """Of generalised advantage estimation, by its recursion; episodes of an age are cut off after 16 steps."""
     found, following = np.zeros_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
-        following = 0.0 if t % 16 == 15 else following
+        following = np.where((t + 1 + ages) % 16 == 0, 0.0, following)
         following = found[t] = rewards[t] + gamma * value - value + gamma * lam * following
     return found
 
 
 def test_the_critics_targets_have_a_lambda_of_their_own():
-    agent, _ = probed()
+    agent, state = probed()
     plain, helped = collected()
+    ages = np.asarray(state.episodes.head_start)
     gamma, own = agent.settings.gamma, agent.settings.gae_lambda
     taken = np.clip(np.asarray(plain.action, np.float64)[..., 0], -2.0, 2.0)
     rewards, value = -((taken - 0.5) ** 2), float(plain.value[0, 0])
     close(plain.value, np.full(rewards.shape, value))
     for lam, samples in helped.items():
         np.testing.assert_array_equal(samples.advantage, plain.advantage)
-        close(samples.advantage, advantages(rewards, value, gamma, own), atol=1e-4)
-        close(samples.target, advantages(rewards, value, gamma, lam or own) + value, atol=1e-4)
+        close(samples.advantage, advantages(rewards, ages, value, gamma, own), atol=1e-4)
+        close(samples.target, advantages(rewards, ages, value, gamma, lam or own) + value, atol=1e-4)
     np.testing.assert_array_equal(helped[0.0].target, plain.target)
 
 
 @pytest.mark.parametrize("bounds", [(0.2, 0.2), (0.2, 0.28), (0.2, 0.05)], ids=str)
 def test_the_ratio_gains_up_to_one_plus_the_strength_and_falls_to_one_minus_clip(bounds):
-    agent, state = probed()
+    _, state = probed()
     data = jax.tree.map(np.asarray, collected()[0])
     shift = np.random.default_rng(14).normal(0.0, 0.3, data.log_probability.shape).astype(np.float32)
     samples = data._replace(log_probability=data.log_probability - shift)
@@ -722,16 +741,30 @@ def test_a_value_is_the_same_bit_for_bit_at_the_neutral_strength(kind):
     assert jax.tree.structure(other) == jax.tree.structure(value)
 
 
-def same_as_plain(found):
+OF_OPTIMIZERS = [kind for kind in kinds() if kind.site in remedies.HOOKS]
+
+
+@pytest.mark.parametrize("kind", OF_OPTIMIZERS, ids=lambda kind: kind.name)
+def test_a_neutral_remedy_leaves_updates_as_they_are(kind):
+    optimizer, series = ja.Optimizer(ja.Adam(), RATE, max_norm=2.0), noise(30, seed=15)
+    context = {"loss": np.linspace(3.0, 1.0, 30), "approximate_kl": np.linspace(0.0, 1.0, 30)}
+    plain = driven(optimizer, [], np.ones(SIZE), series, **context)
+    found = driven(optimizer, [kind(kind.neutral)], np.ones(SIZE), series, **context)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * float(jnp.max(jnp.abs(other))))
+
+
+def same_as_plain(found, within):
     plain = audited(small())
     assert set(found) == set(plain)
     for name, values in plain.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-30, err_msg=name)
+        scale = np.max(np.abs(values), where=np.isfinite(values), initial=0.0)
+        np.testing.assert_allclose(found[name], values, rtol=within, atol=within * scale, err_msg=name)
 
 
 def test_a_learner_with_neutral_remedies_trains_as_without():
     """Undisturbed, and where rate and gradient are disturbed, made NaN among others."""
-    same_as_plain(told())
+    same_as_plain(told(), within=1e-4)  # 1 - beta2 is rounded otherwise where betas are data
     poison = lane(told(), "poisoned")
     assert np.isnan(poison["params"][ONSET:]).all()
 
@@ -742,7 +775,7 @@ def test_a_learner_with_one_neutral_remedy_trains_as_without(name):
     kind = registry.remedies[name]
     if reason := misfit(kind, find_sites(small())):
         pytest.skip(reason)
-    same_as_plain(audited(ja.remedied(small(), kind(kind.neutral))))
+    same_as_plain(audited(ja.remedied(small(), kind(kind.neutral))), within=1e-6)
 
 
 def test_what_a_learner_taps_but_does_not_use_is_given_its_strength():
@@ -753,11 +786,13 @@ def test_what_a_learner_taps_but_does_not_use_is_given_its_strength():
 
 def test_the_entropy_bonus_follows_its_target():
     """By 0.005 a step, up while the entropy is below the target, and nothing while it is above."""
-    found = lane(told(adaptive_entropy=2.5), "control")
-    entropy, coefficient, expected = found["begin"][:, :3].sum(1), 0.0, []
+    entropy = lane(told(), "control")["begin"][:, :3].sum(1)
+    target = float(np.median(entropy))
+    found, coefficient, expected = lane(told(adaptive_entropy=target), "control"), 0.0, []
+    np.testing.assert_array_equal(found["begin"][:, :3].sum(1), entropy)
     for latest in entropy:
-        coefficient = min(1.0, max(0.0, coefficient + (0.005 if latest < 2.5 else -0.005)))
-        expected.append(coefficient if latest <= 2.5 else 0.0)
+        coefficient = min(1.0, max(0.0, coefficient + (0.005 if latest < target else -0.005)))
+        expected.append(coefficient if latest <= target else 0.0)
     close(found["weight"], expected)
     assert 0 < np.count_nonzero(expected) < STEPS
 
@@ -866,6 +901,27 @@ def test_states_of_remedies_go_through_scan_repeat_and_cond_and_from_step_to_ste
     np.testing.assert_array_equal(seen(ja.remedied(tapping(), COUNTED())), expected)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["stateless", "stateful"])
+def test_what_a_remedy_remembers_of_a_loop_does_not_depend_on_what_else_is_in_the_grid(kept):
+    """A loop that may leave off runs all its turns where a perturbation keeps state, at whatever site."""
+
+    def step(state, key, taps):
+        level = taps("difficulty", jnp.zeros(()))
+
+        def turn(taps, carry, number):
+            over = carry[0] >= 3  # the turns left change nothing, as `until` says
+            reward = jnp.where(over, 0.0, taps("reward", jnp.ones(())))
+            return jnp.where(over, carry[0], number + 1), carry[1] + reward
+
+        _, total = taps.repeat(turn, (jnp.int32(0), 0.0 * level), 7, until=lambda carry: carry[0] >= 3)
+        return state, {"performance": total}
+
+    kind = ja.Kind("added", "signal", "difficulty", added, init=(lambda value: ()) if kept else nothing)
+    result = ja.audit(ja.remedied(learner_of(step), COUNTED()), [kind(onset=2, duration=1)], seeds=1, steps=4)
+    baseline, control = (result.telemetry[name].values for name in ("baseline_performance", "performance"))
+    np.testing.assert_array_equal(control[0, 0], baseline[0])
+
+
 def test_remedies_at_one_place_act_in_the_order_given():
     assert (seen(ja.remedied(tapping(), DOUBLED(3.0), RAISED()), 1)[0, :6] == 4).all()
     assert (seen(ja.remedied(tapping(), RAISED(), DOUBLED(3.0)), 1)[0, :6] == 6).all()
@@ -963,7 +1019,11 @@ def learner_of(step, **rest):
             (COUNTED(),),
             "'counted' keeps state, and the learner taps 'reward' inside scan",
         ),
-        (lambda: learner_of(folded), (COUNTED(),), "'counted' keeps state, and the learner taps 'reward' inside scan"),
+        (
+            lambda: learner_of(folded),
+            (COUNTED(),),
+            "'counted' keeps state, and the learner taps 'reward' in a loop that does not carry it",
+        ),
         (lambda: small(), (remedies.zclip(), remedies.zclip(2.0)), "remedy 'zclip' is there twice"),
         (lambda: ja.remedied(small(), remedies.zclip()), (remedies.zclip(2.0),), "remedy 'zclip' is there twice"),
         (lambda: small(), (remedies.zclip,), r"'zclip' is a kind of remedy; call it for a remedy: zclip\(\)"),

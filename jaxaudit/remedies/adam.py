@@ -90,6 +90,6 @@ def spam(value, strength, state):
         return jnp.where(judges & (g**2 > most), jnp.sign(g) * jnp.sqrt(most), g)
 
     gradient = jax.tree.map(clipped, value.gradient, _kept(moments, SECOND_MOMENT))
-    missing = 0.99 * 0.5 * (1.0 + jnp.cos(jnp.pi * (since + 1) / (SPAM_WARMUP + 1)))
+    missing = 0.99 * 0.5 * (1.0 + jnp.cos(jnp.pi * since / (SPAM_WARMUP + 1)))
     scale = value.scale * jnp.where(since < SPAM_WARMUP, 1.0 - missing, 1.0)
     return replace(value, gradient=gradient, moments=moments, scale=scale), number

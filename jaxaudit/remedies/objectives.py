@@ -22,6 +22,8 @@ def clip_higher(value, strength):
 @setting(strength=3.0, limits=(1.0, math.inf))
 def dual_clip(settings, strength):
     """Bounds the ratio by the strength where the advantage is negative (Ye et al., 2020; verl's `clip_ratio_c`)."""
+    if getattr(settings, "objective", "policy") == "preference":
+        raise ValueError("a preference objective has no ratio that could be bounded")
     return {"dual_clip": strength}
 
 
@@ -147,6 +149,8 @@ def value_pretraining(settings, strength):
 
     VC-PPO: Yuan et al., 2025; see `critic_warm_start` in `jaxaudit list learners`.
     """
+    if hasattr(settings, "parts") and not settings.parts.critic:
+        raise ValueError("the learner has no critic that could be trained")
     return {"critic_warm_start": int(strength)}
 
 

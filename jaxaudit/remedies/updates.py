@@ -134,7 +134,7 @@ def zclip(value, strength, state):
     z = (norm - state.mean) / (std + 1e-6)
     most = state.mean + strength * std * (strength / z)
     collecting = state.count < ZCLIP_WARMUP
-    clips = ~collecting & (z > strength)
+    clips = ~collecting & (z > strength) & jnp.isfinite(norm)
     clipped = jnp.where(clips, most, norm)
     gradient = jax.tree.map(lambda g: jnp.where(clips, g * (most / (norm + 1e-6)), g), value.gradient)
     # While norms are collected, by Welford's recursion: the population variance of the first 25.

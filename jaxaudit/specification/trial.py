@@ -23,13 +23,13 @@ class _Trial(Recorder):
     perturbations: Sequence[Perturbation] = ()
     refused: dict[int, str] = field(default_factory=dict)
 
-    def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
+    def disturb(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Tries every perturbation of the site that the tap's context suffices for."""
         for index, perturbation in enumerate(self.perturbations):
             needs = set(perturbation.kind.needs) - set(OFFERED)
             if perturbation.site == site and needs <= set(context) and index not in self.refused:
                 self._try(index, perturbation, value, label, context)
-        return super().__call__(site, value, label=label, **context)
+        return super().disturb(site, value, label=label, **context)
 
     def _try(self, index: int, perturbation: Perturbation, value: Any, label: str, context: dict) -> None:
         selected = jnp.ones(len(paths_of(value, label)), bool)

@@ -56,4 +56,6 @@ def treated(how: str, objective: jax.Array, log_ratio: jax.Array, apart: jax.Arr
     """The surrogate of tokens, `[N, T]`, with 0 ("clip") or less |log ratio| ("kl") at those that are treated apart."""
     if how == "clip":
         return jnp.where(apart, 0.0, objective)
-    return objective - jnp.where(apart, jnp.abs(log_ratio), 0.0)
+    # Its slope at zero is zero, as PyTorch's; JAX' own is one.
+    absolute = jax.lax.stop_gradient(jnp.sign(log_ratio)) * log_ratio
+    return objective - jnp.where(apart, absolute, 0.0)
