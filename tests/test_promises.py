@@ -367,7 +367,8 @@ def test_every_standard_perturbation_fits_a_tiny_learner_and_those_not_of_dialog
     tiny, dialogue = ({*make(None).names, "lr_spike"} for make in (tiny_case, dialogue_case))
     assert tiny | dialogue == set(registry.perturbations)
     fitting = {name for make in (ppo_case, language_model_case) for name in make(corpus).names}
-    of_policy_gradients = {n for n in dialogue if registry.perturbations[n].site in ("advantage", "gae_lambda", "ratio_clip")}
+    sites = ("advantage", "gae_lambda", "ratio_clip")
+    of_policy_gradients = {name for name in dialogue if registry.perturbations[name].site in sites}
     assert fitting | {"lr_spike"} == tiny | of_policy_gradients
 
 

@@ -25,7 +25,7 @@ GLOSSARY = [
     (
         "score",
         "How many magnitudes of a perturbation a seed survives, of those tried: 1/4, 1/2, 1, 2 and 4 times the one at "
-        "which half of the plain learner's seeds collapse, or the standard magnitude where there is none.",
+        "which half of the plain learner's seeds collapse, or the one given where there is none.",
     ),
     (
         "bought",

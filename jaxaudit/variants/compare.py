@@ -26,8 +26,8 @@ from jaxaudit.variants.words import cautions, text
 PLAIN = "plain"
 """What the learner without the variants' remedies is called."""
 
-Centre = Literal["margin", "standard"]
-CENTRES: tuple[Centre, ...] = ("margin", "standard")
+Centre = Literal["margin", "given"]
+CENTRES: tuple[Centre, ...] = ("margin", "given")
 
 TOLERANCE = 0.1
 """Relative, of the plain learner's margin, which the magnitudes are laid about."""
@@ -94,12 +94,12 @@ def compare(
     Args:
       learner: the plain one.
       variants: by name, remedies for it, or another learner on the same task.
-      perturbations: each with its window and target; their magnitudes are where the search for the margin begins.
+      perturbations: each with its window and target; magnitudes are where the search for the margin begins.
       seeds: how many, or which, everything is tried on.
       fresh: how many others confirm what stands out; 0: nothing is confirmed.
       steps: of a run.
-      centre: "margin": magnitudes are about the plain learner's margin, and about the standard where there is none;
-        "standard": about the standard, without a search.
+      centre: "margin": magnitudes are about the plain learner's margin, and about the one given where there is none;
+        "given": about the one given, without a search.
       settings: windows of the metrics.
       level: coverage of the intervals.
       turns: in which steps are timed; 0: they are not.

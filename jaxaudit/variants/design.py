@@ -11,7 +11,7 @@ from jaxaudit.margins.table import Margins
 from jaxaudit.perturbations.core import Chain, Perturbation, Sweep
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""The magnitudes tried, as multiples of the margin of the plain learner, or of the standard."""
+"""The magnitudes tried, as multiples of the margin of the plain learner, or of the magnitude given."""
 
 REACH = 100.0
 """How many times beyond the magnitudes given the margin of the plain learner is looked for."""
@@ -27,7 +27,7 @@ class Line:
       perturbations: what acts at each magnitude; for a single perturbation one with a sweep.
       magnitudes: of the first part, by rising harm.
       factors: each magnitude as a multiple of the centre.
-      centre: "margin" or "standard".
+      centre: "margin" or "given".
     """
 
     name: str
@@ -39,7 +39,7 @@ class Line:
 
 
 def lines(perturbations: Sequence[Perturbation | Chain], steps: int, margins: Margins | None = None) -> list[Line]:
-    """The lines of a comparison in runs of `steps`; without margins the centre of each is its standard.
+    """The lines of a comparison in runs of `steps`; without margins the centre of each is the magnitude given.
 
     A magnitude that is the neutral one, or beyond what means something, is left out.
 
@@ -55,7 +55,7 @@ def lines(perturbations: Sequence[Perturbation | Chain], steps: int, margins: Ma
 
 def _line(ray: Ray, margin: float) -> Line:
     known = math.isfinite(margin)
-    begin = margin if known else 0.0
+    begin = margin if known else ray.points[(len(ray.points) - 1) // 2]
     tried: dict[tuple[float, ...], float] = {}
     for factor in FACTORS:
         magnitudes = ray.magnitudes(begin + math.log(factor))
@@ -71,7 +71,7 @@ def _line(ray: Ray, margin: float) -> Line:
     else:
         acting = tuple(Chain(one) for one in parts)
     first = tuple(magnitudes[0] for magnitudes in tried)
-    return Line(ray.name, ray.onset, acting, first, tuple(tried.values()), "margin" if known else "standard")
+    return Line(ray.name, ray.onset, acting, first, tuple(tried.values()), "margin" if known else "given")
 
 
 def conditions_of(found: Sequence[Line]) -> list[tuple[int, ...]]:

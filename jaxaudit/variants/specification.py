@@ -45,7 +45,7 @@ class ComparisonSpec:
 
     spec: Spec
     variants: tuple[VariantSpec, ...]
-    centre: Literal["margin", "standard"] = "margin"
+    centre: Literal["margin", "given"] = "margin"
     fresh: int = FRESH
     source: str = field(default="spec", compare=False)
 
@@ -81,7 +81,7 @@ def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonS
     _check_names(variants, source)
     if not spec.perturbations:
         raise UserError(f"{source}: there is no table [[perturbation]], so there is nothing to compare at")
-    centre = table.get("centre", Literal["margin", "standard"], "margin")
+    centre = table.get("centre", Literal["margin", "given"], "margin")
     return ComparisonSpec(spec, variants, centre, fresh, source)
 
 

@@ -65,9 +65,9 @@ def cautions(bought: pd.DataFrame, structures: Collection[str]) -> list[str]:
             f"{row['variant']}: {row['fallen']} of its seeds collapse undisturbed, and {row['plain_fallen']} of the "
             "plain learner's, which have no score"
         )
-    standard = list(dict.fromkeys(bought[bought.centre == "standard"].perturbation))
-    if standard:
-        found.append(f"magnitudes about the standard, without a margin: {', '.join(standard)}")
+    given = list(dict.fromkeys(bought[bought.centre == "given"].perturbation))
+    if given:
+        found.append(f"magnitudes about the one given, without a margin: {', '.join(given)}")
     if structures:
         found.append(
             "another structure, whose lanes share with the plain learner's the seed alone, so that differences are "
