@@ -389,7 +389,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    compared = (arguments.folder / "compare.toml").is_file()
+    compared = _is_comparison(arguments.folder)
     if not compared:
         _check_run(arguments.folder)
     if compared and not (arguments.folder / "compare.json").exists():
@@ -505,13 +505,20 @@ def _end(folder: Path) -> int:
 def _write_report(folder: Path, quiet: bool = False) -> str:
     """Writes figures and report of a run or a comparison; if what draws them is missing, says what to do instead."""
     try:
-        from jaxaudit.report import build, compared
+        if _is_comparison(folder):
+            from jaxaudit.report.compared import build
+        else:
+            from jaxaudit.report import build
     except ImportError as error:
         return _undrawn(error)
-    page = compared.build(folder) if compared.is_here(folder) else build(folder)
+    page = build(folder)
     if not quiet:
         print(f"report: {page}")
     return ""
+
+
+def _is_comparison(folder: Path) -> bool:
+    return (folder / "compare.toml").is_file()
 
 
 def _draw_detection(folder: Path) -> None:

@@ -52,11 +52,6 @@ GLOSSARY = [
 ]
 
 
-def is_here(folder: Path) -> bool:
-    """Whether a folder holds a comparison of variants."""
-    return (folder / SPEC).is_file()
-
-
 def build(folder: Path) -> Path:
     """Write `report.html` and `figures/*.svg|png` for a comparison that is finished, from what is stored.
 

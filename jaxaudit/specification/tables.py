@@ -189,10 +189,10 @@ def _known(value: Any) -> Any:
 def _parts(values: dict[str, Any], place: str) -> Iterator[str]:
     """A table without its header, then the tables and the lists of tables in it."""
     lists = {k: v for k, v in values.items() if isinstance(v, list) and v and all(isinstance(one, dict) for one in v)}
-    tables = {k: v for k, v in values.items() if isinstance(v, dict)} if place else {}
-    yield tomli_w.dumps({k: v for k, v in values.items() if k not in lists and k not in tables})
-    for key, table in tables.items():
-        yield f"[{place}{key}]\n{tomli_w.dumps(table)}"
+    inner = {k: v for k, v in values.items() if isinstance(v, dict)} if place else {}
+    yield tomli_w.dumps({k: v for k, v in values.items() if k not in lists and k not in inner})
+    for key, one in inner.items():
+        yield f"[{place}{key}]\n{tomli_w.dumps(one)}"
     for key, tables in lists.items():
         for table in tables:
             first, *rest = _parts(table, f"{place}{key}.")
