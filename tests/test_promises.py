@@ -151,14 +151,16 @@ def tiny_step(state, key, taps):
 
 TINY = ja.Learner(tiny_init, tiny_step, name="tiny")
 
-GUARDS = ("nonfinite_skip", "six_sigma_skip")
-"""Remedies that keep a lane from being driven to NaN, as the promise of isolation has it be."""
+APART = ("nonfinite_skip", "six_sigma_skip", "target_kl_stop", "adagc")
+"""Remedies that keep a lane from being driven to NaN, as the promise of isolation has it be, or from feeling the scale
+of a gradient; `tests/test_remedies.py` and `tests/test_remedied_runs.py` have them.
+"""
 
 
 def with_every_remedy(learner):
-    """A learner with all remedies that act in it while it trains, but for GUARDS."""
+    """A learner with all remedies that act in it while it trains, but for those APART."""
     sites = find_sites(learner)
-    kinds = [registry.remedies[name] for name in registry.remedies if name not in GUARDS]
+    kinds = [registry.remedies[name] for name in registry.remedies if name not in APART]
     fitting = [kind() for kind in kinds if kind.apply and not kind.settings and misfit(kind, sites) is None]
     return ja.remedied(learner, *fitting)
 
