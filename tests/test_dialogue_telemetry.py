@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxaudit import learners
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
 from jaxaudit.learner import Learner
 from jaxaudit.learners.dialogue.rows import Rows
@@ -412,3 +413,28 @@ def test_one_nan_among_many_is_the_largest():
     assert np.isnan(told(x, jnp.ones(x.shape, bool)))
     assert told(x, jnp.arange(64)[:, None] >= 4 + jnp.zeros((1, 100))) == np.nanmax(np.asarray(x[4:]))
     assert told(x, jnp.zeros(x.shape, bool)) == 0
+
+
+BASIC = """
+acting_performance approx_kl calls clip_fraction clipped_fraction dual_clip_fraction entropy entropy_after_result
+gradient_norm group_std kl learning_rate loss no_signal own_tokens params_norm performance performance_error proxy
+ratio_mean reward_gap row_tokens success truncated turns update_norm warm_start_success x_grad x_mem x_used
+"""
+OF_A_CRITIC = """
+critic_gradient_norm explained_variance score_explained_variance score_value_bias value_bias value_clip_fraction
+value_loss
+"""
+
+
+def test_basic_telemetry_has_these_channels_and_no_others():
+    """What stored runs and monitors rely on; a preset's own channels beside them."""
+    found = {
+        preset: set(getattr(learners, preset)("hop", telemetry="basic").channels)
+        for preset in ("ppo_lm", "grpo", "dpo", "dapo")
+    }
+    basic = set(BASIC.split())
+    assert found["ppo_lm"] == basic | set(OF_A_CRITIC.split())
+    assert found["grpo"] == basic | {"kl_loss"}
+    of_ratios = {"approx_kl", "clip_fraction", "dual_clip_fraction", "ratio_mean"}
+    assert found["dpo"] == basic - of_ratios | {"pair_accuracy", "pair_margin"}
+    assert found["dapo"] == basic - {"kl"}
