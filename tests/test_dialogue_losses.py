@@ -184,6 +184,13 @@ def test_whitened_advantages_have_numpy_s_deviation_however_few_tokens_there_are
     assert not np.asarray(found)[~own].any()
 
 
+def test_one_token_alone_is_whitened_to_zero():
+    """It is its own mean, whatever stands where it is not."""
+    own = np.array([[False, True], [False, False]])
+    found = advantages.whiten(jnp.asarray([[7.0, 5.0], [1.0, 2.0]]), jnp.asarray(own))
+    np.testing.assert_array_equal(found, 0)
+
+
 @pytest.mark.parametrize("name", ["group", "group_mean", "leave_one_out"])
 def test_baselines_of_groups_are_verl_s(name, verl):
     kwargs = {"eps": 1e-6} if name == "group" else {}
