@@ -176,8 +176,11 @@ def disturbed_gradient(gradient: Params, taps: Taps, label: str = "") -> tuple[P
 
     The cosine is 1 where this lane's gradient is not disturbed, and is not computed where no lane's is.
     """
-    gradient = taps.remedy("gradient", gradient, label=label)
-    used = taps.disturb("gradient", gradient, label=label)
+    if taps.helps("gradient"):
+        gradient = taps.remedy("gradient", gradient, label=label)
+        used = taps.disturb("gradient", gradient, label=label)
+    else:
+        used = taps("gradient", gradient, label=label)
     if not taps.disturbs("gradient"):
         return used, jnp.ones(())
 

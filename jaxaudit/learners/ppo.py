@@ -113,20 +113,25 @@ class PPO(OnPolicy):
 
         def gradient(rows: jax.Array) -> Any:
             batch = jax.tree.map(lambda x: x[rows], data)
-            return jax.grad(self.loss, has_aux=True)(params, batch, self.settings.entropy_coefficient, bounds)[0]
+            return jax.grad(self.loss, has_aux=True)(params, batch, self.settings.entropy_coefficient)[0]
 
-        data, bounds = self.flat(samples), (self.settings.clip, self.settings.clip)
+        data = self.flat(samples)
         first_epoch = jax.random.split(key, self.settings.epochs)[0]
         return gradient_coherence(gradient, self.order(first_epoch), self.settings.telemetry)
 
     def loss(
-        self, params: Any, batch: Samples, entropy_coefficient: float | jax.Array, bounds: tuple[Any, Any]
+        self,
+        params: Any,
+        batch: Samples,
+        entropy_coefficient: float | jax.Array,
+        bounds: tuple[Any, Any] | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Clipped surrogate, value loss and entropy bonus of one minibatch: scalar, and its parts.
 
-        `bounds` are of the ratio, as `ratio_bounds` gives them.
+        `bounds` are of the ratio, as `ratio_bounds` gives them; None: those of the settings.
         """
-        settings, (low, high) = self.settings, bounds
+        settings = self.settings
+        low, high = bounds = (settings.clip, settings.clip) if bounds is None else bounds
         distribution = self.policy(params, batch.observation)
         log_ratio = self.head.log_probability(distribution, batch.action) - batch.log_probability
         ratio = jnp.exp(log_ratio)
