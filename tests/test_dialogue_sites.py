@@ -53,6 +53,7 @@ CHANGES = {
     "kl_coefficient": added,
     "entropy_coefficient": added,
     "gae_lambda": added,
+    "critic_lambda": added,
     "ratio_clip": added,
     "advantage": scaled,
     "objective": scaled,
@@ -151,6 +152,12 @@ def test_temperature_is_the_trainer_s_too(told, before):
     found = told(temperature=3.0)
     assert found["entropy"][0] > before["entropy"][0]
     np.testing.assert_allclose(found["mismatch_kl"][0], 0.0, atol=1e-6)
+
+
+def test_the_critic_s_lambda_changes_what_it_aims_at_and_not_the_advantages(told, before):
+    found = told(critic_lambda=-0.9)
+    assert abs(found["value_loss"] - before["value_loss"]) > 0.1 * before["value_loss"]
+    np.testing.assert_allclose(found["gradient_norm"], before["gradient_norm"], rtol=1e-4)
 
 
 def test_reference_and_its_weight(told, before):

@@ -927,6 +927,12 @@ def test_remedies_at_one_place_act_in_the_order_given():
     assert (seen(ja.remedied(tapping(), RAISED(), DOUBLED(3.0)), 1)[0, :6] == 6).all()
 
 
+def test_a_remedy_at_a_site_acts_before_what_disturbs_it():
+    learner = ja.remedied(learner_of(alone), RAISED())
+    result = ja.audit(learner, [ja.reward_scale(3.0, onset=1, duration=1)], seeds=1, steps=3)
+    np.testing.assert_array_equal(result.telemetry["performance"].values[0], [[2, 2, 2], [2, 6, 2]])
+
+
 def test_remedies_act_before_those_that_a_learner_has_already():
     nested = ja.remedied(ja.remedied(tapping(), DOUBLED(3.0)), RAISED())
     np.testing.assert_array_equal(seen(nested, 2), seen(ja.remedied(tapping(), RAISED(), DOUBLED(3.0)), 2))
@@ -989,6 +995,10 @@ def test_a_lane_that_is_lost_does_not_touch_another_ones_remedies():
     for name in kept - {"target_kl_stop"}:
         begin, end = (jax.tree.map(lambda x: x[0], s.remedies[name]) for s in (healthy, states))
         assert bits(begin) != bits(end), f"{name} has remembered nothing"
+
+
+def alone(state, key, taps):
+    return state, {"performance": taps("reward", jnp.ones(()))}
 
 
 def plain_loop(state, key, taps):

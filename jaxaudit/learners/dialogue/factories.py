@@ -143,7 +143,7 @@ def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
     if settings.kl == "none":
         found["kl_coefficient"] = "kl is 'none'"
     if not settings.parts.critic:
-        found |= dict.fromkeys(("gae_lambda", "critic"), f"{objective} has no critic")
+        found |= dict.fromkeys(("gae_lambda", "critic_lambda", "critic"), f"{objective} has no critic")
     if not settings.parts.needs_reference:
         found["reference"] = "kl is 'none'"
     if not settings.parts.entropy:
