@@ -166,9 +166,13 @@ class Optimizer:
         if not taps.helps("learning_rate"):
             return taps("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
         helped = taps.remedy("learning_rate", rate, label=self.label, schedule=schedule, progress=progress)
+        # Where the scheduled rate is 0 its factor cannot be read off it, and is 1.
         factor = jnp.where(rate == 0, 1.0, helped / jnp.where(rate == 0, 1.0, rate))
-        scaled = lambda progress: factor * schedule(progress)  # noqa: E731  # an error of the schedule is one of this
-        return taps.disturb("learning_rate", helped, label=self.label, schedule=scaled, progress=progress)
+
+        def remedied_schedule(progress: jax.Array) -> jax.Array:
+            return factor * schedule(progress)
+
+        return taps.disturb("learning_rate", helped, label=self.label, schedule=remedied_schedule, progress=progress)
 
 
 def disturbed_gradient(gradient: Params, taps: Taps, label: str = "") -> tuple[Params, jax.Array]:

@@ -100,7 +100,7 @@ class Recorder:
         return True
 
     def acts(self, *sites: str) -> bool:
-        """True: likewise."""
+        """True: where perturbations or remedies could act is to be noted."""
         return True
 
     def with_remedies(self, remedies: Any, states: Any, data: Any) -> Recorder:

@@ -276,7 +276,7 @@ class Taps:
         """
         for kind, strength in self._remedies:
             if kind.site == place:
-                value = self._helped(kind, strength, value, label, context)
+                value = self._apply_remedy(kind, strength, value, label, context)
         return value
 
     def helps(self, *places: str) -> bool:
@@ -422,7 +422,7 @@ class Taps:
 
     @property
     def _kept(self) -> Kept:
-        """What loops and branches carry."""
+        """The states of perturbations and remedies, which loops and branches carry."""
         return self.states, self.remedy_states
 
     @_kept.setter
@@ -440,7 +440,7 @@ class Taps:
         taps._key, taps._kept, taps._calls, taps._home = key, kept, dict(self._calls), tracing.here()
         return taps
 
-    def _helped(self, kind: RemedyKind, strength: jax.Array, value: Any, label: str, context: dict) -> Any:
+    def _apply_remedy(self, kind: RemedyKind, strength: jax.Array, value: Any, label: str, context: dict) -> Any:
         if missing := [name for name in kind.needs if name not in REMEDY_OFFERED and name not in context]:
             raise ValueError(
                 f"remedy '{kind.name}' needs {', '.join(missing)} at '{kind.site}', and the learner does not give it"

@@ -21,6 +21,7 @@ from jaxaudit.registry import learners
 from jaxaudit.results import lane_table
 from jaxaudit.statistics.sign_flips import holm, sign_flips
 from jaxaudit.variants import scoring, timing
+from jaxaudit.variants.compare import others_than
 from jaxaudit.variants.design import FACTORS, conditions_of, lines
 from jaxaudit.variants.specification import parse
 
@@ -286,7 +287,11 @@ def test_lanes_of_a_remedy_begin_as_the_plain_learners_and_those_of_another_stru
     assert compared().structures == ("other clip",)
 
 
-def test_fresh_seeds_are_other_seeds():
+def test_fresh_seeds_are_other_seeds(folder):
+    assert others_than([3, 9, 1], 2) == [10, 11]
+    for name in ("plain", "half-the-rate"):
+        again = pd.read_csv(folder / "out" / "confirmation" / name / "metrics.csv")
+        assert set(again.seed) == set(range(8, 16))
     tried = compared()
     assert set(tried.lanes["plain"].seed) == set(range(8))
     assert tried.json()["confirmed"][0]["seeds"] == 16

@@ -178,7 +178,7 @@ class OnPolicy(Rollouts):
 
         return taps.scan(epoch, carry, jax.random.split(key, times))
 
-    def drawn(self, samples: Samples, key: jax.Array) -> Samples:
+    def random_minibatch(self, samples: Samples, key: jax.Array) -> Samples:
         """A minibatch of an iteration's samples `[rollout_length, num_envs]`, drawn with replacement."""
         rows = jax.random.randint(key, (self.settings.minibatch_size,), 0, self.settings.batch_size)
         return jax.tree.map(lambda x: x[rows], self.flat(samples))

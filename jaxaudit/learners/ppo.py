@@ -84,7 +84,7 @@ class PPO(OnPolicy):
                 loss=parts["loss"],
                 approximate_kl=parts["approximate_kl"],
                 learner=self,
-                gradient_of=lambda term, key: jax.grad(term)(carry[0], self.drawn(samples, key)),
+                gradient_of=lambda term, key: jax.grad(term)(carry[0], self.random_minibatch(samples, key)),
             )
             return (params, optimizer), (parts, update)
 

@@ -164,7 +164,7 @@ def _no_tensor_norms(value: Update) -> TensorNorms:
 def adagc(value, strength, state):
     """Clips each tensor's gradient to the strength times the running norm of its clipped gradients.
 
-    AdaGC (Wang et al., 2025): the running norm decays by 0.98 an update. In the first 100 updates the whole gradient is
+    AdaGC (Wang et al., 2025): the running norm decays by 0.98 an update. In the first 99 updates the whole gradient is
     clipped to norm 1, and a tensor's running norm is its smallest one so far. A stack of equal layers is one tensor. An
     update whose gradient is not finite does not enter.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -128,9 +128,7 @@ def compare(
     lanes = {name: lanes_of(name, tried, chosen) for name in learners}
     plain, others = lanes[PLAIN], {name: own for name, own in lanes.items() if name != PLAIN}
     bought = scoring.bought(plain, others, tried, level)
-    confirmed = scoring.confirmed(bought.head(0), level)
-    if fresh and len(standing := scoring.standing_out(bought)):
-        confirmed = scoring.confirmed(_again(standing, tried, others_than(chosen, fresh), lanes_of, level), level)
+    confirmed = confirm(bought, tried, others_than(chosen, fresh), lanes_of, level)
     paid = scoring.paid(plain, others, tried, level)
     if turns:
         grids = {name: plan(one, [], seeds=chosen, steps=steps, tail=steps, **how) for name, one in learners.items()}
@@ -166,11 +164,32 @@ def others_than(seeds: Sequence[int], count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-def _again(standing: pd.DataFrame, tried: Sequence[Line], seeds: Sequence[int], lanes_of: Any, level: float) -> Any:
-    """The cells that stood out, on other seeds."""
-    rows = []
-    for name, cells in standing.groupby("variant", sort=False):
-        some = [line for line in tried if line.name in set(cells.perturbation)]
-        own = {name: lanes_of(name, some, seeds)}
-        rows.append(scoring.bought(lanes_of(PLAIN, some, seeds), own, some, level))
-    return pd.concat(rows, ignore_index=True)
+def confirm(
+    bought: pd.DataFrame,
+    tried: Sequence[Line],
+    seeds: Sequence[int],
+    lanes_of: Callable[[str, Sequence[Line], Sequence[int]], pd.DataFrame],
+    level: float,
+) -> pd.DataFrame:
+    """The cells that stand out among those screened, measured again on other seeds; no rows where there are none.
+
+    Args:
+      bought: what was screened, as `scoring.bought` gives it.
+      tried: its lines.
+      seeds: the fresh ones; none: nothing is confirmed.
+      lanes_of: `lanes_of(name, lines, seeds)`, the lanes of a variant, or of `PLAIN`, on some lines and seeds.
+      level: coverage of the intervals.
+
+    Returns:
+      the columns of `scoring.confirmed`.
+    """
+    standing = scoring.standing_out(bought) if seeds else bought.head(0)
+    if not len(standing):
+        return scoring.confirmed(bought.head(0), level)
+    some = [line for line in tried if line.name in set(standing.perturbation)]
+    plain = lanes_of(PLAIN, some, seeds)
+    variants = {name: lanes_of(name, some, seeds) for name in dict.fromkeys(standing.variant)}
+    cells = scoring.bought(plain, variants, some, level)
+    wanted = set(zip(standing.variant, standing.perturbation, strict=True))
+    keep = [pair in wanted for pair in zip(cells.variant, cells.perturbation, strict=True)]
+    return scoring.confirmed(cells[keep].reset_index(drop=True), level)

@@ -26,7 +26,7 @@ from jaxaudit.specification.document import Spec
 from jaxaudit.specification.entries import Asked
 from jaxaudit.stored import table
 from jaxaudit.variants import scoring, timing
-from jaxaudit.variants.compare import PLAIN, TOLERANCE, Comparison, others_than
+from jaxaudit.variants.compare import PLAIN, TOLERANCE, Comparison, confirm, others_than
 from jaxaudit.variants.design import REACH, Line, lines
 from jaxaudit.variants.specification import ComparisonSpec, parse, slug_of
 
@@ -52,7 +52,7 @@ def compare_in(asked: ComparisonSpec, folder: Path, workers: Workers | None = No
     specs = {PLAIN: asked.spec} | {variant.name: variant.spec for variant in asked.variants}
     learners = {name: spec.build().program.learner for name, spec in specs.items()}  # or a mistake shows hours later
     _check(asked, folder)
-    with _taken(asked, folder):
+    with _locked_folder(asked, folder):
         try:
             return _compared(specs, learners, asked, folder, workers)
         except Interrupted:
@@ -74,7 +74,7 @@ def _check(asked: ComparisonSpec, folder: Path) -> None:
 
 
 @contextmanager
-def _taken(asked: ComparisonSpec, folder: Path) -> Iterator[None]:
+def _locked_folder(asked: ComparisonSpec, folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -100,17 +100,10 @@ def _compared(
     others = {name: own for name, own in lanes.items() if name != PLAIN}
     bought = scoring.bought(lanes[PLAIN], others, tried, level)
     _write(folder / BOUGHT, bought)
-    confirmed = scoring.confirmed(bought.head(0), level)
-    if asked.fresh and len(standing := scoring.standing_out(bought)):
-        seeds = others_than(sorted(set(lanes[PLAIN].seed)), asked.fresh)
-        wanted = set(standing.perturbation)
-        again = [line for line in tried if line.name in wanted]
-        plain = lanes_of(PLAIN, CONFIRMATION, again, seeds)
-        fresh = {name: lanes_of(name, CONFIRMATION, again, seeds) for name in dict.fromkeys(standing.variant)}
-        cells = scoring.bought(plain, fresh, again, level)
-        chosen = set(zip(standing.variant, standing.perturbation, strict=True))
-        keep = [pair in chosen for pair in zip(cells.variant, cells.perturbation, strict=True)]
-        confirmed = scoring.confirmed(cells[keep].reset_index(drop=True), level)
+    fresh = others_than(sorted(set(lanes[PLAIN].seed)), asked.fresh)
+    confirmed = confirm(
+        bought, tried, fresh, lambda name, some, seeds: lanes_of(name, CONFIRMATION, some, seeds), level
+    )
     _write(folder / CONFIRMED, confirmed)
     paid = scoring.paid(lanes[PLAIN], others, tried, level)
     times = _step_times(specs, folder / TIMES)

@@ -61,7 +61,7 @@ class ComparisonSpec:
 
 
 def load(path: Path) -> ComparisonSpec:
-    """Reads a file. Raises UserError."""
+    """Reads the spec of a comparison from a file. Raises UserError if it cannot be read or is none."""
     return parse(spec_text(path), str(path), path.parent)
 
 

@@ -15,7 +15,7 @@ PAID = ("variant", "performance", "plain", "difference", "time per step")
 def text(
     bought: pd.DataFrame, confirmed: pd.DataFrame, paid: pd.DataFrame, structures: Collection[str], level: float
 ) -> str:
-    """All of it, for a terminal."""
+    """Both tables with verdicts, and how to read them, as lines for a terminal."""
     rows = [bought_cells(row, verdict(row, confirmed, level)) for row in bought.to_dict("records")]
     lines = ["bought: magnitudes survived, of those tried", *_aligned([BOUGHT, *rows]), ""]
     lines += ["paid: undisturbed", *_aligned([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
@@ -77,7 +77,7 @@ def cautions(bought: pd.DataFrame, structures: Collection[str]) -> list[str]:
 
 
 def bought_cells(row: dict[str, Any], said: str) -> list[str]:
-    """A row of `BOUGHT`."""
+    """The cells of a row under the headings `BOUGHT`, with the verdict given."""
     return [
         row["variant"],
         row["perturbation"],
@@ -90,7 +90,7 @@ def bought_cells(row: dict[str, Any], said: str) -> list[str]:
 
 
 def paid_cells(row: dict[str, Any]) -> list[str]:
-    """A row of `PAID`."""
+    """The cells of a row under the headings `PAID`."""
     return [
         row["variant"],
         _number(row["performance"]),
