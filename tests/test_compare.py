@@ -221,6 +221,26 @@ def test_seeds_that_fall_undisturbed_are_counted_and_have_no_score():
     np.testing.assert_allclose(found.high, [np.nan, np.nan, 400.0, 200.0, np.nan])
 
 
+def test_what_is_paid_is_the_variants_undisturbed_performance_less_the_plain_learners():
+    (line,) = lines([SPIKE], STEPS)
+
+    def rows(undisturbed):
+        return pd.DataFrame(
+            [
+                {"seed": seed, "condition": str(place), "final_performance": value if place == 0 else -99.0}
+                for seed, value in enumerate(undisturbed)
+                for place in conditions_of([line])[0]
+            ]
+        )
+
+    plain = np.arange(8.0)
+    (row,) = scoring.paid(rows(plain), {"worse": rows(plain - 2.0)}, [line]).itertuples()
+    assert (row.performance, row.plain_performance) == (1.5, 3.5)
+    assert (row.performance_difference, row.performance_difference_low, row.performance_difference_high) == (-2, -2, -2)
+    (row,) = scoring.paid(rows(plain), {"lost": rows(np.r_[np.nan, plain[1:] + 1])}, [line]).itertuples()
+    assert (row.performance_difference, row.performance_seeds) == (1, 7)
+
+
 def test_a_seed_that_survives_more_of_what_is_harsher_has_no_bracket():
     (line,) = lines([SPIKE], STEPS)
     times = {0: np.inf, 1: np.inf, 2: 25.0, 3: np.inf, 4: 25.0, 5: 25.0}
