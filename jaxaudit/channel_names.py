@@ -7,3 +7,6 @@ ACTING = "acting_performance"
 
 PERFORMANCE_ERROR = "performance_error"
 """The standard error of a performance that is measured on a sample."""
+
+ACTED = "acted_"
+"""Begins the names of channels, one for each remedy: the share of its applications in a step that changed a value."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.learner import Learner
+from jaxaudit.channel_names import ACTED
+from jaxaudit.learner import Channel, Learner
 from jaxaudit.remedies.core import HOOKS, Remedy, RemedyKind
 from jaxaudit.sharding import Partition
-from jaxaudit.sites import Recorder, Sites, find_sites
+from jaxaudit.sites import Helped, Recorder, Sites, find_sites
 from jaxaudit.taps import REMEDY_OFFERED, ROOT, States, Taps
 
 
@@ -51,10 +53,13 @@ def remedied(learner: Learner, *remedies: Remedy) -> Learner:
     Its state is the learner's and the remedies' own, and the strengths of remedies that act while it trains are data:
     learners that differ in them alone share one compiled program. Remedies at one place act in the order given, before
     those that the learner has already; at a site, all act before perturbations. Taps that are `closed`, which
-    performance is measured with, have no remedies.
+    performance is measured with, have no remedies. Telemetry gets a channel `acted_NAME` for each remedy that acts
+    while the learner trains: the share of its applications in a step in which it changed a value; NaN in a step without
+    any.
 
     Raises:
-      ValueError: there is no remedy, one is there twice, or the learner cannot have it: one sentence.
+      ValueError: there is no remedy, one is there twice, two change the same setting, or the learner cannot have one:
+        one sentence.
     """
     if not remedies:
         raise ValueError("remedied() needs at least one remedy")
@@ -65,7 +70,7 @@ def remedied(learner: Learner, *remedies: Remedy) -> Learner:
             raise ValueError(f"remedied() takes remedies, such as ja.remedies.l2_init(1e-3), not {one!r}")
     present = [*(one.name for one in remedies), *names(learner)]
     if twice := next((name for name in present if present.count(name) > 1), None):
-        raise ValueError(f"remedy '{twice}' is there twice; chosen once, it has one strength")
+        raise ValueError(f"remedy '{twice}' is there twice; a learner has each remedy once")
     base = learner
     for one in remedies:
         base = _with_settings(base, one)
@@ -86,16 +91,51 @@ def remedied(learner: Learner, *remedies: Remedy) -> Learner:
         init_reads_data=True,
         save=None if base.save is None else made.save,
         partition=None if base.partition is None else made.partition,
-        changed=None if base.changed is None else functools.partial(_changed, base.changed, acting),
+        changed=None if base.changed is None else _Changed(base.changed, acting, _settings_changed(base)),
+        channels={**base.channels, **{ACTED + name: Channel(monitored=False) for name in made.counted}},
     )
 
 
 def names(learner: Learner) -> tuple[str, ...]:
-    """The names of the remedies that act in a learner, those that are a change of settings apart."""
+    """Returns the names of a learner's remedies: those that act while it trains, then those that changed settings."""
+    return (*_acting_names(learner), *dict.fromkeys(_settings_changed(learner).values()))
+
+
+def _acting_names(learner: Learner) -> tuple[str, ...]:
     inner = getattr(learner.step, "__self__", None)
     if not isinstance(inner, Remedied):
         return ()
-    return (*(kind.name for kind in inner.kinds), *names(inner.learner))
+    return (*(kind.name for kind in inner.kinds), *_acting_names(inner.learner))
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """`Learner.changed` of a learner with remedies: makes it with other settings and the same remedies.
+
+    Attributes:
+      inner: that of the learner inside.
+      acting: remedies that act while it trains.
+      settings: by name of a setting, the remedy that changed it.
+    """
+
+    inner: Callable[..., Learner]
+    acting: tuple[Remedy, ...]
+    settings: Mapping[str, str]
+
+    def __call__(self, change: Callable[..., Any]) -> Learner:
+        learner = self.inner(change)
+        learner = replace(learner, changed=_Changed(_inner_changed(learner), (), self.settings))
+        return remedied(learner, *self.acting) if self.acting else learner
+
+
+def _inner_changed(learner: Learner) -> Callable[..., Learner]:
+    assert learner.changed is not None, "settings that were changed can be changed again"
+    return learner.changed
+
+
+def _settings_changed(learner: Learner) -> Mapping[str, str]:
+    """By name of a setting, the remedy that changed it."""
+    return learner.changed.settings if isinstance(learner.changed, _Changed) else {}
 
 
 def same_beginning(one: Learner, other: Learner) -> bool:
@@ -112,6 +152,11 @@ def _inside(learner: Learner) -> Learner:
 def misfit(kind: RemedyKind, sites: Sites) -> str | None:
     """None, or a sentence on why a remedy cannot act in a learner of some sites."""
     if kind.site not in sites.helped:
+        if kind.site == "betas" and "guard" in sites.helped:
+            return (
+                f"remedy '{kind.name}' changes Adam's decay rates, which a jaxaudit.Optimizer lets it do only with a "
+                "jaxaudit.Adam as its transform"
+            )
         why = f", for {sites.absent[kind.site]}" if kind.site in sites.absent else ""
         if kind.site in HOOKS:
             return f"remedy '{kind.name}' acts on what a jaxaudit.Optimizer does, and the learner uses none"
@@ -120,13 +165,32 @@ def misfit(kind: RemedyKind, sites: Sites) -> str | None:
             f"remedy '{kind.name}' acts at site '{kind.site}', which the learner does not tap{why}; its sites: {known}"
         )
     seen = sites.helped[kind.site].values()
-    offered = frozenset.intersection(*(one.context for one in seen)) | set(REMEDY_OFFERED)
+    offered = frozenset.intersection(*(frozenset(one.context) for one in seen)) | set(REMEDY_OFFERED)
     if missing := sorted(set(kind.needs) - offered):
         return (
             f"remedy '{kind.name}' needs {', '.join(missing)} at '{kind.site}', which the learner does not give there"
         )
     if kind.keeps_state and (lost := next((one.lost for one in seen if one.lost), None)):
         return f"remedy '{kind.name}' {lost}"
+    return next((why for one in seen if (why := _refusal(kind, one))), None)
+
+
+def _refusal(kind: RemedyKind, passed: Helped) -> str | None:
+    """None, or the sentence of the ValueError with which a remedy's function refuses what passes at its site."""
+    assert kind.apply is not None, "it is at a site"
+    given = {"minibatch": jnp.int32(0), "progress": jnp.float32(0.0), "key": jax.random.key(0), **passed.context}
+    needed = {name: given[name] for name in kind.needs}
+    arrays = {name: value for name, value in needed.items() if all(hasattr(x, "dtype") for x in jax.tree.leaves(value))}
+    apply = functools.partial(kind.apply, **{name: needed[name] for name in needed if name not in arrays})
+    try:
+        jax.eval_shape(
+            lambda value, strength, arrays: apply(value, strength, kind.init(value), **arrays),
+            passed.value,
+            jnp.float32(kind.strength),
+            arrays,
+        )
+    except ValueError as error:
+        return f"remedy '{kind.name}': {error}"
     return None
 
 
@@ -136,14 +200,22 @@ def _with_settings(learner: Learner, one: Remedy) -> Learner:
         return learner
     if learner.changed is None:
         raise ValueError(f"remedy '{one.name}' changes settings, and '{learner.name}' has none that can be changed")
+    before = _settings_changed(learner)
+    new: dict[str, str] = {}
+
+    def changes(settings: Any) -> Mapping[str, Any]:
+        found = change(settings, one.strength)
+        for name in found:
+            if name in before:
+                raise ValueError(f"it changes the setting '{name}', and so does remedy '{before[name]}'")
+            new[name] = one.name
+        return found
+
     try:
-        return learner.changed(lambda settings: change(settings, one.strength))
+        found = learner.changed(changes)
     except ValueError as error:
         raise ValueError(f"remedy '{one.name}': {error}") from None
-
-
-def _changed(changed: Callable[..., Learner], acting: tuple[Remedy, ...], change: Callable[..., Any]) -> Learner:
-    return remedied(changed(change), *acting)
+    return replace(found, changed=_Changed(_inner_changed(found), (), {**before, **new}))
 
 
 @functools.lru_cache(maxsize=64)
@@ -158,6 +230,7 @@ class Remedied:
     def __init__(self, learner: Learner, kinds: tuple[RemedyKind, ...]):
         self.learner, self.kinds = learner, kinds
         helped = find_sites(learner).helped
+        self.counted = tuple(kind.name for kind in kinds if not any(one.lost for one in helped[kind.site].values()))
         self.shapes = {
             kind.name: (kind, {label or ROOT: one.value for label, one in helped[kind.site].items()})
             for kind in kinds
@@ -180,9 +253,11 @@ class Remedied:
         """A step of the learner, with taps that the remedies act in."""
         data: RemediedData = taps.data
         remedies = tuple((kind, data.strengths[kind.name]) for kind in self.kinds)
-        inside = taps.with_remedies(remedies, state.remedies, data.learner)
+        inside = taps.with_remedies(remedies, state.remedies, data.learner, self.counted)
         after, telemetry = self.learner.step(state.learner, key, inside)  # type: ignore[arg-type]
-        return RemediedState(after, taps.take_back(inside)), telemetry  # type: ignore[arg-type]
+        states, counts = taps.take_back(inside)  # type: ignore[arg-type]
+        acted = {ACTED + name: count[0] / count[1] for name, count in counts.items()}
+        return RemediedState(after, states), telemetry | acted
 
     def save(self, folder: Path, state: RemediedState, data: RemediedData) -> None:
         """As the learner saves what it has trained."""

@@ -13,7 +13,7 @@ import pandas as pd
 import xarray as xr
 
 from jaxaudit import metrics, registry, statistics
-from jaxaudit.channel_names import ACTING, PERFORMANCE
+from jaxaudit.channel_names import ACTED, ACTING, PERFORMANCE
 from jaxaudit.datasets import DIMS, cadence
 from jaxaudit.statistics.paired import Columns, excess_columns
 
@@ -21,8 +21,9 @@ from jaxaudit.statistics.paired import Columns, excess_columns
 def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Dataset:
     """Every metric of Table S5 and its kin for each lane: dims (seed, condition).
 
-    Where telemetry has the acting performance, `acting_collapse_time` is T_c on it. A registered metric is a pure
-    function `(series [T], onset) -> scalar`, and becomes a variable of its name.
+    Where telemetry has the acting performance, `acting_collapse_time` is T_c on it. Of a learner with remedies,
+    `acted_NAME` is the mean of that channel from the onset on. A registered metric is a pure function
+    `(series [T], onset) -> scalar`, and becomes a variable of its name.
     """
     series = data[PERFORMANCE].transpose(*DIMS).values
     onsets, when = data["onset"].values, cadence(data)
@@ -35,6 +36,8 @@ def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Datas
         evaluate = _evaluation(settings, cadence(data, ACTING))
         acting = evaluate(data[ACTING].transpose(*DIMS).values, onsets)
         values["acting_collapse_time"] = np.asarray(acting["collapse_time"])
+    for name in (str(name) for name in data.data_vars if str(name).startswith(ACTED)):
+        values[name] = _mean_from(data[name].transpose(*DIMS).values, onsets)
     due = metrics.due_steps(series.shape[2], when.every)
     after = (due >= onsets[:, None]) & ~(when.sparse & np.isnan(series[:, :, due]))
     values["final_performance"] = _last(series[:, :, due], after if when.sparse else np.ones_like(after))
@@ -43,6 +46,13 @@ def lane_metrics(data: xr.Dataset, settings: metrics.MetricSettings) -> xr.Datas
     renamed = {"pre_mean": "performance_before", "pre_std": "performance_std_before"}
     coords = {k: v for k, v in data.coords.items() if set(v.dims) <= {"seed", "condition"}}
     return xr.Dataset({renamed.get(k, k): (DIMS[:2], v) for k, v in values.items()}, coords, data.attrs)
+
+
+def _mean_from(values: np.ndarray, onsets: np.ndarray) -> np.ndarray:
+    """The mean over steps from each condition's onset on, `[S, C]`, of values `[S, C, T]`; NaN where all are NaN."""
+    counts = (np.arange(values.shape[2]) >= onsets[:, None]) & ~np.isnan(values)
+    total, number = np.where(counts, values, 0.0).sum(axis=2), counts.sum(axis=2)
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
 
 
 def _last(values: np.ndarray, there: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,15 +19,22 @@ _NUMBERS = (int, float, np.integer, np.floating)
 
 
 class Helped(NamedTuple):
-    """A value that remedies may act on: its shapes, the context that comes with it, and why no state can be kept."""
+    """A value that remedies may act on.
+
+    Attributes:
+      value: its shapes and dtypes.
+      context: what every tap there gives beside it, by name: shapes and dtypes, functions and the like as they are.
+      lost: why no state can be kept there, or None.
+    """
 
     value: Any
-    context: frozenset[str]
+    context: Mapping[str, Any]
     lost: str | None
 
 
 def _shape(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) if hasattr(x, "dtype") or not callable(x) else None
+    known = hasattr(x, "dtype") or isinstance(x, _NUMBERS)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) if known else x
 
 
 @dataclass
@@ -46,7 +53,7 @@ class Recorder:
       absent: the learner's, on what is not there.
       carried: whether this place can keep a state.
       home: where it was made.
-      inner_states: of the remedies of the learner whose taps it stands in for.
+      inner_states, inner_counts: of the remedies of the learner whose taps it stands in for.
     """
 
     step: Any = 0
@@ -63,6 +70,7 @@ class Recorder:
     carried: bool = True
     home: Any = field(default_factory=tracing.here)
     inner_states: Any = None
+    inner_counts: Any = None
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Notes the site and returns the value."""
@@ -87,12 +95,12 @@ class Recorder:
 
     def remedy(self, place: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Notes where remedies may act, and returns the value."""
-        shapes = jax.tree.map(_shape, value)
+        shapes, given = jax.tree.map(_shape, (value, context))
         reason = lost_state(place, self.home) or (None if self.carried else loose(place))
         seen = self.helped.setdefault(place, {})
         known = seen.get(label)
-        names = frozenset(context) if known is None else known.context & set(context)
-        seen[label] = Helped(shapes, names, reason if known is None else known.lost or reason)
+        kept = given if known is None else {name: known.context[name] for name in known.context if name in given}
+        seen[label] = Helped(shapes, kept, reason if known is None else known.lost or reason)
         return value
 
     def helps(self, *places: str) -> bool:
@@ -103,15 +111,13 @@ class Recorder:
         """True: where perturbations or remedies could act is to be noted."""
         return True
 
-    def with_remedies(self, remedies: Any, states: Any, data: Any) -> Recorder:
+    def with_remedies(self, remedies: Any, states: Any, data: Any, counted: Iterable[str] = ()) -> Recorder:
         """A recorder of the same sites for the learner inside a remedied one, which reads other data."""
-        inner = replace(self, data=data)
-        inner.inner_states = states
-        return inner
+        return replace(self, data=data, inner_states=states, inner_counts={name: jnp.zeros(2) for name in counted})
 
-    def take_back(self, recorder: Recorder) -> Any:
-        """The states of remedies that `with_remedies` was given: nothing has changed them."""
-        return recorder.inner_states
+    def take_back(self, recorder: Recorder) -> tuple[Any, Any]:
+        """The states and counts of remedies that `with_remedies` was given: nothing has changed them."""
+        return recorder.inner_states, recorder.inner_counts
 
     @property
     def closed(self) -> Taps:

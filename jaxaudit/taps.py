@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,8 +189,11 @@ def _is_number(x: Any) -> bool:
     return not callable(x)
 
 
-Kept = tuple[States | None, States | None]
-"""The states of perturbations and of remedies; None where they cannot be kept."""
+Counts = dict[str, jax.Array]
+"""By a remedy's name, float32 `[2]`: how often it changed a value in this step, and how often it was applied."""
+
+Kept = tuple[States | None, States | None, Counts | None]
+"""The states of perturbations and of remedies, and the remedies' counts; None where they cannot be kept."""
 
 
 class Taps:
@@ -211,6 +214,7 @@ class Taps:
       states: of the perturbations that keep state; each call at their site moves them on. None where they cannot be
         kept: in a loop that does not carry them (see `scan`).
       remedy_states: likewise of the remedies.
+      remedy_counts: how often remedies acted in this step.
     """
 
     def __init__(
@@ -230,6 +234,7 @@ class Taps:
     ):
         self.states = states
         self.remedy_states: States | None = {}
+        self.remedy_counts: Counts | None = {}
         self.step = step
         self.steps = steps
         self.data = data
@@ -287,21 +292,36 @@ class Taps:
         """Whether anything, perturbations or remedies, acts at one of some sites: known while it is traced."""
         return self.disturbs(*sites) or self.helps(*sites)
 
-    def with_remedies(self, remedies: tuple[tuple[RemedyKind, jax.Array], ...], states: States, data: Any) -> Taps:
-        """These taps with remedies of some strengths and states, which act after those there are, and other data."""
+    def with_remedies(
+        self, remedies: tuple[tuple[RemedyKind, jax.Array], ...], states: States, data: Any, counted: Iterable[str] = ()
+    ) -> Taps:
+        """Returns these taps with further remedies, which act after those there are, and with other data.
+
+        `remedies` are kinds and strengths, `states` the states of those that keep one, and `counted` the names of those
+        whose actions can be counted.
+        """
         taps = copy.copy(self)
         taps._remedies = (*self._remedies, *remedies)
         taps.remedy_states = {**(self.remedy_states or {}), **states}
+        taps.remedy_counts = {**(self.remedy_counts or {}), **{name: jnp.zeros(2) for name in counted}}
         taps.data = data
         return taps
 
-    def take_back(self, taps: Taps) -> States:
-        """Goes on from what was made of these taps `with_remedies`; returns the states of the remedies it had more."""
+    def take_back(self, taps: Taps) -> tuple[States, Counts]:
+        """Continues after a step that was made with taps which `with_remedies` returned.
+
+        Returns the states and the counts of the remedies that `with_remedies` added.
+        """
         assert taps.remedy_states is not None, "with_remedies gives it"
-        before = self.remedy_states or {}
+        assert taps.remedy_counts is not None, "likewise"
+        states, counts = self.remedy_states or {}, self.remedy_counts or {}
         self.states, self._calls = taps.states, taps._calls
-        self.remedy_states = {name: taps.remedy_states[name] for name in before}
-        return {name: state for name, state in taps.remedy_states.items() if name not in before}
+        self.remedy_states = {name: taps.remedy_states[name] for name in states}
+        self.remedy_counts = {name: taps.remedy_counts[name] for name in counts}
+        return (
+            {name: state for name, state in taps.remedy_states.items() if name not in states},
+            {name: count for name, count in taps.remedy_counts.items() if name not in counts},
+        )
 
     @property
     def closed(self) -> Taps:
@@ -335,7 +355,7 @@ class Taps:
         Perturbations that keep state refuse to act there; `scan` carries their state. An index used in two loops
         gives both the same randomness, and so do the turns of a `scan` that have its number.
         """
-        return self._within(index, (None, None))
+        return self._within(index, (None, None, None))
 
     def scan(
         self, body: Callable[[Taps, Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None
@@ -383,8 +403,12 @@ class Taps:
             here._turns = (*self._turns, (number, times))
             carry = body(here, before, number)
             calls.update(here._calls)
-            if until is not None and here.remedy_states:  # the turns that others leave out are no turns to remedies
-                here.remedy_states = _where(until(before), kept[1], here.remedy_states)
+            if until is not None and (
+                here.remedy_states or here.remedy_counts
+            ):  # the turns that others leave out are no turns to remedies
+                over = until(before)
+                here.remedy_states = _where(over, kept[1], here.remedy_states)
+                here.remedy_counts = _where(over, kept[2], here.remedy_counts)
             return carry, here._kept
 
         calls: dict[str, int] = {}
@@ -422,12 +446,12 @@ class Taps:
 
     @property
     def _kept(self) -> Kept:
-        """The states of perturbations and remedies, which loops and branches carry."""
-        return self.states, self.remedy_states
+        """The states of perturbations and remedies, and the counts, which loops and branches carry."""
+        return self.states, self.remedy_states, self.remedy_counts
 
     @_kept.setter
     def _kept(self, kept: Kept) -> None:
-        self.states, self.remedy_states = kept
+        self.states, self.remedy_states, self.remedy_counts = kept
 
     def _within(self, index: Any, kept: Kept) -> Taps:
         taps = self._here(self._key if self._key is None else jax.random.fold_in(self._key, index), kept)
@@ -465,7 +489,13 @@ class Taps:
             assert self.remedy_states is not None, "or its state could not have been read"
             own = {**self.remedy_states[kind.name], label or ROOT: _as(after, state)}
             self.remedy_states = {**self.remedy_states, kind.name: own}
-        return _unless_same(jnp.asarray(strength != kind.neutral), changed, value)
+        acts = jnp.asarray(strength != kind.neutral)
+        after_remedy = _unless_same(acts, changed, value)
+        counts = self.remedy_counts
+        if counts is not None and kind.name in counts and lost_state(kind.site, self._home) is None:
+            count = counts[kind.name] + jnp.stack([jnp.where(acts, _differs(after_remedy, value), 0.0), 1.0])
+            self.remedy_counts = {**counts, kind.name: count}
+        return after_remedy
 
     def _remedy_key(self, kind: RemedyKind) -> jax.Array:
         if self._key is None:
@@ -591,6 +621,18 @@ def _unless_same(chosen: jax.Array, new: Any, old: Any) -> Any:
         return jnp.where(chosen, jnp.asarray(new).astype(old.dtype), old)
 
     return jax.tree.map(one, new, old)
+
+
+def _differs(new: Any, old: Any) -> jax.Array:
+    """1 if any entry of two trees of the same structure differs, else 0: float32 scalar. NaN equals NaN."""
+
+    def one(new: Any, old: Any) -> jax.Array:
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        return jnp.any((new != old) & ~((new != new) & (old != old)))
+
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    found = [one(n, o) for n, o in pairs if n is not o]
+    return jnp.any(jnp.stack(found)).astype(jnp.float32) if found else jnp.float32(0)
 
 
 def _select(chosen: jax.Array, new: Any, old: Any) -> Any:

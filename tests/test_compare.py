@@ -3,7 +3,11 @@
 import functools
 import json
 import re
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +245,29 @@ def test_what_is_paid_is_the_variants_undisturbed_performance_less_the_plain_lea
     assert (row.performance_difference, row.performance_seeds) == (1, 7)
 
 
+def test_how_often_a_remedy_acted_is_told_apart_for_disturbed_and_undisturbed_lanes():
+    tried = lines([SPIKE, ja.weight_noise(0.1, onset=ONSET)], STEPS)
+    control, spiked, noisy = 0, range(1, 6), range(6, 11)
+    assert [set(places) for places in conditions_of(tried)] == [{control, *spiked}, {control, *noisy}]
+    rows = pd.DataFrame(
+        {
+            "seed": seed,
+            "condition": str(place),
+            "acted_zclip": (0.1 if place in spiked else 0.6) + seed,
+            "acted_spam": 1.0,
+        }
+        for seed in (0, 1)
+        for place in (control, *spiked, *noisy)
+    )
+    rows.loc[rows.condition == str(control), "acted_zclip"] = [0.0, np.nan]
+    found = scoring.acted({"helped": rows, "other": rows[["seed", "condition"]]}, tried)
+    assert set(found.variant) == {"helped"}
+    clipped = found[found.remedy == "zclip"].set_index("perturbation")
+    np.testing.assert_allclose(clipped.acted, [0.6, 1.1])
+    np.testing.assert_allclose(clipped.acted_undisturbed, [0.0, 0.0])
+    assert (found[found.remedy == "spam"].acted == 1.0).all()
+
+
 def test_a_seed_that_survives_more_of_what_is_harsher_has_no_bracket():
     (line,) = lines([SPIKE], STEPS)
     times = {0: np.inf, 1: np.inf, 2: 25.0, 3: np.inf, 4: 25.0, 5: 25.0}
@@ -299,7 +326,9 @@ def test_a_comparison_says_what_helps_what_harms_and_what_does_nothing():
     assert (found.paid.performance_difference.abs() < 0.02).all()
     assert found.paid.step_time.notna().all()
     text = str(found)
-    for words in ("helps (", "harms (", "no difference that shows", "half", "time per step"):
+    acted = found.acted.set_index("variant")
+    assert dict(acted.acted) == {"half": 1.0, "double": 1.0, "nothing": 0.0}
+    for words in ("helps (", "harms (", "no difference that shows", "half", "time per step", "acted: "):
         assert words in text
 
 
@@ -405,6 +434,24 @@ def test_the_command_goes_on_where_it_stands_and_prints_json(folder, capsys):
     told = json.loads(capsys.readouterr().out)
     assert {row["variant"] for row in told["bought"]} == {"half the rate", "half the clip"}
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "out").glob("*/*/metrics.csv")}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("place", ["variants/half-the-rate", "confirmation/plain"])
+def test_a_comparison_that_is_killed_goes_on_to_the_same_tables(folder, tmp_path, place):
+    (tmp_path / "spec.toml").write_text(SPEC)
+    arguments = ["compare", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "out")]
+    code = f"import test_compare; test_compare.main({arguments!r})"
+    running = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)
+    while not (tmp_path / "out" / place / "spec.toml").exists():
+        assert running.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    running.kill()
+    running.wait()
+    assert not (tmp_path / "out" / place / "metrics.csv").exists()
+    assert main(arguments) == 0
+    for name in ("bought.csv", "confirmed.csv", "acted.csv"):
+        assert (tmp_path / "out" / name).read_text() == (folder / "out" / name).read_text(), name
 
 
 def test_what_is_written_is_read_again_as_the_same(folder):

@@ -756,7 +756,9 @@ def test_a_neutral_remedy_leaves_updates_as_they_are(kind):
 
 def same_as_plain(found, within):
     plain = audited(small())
-    assert set(found) == set(plain)
+    acted = set(found) - set(plain)
+    assert set(plain) < set(found)
+    assert not [name for name in acted if not name.startswith("acted_") or (found[name] != 0).any()]
     for name, values in plain.items():
         scale = np.max(np.abs(values), where=np.isfinite(values), initial=0.0)
         np.testing.assert_allclose(found[name], values, rtol=within, atol=within * scale, err_msg=name)
@@ -1017,6 +1019,21 @@ def folded(state, key, taps):
     return state, {"performance": jax.lax.scan(turn, 0.0, jnp.arange(3))[0]}
 
 
+TWO_ADAMS = optax.chain(optax.scale_by_adam(), optax.scale_by_adam())
+
+
+def updated_by(transform):
+    """A learner that descends |x|^2 with an optax transformation."""
+    optimizer = ja.Optimizer(transform)
+
+    def step(state, key, taps):
+        x, moments = optimizer.disturb(*state, taps, jax.random.normal)
+        x, moments, _ = optimizer.update(x, moments, 2 * x, taps)
+        return (x, moments), {"performance": -jnp.sum(x**2)}
+
+    return ja.Learner(lambda key: (jnp.ones(3), optimizer.init(jnp.ones(3))), step)
+
+
 def learner_of(step, **rest):
     return ja.Learner(lambda key: jnp.zeros(()), step, name="made", **rest)
 
@@ -1051,6 +1068,14 @@ def learner_of(step, **rest):
             "'critic_layer_norm' changes settings, and 'tapping' has none",
         ),
         (lambda: ja.learners.trpo("CartPole-v1"), (remedies.target_kl_stop(),), "needs approximate_kl at 'guard'"),
+        (lambda: updated_by(optax.scale_by_adam()), (remedies.equal_betas(),), "only with a jaxaudit.Adam"),
+        (lambda: updated_by(optax.identity()), (remedies.adam_rel(),), "'adam_rel': .* state has no 'mu'"),
+        (
+            lambda: updated_by(optax.identity()),
+            (remedies.stable_adamw(),),
+            "'stable_adamw': .* decay rates are not known",
+        ),
+        (lambda: updated_by(TWO_ADAMS), (remedies.spam(),), "'spam': .* state has more than one 'mu'"),
     ],
     ids=[
         "scan",
@@ -1064,6 +1089,10 @@ def learner_of(step, **rest):
         "no site",
         "no settings",
         "context",
+        "no betas",
+        "no count",
+        "no second moment",
+        "two Adams",
     ],
 )
 def test_what_a_learner_cannot_have_is_refused_in_one_sentence(learner, chosen, sentence):
@@ -1072,6 +1101,72 @@ def test_what_a_learner_cannot_have_is_refused_in_one_sentence(learner, chosen, 
         ja.remedied(made, *chosen)
     assert "\n" not in str(error.value)
     assert not str(error.value).endswith(".")
+
+
+def test_adams_count_alone_begins_anew():
+    """A transformation behind Adam that counts updates, too, goes on counting."""
+    schedule = optax.scale_by_schedule(lambda count: 1.0 / (1 + count))
+    learner = ja.remedied(updated_by(optax.chain(optax.scale_by_adam(), schedule)), remedies.adam_rel())
+    state = learner.init(jax.random.key(0), learner.data)
+    for step in range(3):
+        state, _ = learner.step(state, jax.random.key(step), Taps(step, 3, data=learner.data))
+    adam, scheduled = state.learner[1]
+    assert (adam.count, scheduled.count) == (1, 3)
+
+
+def test_a_channel_tells_in_what_share_of_its_applications_a_remedy_acted():
+    """Of one optimizer in a loop of four minibatches, and of another that is used outside of it."""
+    inner, outer = ja.Optimizer(ja.Adam(), label="inner"), ja.Optimizer(ja.Adam(), label="outer")
+
+    def step(state, key, taps):
+        def turn(taps, carry, number):
+            bad = jnp.where(number < taps.step, jnp.nan, 1.0)
+            return inner.update(*carry, jnp.ones(3).at[1].set(bad), taps)[:2], None
+
+        one, _ = taps.scan(turn, state[0], jnp.arange(4))
+        other = outer.update(*state[1], jnp.ones(3), taps)[:2]
+        return (one, other), {"performance": jnp.sum(one[0])}
+
+    def begin(key):
+        return tuple((jnp.ones(3), optimizer.init(jnp.ones(3))) for optimizer in (inner, outer))
+
+    learner = ja.remedied(ja.Learner(begin, step), remedies.nonfinite_skip(), remedies.zclip())
+    found = ja.audit(learner, [ja.lr_spike(3.0, onset=0, duration="end")], seeds=2, steps=5).telemetry
+    for condition in range(2):
+        acted = found["acted_nonfinite_skip"].values[:, condition]
+        np.testing.assert_allclose(acted, np.tile([0.0, 0.2, 0.4, 0.6, 0.8], (2, 1)), rtol=1e-6)
+        assert (found["acted_zclip"].values[:, condition] == 0).all()
+    assert found["acted_zclip"].attrs["monitored"] == 0
+
+
+def test_a_remedy_whose_actions_cannot_be_counted_has_no_channel():
+    learner = ja.remedied(learner_of(plain_loop), DOUBLED(3.0))
+    assert "acted_doubled" not in ja.audit(learner, [], seeds=1, steps=2).telemetry
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_remedies_that_change_one_setting_are_refused(nested):
+    def make(*chosen):
+        return ja.remedied(small(), *chosen)
+
+    layers = remedies.setting(strength=1.0)
+    first, second = layers(_more_entropy), layers(_less_entropy)
+    try:
+        with pytest.raises(ValueError, match="'_less_entropy': it changes the setting 'entropy_coefficient', and so"):
+            ja.remedied(make(first(), remedies.zclip()), second()) if nested else make(first(), second())
+        with pytest.raises(ValueError, match="'_more_entropy' is there twice"):
+            ja.remedied(make(first(), remedies.zclip()), first()) if nested else make(first(), first())
+    finally:
+        for name in ("_more_entropy", "_less_entropy"):
+            registry.remedies._entries.pop(name)
+
+
+def _more_entropy(settings, strength):
+    return {"entropy_coefficient": 0.5}
+
+
+def _less_entropy(settings, strength):
+    return {"entropy_coefficient": 0.25}
 
 
 def test_a_stateless_remedy_acts_in_a_plain_loop():

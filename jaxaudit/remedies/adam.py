@@ -14,11 +14,31 @@ from jaxaudit.moments import FIRST_MOMENT, SECOND_MOMENT
 from jaxaudit.remedies.core import Update, remedy
 
 
-def _kept(state: Any, names: tuple[str, ...]) -> Any:
-    """What an optax state keeps under one of some names. Raises ValueError if it keeps none."""
-    found = [value for name in names for _, value in optax.tree.get_all_with_path(state, name)]
+def _moment(state: Any, names: tuple[str, ...]) -> tuple[Any, Any]:
+    """Returns (path, value) of the moment that an optax state has under one of some names.
+
+    Raises:
+      ValueError: it has none, or several.
+    """
+    found = [pair for name in names for pair in optax.tree.get_all_with_path(state, name)]
     if not found:
-        raise ValueError(f"the optimizer keeps no {' or '.join(names)}, as Adam does")
+        raise ValueError(f"the optimizer's state has no '{names[0]}', as Adam's has")
+    if len(found) > 1:
+        raise ValueError(f"the optimizer's state has more than one '{names[0]}': it is not a single Adam")
+    return found[0]
+
+
+def _last_name(path: Any) -> str:
+    """Returns the name of a field or dictionary key that ends a path."""
+    return str(getattr(path[-1], "name", getattr(path[-1], "key", path[-1])))
+
+
+def _adam_count(state: Any) -> tuple[Any, Any]:
+    """Returns (path, count) of Adam's updates, which an optax state has beside the first moment."""
+    beside = _moment(state, FIRST_MOMENT)[0][:-1]
+    found = [pair for pair in optax.tree.get_all_with_path(state, "count") if pair[0][:-1] == beside]
+    if not found:
+        raise ValueError("the optimizer's state has no 'count' beside its moments, as Adam's has")
     return found[0]
 
 
@@ -34,8 +54,8 @@ def adam_rel(value, strength):
 
     A step is an iteration of an on-policy learner: the updates on one set of samples. Of strength 1; 0 is off.
     """
-    _kept(value, ("count",))
-    return optax.tree.set(value, count=jnp.zeros((), jnp.int32))
+    path, count = _adam_count(value)
+    return optax.tree.set(value, lambda at, _: at == path, count=jnp.zeros_like(count))
 
 
 @remedy("direction", strength=1.0, neutral=math.inf, limits=(0.0, math.inf), needs=("gradient", "moments", "betas"))
@@ -47,7 +67,7 @@ def stable_adamw(value, strength, *, gradient, moments, betas):
     """
     if betas is None:
         raise ValueError("the optimizer's decay rates are not known: give jaxaudit.Optimizer a jaxaudit.Adam")
-    second, count = _kept(moments, SECOND_MOMENT), _kept(moments, ("count",))
+    second, count = _moment(moments, SECOND_MOMENT)[1], _adam_count(moments)[1]
     correction = 1.0 - jnp.asarray(betas[1], jnp.float32) ** count.astype(jnp.float32)
 
     def one(direction: jax.Array, g: jax.Array, v: jax.Array) -> jax.Array:
@@ -79,17 +99,16 @@ def spam(value, strength, state):
     resets = since == 0
     moments = value.moments
     for names in (FIRST_MOMENT, SECOND_MOMENT):
-        for name in names:
-            if optax.tree.get_all_with_path(moments, name):
-                found = optax.tree.get(moments, name)
-                moments = optax.tree.set(moments, **{name: jax.tree.map(lambda m: jnp.where(resets, 0.0, m), found)})
+        path, moment = _moment(moments, names)
+        blank = jax.tree.map(lambda m: jnp.where(resets, 0.0, m), moment)
+        moments = optax.tree.set(moments, **{_last_name(path): blank})
     judges = (number >= SPAM_BEGIN) & (number % SPAM_PERIOD >= SPAM_BEGIN)
 
     def clipped(g: jax.Array, v: jax.Array) -> jax.Array:
         most = strength * v
         return jnp.where(judges & (g**2 > most), jnp.sign(g) * jnp.sqrt(most), g)
 
-    gradient = jax.tree.map(clipped, value.gradient, _kept(moments, SECOND_MOMENT))
+    gradient = jax.tree.map(clipped, value.gradient, _moment(moments, SECOND_MOMENT)[1])
     missing = 0.99 * 0.5 * (1.0 + jnp.cos(jnp.pi * since / (SPAM_WARMUP + 1)))
     scale = value.scale * jnp.where(since < SPAM_WARMUP, 1.0 - missing, 1.0)
     return replace(value, gradient=gradient, moments=moments, scale=scale), number

@@ -15,7 +15,7 @@ from jaxaudit.report.page import Details, Page, Section, Summary, Text
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Cell, Column, Table, estimate, figures, number, table, word
 from jaxaudit.stored import table as stored
-from jaxaudit.variants.folder import BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
+from jaxaudit.variants.folder import ACTED, BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
 from jaxaudit.variants.words import verdict
 
 LEVEL = 0.95
@@ -33,6 +33,11 @@ GLOSSARY = [
         "lanes collapse in neither. Its interval and its p-value are exact, by flips of signs.",
     ),
     ("paid", "The undisturbed performance of the variant minus the plain learner's, at the end of the run, by seed."),
+    (
+        "acted",
+        "The share of a remedy's applications, from the onset on, in which it changed what it was given: of updates, "
+        "for one that acts on updates. A remedy that never acted cannot have helped.",
+    ),
     ("time per step", "Of the undisturbed program, relative to the plain learner's, both timed in the same turns."),
     (
         "ratio of thresholds",
@@ -71,7 +76,7 @@ def build(folder: Path) -> Path:
     spec = parse_toml(text, str(folder / SPEC))
     words = ("variant", "perturbation", "centre")
     bought, paid = stored(folder / BOUGHT, words), stored(folder / PAID, words)
-    confirmed = stored(folder / CONFIRMED, words)
+    confirmed, acted = stored(folder / CONFIRMED, words), stored(folder / ACTED, (*words, "remedy"))
     if bought is None or paid is None:
         raise FileNotFoundError(f"the comparison in {folder} has no rows")
     again = bought.head(0).assign(p_holm=[], confirmed=[]) if confirmed is None else confirmed
@@ -86,6 +91,7 @@ def build(folder: Path) -> Path:
             Section("bought", "What is bought", "Bought", [_bought(bought)]),
             Section("again", "Tried again on fresh seeds", "Fresh seeds", [_confirmed(again) if len(again) else None]),
             Section("paid", "What is paid", "Paid", [_paid(paid)]),
+            Section("acted", "How often remedies acted", "Acted", [None if acted is None else _acted(acted)]),
             Section("about", "", "", [Details("Spec", [Text(text)])]),
         ],
         glossary=GLOSSARY,
@@ -174,6 +180,23 @@ def _paid(rows: pd.DataFrame) -> Table:
             *([figures("step_time", "time per step", number)] if "step_time" in rows else []),
         ],
     )
+
+
+def _acted(rows: pd.DataFrame) -> Table:
+    return table(
+        rows,
+        [
+            word("variant"),
+            word("remedy"),
+            word("perturbation"),
+            figures("acted", "acted, disturbed", _share),
+            figures("acted_undisturbed", "acted, undisturbed", _share),
+        ],
+    )
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
 
 
 def _ratio(row: pd.Series) -> Cell:

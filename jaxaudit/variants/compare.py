@@ -45,6 +45,7 @@ class Comparison:
       confirmed: those that stood out, on fresh seeds; the same columns with `p_holm` and `confirmed`.
       paid: one row for each variant; see `scoring.paid`; with `step_time`, how many times the plain learner's a step
         takes undisturbed, with `_low` and `_high`, where steps were timed.
+      acted: one row for each variant, remedy and perturbation; see `scoring.acted`.
       lines: what was tried.
       structures: names of the variants whose networks or settings make another program of the learner itself: their
         lanes share with the plain learner's the seed alone.
@@ -55,6 +56,7 @@ class Comparison:
     bought: pd.DataFrame
     confirmed: pd.DataFrame
     paid: pd.DataFrame
+    acted: pd.DataFrame
     lines: tuple[Line, ...]
     structures: tuple[str, ...]
     lanes: Mapping[str, pd.DataFrame] = field(repr=False)
@@ -62,12 +64,12 @@ class Comparison:
 
     def json(self) -> dict[str, Any]:
         """The tables as lists of rows, NaN as None, and what to beware of."""
-        tables = {"bought": self.bought, "confirmed": self.confirmed, "paid": self.paid}
+        tables = {"bought": self.bought, "confirmed": self.confirmed, "paid": self.paid, "acted": self.acted}
         found = {name: json.loads(rows.to_json(orient="records")) for name, rows in tables.items()}
         return found | {"cautions": cautions(self.bought, self.structures)}
 
     def __str__(self) -> str:
-        return text(self.bought, self.confirmed, self.paid, self.structures, self.level)
+        return text(self.bought, self.confirmed, self.paid, self.acted, self.structures, self.level)
 
 
 def compare(
@@ -136,7 +138,7 @@ def compare(
         ratios = [timing.relative(times[name], times[PLAIN], level) for name in others]
         paid = paid.assign(**pd.DataFrame(ratios))
     structures = tuple(name for name in others if not same_beginning(learners[name], learner))
-    return Comparison(bought, confirmed, paid, tuple(tried), structures, lanes, level)
+    return Comparison(bought, confirmed, paid, scoring.acted(others, tried), tuple(tried), structures, lanes, level)
 
 
 def learners_of(learner: Learner, variants: Mapping[str, Learner | Remedy | Sequence[Remedy]]) -> dict[str, Learner]:

@@ -32,6 +32,7 @@ from jaxaudit.variants.specification import ComparisonSpec, parse, slug_of
 
 SPEC, PILOT, VARIANTS, CONFIRMATION = "compare.toml", "pilot", "variants", "confirmation"
 BOUGHT, CONFIRMED, PAID, TIMES = "bought.csv", "confirmed.csv", "paid.csv", "step_times.csv"
+ACTED = "acted.csv"
 SUMMARY = "compare.json"
 
 
@@ -109,8 +110,10 @@ def _compared(
     times = _step_times(specs, folder / TIMES)
     paid = paid.assign(**pd.DataFrame([timing.relative(times[name], times[PLAIN], level) for name in others]))
     _write(folder / PAID, paid)
+    acted = scoring.acted(others, tried)
+    _write(folder / ACTED, acted)
     structures = tuple(name for name in others if not same_beginning(learners[name], learners[PLAIN]))
-    result = Comparison(bought, confirmed, paid, tuple(tried), structures, lanes, level)
+    result = Comparison(bought, confirmed, paid, acted, tuple(tried), structures, lanes, level)
     write_text(folder / SUMMARY, json.dumps(result.json(), indent=2) + "\n")
     return result
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from jaxaudit.channel_names import ACTED
 from jaxaudit.statistics import ranks, seeds_for
 from jaxaudit.statistics.paired import collapsed
 from jaxaudit.statistics.sign_flips import holm, sign_flips
@@ -183,5 +184,32 @@ def paid(
     return pd.DataFrame(rows)
 
 
+def acted(variants: Mapping[str, pd.DataFrame], lines: Sequence[Line]) -> pd.DataFrame:
+    """One row for each variant, each of its remedies that acts while it trains, and each perturbation.
+
+    Args: as for `bought`, with columns acted_NAME where lanes have remedies.
+
+    Returns:
+        columns `variant`, `remedy`, `perturbation`; `acted`, the share of the remedy's applications from the onset on
+        in which it changed a value, mean over the disturbed lanes; `acted_undisturbed`, the same of undisturbed lanes.
+    """
+    rows = []
+    for variant, lanes in variants.items():
+        for column in (str(name) for name in lanes if str(name).startswith(ACTED)):
+            shares = _wide(lanes, column)
+            for line, (control, *disturbed) in zip(lines, conditions_of(lines), strict=True):
+                rows.append(
+                    {
+                        "variant": variant,
+                        "remedy": column.removeprefix(ACTED),
+                        "perturbation": line.name,
+                        "acted": _mean(shares[disturbed].to_numpy(float)),
+                        "acted_undisturbed": _mean(shares[control].to_numpy(float)),
+                    }
+                )
+    return pd.DataFrame(rows, columns=["variant", "remedy", "perturbation", "acted", "acted_undisturbed"])
+
+
 def _mean(values: np.ndarray) -> float:
+    values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else math.nan

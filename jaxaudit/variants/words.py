@@ -9,16 +9,25 @@ from typing import Any
 import pandas as pd
 
 BOUGHT = ("variant", "perturbation", "score", "plain", "difference", "ratio of margins", "verdict")
+ACTED = ("variant", "remedy", "perturbation", "acted", "undisturbed")
 PAID = ("variant", "performance", "plain", "difference", "time per step")
 
 
 def text(
-    bought: pd.DataFrame, confirmed: pd.DataFrame, paid: pd.DataFrame, structures: Collection[str], level: float
+    bought: pd.DataFrame,
+    confirmed: pd.DataFrame,
+    paid: pd.DataFrame,
+    acted: pd.DataFrame,
+    structures: Collection[str],
+    level: float,
 ) -> str:
-    """Both tables with verdicts, and how to read them, as lines for a terminal."""
+    """The tables with verdicts, and how to read them, as lines for a terminal."""
     rows = [bought_cells(row, verdict(row, confirmed, level)) for row in bought.to_dict("records")]
     lines = ["bought: magnitudes survived, of those tried", *_aligned([BOUGHT, *rows]), ""]
     lines += ["paid: undisturbed", *_aligned([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
+    if len(acted):
+        shares = [acted_cells(row) for row in acted.to_dict("records")]
+        lines += ["acted: how often a remedy changed what it was given", *_aligned([ACTED, *shares]), ""]
     return "\n".join([*lines, *explanations(bought, confirmed, level), *cautions(bought, structures)])
 
 
@@ -98,6 +107,12 @@ def paid_cells(row: dict[str, Any]) -> list[str]:
         _interval(row, "performance_difference", "+.3g"),
         _interval(row, "step_time", ".3g") if "step_time" in row else "-",
     ]
+
+
+def acted_cells(row: dict[str, Any]) -> list[str]:
+    """The cells of a row under the headings `ACTED`."""
+    shares = (row["acted"], row["acted_undisturbed"])
+    return [row["variant"], row["remedy"], row["perturbation"], *("-" if math.isnan(s) else f"{s:.1%}" for s in shares)]
 
 
 def _number(value: float) -> str:

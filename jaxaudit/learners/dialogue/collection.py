@@ -272,12 +272,12 @@ def tapped(parts: Parts, coefficients: Coefficients, taps: Taps) -> Coefficients
     """The objective's numbers, those that the parts read tapped: each at the site of its name, both bounds of the ratio
     at "ratio_clip". The coefficient of the entropy bonus is tapped when rows tell what the entropy is."""
     read = {
-        "gae_lambda": parts.critic,
+        "gae_lambda": parts.critic and not parts.adaptive_lambda,
         "critic_lambda": parts.critic,
         "kl_coefficient": parts.kl != "none",
     }
     found = {name: taps(name, getattr(coefficients, name)) for name, there in read.items() if there}
-    if parts.objective == "policy":
+    if parts.clips_ratio:
         bounds = taps("ratio_clip", jnp.stack([coefficients.clip_low, coefficients.clip_high]))
         found |= {"clip_low": bounds[0], "clip_high": bounds[1]}
     return dataclasses.replace(coefficients, **found)

@@ -144,6 +144,10 @@ def absent(dialogue: Dialogue, settings: DialogueSettings) -> dict[str, str]:
         found["kl_coefficient"] = "kl is 'none'"
     if not settings.parts.critic:
         found |= dict.fromkeys(("gae_lambda", "critic_lambda", "critic"), f"{objective} has no critic")
+    elif settings.parts.adaptive_lambda:
+        found["gae_lambda"] = "with gae_lambda_length each row's lambda is that of its length"
+    if settings.covariance == "kl":
+        found["ratio_clip"] = "covariance is 'kl', whose objective does not clip the ratio"
     if not settings.parts.needs_reference:
         found["reference"] = "kl is 'none'"
     if not settings.parts.entropy:

@@ -147,6 +147,11 @@ class Parts:
         return self.objective == "preference" or self.kl != "none"
 
     @property
+    def clips_ratio(self) -> bool:
+        """Whether the objective reads bounds of the probability ratio."""
+        return self.objective == "policy" and self.covariance != "kl"
+
+    @property
     def reads_sampled(self) -> bool:
         """Whether the objective reads the log-probabilities that the sampler gave."""
         return self.follows_sampler or (self.objective == "policy" and self.correction != "none")
