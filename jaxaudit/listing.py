@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from jaxaudit import metrics as metric_functions
 from jaxaudit import registry
@@ -11,6 +10,7 @@ from jaxaudit.perturbations import Kind
 from jaxaudit.registry import summary
 from jaxaudit.specification.sections import learner_settings
 from jaxaudit.specification.tables import to_value
+from jaxaudit.text_table import aligned
 
 TABLE_S5 = (
     "collapse_time",
@@ -77,12 +77,6 @@ def metrics() -> list[str]:
     known = {name: getattr(metric_functions, name) for name in TABLE_S5}
     known |= {name: registry.metrics[name] for name in registry.metrics}
     return aligned([(name, summary(known[name])) for name in known])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with their columns set under each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _default(setting: dataclasses.Field) -> str:

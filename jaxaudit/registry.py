@@ -82,6 +82,14 @@ def check(what: str, given: str, allowed: Collection[str] | Registry) -> None:
         raise UnknownName(unknown(what, given, list(allowed)))
 
 
+def named_like(function: Callable[..., Any], entry: Any) -> Any:
+    """Returns a frozen entry with the name, module and docstring of a function, which help() and doctest read."""
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        object.__setattr__(entry, name, getattr(function, name))
+    object.__setattr__(entry, "__wrapped__", function)
+    return entry
+
+
 def summary(entry: object) -> str:
     """What an entry says of itself: the first line of its docstring."""
     return (inspect.getdoc(entry) or "").partition("\n")[0]

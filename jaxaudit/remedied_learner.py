@@ -172,7 +172,7 @@ def misfit(kind: RemedyKind, sites: Sites) -> str | None:
         )
     if kind.keeps_state and (lost := next((one.lost for one in seen if one.lost), None)):
         return f"remedy '{kind.name}' {lost}"
-    return next((why for one in seen if (why := _refusal(kind, one))), None)
+    return next((reason for one in seen if (reason := _refusal(kind, one)) is not None), None)
 
 
 def _refusal(kind: RemedyKind, passed: Helped) -> str | None:

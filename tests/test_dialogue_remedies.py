@@ -328,7 +328,9 @@ def covariances(own, advantage, old):
 
 
 def chosen(how, share, own, advantage, old, seed=0):
-    return np.asarray(covariance.chosen(how, share, *map(jnp.asarray, (advantage, old, own)), jax.random.key(seed)))
+    return np.asarray(
+        covariance.select_tokens(how, share, *map(jnp.asarray, (advantage, old, own)), jax.random.key(seed))
+    )
 
 
 SHARES = (0.0, 0.01, 0.06, 0.2, 0.3, 1.0)
@@ -400,7 +402,7 @@ def test_clip_cov_takes_any_of_the_eligible_tokens_as_often_as_another_and_kl_co
     eligible = np.asarray(own) & (values > 1) & (values < 5)
     share, draws = 0.05, 3000
     many = jax.jit(
-        jax.vmap(lambda how, key: covariance.chosen(how, share, advantage, old, own, key), in_axes=(None, 0)),
+        jax.vmap(lambda how, key: covariance.select_tokens(how, share, advantage, old, own, key), in_axes=(None, 0)),
         static_argnums=0,
     )
     keys = jax.random.split(jax.random.key(9), draws)
@@ -716,25 +718,23 @@ def test_remedies_of_settings_add_up():
     assert (found.kl_in, found.adaptive_lambda, found.covariance) == ("both", True, "kl")
 
 
-def test_clip_higher_raises_the_upper_bound_alone():
-    settings = settings_of("grpo")(clip_low=0.1, clip_high=0.15)
+@pytest.mark.parametrize(
+    ("preset", "remedy", "number", "strengths"),
+    [
+        ("grpo", remedies.clip_higher, "clip_high", {0.28: 0.28, 0.0: 0.15, 2.0: 2.0}),
+        ("ppo_lm", remedies.decoupled_lambda, "critic_lambda", {1.0: 1.0, 0.0: 0.7, 0.3: 0.3}),
+    ],
+)
+def test_a_remedy_of_a_coefficient_changes_that_one_alone(preset, remedy, number, strengths):
+    """The neutral strength, 0, leaves it."""
+    settings = settings_of(preset)(clip_low=0.1, clip_high=0.15, gae_lambda=0.8, critic_lambda=0.7)
     coefficients = jax.tree.map(jnp.float32, settings.coefficients)
-    for strength, expected in ((0.28, 0.28), (0.0, 0.15), (2.0, 2.0)):
-        taps = Taps().with_remedies(((remedies.clip_higher, jnp.float32(strength)),), {}, None)
+    for strength, expected in strengths.items():
+        taps = Taps().with_remedies(((remedy, jnp.float32(strength)),), {}, None)
         found = tapped(settings.parts, coefficients, taps)
-        changes = dataclasses.replace(coefficients, clip_high=jnp.float32(expected))
+        changes = dataclasses.replace(coefficients, **{number: jnp.float32(expected)})
         jax.tree.map(np.testing.assert_array_equal, found, changes)
     assert remedies.clip_higher().strength == 0.28
-
-
-def test_decoupled_lambda_is_the_critic_s_alone():
-    settings = settings_of("ppo_lm")(gae_lambda=0.8, critic_lambda=0.7)
-    coefficients = jax.tree.map(jnp.float32, settings.coefficients)
-    for strength, expected in ((1.0, 1.0), (0.0, 0.7), (0.3, 0.3)):
-        taps = Taps().with_remedies(((remedies.decoupled_lambda, jnp.float32(strength)),), {}, None)
-        found = tapped(settings.parts, coefficients, taps)
-        changes = dataclasses.replace(coefficients, critic_lambda=jnp.float32(expected))
-        jax.tree.map(np.testing.assert_array_equal, found, changes)
 
 
 # The entropy bonus that adapts.

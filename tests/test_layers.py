@@ -34,6 +34,7 @@ LAYERS = (
         "errors",
         "channel_names",
         "files",
+        "text_table",
         "environment",
         "npz",
         "machine",

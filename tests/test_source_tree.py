@@ -99,3 +99,10 @@ def test_the_version_is_that_of_the_tree(command):
     assert f"{jaxaudit.__version__} (source tree)" == VERSION
     done = command[0]("-m", "jaxaudit", "--version")
     assert (done.returncode, done.stdout) == (0, f"jaxaudit {VERSION}\n")
+
+
+def test_every_package_of_the_tree_is_packaged():
+    setuptools = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    places = (path.parent.relative_to(SOURCE.parent) for path in SOURCE.rglob("__init__.py"))
+    packages = {".".join(place.parts) for place in places} | {"jaxaudit.kernels"}
+    assert sorted(packages) == setuptools["packages"]

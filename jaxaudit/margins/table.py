@@ -13,6 +13,7 @@ from jaxaudit.margins.rays import Ray
 from jaxaudit.margins.rounds import CONTROL, Found, Plan, Probe, found
 from jaxaudit.margins.verdict import text, verdict
 from jaxaudit.statistics import seeds_for
+from jaxaudit.text_table import aligned
 
 HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
 
@@ -88,9 +89,7 @@ class Margins:
 
     def __str__(self) -> str:
         rows = [_cells(self.plan.rays[one.ray], one, row) for row, one in zip(self._rows, self.found, strict=True)]
-        widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) for cells in (HEADINGS, *rows)]
-        return "\n".join([*(line.rstrip() for line in lines), "", *self.notes])
+        return "\n".join([*aligned([HEADINGS, *rows]), "", *self.notes])
 
     @property
     def notes(self) -> list[str]:

@@ -96,9 +96,5 @@ def on_alarm(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _registered(known: registry.Registry, function: Callable[..., Any], apply: Callable[..., Any], **fields) -> Kind:
-    """A kind registered under the function's name, which help() and doctest take for the function."""
-    kind = Kind(name=function.__name__, apply=apply, **fields)
-    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-        object.__setattr__(kind, name, getattr(function, name))
-    object.__setattr__(kind, "__wrapped__", function)
-    return known.register(kind.name, kind)
+    name = function.__name__
+    return known.register(name, registry.named_like(function, Kind(name=name, apply=apply, **fields)))

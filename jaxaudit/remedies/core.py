@@ -121,7 +121,7 @@ class Remedy:
 
     @property
     def name(self) -> str:
-        """Of its kind."""
+        """The name of its kind."""
         return self.kind.name
 
 
@@ -162,9 +162,5 @@ def _stateless(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _registered(function: Callable[..., Any], **fields: Any) -> RemedyKind:
-    """A kind registered under the function's name, which help() and doctest take for the function."""
-    kind = RemedyKind(name=function.__name__, **fields)
-    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-        object.__setattr__(kind, name, getattr(function, name))
-    object.__setattr__(kind, "__wrapped__", function)
-    return registry.remedies.register(kind.name, kind)
+    name = function.__name__
+    return registry.remedies.register(name, registry.named_like(function, RemedyKind(name=name, **fields)))

@@ -134,6 +134,17 @@ def _summary(bought: pd.DataFrame, again: pd.DataFrame, paid: pd.DataFrame, told
     return Summary(lead, sentences, [str(note) for note in told.get("cautions", [])], keys)
 
 
+def _scores() -> list[Column]:
+    """The columns that screened and confirmed cells have in common."""
+    return [
+        word("variant"),
+        word("perturbation"),
+        figures("score", "score", number),
+        figures("plain_score", "plain", number),
+        figures("difference", "difference", _signed),
+    ]
+
+
 def _bought(rows: pd.DataFrame) -> Table:
     def said(row: pd.Series) -> Cell:
         return Cell(row.said, value=row.said)
@@ -141,11 +152,7 @@ def _bought(rows: pd.DataFrame) -> Table:
     return table(
         rows,
         [
-            word("variant"),
-            word("perturbation"),
-            figures("score", "score", number),
-            figures("plain_score", "plain", number),
-            figures("difference", "difference", _signed),
+            *_scores(),
             Column("ratio of thresholds", _ratio),
             figures("seeds", "seeds", number),
             Column("collapse undisturbed (plain)", lambda row: Cell(f"{row.fallen:.0f} ({row.plain_fallen:.0f})")),
@@ -158,11 +165,7 @@ def _confirmed(rows: pd.DataFrame) -> Table:
     return table(
         rows,
         [
-            word("variant"),
-            word("perturbation"),
-            figures("score", "score", number),
-            figures("plain_score", "plain", number),
-            figures("difference", "difference", _signed),
+            *_scores(),
             figures("p_holm", "p (Holm)", number),
             figures("seeds", "seeds", number),
         ],

@@ -36,11 +36,11 @@ ACTED = "acted.csv"
 SUMMARY = "compare.json"
 
 
-def compare_in(asked: ComparisonSpec, folder: Path, workers: Workers | None = None) -> Comparison:
+def compare_in(comparison: ComparisonSpec, folder: Path, workers: Workers | None = None) -> Comparison:
     """Runs a comparison in a folder, from where it stands.
 
     Args:
-      asked: what is compared.
+      comparison: what is compared.
       folder: new, or of the same comparison, which stopped or is finished. It gets `compare.toml`; `pilot`, a run of
         the plain learner whose margins the magnitudes are laid about; `variants/NAME`, a run of each; `confirmation/
         NAME`, runs on fresh seeds; and the tables of `Comparison` as CSV files.
@@ -50,17 +50,17 @@ def compare_in(asked: ComparisonSpec, folder: Path, workers: Workers | None = No
       UserError: the folder holds something else, or a spec cannot be run; nothing is created then.
       Interrupted: Ctrl-C; the same command goes on.
     """
-    specs = {PLAIN: asked.spec} | {variant.name: variant.spec for variant in asked.variants}
+    specs = {PLAIN: comparison.spec} | {variant.name: variant.spec for variant in comparison.variants}
     learners = {name: spec.build().program.learner for name, spec in specs.items()}  # or a mistake shows hours later
-    _check(asked, folder)
-    with _locked_folder(asked, folder):
+    _check(comparison, folder)
+    with _locked_folder(comparison, folder):
         try:
-            return _compared(specs, learners, asked, folder, workers)
+            return _compared(specs, learners, comparison, folder, workers)
         except Interrupted:
             raise Interrupted("stopped; the same command goes on from what is trained") from None
 
 
-def _check(asked: ComparisonSpec, folder: Path) -> None:
+def _check(comparison: ComparisonSpec, folder: Path) -> None:
     """Raises UserError where a folder holds something else than this comparison."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} exists and is not a folder")
@@ -70,28 +70,28 @@ def _check(asked: ComparisonSpec, folder: Path) -> None:
     check_contents(folder)
     if SPEC not in found:
         raise UserError(f"the folder {folder} exists and is not empty; give another with -o")
-    if parse((folder / SPEC).read_text(encoding="utf-8"), str(folder / SPEC)).to_toml() != asked.to_toml():
+    if parse((folder / SPEC).read_text(encoding="utf-8"), str(folder / SPEC)).to_toml() != comparison.to_toml():
         raise UserError(f"{folder} holds another comparison; give another folder with -o")
 
 
 @contextmanager
-def _locked_folder(asked: ComparisonSpec, folder: Path) -> Iterator[None]:
+def _locked_folder(comparison: ComparisonSpec, folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from None
     with locked(folder, f"the comparison in {folder}"):
-        write_text(folder / SPEC, asked.to_toml())
+        write_text(folder / SPEC, comparison.to_toml())
         yield
 
 
 def _compared(
-    specs: dict[str, Spec], learners: dict[str, Any], asked: ComparisonSpec, folder: Path, workers: Workers | None
+    specs: dict[str, Spec], learners: dict[str, Any], comparison: ComparisonSpec, folder: Path, workers: Workers | None
 ) -> Comparison:
     level = 0.95
-    found = _margins(asked.spec, folder / PILOT, workers) if asked.centre == "margin" else None
-    asked_for = [entry.perturbation for entry in specs[PLAIN].expanded().perturbations if isinstance(entry, Asked)]
-    tried = lines(asked_for, asked.spec.audit.steps, found)
+    found = _margins(comparison.spec, folder / PILOT, workers) if comparison.centre == "margin" else None
+    perturbations = [entry.perturbation for entry in specs[PLAIN].expanded().perturbations if isinstance(entry, Asked)]
+    tried = lines(perturbations, comparison.spec.audit.steps, found)
 
     def lanes_of(name: str, place: str, some: Sequence[Line], seeds: Sequence[int] | None = None) -> pd.DataFrame:
         spec = _at(specs[name], name, some, seeds)
@@ -101,7 +101,7 @@ def _compared(
     others = {name: own for name, own in lanes.items() if name != PLAIN}
     bought = scoring.bought(lanes[PLAIN], others, tried, level)
     _write(folder / BOUGHT, bought)
-    fresh = others_than(sorted(set(lanes[PLAIN].seed)), asked.fresh)
+    fresh = others_than(sorted(set(lanes[PLAIN].seed)), comparison.fresh)
     confirmed = confirm(
         bought, tried, fresh, lambda name, some, seeds: lanes_of(name, CONFIRMATION, some, seeds), level
     )

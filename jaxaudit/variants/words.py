@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import pandas as pd
+
+from jaxaudit.text_table import aligned
 
 BOUGHT = ("variant", "perturbation", "score", "plain", "difference", "ratio of margins", "verdict")
 ACTED = ("variant", "remedy", "perturbation", "acted", "undisturbed")
@@ -23,11 +25,11 @@ def text(
 ) -> str:
     """The tables with verdicts, and how to read them, as lines for a terminal."""
     rows = [bought_cells(row, verdict(row, confirmed, level)) for row in bought.to_dict("records")]
-    lines = ["bought: magnitudes survived, of those tried", *_aligned([BOUGHT, *rows]), ""]
-    lines += ["paid: undisturbed", *_aligned([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
+    lines = ["bought: magnitudes survived, of those tried", *aligned([BOUGHT, *rows]), ""]
+    lines += ["paid: undisturbed", *aligned([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
     if len(acted):
         shares = [acted_cells(row) for row in acted.to_dict("records")]
-        lines += ["acted: how often a remedy changed what it was given", *_aligned([ACTED, *shares]), ""]
+        lines += ["acted: how often a remedy changed what it was given", *aligned([ACTED, *shares]), ""]
     return "\n".join([*lines, *explanations(bought, confirmed, level), *cautions(bought, structures)])
 
 
@@ -124,8 +126,3 @@ def _interval(row: dict[str, Any], name: str, how: str) -> str:
     if math.isnan(value):
         return "-"
     return f"{value:{how}}" if math.isnan(low) else f"{value:{how}} [{low:{how}}, {high:{how}}]"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip() for cells in rows]

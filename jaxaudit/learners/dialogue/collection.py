@@ -130,7 +130,9 @@ class Collector:
         learnt, recomputed = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
         if self.parts.covariance != "none":
             share, choice = coefficients.covariance_share, jax.random.fold_in(key, COVARIANCE)
-            apart = covariance.chosen(self.parts.covariance, share, learnt.advantage, learnt.old, learnt.own, choice)
+            apart = covariance.select_tokens(
+                self.parts.covariance, share, learnt.advantage, learnt.old, learnt.own, choice
+            )
             learnt = dataclasses.replace(learnt, covarying=apart)
         return Experience(Batch(rows, learnt), coefficients, temperature, drawn, recomputed)
 

@@ -28,7 +28,7 @@ def covariance(advantage: jax.Array, log_probability: jax.Array, own: jax.Array)
     return centred(advantage) * centred(log_probability)
 
 
-def chosen(
+def select_tokens(
     how: str, share: ArrayLike, advantage: jax.Array, log_probability: jax.Array, own: jax.Array, key: jax.Array
 ) -> jax.Array:
     """The tokens that are treated apart, bool `[N, T]`: a share of the own ones, rounded down, but at least one.
