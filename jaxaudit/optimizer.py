@@ -142,6 +142,13 @@ class Optimizer:
         done = Update(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state), used)
         return optax.apply_updates(params, change), state, done
 
+    def finish(
+        self, params: Params, state: Any, taps: Taps, reinitialise: Callable[[jax.Array], Params]
+    ) -> tuple[Params, Any]:
+        """Passes parameters and optimizer state through the remedies at the hook "trained"; call it after a step's last
+        update. `reinitialise(key)` draws fresh parameters."""
+        return finish(params, state, taps, label=self.label, reinitialise=reinitialise, new_moments=self.init)
+
     def _direction(self, gradient: Params, state: Any, params: Params, taps: Taps) -> tuple[Params, Any, Any]:
         """The direction of this update, the state after it, and the decay rates, None where they are not known."""
         if not isinstance(self.transform, Adam):
@@ -173,6 +180,34 @@ class Optimizer:
             return factor * schedule(progress)
 
         return taps.disturb("learning_rate", helped, label=self.label, schedule=remedied_schedule, progress=progress)
+
+
+def finish(
+    params: Params,
+    moments: Any,
+    taps: Taps,
+    *,
+    label: str = "",
+    reinitialise: Callable[[jax.Array], Params],
+    new_moments: Callable[[Params], Any],
+) -> tuple[Params, Any]:
+    """Returns (params, moments) after the remedies at the hook "trained".
+
+    `Optimizer.finish` for parameters that one optimizer does not train alone.
+
+    Args:
+      params, moments: parameters and optimizer state.
+      taps: the step's.
+      label: tells apart several calls in one step.
+      reinitialise: `reinitialise(key)`, fresh parameters.
+      new_moments: `new_moments(params)`, the optimizer's state before the first update.
+    """
+    if not taps.helps("trained"):
+        return params, moments
+    value = remedies.Trained(params, moments)
+    context = {"reinitialise": reinitialise, "new_moments": new_moments}
+    trained = taps.remedy("trained", value, label=label, **context)
+    return trained.params, trained.moments
 
 
 def disturbed_gradient(gradient: Params, taps: Taps, label: str = "") -> tuple[Params, jax.Array]:

@@ -158,6 +158,11 @@ def misfit(kind: RemedyKind, sites: Sites) -> str | None:
                 "jaxaudit.Adam as its transform"
             )
         why = f", for {sites.absent[kind.site]}" if kind.site in sites.absent else ""
+        if kind.site == "trained":
+            return (
+                f"remedy '{kind.name}' acts on trained parameters, which the learner does not hand over at the end of "
+                "a step (jaxaudit.Optimizer.finish)"
+            )
         if kind.site in HOOKS:
             return f"remedy '{kind.name}' acts on what a jaxaudit.Optimizer does, and the learner uses none"
         known = ", ".join(sorted(sites))

@@ -412,6 +412,8 @@ def test_the_command_leaves_ordinary_runs_tables_and_a_page(folder, capsys):
     assert list(bought.variant) == ["half the rate", "half the clip"]
     assert (bought.difference > 0).all()
     assert pd.read_csv(out / "confirmed.csv").confirmed.all()
+    (acted,) = pd.read_csv(out / "acted.csv").itertuples()
+    assert (acted.variant, acted.remedy, acted.acted) == ("half the rate", "learning_rate_scale", 1.0)
     page = (out / "report.html").read_text()
     assert "half the rate" in page
     assert "confirmed on fresh seeds" in page

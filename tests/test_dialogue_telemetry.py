@@ -260,6 +260,16 @@ def test_a_critic_that_knows_and_one_that_guesses_its_mean():
     assert list(values.distances(jnp.array([[False, True, False, True, True, False]]))[0]) == [3, 2, 2, 1, 0, 0]
 
 
+def test_whether_returns_are_equal_is_judged_by_the_size_of_own_tokens_values_alone():
+    """Very small returns differ as large ones do, whatever stands at given tokens."""
+    own = jnp.ones((6, 5), bool).at[0].set(False)
+    returns = jnp.arange(30.0).reshape(6, 5)
+    large = values.value_statistics(returns, 0.9 * returns, own)["explained_variance"]
+    small = values.value_statistics(1e-9 * returns, 0.9e-9 * returns, own)["explained_variance"]
+    assert small.count == large.count == 25
+    np.testing.assert_allclose(small.value, large.value, rtol=1e-5)
+
+
 def choose(n, k):
     return np.prod([(n - i) / (i + 1) for i in range(k)]) if k <= n else 0.0
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from rooms import BEST, CHOICE, FOR_EVER, ONE_STEP, SECOND_STEP, TWO_STEPS, Rooms
 
@@ -29,6 +30,7 @@ SMALL = {
     "hidden": (32,),
     "telemetry": "basic",
 }
+EARLY = SMALL | {"learning_starts": 64}
 DEEP = SMALL | {"hidden": (32, 32)}  # learns the values within so few updates
 
 
@@ -326,3 +328,33 @@ def test_raise_entropy_multiplies_the_temperature_of_sacs_losses_while_the_alarm
 def test_settings_that_make_no_sense_are_refused_in_one_sentence(learner, settings, said):
     with pytest.raises(ValueError, match=said):
         learner("InvertedPendulum-v5", **settings)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "agent",
+    [
+        SAC(Rooms(), Rooms.max_episode_steps, SACSettings(**EARLY)),
+        TD3(Rooms(), Rooms.max_episode_steps, TD3Settings(**EARLY)),
+    ],
+    ids=["sac", "td3"],
+)
+def test_a_reset_takes_the_target_networks_along(agent):
+    learner = ja.remedied(ja.Learner(agent.init, agent.step), ja.remedies.periodic_reset(1))
+
+    @jax.jit
+    def advance(state, step):
+        taps = Taps(step, 4, data=learner.data, key=jax.random.fold_in(jax.random.key(2), step))
+        return learner.step(state, jax.random.fold_in(jax.random.key(1), step), taps)
+
+    state = learner.init(jax.random.key(0), learner.data)
+    for step in range(3):
+        before, (state, telemetry) = state.learner.networks, advance(state, jnp.int32(step))
+        after = state.learner.networks
+        online = {name: after.params[name] for name in agent.targets}
+        same = all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), after.target, online)))
+        counts = [int(count) for _, count in optax.tree.get_all_with_path(after.optimizer, "count")]
+        assert same == all(count == 0 for count in counts) == (step == 1), "just after the reset alone"
+        assert telemetry["acted_periodic_reset"] == (step == 1)
+        moved = jax.tree.map(lambda x, y: float(jnp.max(jnp.abs(x - y))), after.params, before.params)
+        assert max(jax.tree.leaves(moved)) > 0

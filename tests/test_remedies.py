@@ -145,6 +145,7 @@ def small(**settings):
 
         targets = 1.0 + jax.random.normal(key, (UPDATES, SIZE))
         (params, moments), told = taps.scan(update, (old, moments), targets)
+        params, moments = optimizer.finish(params, moments, taps, fresh)
         settings = {"weight": weight, "bounds": bounds, "lambda": lam, "count": moments.count.astype(jnp.float32)}
         told |= {"begin": flat(old), "mu": flat(moments.mu), "nu": flat(moments.nu)} | settings
         return (params, moments), told | {"performance": -jnp.sum(flat(params) ** 2)}
@@ -706,6 +707,7 @@ def bad_values():
         "guard": remedies.Update(params, state, jnp.float32(1.0), jnp.float32(math.nan)),
         "betas": (jnp.float32(0.9), jnp.float32(math.nan)),
         "direction": params,
+        "trained": remedies.Trained(params, state),
         "learning_rate": jnp.float32(-0.0),
         "optimizer_state": state,
         "ratio_clip": jnp.float32([0.2, math.inf]),
@@ -725,6 +727,7 @@ def test_a_value_is_the_same_bit_for_bit_at_the_neutral_strength(kind):
     others = {"params": tree(np.roll(BAD, 1)), "gradient": values["penalty"], "moments": values["optimizer_state"]}
     others |= {"betas": values["betas"], "loss": jnp.float32(math.nan), "approximate_kl": jnp.float32(math.inf)}
     others |= {"entropy": lambda: jnp.float32(math.nan), "gradient_of": lambda term, key: values["penalty"]}
+    others |= {"reinitialise": fresh, "new_moments": lambda params: values["optimizer_state"]}
     value = values[kind.site]
     states = {kind.name: {ROOT: kind.init(value)}} if kind.keeps_state else {}
 
@@ -741,7 +744,7 @@ def test_a_value_is_the_same_bit_for_bit_at_the_neutral_strength(kind):
     assert jax.tree.structure(other) == jax.tree.structure(value)
 
 
-OF_OPTIMIZERS = [kind for kind in kinds() if kind.site in remedies.HOOKS]
+OF_OPTIMIZERS = [kind for kind in kinds() if kind.site in set(remedies.HOOKS) - {"trained"}]
 
 
 @pytest.mark.parametrize("kind", OF_OPTIMIZERS, ids=lambda kind: kind.name)
@@ -778,6 +781,37 @@ def test_a_learner_with_one_neutral_remedy_trains_as_without(name):
     if reason := misfit(kind, find_sites(small())):
         pytest.skip(reason)
     same_as_plain(audited(ja.remedied(small(), kind(kind.neutral))), within=1e-6)
+
+
+def test_a_periodic_reset_replaces_parameters_and_moments_after_equal_parts_of_the_run():
+    found = lane(told(periodic_reset=4.0), "control")
+    resets = np.array([1, 3, 5, 7])  # of ten steps
+    np.testing.assert_array_equal(found["acted_periodic_reset"], np.isin(np.arange(STEPS), resets))
+    np.testing.assert_array_equal(found["count"][resets], 0)
+    assert (found["mu"][resets] == 0).all()
+    last = found["params"][:-1, -1]  # those that the step's last update left
+    moved = np.abs(found["begin"][1:] - last).max(axis=1)
+    np.testing.assert_array_equal(moved > 0, np.isin(np.arange(STEPS - 1), resets))
+    anew = found["begin"][resets + 1]
+    assert len(np.unique(anew)) == anew.size, "each reset draws other parameters"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "learner",
+    [
+        lambda: ja.learners.ppo("CartPole-v1"),
+        lambda: ja.learners.trpo("CartPole-v1"),
+        lambda: ja.learners.language_model(),
+        lambda: ja.learners.ppo_lm("hop"),
+    ],
+    ids=["ppo", "trpo", "language_model", "ppo_lm"],
+)
+def test_learners_can_be_reset(learner):
+    made = learner()
+    labels = set(find_sites(made).helped["trained"])
+    assert labels == ({"policy", "critic"} if made.name == "ppo_lm" else {""})
+    assert misfit(remedies.periodic_reset, find_sites(made)) is None
 
 
 def test_what_a_learner_taps_but_does_not_use_is_given_its_strength():
@@ -978,7 +1012,7 @@ def test_a_lane_that_is_lost_does_not_touch_another_ones_remedies():
     def trained(states):
         def step(states, index):
             def advance(state, key):
-                taps = Taps(index, 6, data=learner.data)
+                taps = Taps(index, 6, data=learner.data, key=key)
                 return learner.step(state, jax.random.fold_in(key, index), taps)
 
             return jax.vmap(advance)(states, keys)
@@ -1057,6 +1091,7 @@ def learner_of(step, **rest):
         (lambda: small(), (0.3,), "remedied.. takes remedies, such as .*, not 0.3"),
         (lambda: small(), (), "remedied.. needs at least one remedy"),
         (lambda: tapping(), (remedies.zclip(),), "'zclip' acts on what a jaxaudit.Optimizer does"),
+        (lambda: updated_by(optax.identity()), (remedies.periodic_reset(),), "does not hand over at the end of a step"),
         (
             lambda: tapping(),
             (remedies.clip_higher(),),
@@ -1086,6 +1121,7 @@ def learner_of(step, **rest):
         "number",
         "none",
         "no optimizer",
+        "no finish",
         "no site",
         "no settings",
         "context",

@@ -180,6 +180,7 @@ class LanguageModel:
         loss = telemetry["loss"]
         gradient, used = self.optimizer.gradient(before, gradient, taps, loss=loss)
         params, optimizer, update = self.optimizer.follow(before, optimizer, gradient, used, taps, loss=loss)
+        params, optimizer = self.optimizer.finish(params, optimizer, taps, self.init_params)
         held_out, entropies = self.losses(self.observing, params, taps.data.held_out.astype(jnp.int32))
         telemetry |= {
             "performance": -held_out.loss,

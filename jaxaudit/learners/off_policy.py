@@ -20,7 +20,7 @@ from jaxaudit.learners.coherence import gradient_coherence
 from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.replay_buffer import ReplayBuffer, Transitions
 from jaxaudit.models.twin_critic import TwinCritic
-from jaxaudit.optimizer import Adam, Optimizer, Update
+from jaxaudit.optimizer import Adam, Optimizer, Update, finish
 from jaxaudit.paths import paths_of
 from jaxaudit.taps import Taps
 from jaxaudit.tasks import episodes
@@ -213,7 +213,7 @@ class OffPolicy:
         """The state before the first iteration."""
         params_key, episodes_key = jax.random.split(key)
         params = self.init_params(params_key)
-        optimizer = {name: optimizer.init(params[name]) for name, optimizer in self.optimizers.items()}
+        optimizer = self.new_moments(params)
         target = {name: params[name] for name in self.targets}
         begin = self.episodes.init(episodes_key)
         copies = self.undisturbed.init(begin)
@@ -252,6 +252,7 @@ class OffPolicy:
             return dataclasses.replace(state, networks=networks), told
 
         state, told = taps.scan(vector_step, begin, jnp.arange(settings.vector_steps))
+        state = dataclasses.replace(state, networks=self.finished(state.networks, taps))
         after = before + settings.vector_steps
         learned = jnp.sum(self.learning(before + 1 + jnp.arange(settings.vector_steps)))
         parts, updates = jax.tree.map(lambda x: jnp.sum(x) / learned, told)
@@ -276,6 +277,28 @@ class OffPolicy:
             "params_norm": optax.tree.norm(params),
             "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, params, networks.params)),
         }
+
+    def finished(self, networks: Networks, taps: Taps) -> Networks:
+        """The networks after the remedies of what is trained, among it the target networks, under "target"."""
+        if not taps.helps("trained"):
+            return networks
+
+        def with_targets(params: Params) -> Params:
+            return {**params, "target": {name: params[name] for name in self.targets}}
+
+        params, optimizer = finish(
+            {**networks.params, "target": networks.target},
+            networks.optimizer,
+            taps,
+            reinitialise=lambda key: with_targets(self.init_params(key)),
+            new_moments=self.new_moments,
+        )
+        online = {name: params[name] for name in networks.params}
+        return Networks(online, params["target"], optimizer)
+
+    def new_moments(self, params: Params) -> dict[str, Any]:
+        """The state of each optimizer before the first update."""
+        return {name: optimizer.init(params[name]) for name, optimizer in self.optimizers.items()}
 
     def learning(self, count: jax.Array) -> jax.Array:
         """Whether updates follow the vector step that makes it `count`."""

@@ -16,7 +16,7 @@ from jaxaudit.learners import settings as checks
 from jaxaudit.learners.evaluation import evaluate_when_due
 from jaxaudit.learners.normalizer import Moments
 from jaxaudit.learners.rollout import OnPolicyState, Params, Rollouts, Samples
-from jaxaudit.optimizer import Optimizer
+from jaxaudit.optimizer import Optimizer, finish
 from jaxaudit.taps import Taps
 from jaxaudit.tasks import episodes
 
@@ -129,6 +129,13 @@ class OnPolicy(Rollouts):
         optimizer = taps("optimizer_state", state.optimizer, label=self.optimizer.label)
         state, samples = self.collect(dataclasses.replace(state, params=params), collect_key, taps)
         improved, optimizer, telemetry = self.improve(params, optimizer, samples, improve_key, taps)
+        improved, optimizer = finish(
+            improved,
+            optimizer,
+            taps,
+            reinitialise=self.init_params,
+            new_moments=lambda params: self.optimizer.init(self.trained(params)),
+        )
         state = dataclasses.replace(state, params=improved, optimizer=optimizer)
 
         def best_action(observation: jax.Array) -> jax.Array:

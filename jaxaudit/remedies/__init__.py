@@ -1,7 +1,7 @@
 """Remedies: changes to how a learner trains that are meant to make its training more stable."""
 
 from jaxaudit.remedies.adam import adam_rel, equal_betas, spam, stable_adamw
-from jaxaudit.remedies.core import HOOKS, Remedy, RemedyKind, Update, remedy, setting
+from jaxaudit.remedies.core import HOOKS, Remedy, RemedyKind, Trained, Update, remedy, setting
 from jaxaudit.remedies.objectives import (
     adaptive_entropy,
     clip_cov,
@@ -20,6 +20,7 @@ from jaxaudit.remedies.objectives import (
     value_pretraining,
 )
 from jaxaudit.remedies.penalties import l2_init, weight_decay
+from jaxaudit.remedies.resets import periodic_reset
 from jaxaudit.remedies.updates import (
     adagc,
     learning_rate_scale,
@@ -34,6 +35,7 @@ __all__ = [
     "HOOKS",
     "Remedy",
     "RemedyKind",
+    "Trained",
     "Update",
     "adagc",
     "adam_rel",
@@ -54,6 +56,7 @@ __all__ = [
     "length_adaptive_lambda",
     "masked_importance",
     "nonfinite_skip",
+    "periodic_reset",
     "remedy",
     "sequence_mask",
     "setting",

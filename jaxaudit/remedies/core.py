@@ -17,8 +17,9 @@ HOOKS = {
     "guard": "an `Update` that is about to be made, with the gradient as it is disturbed, before clipping by norm",
     "betas": "the decay rates (beta1, beta2) of Adam's moments, for one update",
     "direction": "the optimizer's direction for one update, before it is multiplied by the learning rate",
+    "trained": "parameters and optimizer state, `Trained`, after the updates of a step",
 }
-"""Places in `jaxaudit.Optimizer` where remedies act and perturbations do not. A remedy may act at any site, too."""
+"""Places where remedies act and perturbations do not. A remedy may act at any site, too."""
 
 
 @struct.dataclass
@@ -36,6 +37,19 @@ class Update:
     moments: Any
     keep: Any
     scale: Any
+
+
+@struct.dataclass
+class Trained:
+    """What is trained: parameters, and the state of the optimizer that trains them.
+
+    Attributes:
+      params: tree of the parameters.
+      moments: the optimizer's state, of these parameters or of some of them.
+    """
+
+    params: Any
+    moments: Any
 
 
 Settings = Any

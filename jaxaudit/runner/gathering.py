@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxaudit import datasets, results
 from jaxaudit.batches import Batch, Plan
-from jaxaudit.channel_names import ACTING, PERFORMANCE
+from jaxaudit.channel_names import ACTED, ACTING, PERFORMANCE
 from jaxaudit.execution.driver import spans
 from jaxaudit.files import write_text
 from jaxaudit.grid import Grid
@@ -125,8 +125,9 @@ def finish(store: Folder, spec: Spec, grid: Grid, plan: Plan, rows: int) -> dict
 
     `rows`: steps of a chunk.
     """
-    told = [name for name in (PERFORMANCE, ACTING) if name in telemetry_shapes(grid.program)]
-    data = store.read_telemetry([*told, "baseline_performance"])
+    known = telemetry_shapes(grid.program)
+    read = [name for name in known if name in (PERFORMANCE, ACTING) or name.startswith(ACTED)]
+    data = store.read_telemetry([*read, "baseline_performance"])
     when = grid.program.learner.cadence
     for name, values in datasets.derived(data[PERFORMANCE].values, spec.metrics, when).items():
         store.write_channel(name, values)

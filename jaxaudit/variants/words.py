@@ -81,8 +81,8 @@ def cautions(bought: pd.DataFrame, structures: Collection[str]) -> list[str]:
         found.append(f"magnitudes about the one given, without a margin: {', '.join(given)}")
     if structures:
         found.append(
-            "another structure, whose lanes share with the plain learner's the seed alone, so that differences are "
-            f"less precise: {', '.join(structures)}"
+            f"of another structure: {', '.join(structures)}; lanes share with the plain learner's the seed alone, so "
+            "that differences are less precise"
         )
     return found
 

@@ -21,7 +21,7 @@ from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import Now
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
-from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
+from jaxaudit.learners.dialogue.state import DialogueData, DialogueState
 from jaxaudit.learners.dialogue.telemetry import bigrams
 from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Tokens, Visited
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
@@ -31,6 +31,7 @@ from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.optimizer import Adam, Optimizer, Update, warmup_decay
 from jaxaudit.paths import squares_by_group
+from jaxaudit.remedies.core import Trained
 from jaxaudit.taps import Taps
 
 LOOKED_AT = 128
@@ -288,11 +289,20 @@ class DialogueLearner:
             by_source = {source: optax.tree.zeros_like(state.policy.params) for source in SOURCES}
         begun = trained, total, by_source
         (trained, total, by_source), seen = taps.scan(epoch, begun, jax.random.split(key, settings.epochs))
+        trained = self.finished(trained, numbers, taps)
         after = dataclasses.replace(state, policy=trained[POLICY], critic=trained.get(CRITIC))
         summed = None
         if by_source is not None:
             summed = jnp.stack([optax.tree.norm(by_source[source]) ** 2 for source in SOURCES])
         return after, dataclasses.replace(seen, coherence=total, summed_squares=summed)
+
+    def finished(self, trained: dict[str, Trained], numbers: Numbers, taps: Taps) -> dict[str, Trained]:
+        """What was trained after the remedies that act on it."""
+        fresh = {POLICY: self.policy.init} | ({} if self.critic is None else {CRITIC: self.critic.init})
+        return {
+            label: Trained(*self.optimizer(label, numbers).finish(one.params, one.moments, taps, fresh[label]))
+            for label, one in trained.items()
+        }
 
     @property
     def splits_gradients(self) -> bool:

@@ -10,6 +10,7 @@ from jaxaudit.learners.dialogue.settings import Numbers
 from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.strata import LastSeen
+from jaxaudit.remedies.core import Trained
 
 
 @struct.dataclass
@@ -29,14 +30,6 @@ class DialogueData:
     start: Any = None
     critic_start: Any = None
     reward_model_start: Any = None
-
-
-@struct.dataclass
-class Trained:
-    """Parameters, and the state of the optimizer that trains them."""
-
-    params: Any
-    moments: Any
 
 
 @struct.dataclass
