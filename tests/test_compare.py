@@ -26,7 +26,7 @@ from jaxaudit.results import lane_table
 from jaxaudit.statistics.sign_flips import holm, sign_flips
 from jaxaudit.variants import scoring, timing
 from jaxaudit.variants.compare import others_than
-from jaxaudit.variants.design import FACTORS, conditions_of, lines
+from jaxaudit.variants.design import FACTORS, conditions_of, magnitude_ladders
 from jaxaudit.variants.specification import parse
 
 STEPS, ONSET = 60, 20
@@ -68,7 +68,7 @@ SPIKE = ja.lr_spike(100.0, onset=ONSET, duration=3)
 
 
 def lanes(learner, tried, seeds):
-    acting = [one for line in tried for one in line.perturbations]
+    acting = [one for ladder in tried for one in ladder.perturbations]
     return lane_table(ja.audit(learner, acting, seeds=seeds, steps=STEPS, settings=WINDOWS).lanes)
 
 
@@ -139,26 +139,26 @@ def test_holms_adjustment_is_the_one_of_the_textbook():
 
 
 def test_magnitudes_are_multiples_of_the_margin_or_of_what_is_given():
-    (line,) = lines([SPIKE], STEPS)
-    assert line.centre == "given"
-    np.testing.assert_allclose(line.magnitudes, np.array(FACTORS) * 100.0)
-    (line,) = lines([ja.lr_spike(onset=ONSET)], STEPS)
-    np.testing.assert_allclose(line.magnitudes, np.array(FACTORS) * 10.0)
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
+    assert ladder.centre == "given"
+    np.testing.assert_allclose(ladder.magnitudes, np.array(FACTORS) * 100.0)
+    (ladder,) = magnitude_ladders([ja.lr_spike(onset=ONSET)], STEPS)
+    np.testing.assert_allclose(ladder.magnitudes, np.array(FACTORS) * 10.0)
     found = ja.margin(cliff(), [SPIKE], seeds=8, steps=STEPS, settings=WINDOWS, criterion="collapse", tolerance=0.05)
-    (line,) = lines([SPIKE], STEPS, found)
-    assert line.centre == "margin"
-    np.testing.assert_allclose(line.magnitudes, np.array(FACTORS) * found.table.margin[0], rtol=1e-6)
+    (ladder,) = magnitude_ladders([SPIKE], STEPS, found)
+    assert ladder.centre == "margin"
+    np.testing.assert_allclose(ladder.magnitudes, np.array(FACTORS) * found.table.margin[0], rtol=1e-6)
 
 
 def test_magnitudes_beyond_what_means_something_are_tried_once():
-    (line,) = lines([ja.reward_flip(0.5, onset=ONSET)], STEPS)
-    assert max(line.magnitudes) == 1.0
-    assert len(set(line.magnitudes)) == len(line.magnitudes) < len(FACTORS)
+    (ladder,) = magnitude_ladders([ja.reward_flip(0.5, onset=ONSET)], STEPS)
+    assert max(ladder.magnitudes) == 1.0
+    assert len(set(ladder.magnitudes)) == len(ladder.magnitudes) < len(FACTORS)
 
 
 def test_a_chains_parts_grow_together():
-    (line,) = lines([ja.chain(ja.lr_spike(10.0, onset=ONSET), ja.weight_noise(0.1, onset=ONSET))], STEPS)
-    assert [[part.magnitude for part in one.parts] for one in line.perturbations][-1] == pytest.approx([40.0, 0.4])
+    (ladder,) = magnitude_ladders([ja.chain(ja.lr_spike(10.0, onset=ONSET), ja.weight_noise(0.1, onset=ONSET))], STEPS)
+    assert [[part.magnitude for part in one.parts] for one in ladder.perturbations][-1] == pytest.approx([40.0, 0.4])
 
 
 # Known answers.
@@ -167,8 +167,8 @@ def test_a_chains_parts_grow_together():
 @functools.cache
 def many():
     """Lanes of 800 seeds: plain, with half the rate, and with half the clipping threshold."""
-    (line,) = lines([SPIKE], STEPS)
-    tried = (line,)
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
+    tried = (ladder,)
     half_rate = ja.remedied(cliff(), remedies.learning_rate_scale(0.5))
     return tried, {
         "plain": lanes(cliff(), tried, 800),
@@ -209,8 +209,8 @@ def test_two_equal_variants_on_independent_seeds_rarely_differ():
 
 
 def test_seeds_that_fall_undisturbed_are_counted_and_have_no_score():
-    (line,) = lines([SPIKE], STEPS)
-    places = conditions_of([line])[0]
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
+    places = conditions_of([ladder])[0]
     names = [str(place) for place in places]
     never = dict.fromkeys(names, np.inf)
     rows = []
@@ -218,7 +218,7 @@ def test_seeds_that_fall_undisturbed_are_counted_and_have_no_score():
         [never, never | {"0": 30.0}, never | {"5": 25.0}, never | {"4": 25.0, "5": 25.0}, never | {"3": np.nan}]
     ):
         rows += [{"seed": seed, "condition": name, "collapse_time": times[name]} for name in names]
-    (found,) = scoring.score(pd.DataFrame(rows), [line])
+    (found,) = scoring.score(pd.DataFrame(rows), [ladder])
     np.testing.assert_array_equal(found.survived, [5, np.nan, 4, 3, np.nan])
     np.testing.assert_array_equal(found.fallen, [False, True, False, False, False])
     np.testing.assert_allclose(found.low, [400.0, np.nan, 200.0, 100.0, np.nan])
@@ -226,27 +226,27 @@ def test_seeds_that_fall_undisturbed_are_counted_and_have_no_score():
 
 
 def test_what_is_paid_is_the_variants_undisturbed_performance_less_the_plain_learners():
-    (line,) = lines([SPIKE], STEPS)
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
 
     def rows(undisturbed):
         return pd.DataFrame(
             [
                 {"seed": seed, "condition": str(place), "final_performance": value if place == 0 else -99.0}
                 for seed, value in enumerate(undisturbed)
-                for place in conditions_of([line])[0]
+                for place in conditions_of([ladder])[0]
             ]
         )
 
     plain = np.arange(8.0)
-    (row,) = scoring.paid(rows(plain), {"worse": rows(plain - 2.0)}, [line]).itertuples()
+    (row,) = scoring.paid(rows(plain), {"worse": rows(plain - 2.0)}, [ladder]).itertuples()
     assert (row.performance, row.plain_performance) == (1.5, 3.5)
     assert (row.performance_difference, row.performance_difference_low, row.performance_difference_high) == (-2, -2, -2)
-    (row,) = scoring.paid(rows(plain), {"lost": rows(np.r_[np.nan, plain[1:] + 1])}, [line]).itertuples()
+    (row,) = scoring.paid(rows(plain), {"lost": rows(np.r_[np.nan, plain[1:] + 1])}, [ladder]).itertuples()
     assert (row.performance_difference, row.performance_seeds) == (1, 7)
 
 
 def test_how_often_a_remedy_acted_is_told_apart_for_disturbed_and_undisturbed_lanes():
-    tried = lines([SPIKE, ja.weight_noise(0.1, onset=ONSET)], STEPS)
+    tried = magnitude_ladders([SPIKE, ja.weight_noise(0.1, onset=ONSET)], STEPS)
     control, spiked, noisy = 0, range(1, 6), range(6, 11)
     assert [set(places) for places in conditions_of(tried)] == [{control, *spiked}, {control, *noisy}]
     rows = pd.DataFrame(
@@ -269,10 +269,10 @@ def test_how_often_a_remedy_acted_is_told_apart_for_disturbed_and_undisturbed_la
 
 
 def test_a_seed_that_survives_more_of_what_is_harsher_has_no_bracket():
-    (line,) = lines([SPIKE], STEPS)
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
     times = {0: np.inf, 1: np.inf, 2: 25.0, 3: np.inf, 4: 25.0, 5: 25.0}
     rows = pd.DataFrame([{"seed": 0, "condition": str(c), "collapse_time": t} for c, t in times.items()])
-    (found,) = scoring.score(rows, [line])
+    (found,) = scoring.score(rows, [ladder])
     assert found.survived[0] == 2
     assert np.isnan([found.low[0], found.high[0]]).all()
 
@@ -328,7 +328,7 @@ def test_a_comparison_says_what_helps_what_harms_and_what_does_nothing():
     text = str(found)
     acted = found.acted.set_index("variant")
     assert dict(acted.acted) == {"half": 1.0, "double": 1.0, "nothing": 0.0}
-    for words in ("helps (", "harms (", "no difference that shows", "half", "time per step", "acted: "):
+    for words in ("helps (", "harms (", "no difference detected", "half", "time per step", "acted: "):
         assert words in text
 
 

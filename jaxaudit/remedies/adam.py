@@ -44,15 +44,15 @@ def _adam_count(state: Any) -> tuple[Any, Any]:
 
 @remedy("betas", strength=0.99, neutral=0.0, limits=(0.0, 0.999999))
 def equal_betas(value, strength):
-    """Gives both of Adam's moments the strength for their decay rate (Dohare et al., 2023: 0.99)."""
+    """Sets the decay rates of both of Adam's moments to the strength (Dohare et al., 2023: 0.99)."""
     return tuple(jnp.full_like(beta, strength) for beta in value)
 
 
 @remedy("optimizer_state", strength=1.0, neutral=0.0, limits=(0.0, 1.0), whole=True)
 def adam_rel(value, strength):
-    """Sets Adam's count of updates back to 0 before each step, and keeps its moments (Adam-Rel: Ellis et al., 2024).
+    """Resets Adam's count of updates to 0 before each step, and keeps its moments (Adam-Rel: Ellis et al., 2024).
 
-    A step is an iteration of an on-policy learner: the updates on one set of samples. Of strength 1; 0 is off.
+    A step is an iteration of an on-policy learner: the updates on one set of samples. Strength 1 is on, 0 off.
     """
     path, count = _adam_count(value)
     return optax.tree.set(value, lambda at, _: at == path, count=jnp.zeros_like(count))
@@ -62,8 +62,8 @@ def adam_rel(value, strength):
 def stable_adamw(value, strength, *, gradient, moments, betas):
     """Divides each tensor's step by max(1, RMS / strength), RMS^2 the mean of gradient^2 / second moment.
 
-    StableAdamW (Wortsman et al., 2023) with strength 1. The second moment is that of after the update, corrected for
-    its count, and at least 1e-16. A stack of equal layers is one tensor.
+    StableAdamW (Wortsman et al., 2023) with strength 1. The second moment is the one after the update, with its bias
+    corrected, and at least 1e-16. A stack of equal layers counts as one tensor.
     """
     if betas is None:
         raise ValueError("the optimizer's decay rates are not known: give jaxaudit.Optimizer a jaxaudit.Adam")
@@ -90,9 +90,9 @@ def _no_updates(value: Update) -> jax.Array:
 def spam(value, strength, state):
     """Clips entries of the gradient whose square is above the strength times Adam's second moment, and resets Adam.
 
-    SPAM (Huang et al., 2025), as its authors' code has it: an entry is clipped to the root of strength times the second
+    SPAM (Huang et al., 2025), as in its authors' code: an entry is clipped to the root of strength times the second
     moment before the update; every 500 updates both moments are set to 0, after which nothing is clipped for 20 updates
-    and the rate rises by a cosine from 0.01 over 150 updates. Adam's count goes on.
+    and the rate rises by a cosine from 0.01 over 150 updates. Adam's count is not reset.
     """
     number = state + 1
     since = jnp.where(number >= SPAM_PERIOD, number % SPAM_PERIOD, SPAM_PERIOD)

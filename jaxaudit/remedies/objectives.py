@@ -1,4 +1,4 @@
-"""Remedies of a policy-gradient learner's objective: ratio bounds, entropy, KL, lambdas, corrections, the critic."""
+"""Remedies that change a policy-gradient objective: ratio bounds, entropy, KL, lambdas, corrections, the critic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxaudit.remedies.core import remedy, setting
 
 @remedy("ratio_clip", strength=0.28, neutral=0.0, limits=(0.0, math.inf))
 def clip_higher(value, strength):
-    """Lets the probability ratio gain up to 1 + strength, the lower bound as it is (DAPO: Yu et al., 2025)."""
+    """Raises the upper bound of the probability ratio to 1 + strength; the lower one stays (DAPO: Yu et al., 2025)."""
     return value.at[1].set(strength)
 
 
@@ -23,19 +23,19 @@ def clip_higher(value, strength):
 def dual_clip(settings, strength):
     """Bounds the ratio by the strength where the advantage is negative (Ye et al., 2020; verl's `clip_ratio_c`)."""
     if getattr(settings, "objective", "policy") == "preference":
-        raise ValueError("a preference objective has no ratio that could be bounded")
+        raise ValueError("a preference objective has no probability ratio")
     return {"dual_clip": strength}
 
 
 @setting(strength=0.01, limits=(0.0, 1.0))
 def clip_cov(settings, strength):
-    """Takes a random share of the tokens of high covariance out of the gradient (Clip-Cov: Cui et al., 2025)."""
+    """Removes a random share of the tokens with high covariance from the gradient (Clip-Cov: Cui et al., 2025)."""
     return {"covariance": "clip", "covariance_share": strength}
 
 
 @setting(strength=0.01, limits=(0.0, 1.0))
 def kl_cov(settings, strength):
-    """Adds |log ratio| to the loss of the share of tokens of highest covariance (KL-Cov: Cui et al., 2025)."""
+    """Adds |log ratio| to the loss of the share of tokens with the highest covariance (KL-Cov: Cui et al., 2025)."""
     return {"covariance": "kl", "covariance_share": strength}
 
 
@@ -49,7 +49,7 @@ def _no_coefficient(value: jax.Array) -> jax.Array:
 
 
 def _with_entropy_bonus(settings: Any, strength: float) -> dict[str, Any]:
-    """A bonus that weighs nothing, where there is none, for the remedy to weigh."""
+    """Returns an entropy bonus with a negligible coefficient where there is none, for the remedy to replace."""
     return {} if settings.entropy_coefficient > 0 else {"entropy_coefficient": 1e-30}
 
 
@@ -63,10 +63,10 @@ def _with_entropy_bonus(settings: Any, strength: float) -> dict[str, Any]:
     settings=_with_entropy_bonus,
 )
 def adaptive_entropy(value, strength, state, *, entropy):
-    """Weighs the entropy bonus by a coefficient that rises while the entropy is below the strength, in nats.
+    """Adapts the coefficient of the entropy bonus towards a target entropy, the strength, in nats.
 
-    By 0.005 a step, and falls by as much above it, within [0, 1]; the bonus acts only while the entropy is at most the
-    strength (Skywork-OR1: He et al., 2025, as TRL has it).
+    The coefficient rises by 0.005 in a step with less entropy than the target and falls by 0.005 otherwise, within
+    [0, 1]; the bonus acts only while the entropy is at most the target (Skywork-OR1: He et al., 2025, as in TRL).
     """
     latest = entropy()
     coefficient = jnp.clip(state + jnp.where(latest < strength, ENTROPY_STEP, -ENTROPY_STEP), 0.0, 1.0)
@@ -96,7 +96,7 @@ def kl_in_both(settings, strength):
 
 @setting(strength=0.05, limits=(0.0, math.inf))
 def kl_off_policy(settings, strength):
-    """Puts the ratio, differentiable, times k3 into the loss: right off policy, too (Tang and Munos, 2025)."""
+    """Puts the ratio, differentiable, times k3 into the loss: also right off policy (Tang and Munos, 2025)."""
     return {"kl": "k3", "kl_in": "loss", "kl_weight": "ratio", "kl_coefficient": strength}
 
 
@@ -105,20 +105,20 @@ def kl_off_policy(settings, strength):
 
 @setting(strength=2.0, limits=(0.0, math.inf))
 def truncated_importance(settings, strength):
-    """Weighs tokens by trainer's over sampler's probability, at most the strength (TIS: Yao et al., 2025)."""
+    """Weights tokens by the trainer's probability over the sampler's, at most the strength (TIS: Yao et al., 2025)."""
     return {"correction": "tis", "correction_level": "token", "tis_cap": strength}
 
 
 @setting(strength=2.0, limits=(1.0, math.inf))
 def masked_importance(settings, strength):
-    """Weighs tokens by that ratio, and leaves out those outside of [1 / strength, strength] (MIS)."""
+    """Weights tokens as `truncated_importance`, but masks ratios outside [1 / strength, strength] (MIS)."""
     bounds = {"mis_low": 1.0 / strength, "mis_high": strength}
     return {"correction": "mis", "correction_level": "token"} | bounds
 
 
 @setting(strength=3.0, limits=(0.0, math.inf))
 def sequence_mask(settings, strength):
-    """Weighs rows by the product of their tokens' ratios, and leaves out rows above the strength (TRL's default: 3)."""
+    """Weights rows by the product of their tokens' ratios, and masks rows above the strength (TRL's default: 3)."""
     return {"correction": "mis", "correction_level": "sequence", "mis_low": 0.0, "mis_high": strength}
 
 
@@ -127,16 +127,16 @@ def sequence_mask(settings, strength):
 
 @remedy("critic_lambda", strength=1.0, neutral=0.0, limits=(0.0, 1.0))
 def decoupled_lambda(value, strength):
-    """Gives the critic's targets the strength for their lambda; the advantages keep theirs (VC-PPO: Yuan et al., 2025).
+    """Sets lambda of the critic's targets to the strength; the advantages keep theirs (VC-PPO: Yuan et al., 2025).
 
-    With 1 the critic learns what samples return.
+    With 1 the targets are the samples' returns.
     """
     return jnp.full_like(value, strength)
 
 
 @setting(strength=0.05, limits=(0.0, math.inf))
 def length_adaptive_lambda(settings, strength):
-    """Gives the advantages of a row of l own tokens the lambda max(0, 1 - 1 / (strength l)) (VAPO: Yue et al., 2025).
+    """Sets lambda of a row with l own tokens to max(0, 1 - 1 / (strength l)), for advantages (VAPO: Yue et al., 2025).
 
     With 0.05 it is 0 for rows of up to 20 tokens.
     """
@@ -145,12 +145,12 @@ def length_adaptive_lambda(settings, strength):
 
 @setting(strength=2000.0, limits=(1.0, math.inf), whole=True)
 def value_pretraining(settings, strength):
-    """Trains the critic before the first iteration, on what the fixed policy returns, for as many updates.
+    """Trains the critic for as many updates as the strength before the first iteration, on returns of the fixed policy.
 
     VC-PPO: Yuan et al., 2025; see `critic_warm_start` in `jaxaudit list learners`.
     """
     if hasattr(settings, "parts") and not settings.parts.critic:
-        raise ValueError("the learner has no critic that could be trained")
+        raise ValueError("the learner has no critic")
     return {"critic_warm_start": int(strength)}
 
 

@@ -1,4 +1,4 @@
-"""Remedies that hold parameters back: towards where they began, or towards zero."""
+"""Remedies that pull parameters towards their first values, or towards zero."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxaudit.remedies.core import remedy
 
 @struct.dataclass
 class Begun:
-    """Parameters at the first update, once there has been one.
+    """The parameters before the first update.
 
     Attributes:
-      params: tree of the parameters; zeros before.
-      known: bool scalar.
+      params: tree of the parameters; zeros before the first update.
+      known: bool scalar, whether there was an update.
     """
 
     params: Any
@@ -33,8 +33,7 @@ def _unknown(gradient: Any) -> Begun:
 def l2_init(value, strength, state, *, params):
     """Adds strength * |params - first params|^2 to the objective (L2 Init: Kumar et al., 2023).
 
-    What is added to the gradient is 2 strength (params - first params). The first parameters are those that the first
-    update finds.
+    It adds 2 strength (params - first params) to the gradient. The first parameters are those before the first update.
     """
     first = jax.tree.map(lambda old, now: jnp.where(state.known, old, now), state.params, params)
     gradient = jax.tree.map(lambda g, now, begun: g + 2.0 * strength * (now - begun), value, params, first)

@@ -1,4 +1,4 @@
-"""Remedies of single updates: smaller ones, none at all, and gradients that are clipped by what came before."""
+"""Remedies that act on single updates: scaled, skipped, or clipped by statistics of earlier gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def learning_rate_scale(value, strength):
 def learning_rate_warmup(value, strength, *, progress):
     """Raises the learning rate linearly from 0 over the first share of the run, the strength.
 
-    Step t of T, counted from 0, has min(1, (t + 1) / (strength T)) of the rate.
+    The rate of step t of T, counted from 0, is multiplied by min(1, (t + 1) / (strength T)).
     """
     return value * jnp.minimum(1.0, progress / strength)
 
@@ -41,10 +41,11 @@ def _not_stopped(value: Update) -> jax.Array:
     init=_not_stopped,
 )
 def target_kl_stop(value, strength, state, *, approximate_kl, minibatch):
-    """Makes no further update in a step once a minibatch's policy is farther than the strength, in nats, from the old.
+    """Skips the rest of a step's updates once a minibatch's approximate KL divergence exceeds the strength, in nats.
 
-    As Stable-Baselines3's `target_kl`, without its factor of 1.5: the divergence is the mean of rho - 1 - log rho over
-    the minibatch, which is not updated on any more. It holds for the critic, too.
+    As `target_kl` of Stable-Baselines3, without its factor of 1.5: the divergence from the policy that collected the
+    samples is the mean of rho - 1 - log rho over the minibatch, and that minibatch is skipped, too. Updates of the
+    critic are skipped as well.
     """
     stopped = jnp.where(minibatch == 0, False, state) | (approximate_kl > strength)
     return replace(value, keep=jnp.where(stopped, 0.0, value.keep)), stopped
@@ -52,21 +53,21 @@ def target_kl_stop(value, strength, state, *, approximate_kl, minibatch):
 
 @remedy("guard", strength=1.0, neutral=0.0, limits=(0.0, 1.0), whole=True)
 def nonfinite_skip(value, strength):
-    """Leaves out updates whose gradient has an entry that is NaN or infinite, as `optax.apply_if_finite` does.
+    """Skips updates whose gradient has an entry that is NaN or infinite, as `optax.apply_if_finite` does.
 
-    Of strength 1; 0 is off.
+    Strength 1 is on, 0 off.
     """
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(value.gradient)]))
     return replace(value, keep=jnp.where(finite, value.keep, 0.0))
 
 
 WINDOW = 128
-"""Updates whose losses and norms `six_sigma_skip` remembers."""
+"""How many of the latest losses and gradient norms `six_sigma_skip` keeps."""
 
 
 @struct.dataclass
 class Recent:
-    """The losses and gradient norms of the latest updates, `[WINDOW, 2]`, and how many there have been."""
+    """The losses and gradient norms of the latest updates, `[WINDOW, 2]`, and the number of updates so far."""
 
     values: jax.Array
     count: jax.Array
@@ -78,11 +79,11 @@ def _nothing_recent(value: Update) -> Recent:
 
 @remedy("guard", strength=6.0, neutral=math.inf, limits=(0.0, math.inf), needs=("loss",), init=_nothing_recent)
 def six_sigma_skip(value, strength, state, *, loss):
-    """Leaves out updates whose loss or gradient norm is too far above the mean of the 128 updates before.
+    """Skips updates whose loss or gradient norm is too far above its mean over the 128 updates before.
 
-    "Too far" is more than the strength times their standard deviation (ddof 1), or not a number; it acts from the 64th
-    update on, and an update that is left out is remembered like others: OLMo-core's `SkipStepOptimizer`. Other than
-    there, values that are not finite are not remembered, for one would stop the next 128 updates.
+    Too far is more than the strength times the standard deviation (ddof 1), or NaN. It acts from the 64th update on,
+    and the values of skipped updates are kept like others, as in OLMo-core's `SkipStepOptimizer`. Unlike there, values
+    that are not finite are not kept, since a single one would stop the next 128 updates.
     """
     now = jnp.stack([loss, optax.tree.norm(value.gradient)]).astype(jnp.float32)
     filled = jnp.arange(WINDOW)[:, None] < state.count
@@ -104,7 +105,7 @@ ADAGC_WARMUP = 100
 
 @struct.dataclass
 class NormMoments:
-    """Of gradient norms: their first, sum and sum of squares while they are collected, then running mean and variance.
+    """Mean and variance of gradient norms: of all while they are collected, exponential averages after that.
 
     Attributes:
       mean, variance: scalars.
@@ -124,10 +125,10 @@ def _no_norms(value: Update) -> NormMoments:
 def zclip(value, strength, state):
     """Clips gradients whose norm is more than the strength in standard deviations above its running mean.
 
-    ZClip (Kumar et al., 2025), as its authors' code has it: a norm of z standard deviations above the mean is clipped
-    to mean + strength^2 / z standard deviations; mean and variance decay by 0.97 an update, follow the clipped norm,
-    and begin as those of the first 25 norms, which are not clipped. A norm that is not finite is left to other guards,
-    and does not enter.
+    ZClip (Kumar et al., 2025), as in its authors' code: a norm of z standard deviations above the mean is clipped
+    to mean + strength^2 / z standard deviations. Mean and variance are exponential averages of the clipped norms with a
+    decay of 0.97, and begin as those of the first 25 norms, which are not clipped. A norm that is not finite is neither
+    clipped nor averaged.
     """
     norm = optax.tree.norm(value.gradient).astype(jnp.float32)
     std = jnp.sqrt(state.variance)
@@ -150,7 +151,7 @@ def zclip(value, strength, state):
 
 @struct.dataclass
 class TensorNorms:
-    """For each tensor of the gradient the running norm, and how many updates there have been."""
+    """The running norm of each tensor of the gradient, and the number of updates so far."""
 
     norms: list[jax.Array]
     count: jax.Array
@@ -164,9 +165,9 @@ def _no_tensor_norms(value: Update) -> TensorNorms:
 def adagc(value, strength, state):
     """Clips each tensor's gradient to the strength times the running norm of its clipped gradients.
 
-    AdaGC (Wang et al., 2025): the running norm decays by 0.98 an update. In the first 99 updates the whole gradient is
-    clipped to norm 1, and a tensor's running norm is its smallest one so far. A stack of equal layers is one tensor. An
-    update whose gradient is not finite does not enter.
+    AdaGC (Wang et al., 2025): the running norm is an exponential average with a decay of 0.98. In the first 99 updates
+    the whole gradient is clipped to norm 1, and a tensor's running norm is the smallest so far. A stack of equal layers
+    counts as one tensor. A gradient that is not finite does not change the running norms.
     """
     leaves, structure = jax.tree.flatten(value.gradient)
     count = state.count + 1

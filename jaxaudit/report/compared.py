@@ -24,13 +24,13 @@ GLOSSARY = [
     ("plain", "The learner without the variants' remedies and settings."),
     (
         "score",
-        "How many magnitudes of a perturbation a seed survives, of those tried: 1/4, 1/2, 1, 2 and 4 times the one at "
-        "which half of the plain learner's seeds collapse, or the one given where there is none.",
+        "The number of magnitudes of a perturbation at which a seed does not collapse, of those tried: 1/4, 1/2, 1, 2 "
+        "and 4 times the magnitude at which half of the plain learner's seeds collapse, or times the one given.",
     ),
     (
         "bought",
         "The score of the variant minus the plain learner's, paired by seed: the mean over the seeds whose undisturbed "
-        "lanes collapse in neither. Its interval and its p-value are exact, by flips of signs.",
+        "lanes collapse in neither. Its interval and p-value are those of an exact sign-flip permutation test.",
     ),
     ("paid", "The undisturbed performance of the variant minus the plain learner's, at the end of the run, by seed."),
     (
@@ -38,7 +38,7 @@ GLOSSARY = [
         "The share of a remedy's applications, from the onset on, in which it changed what it was given: of updates, "
         "for one that acts on updates. A remedy that never acted cannot have helped.",
     ),
-    ("time per step", "Of the undisturbed program, relative to the plain learner's, both timed in the same turns."),
+    ("time per step", "The time of an undisturbed step divided by the plain learner's; the two are timed in turns."),
     (
         "ratio of thresholds",
         "The magnitude at which a seed collapses, the variant's over the plain learner's: median over the seeds whose "
@@ -46,13 +46,13 @@ GLOSSARY = [
     ),
     (
         "fresh seeds",
-        "What stands out among many cells may do so by chance. It is tried again on other seeds, and the p-values of "
-        "these are adjusted for their number (Holm).",
+        "Among many differences some exclude zero by chance. Those that do are measured again on other seeds, and the "
+        "new p-values are adjusted for their number (Holm's method).",
     ),
     (
-        "would have shown",
-        "The true difference that a comparison of as many seeds, with differences as spread as these, would have shown "
-        "with a probability of 0.8.",
+        "(... would)",
+        "The true difference that a comparison with as many seeds and the same spread would have detected with a "
+        "probability of 0.8.",
     ),
 ]
 
@@ -104,7 +104,7 @@ def _about(spec: dict[str, Any]) -> str:
     return f"{learner.get('kind', '')}{on}"
 
 
-def _summary(bought: pd.DataFrame, again: pd.DataFrame, paid: pd.DataFrame, told: dict[str, Any]) -> Summary:
+def _summary(bought: pd.DataFrame, again: pd.DataFrame, paid: pd.DataFrame, saved: dict[str, Any]) -> Summary:
     helps = bought[bought.said.str.startswith("helps (")]
     harms = bought[bought.said.str.startswith("harms (")]
     if len(helps):
@@ -114,11 +114,13 @@ def _summary(bought: pd.DataFrame, again: pd.DataFrame, paid: pd.DataFrame, told
         )
         lead = lead.format(len(bought), pairs, "is" if len(helps) == 1 else "are")
     elif len(again):
-        lead = Markup("No variant is shown to be better than the plain learner: what stood out was not confirmed.")
+        lead = Markup(
+            "No variant is shown to be better than the plain learner: no difference was confirmed on fresh seeds."
+        )
         if len(harms):
             lead = Markup("No variant is shown to be better than the plain learner.")
     else:
-        lead = Markup("No difference between a variant and the plain learner shows.")
+        lead = Markup("No difference between a variant and the plain learner was detected.")
     sentences = [
         Markup("<b>{}</b> against {}: {:+.2g} of {:.0f} magnitudes on the seeds screened, {}.").format(
             row.variant, row.perturbation, row.difference, row.magnitudes, row.said
@@ -131,7 +133,7 @@ def _summary(bought: pd.DataFrame, again: pd.DataFrame, paid: pd.DataFrame, told
         ("seeds screened", f"{int(bought.seeds.max())}"),
     ]
     keys += [("fresh seeds", f"{int(again.seeds.max())}")] if len(again) else []
-    return Summary(lead, sentences, [str(note) for note in told.get("cautions", [])], keys)
+    return Summary(lead, sentences, [str(note) for note in saved.get("cautions", [])], keys)
 
 
 def _scores() -> list[Column]:

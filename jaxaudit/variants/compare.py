@@ -1,4 +1,4 @@
-"""`compare(...)`: a learner and variants of it, disturbed alike: what stability each buys, and what is paid."""
+"""`compare(...)`: how much stability variants of a learner gain, and what they cost."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from jaxaudit.remedied_learner import remedied, same_beginning
 from jaxaudit.remedies import Remedy
 from jaxaudit.results import lane_table
 from jaxaudit.variants import scoring, timing
-from jaxaudit.variants.design import REACH, Line, lines
+from jaxaudit.variants.design import REACH, Ladder, magnitude_ladders
 from jaxaudit.variants.words import cautions, text
 
 PLAIN = "plain"
-"""What the learner without the variants' remedies is called."""
+"""The name of the learner without the variants' remedies."""
 
 Centre = Literal["margin", "given"]
 CENTRES: tuple[Centre, ...] = ("margin", "given")
 
 TOLERANCE = 0.1
-"""Relative, of the plain learner's margin, which the magnitudes are laid about."""
+"""The relative tolerance of the plain learner's margin, on which magnitudes are centred."""
 
 SCREENED, FRESH = 8, 16
-"""Seeds that everything is tried on, and fresh ones for what stands out, unless told otherwise."""
+"""The default numbers of seeds on which all is screened, and of fresh seeds for confirmation."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found.
+    """The result of `compare`.
 
     Attributes:
       bought: one row for each variant and perturbation; see `scoring.bought`.
-      confirmed: those that stood out, on fresh seeds; the same columns with `p_holm` and `confirmed`.
-      paid: one row for each variant; see `scoring.paid`; with `step_time`, how many times the plain learner's a step
-        takes undisturbed, with `_low` and `_high`, where steps were timed.
+      confirmed: the rows whose interval excluded zero, measured again on fresh seeds, with `p_holm` and `confirmed`.
+      paid: one row for each variant; see `scoring.paid`; and, where steps were timed,
+        `step_time`, the time of an undisturbed step divided by the plain learner's, with `_low` and `_high`.
       acted: one row for each variant, remedy and perturbation; see `scoring.acted`.
-      lines: what was tried.
-      structures: names of the variants whose networks or settings make another program of the learner itself: their
-        lanes share with the plain learner's the seed alone.
+      ladders: the perturbations and magnitudes that were tried.
+      structures: names of the variants with other networks or settings, whose lanes share only the seed with the plain
+        learner's.
       lanes: the lanes of every variant, "plain" among them, by name: columns as in a run's `metrics.csv`.
       level: coverage of the intervals.
     """
@@ -57,13 +57,13 @@ class Comparison:
     confirmed: pd.DataFrame
     paid: pd.DataFrame
     acted: pd.DataFrame
-    lines: tuple[Line, ...]
+    ladders: tuple[Ladder, ...]
     structures: tuple[str, ...]
     lanes: Mapping[str, pd.DataFrame] = field(repr=False)
     level: float = 0.95
 
     def json(self) -> dict[str, Any]:
-        """The tables as lists of rows, NaN as None, and what to beware of."""
+        """Returns the tables as lists of rows, with None for NaN, and warnings under "cautions"."""
         tables = {"bought": self.bought, "confirmed": self.confirmed, "paid": self.paid, "acted": self.acted}
         found = {name: json.loads(rows.to_json(orient="records")) for name, rows in tables.items()}
         return found | {"cautions": cautions(self.bought, self.structures)}
@@ -86,29 +86,29 @@ def compare(
     turns: int = timing.TURNS,
     **how: Any,
 ) -> Comparison:
-    """Disturbs a learner and variants of it alike, and says what each buys and what is paid for it.
+    """Measures how much stability variants of a learner gain under perturbations, and what they cost.
 
-    Each perturbation is tried at five magnitudes, 1/4 to 4 times the plain learner's margin. A seed's score is the
-    number of magnitudes that it survives, and scores are compared seed by seed, with exact intervals. What stands out
-    is tried again on fresh seeds, and p-values are adjusted for their number (Holm). What is paid is the difference of
-    undisturbed performance, and of the time of a step.
+    Each perturbation is applied at five magnitudes, 1/4 to 4 times the plain learner's margin. The score of a seed is
+    the number of magnitudes at which it does not collapse. Scores are compared seed by seed, with exact intervals.
+    Differences whose interval excludes zero are measured again on fresh seeds, and their p-values are adjusted for
+    their number (Holm). The cost is the difference in undisturbed performance, and the relative time of a step.
 
     Args:
-      learner: the plain one.
-      variants: by name, remedies for it, or another learner on the same task.
-      perturbations: each with its window and target; magnitudes are where the search for the margin begins.
-      seeds: how many, or which, everything is tried on.
-      fresh: how many others confirm what stands out; 0: nothing is confirmed.
-      steps: of a run.
-      centre: "margin": magnitudes are about the plain learner's margin, and about the one given where there is none;
-        "given": about the one given, without a search.
+      learner: the plain learner.
+      variants: by name, remedies for the plain learner, or another learner on the same task.
+      perturbations: each with its window and target; the search for the margin begins at its magnitude.
+      seeds: the number of seeds, or the seeds, on which all variants are screened.
+      fresh: the number of other seeds for confirmation; 0: nothing is confirmed.
+      steps: the length of a run.
+      centre: "margin": magnitudes are centred on the plain learner's margin, or on the magnitude given where no margin
+        is found; "given": on the magnitude given, without a search.
       settings: windows of the metrics.
       level: coverage of the intervals.
-      turns: in which steps are timed; 0: they are not.
+      turns: how many times steps are timed; 0: they are not.
       **how: how lanes run, as in `audit`: execution, devices, model_devices, matmul_precision.
 
     Raises:
-      ValueError: as `audit` and `margin`; no variants, or one of a name that is taken; one sentence.
+      ValueError: as for `audit` and `margin`, or there is no variant, or one is called "plain".
     """
     if centre not in CENTRES:
         raise ValueError(f"centre must be {' or '.join(map(repr, CENTRES))}, not {centre!r}")
@@ -121,10 +121,10 @@ def compare(
     if centre == "margin":
         search: dict[str, Any] = {"tolerance": TOLERANCE, "reach": REACH, "criterion": "collapse", "level": level}
         found = margin(learner, perturbations, seeds=seeds, **options, **search)
-    tried = lines(perturbations, steps, found)
+    tried = magnitude_ladders(perturbations, steps, found)
 
-    def lanes_of(name: str, some: Sequence[Line], seeds: Sequence[int]) -> pd.DataFrame:
-        acting = [one for line in some for one in line.perturbations]
+    def lanes_of(name: str, some: Sequence[Ladder], seeds: Sequence[int]) -> pd.DataFrame:
+        acting = [one for ladder in some for one in ladder.perturbations]
         return lane_table(audit(learners[name], acting, seeds=seeds, **options).lanes)
 
     lanes = {name: lanes_of(name, tried, chosen) for name in learners}
@@ -142,7 +142,7 @@ def compare(
 
 
 def learners_of(learner: Learner, variants: Mapping[str, Learner | Remedy | Sequence[Remedy]]) -> dict[str, Learner]:
-    """The variants as learners, by name. Raises ValueError, in one sentence."""
+    """Returns the variants as learners, by name. Raises ValueError if one cannot be made."""
     if not variants:
         raise ValueError("there are no variants to compare with the plain learner")
     if PLAIN in variants:
@@ -161,34 +161,34 @@ def learners_of(learner: Learner, variants: Mapping[str, Learner | Remedy | Sequ
 
 
 def others_than(seeds: Sequence[int], count: int) -> list[int]:
-    """As many seeds after the largest of some."""
+    """Returns `count` seeds above the largest of `seeds`."""
     first = int(np.max(seeds)) + 1
     return list(range(first, first + count))
 
 
 def confirm(
     bought: pd.DataFrame,
-    tried: Sequence[Line],
+    tried: Sequence[Ladder],
     seeds: Sequence[int],
-    lanes_of: Callable[[str, Sequence[Line], Sequence[int]], pd.DataFrame],
+    lanes_of: Callable[[str, Sequence[Ladder], Sequence[int]], pd.DataFrame],
     level: float,
 ) -> pd.DataFrame:
-    """The cells that stand out among those screened, measured again on other seeds; no rows where there are none.
+    """Measures the rows of `bought` whose interval excludes zero again, on fresh seeds.
 
     Args:
-      bought: what was screened, as `scoring.bought` gives it.
-      tried: its lines.
-      seeds: the fresh ones; none: nothing is confirmed.
-      lanes_of: `lanes_of(name, lines, seeds)`, the lanes of a variant, or of `PLAIN`, on some lines and seeds.
+      bought: the table of `scoring.bought`.
+      tried: the ladders of that table.
+      seeds: the fresh seeds; with none, nothing is measured.
+      lanes_of: `lanes_of(name, ladders, seeds)` trains a variant, or `PLAIN`, and returns its lanes' table.
       level: coverage of the intervals.
 
     Returns:
-      the columns of `scoring.confirmed`.
+      the table of `scoring.confirmed`; no rows where no interval excludes zero.
     """
     standing = scoring.standing_out(bought) if seeds else bought.head(0)
     if not len(standing):
         return scoring.confirmed(bought.head(0), level)
-    some = [line for line in tried if line.name in set(standing.perturbation)]
+    some = [ladder for ladder in tried if ladder.name in set(standing.perturbation)]
     plain = lanes_of(PLAIN, some, seeds)
     variants = {name: lanes_of(name, some, seeds) for name in dict.fromkeys(standing.variant)}
     cells = scoring.bought(plain, variants, some, level)

@@ -1,4 +1,4 @@
-"""What a comparison tries: each perturbation at five magnitudes about the margin of the plain learner."""
+"""The design of a comparison: each perturbation at five magnitudes around the margin of the plain learner."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from jaxaudit.margins.table import Margins
 from jaxaudit.perturbations.core import Chain, Perturbation, Sweep
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""The magnitudes tried, as multiples of the margin of the plain learner, or of the magnitude given."""
+"""The magnitudes that are tried, as multiples of the plain learner's margin, or of the magnitude given."""
 
 REACH = 100.0
-"""How many times beyond the magnitudes given the margin of the plain learner is looked for."""
+"""How far beyond the magnitude given, as a factor, the plain learner's margin is searched for."""
 
 
 @dataclass(frozen=True)
-class Line:
+class Ladder:
     """A perturbation at several magnitudes, from mild to harsh.
 
     Attributes:
-      name: its own among the lines of a comparison.
-      onset: step.
-      perturbations: what acts at each magnitude; for a single perturbation one with a sweep.
-      magnitudes: of the first part, by rising harm.
-      factors: each magnitude as a multiple of the centre.
-      centre: "margin" or "given".
+      name: the perturbation's name, unique among the ladders of a comparison.
+      onset: the step at which it begins.
+      perturbations: what is audited: one perturbation with a sweep of magnitudes, or a chain for each magnitude.
+      magnitudes: those of the first part of a chain, from the least to the most harmful.
+      factors: each magnitude divided by the one in the centre.
+      centre: what the magnitude in the centre is: "margin", the plain learner's, or "given", the one in the spec.
     """
 
     name: str
@@ -38,22 +38,29 @@ class Line:
     centre: str
 
 
-def lines(perturbations: Sequence[Perturbation | Chain], steps: int, margins: Margins | None = None) -> list[Line]:
-    """The lines of a comparison in runs of `steps`; without margins the centre of each is the magnitude given.
+def magnitude_ladders(
+    perturbations: Sequence[Perturbation | Chain], steps: int, margins: Margins | None = None
+) -> list[Ladder]:
+    """Returns a ladder of magnitudes for each perturbation.
 
-    A magnitude that is the neutral one, or beyond what means something, is left out.
+    Magnitudes that are neutral or outside the range of the perturbation are left out.
+
+    Args:
+      perturbations: each with its window, target, and the magnitude given.
+      steps: the length of the runs.
+      margins: the plain learner's margins; None: each ladder is centred on the magnitude given.
 
     Raises:
-      ValueError: a perturbation has neutral or infinite magnitudes alone, or there is nothing that disturbs.
+      ValueError: a perturbation has only neutral or infinite magnitudes, or there is no perturbation.
     """
     found = list(rays(perturbations, steps, 1, REACH)) if margins is None else list(margins.plan.rays)
     if not found:
-        raise ValueError("nothing is disturbed, so there is nothing to compare at")
+        raise ValueError("there is no perturbation to compare variants under")
     middles = [math.nan] * len(found) if margins is None else [one.middle.value for one in margins.found]
-    return [_line(ray, u) for ray, u in zip(found, middles, strict=True)]
+    return [_ladder(ray, u) for ray, u in zip(found, middles, strict=True)]
 
 
-def _line(ray: Ray, margin: float) -> Line:
+def _ladder(ray: Ray, margin: float) -> Ladder:
     known = math.isfinite(margin)
     begin = margin if known else ray.points[(len(ray.points) - 1) // 2]
     tried: dict[tuple[float, ...], float] = {}
@@ -71,17 +78,17 @@ def _line(ray: Ray, margin: float) -> Line:
     else:
         acting = tuple(Chain(one) for one in parts)
     first = tuple(magnitudes[0] for magnitudes in tried)
-    return Line(ray.name, ray.onset, acting, first, tuple(tried.values()), "margin" if known else "given")
+    return Ladder(ray.name, ray.onset, acting, first, tuple(tried.values()), "margin" if known else "given")
 
 
-def conditions_of(found: Sequence[Line]) -> list[tuple[int, ...]]:
-    """For each line the positions of its control and its conditions in a grid of all lines' perturbations."""
+def conditions_of(found: Sequence[Ladder]) -> list[tuple[int, ...]]:
+    """Returns, for each ladder, the positions of its control and its conditions in the grid of all ladders."""
     places: list[tuple[int, ...]] = [()] * len(found)
     position = 0
-    for onset in sorted({line.onset for line in found}):
+    for onset in sorted({ladder.onset for ladder in found}):
         control, position = position, position + 1
-        for number, line in enumerate(found):
-            if line.onset == onset:
-                places[number] = (control, *range(position, position + len(line.magnitudes)))
-                position += len(line.magnitudes)
+        for number, ladder in enumerate(found):
+            if ladder.onset == onset:
+                places[number] = (control, *range(position, position + len(ladder.magnitudes)))
+                position += len(ladder.magnitudes)
     return places

@@ -1,4 +1,4 @@
-"""A comparison in a folder: ordinary runs of every variant, and the tables made of them; stopped, it goes on."""
+"""A comparison in a folder: an ordinary run of each variant, and tables; a comparison that was stopped is resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxaudit.specification.entries import Asked
 from jaxaudit.stored import table
 from jaxaudit.variants import scoring, timing
 from jaxaudit.variants.compare import PLAIN, TOLERANCE, Comparison, confirm, others_than
-from jaxaudit.variants.design import REACH, Line, lines
+from jaxaudit.variants.design import REACH, Ladder, magnitude_ladders
 from jaxaudit.variants.specification import ComparisonSpec, parse, slug_of
 
 SPEC, PILOT, VARIANTS, CONFIRMATION = "compare.toml", "pilot", "variants", "confirmation"
@@ -37,18 +37,18 @@ SUMMARY = "compare.json"
 
 
 def compare_in(comparison: ComparisonSpec, folder: Path, workers: Workers | None = None) -> Comparison:
-    """Runs a comparison in a folder, from where it stands.
+    """Runs a comparison in a folder, or resumes it.
 
     Args:
-      comparison: what is compared.
-      folder: new, or of the same comparison, which stopped or is finished. It gets `compare.toml`; `pilot`, a run of
-        the plain learner whose margins the magnitudes are laid about; `variants/NAME`, a run of each; `confirmation/
-        NAME`, runs on fresh seeds; and the tables of `Comparison` as CSV files.
-      workers: who trains; None: this process.
+      comparison: the spec.
+      folder: a new folder, or one of the same comparison. It gets `compare.toml`; `pilot`, a run of the plain learner
+        for its margins; `variants/NAME`, a run of each variant; `confirmation/NAME`, runs on fresh seeds; and the
+        tables of `Comparison` as CSV files.
+      workers: processes that train; None: this process.
 
     Raises:
       UserError: the folder holds something else, or a spec cannot be run; nothing is created then.
-      Interrupted: Ctrl-C; the same command goes on.
+      Interrupted: Ctrl-C; the same command resumes the comparison.
     """
     specs = {PLAIN: comparison.spec} | {variant.name: variant.spec for variant in comparison.variants}
     learners = {name: spec.build().program.learner for name, spec in specs.items()}  # or a mistake shows hours later
@@ -57,11 +57,11 @@ def compare_in(comparison: ComparisonSpec, folder: Path, workers: Workers | None
         try:
             return _compared(specs, learners, comparison, folder, workers)
         except Interrupted:
-            raise Interrupted("stopped; the same command goes on from what is trained") from None
+            raise Interrupted("stopped; the same command resumes the comparison") from None
 
 
 def _check(comparison: ComparisonSpec, folder: Path) -> None:
-    """Raises UserError where a folder holds something else than this comparison."""
+    """Raises UserError if a folder holds anything but this comparison."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} exists and is not a folder")
     found = [name for name in names(folder) if not name.startswith(UNFINISHED)] if folder.exists() else []
@@ -91,9 +91,9 @@ def _compared(
     level = 0.95
     found = _margins(comparison.spec, folder / PILOT, workers) if comparison.centre == "margin" else None
     perturbations = [entry.perturbation for entry in specs[PLAIN].expanded().perturbations if isinstance(entry, Asked)]
-    tried = lines(perturbations, comparison.spec.audit.steps, found)
+    tried = magnitude_ladders(perturbations, comparison.spec.audit.steps, found)
 
-    def lanes_of(name: str, place: str, some: Sequence[Line], seeds: Sequence[int] | None = None) -> pd.DataFrame:
+    def lanes_of(name: str, place: str, some: Sequence[Ladder], seeds: Sequence[int] | None = None) -> pd.DataFrame:
         spec = _at(specs[name], name, some, seeds)
         return _lanes(spec, folder / place / slug_of(name), workers)
 
@@ -124,9 +124,9 @@ def _margins(spec: Spec, folder: Path, workers: Workers | None) -> Margins:
     return margin_of(folder, None, None, chosen, workers)
 
 
-def _at(spec: Spec, name: str, some: Sequence[Line], seeds: Sequence[int] | None) -> Spec:
-    """A variant's spec with what is tried in the place of its perturbations, and other seeds."""
-    entries = tuple(Asked(one) for line in some for one in line.perturbations)
+def _at(spec: Spec, name: str, some: Sequence[Ladder], seeds: Sequence[int] | None) -> Spec:
+    """Returns a variant's spec with the perturbations of some ladders, and with other seeds if given."""
+    entries = tuple(Asked(one) for ladder in some for one in ladder.perturbations)
     audit = replace(spec.audit, name=f"{spec.audit.name}: {name}"[:100])
     if seeds is not None:
         audit = replace(audit, seeds=tuple(seeds))
@@ -154,7 +154,7 @@ def _run(spec: Spec, folder: Path, workers: Workers | None) -> None:
 
 
 def _step_times(specs: dict[str, Spec], path: Path) -> pd.DataFrame:
-    """Seconds per step, a column for each variant and a row for each turn; measured once."""
+    """Returns seconds per step, a column for each variant and a row for each turn, measured once for a folder."""
     if path.exists():
         return pd.read_csv(path)
     grids = {name: replace(spec, perturbations=()).build() for name, spec in specs.items()}

@@ -1,4 +1,4 @@
-"""What variants buy and what is paid: scores of seeds, paired with the plain learner's, with exact intervals."""
+"""Scores of variants, paired by seed with the plain learner's, and what the variants cost, with exact intervals."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from jaxaudit.channel_names import ACTED
 from jaxaudit.statistics import ranks, seeds_for
 from jaxaudit.statistics.paired import collapsed
 from jaxaudit.statistics.sign_flips import holm, sign_flips
-from jaxaudit.variants.design import Line, conditions_of
+from jaxaudit.variants.design import Ladder, conditions_of
 
 MOST_CONFIRMED = 12
-"""Cells that are confirmed on fresh seeds, at most."""
+"""How many pairs of variant and perturbation are tried again on fresh seeds, at most."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One variant's lanes on one line.
+    """The scores of one variant under one perturbation.
 
     Attributes:
-      survived: how many magnitudes each seed survives, `[seeds]`; NaN where it is not known, or its undisturbed lane
-        falls.
+      survived: for each seed, the number of magnitudes at which its lane does not collapse, float `[seeds]`; NaN where
+        the undisturbed lane collapses or a collapse time is unknown.
       fallen: bool `[seeds]`, whether the undisturbed lane collapses.
-      low, high: brackets of each seed's threshold, as magnitudes by rising harm: the harshest that it survives below
-        the mildest that it does not, and that one; NaN where there is no such magnitude or they contradict.
+      low, high: `[seeds]`, the harshest magnitude that a seed survives and the mildest at which it collapses, which
+        bracket its threshold; NaN where there is none, or a seed survives a magnitude harsher than one at which it
+        collapses.
     """
 
     survived: np.ndarray
@@ -38,24 +39,24 @@ class Scores:
     high: np.ndarray
 
 
-def score(lanes: pd.DataFrame, lines: Sequence[Line]) -> list[Scores]:
-    """The scores of a run's lanes, for each line; seeds ascend."""
+def score(lanes: pd.DataFrame, ladders: Sequence[Ladder]) -> list[Scores]:
+    """Returns the scores of a run's lanes for each ladder, seeds in ascending order."""
     times = _wide(lanes, "collapse_time")
-    return [_scores(times, line, places) for line, places in zip(lines, conditions_of(lines), strict=True)]
+    return [_scores(times, ladder, places) for ladder, places in zip(ladders, conditions_of(ladders), strict=True)]
 
 
 def _wide(lanes: pd.DataFrame, column: str) -> pd.DataFrame:
-    """A column of lanes by seed, ascending, and by the position of the condition in the grid."""
+    """Returns a column of the lanes' table with a row for each seed, ascending, and a column for each condition."""
     wide = lanes.pivot(index="seed", columns="condition", values=column).sort_index()
     in_order = wide[list(dict.fromkeys(lanes.condition))]
     return in_order.set_axis(range(in_order.shape[1]), axis=1)
 
 
-def _scores(times: pd.DataFrame, line: Line, places: tuple[int, ...]) -> Scores:
+def _scores(times: pd.DataFrame, ladder: Ladder, places: tuple[int, ...]) -> Scores:
     control = collapsed(times[places[0]])
     fell = np.stack([collapsed(times[place]) for place in places[1:]], axis=1)
     survived = np.where(control == 0, (1.0 - fell).sum(axis=1), np.nan)
-    magnitudes = np.array(line.magnitudes)
+    magnitudes = np.array(ladder.magnitudes)
     low, high = np.full(len(fell), np.nan), np.full(len(fell), np.nan)
     for seed, row in enumerate(fell):
         if control[seed] or np.isnan(row).any() or (np.diff(row) < 0).any():
@@ -66,14 +67,14 @@ def _scores(times: pd.DataFrame, line: Line, places: tuple[int, ...]) -> Scores:
     return Scores(survived, control == 1, low, high)
 
 
-def cell(plain: Scores, variant: Scores, line: Line, level: float) -> dict[str, Any]:
-    """What a variant buys on one line, beside the plain learner on the same seeds; columns as in `bought`."""
+def cell(plain: Scores, variant: Scores, ladder: Ladder, level: float) -> dict[str, Any]:
+    """Compares a variant with the plain learner on the same seeds, under one perturbation; columns as in `bought`."""
     both = ~np.isnan(plain.survived) & ~np.isnan(variant.survived)
     found = sign_flips(variant.survived[both] - plain.survived[both], level=level)
     ratio = ratio_of_thresholds(plain, variant, level)
     return {
-        "magnitudes": len(line.magnitudes),
-        "centre": line.centre,
+        "magnitudes": len(ladder.magnitudes),
+        "centre": ladder.centre,
         "score": _mean(variant.survived[both]),
         "plain_score": _mean(plain.survived[both]),
         "difference": found.value,
@@ -89,10 +90,11 @@ def cell(plain: Scores, variant: Scores, line: Line, level: float) -> dict[str, 
 
 
 def ratio_of_thresholds(plain: Scores, variant: Scores, level: float) -> dict[str, float]:
-    """The median of variant's over plain learner's threshold, over seeds whose brackets close in both, and bounds.
+    """Returns the median ratio of the variant's threshold to the plain learner's, with an interval.
 
-    A bracket's ends bound a seed's ratio; order statistics of lower and upper bounds bound the median of all seeds'
-    ratios. The value is that of the brackets' geometric middles. NaN where fewer brackets close than an interval takes.
+    Only seeds whose threshold is bracketed in both count. The ends of the brackets bound each seed's ratio, and order
+    statistics of these bounds are the interval of the median. The estimate is the median ratio of the brackets'
+    geometric means. NaN where there are too few of these seeds for an interval.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         least, most = np.log(variant.low / plain.high), np.log(variant.high / plain.low)
@@ -108,49 +110,50 @@ def ratio_of_thresholds(plain: Scores, variant: Scores, level: float) -> dict[st
 
 
 def bought(
-    plain: pd.DataFrame, variants: Mapping[str, pd.DataFrame], lines: Sequence[Line], level: float = 0.95
+    plain: pd.DataFrame, variants: Mapping[str, pd.DataFrame], ladders: Sequence[Ladder], level: float = 0.95
 ) -> pd.DataFrame:
-    """One row for each variant and perturbation.
+    """Returns how many more magnitudes each variant survives than the plain learner, for each perturbation.
 
     Args:
         plain, variants: lanes of the plain learner and, by name, of variants on the same seeds: columns seed, condition
             and collapse_time, the conditions in the order of `design.conditions_of`.
-        lines: what was tried.
+        ladders: the perturbations and magnitudes that were tried.
         level: coverage of the intervals.
 
     Returns:
-        columns `variant`, `perturbation`, `onset`; `score` and `plain_score`, means over the seeds that stand
-        undisturbed in both; `difference` with `_low` and `_high`, its exact interval, `p`, and how many such `seeds`;
-        `detectable`, see `SignFlips`; `fallen` and `plain_fallen`, seeds whose undisturbed lane collapses; `ratio` of
-        thresholds with `_low`, `_high` and `ratio_seeds`; `magnitudes` tried and their `centre`.
+        columns `variant`, `perturbation`, `onset`; `score` and `plain_score`, means over the seeds whose undisturbed
+        lanes collapse in neither; `difference` with its exact interval `_low` and `_high`, `p`, and the number of these
+        `seeds`; `detectable`, see `SignFlips`; `fallen` and `plain_fallen`, the number of seeds whose undisturbed lane
+        collapses; `ratio` of thresholds with `_low`, `_high` and `ratio_seeds`; `magnitudes`, how many were tried, and
+        their `centre`.
     """
-    before = score(plain, lines)
+    before = score(plain, ladders)
     rows = []
     for name, lanes in variants.items():
-        for line, one, other in zip(lines, before, score(lanes, lines), strict=True):
+        for ladder, one, other in zip(ladders, before, score(lanes, ladders), strict=True):
             rows.append(
-                {"variant": name, "perturbation": line.name, "onset": line.onset, **cell(one, other, line, level)}
+                {"variant": name, "perturbation": ladder.name, "onset": ladder.onset, **cell(one, other, ladder, level)}
             )
     return pd.DataFrame(rows)
 
 
 def standing_out(cells: pd.DataFrame) -> pd.DataFrame:
-    """The cells whose interval excludes zero, by p and then by size, at most `MOST_CONFIRMED`."""
+    """Returns the rows whose interval excludes zero, at most `MOST_CONFIRMED`, by p and then by size."""
     apart = cells[(cells.difference_low > 0) | (cells.difference_high < 0)]
     order = np.lexsort((-apart.difference.abs(), apart.p))
     return apart.iloc[order[:MOST_CONFIRMED]]
 
 
 def confirmed(cells: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
-    """Cells of fresh seeds with `p_holm`, adjusted for their number, and `confirmed`, if that is at most 1 - level."""
+    """Adds `p_holm`, the p-value adjusted for the number of rows, and `confirmed`, whether it is at most 1 - level."""
     adjusted = holm(cells.p) if len(cells) else np.array([])
     return cells.assign(p_holm=adjusted, confirmed=adjusted <= 1 - level)
 
 
 def paid(
-    plain: pd.DataFrame, variants: Mapping[str, pd.DataFrame], lines: Sequence[Line], level: float = 0.95
+    plain: pd.DataFrame, variants: Mapping[str, pd.DataFrame], ladders: Sequence[Ladder], level: float = 0.95
 ) -> pd.DataFrame:
-    """One row for each variant: what it costs in undisturbed performance, paired by seed.
+    """Returns what each variant costs in undisturbed performance, paired by seed; one row for each.
 
     Args: as for `bought`, with the column final_performance.
 
@@ -159,7 +162,7 @@ def paid(
         `performance_difference` with `_low`, `_high`, `performance_p`, and `performance_seeds`, those that are finite
         in both.
     """
-    control = min(places[0] for places in conditions_of(lines))
+    control = min(places[0] for places in conditions_of(ladders))
 
     def last(lanes: pd.DataFrame) -> np.ndarray:
         return _wide(lanes, "final_performance")[control].to_numpy(float)
@@ -184,8 +187,8 @@ def paid(
     return pd.DataFrame(rows)
 
 
-def acted(variants: Mapping[str, pd.DataFrame], lines: Sequence[Line]) -> pd.DataFrame:
-    """One row for each variant, each of its remedies that acts while it trains, and each perturbation.
+def acted(variants: Mapping[str, pd.DataFrame], ladders: Sequence[Ladder]) -> pd.DataFrame:
+    """Returns how often remedies acted: a row for each variant, remedy that acts while it trains, and perturbation.
 
     Args: as for `bought`, with columns acted_NAME where lanes have remedies.
 
@@ -197,12 +200,12 @@ def acted(variants: Mapping[str, pd.DataFrame], lines: Sequence[Line]) -> pd.Dat
     for variant, lanes in variants.items():
         for column in (str(name) for name in lanes if str(name).startswith(ACTED)):
             shares = _wide(lanes, column)
-            for line, (control, *disturbed) in zip(lines, conditions_of(lines), strict=True):
+            for ladder, (control, *disturbed) in zip(ladders, conditions_of(ladders), strict=True):
                 rows.append(
                     {
                         "variant": variant,
                         "remedy": column.removeprefix(ACTED),
-                        "perturbation": line.name,
+                        "perturbation": ladder.name,
                         "acted": _mean(shares[disturbed].to_numpy(float)),
                         "acted_undisturbed": _mean(shares[control].to_numpy(float)),
                     }

@@ -1,4 +1,4 @@
-"""The spec of a comparison: an audit's, with [[variant]] tables and a table [compare]."""
+"""The spec of a comparison: that of an audit with [[variant]] tables and a table [compare]."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST_FRESH = 1000
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """[[variant]]: the spec with other settings of the learner, or with remedies.
+    """A table [[variant]]: other settings of the learner, or remedies.
 
     Attributes:
-      name: what tables call it.
-      learner: settings that are other than in [learner].
-      spec: the whole spec of the variant.
+      name: the variant's name in tables.
+      learner: settings that differ from [learner].
+      spec: the complete spec of the variant.
     """
 
     name: str
@@ -34,13 +34,13 @@ class VariantSpec:
 
 @dataclass(frozen=True)
 class ComparisonSpec:
-    """A comparison.
+    """The spec of a comparison.
 
     Attributes:
-      spec: of the plain learner.
-      variants: what is compared with it.
-      centre, fresh: see `jaxaudit.compare`.
-      source: where it was read; it does not count in comparisons.
+      spec: the plain learner's.
+      variants: what is compared with the plain learner.
+      centre, fresh: as in `jaxaudit.compare`.
+      source: the file it was read from, for error messages; equality ignores it.
     """
 
     spec: Spec
@@ -61,7 +61,7 @@ class ComparisonSpec:
 
 
 def load(path: Path) -> ComparisonSpec:
-    """Reads the spec of a comparison from a file. Raises UserError if it cannot be read or is none."""
+    """Reads the spec of a comparison from a file. Raises UserError if the file cannot be read or is not one."""
     return parse(spec_text(path), str(path), path.parent)
 
 
@@ -80,7 +80,7 @@ def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonS
     variants = tuple(_variant(values, place, document, folder) for values, place in listed(sections, "variant"))
     _check_names(variants, source)
     if not spec.perturbations:
-        raise UserError(f"{source}: there is no table [[perturbation]], so there is nothing to compare at")
+        raise UserError(f"{source}: there is no table [[perturbation]], so there is nothing to compare under")
     centre = table.get("centre", Literal["margin", "given"], "margin")
     return ComparisonSpec(spec, variants, centre, fresh, source)
 
@@ -117,6 +117,6 @@ def _check_names(variants: tuple[VariantSpec, ...], source: str) -> None:
 
 
 def slug_of(name: str) -> str:
-    """A variant's name as a folder's name."""
+    """Returns a folder's name for a variant's name."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
     return kept.strip("-.").lower() or "variant"

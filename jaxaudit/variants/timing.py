@@ -1,4 +1,4 @@
-"""What a step of each variant costs: undisturbed programs timed in turns, so that a slow moment is everybody's."""
+"""The time of a step of each variant: undisturbed programs, timed in turns so that all meet the same slow moments."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from jaxaudit.program import LaneState
 from jaxaudit.statistics import ranks
 
 TURNS = 11
-"""Turns in which every program is timed; with 11 the median's interval covers 0.99."""
+"""How many times every program is timed; with 11 the interval of the median has a coverage of 0.99."""
 
 SECONDS = 0.3
-"""What a timing lasts at least, as far as the steps of a run allow."""
+"""The least duration of one timing, as far as the number of steps in a run allows."""
 
 
 def step_seconds(grids: Mapping[str, Grid], turns: int = TURNS) -> dict[str, list[float]]:
-    """Seconds per step of the undisturbed lanes of some grids, one after the other in each turn.
+    """Times the undisturbed lanes of several grids, one grid after the other in each turn.
 
     Args:
-      grids: by name; each has the same seeds.
-      turns: how many.
+      grids: by name; all have the same number of seeds.
+      turns: how many times each is timed.
 
     Returns:
-      for each name the seconds per step of all its lanes, in the order of turns.
+      for each name, seconds per step of all its lanes together, one number for each turn.
     """
     timed = {name: _Timed(grid) for name, grid in grids.items()}
     found: dict[str, list[float]] = {name: [] for name in grids}
@@ -40,7 +40,7 @@ def step_seconds(grids: Mapping[str, Grid], turns: int = TURNS) -> dict[str, lis
 
 
 def relative(times: Sequence[float], plain: Sequence[float], level: float = 0.95) -> dict[str, float]:
-    """The median ratio of times of the same turns, `step_time`, with `_low` and `_high`: order statistics."""
+    """Returns the median over turns of the ratio of two times, `step_time`, with its interval `_low` and `_high`."""
     ratios = np.sort(np.asarray(times) / np.asarray(plain))
     low, high, coverage = ranks(ratios.size, level)
     bounds = (ratios[low - 1], ratios[high - 1]) if coverage >= level else (math.nan, math.nan)
@@ -49,7 +49,7 @@ def relative(times: Sequence[float], plain: Sequence[float], level: float = 0.95
 
 
 class _Timed:
-    """The undisturbed program of a grid, compiled, and where its lanes are."""
+    """The undisturbed program of a grid, compiled, and the state of its lanes."""
 
     def __init__(self, grid: Grid):
         def undisturbed(most: int | None) -> Plan:
@@ -77,7 +77,7 @@ class _Timed:
         return (time.perf_counter() - begun) / (stop - start)
 
     def turn(self) -> float:
-        """Seconds per step of some steps more, from the beginning where the run is over."""
+        """Trains some steps further, or from the beginning at the end of the run, and returns seconds per step."""
         if self._at + self._each > self._steps:
             self._begin()
         return self._go()

@@ -1,4 +1,4 @@
-"""A comparison in words: a table of what is bought and paid, and how to read it."""
+"""The text of a comparison: its tables, and sentences on how to read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text(
     structures: Collection[str],
     level: float,
 ) -> str:
-    """The tables with verdicts, and how to read them, as lines for a terminal."""
+    """Returns the tables with verdicts, followed by explanations, for a terminal."""
     rows = [bought_cells(row, verdict(row, confirmed, level)) for row in bought.to_dict("records")]
     lines = ["bought: magnitudes survived, of those tried", *aligned([BOUGHT, *rows]), ""]
     lines += ["paid: undisturbed", *aligned([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
@@ -34,9 +34,9 @@ def text(
 
 
 def verdict(row: dict[str, Any], confirmed: pd.DataFrame, level: float) -> str:
-    """What can be said of a variant and a perturbation, in a few words."""
+    """Returns a verdict on a variant under a perturbation, in a few words."""
     if not row["seeds"]:
-        return "no seed stands undisturbed in both"
+        return "each seed collapses undisturbed in one of both"
     again = confirmed[(confirmed.variant == row["variant"]) & (confirmed.perturbation == row["perturbation"])]
     if len(again):
         one = again.iloc[0]
@@ -48,41 +48,43 @@ def verdict(row: dict[str, Any], confirmed: pd.DataFrame, level: float) -> str:
     if math.isnan(row["difference_low"]):
         return "too few seeds to tell"
     could = row["detectable"]
-    return "no difference that shows" + ("" if math.isnan(could) else f" ({could:.2g} would)")
+    return "no difference detected" + ("" if math.isnan(could) else f" ({could:.2g} would)")
 
 
 def explanations(bought: pd.DataFrame, confirmed: pd.DataFrame, level: float) -> list[str]:
-    """How to read the tables, one sentence each."""
+    """Returns explanations of the tables, one sentence each."""
     found = [
-        "difference: of scores, variant less plain, the mean over the seeds whose undisturbed lanes stand in both, "
-        f"with its exact {100 * level:g}% interval (flips of signs)"
+        "difference: score of the variant minus the plain learner's, mean over the seeds whose undisturbed lanes "
+        f"collapse in neither, with its exact {100 * level:g}% interval (a sign-flip permutation test)"
     ]
     if bought.detectable.notna().any():
-        found.append("(... would): the true difference that these seeds would have shown with a probability of 0.8")
+        found.append(
+            "(... would): the true difference that this comparison would have detected with a probability of 0.8"
+        )
     if len(confirmed):
         found.append(
-            f"fresh seeds: what stood out, tried again; p-values are adjusted for {len(confirmed)} by Holm's method, "
-            f"and confirm at {1 - level:.2g}"
+            f"fresh seeds: the {len(confirmed)} differences whose interval excluded zero, measured again; confirmed "
+            f"where the p-value, adjusted by Holm's method, is at most {1 - level:.2g}"
         )
     return found
 
 
 def cautions(bought: pd.DataFrame, structures: Collection[str]) -> list[str]:
-    """What to beware of, one sentence each."""
+    """Returns warnings, one sentence each."""
     found = []
     fallen = bought[(bought.fallen > 0) | (bought.plain_fallen > 0)]
     for row in fallen.drop_duplicates(["variant", "onset"]).to_dict("records"):
         found.append(
-            f"{row['variant']}: {row['fallen']} of its seeds collapse undisturbed, and {row['plain_fallen']} of the "
-            "plain learner's, which have no score"
+            f"{row['variant']}: {row['fallen']} of its seeds and {row['plain_fallen']} of the plain learner's collapse "
+            "undisturbed; they have no score"
         )
     given = list(dict.fromkeys(bought[bought.centre == "given"].perturbation))
     if given:
-        found.append(f"magnitudes about the one given, without a margin: {', '.join(given)}")
+        found.append(f"magnitudes are centred on the one given, not on a margin: {', '.join(given)}")
     if structures:
         found.append(
-            f"of another structure: {', '.join(structures)}; lanes share with the plain learner's the seed alone, so "
-            "that differences are less precise"
+            f"{', '.join(structures)}: another network or other settings, so that lanes share only the seed with the "
+            "plain learner's, not its randomness, and differences are less precise"
         )
     return found
 
