@@ -13,6 +13,7 @@ from jaxaudit.learners.dialogue import advantages, aggregation, clipping, correc
 from jaxaudit.learners.dialogue.aggregation import denominators
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.estimation import estimate
+from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.policy_loss import Now, Rows, policy_loss, weights
 from jaxaudit.learners.dialogue.presets import PRESETS
@@ -477,3 +478,21 @@ def test_coefficients_are_data_of_one_program():
         for one, two in zip(jax.tree.leaves(together), jax.tree.leaves(single), strict=True):
             np.testing.assert_allclose(one[lane], two, rtol=1e-4, atol=1e-6)
     assert len({float(v) for v in together[0]["loss"]}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "some"),
+    [
+        ("top_p", 1.0, (0.9, 0.5)),
+        ("entropy_coefficient", 0.0, (0.01, 1.0)),
+        ("gae_lambda_length", 0.0, (0.05, 1.0)),
+        ("overlong_buffer", 0.0, (0.1, 0.9)),
+    ],
+)
+def test_a_number_that_leaves_a_part_out_is_structure_and_any_other_is_data(name, left_out, some):
+    """What a neutral number leaves out is not computed; learners with two other numbers share a program."""
+    settings = settings_of("ppo_lm")
+    without = settings(**{name: left_out}).structure
+    one, other = (settings(**{name: value}).structure for value in some)
+    assert getattr(without, name) == left_out
+    assert one == other != without
