@@ -20,6 +20,7 @@ from scipy import stats
 import jaxaudit as ja
 from jaxaudit import remedies
 from jaxaudit.cli import main
+from jaxaudit.errors import Interrupted
 from jaxaudit.metrics import MetricSettings
 from jaxaudit.registry import learners
 from jaxaudit.results import lane_table
@@ -28,6 +29,7 @@ from jaxaudit.variants import scoring, timing
 from jaxaudit.variants.compare import others_than
 from jaxaudit.variants.design import FACTORS, conditions_of, magnitude_ladders
 from jaxaudit.variants.specification import parse
+from jaxaudit.variants.words import verdict
 
 STEPS, ONSET = 60, 20
 WINDOWS = MetricSettings(window=10, hold=10)
@@ -328,7 +330,23 @@ def test_a_comparison_says_what_helps_what_harms_and_what_does_nothing():
     text = str(found)
     acted = found.acted.set_index("variant")
     assert dict(acted.acted) == {"half": 1.0, "double": 1.0, "nothing": 0.0}
-    for words in ("helps (", "harms (", "no difference detected", "half", "time per step", "acted: "):
+    assert found.json()["tried"] == [
+        {
+            "perturbation": "lr_spike",
+            "onset": ONSET,
+            "centre": "margin",
+            "magnitudes": list(found.ladders[0].magnitudes),
+        }
+    ]
+    for words in (
+        "helps (",
+        "harms (",
+        "no difference detected",
+        "half",
+        "time per step",
+        "acted: ",
+        "magnitudes tried",
+    ):
         assert words in text
 
 
@@ -467,8 +485,37 @@ def test_another_comparison_in_the_same_folder_is_refused(folder, capsys):
     assert "holds another comparison" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Interrupted])
+def test_a_comparison_that_is_interrupted_says_how_it_is_resumed(stop, tmp_path, capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise stop
+
+    monkeypatch.setattr("jaxaudit.variants.folder._compared", interrupted)
+    (tmp_path / "spec.toml").write_text(SPEC)
+    assert main(["compare", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "out")]) == 130
+    assert "the same command resumes the comparison" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ((5.0, 5.0), "both survive every magnitude: too mild to tell"),
+        ((0.0, 0.0), "both survive no magnitude: too harsh to tell"),
+        ((2.0, 2.0), "no difference detected"),
+    ],
+)
+def test_scores_at_either_end_of_the_magnitudes_are_no_null_result(scores, words):
+    row = {"variant": "a", "perturbation": "b", "seeds": 8, "difference": 0.0, "difference_low": 0.0, "magnitudes": 5}
+    row |= {"score": scores[0], "plain_score": scores[1], "difference_high": 0.0, "detectable": np.nan}
+    assert verdict(row, pd.DataFrame(columns=["variant", "perturbation"]), 0.95) == words
+
+
 VARIANT = SPEC.index("[[variant]]")
 WRONG = {
+    "too short": (
+        SPEC.replace("steps = 60", "steps = 29"),
+        "only 9 steps follow the onset of lr_spike, fewer than hold",
+    ),
     "no variants": (SPEC[:VARIANT] + SPEC[SPEC.index("[[perturbation]]") :], "there is no table [[variant]]"),
     "one bracket": (
         SPEC.replace('[[variant]]\nname = "half the clip"', '[variant2]\nname = "x"'),

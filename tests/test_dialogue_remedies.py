@@ -918,7 +918,7 @@ def test_an_iteration_s_coefficients_are_what_remedies_at_their_sites_make_of_th
 REFUSED = [
     ("grpo", "length_adaptive_lambda", "'length_adaptive_lambda': .* advantage must be 'gae', not 'group'"),
     ("dpo", "length_adaptive_lambda", "'length_adaptive_lambda': .* advantage must be 'gae'"),
-    ("grpo", "critic_layer_norm", "'critic_layer_norm': learner 'grpo' has no setting 'critic_layer_norm'"),
+    ("grpo", "critic_layer_norm", "it changes the setting 'critic_layer_norm', which learner 'grpo' does not have"),
     ("dpo", "kl_cov", "'kl_cov': .* objective must be 'policy'"),
     ("gspo", "clip_cov", "'clip_cov': .* ratio 'token'"),
     ("rloo", "kl_cov", "'kl_cov': .* ratio 'token'"),

@@ -1221,3 +1221,10 @@ def test_a_strength_may_be_a_number_of_numpy_and_a_switch_is_whole():
     with pytest.raises(ValueError, match="must be a whole number"):
         remedies.nonfinite_skip(0.5)
     assert replace(remedies.zclip(), strength=3).strength == 3.0
+
+
+def test_a_setting_that_a_learner_does_not_have_is_refused_with_the_nearest_one():
+    with pytest.raises(
+        ValueError, match=r"unknown setting of learner 'ppo' 'num_env' .did you mean 'num_envs'.*; allowed: "
+    ):
+        ja.learners.ppo("CartPole-v1", num_env=4)

@@ -179,7 +179,7 @@ def ppo(task: Any, **settings: Any) -> Learner:
     Raises:
       ValueError: for a task or setting that does not exist or makes no sense.
     """
-    chosen = PPOSettings(**settings)
+    chosen = checks.made(PPOSettings, settings, "ppo")
     return on_task(PPO, task, chosen, "ppo", chosen.batch_size)
 
 

@@ -6,6 +6,16 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxaudit import registry
+
+
+def made(kind: type, given: Mapping[str, Any], learner: str) -> Any:
+    """Returns the settings of a learner, `kind(**given)`. Raises ValueError for a name that is no setting."""
+    known = [f.name for f in dataclasses.fields(kind) if f.init]
+    for name in given:
+        registry.check(f"setting of learner '{learner}'", name, known)
+    return kind(**given)
+
 
 def changed(settings: Any, change: Callable[[Any], Mapping[str, Any]], learner: str) -> Any:
     """Settings with the values that `change(settings)` gives, by name, in the place of theirs.
@@ -16,7 +26,7 @@ def changed(settings: Any, change: Callable[[Any], Mapping[str, Any]], learner: 
     values = dict(change(settings))
     known = {f.name for f in dataclasses.fields(settings) if f.init}
     if unknown := [name for name in values if name not in known]:
-        raise ValueError(f"learner '{learner}' has no setting '{unknown[0]}'")
+        raise ValueError(f"it changes the setting '{unknown[0]}', which learner '{learner}' does not have")
     return dataclasses.replace(settings, **values)
 
 

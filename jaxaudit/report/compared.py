@@ -16,7 +16,7 @@ from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Cell, Column, Table, estimate, figures, number, table, word
 from jaxaudit.stored import table as stored
 from jaxaudit.variants.folder import ACTED, BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
-from jaxaudit.variants.words import verdict
+from jaxaudit.variants.words import magnitude_cells, verdict
 
 LEVEL = 0.95
 
@@ -80,18 +80,20 @@ def build(folder: Path) -> Path:
     if bought is None or paid is None:
         raise FileNotFoundError(f"the comparison in {folder} has no rows")
     again = bought.head(0).assign(p_holm=[], confirmed=[]) if confirmed is None else confirmed
+    saved = read_object(folder / SUMMARY)
     bought["said"] = [verdict(row, again, LEVEL) for row in bought.to_dict("records")]
     return Page(
         kicker="Variants compared",
         heading=str(spec.get("audit", {}).get("name", folder.name)),
         about=_about(spec),
-        summary=_summary(bought, again, paid, read_object(folder / SUMMARY)),
+        summary=_summary(bought, again, paid, saved),
         sections=[
             Section("picture", "Bought and paid", "Picture", [_picture(bought, paid, style.slug(folder.name))]),
             Section("bought", "What is bought", "Bought", [_bought(bought)]),
             Section("again", "Tried again on fresh seeds", "Fresh seeds", [_confirmed(again) if len(again) else None]),
             Section("paid", "What is paid", "Paid", [_paid(paid)]),
             Section("acted", "How often remedies acted", "Acted", [None if acted is None else _acted(acted)]),
+            Section("tried", "Magnitudes tried", "Magnitudes", [_tried(saved.get("tried", []))]),
             Section("about", "", "", [Details("Spec", [Text(text)])]),
         ],
         glossary=GLOSSARY,
@@ -198,6 +200,14 @@ def _acted(rows: pd.DataFrame) -> Table:
             figures("acted_undisturbed", "acted, undisturbed", _share),
         ],
     )
+
+
+def _tried(ladders: list[dict[str, Any]]) -> Table | None:
+    cells = [magnitude_cells(one) for one in ladders]
+    if not cells:
+        return None
+    rows = pd.DataFrame(cells, columns=["perturbation", "from", "magnitudes", "centre"])
+    return table(rows, [word(str(name)) for name in rows])
 
 
 def _share(value: float) -> str:

@@ -20,7 +20,7 @@ from jaxaudit.remedied_learner import remedied, same_beginning
 from jaxaudit.remedies import Remedy
 from jaxaudit.results import lane_table
 from jaxaudit.variants import scoring, timing
-from jaxaudit.variants.design import REACH, Ladder, magnitude_ladders
+from jaxaudit.variants.design import REACH, Ladder, check_windows, magnitude_ladders
 from jaxaudit.variants.words import cautions, text
 
 PLAIN = "plain"
@@ -66,10 +66,12 @@ class Comparison:
         """Returns the tables as lists of rows, with None for NaN, and warnings under "cautions"."""
         tables = {"bought": self.bought, "confirmed": self.confirmed, "paid": self.paid, "acted": self.acted}
         found = {name: json.loads(rows.to_json(orient="records")) for name, rows in tables.items()}
-        return found | {"cautions": cautions(self.bought, self.structures)}
+        tried = [ladder.json() for ladder in self.ladders]
+        return found | {"tried": tried, "cautions": cautions(self.bought, self.structures)}
 
     def __str__(self) -> str:
-        return text(self.bought, self.confirmed, self.paid, self.acted, self.structures, self.level)
+        tables = (self.bought, self.confirmed, self.paid, self.acted)
+        return text(*tables, [ladder.json() for ladder in self.ladders], self.structures, self.level)
 
 
 def compare(
@@ -98,7 +100,7 @@ def compare(
       variants: by name, remedies for the plain learner, or another learner on the same task.
       perturbations: each with its window and target; the search for the margin begins at its magnitude.
       seeds: the number of seeds, or the seeds, on which all variants are screened.
-      fresh: the number of other seeds for confirmation; 0: nothing is confirmed.
+      fresh: the number of other seeds for confirmation; 0: no difference is measured again.
       steps: the length of a run.
       centre: "margin": magnitudes are centred on the plain learner's margin, or on the magnitude given where no margin
         is found; "given": on the magnitude given, without a search.
@@ -117,6 +119,7 @@ def compare(
     learners = {PLAIN: learner} | learners_of(learner, variants)
     chosen: Any = range(seeds) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
     options: dict[str, Any] = {"steps": steps, "settings": settings, **how}
+    check_windows(magnitude_ladders(perturbations, steps), steps, settings or MetricSettings())
     found = None
     if centre == "margin":
         search: dict[str, Any] = {"tolerance": TOLERANCE, "reach": REACH, "criterion": "collapse", "level": level}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxaudit.margins.rays import Ray, rays
 from jaxaudit.margins.table import Margins
+from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations.core import Chain, Perturbation, Sweep
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -36,6 +38,15 @@ class Ladder:
     magnitudes: tuple[float, ...]
     factors: tuple[float, ...]
     centre: str
+
+    def json(self) -> dict[str, Any]:
+        """Returns what is tried, in JSON's types."""
+        return {
+            "perturbation": self.name,
+            "onset": self.onset,
+            "centre": self.centre,
+            "magnitudes": list(self.magnitudes),
+        }
 
 
 def magnitude_ladders(
@@ -79,6 +90,17 @@ def _ladder(ray: Ray, margin: float) -> Ladder:
         acting = tuple(Chain(one) for one in parts)
     first = tuple(magnitudes[0] for magnitudes in tried)
     return Ladder(ray.name, ray.onset, acting, first, tuple(tried.values()), "margin" if known else "given")
+
+
+def check_windows(ladders: Sequence[Ladder], steps: int, settings: MetricSettings) -> None:
+    """Raises ValueError if a run is too short for a collapse to be recognised."""
+    for ladder in ladders:
+        left = steps - ladder.onset
+        if left < settings.hold:
+            raise ValueError(
+                f"no collapse could be recognised: only {left} steps follow the onset of {ladder.name}, fewer than "
+                f"hold = {settings.hold} in the metrics' windows"
+            )
 
 
 def conditions_of(found: Sequence[Ladder]) -> list[tuple[int, ...]]:

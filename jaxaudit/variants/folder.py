@@ -13,11 +13,12 @@ from typing import Any
 import pandas as pd
 
 from jaxaudit.backends.backend import Workers
-from jaxaudit.errors import Interrupted, UserError
+from jaxaudit.errors import Interrupted, UserError, placed
 from jaxaudit.files import UNFINISHED, check_contents, locked, names, write_text
 from jaxaudit.margins.folder import margin_of
 from jaxaudit.margins.search import Settings
 from jaxaudit.margins.table import Margins
+from jaxaudit.perturbations.core import Chain, Perturbation
 from jaxaudit.remedied_learner import same_beginning
 from jaxaudit.runner import durable
 from jaxaudit.runner.opening import is_finished
@@ -27,7 +28,7 @@ from jaxaudit.specification.entries import Asked
 from jaxaudit.stored import table
 from jaxaudit.variants import scoring, timing
 from jaxaudit.variants.compare import PLAIN, TOLERANCE, Comparison, confirm, others_than
-from jaxaudit.variants.design import REACH, Ladder, magnitude_ladders
+from jaxaudit.variants.design import REACH, Ladder, check_windows, magnitude_ladders
 from jaxaudit.variants.specification import ComparisonSpec, parse, slug_of
 
 SPEC, PILOT, VARIANTS, CONFIRMATION = "compare.toml", "pilot", "variants", "confirmation"
@@ -53,10 +54,13 @@ def compare_in(comparison: ComparisonSpec, folder: Path, workers: Workers | None
     specs = {PLAIN: comparison.spec} | {variant.name: variant.spec for variant in comparison.variants}
     learners = {name: spec.build().program.learner for name, spec in specs.items()}  # or a mistake shows hours later
     _check(comparison, folder)
+    with placed(comparison.source):
+        steps, metrics = comparison.spec.audit.steps, comparison.spec.metrics
+        check_windows(magnitude_ladders(_perturbations(comparison.spec), steps), steps, metrics)
     with _locked_folder(comparison, folder):
         try:
             return _compared(specs, learners, comparison, folder, workers)
-        except Interrupted:
+        except (Interrupted, KeyboardInterrupt):
             raise Interrupted("stopped; the same command resumes the comparison") from None
 
 
@@ -90,8 +94,7 @@ def _compared(
 ) -> Comparison:
     level = 0.95
     found = _margins(comparison.spec, folder / PILOT, workers) if comparison.centre == "margin" else None
-    perturbations = [entry.perturbation for entry in specs[PLAIN].expanded().perturbations if isinstance(entry, Asked)]
-    tried = magnitude_ladders(perturbations, comparison.spec.audit.steps, found)
+    tried = magnitude_ladders(_perturbations(comparison.spec), comparison.spec.audit.steps, found)
 
     def lanes_of(name: str, place: str, some: Sequence[Ladder], seeds: Sequence[int] | None = None) -> pd.DataFrame:
         spec = _at(specs[name], name, some, seeds)
@@ -116,6 +119,10 @@ def _compared(
     result = Comparison(bought, confirmed, paid, acted, tuple(tried), structures, lanes, level)
     write_text(folder / SUMMARY, json.dumps(result.json(), indent=2) + "\n")
     return result
+
+
+def _perturbations(spec: Spec) -> list[Perturbation | Chain]:
+    return [entry.perturbation for entry in spec.expanded().perturbations if isinstance(entry, Asked)]
 
 
 def _margins(spec: Spec, folder: Path, workers: Workers | None) -> Margins:
@@ -157,6 +164,7 @@ def _step_times(specs: dict[str, Spec], path: Path) -> pd.DataFrame:
     """Returns seconds per step, a column for each variant and a row for each turn, measured once for a folder."""
     if path.exists():
         return pd.read_csv(path)
+    print("time of a step: all variants, in turns", file=sys.stderr)
     grids = {name: replace(spec, perturbations=()).build() for name, spec in specs.items()}
     times = pd.DataFrame(timing.step_seconds({name: replace(grid, tail=grid.steps) for name, grid in grids.items()}))
     _write(path, times)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from jaxaudit.text_table import aligned
 
-BOUGHT = ("variant", "perturbation", "score", "plain", "difference", "ratio of margins", "verdict")
+BOUGHT = ("variant", "perturbation", "score", "plain", "difference", "ratio of thresholds", "verdict")
 ACTED = ("variant", "remedy", "perturbation", "acted", "undisturbed")
 PAID = ("variant", "performance", "plain", "difference", "time per step")
 
@@ -20,16 +20,22 @@ def text(
     confirmed: pd.DataFrame,
     paid: pd.DataFrame,
     acted: pd.DataFrame,
+    tried: Sequence[Mapping[str, Any]],
     structures: Collection[str],
     level: float,
 ) -> str:
     """Returns the tables with verdicts, followed by explanations, for a terminal."""
     rows = [bought_cells(row, verdict(row, confirmed, level)) for row in bought.to_dict("records")]
-    lines = ["bought: magnitudes survived, of those tried", *aligned([BOUGHT, *rows]), ""]
+    lines = ["magnitudes tried", *aligned([magnitude_cells(one) for one in tried]), ""]
+    lines += ["bought: magnitudes survived, of those tried", *aligned([BOUGHT, *rows]), ""]
     lines += ["paid: undisturbed", *aligned([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
     if len(acted):
         shares = [acted_cells(row) for row in acted.to_dict("records")]
-        lines += ["acted: how often a remedy changed what it was given", *aligned([ACTED, *shares]), ""]
+        lines += [
+            "acted: share of a remedy's applications, from the onset on, in which it changed something",
+            *aligned([ACTED, *shares]),
+            "",
+        ]
     return "\n".join([*lines, *explanations(bought, confirmed, level), *cautions(bought, structures)])
 
 
@@ -45,6 +51,10 @@ def verdict(row: dict[str, Any], confirmed: pd.DataFrame, level: float) -> str:
         return f"not confirmed ({one.difference:+.2g} on fresh seeds)"
     if row["difference_low"] > 0 or row["difference_high"] < 0:
         return f"{'helps' if row['difference'] > 0 else 'harms'}, on the seeds screened"
+    if row["score"] == row["plain_score"] == row["magnitudes"]:
+        return "both survive every magnitude: too mild to tell"
+    if row["score"] == row["plain_score"] == 0:
+        return "both survive no magnitude: too harsh to tell"
     if math.isnan(row["difference_low"]):
         return "too few seeds to tell"
     could = row["detectable"]
@@ -61,7 +71,9 @@ def explanations(bought: pd.DataFrame, confirmed: pd.DataFrame, level: float) ->
         found.append(
             "(... would): the true difference that this comparison would have detected with a probability of 0.8"
         )
-    if len(confirmed):
+    if not len(confirmed):
+        found.append("no difference was measured again on fresh seeds")
+    else:
         found.append(
             f"fresh seeds: the {len(confirmed)} differences whose interval excluded zero, measured again; confirmed "
             f"where the p-value, adjusted by Holm's method, is at most {1 - level:.2g}"
@@ -100,6 +112,13 @@ def bought_cells(row: dict[str, Any], said: str) -> list[str]:
         _interval(row, "ratio", ".2g") if not math.isnan(row["ratio"]) else "-",
         said,
     ]
+
+
+def magnitude_cells(tried: Mapping[str, Any]) -> list[str]:
+    """The cells of a ladder, `design.Ladder.json`: perturbation, onset, magnitudes, and what is in their centre."""
+    magnitudes = ", ".join(f"{magnitude:.3g}" for magnitude in tried["magnitudes"])
+    centre = "the plain learner's margin" if tried["centre"] == "margin" else "the magnitude given"
+    return [tried["perturbation"], f"from step {tried['onset']}", magnitudes, f"(centred on {centre})"]
 
 
 def paid_cells(row: dict[str, Any]) -> list[str]:
