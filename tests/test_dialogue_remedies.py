@@ -910,7 +910,32 @@ def test_an_iteration_s_coefficients_are_what_remedies_at_their_sites_make_of_th
         assert after["entropy_coefficient"] == pytest.approx(bonus)
         assert state == pytest.approx(kept)
         other = {name: float(x) for name, x in after.items() if x != before[name] and name != "entropy_coefficient"}
-        assert other == {"critic_lambda": pytest.approx(0.85), "clip_high": pytest.approx(0.28)}
+        assert other == {"critic_lambda": pytest.approx(0.85)}, "KL-Cov does not clip the ratio"
+
+
+@pytest.mark.parametrize(
+    ("preset", "first", "second", "sentence"),
+    [
+        (
+            "grpo",
+            remedies.kl_cov(),
+            remedies.clip_higher(),
+            "'clip_higher' .* 'ratio_clip', .* does not clip the ratio",
+        ),
+        ("grpo", remedies.clip_cov(), remedies.kl_cov(), "'kl_cov': it changes the setting 'covariance', and so does"),
+        ("ppo_lm", remedies.kl_in_reward(), remedies.kl_in_both(), "'kl_in_both': it changes the setting 'kl', and so"),
+    ],
+)
+def test_remedies_of_which_one_would_undo_or_disable_the_other_are_refused(preset, first, second, sentence):
+    for chosen in ((first, second), (second, first)) if "does not clip" in sentence else ((first, second),):
+        with pytest.raises(ValueError, match=sentence):
+            ja.remedied(learner(preset), *chosen)
+
+
+def test_a_lambda_of_each_row_s_own_is_no_site():
+    one = ja.remedied(learner("ppo_lm"), remedies.length_adaptive_lambda())
+    with pytest.raises(ValueError, match=r"'gae_lambda', .* each row's lambda is that of its length"):
+        ja.plan(one, [ja.signal_decay(onset=0)], seeds=1, steps=3)
 
 
 # What a learner cannot have.
