@@ -303,6 +303,24 @@ def test_weights_are_constants_to_the_gradient(kind):
     np.testing.assert_array_equal(jax.grad(weight)(jnp.asarray([[0.1, 0.2]])), 0)
 
 
+def test_a_pair_of_which_one_row_does_not_count_does_not_count(float64):
+    random = np.random.default_rng(3)
+    new, reference = (jnp.asarray(random.normal(-1.0, 0.5, (4, 5))) for _ in range(2))
+    own = jnp.ones((4, 5), bool).at[3].set(False)  # the second pair's rejected row
+    parts, coefficients = PRESETS["dpo"]
+
+    def loss(new):
+        rows = Rows(own, reference=reference)
+        return policy_loss(parts, coefficients, Now(new), rows, denominators(own[:2], own.shape[1]))
+
+    gradient, told = jax.grad(loss, has_aux=True)(new)
+    first = preference_loss.of_rows(new[:2], reference[:2], own[:2], coefficients.beta, coefficients.label_smoothing)
+    np.testing.assert_allclose(told["loss"], first.loss[0])
+    np.testing.assert_allclose(told["margin"], first.margin[0])
+    assert (gradient[:2] != 0).all()
+    assert (gradient[2:] == 0).all()
+
+
 def test_smoothed_preferences_are_a_cross_entropy(float64):
     made = preference_loss.dpo(*(jnp.asarray([x]) for x in (-3.0, -4.0, -3.5, -3.0)), beta=0.5, smoothing=0.1)
     chance = 1 / (1 + np.exp(-0.5 * (0.5 - -1.0)))

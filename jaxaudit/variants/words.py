@@ -75,8 +75,8 @@ def explanations(bought: pd.DataFrame, confirmed: pd.DataFrame, level: float) ->
         found.append("no difference was measured again on fresh seeds")
     else:
         found.append(
-            f"fresh seeds: the {len(confirmed)} differences whose interval excluded zero, measured again; confirmed "
-            f"where the p-value, adjusted by Holm's method, is at most {1 - level:.2g}"
+            f"fresh seeds: what had an interval without zero ({len(confirmed)}), measured again; confirmed where "
+            f"the p-value, adjusted by Holm's method, is at most {1 - level:.2g}"
         )
     return found
 
