@@ -1,31 +1,22 @@
 """Prints the tables of README.md from the stored results of comparisons.
 
-python tell.py [NAME ...]           the tables of experiments/remedies/NAME; all of them by default
-python tell.py --store NAME=FOLDER  copies the tables of a finished comparison to experiments/remedies/NAME
+python tell.py [NAME ...]           the tables of NAME.json beside this file; of all of them by default
+python tell.py --store NAME=FOLDER  copies compare.json of a finished comparison to NAME.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 from pathlib import Path
 
 import pandas as pd
 
-from jaxaudit.variants.folder import ACTED, BOUGHT, CONFIRMED, PAID, SPEC
+from jaxaudit.variants.folder import SUMMARY
 
 HERE = Path(__file__).resolve().parent
-TABLES = (BOUGHT, CONFIRMED, PAID, ACTED)
-
-
-def store(name: str, folder: Path) -> None:
-    """Copies what tables are made of."""
-    place = HERE / name
-    place.mkdir(exist_ok=True)
-    for table in TABLES:
-        shutil.copyfile(folder / table, place / table)
-    shutil.copyfile(folder / SPEC, place / SPEC)
 
 
 def interval(row: pd.Series, name: str, digits: int = 2) -> str:
@@ -39,6 +30,8 @@ def interval(row: pd.Series, name: str, digits: int = 2) -> str:
 def bought_cell(row: pd.Series, confirmed: pd.DataFrame) -> str:
     """The difference of scores with its interval; bold, with the fresh seeds' difference, where it was confirmed."""
     text = interval(row, "difference")
+    if not len(confirmed):
+        return text
     again = confirmed[(confirmed.variant == row.variant) & (confirmed.perturbation == row.perturbation)]
     if not len(again):
         return text
@@ -50,9 +43,10 @@ def bought_cell(row: pd.Series, confirmed: pd.DataFrame) -> str:
 
 def tell(name: str) -> None:
     """Prints one comparison."""
-    bought, paid = (pd.read_csv(HERE / name / table) for table in (BOUGHT, PAID))
-    confirmed = pd.read_csv(HERE / name / CONFIRMED)
-    acted = pd.read_csv(HERE / name / ACTED)
+    stored = json.loads((HERE / f"{name}.json").read_text())
+    bought, confirmed, paid, acted = (
+        pd.DataFrame(stored[table]).replace({None: math.nan}) for table in ("bought", "confirmed", "paid", "acted")
+    )
     perturbations = list(dict.fromkeys(bought.perturbation))
     print(f"\n### {name}\n")
     print(f"| variant | {' | '.join(perturbations)} | undisturbed performance | time per step |")
@@ -67,6 +61,9 @@ def tell(name: str) -> None:
         falls = f"; {fallen} fall undisturbed" if fallen else ""
         time = "-" if math.isnan(cost.step_time) else f"{cost.step_time:.2f}"
         print(f"| {variant} | {' | '.join(cells)} | {interval(cost, 'performance_difference', 3)}{falls} | {time} |")
+    for ladder in stored["tried"]:
+        magnitudes = ", ".join(f"{magnitude:.3g}" for magnitude in ladder["magnitudes"])
+        print(f"\n{ladder['perturbation']} from step {ladder['onset']}: {magnitudes}; centre: {ladder['centre']}")
     conditional = acted[(acted.acted < 1) | (acted.acted_undisturbed < 1)]
     if len(conditional):
         print(f"\n| acted, % of its applications | {' | '.join(perturbations)} | undisturbed |")
@@ -85,8 +82,8 @@ def main() -> None:
     asked = parser.parse_args()
     for pair in asked.store:
         name, _, folder = pair.partition("=")
-        store(name, Path(folder))
-    for name in asked.names or ([] if asked.store else sorted(path.parent.name for path in HERE.glob(f"*/{BOUGHT}"))):
+        shutil.copyfile(Path(folder) / SUMMARY, HERE / f"{name}.json")
+    for name in asked.names or ([] if asked.store else sorted(path.stem for path in HERE.glob("*.json"))):
         tell(name)
 
 
