@@ -28,7 +28,7 @@ from jaxaudit.statistics.sign_flips import holm, sign_flips
 from jaxaudit.variants import scoring, timing
 from jaxaudit.variants.compare import others_than
 from jaxaudit.variants.design import FACTORS, conditions_of, magnitude_ladders
-from jaxaudit.variants.specification import parse
+from jaxaudit.variants.specification import load, parse
 from jaxaudit.variants.words import verdict
 
 STEPS, ONSET = 60, 20
@@ -564,3 +564,8 @@ def test_a_wrong_spec_is_one_sentence_and_makes_nothing(name, tmp_path, capsys):
     assert words in told
     assert told.count("\n") == 0
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "experiments" / "remedies").glob("*.toml")))
+def test_specs_of_the_experiments_are_read(path):
+    assert load(path).variants
