@@ -98,7 +98,7 @@ def remedied(learner: Learner, *remedies: Remedy) -> Learner:
 
 def names(learner: Learner) -> tuple[str, ...]:
     """Returns the names of a learner's remedies: those that act while it trains, then those that changed settings."""
-    return (*_acting_names(learner), *dict.fromkeys(_settings_changed(learner).values()))
+    return tuple(dict.fromkeys((*_acting_names(learner), *_settings_changed(learner).values())))
 
 
 def _acting_names(learner: Learner) -> tuple[str, ...]:

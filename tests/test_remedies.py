@@ -23,7 +23,7 @@ from jaxaudit import registry, remedies
 from jaxaudit.learners.ppo import PPO, PPOSettings
 from jaxaudit.optimizer import linear_to_zero
 from jaxaudit.perturbations.core import nothing
-from jaxaudit.remedied_learner import misfit
+from jaxaudit.remedied_learner import misfit, names
 from jaxaudit.sites import find_sites
 from jaxaudit.taps import ROOT, Taps
 
@@ -1195,6 +1195,13 @@ def test_two_remedies_that_change_one_setting_are_refused(nested):
     finally:
         for name in ("_more_entropy", "_less_entropy"):
             registry.remedies._entries.pop(name)
+
+
+def test_a_remedy_that_acts_and_changes_a_setting_is_one_remedy():
+    plain = small(entropy_coefficient=0.0)
+    one = ja.remedied(plain, remedies.adaptive_entropy())
+    assert names(one) == ("adaptive_entropy",)
+    assert names(ja.remedied(one, remedies.zclip())) == ("zclip", "adaptive_entropy")
 
 
 def _more_entropy(settings, strength):
