@@ -64,7 +64,8 @@ def tell(name: str) -> None:
     for ladder in stored["tried"]:
         magnitudes = ", ".join(f"{magnitude:.3g}" for magnitude in ladder["magnitudes"])
         print(f"\n{ladder['perturbation']} from step {ladder['onset']}: {magnitudes}; centre: {ladder['centre']}")
-    conditional = acted[(acted.acted < 1) | (acted.acted_undisturbed < 1)]
+    sometimes = acted[(acted.acted < 1) | (acted.acted_undisturbed < 1)]
+    conditional = acted[acted.variant.isin(set(sometimes.variant))]
     if len(conditional):
         print(f"\n| acted, % of its applications | {' | '.join(perturbations)} | undisturbed |")
         print("|" + "---|" * (len(perturbations) + 2))
