@@ -68,7 +68,7 @@ def remedied(learner: Learner, *remedies: Remedy) -> Learner:
             raise ValueError(f"'{one.name}' is a kind of remedy; call it for a remedy: {one.name}()")
         if not isinstance(one, Remedy):
             raise ValueError(f"remedied() takes remedies, such as ja.remedies.l2_init(1e-3), not {one!r}")
-    present = [*(one.name for one in remedies), *names(learner)]
+    present = [*(one.name for one in remedies), *remedy_names(learner)]
     if twice := next((name for name in present if present.count(name) > 1), None):
         raise ValueError(f"remedy '{twice}' is there twice; a learner has each remedy once")
     base = learner
@@ -96,7 +96,7 @@ def remedied(learner: Learner, *remedies: Remedy) -> Learner:
     )
 
 
-def names(learner: Learner) -> tuple[str, ...]:
+def remedy_names(learner: Learner) -> tuple[str, ...]:
     """Returns the names of a learner's remedies: those that act while it trains, then those that changed settings."""
     return tuple(dict.fromkeys((*_acting_names(learner), *_settings_changed(learner).values())))
 

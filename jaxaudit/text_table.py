@@ -1,4 +1,4 @@
-"""Tables for a terminal."""
+"""Tables of text whose columns are aligned, as a terminal shows them."""
 
 from collections.abc import Sequence
 

@@ -23,7 +23,7 @@ from jaxaudit import registry, remedies
 from jaxaudit.learners.ppo import PPO, PPOSettings
 from jaxaudit.optimizer import linear_to_zero
 from jaxaudit.perturbations.core import nothing
-from jaxaudit.remedied_learner import misfit, names
+from jaxaudit.remedied_learner import misfit, remedy_names
 from jaxaudit.sites import find_sites
 from jaxaudit.taps import ROOT, Taps
 
@@ -1175,6 +1175,22 @@ def test_a_channel_tells_in_what_share_of_its_applications_a_remedy_acted():
     assert found["acted_zclip"].attrs["monitored"] == 0
 
 
+def test_nested_remedies_are_counted_each_by_itself():
+    rate = remedies.learning_rate_scale(0.5)
+    inner_first = ja.remedied(ja.remedied(small(), remedies.nonfinite_skip()), rate)
+    found = ja.audit(inner_first, [], seeds=1, steps=2).telemetry
+    assert (found["acted_learning_rate_scale"].values == 1).all()
+    assert (found["acted_nonfinite_skip"].values == 0).all()
+
+
+def test_the_share_of_a_lane_counts_from_its_onset_on():
+    """Resets after steps 1, 3, 5 and 7 of ten: two of the six steps from step 4 on, or one of four from step 6 on."""
+    learner = ja.remedied(small(), remedies.periodic_reset())
+    for onset, share in ((4, 2 / 6), (5, 2 / 5), (6, 1 / 4)):
+        lanes = ja.audit(learner, [ja.lr_spike(1.5, onset=onset, duration="end")], seeds=1, steps=STEPS).lanes
+        np.testing.assert_allclose(lanes["acted_periodic_reset"], share)
+
+
 def test_a_remedy_whose_actions_cannot_be_counted_has_no_channel():
     learner = ja.remedied(learner_of(plain_loop), DOUBLED(3.0))
     assert "acted_doubled" not in ja.audit(learner, [], seeds=1, steps=2).telemetry
@@ -1200,8 +1216,8 @@ def test_two_remedies_that_change_one_setting_are_refused(nested):
 def test_a_remedy_that_acts_and_changes_a_setting_is_one_remedy():
     plain = small(entropy_coefficient=0.0)
     one = ja.remedied(plain, remedies.adaptive_entropy())
-    assert names(one) == ("adaptive_entropy",)
-    assert names(ja.remedied(one, remedies.zclip())) == ("zclip", "adaptive_entropy")
+    assert remedy_names(one) == ("adaptive_entropy",)
+    assert remedy_names(ja.remedied(one, remedies.zclip())) == ("zclip", "adaptive_entropy")
 
 
 def _more_entropy(settings, strength):

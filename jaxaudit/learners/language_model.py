@@ -300,7 +300,7 @@ def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
       ValueError: for a corpus, checkpoint or setting that does not exist or makes no sense.
     """
     text = fitting(Text(task) if isinstance(task, str) else task, "text", "language_model")
-    chosen = checks.made(LanguageModelSettings, settings, "language_model")
+    chosen = checks.from_keywords(LanguageModelSettings, settings, "language_model")
     if chosen.attention == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError(f"attention 'cudnn' needs an NVIDIA GPU, and JAX runs on '{jax.default_backend()}' here")
     corpus = text.make()

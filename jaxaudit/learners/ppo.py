@@ -179,7 +179,7 @@ def ppo(task: Any, **settings: Any) -> Learner:
     Raises:
       ValueError: for a task or setting that does not exist or makes no sense.
     """
-    chosen = checks.made(PPOSettings, settings, "ppo")
+    chosen = checks.from_keywords(PPOSettings, settings, "ppo")
     return on_task(PPO, task, chosen, "ppo", chosen.batch_size)
 
 

@@ -142,7 +142,7 @@ def sac(task: Any, **settings: Any) -> Learner:
     Raises:
       ValueError: for a task or setting that does not exist or makes no sense.
     """
-    chosen = checks.made(SACSettings, settings, "sac")
+    chosen = checks.from_keywords(SACSettings, settings, "sac")
     return on_task(SAC, task, chosen, "sac", chosen.iteration_steps)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from jaxaudit import registry
 
 
-def made(kind: type, given: Mapping[str, Any], learner: str) -> Any:
+def from_keywords(kind: type, given: Mapping[str, Any], learner: str) -> Any:
     """Returns the settings of a learner, `kind(**given)`. Raises ValueError for a name that is no setting."""
     known = [f.name for f in dataclasses.fields(kind) if f.init]
     for name in given:

@@ -106,7 +106,7 @@ def td3(task: Any, **settings: Any) -> Learner:
     Raises:
       ValueError: for a task or setting that does not exist or makes no sense.
     """
-    chosen = checks.made(TD3Settings, settings, "td3")
+    chosen = checks.from_keywords(TD3Settings, settings, "td3")
     return on_task(TD3, task, chosen, "td3", chosen.iteration_steps)
 
 

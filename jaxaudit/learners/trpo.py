@@ -218,7 +218,7 @@ def trpo(task: Any, **settings: Any) -> Learner:
     Raises:
       ValueError: for a task or setting that does not exist or makes no sense.
     """
-    chosen = checks.made(TRPOSettings, settings, "trpo")
+    chosen = checks.from_keywords(TRPOSettings, settings, "trpo")
     return on_task(TRPO, task, chosen, "trpo", chosen.batch_size)
 
 

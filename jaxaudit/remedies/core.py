@@ -135,7 +135,7 @@ class Remedy:
 
     @property
     def name(self) -> str:
-        """The name of its kind."""
+        """The name of the kind of remedy, which specs and telemetry use."""
         return self.kind.name
 
 

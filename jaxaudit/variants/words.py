@@ -82,7 +82,7 @@ def explanations(bought: pd.DataFrame, confirmed: pd.DataFrame, level: float) ->
 
 
 def cautions(bought: pd.DataFrame, structures: Collection[str]) -> list[str]:
-    """Returns warnings, one sentence each."""
+    """Returns sentences on what limits the comparison, such as seeds without a score."""
     found = []
     fallen = bought[(bought.fallen > 0) | (bought.plain_fallen > 0)]
     for row in fallen.drop_duplicates(["variant", "onset"]).to_dict("records"):

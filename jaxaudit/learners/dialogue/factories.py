@@ -185,7 +185,7 @@ def _preset(name: str) -> Callable[..., Learner]:
     of = settings_of(name)
 
     def factory(dialogue: Any, **settings: Any) -> Learner:
-        return on_dialogue(name, dialogue, checks.made(of, settings, name))
+        return on_dialogue(name, dialogue, checks.from_keywords(of, settings, name))
 
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"""{SUMMARIES[name]}: `{name}("hop", learning_rate=1e-4)`.
