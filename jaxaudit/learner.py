@@ -15,7 +15,6 @@ from flax import struct
 
 from jaxaudit import contract
 from jaxaudit.channel_names import PERFORMANCE
-from jaxaudit.metrics import Cadence
 from jaxaudit.sharding import Partition
 from jaxaudit.taps import Taps
 
@@ -65,6 +64,18 @@ class Shapes(NamedTuple):
     def tree(self) -> Any:
         """The pytree, of shapes."""
         return jax.tree.unflatten(self.structure, self.leaves)
+
+
+class Cadence(NamedTuple):
+    """At which steps the performance J is measured.
+
+    Attributes:
+      every: at every so many steps, those t with (t + 1) % every == 0.
+      sparse: only where it is not NaN.
+    """
+
+    every: int = 1
+    sparse: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxaudit.learner import Cadence
+
 BAND = 2.0
 
 FEWEST = 8
@@ -40,18 +42,6 @@ FEWEST = 8
 
 FEWEST_HELD = 3
 """Measurements in the `hold` of a collapse, where J is not measured at every step; of a sparse J, in a collapse."""
-
-
-class Cadence(NamedTuple):
-    """When J is measured.
-
-    Fields:
-        every: at every so many steps, those t with (t + 1) % every == 0.
-        sparse: only where it is not NaN.
-    """
-
-    every: int = 1
-    sparse: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ LAYERS = (
         "backends",
     ),
     ("moments", "registry", "sharding", "paths", "tracing", "precision", "kernels"),
-    ("metrics", "statistics", "perturbations", "remedies", "taps", "contract", "learner", "optimizer", "sites"),
+    ("perturbations", "remedies", "taps", "contract", "learner", "optimizer", "sites", "metrics", "statistics"),
     ("remedied_learner",),
     ("task_kinds", "tasks", "text", "models", "dialogues", "learners"),
     ("program", "slots", "grid", "batches", "placing", "whole"),

@@ -18,8 +18,8 @@ from jaxaudit.stored import load
 pytestmark = pytest.mark.exhaustive
 
 ELSEWHERE = 1e-2
-"""The largest deviation from a run that was made by other software or on another machine, in parts of the largest value:
-few steps lie behind it."""
+"""The largest deviation from a run that other software or another machine made, relative to the largest value.
+It is small because the runs are short."""
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,8 @@ from jaxaudit import registry
 from jaxaudit.errors import UserError
 from jaxaudit.machine import platform_of
 from jaxaudit.metastate.channels import series
-from jaxaudit.specification.sections import read_task, task_values
-from jaxaudit.specification.tables import Table
 from jaxaudit.stored import CONTROL, Run, load
-from jaxaudit.task_kinds import resolved
+from jaxaudit.task_kinds import Simulated
 
 
 @dataclass(frozen=True)
@@ -81,14 +79,16 @@ def _same(run: Run) -> str:
 
 
 def _task(run: Run) -> Any:
-    """A run's [task]; physics "auto", which earlier versions stored, are those that its devices had."""
+    """A run's [task]; physics "auto", which earlier versions stored, are replaced by those that its devices had."""
     task, platform = run.spec.get("task"), platform_of(run.environment)
     if not isinstance(task, dict) or task.get("physics") != "auto" or not platform:
         return task
     try:
-        return task_values(resolved(read_task(Table({"task": task}, str(run.folder), ("task",))), platform))
-    except UserError:  # of a kind, or by a name, that is not known here
+        settings = {name: value for name, value in task.items() if name != "kind"}
+        simulated = registry.task_kinds[task["kind"]](**settings)
+    except (KeyError, TypeError, ValueError):  # of a kind, or by a name, that is not known here
         return task
+    return task | {"physics": simulated.engine_on(platform)} if isinstance(simulated, Simulated) else task
 
 
 def _lanes(title: str, runs: Sequence[Run], channels: Sequence[str] | None) -> Lanes:

@@ -3,9 +3,9 @@
     python tests/data/run_0_3.py FOLDER             # makes FOLDER/{ppo,killed,grpo,sac}
     python tests/data/run_0_3.py FOLDER --archive   # packs them as tests/data/run-0.3.tar.gz
 
-The archive was made by version 0.3.0. Later versions have to read, report, resume, fork and replay these runs. Replay is
-bitwise where hardware and software agree with environment.json. To check that on another machine, run this script there
-with version 0.3.0, and replay its folders with the version in question.
+The archive was made by version 0.3.0. Later versions have to read, report, resume, fork and replay these runs. Replay
+is bitwise where hardware and software agree with environment.json. To check that on another machine, run this script
+there with version 0.3.0, and replay its folders with the version in question.
 """
 
 from __future__ import annotations
