@@ -21,10 +21,10 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from jaxaudit import statistics
+from jaxaudit.analysis import statistics
+from jaxaudit.analysis.run_reader import load
 from jaxaudit.report import style
 from jaxaudit.report.series import spread
-from jaxaudit.stored import load
 
 NAMES = {"ppo": "PPO", "ppo_500k": "PPO, 500k", "trpo": "TRPO", "sac": "SAC", "td3": "TD3"}
 

@@ -6,57 +6,67 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from jaxaudit import source_tree
+from jaxaudit.runtime import source_tree
 
 # ruff: noqa: F401, F403
 if TYPE_CHECKING:  # for type checkers and editors; in a program a name is imported when it is first asked for
-    from jaxaudit import dialogues, learners, metrics, remedies, statistics, tasks, text
-    from jaxaudit.auditing import audit
+    from jaxaudit import dialogues, learners, remedies, tasks, text
+    from jaxaudit.analysis import metrics, statistics
+    from jaxaudit.analysis.results import Result
+    from jaxaudit.core.grid import plan
+    from jaxaudit.core.learner import Channel, Learner
+    from jaxaudit.core.optimizer import Adam, Optimizer
+    from jaxaudit.core.program import compiled, run
+    from jaxaudit.core.remedied_learner import remedied
+    from jaxaudit.core.taps import SITES, Taps
     from jaxaudit.dialogues import Dialogue
-    from jaxaudit.grid import plan
-    from jaxaudit.learner import Channel, Learner
-    from jaxaudit.margins.search import margin
-    from jaxaudit.margins.table import Margins
-    from jaxaudit.metastate.monitor import Monitor
+    from jaxaudit.execution.audit import audit
+    from jaxaudit.execution.grid_program import inputs
     from jaxaudit.models.sampling import generate
-    from jaxaudit.optimizer import Adam, Optimizer
+    from jaxaudit.monitoring.monitor import Monitor
     from jaxaudit.perturbations import *
-    from jaxaudit.program import compiled, run
-    from jaxaudit.registry import register
-    from jaxaudit.remedied_learner import remedied
-    from jaxaudit.results import Result
-    from jaxaudit.taps import SITES, Taps
-    from jaxaudit.variants.compare import Comparison, compare
-    from jaxaudit.whole import inputs
+    from jaxaudit.runs.margins.search import margin
+    from jaxaudit.runs.margins.table import Margins
+    from jaxaudit.runs.variants.compare import Comparison, compare
+    from jaxaudit.runtime.registry import register
 
 __version__ = "0.3.0"
 
 source_tree.find_kernels()
 
-_PACKAGES = ("dialogues", "learners", "metrics", "remedies", "statistics", "tasks", "text")
+_PACKAGES = {
+    "dialogues": "dialogues",
+    "learners": "learners",
+    "metrics": "analysis.metrics",
+    "remedies": "remedies",
+    "statistics": "analysis.statistics",
+    "tasks": "tasks",
+    "text": "text",
+}
+"""Where the public modules are."""
 
 _HOMES = {
-    "Adam": "optimizer",
-    "SITES": "taps",
-    "Channel": "learner",
-    "Comparison": "variants.compare",
+    "Adam": "core.optimizer",
+    "SITES": "core.taps",
+    "Channel": "core.learner",
+    "Comparison": "runs.variants.compare",
     "Dialogue": "dialogues",
-    "Learner": "learner",
-    "Margins": "margins.table",
-    "Monitor": "metastate.monitor",
-    "Optimizer": "optimizer",
-    "Result": "results",
-    "Taps": "taps",
-    "audit": "auditing",
-    "compare": "variants.compare",
-    "compiled": "program",
+    "Learner": "core.learner",
+    "Margins": "runs.margins.table",
+    "Monitor": "monitoring.monitor",
+    "Optimizer": "core.optimizer",
+    "Result": "analysis.results",
+    "Taps": "core.taps",
+    "audit": "execution.audit",
+    "compare": "runs.variants.compare",
+    "compiled": "core.program",
     "generate": "models.sampling",
-    "inputs": "whole",
-    "margin": "margins.search",
-    "plan": "grid",
-    "register": "registry",
-    "remedied": "remedied_learner",
-    "run": "program",
+    "inputs": "execution.grid_program",
+    "margin": "runs.margins.search",
+    "plan": "core.grid",
+    "register": "runtime.registry",
+    "remedied": "core.remedied_learner",
+    "run": "core.program",
 }
 """Where the public names are; the others are perturbations."""
 
@@ -64,6 +74,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         value: Any = __dir__()
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"{__name__}.{_PACKAGES[name]}")
     elif name in _HOMES:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     elif name.startswith("_"):

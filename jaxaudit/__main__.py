@@ -1,5 +1,5 @@
 """`python -m jaxaudit`."""
 
-from jaxaudit.cli import entry
+from jaxaudit.cli.main import entry
 
 entry()

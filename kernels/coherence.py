@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import ArrayLike
 
-from jaxaudit.sharding import is_split
+from jaxaudit.runtime.sharding import is_split
 
 PyTree = Any
 

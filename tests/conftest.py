@@ -14,9 +14,9 @@ from hurry import compile_in_a_hurry
 from server import Done, Server
 
 import jaxaudit.report
-from jaxaudit import cli
+from jaxaudit.cli import main as cli
 from jaxaudit.execution import engine
-from jaxaudit.machine import collect_garbage_seldom
+from jaxaudit.runtime.machine import collect_garbage_seldom
 from jaxaudit.text import Text
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments" / "detection"))  # planted.py

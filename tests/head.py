@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ring
 
 from jaxaudit.execution.workspace import workspace_bytes
-from jaxaudit.machine import give_back
+from jaxaudit.runtime.machine import give_back
 
 ROWS, WIDTH, TOKENS = 248, 768, 50_257
 

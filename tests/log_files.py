@@ -12,9 +12,9 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.util import tensor_util
 
 from jaxaudit import logs
-from jaxaudit.detection.alignment import Named
-from jaxaudit.errors import UserError
 from jaxaudit.logs import Attempt, Log, Series
+from jaxaudit.monitoring.alignment import Named
+from jaxaudit.runtime.errors import UserError
 
 
 def written(folder: Path, text: str | bytes, name: str = "a.csv") -> Path:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaudit import Channel, Learner, Optimizer, registry
+from jaxaudit import Channel, Learner, Optimizer
+from jaxaudit.runtime import registry
 
 SIZE = 8
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from quadratic import quadratic
 
-from jaxaudit import Learner, registry
+from jaxaudit import Learner
+from jaxaudit.runtime import registry
 
 FULL = "DISK_IS_FULL"
 """Environment variable: set, it is full at `full_at`."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaudit.taps import Taps
+from jaxaudit.core.taps import Taps
 from jaxaudit.tasks._brax import Env, State
 
 PLAIN = {

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaudit import Learner, Optimizer, registry
+from jaxaudit import Learner, Optimizer
+from jaxaudit.runtime import registry
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from jaxaudit import cli
+from jaxaudit.cli import main as cli
 
 
 def contents(folder: Path) -> dict[str, str]:

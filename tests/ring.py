@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxaudit as ja
-from jaxaudit import registry
+from jaxaudit.runtime import registry
 
 WIDTH = 42
 SPEC = """
@@ -63,8 +63,9 @@ def status(name):
 def main():
     transitions, seeds, devices, lanes = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(devices))
-    from jaxaudit.runner import durable, here
-    from jaxaudit.specification.document import parse
+    from jaxaudit.runs import lifecycle as durable
+    from jaxaudit.runs import local_trainer as here
+    from jaxaudit.spec.document import parse
 
     registry.learners.register("ring", ring)
     before, lines = [], []

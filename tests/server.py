@@ -88,9 +88,9 @@ def _serve() -> None:
     import unreported  # noqa: F401
 
     import jaxaudit.learners
-    import jaxaudit.runner.durable
+    import jaxaudit.runs.lifecycle
     import jaxaudit.tasks  # noqa: F401
-    from jaxaudit import cli
+    from jaxaudit.cli import main as cli
 
     gc.freeze()  # or each process would look for garbage in what was imported
     sys.argv[0] = "jaxaudit"

@@ -14,7 +14,7 @@ import quadratic  # noqa: F401  registers the learner
 import zarr
 from orbax.checkpoint import v1 as ocp
 
-from jaxaudit.runner.store import Folder
+from jaxaudit.runs.run_folder import Folder
 
 
 def header(*, seeds: int = 3, steps: int = 20, learner: str = 'kind = "quadratic"', audit: str = "") -> str:

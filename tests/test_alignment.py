@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from log_files import made, refusal
 
-from jaxaudit.detection import alignment
-from jaxaudit.detection.alignment import Named
 from jaxaudit.logs import Attempt, Series
+from jaxaudit.monitoring import alignment
+from jaxaudit.monitoring.alignment import Named
 
 
 def run(name="a", **channels):

@@ -8,13 +8,13 @@ import pytest
 from jaxpr_equations import equations
 
 import jaxaudit as ja
+from jaxaudit.core.optimizer import Optimizer
+from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.attention import causal_attention
 from jaxaudit.kernels.cross_entropy import cross_entropy
 from jaxaudit.kernels.layer_norm import layer_norm
 from jaxaudit.kernels.token_log_probability import token_log_probability
 from jaxaudit.models import gpt2
-from jaxaudit.optimizer import Optimizer
-from jaxaudit.taps import Taps
 
 ALLOWED = 1e-2
 """Of a Frobenius norm; 24% is what a sum of frequent tokens' rows in bfloat16 was off."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
-from jaxaudit import metrics
-from jaxaudit.metrics import MetricSettings
+from jaxaudit.analysis import metrics
+from jaxaudit.analysis.metrics import MetricSettings
 
 EVERY, STEPS, ONSET = 5, 400, 200
 SETTINGS = MetricSettings(window=50, hold=50)

@@ -7,13 +7,13 @@ import pytest
 from small_runs import header
 
 import jaxaudit as ja
-from jaxaudit import registry
-from jaxaudit.metastate.channels import series
-from jaxaudit.metastate.watch import channel_names
-from jaxaudit.program import telemetry_shapes
-from jaxaudit.runner import durable
-from jaxaudit.specification.document import parse
-from jaxaudit.stored import load as load_run
+from jaxaudit.analysis.run_reader import load as load_run
+from jaxaudit.core.program import telemetry_shapes
+from jaxaudit.monitoring.channels import series
+from jaxaudit.monitoring.watch import channel_names
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runtime import registry
+from jaxaudit.spec.document import parse
 
 CHANNELS = {
     "performance": ja.Channel(every=5),

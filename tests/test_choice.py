@@ -12,13 +12,14 @@ from quadratic import quadratic
 from small_runs import THREE, header
 
 import jaxaudit as ja
-from jaxaudit import cli
-from jaxaudit.errors import UserError
-from jaxaudit.execution import choice
-from jaxaudit.runner import durable, replay
-from jaxaudit.runner.opening import open_run
-from jaxaudit.runner.store import Folder
-from jaxaudit.specification.document import load, parse
+from jaxaudit.cli import main as cli
+from jaxaudit.execution import autotune as choice
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs import replay
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runs.run_opening import open_run
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import load, parse
 
 LEARNER = quadratic(None, adam=False)
 

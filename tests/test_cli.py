@@ -10,10 +10,11 @@ import pytest
 from refusals import contents, refusal
 from small_runs import header
 
-from jaxaudit import cli, registry
-from jaxaudit.runner import durable
-from jaxaudit.runner.store import Folder
-from jaxaudit.specification.document import parse
+from jaxaudit.cli import main as cli
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runtime import registry
+from jaxaudit.spec.document import parse
 
 GOOD = (
     header(seeds=2)
@@ -390,8 +391,8 @@ def test_a_run_that_cannot_be_drawn_has_succeeded(command, nothing_to_draw_with,
 
 @pytest.mark.parametrize("command", ["monitor", "detect"])
 def test_scores_that_cannot_be_drawn_are_kept(command, nothing_to_draw_with, capsys, monkeypatch):
-    monkeypatch.setattr("jaxaudit.detection.monitored.monitor", lambda *arguments: None)
-    monkeypatch.setattr("jaxaudit.detection.folder.detect", lambda *arguments: [Path("out")])
+    monkeypatch.setattr("jaxaudit.monitoring.monitored.monitor", lambda *arguments: None)
+    monkeypatch.setattr("jaxaudit.monitoring.folder.detect", lambda *arguments: [Path("out")])
     Path("mine").mkdir()
     Path("mine/spec.toml").write_text(GOOD)
     given = {"monitor": ["a.csv", "--clean", "b.csv"], "detect": ["mine"]}
@@ -470,7 +471,7 @@ def test_a_learner_that_says_nothing_of_itself_is_listed_by_its_name(monkeypatch
 
 def shell(*argv: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "jaxaudit.cli", *argv],
+        [sys.executable, "-m", "jaxaudit.cli.main", *argv],
         capture_output=True,
         text=True,
         env=os.environ | environment,
@@ -500,7 +501,10 @@ def test_a_reader_that_has_read_enough():
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "jaxaudit.cli", "list", "metrics"], stdout=writing, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-m", "jaxaudit.cli", "list", "metrics"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
@@ -528,7 +532,7 @@ def test_a_wrong_spec_in_a_shell():
 )
 def test_one_device_for_each_core(environment, devices):
     code = (
-        "import jax; from pathlib import Path; from jaxaudit.cli import prepare_jax; prepare_jax(); "
+        "import jax; from pathlib import Path; from jaxaudit.cli.main import prepare_jax; prepare_jax(); "
         "print(len(jax.devices('cpu')), Path(jax.config.jax_compilation_cache_dir).parent)"
     )
     own = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}

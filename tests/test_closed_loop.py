@@ -12,21 +12,21 @@ from noisy import noisy_descent
 from small_runs import arrays, assert_same, kill_through
 
 import jaxaudit as ja
-from jaxaudit.detection.lanes import gather
-from jaxaudit.errors import UserError
-from jaxaudit.margins.folder import margin_of
-from jaxaudit.margins.search import Settings
-from jaxaudit.metastate.charts import Chart
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.training import Training
-from jaxaudit.metrics import MetricSettings
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.run_reader import load as load_run
+from jaxaudit.core.taps import Taps
+from jaxaudit.monitoring.charts import Chart
+from jaxaudit.monitoring.lanes import gather
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.training import Training
 from jaxaudit.report.series import panels
 from jaxaudit.report.verdict import verdict
-from jaxaudit.runner import durable
-from jaxaudit.runner.replay import replay
-from jaxaudit.specification.document import load
-from jaxaudit.stored import load as load_run
-from jaxaudit.taps import Taps
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.margins.folder import margin_of
+from jaxaudit.runs.margins.search import Settings
+from jaxaudit.runs.replay import replay
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import load
 
 STEPS, ONSET, ALPHA = 80, 40, 0.05
 WINDOWS = MetricSettings(window=10, hold=10, horizon=20)

@@ -19,17 +19,17 @@ from scipy import stats
 
 import jaxaudit as ja
 from jaxaudit import remedies
-from jaxaudit.cli import main
-from jaxaudit.errors import Interrupted
-from jaxaudit.metrics import MetricSettings
-from jaxaudit.registry import learners
-from jaxaudit.results import lane_table
-from jaxaudit.statistics.sign_flips import holm, sign_flips
-from jaxaudit.variants import scoring, timing
-from jaxaudit.variants.compare import others_than
-from jaxaudit.variants.design import FACTORS, conditions_of, magnitude_ladders
-from jaxaudit.variants.specification import load, parse
-from jaxaudit.variants.words import verdict
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.results import lane_table
+from jaxaudit.analysis.statistics.sign_flips import holm, sign_flips
+from jaxaudit.cli.main import main
+from jaxaudit.runs.variants import scoring, timing
+from jaxaudit.runs.variants.compare import others_than
+from jaxaudit.runs.variants.design import FACTORS, conditions_of, magnitude_ladders
+from jaxaudit.runs.variants.specification import load, parse
+from jaxaudit.runs.variants.words import verdict
+from jaxaudit.runtime.errors import Interrupted
+from jaxaudit.runtime.registry import learners
 
 STEPS, ONSET = 60, 20
 WINDOWS = MetricSettings(window=10, hold=10)
@@ -490,7 +490,7 @@ def test_a_comparison_that_is_interrupted_says_how_it_is_resumed(stop, tmp_path,
     def interrupted(*arguments):
         raise stop
 
-    monkeypatch.setattr("jaxaudit.variants.folder._compared", interrupted)
+    monkeypatch.setattr("jaxaudit.runs.variants.folder._compared", interrupted)
     (tmp_path / "spec.toml").write_text(SPEC)
     assert main(["compare", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "out")]) == 130
     assert "the same command resumes the comparison" in capsys.readouterr().err

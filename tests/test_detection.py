@@ -8,15 +8,15 @@ import pytest
 from planted import CHANNELS, ONSET, System
 from scipy import stats
 
-from jaxaudit.detection import lanes
-from jaxaudit.detection.baselines import standard
-from jaxaudit.detection.comparison import NEVER, Settings, compare, splits
-from jaxaudit.detection.detector import ALL_CHANNELS, ONE_CHANNEL
-from jaxaudit.detection.learned import MetaState
-from jaxaudit.detection.summary import best_chart, by_condition, summary
-from jaxaudit.errors import UserError
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.training import Training
+from jaxaudit.monitoring import lanes
+from jaxaudit.monitoring.baselines import standard
+from jaxaudit.monitoring.comparison import NEVER, Settings, compare, splits
+from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL
+from jaxaudit.monitoring.learned import MetaState
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.summary import best_chart, by_condition, summary
+from jaxaudit.monitoring.training import Training
+from jaxaudit.runtime.errors import UserError
 
 SETTINGS = Settings(folds=2, fitted=0.5)
 MINE = MetaState(LRU(size=4, hidden=(16,)), Training(iterations=120))

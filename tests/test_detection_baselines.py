@@ -10,20 +10,20 @@ from statsmodels.regression.linear_model import yule_walker
 from statsmodels.tsa.arima_process import ArmaProcess
 from statsmodels.tsa.stattools import acf
 
-from jaxaudit.detection.baselines import gradient_norm, standard
-from jaxaudit.detection.change_point import BATCH, BOCPD, log_odds_of_change
-from jaxaudit.detection.control_charts import CUSUM, SingleChannel, SixSigma, ZClip, cusum
-from jaxaudit.detection.multichannel_charts import CHARTS
-from jaxaudit.detection.one_channel import infinite_when_diverged
-from jaxaudit.detection.slowing_down import (
+from jaxaudit.monitoring.baselines import gradient_norm, standard
+from jaxaudit.monitoring.calibration import threshold
+from jaxaudit.monitoring.change_point import BATCH, BOCPD, log_odds_of_change
+from jaxaudit.monitoring.control_charts import CUSUM, SingleChannel, SixSigma, ZClip, cusum
+from jaxaudit.monitoring.envelope import HALF_WIDTH, Envelope, forward_filled, least_spread
+from jaxaudit.monitoring.multichannel_charts import CHARTS
+from jaxaudit.monitoring.one_channel import infinite_when_diverged
+from jaxaudit.monitoring.slowing_down import (
     Autocorrelation,
     RollingVariance,
     autoregression,
     autoregressive_series,
     rolling_tau,
 )
-from jaxaudit.metastate.calibration import threshold
-from jaxaudit.metastate.envelope import HALF_WIDTH, Envelope, forward_filled, least_spread
 
 CHANNELS = ("performance", "loss", "gradient_norm", "rate", "seldom", "never", "layer_gradient_norm[h/0]")
 

@@ -10,20 +10,20 @@ import xarray as xr
 from planted import System
 from worker_runs import Calls
 
-from jaxaudit.backends.backend import Workers
-from jaxaudit.detection import folder
-from jaxaudit.detection.comparison import Settings, splits
-from jaxaudit.detection.detector import ALL_CHANNELS, ONE_CHANNEL
-from jaxaudit.detection.folder import write_comparisons
-from jaxaudit.detection.learned import MetaState
-from jaxaudit.detection.multichannel_charts import CHARTS
-from jaxaudit.detection.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED, transfer
-from jaxaudit.metastate.charts import Chart
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.monitor import Monitor
-from jaxaudit.metastate.training import Training
+from jaxaudit.monitoring import folder
+from jaxaudit.monitoring.charts import Chart
+from jaxaudit.monitoring.comparison import Settings, splits
+from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL
+from jaxaudit.monitoring.folder import write_comparisons
+from jaxaudit.monitoring.learned import MetaState
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.monitor import Monitor
+from jaxaudit.monitoring.multichannel_charts import CHARTS
+from jaxaudit.monitoring.training import Training
+from jaxaudit.monitoring.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED, transfer
 from jaxaudit.report import detection as report
 from jaxaudit.report.detection_tables import told as told_of
+from jaxaudit.runtime.backends.backend import Workers
 
 SETTINGS = Settings(folds=2, alpha=0.1, fitted=0.5)
 MONITOR = MetaState(LRU(size=2, hidden=(8,)), Training(iterations=40))

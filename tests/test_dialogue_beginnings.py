@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.core.optimizer import DECAYS, warmup_decay
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.network import HEAD, Network
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale, reward_statistics
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.optimizer import DECAYS, warmup_decay
-from jaxaudit.taps import Taps
 
 HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
 FEW = {"size": "tiny", "prompts": 2, "group_size": 2, "minibatches": 1, "epochs": 1, "performance_rows": 2}

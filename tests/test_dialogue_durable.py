@@ -10,10 +10,10 @@ from hurry import in_a_hurry
 from small_runs import arrays, assert_same, chunks_done, killing
 
 import jaxaudit as ja
+from jaxaudit.analysis.run_reader import load
 from jaxaudit.learners.dialogue.telemetry.strata import STRATA
-from jaxaudit.runner import durable
-from jaxaudit.specification.document import load as load_spec
-from jaxaudit.stored import load
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.spec.document import load as load_spec
 
 SPEC = """
 [audit]

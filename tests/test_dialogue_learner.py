@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL
 from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.models import decoding, gpt2, sampling
-from jaxaudit.taps import Taps
 
 LOWER, HIGHER, BEGIN = 4, 5, 6
 

@@ -13,6 +13,8 @@ import plain_dialogues
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.core.program import Program, telemetry_shapes
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues import Dialogue
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.preference import Preference
@@ -21,8 +23,6 @@ from jaxaudit.learners.dialogue import held_out, rollout
 from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.telemetry import rewards, vocabulary
-from jaxaudit.program import Program, telemetry_shapes
-from jaxaudit.taps import Taps
 
 SMALL_HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
 FEW = {"prompts": 2, "performance_rows": 4, "warm_start": 0, "critic_warm_start": 0}

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT
 from jaxaudit.learners.dialogue import packing
@@ -14,7 +15,6 @@ from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.state import Trained
 from jaxaudit.models import gpt2
-from jaxaudit.taps import Taps
 
 COUNT, SLOTS, VOCABULARY = 12, 10, 17
 

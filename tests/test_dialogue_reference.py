@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import NOTHING, OWN, PROMPT, TOOL
 from jaxaudit.learners.dialogue import demonstrations, held_out
 from jaxaudit.learners.dialogue.factories import settings_of
@@ -26,7 +27,6 @@ from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.run import before_the_first
 from jaxaudit.models import gpt2
-from jaxaudit.taps import Taps
 
 STEP, STEPS = 3, 10
 """When the iteration is, and of how many."""

@@ -14,6 +14,7 @@ from test_dialogue_reference import Errand, random_params
 
 import jaxaudit as ja
 from jaxaudit import remedies
+from jaxaudit.core.taps import ROOT, Taps
 from jaxaudit.learners.dialogue import advantages, corrections, covariance, kl
 from jaxaudit.learners.dialogue.aggregation import Denominators, denominators
 from jaxaudit.learners.dialogue.collection import Models, sampled_entropy, tapped
@@ -22,7 +23,6 @@ from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.policy_loss import Now, Rows, policy_loss
 from jaxaudit.models import gpt2
-from jaxaudit.taps import ROOT, Taps
 
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
 

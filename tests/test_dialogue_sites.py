@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.models import gpt2
-from jaxaudit.sites import find_sites
-from jaxaudit.taps import Taps
 
 HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
 

@@ -9,16 +9,17 @@ import jax
 import pytest
 from refusals import refusal
 
-from jaxaudit import cli, listing
+from jaxaudit.cli import main as cli
+from jaxaudit.cli import registry_listing as listing
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.slots import site_misfit
 from jaxaudit.learners import grpo
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.presets import PRESETS
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.registry import perturbations
-from jaxaudit.sites import find_sites
-from jaxaudit.slots import site_misfit
-from jaxaudit.specification.document import parse
+from jaxaudit.runtime.registry import perturbations
+from jaxaudit.spec.document import parse
 
 LEARNER = 'kind = "grpo"\nwarm_start = 0\nepochs = 1'
 PERTURBATION = '[[perturbation]]\nkind = "verifier_flip"\nmagnitude = 0.3\n'

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxaudit import learners
+from jaxaudit.core.learner import Learner
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
-from jaxaudit.learner import Learner
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values
 from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams

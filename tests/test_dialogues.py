@@ -10,11 +10,13 @@ import plain_dialogues
 import pytest
 
 import jaxaudit as ja
-from jaxaudit import listing, registry
-from jaxaudit.dialogues import Dialogue, DialogueTask, automaton, drawing, named
+from jaxaudit.cli import registry_listing as listing
+from jaxaudit.core.task_kinds import fitting
+from jaxaudit.dialogues import Dialogue, DialogueTask, automaton, named
+from jaxaudit.dialogues import sampling as drawing
 from jaxaudit.dialogues.protocol import NOTHING, TOOL
 from jaxaudit.learners.dialogue.factories import structure_of
-from jaxaudit.task_kinds import fitting
+from jaxaudit.runtime import registry
 
 NAMES = ("hop", "calculator", "chain", "preference")
 ROWS = 2048

@@ -8,11 +8,11 @@ from probes import PLAIN, Probe, train
 from scipy import special
 
 import jaxaudit as ja
-from jaxaudit.learners.ppo import PPO, PPOSettings
-from jaxaudit.learners.trpo import TRPO, TRPOSettings
-from jaxaudit.learners.trust_region import fisher_product
-from jaxaudit.sites import find_sites
-from jaxaudit.taps import Taps
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.taps import Taps
+from jaxaudit.learners.rl.ppo import PPO, PPOSettings
+from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
+from jaxaudit.learners.rl.trust_region import fisher_product
 from jaxaudit.tasks.cartpole import CartPole
 
 SMALL = PLAIN | {"hidden": (16,)}

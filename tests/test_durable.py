@@ -33,15 +33,17 @@ from small_runs import (
     one_sentence,
 )
 
-from jaxaudit.batches import Batch
-from jaxaudit.errors import UserError
+from jaxaudit.core.batches import Batch
 from jaxaudit.execution import engine, memory
 from jaxaudit.execution.engine import Engine, Piece
-from jaxaudit.interrupts import interrupt
-from jaxaudit.runner import checkpoint, durable, trained
-from jaxaudit.runner.store import Folder
-from jaxaudit.runner.trained import InFolder
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import checkpoint
+from jaxaudit.runs import disk_sink as trained
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.disk_sink import InFolder
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.runtime.interrupts import interrupt
+from jaxaudit.spec.document import parse
 
 EARLY, LATE = 6, CHUNKS - 2
 BATCHES = header(audit="lanes = 2") + THREE

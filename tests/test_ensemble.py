@@ -10,15 +10,15 @@ import pandas as pd
 import pytest
 from planted import ONSET, SIZES, System
 
-from jaxaudit.detection.view import QUANTILES, over_lanes
-from jaxaudit.metastate import ensemble
-from jaxaudit.metastate.channels import Channels
-from jaxaudit.metastate.charts import Chart
-from jaxaudit.metastate.ensemble import Ensemble, Location, autoregression
-from jaxaudit.metastate.envelope import LEAST, Envelope
-from jaxaudit.metastate.monitor import Monitor, single_precision
-from jaxaudit.metastate.scanned import score_all
-from jaxaudit.metastate.scorer import by_other_parts
+from jaxaudit.monitoring import ensemble
+from jaxaudit.monitoring.channels import Channels
+from jaxaudit.monitoring.charts import Chart
+from jaxaudit.monitoring.ensemble import Ensemble, Location, autoregression
+from jaxaudit.monitoring.envelope import LEAST, Envelope
+from jaxaudit.monitoring.monitor import Monitor, single_precision
+from jaxaudit.monitoring.scanned import score_all
+from jaxaudit.monitoring.scorer import by_other_parts
+from jaxaudit.monitoring.view import QUANTILES, over_lanes
 
 NAMES = [f"c{i}" for i in range(12)]
 STORED = Path(__file__).parent / "data" / "monitors"

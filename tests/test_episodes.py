@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.taps import Taps
+from jaxaudit.core.taps import Taps
 from jaxaudit.tasks import Episodes, evaluate, make, performance
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import mean_length

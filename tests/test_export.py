@@ -12,11 +12,11 @@ from refusals import refusal
 from small_runs import header
 
 import jaxaudit as ja
+from jaxaudit.analysis.run_reader import load
 from jaxaudit.execution import engine
 from jaxaudit.learners.dialogue.state import Trained
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
-from jaxaudit.specification.document import load as load_spec
-from jaxaudit.stored import load
+from jaxaudit.spec.document import load as load_spec
 
 SPIKE = '[[perturbation]]\nkind = "lr_spike"\nmagnitude = 10\nonset = 1\nduration = 1\n'
 ADAPTED = f"""

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from jaxaudit import files
-from jaxaudit.errors import UserError
-from jaxaudit.files import LOCK, UNFINISHED, check_contents, claimed, locked, write_text
+from jaxaudit.runtime import files
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.runtime.files import LOCK, UNFINISHED, check_contents, claimed, locked, write_text
 
 CLAIMING = """
 import sys, time

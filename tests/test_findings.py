@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from jaxaudit import registry
+from jaxaudit.runtime import registry
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "findings"
 
@@ -150,7 +150,7 @@ def test_others_alarms_count_between_a_collapsed_lanes_onset_and_collapse():
 def test_the_deviation_is_table_s5s_from_the_latent_that_the_window_opens_on():
     import deviation
 
-    from jaxaudit.metrics import meta_state_deviation
+    from jaxaudit.analysis.metrics import meta_state_deviation
 
     generator = np.random.default_rng(0)
     latent, control = generator.normal(size=(2, 60, 4))

@@ -8,7 +8,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxaudit as ja
-from jaxaudit.program import find_sites
+from jaxaudit.core.program import find_sites
 
 
 def init(key):

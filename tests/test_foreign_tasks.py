@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.errors import UserError
-from jaxaudit.specification.sections import read_task
-from jaxaudit.specification.tables import Table
-from jaxaudit.taps import Taps
+from jaxaudit.core.taps import Taps
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.sections import read_task
+from jaxaudit.spec.tables import Table
 from jaxaudit.tasks import Episodes, Mujoco, make
 from jaxaudit.tasks.brax import BraxTask
 

@@ -10,16 +10,17 @@ import pytest
 from quadratic import quadratic
 
 import jaxaudit as ja
-from jaxaudit import registry, sharding, sites
-from jaxaudit.batches import layout
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.core import sites
+from jaxaudit.core.batches import layout
+from jaxaudit.core.program import telemetry_shapes
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.slots import lanes_of
 from jaxaudit.execution.engine import Engine
-from jaxaudit.metrics import MetricSettings
 from jaxaudit.perturbations import conditions
 from jaxaudit.perturbations.kinds import stateless
-from jaxaudit.program import telemetry_shapes
-from jaxaudit.sites import find_sites
-from jaxaudit.slots import lanes_of
-from jaxaudit.specification.trial import misfits
+from jaxaudit.runtime import registry, sharding
+from jaxaudit.spec.trial import misfits
 
 SLOW = pytest.mark.slow
 LEARNER = quadratic(None, adam=False)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.taps import Taps
+from jaxaudit.core.taps import Taps
 from jaxaudit.tasks import Episodes, gymnax_env, make
 from jaxaudit.tasks.cartpole import CartPole
 from jaxaudit.tasks.gymnax_env import GymnaxEnv

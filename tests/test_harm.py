@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 from test_report import dataset, grid, tables
 
+from jaxaudit.analysis.run_reader import Run
 from jaxaudit.report import series
 from jaxaudit.report.harm import EFFECT, Judged, _differences, judge
 from jaxaudit.report.verdict import verdict
-from jaxaudit.stored import Run
 
 KINDS = 40
 CONDITIONS = grid({f"kind_{i}": ("data", (1.0, 2.0), 1.0) for i in range(KINDS // 2)}, duration=1)

@@ -12,13 +12,15 @@ from refusals import refusal
 from small_runs import header
 from test_report import grid, outside_scripts, simulate, write
 
-from jaxaudit import cli, registry, report
-from jaxaudit.detection.first_signals import earliest, first_signals
-from jaxaudit.held_out_rows import measured_near
-from jaxaudit.learner import Channel
-from jaxaudit.metastate.envelope import Envelope
+from jaxaudit import report
+from jaxaudit.analysis.held_out_rows import measured_near
+from jaxaudit.analysis.run_reader import load
+from jaxaudit.cli import main as cli
+from jaxaudit.core.learner import Channel
+from jaxaudit.monitoring.envelope import Envelope
+from jaxaudit.monitoring.first_signals import earliest, first_signals
 from jaxaudit.report import dialogue
-from jaxaudit.stored import load
+from jaxaudit.runtime import registry
 
 WORDS = ["a", "b", "call", "<script>", "end"]
 ROLES = ["own", "prompt", "tool", "end"]

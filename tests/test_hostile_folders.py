@@ -20,16 +20,18 @@ from markupsafe import escape
 from numcodecs import pickles
 from small_runs import SPEC
 
-from jaxaudit import cli, files, npz, zarr_store
-from jaxaudit.errors import Undrawn, UserError
-from jaxaudit.metastate.monitor import Monitor
+from jaxaudit.analysis.run_reader import load
+from jaxaudit.cli import main as cli
+from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.report import build, drawing
-from jaxaudit.runner import checkpoint, durable
-from jaxaudit.runner.replay import replay
-from jaxaudit.runner.store import Folder
-from jaxaudit.runner.trained import InFolder
-from jaxaudit.specification.document import parse
-from jaxaudit.stored import load
+from jaxaudit.runs import checkpoint
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.disk_sink import InFolder
+from jaxaudit.runs.replay import replay
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runtime import files, npz, zarr_store
+from jaxaudit.runtime.errors import Undrawn, UserError
+from jaxaudit.spec.document import parse
 
 
 @pytest.fixture(scope="module")

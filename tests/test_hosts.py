@@ -11,8 +11,8 @@ from small_runs import assert_same
 from worker_runs import PAUSED, plug_in, shards, started, wait_for, workers_at
 
 import jaxaudit as ja
-from jaxaudit import cli
-from jaxaudit.program import Program
+from jaxaudit.cli import main as cli
+from jaxaudit.core.program import Program
 
 SPEC = PAUSED.format(pause=0.02).replace("seeds = 2", "seeds = 3").replace("lanes = 2", "")
 """Three lanes of the baseline, which four devices fill up to four, and nine of each fork group."""

@@ -15,14 +15,14 @@ from quadratic import quadratic
 from small_runs import SPEC, THREE, header
 
 import jaxaudit as ja
-from jaxaudit.batches import as_json, from_json, layout
-from jaxaudit.errors import UserError
+from jaxaudit.core.batches import as_json, from_json, layout
 from jaxaudit.execution import engine as engines
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
-from jaxaudit.margins import pool
-from jaxaudit.margins.search import Settings, lay_out
-from jaxaudit.specification.document import parse
+from jaxaudit.runs.margins import pool
+from jaxaudit.runs.margins.search import Settings, lay_out
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import parse
 
 LEARNER = quadratic(None, adam=False)
 PERTURBATIONS = [

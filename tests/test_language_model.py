@@ -15,18 +15,18 @@ import optax
 import pytest
 
 import jaxaudit as ja
-from jaxaudit import registry
-from jaxaudit.batches import layout
-from jaxaudit.errors import UserError
+from jaxaudit.analysis.run_reader import load as load_run
+from jaxaudit.core.batches import layout
+from jaxaudit.core.grid import plan
+from jaxaudit.core.optimizer import warmup_decay
+from jaxaudit.core.taps import Taps
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import plan
 from jaxaudit.learners.language_model import LanguageModel, LanguageModelSettings
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.optimizer import warmup_decay
-from jaxaudit.runner import durable
-from jaxaudit.specification.document import parse
-from jaxaudit.stored import load as load_run
-from jaxaudit.taps import Taps
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runtime import registry
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import parse
 from jaxaudit.text import load
 
 SMALL = {"size": "micro", "context": 16, "batch_size": 8, "accumulation": 4, "held_out": 2, "validation": 4}
@@ -414,7 +414,7 @@ def test_a_run_that_is_gone_on_with_ends_as_one_that_never_stopped(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     durable.run(parse(RUN), tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("jaxaudit.runner.trained.at_onset", stopping)
+        patch.setattr("jaxaudit.runs.disk_sink.at_onset", stopping)
         with pytest.raises(durable.Interrupted):
             durable.run(parse(RUN), folder)
     monkeypatch.chdir("/")

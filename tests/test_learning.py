@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxaudit.learners.normalizer import Moments
-from jaxaudit.learners.ppo import PPO, PPOSettings
-from jaxaudit.learners.sac import SAC, SACSettings
-from jaxaudit.learners.td3 import TD3, TD3Settings
-from jaxaudit.learners.trpo import TRPO, TRPOSettings
-from jaxaudit.taps import Taps
+from jaxaudit.core.taps import Taps
+from jaxaudit.learners.rl.normalizer import Moments
+from jaxaudit.learners.rl.ppo import PPO, PPOSettings
+from jaxaudit.learners.rl.sac import SAC, SACSettings
+from jaxaudit.learners.rl.td3 import TD3, TD3Settings
+from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
 from jaxaudit.tasks._brax import Env, State
 
 LIMIT = 8

@@ -5,11 +5,11 @@ from paused import FULL
 from small_runs import assert_same
 from worker_runs import PAUSED, plug_in, shards, through_accidents, whole
 
-from jaxaudit.backends.backend import Workers
-from jaxaudit.errors import Failed, UserError
-from jaxaudit.runner import durable
-from jaxaudit.runner.store import Folder
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runtime.backends.backend import Workers
+from jaxaudit.runtime.errors import Failed, UserError
+from jaxaudit.spec.document import parse
 
 SPEC = PAUSED.format(pause=0.05).replace("[1.0, 0.1]", "1.0").replace("[6, 12]", "6")
 """Two batches of the baseline and two of one fork group: each has a process of its own."""

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from log_files import lines, scalar, tensor, write_events, written
 from test_log_kinds import PRINTED
 
-from jaxaudit.detection.alignment import Named, channels_of, grid_of
-from jaxaudit.errors import UserError
 from jaxaudit.logs import delimited, read
+from jaxaudit.monitoring.alignment import Named, channels_of, grid_of
+from jaxaudit.runtime.errors import UserError
 
 FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -9,7 +9,7 @@ import pytest
 from log_files import lines, refusal, written
 
 from jaxaudit import logs
-from jaxaudit.cli import main
+from jaxaudit.cli.main import main
 from jaxaudit.logs.literals import dict_in
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from log_files import lines, log_of, read, refusal, written
 
-from jaxaudit.detection.alignment import Named, channels_of
-from jaxaudit.errors import UserError
+from jaxaudit.monitoring.alignment import Named, channels_of
+from jaxaudit.runtime.errors import UserError
 
 # Steps
 

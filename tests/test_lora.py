@@ -10,7 +10,7 @@ import pytest
 
 from jaxaudit.models import decoding, gpt2, gpt2_checkpoint, lora
 from jaxaudit.models.gpt2 import GPT2, Size
-from jaxaudit.paths import matches, paths_of
+from jaxaudit.runtime.paths import matches, paths_of
 
 MODEL = GPT2(40, 16, Size(16, 2, 2))
 TOKENS = np.arange(20, dtype=np.int32).reshape(2, 10)

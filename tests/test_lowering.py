@@ -12,7 +12,9 @@ import pytest
 from jax import export
 
 import jaxaudit as ja
-from jaxaudit.dialogues import drawing
+from jaxaudit.core.program import Program, run
+from jaxaudit.dialogues import sampling as drawing
+from jaxaudit.execution.grid_program import inputs
 from jaxaudit.kernels.embedding import lookup
 from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.factories import settings_of
@@ -21,9 +23,7 @@ from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.state import DialogueData
 from jaxaudit.learners.dialogue.telemetry import vocabulary
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.program import Program, run
-from jaxaudit.specification.document import parse
-from jaxaudit.whole import inputs
+from jaxaudit.spec.document import parse
 
 SPEC = """
 [audit]

@@ -18,13 +18,17 @@ import zarr
 from numcodecs import Zstd
 from small_runs import FEW, header
 
-from jaxaudit import metrics, results, slots
-from jaxaudit.batches import as_json, from_json, layout
-from jaxaudit.channel_names import PERFORMANCE
-from jaxaudit.placing import blank_telemetry, place
-from jaxaudit.runner import checkpoint, durable, gathering, store
-from jaxaudit.specification.document import parse
-from jaxaudit.statistics import critical_magnitude
+from jaxaudit.analysis import metrics, results
+from jaxaudit.analysis.statistics import critical_magnitude
+from jaxaudit.core import slots
+from jaxaudit.core.batches import as_json, from_json, layout
+from jaxaudit.core.channel_names import PERFORMANCE
+from jaxaudit.execution.telemetry_layout import blank_telemetry, place
+from jaxaudit.runs import checkpoint
+from jaxaudit.runs import collect as gathering
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs import run_folder as store
+from jaxaudit.spec.document import parse
 
 BENCHMARK = Path(__file__).parents[1] / "experiments" / "benchmarks" / "many_lanes.py"
 

@@ -12,15 +12,15 @@ from scipy import stats
 from test_known_answer import CURVATURE, LEARNER, RATE
 
 import jaxaudit as ja
-from jaxaudit import registry
-from jaxaudit.margins.pool import baseline, fit, in_turn, pending, rounds
-from jaxaudit.margins.rays import Axis, rays
-from jaxaudit.margins.rounds import CONTROL, Plan, Probe, found, next_round
-from jaxaudit.margins.search import Settings, lay_out
-from jaxaudit.margins.staircase import bracket, contradictory, envelope
-from jaxaudit.margins.table import Margins
-from jaxaudit.metrics import MetricSettings
-from jaxaudit.statistics import ranks, seeds_for
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.statistics import ranks, seeds_for
+from jaxaudit.runs.margins.directions import Axis, rays
+from jaxaudit.runs.margins.pool import baseline, fit, in_turn, pending, rounds
+from jaxaudit.runs.margins.rounds import CONTROL, Plan, Probe, found, next_round
+from jaxaudit.runs.margins.search import Settings, lay_out
+from jaxaudit.runs.margins.staircase import bracket, contradictory, envelope
+from jaxaudit.runs.margins.table import Margins
+from jaxaudit.runtime import registry
 
 CRITICAL = 2 / (RATE * CURVATURE)
 SHORT = MetricSettings(window=10, hold=20)

@@ -18,12 +18,12 @@ from small_runs import header
 from worker_runs import Calls
 
 import jaxaudit as ja
-from jaxaudit import cli
+from jaxaudit.cli import main as cli
 from jaxaudit.execution.engine import Engine
-from jaxaudit.margins import trainers
-from jaxaudit.runner import durable
-from jaxaudit.runner.store import Folder
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.margins import trainers
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.spec.document import parse
 
 SPEC = (
     header(seeds=6, steps=40, learner='kind = "quadratic"\nadam = false')

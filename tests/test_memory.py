@@ -11,7 +11,7 @@ import pytest
 import ring
 
 import jaxaudit as ja
-from jaxaudit.batches import layout
+from jaxaudit.core.batches import layout
 from jaxaudit.execution import memory, workspace
 from jaxaudit.execution.engine import Engine
 

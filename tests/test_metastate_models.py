@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from statsmodels.tsa.statespace.kalman_filter import KalmanFilter
 
-from jaxaudit.metastate.gru import GRU
-from jaxaudit.metastate.kalman import LEAST_VARIANCE, Kalman
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.model import follow
+from jaxaudit.monitoring.gru import GRU
+from jaxaudit.monitoring.kalman import LEAST_VARIANCE, Kalman
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.model import follow
 
 MODELS = {"lru": LRU(), "gru": GRU(), "kalman": Kalman()}
 CHANNELS, STEPS = 5, 200

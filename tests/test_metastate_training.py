@@ -10,13 +10,13 @@ import pytest
 import xarray as xr
 from scipy import stats
 
-from jaxaudit.metastate.calibration import fewest_runs, rate_interval, threshold
-from jaxaudit.metastate.channels import Channels, series
-from jaxaudit.metastate.gru import GRU
-from jaxaudit.metastate.kalman import Kalman
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.model import follow
-from jaxaudit.metastate.training import Training, log_likelihood, train_members
+from jaxaudit.monitoring.calibration import fewest_runs, rate_interval, threshold
+from jaxaudit.monitoring.channels import Channels, series
+from jaxaudit.monitoring.gru import GRU
+from jaxaudit.monitoring.kalman import Kalman
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.model import follow
+from jaxaudit.monitoring.training import Training, log_likelihood, train_members
 
 LANES, STEPS, CHANNELS = 48, 100, 4
 TRUE = Kalman(size=2)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit import metrics
+from jaxaudit.analysis import metrics
 
 STEPS, WINDOW, HOLD = 240, 20, 30
 SETTINGS = metrics.MetricSettings(window=WINDOW, hold=HOLD, horizon=60)

@@ -14,19 +14,20 @@ from quadratic import quadratic
 from small_runs import assert_same
 
 import jaxaudit as ja
-from jaxaudit.batches import layout
+from jaxaudit.core.batches import layout
+from jaxaudit.core.grid import plan
+from jaxaudit.core.learner import Learner
 from jaxaudit.dialogues import named
-from jaxaudit.errors import UserError
+from jaxaudit.execution.device_layout import device_bytes
 from jaxaudit.execution.engine import Engine
-from jaxaudit.execution.shards import device_bytes
-from jaxaudit.grid import plan
-from jaxaudit.learner import Learner
 from jaxaudit.learners.language_model import Data, LanguageModel, LanguageModelSettings
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.models.sampling import generate
-from jaxaudit.runner import checkpoint, durable
-from jaxaudit.sharding import mesh
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import checkpoint
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.runtime.sharding import mesh
+from jaxaudit.spec.document import parse
 
 VOCABULARY = 37
 STEPS = 4

@@ -10,20 +10,20 @@ import xarray as xr
 from planted import System
 from scipy import signal
 
-from jaxaudit import cli
-from jaxaudit.metastate.calibration import rate_interval
-from jaxaudit.metastate.channels import Channels
-from jaxaudit.metastate.charts import Chart, ChartReference
-from jaxaudit.metastate.ensemble import Ensemble
-from jaxaudit.metastate.envelope import Envelope
-from jaxaudit.metastate.gru import GRU
-from jaxaudit.metastate.kalman import Kalman
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.monitor import DEFAULT, MODELS, Expectation, Monitor
-from jaxaudit.metastate.scorer import Yardstick
-from jaxaudit.metastate.scores import SCORES, TELEMETRY, Reference, begin, score
-from jaxaudit.metastate.training import Training
-from jaxaudit.metrics import meta_state_deviation
+from jaxaudit.analysis.metrics import meta_state_deviation
+from jaxaudit.cli import main as cli
+from jaxaudit.monitoring.calibration import rate_interval
+from jaxaudit.monitoring.channels import Channels
+from jaxaudit.monitoring.charts import Chart, ChartReference
+from jaxaudit.monitoring.ensemble import Ensemble
+from jaxaudit.monitoring.envelope import Envelope
+from jaxaudit.monitoring.gru import GRU
+from jaxaudit.monitoring.kalman import Kalman
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.monitor import DEFAULT, MODELS, Expectation, Monitor
+from jaxaudit.monitoring.scorer import Yardstick
+from jaxaudit.monitoring.scores import SCORES, TELEMETRY, Reference, begin, score
+from jaxaudit.monitoring.training import Training
 
 # Runs, model and training are those of test_detection.py, which takes the same programs.
 MODEL = LRU(size=4, hidden=(16,))

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from jaxaudit.cli import main
-from jaxaudit.detection.monitored import _alpha
-from jaxaudit.metastate.monitor import DEFAULT, Monitor, scorer
+from jaxaudit.cli.main import main
+from jaxaudit.monitoring.monitor import DEFAULT, Monitor, scorer
+from jaxaudit.monitoring.monitored import _alpha
 
 STEPS = 60
 

@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 from log_files import lines, refusal, written
 
-from jaxaudit.detection.monitored import Options, monitor
+from jaxaudit.monitoring.monitored import Options, monitor
 
 STEPS = 60
 
@@ -203,7 +203,7 @@ def test_false_alarms_at_the_clean_runs_cadence_and_at_half_of_it(clean, tmp_pat
 def test_the_default_monitor_needs_numpy_and_zarr_alone():
     """What else a page takes is imported when one is drawn."""
     code = (
-        "import sys; import jaxaudit.detection.monitored, jaxaudit.metastate.ensemble; "
+        "import sys; import jaxaudit.monitoring.monitored, jaxaudit.monitoring.ensemble; "
         "print([name for name in ('jax', 'flax', 'scipy', 'pandas', 'xarray') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

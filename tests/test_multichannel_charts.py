@@ -8,8 +8,11 @@ import pytest
 from planted import System
 from scipy import stats
 
-from jaxaudit.detection.comparison import Settings, compare
-from jaxaudit.detection.multichannel_charts import (
+from jaxaudit.monitoring.channels import Channels
+from jaxaudit.monitoring.charts import SHRINKAGE, Chart, ChartReference
+from jaxaudit.monitoring.comparison import Settings, compare
+from jaxaudit.monitoring.envelope import Envelope
+from jaxaudit.monitoring.multichannel_charts import (
     CHARTS,
     MultichannelChart,
     largest_square,
@@ -18,10 +21,7 @@ from jaxaudit.detection.multichannel_charts import (
     statistics,
     variance,
 )
-from jaxaudit.metastate.channels import Channels
-from jaxaudit.metastate.charts import SHRINKAGE, Chart, ChartReference
-from jaxaudit.metastate.envelope import Envelope
-from jaxaudit.metastate.scanned import score_all
+from jaxaudit.monitoring.scanned import score_all
 
 D, STEPS = 6, 40
 NAMES = tuple(f"c{i}" for i in range(D))

@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 import jaxaudit as ja
-from jaxaudit import registry
+from jaxaudit.runtime import registry
 
 SEEDS, STEPS, TURNS, ENVS, ENTRIES, ONSET = 8, 13, 6, 5, 7, 1
 SURELY = 1e-4

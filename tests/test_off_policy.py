@@ -10,10 +10,10 @@ import pytest
 from rooms import BEST, CHOICE, FOR_EVER, ONE_STEP, SECOND_STEP, TWO_STEPS, Rooms
 
 import jaxaudit as ja
-from jaxaudit.learners.replay_buffer import Transitions
-from jaxaudit.learners.sac import SAC, SACSettings
-from jaxaudit.learners.td3 import TD3, TD3Settings
-from jaxaudit.taps import Disturbance, Slot, Taps, Windows
+from jaxaudit.core.taps import Disturbance, Slot, Taps, Windows
+from jaxaudit.learners.rl.replay_buffer import Transitions
+from jaxaudit.learners.rl.sac import SAC, SACSettings
+from jaxaudit.learners.rl.td3 import TD3, TD3Settings
 
 GAMMA = 0.9
 TEMPERATURE = 0.02

@@ -14,9 +14,9 @@ import pytest
 from without_baseline import train_from_the_start
 
 import jaxaudit as ja
-from jaxaudit import registry
-from jaxaudit.batches import layout
+from jaxaudit.core.batches import layout
 from jaxaudit.execution.engine import Engine
+from jaxaudit.runtime import registry
 
 OPEN, CLOSE, STEPS = 3, 5, 6
 TINY = {

@@ -8,11 +8,11 @@ from probes import PLAIN, Probe, train
 from without_baseline import train_from_the_start
 
 import jaxaudit as ja
-from jaxaudit.learners.evaluation import evaluate_when_due
-from jaxaudit.learners.normalizer import Moments
-from jaxaudit.learners.ppo import PPO, PPOSettings
-from jaxaudit.learners.trpo import TRPO, TRPOSettings
-from jaxaudit.taps import Taps
+from jaxaudit.core.taps import Taps
+from jaxaudit.learners.rl.evaluation import evaluate_when_due
+from jaxaudit.learners.rl.normalizer import Moments
+from jaxaudit.learners.rl.ppo import PPO, PPOSettings
+from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
 
 SMALL = PLAIN | {"hidden": (16,)}
 AGENTS = {

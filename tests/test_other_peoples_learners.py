@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
-from jaxaudit.metrics import MetricSettings
+from jaxaudit.analysis.metrics import MetricSettings
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "experiments" / "learners").glob("*.py"))
 NAMES = [path.stem for path in EXAMPLES]

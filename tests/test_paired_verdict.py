@@ -12,14 +12,14 @@ from parameters import some_of
 from test_report import dataset, grid, write
 
 import jaxaudit as ja
-from jaxaudit import results, statistics
-from jaxaudit.detection.lanes import gather
-from jaxaudit.metrics import MetricSettings
+from jaxaudit.analysis import results, statistics
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.run_reader import Run, load
+from jaxaudit.analysis.statistics.paired import excess, excess_columns, paired_proportions
+from jaxaudit.monitoring.lanes import gather
 from jaxaudit.report import critical, series
 from jaxaudit.report.undisturbed import fallen_controls
 from jaxaudit.report.verdict import verdict
-from jaxaudit.statistics.paired import excess, excess_columns, paired_proportions
-from jaxaudit.stored import Run, load
 
 STEPS, ONSET = 200, 60
 KINDS = {"lr_spike": ("optimization", (3.0, 10.0), 14.0), "weight_noise": ("parametric", (0.1, 1.0, 2.0), 1.0)}

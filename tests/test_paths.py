@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxaudit as ja
-from jaxaudit.paths import Stack, along_paths, paths_of
+from jaxaudit.runtime.paths import Stack, along_paths, paths_of
 
 DEPTH = 4
 KEY = jax.random.key(3)

@@ -11,8 +11,8 @@ from scipy import stats
 from without_baseline import train_from_the_start
 
 import jaxaudit as ja
-from jaxaudit import registry
-from jaxaudit.paths import matches, paths_of
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.taps import Taps
 from jaxaudit.perturbations import (
     conditions,
     data,
@@ -25,8 +25,8 @@ from jaxaudit.perturbations import (
     signal,
     transforms,
 )
-from jaxaudit.sites import find_sites
-from jaxaudit.taps import Taps
+from jaxaudit.runtime import registry
+from jaxaudit.runtime.paths import matches, paths_of
 
 N = 20_000
 VALUE = {"a": jnp.linspace(-2.0, 3.0, N), "b": jnp.full((100, 200), 0.5)}

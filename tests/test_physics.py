@@ -13,16 +13,17 @@ from refusals import contents
 from small_runs import FEW, one_sentence
 from worker_runs import Calls
 
-from jaxaudit import registry
-from jaxaudit.detection.lanes import _same
-from jaxaudit.errors import UserError
-from jaxaudit.machine import platform_of
-from jaxaudit.runner import durable, workers
-from jaxaudit.runner.opening import open_run
-from jaxaudit.runner.replay import replay
-from jaxaudit.runner.store import Folder
-from jaxaudit.specification.document import load, parse
-from jaxaudit.task_kinds import Simulated, resolved
+from jaxaudit.core.task_kinds import Simulated, resolved
+from jaxaudit.monitoring.lanes import _same
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs import workers
+from jaxaudit.runs.replay import replay
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runs.run_opening import open_run
+from jaxaudit.runtime import registry
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.runtime.machine import platform_of
+from jaxaudit.spec.document import load, parse
 from jaxaudit.tasks import Mujoco, Registered
 from jaxaudit.text import Text
 
@@ -132,7 +133,7 @@ def gpu_workers(monkeypatch):
 @pytest.mark.exhaustive
 def test_workers_settle_it_and_not_who_hands_them_work(trained_on, gpu_workers, tmp_path):
     durable.run(parse(FEW), tmp_path / "run", gpu_workers)
-    assert [call for call, _ in gpu_workers.made][:2] == ["jaxaudit.runner.durable:begin", workers.TRAIN]
+    assert [call for call, _ in gpu_workers.made][:2] == ["jaxaudit.runs.lifecycle:begin", workers.TRAIN]
     assert jax.default_backend() == "cpu"
     assert physics(tmp_path / "run") == "mjx"
     assert {task.physics for task in trained_on} == {"mjx"}

@@ -9,11 +9,11 @@ from probes import PLAIN, Probe, train
 from scipy import stats
 
 import jaxaudit as ja
-from jaxaudit.learners.normalizer import Moments
-from jaxaudit.learners.ppo import PPO, PPOSettings
-from jaxaudit.learners.rollout import Samples
-from jaxaudit.optimizer import Optimizer, linear_to_zero
-from jaxaudit.taps import Taps
+from jaxaudit.core.optimizer import Optimizer, linear_to_zero
+from jaxaudit.core.taps import Taps
+from jaxaudit.learners.rl.normalizer import Moments
+from jaxaudit.learners.rl.ppo import PPO, PPOSettings
+from jaxaudit.learners.rl.rollout import Samples
 
 SMALL = PLAIN | {"hidden": (16,)}
 

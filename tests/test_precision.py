@@ -16,21 +16,21 @@ from quadratic import quadratic
 from small_runs import SPEC
 
 import jaxaudit as ja
-from jaxaudit import precision
-from jaxaudit.errors import UserError
+from jaxaudit.core.program import run
+from jaxaudit.core.taps import Taps
+from jaxaudit.execution.grid_program import inputs
 from jaxaudit.kernels import coherence, orthogonal, ranks
-from jaxaudit.metastate.charts import Chart
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.scanned import _scored
-from jaxaudit.metastate.scores import _followed
-from jaxaudit.metastate.training import Training, _train_members
-from jaxaudit.program import run
-from jaxaudit.runner import durable
-from jaxaudit.runner.replay import replay
-from jaxaudit.specification.document import parse
-from jaxaudit.taps import Taps
+from jaxaudit.monitoring.charts import Chart
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.scanned import _scored
+from jaxaudit.monitoring.scores import _followed
+from jaxaudit.monitoring.training import Training, _train_members
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.replay import replay
+from jaxaudit.runtime import precision
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import parse
 from jaxaudit.tasks.episodes import Episodes, evaluate
-from jaxaudit.whole import inputs
 
 GPU, CPU = SimpleNamespace(platform="gpu"), SimpleNamespace(platform="cpu")
 PPO = """

@@ -19,19 +19,19 @@ from tiny_dialogue import TINY_DIALOGUE
 from without_baseline import train_from_the_start
 
 import jaxaudit as ja
-from jaxaudit import registry
+from jaxaudit.core.grid import plan
+from jaxaudit.core.optimizer import Optimizer, linear_to_zero
+from jaxaudit.core.program import compiled
+from jaxaudit.core.remedied_learner import misfit
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.slots import site_misfit
+from jaxaudit.core.taps import SITES
 from jaxaudit.dialogues.hop import Hop
-from jaxaudit.grid import plan
+from jaxaudit.execution.grid_program import arrange, inputs
 from jaxaudit.models import gpt2
-from jaxaudit.optimizer import Optimizer, linear_to_zero
-from jaxaudit.program import compiled
-from jaxaudit.remedied_learner import misfit
-from jaxaudit.sites import find_sites
-from jaxaudit.slots import site_misfit
-from jaxaudit.taps import SITES
+from jaxaudit.runtime import registry
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes
-from jaxaudit.whole import arrange, inputs
 
 FORK, OPEN, CLOSE, STEPS = 3, 5, 7, 10
 # Some standard magnitudes do little within a window of two short steps; these are felt at once.

@@ -8,11 +8,11 @@ import pytest
 from small_runs import assert_same
 from worker_runs import PAUSED, kill, plug_in, shards, started, wait_for, whole, workers_at
 
-from jaxaudit.backends.backend import Workers
-from jaxaudit.errors import Failed, UserError
-from jaxaudit.runner import durable
-from jaxaudit.runner.store import Folder
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runtime.backends.backend import Workers
+from jaxaudit.runtime.errors import Failed, UserError
+from jaxaudit.spec.document import parse
 
 MIB = 2**20
 SPEC = PAUSED.format(pause=0.05)

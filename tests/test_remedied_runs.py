@@ -5,7 +5,7 @@ from noisy import noisy_descent
 from small_runs import arrays, assert_same, kill_through, one_sentence
 
 import jaxaudit as ja
-from jaxaudit.stored import load
+from jaxaudit.analysis.run_reader import load
 
 pytestmark = pytest.mark.exhaustive
 

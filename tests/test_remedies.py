@@ -19,13 +19,14 @@ from remedy_references import (
 )
 
 import jaxaudit as ja
-from jaxaudit import registry, remedies
-from jaxaudit.learners.ppo import PPO, PPOSettings
-from jaxaudit.optimizer import linear_to_zero
-from jaxaudit.perturbations.core import nothing
-from jaxaudit.remedied_learner import misfit, remedy_names
-from jaxaudit.sites import find_sites
-from jaxaudit.taps import ROOT, Taps
+from jaxaudit import remedies
+from jaxaudit.core.optimizer import linear_to_zero
+from jaxaudit.core.perturbation import nothing
+from jaxaudit.core.remedied_learner import misfit, remedy_names
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.taps import ROOT, Taps
+from jaxaudit.learners.rl.ppo import PPO, PPOSettings
+from jaxaudit.runtime import registry
 
 SHAPES = {"actor": (3,), "critic": (2, 2)}
 SIZE = 7

@@ -9,15 +9,15 @@ import pytest
 import zarr
 from small_runs import FEW, SPEC, arrays, assert_same, flip, one_sentence
 
-from jaxaudit import datasets
-from jaxaudit.batches import layout
-from jaxaudit.errors import UserError
+from jaxaudit.analysis import datasets
+from jaxaudit.core.batches import layout
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
-from jaxaudit.runner import durable
-from jaxaudit.runner.replay import replay
-from jaxaudit.runner.store import Folder
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.replay import replay
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import parse
 
 ONE = SPEC.replace("[5, 10]", "10")  # one onset, four conditions
 LANES, LANE_STEPS = 24, 3 * 14 + 12 * 15 + 12 * 10

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from jaxaudit.learners.replay_buffer import DTYPES, ReplayBuffer, Transitions
+from jaxaudit.learners.rl.replay_buffer import DTYPES, ReplayBuffer, Transitions
 from jaxaudit.models.squashed_gaussian import squashed_gaussian
 
 

@@ -10,12 +10,13 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from jaxaudit import report, results
-from jaxaudit.metrics import MetricSettings
+from jaxaudit import report
+from jaxaudit.analysis import results
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.run_reader import load
 from jaxaudit.report import audited, chosen, series, style
 from jaxaudit.report.probability import collapse_map
 from jaxaudit.report.verdict import _without_effect, verdict
-from jaxaudit.stored import load
 
 KINDS = {
     "lr_spike": ("optimization", (3.0, 10.0, 30.0, 100.0), 14.0),

@@ -10,10 +10,10 @@ import zarr
 from small_runs import arrays
 
 import jaxaudit as ja
-from jaxaudit.runner import durable
-from jaxaudit.runner.replay import replay
-from jaxaudit.specification.document import load as load_spec
-from jaxaudit.stored import load
+from jaxaudit.analysis.run_reader import load
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.replay import replay
+from jaxaudit.spec.document import load as load_spec
 
 pytestmark = pytest.mark.exhaustive
 

@@ -19,13 +19,14 @@ import pytest
 import yaml
 
 import jaxaudit as ja
-from jaxaudit import cli
-from jaxaudit.backends import backend
-from jaxaudit.batches import layout
+from jaxaudit.cli import main as cli
+from jaxaudit.core.batches import layout
+from jaxaudit.core.grid import plan
 from jaxaudit.execution import driver
-from jaxaudit.grid import plan
 from jaxaudit.models import gpt2
-from jaxaudit.runner import attempts, trained, workers
+from jaxaudit.runs import attempts, workers
+from jaxaudit.runs import disk_sink as trained
+from jaxaudit.runtime.backends import backend
 
 ROOT = Path(__file__).parents[1]
 SCALING = ROOT / "experiments" / "scaling"

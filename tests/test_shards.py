@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from small_runs import FEW, assert_same
 
-from jaxaudit.errors import UserError
-from jaxaudit.runner import durable
-from jaxaudit.runner.store import Folder
-from jaxaudit.runner.workers import train_batch
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runs.workers import train_batch
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import parse
 
 BATCHES = FEW.replace("steps = 20", "steps = 20\nlanes = 2")
 """Two batches of the baseline and six of the fork group."""

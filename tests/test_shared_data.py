@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
-from jaxaudit.batches import layout
+from jaxaudit.core.batches import layout
+from jaxaudit.core.program import compiled
 from jaxaudit.execution.engine import Engine
-from jaxaudit.program import compiled
-from jaxaudit.whole import inputs
+from jaxaudit.execution.grid_program import inputs
 
 ENTRIES = 500_000
 

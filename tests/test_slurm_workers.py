@@ -8,11 +8,11 @@ import pytest
 from small_runs import assert_same
 from worker_runs import PAUSED, plug_in, through_accidents, wait_for, whole
 
-from jaxaudit.backends import on_submitit
-from jaxaudit.backends.backend import Workers
-from jaxaudit.errors import Failed
-from jaxaudit.runner import durable
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runtime.backends import on_submitit
+from jaxaudit.runtime.backends.backend import Workers
+from jaxaudit.runtime.errors import Failed
+from jaxaudit.spec.document import parse
 
 pytestmark = pytest.mark.slow
 

@@ -74,7 +74,7 @@ def test_a_run_is_trained_and_stored_and_the_report_is_told_to_be_missing(comman
     assert (environment["status"], environment["jaxaudit"]) == ("finished", VERSION)
     assert (place / "run" / "summary.csv").exists()
     before = contents(place / "run")
-    done = python("-m", "jaxaudit.cli", "report", "run")
+    done = python("-m", "jaxaudit.cli.main", "report", "run")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert done.stderr.startswith("jaxaudit: nothing was drawn: altair and vl_convert are not installed; install")
     assert contents(place / "run") == before

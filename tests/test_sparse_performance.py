@@ -9,12 +9,13 @@ import pytest
 from parameters import some_of
 
 import jaxaudit as ja
-from jaxaudit import datasets, metrics, registry, results
-from jaxaudit.cli import main
-from jaxaudit.margins.pool import collapse_times
-from jaxaudit.metrics import FEWEST, FEWEST_HELD, Cadence, MetricSettings
-from jaxaudit.runner.progress import performance_level
-from jaxaudit.stored import Run, load
+from jaxaudit.analysis import datasets, metrics, results
+from jaxaudit.analysis.metrics import FEWEST, FEWEST_HELD, Cadence, MetricSettings
+from jaxaudit.analysis.run_reader import Run, load
+from jaxaudit.cli.main import main
+from jaxaudit.runs.margins.pool import collapse_times
+from jaxaudit.runs.progress import performance_level
+from jaxaudit.runtime import registry
 
 WINDOW, HOLD = 20, 12
 SETTINGS = MetricSettings(window=WINDOW, hold=HOLD)

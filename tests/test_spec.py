@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jaxaudit as ja
-from jaxaudit import dialogues, registry
-from jaxaudit.errors import UserError
-from jaxaudit.grid import Grid
-from jaxaudit.specification.document import load, parse
-from jaxaudit.specification.entries import Asked, AskedDimension
-from jaxaudit.specification.tables import to_text
+from jaxaudit import dialogues
+from jaxaudit.core.grid import Grid
+from jaxaudit.runtime import registry
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import load, parse
+from jaxaudit.spec.entries import Asked, AskedDimension
+from jaxaudit.spec.tables import to_text
 
 HEAD = """
 [audit]

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
-from jaxaudit import registry
-from jaxaudit.batches import layout
+from jaxaudit.core.batches import layout
+from jaxaudit.core.grid import plan
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import plan
-from jaxaudit.placing import blank_telemetry, place
-from jaxaudit.specification.trial import misfits
+from jaxaudit.execution.telemetry_layout import blank_telemetry, place
+from jaxaudit.runtime import registry
+from jaxaudit.spec.trial import misfits
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes
 

@@ -5,7 +5,7 @@ import pytest
 import scipy.optimize
 import scipy.stats
 
-from jaxaudit import statistics
+from jaxaudit.analysis import statistics
 
 
 @pytest.mark.parametrize("n", [1, 4, 8, 30])

@@ -11,10 +11,10 @@ import pytest
 from jaxpr_equations import equations
 
 import jaxaudit as ja
-from jaxaudit.grid import plan
-from jaxaudit.program import Program, run
-from jaxaudit.taps import NEVER, Windows
-from jaxaudit.whole import inputs
+from jaxaudit.core.grid import plan
+from jaxaudit.core.program import Program, run
+from jaxaudit.core.taps import NEVER, Windows
+from jaxaudit.execution.grid_program import inputs
 
 STEPS = 4
 

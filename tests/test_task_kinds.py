@@ -10,10 +10,11 @@ import quadratic  # noqa: F401  registers the learner
 from probes import Probe
 
 import jaxaudit as ja
-from jaxaudit import listing, registry
-from jaxaudit.errors import UserError
-from jaxaudit.registry import Registry
-from jaxaudit.specification.document import parse
+from jaxaudit.cli import registry_listing as listing
+from jaxaudit.runtime import registry
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.runtime.registry import Registry
+from jaxaudit.spec.document import parse
 from jaxaudit.tasks import Mujoco, Registered, named
 from jaxaudit.tasks.brax import BraxTask
 from jaxaudit.tasks.cartpole import CartPole

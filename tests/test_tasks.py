@@ -14,7 +14,7 @@ import pytest
 from fusion_emitters import emitters, takes
 from scipy import stats
 
-from jaxaudit import machine
+from jaxaudit.runtime import machine
 from jaxaudit.tasks import TASKS, make, mjx_step, simulations
 from jaxaudit.tasks._brax import mjx
 from jaxaudit.tasks.engine import PhysicsState

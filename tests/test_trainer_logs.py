@@ -20,7 +20,7 @@ import pandas as pd
 import pytest
 from log_files import lines, log_of, read, refusal, written
 
-from jaxaudit.cli import main
+from jaxaudit.cli.main import main
 
 STORED = Path(__file__).parent / "data" / "trl-1.16.tar.gz"
 LEARNED = ("loss", "grad_norm", "reward", "reward_std", "kl", "entropy", "completions/mean_length", "step_time")

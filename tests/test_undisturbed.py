@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
-from jaxaudit import registry
-from jaxaudit.sites import find_sites
-from jaxaudit.slots import site_misfit
-from jaxaudit.taps import ACTING_SITES
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.slots import site_misfit
+from jaxaudit.core.taps import ACTING_SITES
+from jaxaudit.runtime import registry
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes, performance
 from jaxaudit.tasks.undisturbed import Undisturbed

@@ -6,11 +6,11 @@ import pytest
 from test_undisturbed import WRITES
 
 import jaxaudit as ja
-from jaxaudit import registry
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.slots import site_misfit
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.models import gpt2
-from jaxaudit.sites import find_sites
-from jaxaudit.slots import site_misfit
+from jaxaudit.runtime import registry
 
 START, STEPS = 2, 8
 COLLECTED = {"tool_result", "difficulty", "prompt", "behaviour", "sampled_logits", "temperature"}

@@ -10,10 +10,10 @@ import pytest
 import xarray as xr
 from small_runs import one_sentence
 
-from jaxaudit.errors import UserError
 from jaxaudit.report import build
-from jaxaudit.runner.opening import open_run
-from jaxaudit.specification.document import load
+from jaxaudit.runs.run_opening import open_run
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import load
 
 DATA = Path(__file__).parent / "data"
 COMMANDS = ["resume", "replay", "fork", "margin"]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
-from jaxaudit import registry
+from jaxaudit.core.sites import find_sites
+from jaxaudit.core.slots import site_misfit
+from jaxaudit.core.taps import ACTING_SITES, PERSISTENT_SITES, SITES
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.models import gpt2
-from jaxaudit.sites import find_sites
-from jaxaudit.slots import site_misfit
-from jaxaudit.taps import ACTING_SITES, PERSISTENT_SITES, SITES
+from jaxaudit.runtime import registry
 
 OPEN, CLOSE, STEPS = 2, 4, 6
 STRONG = {

@@ -4,8 +4,8 @@ import pytest
 import taskless  # noqa: F401  # registers it
 from log_files import refusal
 
-from jaxaudit.cli import main
-from jaxaudit.specification.document import parse
+from jaxaudit.cli.main import main
+from jaxaudit.spec.document import parse
 
 SPEC = """
 [audit]

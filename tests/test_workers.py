@@ -9,14 +9,15 @@ import pytest
 from small_runs import FEW, assert_same
 from worker_runs import shards
 
-from jaxaudit.backends.backend import Ended, values
-from jaxaudit.errors import Failed, UserError, explain
 from jaxaudit.execution.engine import Engine
-from jaxaudit.runner import checkpoint, durable
-from jaxaudit.runner.attempts import Attempt, onset_lanes, onset_paths
-from jaxaudit.runner.store import Folder
-from jaxaudit.runner.workers import train_batch
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import checkpoint
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.attempts import Attempt, onset_lanes, onset_paths
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runs.workers import train_batch
+from jaxaudit.runtime.backends.backend import Ended, values
+from jaxaudit.runtime.errors import Failed, UserError, explain
+from jaxaudit.spec.document import parse
 
 BATCHES = FEW.replace("steps = 20", "steps = 20\nlanes = 2")
 """Two batches of the baseline, of 5 chunks, and six of the fork group, of 3."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxaudit import Learner, Optimizer
-from jaxaudit.optimizer import linear_to_zero
+from jaxaudit.core.optimizer import linear_to_zero
 
 PROMPTS, MEMBERS, SLOTS, VOCABULARY, FEATURES = 2, 2, 3, 5, 4
 NOTHING, END, CALL = -1, 0, 3

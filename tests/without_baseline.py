@@ -1,9 +1,9 @@
 """Lanes trained without a baseline: one program less to compile."""
 
 import jaxaudit as ja
-from jaxaudit.batches import layout
+from jaxaudit.core.batches import layout
 from jaxaudit.execution.engine import Engine
-from jaxaudit.placing import blank_telemetry, place
+from jaxaudit.execution.telemetry_layout import blank_telemetry, place
 
 
 def train_from_the_start(learner, perturbations, *, seeds, steps):

@@ -18,9 +18,9 @@ import paused  # noqa: F401  registers the learner
 import submitit  # noqa: F401  takes logging's handlers apart when it is imported: not within a test
 from small_runs import header
 
-from jaxaudit.backends.backend import Ended
-from jaxaudit.runner import durable
-from jaxaudit.specification.document import parse
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runtime.backends.backend import Ended
+from jaxaudit.spec.document import parse
 
 HERE = Path(__file__).parent
 
@@ -56,7 +56,7 @@ def plug_in(folder):
 
 def started(*arguments, figures=False, **environment):
     """The command line, in a process of its own; without a report, unless its figures are wanted."""
-    code = f"{'' if figures else 'import unreported; '}from jaxaudit.cli import entry; entry()"
+    code = f"{'' if figures else 'import unreported; '}from jaxaudit.cli.main import entry; entry()"
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         stderr=subprocess.PIPE,

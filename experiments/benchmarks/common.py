@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxaudit.machine import cores, processor
+from jaxaudit.runtime.machine import cores, processor
 
 TASK = "HalfCheetah-v5"
 
@@ -177,9 +177,9 @@ class Lanes:
         execution: str | int = "vmap",
         steps: int = 10_000,
     ):
-        from jaxaudit.batches import layout
+        from jaxaudit.core.batches import layout
+        from jaxaudit.core.grid import plan
         from jaxaudit.execution.engine import Engine
-        from jaxaudit.grid import plan
 
         self._begun = time.perf_counter()
         grid = plan(learner, list(perturbations), seeds=seeds, steps=steps, tail=0, execution=execution)
@@ -224,7 +224,7 @@ class Advance:
     """
 
     def __init__(self, program: Any, lanes: Any, rows: int, data: Any = None):
-        from jaxaudit.program import advance, initial, telemetry_rows, with_perturbations
+        from jaxaudit.core.program import advance, initial, telemetry_rows, with_perturbations
 
         def begin(seeds, data):
             states = initial(program, data, seeds)
@@ -261,7 +261,7 @@ class Audit:
     """
 
     def __init__(self, plan: Any, begun: int = 0):
-        from jaxaudit.batches import layout
+        from jaxaudit.core.batches import layout
         from jaxaudit.execution.engine import Engine
 
         self._plan = plan

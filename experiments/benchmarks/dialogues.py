@@ -62,10 +62,10 @@ def advancing(arguments, one, lanes: int, perturbations=(), execution: str | Non
 
     They run as the last of the executions unless told.
     """
-    from jaxaudit import grid
-    from jaxaudit.perturbations.core import control
-    from jaxaudit.program import Lanes
-    from jaxaudit.slots import lanes_of
+    from jaxaudit.core import grid
+    from jaxaudit.core.perturbation import control
+    from jaxaudit.core.program import Lanes
+    from jaxaudit.core.slots import lanes_of
 
     how = _execution(execution or arguments.execution[-1])
     plan = grid.plan(one, list(perturbations), seeds=lanes, steps=10_000, execution=how)
@@ -87,7 +87,7 @@ def forked(arguments, one):
     Those before the fork count for every condition, which a user without forking would have trained.
     """
     import jaxaudit as ja
-    from jaxaudit import grid
+    from jaxaudit.core import grid
 
     onset, stop = 1 + max(1, round(0.3 * arguments.iterations)), 1 + arguments.iterations
     spikes = ja.lr_spike(ja.sweep(*(1.1 + 0.1 * i for i in range(arguments.conditions))), onset=onset, duration=1)
@@ -185,7 +185,8 @@ def against_lanes(arguments):
 
 def overheads(arguments):
     """What taps with closed windows, telemetry and held-out rows cost."""
-    from jaxaudit import registry, sites, slots
+    from jaxaudit.core import sites, slots
+    from jaxaudit.runtime import registry
 
     basic = learner(arguments, performance_every=1_000)
     found = sites.find_sites(basic, 10_000)

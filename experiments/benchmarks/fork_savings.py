@@ -40,7 +40,7 @@ def main() -> None:
 def build(arguments, onset: float):
     """The grid, and calls that run it forked and whole, by the same compiled programs."""
     import jaxaudit as ja
-    from jaxaudit import grid
+    from jaxaudit.core import grid
 
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
     learner = ja.learners.ppo(common.TASK, evaluations=0, **small)

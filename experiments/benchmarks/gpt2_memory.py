@@ -22,10 +22,10 @@ def main(size: str, length: int) -> None:
     """Plans, runs, measures."""
     common.prepare_jax(1)
     import jaxaudit as ja
-    from jaxaudit.batches import layout
+    from jaxaudit.core.batches import layout
+    from jaxaudit.core.grid import plan
     from jaxaudit.execution.engine import Engine
-    from jaxaudit.grid import plan
-    from jaxaudit.machine import give_back
+    from jaxaudit.runtime.machine import give_back
 
     learner, _ = language_model.learner_of(size, 1, length, False, remat=True)
     engine = Engine(plan(learner, [ja.lr_spike(10.0, onset=1, duration=1)], seeds=1, steps=4), 1)

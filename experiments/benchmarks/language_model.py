@@ -111,7 +111,7 @@ def sizes_of(candidate) -> str:
 
 def learner_of(size: str, batch: int, length: int, audited: bool, vocabulary: int = VOCABULARY, **settings):
     """A learner on random tokens, and its algorithm."""
-    from jaxaudit.learner import Learner
+    from jaxaudit.core.learner import Learner
     from jaxaudit.learners.language_model import Data, LanguageModel, LanguageModelSettings
 
     chosen = {"accumulation": 2 if audited and batch > 1 else 1, "telemetry": "full" if audited else "basic"}
@@ -188,10 +188,10 @@ def memory(arguments) -> tuple[str, dict]:
 def lanes(arguments) -> tuple[str, dict]:
     """Lanes of a model of 11M parameters, run in every way; what "auto" takes, by its own short measurement."""
     import jaxaudit as ja
-    from jaxaudit.batches import layout
-    from jaxaudit.execution import choice
+    from jaxaudit.core.batches import layout
+    from jaxaudit.core.grid import plan
+    from jaxaudit.execution import autotune as choice
     from jaxaudit.execution.engine import Engine
-    from jaxaudit.grid import plan
 
     size, length, steps = ("nano", 16, 2) if arguments.quick else ("mini", 128, 5)
     learner, _ = learner_of(size, 8, length, True, vocabulary=2048)

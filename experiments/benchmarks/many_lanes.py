@@ -179,11 +179,13 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
     import quadratic  # noqa: F401  registers the learner
 
     from jaxaudit import report
-    from jaxaudit.batches import Batch
+    from jaxaudit.core.batches import Batch
     from jaxaudit.execution.engine import Engine
-    from jaxaudit.runner import durable, here, trained
-    from jaxaudit.runner.gathering import Gathered
-    from jaxaudit.specification import document
+    from jaxaudit.runs import disk_sink as trained
+    from jaxaudit.runs import lifecycle as durable
+    from jaxaudit.runs import local_trainer as here
+    from jaxaudit.runs.collect import Gathered
+    from jaxaudit.spec import document
 
     jax.devices()
     seeds, onsets, magnitudes, kinds = GRIDS[arguments.one]

@@ -28,9 +28,9 @@ LENGTH = 1024
 def engine_of(size: str, devices: int, length: int, batch: int = 1, **settings):
     """An engine of one lane and its baseline's batch."""
     import jaxaudit as ja
-    from jaxaudit.batches import layout
+    from jaxaudit.core.batches import layout
+    from jaxaudit.core.grid import plan
     from jaxaudit.execution.engine import Engine
-    from jaxaudit.grid import plan
     from jaxaudit.models import gpt2
 
     learner, made = language_model.learner_of(size, batch, length, False, **settings)
@@ -42,7 +42,7 @@ def engine_of(size: str, devices: int, length: int, batch: int = 1, **settings):
 
 def memory(size: str) -> None:
     """Prints a line of JSON for each number of devices: bytes on each."""
-    from jaxaudit.execution.shards import device_bytes
+    from jaxaudit.execution.device_layout import device_bytes
     from jaxaudit.models.gpt2 import SIZES
 
     stream = 4 * (SIZES[size].depth + 1) * LENGTH * SIZES[size].width
@@ -69,7 +69,7 @@ def memory(size: str) -> None:
 
 def copied_bytes(engine, batch) -> int:
     """Bytes, on each device, of the states that are filled up."""
-    from jaxaudit.execution.shards import filled_shapes
+    from jaxaudit.execution.device_layout import filled_shapes
 
     program, lane = engine.grid.program, engine.lane_shapes(batch)
     pairs = zip(jax.tree.leaves(lane), jax.tree.leaves(filled_shapes(program, lane, 0)), strict=True)

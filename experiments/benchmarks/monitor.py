@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import xarray as xr
 
-from jaxaudit import statistics
+from jaxaudit.analysis import statistics
 
 WITHOUT = "full telemetry"
 WITH = {model: f"full telemetry, read by a monitor ({model})" for model in ("ensemble", "chart", "lru")}
@@ -44,10 +44,10 @@ def main() -> None:
 def inside(arguments) -> dict:
     """A step of PPO with and without a monitor, compiled and warm."""
     import jaxaudit as ja
-    from jaxaudit import grid
-    from jaxaudit.perturbations.core import control
-    from jaxaudit.program import Lanes
-    from jaxaudit.slots import disturbance
+    from jaxaudit.core import grid
+    from jaxaudit.core.perturbation import control
+    from jaxaudit.core.program import Lanes
+    from jaxaudit.core.slots import disturbance
 
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
     learner = ja.learners.ppo(common.TASK, telemetry="full", evaluations=0, **small)
@@ -72,10 +72,10 @@ def inside(arguments) -> dict:
 
 def watch_of(program, model):
     """A monitor of all channels of a program's telemetry; what it was fitted to changes nothing of what it costs."""
-    from jaxaudit.metastate.monitor import Monitor
-    from jaxaudit.metastate.training import Training
-    from jaxaudit.metastate.watch import MonitorWatch, channel_names
-    from jaxaudit.program import telemetry_shapes
+    from jaxaudit.core.program import telemetry_shapes
+    from jaxaudit.monitoring.monitor import Monitor
+    from jaxaudit.monitoring.training import Training
+    from jaxaudit.monitoring.watch import MonitorWatch, channel_names
 
     shapes, known = telemetry_shapes(program), program.learner.channels
     names = [channel for name, shape in shapes.items() for channel in channel_names(name, shape, known)]
@@ -86,8 +86,8 @@ def watch_of(program, model):
 
 def fit(model: str, quick: bool) -> float:
     """Seconds to fit a monitor to 100 trainings, nearly all of them for its parameters."""
-    from jaxaudit.metastate.monitor import Monitor
-    from jaxaudit.metastate.training import Training
+    from jaxaudit.monitoring.monitor import Monitor
+    from jaxaudit.monitoring.training import Training
 
     runs, steps, channels = (8, 20, 3) if quick else (100, 500, 12)
     values = np.random.default_rng(0).normal(size=(runs, steps, channels))

@@ -93,7 +93,7 @@ def compare(arguments, name: str) -> dict:
 def audit_of(arguments, name: str, execution: str) -> tuple[common.Audit, int]:
     """A grid with all that an audit trains, and the env steps of its lanes' whole trainings."""
     import jaxaudit as ja
-    from jaxaudit import grid
+    from jaxaudit.core import grid
 
     settings = {"iteration_steps": max(64, arguments.env_steps // 2), "learning_starts": 0, "buffer_size": 100_000}
     learner = getattr(ja.learners, name)(common.TASK, evaluations=0, **settings)
@@ -110,10 +110,10 @@ def as_execution(given: str) -> str | int:
 
 def updates_alone(arguments, name: str, lanes: int) -> Callable[[], None]:
     """As many updates of networks as an iteration has: gradients, Adam and target networks."""
-    from jaxaudit.learners.off_policy import Networks
-    from jaxaudit.learners.replay_buffer import Transitions
-    from jaxaudit.learners.sac import SAC, SACSettings
-    from jaxaudit.learners.td3 import TD3, TD3Settings
+    from jaxaudit.learners.rl.off_policy import Networks
+    from jaxaudit.learners.rl.replay_buffer import Transitions
+    from jaxaudit.learners.rl.sac import SAC, SACSettings
+    from jaxaudit.learners.rl.td3 import TD3, TD3Settings
     from jaxaudit.tasks import make
 
     algorithm, settings = {"sac": (SAC, SACSettings()), "td3": (TD3, TD3Settings())}[name]
@@ -167,7 +167,7 @@ def untimed(advance: common.Advance, start: int, stop: int) -> None:
 def lanes_of(arguments, name: str, lanes: int, execution: str, **settings) -> common.Advance:
     """Compiled lanes whose iteration is what is timed at once."""
     import jaxaudit as ja
-    from jaxaudit import grid, slots
+    from jaxaudit.core import grid, slots
 
     chosen = {"iteration_steps": arguments.env_steps, "learning_starts": 0, "buffer_size": 100_000, "evaluations": 0}
     learner = getattr(ja.learners, name)(common.TASK, **chosen | settings)

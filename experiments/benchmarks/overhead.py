@@ -36,9 +36,10 @@ def main() -> None:
 def build(arguments) -> dict:
     """The candidates by name, compiled and warm."""
     import jaxaudit as ja
-    from jaxaudit import grid, registry, sites, slots
-    from jaxaudit.perturbations.core import chain, conditions, control
-    from jaxaudit.program import Lanes
+    from jaxaudit.core import grid, sites, slots
+    from jaxaudit.core.perturbation import chain, conditions, control
+    from jaxaudit.core.program import Lanes
+    from jaxaudit.runtime import registry
 
     run = 1000
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}

@@ -92,8 +92,9 @@ def main() -> None:
 def build(arguments):
     """The grid, a call that runs all of it, and the seconds its compilation took."""
     import jaxaudit as ja
-    from jaxaudit import grid, whole
-    from jaxaudit.program import compiled
+    from jaxaudit.core import grid
+    from jaxaudit.core.program import compiled
+    from jaxaudit.execution import grid_program as whole
 
     learner = getattr(ja.learners, arguments.learner)(common.TASK, evaluations=0)
     duration = max(1, min(10, arguments.steps // 2))

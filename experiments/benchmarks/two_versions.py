@@ -116,7 +116,7 @@ def ppo(common, quick: bool):
 def lanes(common, quick: bool):
     """Sixteen lanes of PPO, two iterations."""
     import jaxaudit as ja
-    from jaxaudit import grid
+    from jaxaudit.core import grid
 
     plan = grid.plan(
         ja.learners.ppo(common.TASK, evaluations=0), [ja.lr_spike(10.0)], seeds=2 if quick else 16, steps=100
@@ -124,7 +124,7 @@ def lanes(common, quick: bool):
     if hasattr(grid, "Phase"):  # version 0.1
         given = plan.lanes(grid.Phase(None))[0]
     else:
-        from jaxaudit.batches import layout
+        from jaxaudit.core.batches import layout
 
         given = layout(plan)[0].lanes(plan)
     advance = common.Advance(plan.program, given, 2)

@@ -25,16 +25,16 @@ import pandas as pd
 import xarray as xr
 
 import jaxaudit as ja
-from jaxaudit.cli import prepare_jax
-from jaxaudit.detection.comparison import Settings, compare
-from jaxaudit.detection.lanes import Lanes
-from jaxaudit.detection.learned import MetaState
-from jaxaudit.detection.multichannel_charts import CHARTS
-from jaxaudit.detection.summary import best_chart, summary
-from jaxaudit.metastate.channels import measured, series
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metrics import MetricSettings
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.cli.main import prepare_jax
 from jaxaudit.models import gpt2
+from jaxaudit.monitoring.channels import measured, series
+from jaxaudit.monitoring.comparison import Settings, compare
+from jaxaudit.monitoring.lanes import Lanes
+from jaxaudit.monitoring.learned import MetaState
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.multichannel_charts import CHARTS
+from jaxaudit.monitoring.summary import best_chart, summary
 
 FIRST = {"clean": 71_000, "disturbed": 72_000}
 """Seeds that nothing has been run on before."""

@@ -17,9 +17,9 @@ import pandas as pd
 import xarray as xr
 
 import jaxaudit as ja
-from jaxaudit.cli import prepare_jax
-from jaxaudit.metastate.monitor import DEFAULT
-from jaxaudit.metrics import MetricSettings
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.cli.main import prepare_jax
+from jaxaudit.monitoring.monitor import DEFAULT
 
 ONSET = 0.4
 DISTURBANCES = {

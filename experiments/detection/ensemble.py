@@ -34,10 +34,10 @@ from charts import Study, trained
 from planted import SIZES, System
 
 import jaxaudit as ja
-from jaxaudit.cli import prepare_jax
-from jaxaudit.metastate.calibration import rank, rate_interval
-from jaxaudit.metastate.ensemble import Ensemble
-from jaxaudit.metastate.monitor import Expectation
+from jaxaudit.cli.main import prepare_jax
+from jaxaudit.monitoring.calibration import rank, rate_interval
+from jaxaudit.monitoring.ensemble import Ensemble
+from jaxaudit.monitoring.monitor import Expectation
 
 ALPHA = 0.05
 FIRST = {"clean": 91_000, "disturbed": 92_000}

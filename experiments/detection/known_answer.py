@@ -15,12 +15,12 @@ from pathlib import Path
 import pandas as pd
 from planted import SIZES, System
 
-from jaxaudit.cli import prepare_jax
-from jaxaudit.detection.baselines import standard
-from jaxaudit.detection.comparison import Settings, compare
-from jaxaudit.detection.learned import MetaState
-from jaxaudit.detection.summary import by_condition
-from jaxaudit.metastate.lru import LRU
+from jaxaudit.cli.main import prepare_jax
+from jaxaudit.monitoring.baselines import standard
+from jaxaudit.monitoring.comparison import Settings, compare
+from jaxaudit.monitoring.learned import MetaState
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.summary import by_condition
 
 KINDS = ("drift", "ramp", "fold", "tempo")
 """Of disturbances."""

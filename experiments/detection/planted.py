@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from jaxaudit.detection.lanes import Lanes
+from jaxaudit.monitoring.lanes import Lanes
 
 CHANNELS = 12
 STEPS, ONSET = 200, 80

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 from tokenizers import ByteLevelBPETokenizer
 
+from jaxaudit.analysis.run_reader import load
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.stored import load
 
 MODEL = gpt2.GPT2(50257, 1024, gpt2.SIZES["124m"])
 END = "<|endoftext|>"

@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from jaxaudit.cli import prepare_jax
+from jaxaudit.cli.main import prepare_jax
 
 HOP = """
 [audit]
@@ -65,8 +65,8 @@ def peak() -> int:
 def main() -> None:
     """Runs and tells."""
     prepare_jax()
-    from jaxaudit.runner import durable
-    from jaxaudit.specification.document import load, parse
+    from jaxaudit.runs import lifecycle as durable
+    from jaxaudit.spec.document import load, parse
 
     *what, out = sys.argv[1:]
     spec = parse(HOP.format(lanes=what[1])) if what[0] == "hop" else load(Path(what[0]))

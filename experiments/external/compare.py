@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from jaxaudit import statistics
-from jaxaudit.margins.pool import collapse_times
-from jaxaudit.metrics import Cadence, MetricSettings
-from jaxaudit.stored import Run, load
+from jaxaudit.analysis import statistics
+from jaxaudit.analysis.metrics import Cadence, MetricSettings
+from jaxaudit.analysis.run_reader import Run, load
+from jaxaudit.runs.margins.pool import collapse_times
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from figures import markdown, save, with_interval
 
-from jaxaudit.statistics import Estimate
+from jaxaudit.analysis.statistics import Estimate
 
 __all__ = ["REPETITIONS", "asked", "markdown", "over_seeds", "pairs", "said", "save", "with_interval"]
 

@@ -23,17 +23,17 @@ from basics import markdown, over_seeds, pairs, said, save
 from small import small_gpt2
 
 import jaxaudit as ja
-from jaxaudit.cli import prepare_jax
-from jaxaudit.detection.lanes import gather
-from jaxaudit.metastate.channels import series
-from jaxaudit.metastate.charts import SHRINKAGE
-from jaxaudit.metastate.lru import LRU
-from jaxaudit.metastate.monitor import Expectation
-from jaxaudit.metastate.training import Training
-from jaxaudit.metrics import MetricSettings
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.run_reader import load
+from jaxaudit.analysis.statistics import median, whitening
+from jaxaudit.cli.main import prepare_jax
+from jaxaudit.monitoring.channels import series
+from jaxaudit.monitoring.charts import SHRINKAGE
+from jaxaudit.monitoring.lanes import gather
+from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.monitor import Expectation
+from jaxaudit.monitoring.training import Training
 from jaxaudit.report import style
-from jaxaudit.statistics import median, whitening
-from jaxaudit.stored import load
 
 WINDOW = 20
 """Steps before the collapse."""

@@ -28,8 +28,8 @@ from scipy.stats.qmc import Halton
 from small import small_gpt2
 
 import jaxaudit as ja
-from jaxaudit.cli import prepare_jax
-from jaxaudit.metrics import MetricSettings, collapse_time
+from jaxaudit.analysis.metrics import MetricSettings, collapse_time
+from jaxaudit.cli.main import prepare_jax
 from jaxaudit.report import style
 
 SEEDS = 6

@@ -20,8 +20,8 @@ import numpy as np
 import pandas as pd
 from basics import asked, markdown, over_seeds, said, save
 
+from jaxaudit.analysis.run_reader import CONTROL, load
 from jaxaudit.report import style
-from jaxaudit.stored import CONTROL, load
 
 CHANNELS = ("x_grad", "x_used", "x_inst")
 BEFORE, AFTER, AT_ONCE = 10, 40, 10

@@ -18,9 +18,9 @@ import numpy as np
 import pandas as pd
 from basics import asked, markdown, over_seeds, said, save
 
-from jaxaudit.detection.comparison import NEVER
+from jaxaudit.analysis.statistics import wilson
+from jaxaudit.monitoring.comparison import NEVER
 from jaxaudit.report import style
-from jaxaudit.statistics import wilson
 
 SLOW = 5
 """Steps from the onset from which on a collapse counts as slow."""

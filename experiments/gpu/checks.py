@@ -176,8 +176,8 @@ def attention(part: Part) -> None:
     import jax
     import language_model
 
+    from jaxaudit.core.taps import Taps
     from jaxaudit.kernels.attention import QUERIES
-    from jaxaudit.taps import Taps
 
     size, batch, length = ("nano", 1, 256) if part.tiny else ("124m", 1, 1024)
     for kind in ("xla",) if part.tiny else ("xla", "cudnn"):

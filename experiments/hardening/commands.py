@@ -47,11 +47,11 @@ onset = 12
 MARGIN = ("--tolerance", "0.3", "--reach", "10", "--lanes", "3")
 
 PRELOADED = (
-    "jaxaudit.cli",
-    "jaxaudit.runner.durable",
+    "jaxaudit.cli.main",
+    "jaxaudit.runs.lifecycle",
     "jaxaudit.learners",
     "jaxaudit.tasks",
-    "jaxaudit.margins.folder",
+    "jaxaudit.runs.margins.folder",
     "jaxaudit.report.audited",
 )
 
@@ -138,7 +138,7 @@ def _main(argv: list[str], words: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.argv = ["jaxaudit", *argv]
-    from jaxaudit import cli
+    from jaxaudit.cli import main as cli
 
     cli.entry()
 

@@ -31,7 +31,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from commands import sealed
 from starts import LANGUAGE
 
-from jaxaudit import cli
+from jaxaudit.cli import main as cli
 
 SECONDS = 30
 

@@ -40,18 +40,18 @@ from conftest import LONG  # noqa: E402
 
 WHERE = (
     "jaxaudit/learners/*.py",
+    "jaxaudit/learners/rl/*.py",
     "jaxaudit/learners/dialogue/**/*.py",
     "kernels/*.py",
-    "jaxaudit/metrics.py",
-    "jaxaudit/statistics/*.py",
-    "jaxaudit/margins/*.py",
-    "jaxaudit/metastate/*.py",
-    "jaxaudit/detection/*.py",
+    "jaxaudit/analysis/metrics.py",
+    "jaxaudit/analysis/statistics/*.py",
+    "jaxaudit/runs/margins/*.py",
+    "jaxaudit/monitoring/*.py",
     "jaxaudit/perturbations/*.py",
     "jaxaudit/tasks/episodes.py",
     "jaxaudit/tasks/undisturbed.py",
-    "jaxaudit/taps.py",
-    "jaxaudit/program.py",
+    "jaxaudit/core/taps.py",
+    "jaxaudit/core/program.py",
 )
 
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from jaxaudit.variants.folder import SUMMARY
+from jaxaudit.runs.variants.folder import SUMMARY
 
 HERE = Path(__file__).resolve().parent
 

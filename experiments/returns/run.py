@@ -17,10 +17,10 @@ import numpy as np
 import pandas as pd
 
 import jaxaudit as ja
-from jaxaudit import registry
-from jaxaudit.batches import layout
-from jaxaudit.cli import prepare_jax
+from jaxaudit.cli.main import prepare_jax
+from jaxaudit.core.batches import layout
 from jaxaudit.execution.engine import Engine
+from jaxaudit.runtime import registry
 
 CHUNK = 10
 

@@ -53,7 +53,7 @@ class Assumed:
 
 
 def shares(lanes: int, most: int, parts: int) -> list[int]:
-    """Lanes of each batch of a group, as `jaxaudit.batches.layout` deals them out."""
+    """Lanes of each batch of a group, as `jaxaudit.core.batches.layout` deals them out."""
     needed = -(-lanes // min(most, lanes))
     share = -(-lanes // min(-(-needed // parts) * parts, lanes))
     return [min(share, lanes - first) for first in range(0, lanes, share)]
@@ -144,9 +144,9 @@ def planned(precision: str = "float32") -> str:
 
     common.prepare_jax(1)
     import jaxaudit as ja
-    from jaxaudit.batches import layout
+    from jaxaudit.core.batches import layout
+    from jaxaudit.core.grid import plan
     from jaxaudit.execution.engine import Engine
-    from jaxaudit.grid import plan
 
     lines = []
     for lanes in (4, 8):

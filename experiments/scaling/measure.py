@@ -105,7 +105,7 @@ def _kill_one(folder: Path, after: float) -> None:
 
 
 def _train(folder: Path, workers: int, *options: str) -> None:
-    command = [sys.executable, "-m", "jaxaudit.cli", "run", str(SPEC), "-o", str(folder), *options]
+    command = [sys.executable, "-m", "jaxaudit.cli.main", "run", str(SPEC), "-o", str(folder), *options]
     subprocess.run([*command, "--on", "local", "--workers", str(workers), "--cpus", "1"], check=True)
 
 

@@ -3,7 +3,7 @@
     python simulate.py RUN --workers 1 2 8 --mtbf 100 --repair 600 --start 20
 
 RUN is a finished run's folder: its plan, and in `shards.csv` what its batches took. The rules are those of
-`jaxaudit/runner/workers.py`: batches in the plan's order, the baseline's first, a fork group's as soon as the states
+`jaxaudit/runs/workers.py`: batches in the plan's order, the baseline's first, a fork group's as soon as the states
 at its onset are kept; a look every half second; a lost worker's batch is handed in again before all others and goes on
 from its latest kept states; lost twice in the same chunk, the run is given up, workers stop after their chunk, and it
 is resumed.
@@ -21,7 +21,7 @@ from engine import Engine, Task
 from schedule import Cluster, Outcome, Work, bounds
 
 POLL, PATIENCE = 0.5, 30.0
-"""`POLL_SECONDS` and `STOP_SECONDS` of `jaxaudit.runner.workers`."""
+"""`POLL_SECONDS` and `STOP_SECONDS` of `jaxaudit.runs.workers`."""
 
 
 def simulate(work: Work, cluster: Cluster, seed: int = 0) -> Outcome:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaudit.dialogues.drawing import looked_up
 from jaxaudit.dialogues.protocol import NOTHING
+from jaxaudit.dialogues.sampling import looked_up
 
 OPERATORS = ("+", "-", "*")
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.dialogues.arithmetic import MOST_DIGITS, OPERATORS, digits, evaluate, joined
-from jaxaudit.dialogues.drawing import DEMONSTRATION, Split, below, looked_up, up_to
 from jaxaudit.dialogues.protocol import NOTHING, Reply
-from jaxaudit.registry import dialogues
+from jaxaudit.dialogues.sampling import DEMONSTRATION, Split, below, looked_up, up_to
+from jaxaudit.runtime.registry import dialogues
 
 IDLE, CALLING, ANSWERING = range(3)
 """What the tokens that are being written belong to."""

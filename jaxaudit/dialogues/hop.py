@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.dialogues.drawing import DEMONSTRATION, Split, below, cycle, looked_up, up_to
 from jaxaudit.dialogues.protocol import NOTHING, Reply
-from jaxaudit.registry import dialogues
+from jaxaudit.dialogues.sampling import DEMONSTRATION, Split, below, cycle, looked_up, up_to
+from jaxaudit.runtime.registry import dialogues
 
 IDLE, CALLED, ANSWERING = range(3)
 """What the next own token may be the argument of."""

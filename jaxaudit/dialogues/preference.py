@@ -10,9 +10,9 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.dialogues.arithmetic import joined
-from jaxaudit.dialogues.drawing import DEMONSTRATION, Split, below, looked_up, rounded
 from jaxaudit.dialogues.protocol import NOTHING, Reply
-from jaxaudit.registry import dialogues
+from jaxaudit.dialogues.sampling import DEMONSTRATION, Split, below, looked_up, rounded
+from jaxaudit.runtime.registry import dialogues
 
 TOPICS = {
     "sea": ("fish", "salt", "wave"),

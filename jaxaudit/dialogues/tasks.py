@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit.dialogues.protocol import GOLD, Dialogue, has_changes
-from jaxaudit.registry import dialogues, summary, task_kinds, unknown
+from jaxaudit.runtime.registry import dialogues, summary, task_kinds, unknown
 
 
 @task_kinds.register("dialogue")

@@ -14,16 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.dialogues import lines, tokenised, tool_syntax
+from jaxaudit.dialogues import jsonl as lines
+from jaxaudit.dialogues import tokenised, tool_syntax
 from jaxaudit.dialogues.annotations import left_out
 from jaxaudit.dialogues.arithmetic import digits, joined
-from jaxaudit.dialogues.drawing import DEMONSTRATION, below, looked_up
-from jaxaudit.dialogues.lines import Line
+from jaxaudit.dialogues.jsonl import Line
 from jaxaudit.dialogues.patterns import Unusable
 from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
+from jaxaudit.dialogues.sampling import DEMONSTRATION, below, looked_up
 from jaxaudit.dialogues.tokenised import Signs
 from jaxaudit.dialogues.verifiers import VERIFIERS
-from jaxaudit.registry import check, dialogues
+from jaxaudit.runtime.registry import check, dialogues
 from jaxaudit.text import tokenizers
 from jaxaudit.text.tokenizers import Tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxaudit.machine import CACHE, cores, program_cache
+from jaxaudit.runtime.machine import CACHE, cores, program_cache
 
 SIDE_BY_SIDE = 4
 """The most programs that compile at a time, on as many cores."""

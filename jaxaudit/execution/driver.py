@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxaudit.batches import Batch
-from jaxaudit.channel_names import PERFORMANCE
+from jaxaudit.core.batches import Batch
+from jaxaudit.core.channel_names import PERFORMANCE
+from jaxaudit.core.grid import Grid
+from jaxaudit.core.learner import Telemetry
+from jaxaudit.core.program import LaneState
 from jaxaudit.execution.engine import Engine, Piece, Source
-from jaxaudit.grid import Grid
-from jaxaudit.learner import Telemetry
-from jaxaudit.placing import blank_telemetry, place
-from jaxaudit.program import LaneState
+from jaxaudit.execution.telemetry_layout import blank_telemetry, place
 
 CHUNKS_PER_RUN = 40
 

@@ -13,16 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxaudit import hosts
-from jaxaudit.batches import Batch
-from jaxaudit.execution import shards
-from jaxaudit.execution.compiling import compiling
-from jaxaudit.execution.workspace import workspace_bytes
-from jaxaudit.grid import Grid
-from jaxaudit.learner import Telemetry
-from jaxaudit.machine import give_back
-from jaxaudit.perturbations.core import control
-from jaxaudit.program import (
+from jaxaudit.core.batches import Batch
+from jaxaudit.core.grid import Grid
+from jaxaudit.core.learner import Telemetry
+from jaxaudit.core.perturbation import control
+from jaxaudit.core.program import (
     Lanes,
     LaneState,
     Program,
@@ -34,8 +29,13 @@ from jaxaudit.program import (
     undisturbed,
     with_perturbations,
 )
-from jaxaudit.sharding import EVERYWHERE, LANES, ROWS, laid, on_devices
-from jaxaudit.slots import disturbance
+from jaxaudit.core.slots import disturbance
+from jaxaudit.execution import device_layout as shards
+from jaxaudit.execution.compiling import compiling
+from jaxaudit.execution.workspace import workspace_bytes
+from jaxaudit.runtime import hosts
+from jaxaudit.runtime.machine import give_back
+from jaxaudit.runtime.sharding import EVERYWHERE, LANES, ROWS, laid, on_devices
 
 PIECE = 2**26
 """Bytes of the states that go to and from a checkpoint at once; more where one lane has more."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxaudit.batches import Batch, Plan, layout
-from jaxaudit.errors import UserError
+from jaxaudit.core.batches import Batch, Plan, layout
+from jaxaudit.core.grid import Grid
+from jaxaudit.core.program import VECTOR, WHOLE_VECTORS_FROM, telemetry_shapes
 from jaxaudit.execution.engine import Engine
-from jaxaudit.grid import Grid
-from jaxaudit.machine import host_memory, readable
-from jaxaudit.program import VECTOR, WHOLE_VECTORS_FROM, telemetry_shapes
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.runtime.machine import host_memory, readable
 
 SHARE = 0.9
 """How much of the free memory batches are made for: other processes come to need some, too."""

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxaudit import registry
+from jaxaudit.core.learner import Channel, Learner
+from jaxaudit.core.moments import SECOND_MOMENT
+from jaxaudit.core.optimizer import Adam, Optimizer, warmup_decay
+from jaxaudit.core.taps import Taps
+from jaxaudit.core.task_kinds import fitting
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
 from jaxaudit.kernels.cross_entropy import CrossEntropy, cross_entropy
-from jaxaudit.learner import Channel, Learner
-from jaxaudit.learners import settings as checks
-from jaxaudit.learners.evaluation import when_due
+from jaxaudit.learners.rl import settings as checks
+from jaxaudit.learners.rl.evaluation import when_due
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.moments import SECOND_MOMENT
-from jaxaudit.optimizer import Adam, Optimizer, warmup_decay
-from jaxaudit.paths import groups_of, squares_by_group
-from jaxaudit.taps import Taps
-from jaxaudit.task_kinds import fitting
+from jaxaudit.runtime import registry
+from jaxaudit.runtime.paths import groups_of, squares_by_group
 from jaxaudit.text import Corpus, Text, batches
 
 Params = gpt2.Params

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.errors import UserError
 from jaxaudit.logs.log import shown
 from jaxaudit.logs.record_file import installed, payloads
 from jaxaudit.logs.records import Records
+from jaxaudit.runtime.errors import UserError
 
 NAME = "tfevents"
 """In the name of every event file."""

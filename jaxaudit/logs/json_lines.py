@@ -6,10 +6,10 @@ import json
 import math
 from pathlib import Path
 
-from jaxaudit.errors import UserError
 from jaxaudit.logs.lines import text_of
 from jaxaudit.logs.log import shown
 from jaxaudit.logs.records import Records
+from jaxaudit.runtime.errors import UserError
 
 HISTORY = "log_history"
 """What a trainer_state.json (Hugging Face's trainer, TRL) has its log in."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxaudit.errors import UserError
-from jaxaudit.machine import host_memory, readable
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.runtime.machine import host_memory, readable
 
 CELLS = 10
 """Bytes in memory for a byte of text whose cells are Python's strings, at most."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.errors import UserError
 from jaxaudit.logs.lines import text_of
 from jaxaudit.logs.log import shown
 from jaxaudit.logs.records import Records
+from jaxaudit.runtime.errors import UserError
 
 FOLDER = "metrics"
 """The name of the folder of metrics in a run's folder."""

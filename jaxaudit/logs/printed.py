@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.errors import UserError
 from jaxaudit.logs.cells import is_number
 from jaxaudit.logs.lines import text_of
 from jaxaudit.logs.literals import dict_in
 from jaxaudit.logs.records import Records
+from jaxaudit.runtime.errors import UserError
 
 LONGEST_LINE = 2**20
 

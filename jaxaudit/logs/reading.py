@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxaudit.errors import UserError
 from jaxaudit.logs import delimited, events, json_lines, mlflow, printed
 from jaxaudit.logs.log import Log
 from jaxaudit.logs.records import Records
+from jaxaudit.runtime.errors import UserError
 
 _BY_SUFFIX: dict[str, Callable[[Path], Records]] = {
     ".csv": delimited.records,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxaudit.errors import UserError
+from jaxaudit.runtime.errors import UserError
 
 _HEADER = struct.Struct("<QI")
 _CHECKSUM = struct.Struct("<I")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxaudit.errors import UserError
 from jaxaudit.logs import runs
 from jaxaudit.logs.cells import MISSING, STEP_BOUND, Column, is_number, whole_number
 from jaxaudit.logs.log import LeftOut, Log, has_no, listed, shown
+from jaxaudit.runtime.errors import UserError
 
 STEPS = (
     "step",

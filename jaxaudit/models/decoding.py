@@ -20,7 +20,7 @@ from flax import struct
 from jaxaudit.kernels.attention import causal_attention
 from jaxaudit.models.gpt2 import GPT2, Params, by_heads, partition
 from jaxaudit.models.lora import Adapted, joined
-from jaxaudit.sharding import MODEL, along, is_split, split
+from jaxaudit.runtime.sharding import MODEL, along, is_split, split
 
 BLOCK = 32
 """Slots whose attention is written out as one sum; more are read so many at a time, as far as they are written."""

@@ -16,8 +16,8 @@ from jaxaudit.kernels.embedding import lookup
 from jaxaudit.kernels.layer_norm import layer_norm
 from jaxaudit.kernels.product import product
 from jaxaudit.models.lora import Adapted, joined
-from jaxaudit.paths import Stack
-from jaxaudit.sharding import MODEL, along, is_split, split
+from jaxaudit.runtime.paths import Stack
+from jaxaudit.runtime.sharding import MODEL, along, is_split, split
 
 Params = dict[str, Any]
 

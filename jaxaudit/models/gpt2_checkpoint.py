@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxaudit.errors import UserError
-from jaxaudit.files import read_json
-from jaxaudit.machine import written_whole
 from jaxaudit.models import tensor_files
 from jaxaudit.models.gpt2 import GPT2, Params, init_params
 from jaxaudit.models.tensor_files import FLOATS, WEIGHTS, Stored, TensorFiles
-from jaxaudit.paths import places_of
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.runtime.files import read_json
+from jaxaudit.runtime.machine import written_whole
+from jaxaudit.runtime.paths import places_of
 
 CONFIG = "config.json"
 PREFIX = "transformer."

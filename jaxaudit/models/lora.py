@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.paths import Stack
+from jaxaudit.runtime.paths import Stack
 
 if TYPE_CHECKING:
     from jaxaudit.models.gpt2 import GPT2

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxaudit.files import MOST_BYTES, read_object
+from jaxaudit.runtime.files import MOST_BYTES, read_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -1,6 +1,6 @@
 """The standard perturbations, one file for each stability dimension, and what composes them."""
 
-from jaxaudit.perturbations.core import (
+from jaxaudit.core.perturbation import (
     DIMENSIONS,
     Chain,
     Condition,
@@ -47,12 +47,7 @@ from jaxaudit.perturbations.interventions import (
     roll_back,
     tighten_clip,
 )
-from jaxaudit.perturbations.judges import (
-    reference_drift,
-    reference_reset,
-    reward_model_drift,
-    reward_model_noise,
-)
+from jaxaudit.perturbations.judges import reference_drift, reference_reset, reward_model_drift, reward_model_noise
 from jaxaudit.perturbations.kinds import intervention, perturbation
 from jaxaudit.perturbations.optimization import (
     clip_failure,

@@ -94,7 +94,7 @@ def roll_back(key, value, magnitude, snapshots, *, alarm):
     """Goes back to the learner's state of `magnitude` steps ago, or up to half as many more, when an alarm is raised.
 
     Until there is one so old, to the oldest there is. At most once in `magnitude` steps: again and again, to the same
-    state, while the alarm stays on. A replay buffer stays as it is (`jaxaudit.learner.Lasting`).
+    state, while the alarm stays on. A replay buffer stays as it is (`jaxaudit.core.learner.Lasting`).
 
     >>> float(roll_back(10).apply({"x": 1.0}, alarm=True)["x"])  # there is nothing yet to go back to
     1.0

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaudit import registry
-from jaxaudit.perturbations.core import INTERVENTION, Kind, Window
+from jaxaudit.core.perturbation import INTERVENTION, Kind, Window
+from jaxaudit.runtime import registry
 
 
 def perturbation(

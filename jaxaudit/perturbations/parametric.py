@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaudit.paths import along_paths, places_of
 from jaxaudit.perturbations import transforms
 from jaxaudit.perturbations.kinds import perturbation
+from jaxaudit.runtime.paths import along_paths, places_of
 
 
 @perturbation("parametric", "params", magnitude=0.01, neutral=0.0, duration="once", limits=(0.0, math.inf))

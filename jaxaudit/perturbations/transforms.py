@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaudit.moments import FIRST_MOMENT, SECOND_MOMENT
-from jaxaudit.paths import Stack, paths_of
+from jaxaudit.core.moments import FIRST_MOMENT, SECOND_MOMENT
+from jaxaudit.runtime.paths import Stack, paths_of
 
 CANDIDATES = 8
 """Draws an adversary chooses from."""

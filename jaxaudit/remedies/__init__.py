@@ -1,7 +1,7 @@
 """Remedies: changes to how a learner trains that are meant to make its training more stable."""
 
+from jaxaudit.core.remedy import HOOKS, Remedy, RemedyKind, Trained, Update, remedy, setting
 from jaxaudit.remedies.adam import adam_rel, equal_betas, spam, stable_adamw
-from jaxaudit.remedies.core import HOOKS, Remedy, RemedyKind, Trained, Update, remedy, setting
 from jaxaudit.remedies.objectives import (
     adaptive_entropy,
     clip_cov,

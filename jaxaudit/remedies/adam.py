@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaudit.moments import FIRST_MOMENT, SECOND_MOMENT
-from jaxaudit.remedies.core import Update, remedy
+from jaxaudit.core.moments import FIRST_MOMENT, SECOND_MOMENT
+from jaxaudit.core.remedy import Update, remedy
 
 
 def _moment(state: Any, names: tuple[str, ...]) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.remedies.core import remedy, setting
+from jaxaudit.core.remedy import remedy, setting
 
 # Bounds of the ratio.
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.remedies.core import remedy
+from jaxaudit.core.remedy import remedy
 
 
 @struct.dataclass

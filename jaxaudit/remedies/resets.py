@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.remedies.core import Trained, remedy
+from jaxaudit.core.remedy import Trained, remedy
 
 
 def _no_resets(value: Trained) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxaudit.remedies.core import Update, remedy
+from jaxaudit.core.remedy import Update, remedy
 
 
 @remedy("learning_rate", strength=0.3, neutral=1.0, limits=(0.0, math.inf))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from jaxaudit.analysis.run_reader import Run, load
 from jaxaudit.report import audited_tables, dialogue, glossary, lines, probability
 from jaxaudit.report.chosen import MOST_COLUMNS, MOST_LINES, foremost, thinned
 from jaxaudit.report.page import HANDLING, Block, Details, Page, Section, Summary, Text
 from jaxaudit.report.series import Panel, band_name, panels
 from jaxaudit.report.tables import code, plain
 from jaxaudit.report.verdict import verdict
-from jaxaudit.stored import Run, load
 
 SOURCE = (
     "Metrics after Table S5 of \u201cTraining instability in deep learning follows low-dimensional dynamical "

@@ -7,11 +7,11 @@ from functools import partial
 
 import pandas as pd
 
+from jaxaudit.analysis.run_reader import Run
 from jaxaudit.report import critical, probability
 from jaxaudit.report.series import Panel
 from jaxaudit.report.tables import Cell, Column, Table, code, estimate, number, plain, table, word
 from jaxaudit.report.undisturbed import fallen_controls
-from jaxaudit.stored import Run
 
 COLUMNS = {
     "condition": "condition",

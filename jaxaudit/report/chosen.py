@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxaudit.analysis.run_reader import Run
 from jaxaudit.report.critical import rows
 from jaxaudit.report.series import Panel
-from jaxaudit.stored import Run
 
 MOST_PANELS = 12
 """In a figure; beyond, nobody finds their way through it."""

@@ -9,14 +9,14 @@ import altair as alt
 import pandas as pd
 from markupsafe import Markup
 
-from jaxaudit.files import check_contents, parse_toml, read_object
+from jaxaudit.analysis.run_reader import table as stored
 from jaxaudit.report import style
 from jaxaudit.report.page import Details, Page, Section, Summary, Text
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Cell, Column, Table, estimate, figures, number, table, word
-from jaxaudit.stored import table as stored
-from jaxaudit.variants.folder import ACTED, BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
-from jaxaudit.variants.words import magnitude_cells, verdict
+from jaxaudit.runs.variants.folder import ACTED, BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
+from jaxaudit.runs.variants.words import magnitude_cells, verdict
+from jaxaudit.runtime.files import check_contents, parse_toml, read_object
 
 LEVEL = 0.95
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from jaxaudit.analysis.run_reader import Run
+from jaxaudit.analysis.statistics import collapsed, critical_beside, harm_rises
 from jaxaudit.report.series import CONTROL_KEY, Panel
-from jaxaudit.statistics import collapsed, critical_beside, harm_rises
-from jaxaudit.stored import Run
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from jaxaudit import zarr_store
-from jaxaudit.files import check_contents, read_object
+from jaxaudit.analysis.run_reader import table as stored
 from jaxaudit.report import detection_figures, monitored, style
 from jaxaudit.report.detection_tables import condition_table, detector_table, told, transfer_table
 from jaxaudit.report.detectors import further, verdict
 from jaxaudit.report.page import HANDLING, Block, Details, Page, Section, Summary, listing
-from jaxaudit.stored import table as stored
+from jaxaudit.runtime import zarr_store
+from jaxaudit.runtime.files import check_contents, read_object
 
 COMPARISON = "comparison.json"
 

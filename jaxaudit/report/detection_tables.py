@@ -9,8 +9,8 @@ from functools import partial
 
 import pandas as pd
 
-from jaxaudit.detection.summary import CLEAN
-from jaxaudit.detection.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED
+from jaxaudit.monitoring.summary import CLEAN
+from jaxaudit.monitoring.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED
 from jaxaudit.report.tables import (
     Cell,
     Column,

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from jaxaudit.detection.summary import best_chart
+from jaxaudit.monitoring.summary import best_chart
 from jaxaudit.report.tables import number, percent, share, signed
 
 SINGLE = "deviation of "

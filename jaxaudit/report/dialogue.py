@@ -9,14 +9,14 @@ from functools import partial
 import numpy as np
 import xarray as xr
 
-from jaxaudit.channel_names import PERFORMANCE_ERROR
-from jaxaudit.detection.first_signals import FEWEST_SEEDS, earliest, first_signals
-from jaxaudit.held_out_rows import cadence, has_rows, measured_near, rows_at
+from jaxaudit.analysis.held_out_rows import cadence, has_rows, measured_near, rows_at
+from jaxaudit.analysis.run_reader import Run
+from jaxaudit.core.channel_names import PERFORMANCE_ERROR
+from jaxaudit.monitoring.first_signals import FEWEST_SEEDS, earliest, first_signals
 from jaxaudit.report import lines
 from jaxaudit.report.page import Block, Details, Rows, Section, Shown, ShownRow, ShownWord
 from jaxaudit.report.series import CONTROL_KEY, Line, Panel
 from jaxaudit.report.tables import Cell, Column, Table, code, number, table, word
-from jaxaudit.stored import Run
 
 PROBABILITIES = (0.9, 0.5, 0.1, 0.01)
 """Between the shades in which own tokens are shown: at least 0.9, at least 0.5, ..., and less than 0.01."""

@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.errors import Undrawn, UserError
-from jaxaudit.files import UNFINISHED, claimed, locked, names, remove
 from jaxaudit.report import style
 from jaxaudit.report.panel import Figure
+from jaxaudit.runtime.errors import Undrawn, UserError
+from jaxaudit.runtime.files import UNFINISHED, claimed, locked, names, remove
 
 if importlib.util.find_spec("vl_convert") is None:  # imported where it draws, but missed here
     raise ModuleNotFoundError("No module named 'vl_convert'", name="vl_convert")

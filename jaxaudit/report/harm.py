@@ -10,8 +10,8 @@ import numpy as np
 from markupsafe import Markup
 from scipy.stats import false_discovery_control, wilcoxon
 
+from jaxaudit.analysis.run_reader import Run
 from jaxaudit.report.series import CONTROL_KEY, Panel
-from jaxaudit.stored import Run
 
 EFFECT = "paired_difference_final_performance"
 

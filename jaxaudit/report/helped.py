@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from markupsafe import Markup
 
-from jaxaudit import registry
-from jaxaudit.perturbations.core import INTERVENTION
+from jaxaudit.analysis.run_reader import Run
+from jaxaudit.analysis.statistics import paired_difference, wilson
+from jaxaudit.core.perturbation import INTERVENTION
 from jaxaudit.report.series import Panel
-from jaxaudit.statistics import paired_difference, wilson
-from jaxaudit.stored import Run
+from jaxaudit.runtime import registry
 
 
 def effect(run: Run, panel: Panel) -> list[Markup] | None:

@@ -8,11 +8,11 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from jaxaudit.channel_names import ACTING, PERFORMANCE_ERROR
+from jaxaudit.analysis.run_reader import CONTROL, Run
+from jaxaudit.core.channel_names import ACTING, PERFORMANCE_ERROR
 from jaxaudit.report import style
 from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
 from jaxaudit.report.series import CONTROL_KEY, Panel, band_name, frame, thin
-from jaxaudit.stored import CONTROL, Run
 
 CHANNELS = {
     "x_grad": "x_grad: gradient coherence",

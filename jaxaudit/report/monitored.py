@@ -11,13 +11,13 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from jaxaudit import zarr_store
-from jaxaudit.files import read_object
-from jaxaudit.metastate.calibration import fewest_runs, rate_interval
+from jaxaudit.analysis.run_reader import table as stored
+from jaxaudit.monitoring.calibration import fewest_runs, rate_interval
 from jaxaudit.report import monitored_figures
 from jaxaudit.report.page import HANDLING, Page, Section, Summary, listing
 from jaxaudit.report.tables import Table, figures, number, table, word
-from jaxaudit.stored import table as stored
+from jaxaudit.runtime import zarr_store
+from jaxaudit.runtime.files import read_object
 
 ABOUT = "monitored.json"
 

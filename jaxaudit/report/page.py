@@ -11,10 +11,10 @@ from typing import ClassVar
 import jinja2
 from markupsafe import Markup
 
-from jaxaudit.files import write_text
 from jaxaudit.report.drawing import script, write_figures
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Table, code, plain
+from jaxaudit.runtime.files import write_text
 
 HANDLING = "Click a legend entry to single it out (shift-click for several). Drag to pan, ctrl + wheel to zoom, "
 HANDLING += "double-click to reset."

@@ -8,12 +8,12 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
+from jaxaudit.analysis.run_reader import Run
 from jaxaudit.report import style
 from jaxaudit.report.critical import Critical, control_of, critical_of, rows
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.series import Panel
 from jaxaudit.report.undisturbed import fallen_controls
-from jaxaudit.stored import Run
 
 CELL = 64
 """Pixels of a cell that its interval has room in."""

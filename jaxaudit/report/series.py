@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from jaxaudit.stored import CONTROL, Run
+from jaxaudit.analysis.run_reader import CONTROL, Run
 
 CONTROL_KEY = "c"
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
+from jaxaudit.analysis.run_reader import Run
 from jaxaudit.report.critical import control_of
 from jaxaudit.report.series import Panel
-from jaxaudit.stored import Run
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from jaxaudit.perturbations.core import INTERVENTION
+from jaxaudit.analysis.run_reader import Run
+from jaxaudit.core.perturbation import INTERVENTION
+from jaxaudit.core.taps import ACTING_SITES
 from jaxaudit.report.critical import control_of, critical_of, rows
 from jaxaudit.report.harm import EFFECT, Judged, judge
 from jaxaudit.report.helped import effect
@@ -16,8 +18,6 @@ from jaxaudit.report.lines import ACTING
 from jaxaudit.report.series import Panel
 from jaxaudit.report.tables import MINUS
 from jaxaudit.report.undisturbed import Fallen, fallen_controls
-from jaxaudit.stored import Run
-from jaxaudit.taps import ACTING_SITES
 
 
 @dataclass(frozen=True)

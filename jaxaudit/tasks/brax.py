@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxaudit.registry import task_kinds
+from jaxaudit.runtime.registry import task_kinds
 from jaxaudit.tasks._brax import brax_environments, make_brax
 from jaxaudit.tasks.foreign import ForeignEnv, ForeignTask
 

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxaudit import registry
+from jaxaudit.runtime import registry
 from jaxaudit.tasks._brax import Env, State
 
 FACTORS = ("gear", "gravity", "mass")

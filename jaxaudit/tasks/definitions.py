@@ -1,7 +1,6 @@
 """This package's tasks by name, registered."""
 
-from jaxaudit import registry
-from jaxaudit.tasks import cartpole as cartpole
+from jaxaudit.runtime import registry
 from jaxaudit.tasks import gymnasium_v5
 from jaxaudit.tasks.task import MujocoTask as MujocoTask
 from jaxaudit.tasks.task import Physics as Physics

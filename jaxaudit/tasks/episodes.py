@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.precision import in_float32
-from jaxaudit.taps import Taps
+from jaxaudit.core.taps import Taps
+from jaxaudit.runtime.precision import in_float32
 from jaxaudit.tasks._brax import Env, State
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaudit.registry import check
+from jaxaudit.runtime.registry import check
 from jaxaudit.tasks._brax import Env, State
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.registry import task_kinds
+from jaxaudit.runtime.registry import task_kinds
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.foreign import ForeignTask
 

@@ -6,7 +6,7 @@ import io
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxaudit.registry import task_kinds
+from jaxaudit.runtime.registry import task_kinds
 from jaxaudit.tasks.foreign import ForeignEnv, ForeignTask
 
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from jaxaudit.registry import check, summary, task_kinds, tasks
-from jaxaudit.task_kinds import Task
+from jaxaudit.core.task_kinds import Task
+from jaxaudit.runtime.registry import check, summary, task_kinds, tasks
 from jaxaudit.tasks._brax import Env
 from jaxaudit.tasks.task import MujocoTask
 

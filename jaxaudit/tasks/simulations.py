@@ -14,7 +14,7 @@ import numpy as np
 from mujoco import mjtState
 from mujoco.batch import Batch, SimulationError
 
-from jaxaudit.machine import cores
+from jaxaudit.runtime.machine import cores
 from jaxaudit.tasks.dynamics import NAMES, SCALED
 from jaxaudit.tasks.engine import load_model
 from jaxaudit.tasks.task import MujocoTask

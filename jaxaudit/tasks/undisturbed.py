@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.taps import ACTING_SITES, Taps
+from jaxaudit.core.taps import ACTING_SITES, Taps
 from jaxaudit.tasks.episodes import Episodes, EpisodeState, select
 
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxaudit import machine
-from jaxaudit.registry import summary, task_kinds
+from jaxaudit.runtime import machine
+from jaxaudit.runtime.registry import summary, task_kinds
 from jaxaudit.text import token_files, tokenizers
 from jaxaudit.text.documents import BUILT_IN, documents, files
 from jaxaudit.text.tokenizers import TOKENIZERS, Tokenizer

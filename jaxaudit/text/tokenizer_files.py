@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxaudit.files import MOST_BYTES, read_object
+from jaxaudit.runtime.files import MOST_BYTES, read_object
 
 WHOLE = "tokenizer.json"
 PARTS = ("vocab.json", "merges.txt")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxaudit import machine
+from jaxaudit.runtime import machine
 from jaxaudit.text import tokenizer_files
 
 TOKENIZERS = ("bytes", "bpe")

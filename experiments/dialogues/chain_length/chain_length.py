@@ -16,8 +16,8 @@ from pathlib import Path
 import pandas as pd
 
 import jaxaudit as ja
+from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.dialogues.chain import Chain
-from jaxaudit.metrics import MetricSettings
 
 SEEDS, STEPS = 4, 30
 LENGTHS = (2, 4, 8)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from critic_bound import CASES, WARM_START
 
 import jaxaudit as ja
-from jaxaudit.metrics import MetricSettings
+from jaxaudit.analysis.metrics import MetricSettings
 
 CHANNELS = ("explained_variance", "value_bias", "acting_performance")
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from critic_bound import CASES, WARM_START
 
 import jaxaudit as ja
-from jaxaudit.metrics import MetricSettings
+from jaxaudit.analysis.metrics import MetricSettings
 
 SEEDS, STEPS = 8, 60
 LEARNERS = {

@@ -32,14 +32,14 @@ from basics import asked, markdown, over_seeds, said, save
 from ordering import SLOW, lead, middle, shown, tell
 from tool_share import compared, tool_shares, undisturbed
 
-from jaxaudit.detection.comparison import NEVER, Settings, compare
-from jaxaudit.detection.detector import ALL_CHANNELS, MONITOR
-from jaxaudit.detection.lanes import Lanes, gather
-from jaxaudit.detection.multichannel_charts import MultichannelChart
-from jaxaudit.detection.summary import summary
-from jaxaudit.metastate.charts import Chart
+from jaxaudit.analysis.statistics import Estimate
+from jaxaudit.monitoring.charts import Chart
+from jaxaudit.monitoring.comparison import NEVER, Settings, compare
+from jaxaudit.monitoring.detector import ALL_CHANNELS, MONITOR
+from jaxaudit.monitoring.lanes import Lanes, gather
+from jaxaudit.monitoring.multichannel_charts import MultichannelChart
+from jaxaudit.monitoring.summary import summary
 from jaxaudit.report import style
-from jaxaudit.statistics import Estimate
 
 TAILS = ("ratio_max", "ratio_quantile", "weight_cvar", "weight_q999", "weight_top_share", "weight_tail")
 MEANS = ("loss", "acting_performance", "entropy[all]", "kl[all]")

@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 
 from basics import over_seeds, save
 
-from jaxaudit.detection.lanes import Lanes, gather
-from jaxaudit.detection.multichannel_charts import MultichannelChart
-from jaxaudit.metastate.calibration import threshold
-from jaxaudit.metastate.charts import Chart
+from jaxaudit.analysis.run_reader import load
+from jaxaudit.monitoring.calibration import threshold
+from jaxaudit.monitoring.charts import Chart
+from jaxaudit.monitoring.lanes import Lanes, gather
+from jaxaudit.monitoring.multichannel_charts import MultichannelChart
 from jaxaudit.report import style
-from jaxaudit.stored import load
 
 CALIBRATE = 23
 """Of the clean run's seeds, how many detectors are fitted to and calibrated on: the first."""

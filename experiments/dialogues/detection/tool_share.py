@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 
 from basics import over_seeds
 
-from jaxaudit.stored import CONTROL, load
+from jaxaudit.analysis.run_reader import CONTROL, load
 
 
 def undisturbed(runs: Sequence[Path]) -> pd.DataFrame:

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 import dissociation
 
 import jaxaudit as ja
+from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.dialogues.hop import Hop
-from jaxaudit.metrics import MetricSettings
 
 
 def grpo(**changed: Any) -> ja.Learner:

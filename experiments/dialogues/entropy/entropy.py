@@ -29,12 +29,12 @@ import numpy as np
 import pandas as pd
 
 import jaxaudit as ja
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.factories import structure_of
 from jaxaudit.learners.dialogue.learner import DialogueLearner
 from jaxaudit.models import gpt2
-from jaxaudit.taps import Taps
 
 SEEDS, STEPS = 4, 60
 LANES = ((0.0, 3e-4), (0.05, 3e-4), (0.0, 1e-3))

@@ -14,8 +14,8 @@ from pathlib import Path
 import pandas as pd
 
 import jaxaudit as ja
+from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.dialogues.hop import Hop
-from jaxaudit.metrics import MetricSettings
 
 SEEDS, STEPS, ROWS = 4, 60, 64
 VARIED = (

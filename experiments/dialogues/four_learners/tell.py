@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from drawing import COLORS, NAMES, colored, markdown, of_seeds, said, save
 
+from jaxaudit.analysis.run_reader import load
 from jaxaudit.report import style
-from jaxaudit.stored import load
 
 HERE = Path(__file__).parent
 

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 
 from basics import asked, markdown, save
 
-from jaxaudit import statistics
+from jaxaudit.analysis import statistics
+from jaxaudit.analysis.run_reader import CONTROL, load
 from jaxaudit.report import style
-from jaxaudit.stored import CONTROL, load
 
 LAST = 10
 """Steps whose mean success is the final one."""

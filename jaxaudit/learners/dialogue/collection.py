@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.automaton import Progress
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learners.dialogue import advantages, covariance, kl, overlong, packing, policy_loss, rollout
@@ -20,7 +21,6 @@ from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
-from jaxaudit.taps import Taps
 
 POLICY, CRITIC, REWARD_MODEL = "policy", "critic", "reward_model"
 """Labels, which begin the paths of parameters."""

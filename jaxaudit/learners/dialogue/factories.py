@@ -10,19 +10,19 @@ from typing import Any
 
 import jax
 
-from jaxaudit import registry
+from jaxaudit.core.learner import Learner
+from jaxaudit.core.task_kinds import fitting
 from jaxaudit.dialogues import named
 from jaxaudit.dialogues.protocol import Dialogue
-from jaxaudit.learner import Learner
-from jaxaudit.learners import settings as checks
 from jaxaudit.learners.dialogue import settings as settings_module
 from jaxaudit.learners.dialogue.learner import GPT2_POSITIONS, DialogueLearner
 from jaxaudit.learners.dialogue.presets import PRESETS
 from jaxaudit.learners.dialogue.remarks import of_the_beginning
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.state import DialogueData
+from jaxaudit.learners.rl import settings as checks
 from jaxaudit.models import gpt2, gpt2_checkpoint
-from jaxaudit.task_kinds import fitting
+from jaxaudit.runtime import registry
 
 BESIDES: dict[str, dict[str, Any]] = {
     "dapo": {"oversampling": 2},

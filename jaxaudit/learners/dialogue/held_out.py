@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.channel_names import PERFORMANCE, PERFORMANCE_ERROR
+from jaxaudit.core.channel_names import PERFORMANCE, PERFORMANCE_ERROR
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.automaton import Progress
 from jaxaudit.dialogues.protocol import Dialogue, has_changes, has_demonstrations
 from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
@@ -22,7 +23,6 @@ from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import Numbers
 from jaxaudit.learners.dialogue.telemetry import values, vocabulary
 from jaxaudit.learners.dialogue.telemetry.strata import LastSeen, Measured, Statistics
-from jaxaudit.taps import Taps
 
 KEY = 0x4E1D
 """Of the prompts and draws."""

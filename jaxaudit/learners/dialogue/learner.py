@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxaudit.core.optimizer import Adam, Optimizer, Update, warmup_decay
+from jaxaudit.core.remedy import Trained
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.kernels.shuffle import shuffled
@@ -29,10 +32,7 @@ from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_
 from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, Measured, Statistics
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
-from jaxaudit.optimizer import Adam, Optimizer, Update, warmup_decay
-from jaxaudit.paths import squares_by_group
-from jaxaudit.remedies.core import Trained
-from jaxaudit.taps import Taps
+from jaxaudit.runtime.paths import squares_by_group
 
 LOOKED_AT = 128
 """Sampled rows that tell whether a warm start is over."""

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxaudit.core.taps import Taps
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.taps import Taps
 
 NOWHERE = -1
 """In an index: nothing is there."""

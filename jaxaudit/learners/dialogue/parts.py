@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxaudit.learners import settings as checks
 from jaxaudit.learners.dialogue import aggregation, corrections, covariance, kl, ratios
+from jaxaudit.learners.rl import settings as checks
 
 ADVANTAGES = ("gae", "group", "group_mean", "leave_one_out")
 KLS = ("none", *kl.ESTIMATORS, "exact")

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues import automaton
 from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL, Dialogue
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.models import decoding, gpt2, sampling
-from jaxaudit.taps import Taps
 
 
 @dataclass(frozen=True)

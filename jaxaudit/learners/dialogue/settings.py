@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.learners import settings as checks
+from jaxaudit.core.optimizer import DECAYS
 from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.rl import settings as checks
 from jaxaudit.models import gpt2
-from jaxaudit.optimizer import DECAYS
 
 
 def number(default: float) -> Any:

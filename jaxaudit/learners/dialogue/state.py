@@ -6,11 +6,11 @@ from typing import Any
 
 from flax import struct
 
+from jaxaudit.core.remedy import Trained
 from jaxaudit.learners.dialogue.settings import Numbers
 from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.strata import LastSeen
-from jaxaudit.remedies.core import Trained
 
 
 @struct.dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jaxaudit.channel_names import ACTING, PERFORMANCE, PERFORMANCE_ERROR
+from jaxaudit.core.channel_names import ACTING, PERFORMANCE, PERFORMANCE_ERROR
+from jaxaudit.core.learner import Channel
 from jaxaudit.dialogues.protocol import ROLES
-from jaxaudit.learner import Channel
 from jaxaudit.learners.dialogue.telemetry.policy import ESTIMATORS
 from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
 from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxaudit.core.optimizer import Update
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
 from jaxaudit.learners.dialogue import advantages, policy_loss, ratios
 from jaxaudit.learners.dialogue.aggregation import denominators
@@ -22,7 +23,6 @@ from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values
 from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
 from jaxaudit.models import gpt2
-from jaxaudit.optimizer import Update
 
 POLICY = "policy"
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.channel_names import ACTING
+from jaxaudit.core.channel_names import ACTING
 from jaxaudit.kernels.tails import masked_quantiles
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, mean
 

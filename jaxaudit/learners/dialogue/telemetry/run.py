@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.channel_names import PERFORMANCE
+from jaxaudit.core.channel_names import PERFORMANCE
+from jaxaudit.core.learner import Channel
 from jaxaudit.dialogues.protocol import GOLD, Dialogue, has_changes, has_demonstrations
-from jaxaudit.learner import Channel
 from jaxaudit.learners.dialogue.held_out import SHOWN
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.telemetry.channels import TABLE, Extent, channels
 from jaxaudit.learners.dialogue.telemetry.strata import LastSeen
-from jaxaudit.paths import groups_of
+from jaxaudit.runtime.paths import groups_of
 
 
 def channels_of(dialogue: Dialogue, settings: DialogueSettings, policy: Network) -> dict[str, Channel]:

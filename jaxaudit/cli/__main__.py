@@ -1,0 +1,5 @@
+"""`python -m jaxaudit.cli`."""
+
+from jaxaudit.cli.main import entry
+
+entry()

@@ -1,0 +1,184 @@
+"""What an audit is asked to train: seeds x conditions of one learner, in fork groups; and what of it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxaudit.core.learner import Channel, Learner
+from jaxaudit.core.perturbation import Chain, Condition, Perturbation, conditions, control
+from jaxaudit.core.program import Execution, Program, Watch, telemetry_shapes
+from jaxaudit.core.sites import Sites, find_sites
+from jaxaudit.core.slots import site_misfit, slots_of
+from jaxaudit.runtime import precision
+from jaxaudit.runtime.precision import MatmulPrecision
+
+MOST_LANES = 2**24
+"""Seeds x conditions of the largest grid."""
+
+TelemetryShapes = Mapping[str, tuple[int, ...]]
+Channels = Mapping[str, Channel]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The conditions that begin at one onset; the first is the control.
+
+    Attributes:
+      onset: step.
+      conditions: their positions in `Grid.conditions`.
+    """
+
+    onset: int
+    conditions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Seeds x conditions of one learner.
+
+    Attributes:
+      program: the structure.
+      seeds: one run of the baseline each.
+      conditions: the columns, grouped by onset, each group begun by its control.
+      forks: the groups, by onset.
+      tail: steps the baseline goes on after the last onset, to compare it with that group's control.
+      sites: where the learner can be disturbed.
+      batch: the most lanes of a group that run side by side; None: all.
+      data: the learner's.
+    """
+
+    program: Program
+    seeds: tuple[int, ...]
+    conditions: tuple[Condition, ...]
+    forks: tuple[Fork, ...]
+    tail: int
+    sites: Sites
+    batch: int | None = None
+    data: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a run."""
+        return self.program.steps
+
+    @property
+    def baseline_steps(self) -> int:
+        """Steps the baseline is trained for."""
+        return min(self.forks[-1].onset + self.tail, self.steps)
+
+    @property
+    def lane_steps(self) -> int:
+        """Learner steps the whole grid computes, padding not counted."""
+        suffixes = sum(len(fork.conditions) * (self.steps - fork.onset) for fork in self.forks)
+        return len(self.seeds) * (self.baseline_steps + suffixes)
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """What a run of it depends on beside its spec, in words."""
+        watch = self.program.watch
+        return {**self.program.learner.provenance, **({} if watch is None else {"monitor": watch.provenance})}
+
+
+def plan(
+    learner: Learner,
+    perturbations: Sequence[Perturbation | Chain],
+    *,
+    seeds: int | Sequence[int],
+    steps: int,
+    execution: Execution = "vmap",
+    devices: Sequence[jax.Device] | None = None,
+    tail: int = 50,
+    lanes: int | Literal["auto"] = "auto",
+    watch: Callable[[TelemetryShapes, Channels], Watch] | None = None,
+    model_devices: int = 1,
+    matmul_precision: MatmulPrecision = "float32",
+) -> Grid:
+    """Lays out a grid, in batches of at most `lanes`; "auto" is left to who runs it, and all in one batch until then.
+
+    `model_devices` of the devices share each lane. `matmul_precision` is of the learner's float32 products on GPUs and
+    TPUs, unless JAX has been told one.
+
+    `watch` makes what follows the lanes and raises the alarms that interventions wait for, from the shapes of the
+    learner's telemetry and what is known of its channels.
+
+    Raises ValueError, in one sentence, where learner and perturbations do not fit together.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a positive whole number, not {steps!r}")
+    chosen = _seeds(seeds)
+    unrolled = conditions(perturbations, steps)
+    sites = find_sites(learner, steps)
+    ordered: list[Condition] = []
+    forks: list[Fork] = []
+    for onset in sorted({c.onset for c in unrolled}) or [0]:
+        members = [control(onset), *(c for c in unrolled if c.onset == onset)]
+        forks.append(Fork(onset, tuple(range(len(ordered), len(ordered) + len(members)))))
+        ordered += members
+    for part in (part for condition in unrolled for part in condition.parts):
+        if reason := site_misfit(part, sites):
+            raise ValueError(reason)
+        if "alarm" in part.kind.needs and watch is None:
+            raise ValueError(f"'{part.name}' waits for a monitor's alarm, and there is no monitor")
+    trained_on = tuple(devices if devices is not None else jax.devices())
+    program = Program(
+        learner.without_data,
+        steps,
+        slots_of(unrolled),
+        tuple(sorted((site, tuple(paths)) for site, paths in sites.paths.items())),
+        _execution(execution),
+        trained_on,
+        model_devices=model_devices,
+        matmul_precision=precision.resolve(trained_on, matmul_precision),
+    )
+    _check_shared(learner, program)
+    if watch is not None:
+        program = replace(program, watch=watch(telemetry_shapes(program), learner.channels))
+    return Grid(program, chosen, tuple(ordered), tuple(forks), tail, sites, _batch(lanes), learner.data)
+
+
+def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(seeds, int | np.integer) and not isinstance(seeds, bool):
+        seeds = range(seeds)
+    listed: list[Any] = list(seeds) if isinstance(seeds, Iterable) and not isinstance(seeds, str) else [None]
+    if any(isinstance(s, bool) or not isinstance(s, int | np.integer) for s in listed):
+        raise ValueError(f"seeds must be a positive whole number or a list of them, not {seeds!r}")
+    chosen = tuple(int(s) for s in listed)
+    if not chosen or min(chosen) < 0 or max(chosen) >= 2**32 or len(set(chosen)) < len(chosen):
+        raise ValueError(f"seeds must be at least one, all different and from 0 to 2^32 - 1, not {list(chosen)}")
+    return chosen
+
+
+def _execution(execution: Execution) -> Execution:
+    known = execution in ("auto", "vmap", "map") if isinstance(execution, str) else execution >= 1
+    if isinstance(execution, bool) or not known:
+        raise ValueError(f"execution must be 'auto', 'vmap', 'map' or a batch size of at least 1, not {execution!r}")
+    return execution
+
+
+def _check_shared(learner: Learner, program: Program) -> None:
+    """Raises ValueError where a lane cannot be shared by as many devices as it is to be."""
+    devices, shared = len(program.devices), program.model_devices
+    if isinstance(shared, bool) or not isinstance(shared, int) or shared < 1:
+        raise ValueError(f"model_devices must be a whole number of devices, at least 1, not {shared!r}")
+    if shared == 1:
+        return
+    if learner.partition is None:
+        raise ValueError(f"model_devices is {shared}, and '{learner.name}' cannot be split: it has no partition")
+    for what, count in learner.indivisible.items():
+        if count % shared:
+            raise ValueError(f"model_devices is {shared}, which does not divide the model's {count} {what}")
+    if devices % shared:
+        raise ValueError(f"model_devices is {shared}, which does not divide the number of devices, {devices}")
+
+
+def _batch(lanes: int | Literal["auto"]) -> int | None:
+    if lanes == "auto":
+        return None
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+        raise ValueError(f"lanes must be 'auto' or at least 1, not {lanes!r}")
+    return lanes

@@ -1,0 +1,1 @@
+"""Reinforcement learning on environments: PPO, TRPO, SAC, TD3."""

@@ -1,0 +1,50 @@
+"""Evaluation at intervals of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaudit.core.taps import Taps
+from jaxaudit.tasks.episodes import evaluate
+
+
+def evaluate_when_due(
+    env: Any,
+    policy: Callable[[jax.Array], jax.Array],
+    key: jax.Array,
+    taps: Taps,
+    *,
+    times: int,
+    episodes: int,
+    max_episode_steps: int,
+) -> jax.Array:
+    """Mean return of fresh, undisturbed episodes, at `times` steps evenly spaced over the run, of which the
+    last is its last; NaN at the others.
+
+    Args:
+      env: a brax `Env`, unbatched.
+      policy: observations `[episodes, O]` to actions as `Episodes.step` takes them, without exploration.
+      key: decides the initial states.
+      taps: tell the step and the length of the run; outside a run nothing is due.
+      times: evaluations in a run, at most one a step; 0: never.
+      episodes: of each evaluation.
+      max_episode_steps: the time limit.
+    """
+    return when_due(taps, times, lambda: jnp.mean(evaluate(env, policy, key, episodes, max_episode_steps)))
+
+
+def when_due(taps: Taps, times: int, measure: Callable[[], jax.Array]) -> jax.Array:
+    """The scalar `measure()` at `times` steps evenly spaced over the run, of which the last is its last; else NaN.
+
+    Outside a run nothing is due.
+    """
+    if not times or not taps.steps:
+        return jnp.float32(jnp.nan)
+    times = min(times, taps.steps)
+    ends = -(-np.arange(1, times + 1) * taps.steps // times)  # the last is the run's
+    return jax.lax.cond(jnp.any(jnp.asarray(taps.step) + 1 == ends), measure, lambda: jnp.float32(jnp.nan))

@@ -1,0 +1,477 @@
+"""What SAC and TD3 share: settings, collection into a replay buffer, rounds of updates, target networks, telemetry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxaudit.core.learner import Lasting
+from jaxaudit.core.optimizer import Adam, Optimizer, Update, finish
+from jaxaudit.core.taps import Taps
+from jaxaudit.kernels.coherence import unit_gradient
+from jaxaudit.learners.rl import settings as checks
+from jaxaudit.learners.rl.coherence import gradient_coherence
+from jaxaudit.learners.rl.evaluation import evaluate_when_due
+from jaxaudit.learners.rl.replay_buffer import ReplayBuffer, Transitions
+from jaxaudit.models.twin_critic import TwinCritic
+from jaxaudit.runtime.paths import paths_of
+from jaxaudit.tasks import episodes
+from jaxaudit.tasks.episodes import Episodes, EpisodeState, Transition
+from jaxaudit.tasks.undisturbed import Copies, Undisturbed
+
+Params = Any
+Told = dict[str, jax.Array]
+Coefficients = dict[str, jax.Array]
+
+UPDATES_PER_PROBE = 64
+FEWEST_PROBES, MOST_PROBES = 4, 16
+
+
+@dataclass(frozen=True)
+class OffPolicySettings:
+    """The settings SAC and TD3 share; the defaults are Table S2's, and beyond it those of published results.
+
+    Attributes:
+      num_envs: environments a lane steps side by side.
+      iteration_steps: environment steps in one iteration; num_envs divides it.
+      learning_starts: environment steps of uniformly random actions, without updates.
+      updates_per_step: gradient updates for each environment step.
+      batch_size: transitions in a minibatch.
+      buffer_size: transitions in the replay buffer, rounded down to a multiple of num_envs. A run never fills more
+        than its steps times iteration_steps, and each lane and each onset holds a buffer.
+      buffer_dtype: of the replay buffer: "float32", "bfloat16" or "float16", which halve its memory and round
+        observations, actions and rewards (see `replay_buffer.DTYPES`).
+      learning_rate: Adam's, for every network.
+      gamma: discount factor.
+      tau: share of the way the target networks go to the networks, at each of their updates.
+      max_grad_norm: threshold on each gradient's global norm; 0: no clipping, and no site clip_norm.
+      hidden: widths of the hidden layers of actor and critics.
+      critic_layer_norm: layer normalisation in the critics, before each activation.
+      evaluations: how often in a run the policy's mean action is evaluated, evenly spaced; 0: never.
+      evaluation_episodes: episodes of each evaluation.
+      telemetry: "basic", or "full", which adds per-layer norms and the dominant share of the gradients' Gram matrix.
+    """
+
+    num_envs: int = 8
+    iteration_steps: int = 2048
+    learning_starts: int = 10_000
+    updates_per_step: float = 1.0
+    batch_size: int = 256
+    buffer_size: int = 1_000_000
+    buffer_dtype: str = "float32"
+    learning_rate: float = 3e-4
+    gamma: float = 0.99
+    tau: float = 5e-3
+    max_grad_norm: float = 0.0
+    hidden: tuple[int, ...] = (256, 256)
+    critic_layer_norm: bool = False
+    evaluations: int = 10
+    evaluation_episodes: int = 4
+    telemetry: str = "full"
+
+    def __post_init__(self):
+        counts = ("num_envs", "iteration_steps", "batch_size", "buffer_size", "evaluation_episodes")
+        checks.at_least_one(self, *counts)
+        checks.positive(self, "learning_rate", "updates_per_step")
+        checks.not_negative(self, "learning_starts", "max_grad_norm", "evaluations")
+        checks.fractions(self, "gamma", "tau")
+        checks.widths(self)
+        checks.telemetry(self.telemetry)
+        ReplayBuffer(1, 1, self.num_envs, self.buffer_size, self.buffer_dtype)
+        if self.iteration_steps % self.num_envs:
+            raise ValueError(f"num_envs {self.num_envs} does not divide iteration_steps {self.iteration_steps}")
+        if self.num_envs * self.updates_per_step % self.actor_delay:
+            delay = "" if self.actor_delay == 1 else f" that policy_delay {self.actor_delay} divides"
+            raise ValueError(
+                f"updates_per_step {self.updates_per_step} times num_envs {self.num_envs} must be a whole number{delay}"
+            )
+
+    @property
+    def actor_delay(self) -> int:
+        """Updates of the critics for each update of the actor and the target networks."""
+        return 1
+
+    @property
+    def vector_steps(self) -> int:
+        """Steps of each environment in one iteration."""
+        return self.iteration_steps // self.num_envs
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of updates that follow a vector step: each ends with an update of the actor."""
+        return round(self.num_envs * self.updates_per_step) // self.actor_delay
+
+    @property
+    def probes(self) -> int:
+        """Minibatches whose gradients an iteration compares: few against its updates, or they would cost too much."""
+        updates = self.vector_steps * self.rounds * self.actor_delay
+        return min(max(FEWEST_PROBES, updates // UPDATES_PER_PROBE), MOST_PROBES)
+
+
+@struct.dataclass
+class Networks:
+    """What updates change.
+
+    Attributes:
+      params: {"actor": ..., "critic": ...}, and what else a subclass trains.
+      target: the slowly moving copies, of some of the same names.
+      optimizer: each optimizer's state, by the name of what it trains.
+    """
+
+    params: Any
+    target: Any
+    optimizer: Any
+
+
+@struct.dataclass
+class OffPolicyState:
+    """What is carried from one iteration to the next.
+
+    Attributes:
+      networks: parameters, target networks, optimizers.
+      episodes: the environments.
+      copies: of them, where a disturbance touches acting.
+      buffer: the replay buffer's store, `[rows, width]`; what was seen stays when the networks are taken back.
+    """
+
+    networks: Networks
+    episodes: EpisodeState
+    copies: Copies
+    buffer: Lasting
+
+
+class OffPolicy:
+    """One iteration: step the environments, and after each step, improve critics, actor and target networks.
+
+    Actions are in [-1, 1] here, in the buffer and in the networks, and in the task's units in the environment. How
+    much the buffer holds follows from `taps.step`: it was written in every step of a run that began at step 0, for
+    nothing that takes a state back takes the buffer back.
+
+    Subclasses say how to act, what the critics aim at and what the actor's loss is.
+
+    Args:
+      env: a brax `Env`, unbatched.
+      max_episode_steps: the time limit.
+      settings: of the subclass.
+      actor: the actor's network.
+      parts: names of all that is trained, each with an optimizer of its own.
+    """
+
+    discrete = False
+    targets: tuple[str, ...] = ("critic",)
+    critic_loss_weight = 1.0
+
+    def __init__(
+        self, env: Any, max_episode_steps: int, settings: Any, actor: Any, parts: tuple[str, ...] = ("actor", "critic")
+    ):
+        self.env = env
+        self.settings = settings
+        self.max_episode_steps = max_episode_steps
+        self.episodes = Episodes(env, settings.num_envs, max_episode_steps)
+        self.undisturbed = Undisturbed(self.episodes, settings.vector_steps)
+        self.buffer = ReplayBuffer(
+            env.observation_size, env.action_size, settings.num_envs, settings.buffer_size, settings.buffer_dtype
+        )
+        self.actor = actor
+        self.critic = TwinCritic(settings.hidden, settings.critic_layer_norm)
+        limit = settings.max_grad_norm or None
+        self.optimizers = {name: Optimizer(Adam(), settings.learning_rate, limit, label=name) for name in parts}
+
+    def act(self, params: Params, observation: jax.Array) -> jax.Array:
+        """The best action known: `[..., O]` to `[..., A]`."""
+        raise NotImplementedError
+
+    def explore(self, params: Params, observation: jax.Array, key: jax.Array) -> jax.Array:
+        """The action to try in training: `[..., O]` to `[..., A]`."""
+        raise NotImplementedError
+
+    def coefficients(self, params: Params) -> Coefficients:
+        """What terms of the losses are weighed by, by the site where it can be disturbed."""
+        return {}
+
+    def next_value(
+        self, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
+    ) -> jax.Array:
+        """What the target networks say the next observations are worth: `[batch]`."""
+        raise NotImplementedError
+
+    def actor_loss(
+        self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
+    ) -> tuple[jax.Array, Told]:
+        """The actor's loss on a minibatch, and what it tells."""
+        raise NotImplementedError
+
+    def init(self, key: jax.Array) -> OffPolicyState:
+        """The state before the first iteration."""
+        params_key, episodes_key = jax.random.split(key)
+        params = self.init_params(params_key)
+        optimizer = self.new_moments(params)
+        target = {name: params[name] for name in self.targets}
+        begin = self.episodes.init(episodes_key)
+        copies = self.undisturbed.init(begin)
+        return OffPolicyState(Networks(params, target, optimizer), begin, copies, Lasting(self.buffer.init()))
+
+    def init_params(self, key: jax.Array) -> Params:
+        """Fresh parameters."""
+        actor_key, critic_key = jax.random.split(key)
+        observation, action = jnp.zeros(self.env.observation_size), jnp.zeros(self.env.action_size)
+        return {
+            "actor": self.actor.init(actor_key, observation)["params"],
+            "critic": self.critic.init(critic_key, observation, action)["params"],
+        }
+
+    def step(self, state: OffPolicyState, key: jax.Array, taps: Taps) -> tuple[OffPolicyState, Told]:
+        """One iteration of `iteration_steps` environment steps."""
+        settings = self.settings
+        steps_key, probe_key, evaluation_key, refresh_key = jax.random.split(key, 4)
+        networks = dataclasses.replace(
+            state.networks,
+            params=taps("params", state.networks.params, reinitialise=self.init_params),
+            optimizer=taps("optimizer_state", state.networks.optimizer),
+        )
+        copies = self.undisturbed.begin(state.copies, state.episodes, taps)
+        begin = OffPolicyState(networks, self.episodes.refresh(state.episodes, refresh_key), copies, state.buffer)
+        # Every lane has taken this many vector steps: a count kept in the state would be one for each lane, and
+        # with it "has learning started" no branch and the buffer's pointer no place in memory.
+        before = jnp.asarray(taps.step, jnp.int32) * settings.vector_steps
+
+        def vector_step(taps: Taps, state: OffPolicyState, index: jax.Array):
+            act_key, learn_key = jax.random.split(jax.random.fold_in(steps_key, index))
+            count = before + index
+            state = self.collect(taps, state, act_key, count)
+            learn = partial(self.learn, buffer=state.buffer.value, key=learn_key, count=count + 1)
+            networks, told = taps.cond(self.learning(count + 1), learn, state.networks)
+            return dataclasses.replace(state, networks=networks), told
+
+        state, told = taps.scan(vector_step, begin, jnp.arange(settings.vector_steps))
+        state = dataclasses.replace(state, networks=self.finished(state.networks, taps))
+        after = before + settings.vector_steps
+        learned = jnp.sum(self.learning(before + 1 + jnp.arange(settings.vector_steps)))
+        parts, updates = jax.tree.map(lambda x: jnp.sum(x) / learned, told)
+        params = state.networks.params
+        telemetry = parts | self.update_telemetry(updates)
+        telemetry |= nan_unless(
+            self.learning(after), lambda: self.coherence(state.networks, state.buffer.value, probe_key, after)
+        )
+        return state, telemetry | {
+            "performance": episodes.performance(self.undisturbed.clean(state.copies, state.episodes)),
+            "acting_performance": episodes.performance(state.episodes),
+            "evaluation_return": evaluate_when_due(
+                self.env,
+                lambda observation: self.to_action_space(self.act(params, observation)),
+                evaluation_key,
+                taps,
+                times=settings.evaluations,
+                episodes=settings.evaluation_episodes,
+                max_episode_steps=self.max_episode_steps,
+            ),
+            "episode_length": episodes.mean_length(state.episodes),
+            "params_norm": optax.tree.norm(params),
+            "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, params, networks.params)),
+        }
+
+    def finished(self, networks: Networks, taps: Taps) -> Networks:
+        """The networks after the remedies of what is trained, among it the target networks, under "target"."""
+        if not taps.helps("trained"):
+            return networks
+
+        def with_targets(params: Params) -> Params:
+            return {**params, "target": {name: params[name] for name in self.targets}}
+
+        params, optimizer = finish(
+            {**networks.params, "target": networks.target},
+            networks.optimizer,
+            taps,
+            reinitialise=lambda key: with_targets(self.init_params(key)),
+            new_moments=self.new_moments,
+        )
+        online = {name: params[name] for name in networks.params}
+        return Networks(online, params["target"], optimizer)
+
+    def new_moments(self, params: Params) -> dict[str, Any]:
+        """The state of each optimizer before the first update."""
+        return {name: optimizer.init(params[name]) for name, optimizer in self.optimizers.items()}
+
+    def learning(self, count: jax.Array) -> jax.Array:
+        """Whether updates follow the vector step that makes it `count`."""
+        return count * self.settings.num_envs > self.settings.learning_starts
+
+    def to_action_space(self, action: jax.Array) -> jax.Array:
+        """An action in [-1, 1] in the task's units."""
+        low, high = self.env.action_low, self.env.action_high
+        return low + 0.5 * (action + 1.0) * (high - low)
+
+    def value(self, params: Params, observation: jax.Array) -> jax.Array:
+        """The lesser critic's value of the best action known: `[..., O]` to `[...]`."""
+        return jnp.min(self.q(params["critic"], observation, self.act(params, observation)), axis=0)
+
+    def q(self, critic: Params, observation: jax.Array, action: jax.Array) -> jax.Array:
+        """Both critics' values: `[2, ...]`."""
+        values: Any = self.critic.apply({"params": critic}, observation, action)
+        return values
+
+    def collect(self, taps: Taps, state: OffPolicyState, key: jax.Array, count: jax.Array) -> OffPolicyState:
+        """Steps every environment once, as vector step `count`, and stores what happened."""
+        explore_key, random_key, env_key = jax.random.split(key, 3)
+        params = state.networks.params
+
+        def act(taps: Taps, begin: EpisodeState) -> tuple[EpisodeState, jax.Array, Transition]:
+            chosen = self.explore(params, begin.observation, explore_key)
+            uniform = jax.random.uniform(random_key, chosen.shape, minval=-1.0, maxval=1.0)
+            action = jnp.where(count * self.settings.num_envs < self.settings.learning_starts, uniform, chosen)
+            after, transition = self.episodes.step(
+                begin,
+                env_key,
+                self.to_action_space(action),
+                taps,
+                lambda observation: self.value(params, observation),
+                self.settings.gamma,
+            )
+            return after, action, transition
+
+        after, action, transition = act(taps, state.episodes)
+        done = transition.terminated | transition.truncated
+        copies, after = self.undisturbed.follow(
+            state.copies, after, done, taps, lambda taps, begin: act(taps, begin)[0]
+        )
+        stored = Transitions(
+            transition.observation,
+            action,
+            transition.reward,
+            transition.final_observation,
+            transition.terminated.astype(jnp.float32),
+        )
+        store = self.buffer.write(state.buffer.value, stored, count)
+        return OffPolicyState(state.networks, after, copies, Lasting(store))
+
+    def learn(
+        self, taps: Taps, networks: Networks, *, buffer: jax.Array, key: jax.Array, count: jax.Array
+    ) -> tuple[Networks, tuple[Told, dict[str, Update]]]:
+        """The updates that follow a vector step, and what they told, on average."""
+        settings = self.settings
+
+        def improve_critics(taps: Taps, networks: Networks, key: jax.Array):
+            sample_key, noise_key = jax.random.split(key)
+            batch = self.buffer.sample(buffer, sample_key, settings.batch_size, count)
+            coefficients = self.tapped_coefficients(taps, networks)
+            loss = partial(self.critic_loss, networks=networks, batch=batch, key=noise_key, coefficients=coefficients)
+            networks, told, update = self.improve(taps, networks, "critic", loss)
+            return networks, (batch, told, update)
+
+        def learn_round(taps: Taps, networks: Networks, key: jax.Array):
+            critic_key, actor_key = jax.random.split(key)
+            turns = jax.random.split(critic_key, settings.actor_delay)
+            networks, (batches, critic, update) = taps.scan(improve_critics, networks, turns)
+            batch = jax.tree.map(lambda x: x[-1], batches)
+            networks, actor, updates = self.improve_actor(taps, networks, batch, actor_key)
+            critic, update = jax.tree.map(jnp.mean, (critic, update))
+            return self.move_targets(networks), (critic | actor, {"critic": update} | updates)
+
+        networks, told = taps.scan(learn_round, networks, jax.random.split(key, settings.rounds))
+        return networks, jax.tree.map(jnp.mean, told)
+
+    def improve(
+        self, taps: Taps, networks: Networks, name: str, loss: Callable[[Params], tuple[jax.Array, Told]]
+    ) -> tuple[Networks, Told, Update]:
+        """One update of the parameters `name`, down the gradient of `loss(parameters) -> (scalar, what it tells)`."""
+
+        def objective(params: Params) -> tuple[jax.Array, tuple[jax.Array, Told]]:
+            value, told = loss(params)
+            return taps("objective", value, label=name), (value, told)
+
+        gradient, (value, told) = jax.grad(objective, has_aux=True)(networks.params[name])
+        part, optimizer, update = self.optimizers[name].update(
+            networks.params[name], networks.optimizer[name], gradient, taps, loss=value, learner=self
+        )
+        networks = dataclasses.replace(
+            networks,
+            params=networks.params | {name: part},
+            optimizer=networks.optimizer | {name: optimizer},
+        )
+        return networks, told, update
+
+    def improve_actor(
+        self, taps: Taps, networks: Networks, batch: Transitions, key: jax.Array
+    ) -> tuple[Networks, Told, dict[str, Update]]:
+        """One update of the actor, and of what else is trained as often."""
+        coefficients = self.tapped_coefficients(taps, networks)
+        loss = partial(self.actor_loss, networks=networks, batch=batch, key=key, coefficients=coefficients)
+        networks, told, update = self.improve(taps, networks, "actor", loss)
+        return networks, told, {"actor": update}
+
+    def tapped_coefficients(self, taps: Taps, networks: Networks) -> Coefficients:
+        """The coefficients as an update finds them."""
+        return {site: taps(site, value) for site, value in self.coefficients(networks.params).items()}
+
+    def critic_loss(
+        self, critic: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
+    ) -> tuple[jax.Array, Told]:
+        """Both critics' mean squared distance from the same target, added up; a time limit does not end the value."""
+        following = self.next_value(networks, batch, key, coefficients)
+        target = batch.reward + self.settings.gamma * (1.0 - batch.terminated) * following
+        values = self.q(critic, batch.observation, batch.action)
+        loss = self.critic_loss_weight * jnp.sum(jnp.mean((values - target) ** 2, axis=-1))
+        return loss, {"critic_loss": loss, "q_mean": jnp.mean(values)}
+
+    def move_targets(self, networks: Networks) -> Networks:
+        """The target networks a share tau of the way nearer (Polyak averaging)."""
+        tau = self.settings.tau
+        online = {name: networks.params[name] for name in self.targets}
+        target = jax.tree.map(lambda slow, fast: slow + tau * (fast - slow), networks.target, online)
+        return dataclasses.replace(networks, target=target)
+
+    def update_telemetry(self, updates: dict[str, Update]) -> Told:
+        """Gradient norms and learning rates of actor and critics; of both, their average, and the norm of the pair."""
+        actor, critic = updates["actor"], updates["critic"]
+        return {
+            "actor_gradient_norm": actor.gradient_norm,
+            "critic_gradient_norm": critic.gradient_norm,
+            "gradient_norm": jnp.sqrt(actor.gradient_norm**2 + critic.gradient_norm**2),
+            "actor_learning_rate": actor.learning_rate,
+            "critic_learning_rate": critic.learning_rate,
+            "learning_rate": (actor.learning_rate + critic.learning_rate) / 2,
+            "clipped_fraction": (actor.clipped + critic.clipped) / 2,
+            "x_mem": (actor.persistence + critic.persistence) / 2,
+            "x_used": (actor.used + critic.used) / 2,
+        }
+
+    def coherence(self, networks: Networks, buffer: jax.Array, key: jax.Array, count: jax.Array) -> Told:
+        """How far the gradients of fresh minibatches agree, at the iteration's last parameters.
+
+        Actor and critics count alike: a gradient is the pair of their directions, each of unit length, for each has
+        an Adam of its own.
+        """
+
+        def gradient(key: jax.Array) -> dict[str, Params]:
+            sample_key, noise_key = jax.random.split(key)
+            batch = self.buffer.sample(buffer, sample_key, self.settings.batch_size, count)
+            at = {"networks": networks, "batch": batch, "key": noise_key, "coefficients": coefficients}
+            losses = {"actor": partial(self.actor_loss, **at), "critic": partial(self.critic_loss, **at)}
+            return {name: jax.grad(loss, has_aux=True)(networks.params[name])[0] for name, loss in losses.items()}
+
+        def directions(gradient: dict[str, Params]) -> dict[str, Params]:
+            return {name: unit_gradient(part)[0] for name, part in gradient.items()}
+
+        coefficients = self.coefficients(networks.params)
+        keys = jax.random.split(key, self.settings.probes)
+        return gradient_coherence(gradient, keys, self.settings.telemetry, directions)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order of "layer_gradient_norm"."""
+        params = jax.eval_shape(self.init_params, jax.random.key(0))
+        return paths_of({name: params[name] for name in ("actor", "critic")})
+
+
+def nan_unless(chosen: jax.Array, tell: Callable[[], Told]) -> Told:
+    """What `tell()` gives where `chosen`, else NaN."""
+    shapes = jax.eval_shape(tell)
+    return jax.lax.cond(chosen, tell, lambda: {name: jnp.full(s.shape, jnp.nan) for name, s in shapes.items()})

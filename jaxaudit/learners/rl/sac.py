@@ -1,0 +1,150 @@
+"""Soft actor-critic (Haarnoja et al., 2018) with Table S2's hyper-parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxaudit.core.learner import Learner
+from jaxaudit.core.optimizer import Update
+from jaxaudit.core.taps import Taps
+from jaxaudit.learners.rl import settings as checks
+from jaxaudit.learners.rl.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params, Told
+from jaxaudit.learners.rl.on_task import on_task
+from jaxaudit.learners.rl.replay_buffer import Transitions
+from jaxaudit.models.mlp import MLP
+from jaxaudit.models.squashed_gaussian import split, squashed_gaussian
+from jaxaudit.runtime import registry
+
+
+@dataclass(frozen=True)
+class SACSettings(OffPolicySettings):
+    """SAC's hyper-parameters; the defaults are Table S2's, and beyond it those of published results.
+
+    Attributes: those of `OffPolicySettings`, and
+      entropy_coefficient: the temperature, or what it begins from where it is tuned.
+      automatic_entropy: tune the temperature so that the policy's entropy goes to target_entropy.
+      target_entropy: in nats; None: minus the number of action entries.
+    """
+
+    entropy_coefficient: float = 0.2
+    automatic_entropy: bool = False
+    target_entropy: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.not_negative(self, "entropy_coefficient")
+        if self.automatic_entropy:
+            checks.positive(self, "entropy_coefficient")
+        if self.target_entropy is not None and not math.isfinite(self.target_entropy):
+            raise ValueError(f"target_entropy must be finite, not {self.target_entropy}")
+
+
+class SAC(OffPolicy):
+    """Critics of the soft value, a squashed Gaussian actor, and a temperature that is fixed or tuned."""
+
+    critic_loss_weight = 0.5
+
+    def __init__(self, env: Any, max_episode_steps: int, settings: SACSettings):
+        actor = MLP(settings.hidden, 2 * env.action_size, activation=nn.relu, fan_in_uniform=True)
+        tuned = ("temperature",) if settings.automatic_entropy else ()
+        super().__init__(env, max_episode_steps, settings, actor, ("actor", "critic", *tuned))
+        wanted = settings.target_entropy
+        self.target_entropy = -float(env.action_size) if wanted is None else wanted
+
+    def init_params(self, key: jax.Array) -> Params:
+        """Fresh parameters; "temperature" is its logarithm."""
+        params = super().init_params(key)
+        if self.settings.automatic_entropy:
+            params["temperature"] = jnp.float32(math.log(self.settings.entropy_coefficient))
+        return params
+
+    def temperature(self, params: Params) -> jax.Array:
+        """alpha, the weight of the entropy."""
+        if self.settings.automatic_entropy:
+            return jnp.exp(params["temperature"])
+        return jnp.float32(self.settings.entropy_coefficient)
+
+    def coefficients(self, params: Params) -> Coefficients:
+        """The temperature, at PPO's site for it."""
+        return {"entropy_coefficient": self.temperature(params)}
+
+    def policy(self, actor: Params, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mean and log standard deviation before squashing: `[..., A]` each."""
+        output: Any = self.actor.apply({"params": actor}, observation)
+        return split(output)
+
+    def sample(self, actor: Params, observation: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """An action `[..., A]` drawn from the policy, and its log probability `[...]`."""
+        mean, log_std = self.policy(actor, observation)
+        return squashed_gaussian(mean, log_std, jax.random.normal(key, mean.shape))
+
+    def act(self, params: Params, observation: jax.Array) -> jax.Array:
+        """The squashed mean."""
+        return jnp.tanh(self.policy(params["actor"], observation)[0])
+
+    def explore(self, params: Params, observation: jax.Array, key: jax.Array) -> jax.Array:
+        """A draw from the policy."""
+        return self.sample(params["actor"], observation, key)[0]
+
+    def next_value(
+        self, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
+    ) -> jax.Array:
+        """The soft value: the lesser target critic's of a fresh action, with the entropy of having drawn it."""
+        action, log_probability = self.sample(networks.params["actor"], batch.next_observation, key)
+        value = jnp.min(self.q(networks.target["critic"], batch.next_observation, action), axis=0)
+        return value - coefficients["entropy_coefficient"] * log_probability
+
+    def actor_loss(
+        self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
+    ) -> tuple[jax.Array, Told]:
+        """alpha log pi(a|s) - Q(s, a), with a drawn from the policy and Q the lesser critic.
+
+        The temperature it tells is the undisturbed one.
+        """
+        action, log_probability = self.sample(actor, batch.observation, key)
+        value = jnp.min(self.q(networks.params["critic"], batch.observation, action), axis=0)
+        loss = jnp.mean(coefficients["entropy_coefficient"] * log_probability - value)
+        return loss, {
+            "actor_loss": loss,
+            "entropy": -jnp.mean(log_probability),
+            "temperature": self.temperature(networks.params),
+        }
+
+    def improve_actor(
+        self, taps: Taps, networks: Networks, batch: Transitions, key: jax.Array
+    ) -> tuple[Networks, Told, dict[str, Update]]:
+        """One update of the actor, and of the temperature where it is tuned."""
+        networks, told, updates = super().improve_actor(taps, networks, batch, key)
+        if self.settings.automatic_entropy:
+            loss = partial(self.temperature_loss, entropy=told["entropy"])
+            networks, _, updates["temperature"] = self.improve(taps, networks, "temperature", loss)
+        return networks, told, updates
+
+    def temperature_loss(self, log_temperature: jax.Array, entropy: jax.Array) -> tuple[jax.Array, Told]:
+        """Falls with a higher temperature while the policy's entropy is below its target."""
+        return log_temperature * (entropy - self.target_entropy), {}
+
+
+def sac(task: Any, **settings: Any) -> Learner:
+    """SAC on a task: `sac("HalfCheetah-v5", buffer_size=200_000)`.
+
+    Args:
+      task: a task's name, or a task that gives an environment.
+      **settings: fields of `SACSettings`.
+
+    Raises:
+      ValueError: for a task or setting that does not exist or makes no sense.
+    """
+    chosen = checks.from_keywords(SACSettings, settings, "sac")
+    return on_task(SAC, task, chosen, "sac", chosen.iteration_steps)
+
+
+sac.settings = SACSettings  # type: ignore[attr-defined]
+registry.learners.register("sac", sac)

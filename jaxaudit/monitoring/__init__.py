@@ -1,0 +1,1 @@
+"""Monitors of telemetry: state-space models and control charts, their calibration, and detectors compared with them."""

@@ -1,1 +1,0 @@
-"""Runs that live in a folder: durable execution, resuming, forking, replaying."""

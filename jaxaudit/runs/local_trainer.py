@@ -1,0 +1,130 @@
+"""Batches of a run trained in this process, one after the other."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jaxaudit.core.batches import Batch, Plan
+from jaxaudit.core.learner import Telemetry
+from jaxaudit.core.program import LaneState
+from jaxaudit.execution import memory
+from jaxaudit.execution.driver import is_onset, run_batch
+from jaxaudit.execution.engine import Engine
+from jaxaudit.runs.attempts import COMPLETE, STOPPED, BatchFolder
+from jaxaudit.runs.collect import Gathered, gather
+from jaxaudit.runs.disk_sink import InFolder
+from jaxaudit.runs.progress import Progress, Teller, chunks_of
+from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runtime import hosts
+from jaxaudit.runtime.errors import Interrupted
+from jaxaudit.runtime.interrupts import interruptible, stoppable
+from jaxaudit.runtime.machine import give_back, resident
+from jaxaudit.spec.document import Spec
+
+GATHER_SECONDS = 30.0
+"""Between one time that telemetry is gathered from a batch in training and the next."""
+
+
+def train_here(store: Folder, spec: Spec, engine: Engine, plan: Plan, gathered: Gathered) -> None:
+    """Trains the batches that are not gathered yet, and gathers each.
+
+    Raises Interrupted: Ctrl-C.
+    """
+    grid = engine.grid
+    left = gathered.left(plan)
+    begun = {batch.id: BatchFolder(store, batch).reached(grid) for batch in left}
+    _tell(engine, left, plan, begun)
+    with stoppable() as stopping, Progress(grid, plan, engine.rows, begun) as progress:
+        place = _Watched(store, engine, spec, plan, gathered, stopping, progress)
+        for batch in plan:
+            waiting = batch in left
+            if hosts.told(waiting and BatchFolder(store, batch).accepted() is None)[0]:
+                run_batch(engine, batch, place, partial(_interruptible, engine))
+                place.end()
+            if waiting:
+                gathered.accept(batch, progress.chunks_done)
+
+
+def _interruptible(engine: Engine, *arguments: Any) -> Any:
+    return interruptible(partial(engine.advance, *arguments))
+
+
+class _Watched(InFolder):
+    """A run's batches in its folder, with progress told, telemetry gathered now and then, and a stop when asked."""
+
+    def __init__(
+        self,
+        store: Folder,
+        engine: Engine,
+        spec: Spec,
+        plan: Plan,
+        gathered: Gathered,
+        stopping: Callable[[], bool],
+        progress: Progress,
+    ):
+        super().__init__(store, engine, spec.run.checkpoint_every)
+        self._plan, self._done, self._stopping, self._progress = plan, gathered, stopping, progress
+        self._teller = Teller(store, engine.grid, spec.metrics.window, progress)
+        self._rows: dict[int, int] = {}
+        self._latest = time.monotonic()
+
+    def restored(self, engine: Engine, batch: Batch) -> tuple[int, LaneState] | None:
+        """The latest undamaged states of a batch; those of earlier attempts are needed no more."""
+        found = super().restored(engine, batch)
+        BatchFolder(self.store, batch).forget_earlier()
+        return found
+
+    def due(self) -> bool:
+        """Whether states are to be kept: as often as was asked for, and before a stop."""
+        return super().due() or self._stopping()
+
+    def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
+        """Keeps telemetry, and tells of it."""
+        super().rows(batch, rows, start, stop)
+        self._teller.tell(batch, rows, start, stop)
+
+    def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
+        """Keeps states, and stops if that is asked."""
+        super().reached(engine, batch, states, step)
+        if is_onset(engine.grid, batch, step):
+            BatchFolder(self.store, batch).publish()
+        if step == batch.onset:
+            return
+        stopping = self._stopping() and not (batch is self._plan[-1] and step == batch.stop)
+        hosts.told(stopping)
+        if stopping or time.monotonic() - self._latest > GATHER_SECONDS:
+            self._rows[batch.id] = gather(self.store, engine.grid, batch, self.attempt, self._rows.get(batch.id, 0))
+            self.store.update_environment(**self._done.clock())
+            self._latest = time.monotonic()
+        if stopping:
+            self.end(COMPLETE if step == batch.stop else STOPPED)
+            self.store.update_environment(status="interrupted", **self._done.clock())
+            after = f"stopped after {self._progress.chunks_done} of {self._progress.chunks} chunks"
+            raise Interrupted(f"{after}; go on with: jaxaudit resume {self.store.path}")
+
+
+def _tell(engine: Engine, left: Plan, plan: Plan, begun: dict[int, int]) -> None:
+    """How what is left is about to run, on stderr; its programs are compiled for it."""
+    if not left:
+        return
+    grid = engine.grid
+    needed = interruptible(partial(memory.needs, engine, left))
+    give_back()
+    groups = Counter(batch.fork for batch in left)
+    most = max(len(batch.seeds) for batch in left)
+    shares = f"{most} lanes at a time" if max(groups.values()) > 1 else "all lanes at a time"
+    free = memory.available_memory(grid.program.devices)
+    short = "" if free is None or needed.total <= free else f"; only {memory.readable(free)} are available"
+    host = f" and {memory.readable(needed.host)} of the host's" if needed.host else ""
+    held = resident() if grid.program.devices[0].platform == "cpu" else 0
+    total, lane = memory.readable(held + needed.total), memory.readable(needed.lane)
+    already = f" ({memory.readable(held)} of it in use now)" if held else ""
+    print(f"expected memory: {total}{already}{host}, {lane} a lane, {shares}{short}", file=sys.stderr)
+    done, chunks = chunks_of(grid, plan, engine.rows, begun)
+    if done:
+        print(f"going on after {done} of {chunks} chunks", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""What knows nothing of audits: errors, files, processes, devices, names."""

@@ -1,0 +1,213 @@
+"""The machine jaxaudit runs on."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib.util
+import os
+import platform
+import socket
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxaudit.runtime.files import UNFINISHED, read_object
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_claims: list[socket.socket] = []
+"""Of cores, for as long as this process lives."""
+
+
+def occupy(count: int) -> None:
+    """Keeps this process to so many cores: XLA's sums depend on how many it has. Before JAX is imported.
+
+    Processes that do so take different ones, as far as there are enough: each claims its cores by names that live and
+    die with it (abstract sockets of Linux). On other systems, and where no more are allowed, nothing is done.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) <= count:
+        return
+    free = [core for core in allowed if len(_claims) < count and _claimed(core)]
+    os.sched_setaffinity(0, (free + [core for core in allowed if core not in free])[:count])
+
+
+def _claimed(core: int) -> bool:
+    """Whether nobody had this core."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0jaxaudit-core-{core}")
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
+
+
+def planned_threads(folder: Path) -> int | None:
+    """How many cores the run in a folder was planned for; None where nobody knows."""
+    try:
+        return int(read_object(folder / "plan.json")["threads"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def platform_of(environment: Mapping[str, Any]) -> str:
+    """Whether a run's environment.json tells of CPUs, "cpu", or of an accelerator, "gpu"; "" where it does not tell."""
+    kind = environment.get("device_kind")
+    return "" if kind is None else "cpu" if kind == "cpu" else "gpu"
+
+
+def use_cpus() -> None:
+    """Leaves accelerators to the workers of a process that hands out work."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):  # a backend is running already
+        jax.config.update("jax_platforms", "cpu")
+
+
+def prepare_jax() -> None:
+    """One CPU device for each core and a lasting compilation cache, unless the environment says otherwise.
+
+    With CUDA, operations are made deterministic: exact replay needs it.
+    """
+    import jax
+
+    flags = os.environ.get("XLA_FLAGS", "")
+    if has_cuda_plugin() and "xla_gpu_deterministic_ops" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+    chosen = "xla_force_host_platform_device_count" in flags
+    if not chosen and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        with contextlib.suppress(RuntimeError):  # a backend is running already
+            jax.config.update("jax_num_cpu_devices", cores())
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and os.environ.get(CACHE) != "off":
+        jax.config.update("jax_compilation_cache_dir", str(program_cache()))
+
+
+@functools.cache
+def collect_garbage_seldom() -> None:
+    """For a process that traces: what tracing makes lives on, and going through it takes a fifth of tracing's time.
+
+    Nor does the process take apart all that it imported when it ends, which is half a second of 3.
+    """
+    gc.set_threshold(100_000, 50, 100)
+    atexit.register(gc.freeze)  # registered before what imports register, it comes after that
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def has_cuda_plugin() -> bool:
+    """Whether JAX was installed with CUDA."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def caches() -> Path:
+    """The folder of what is worth keeping between runs and can be made again."""
+    try:
+        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # nobody's home
+        place = Path(tempfile.gettempdir())
+    return place / "jaxaudit"
+
+
+CACHE = "JAXAUDIT_CACHE"
+"""Environment variable: "off", and what is compiled is not kept for the next process."""
+
+
+def program_cache() -> Path:
+    """The folder of compiled programs, one for every kind of processor: a home may be shared by machines."""
+    kind = processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        kind += next((line for line in lines if line.startswith("flags")), "")
+    return caches() / f"xla-{zlib.crc32(kind.encode()):08x}"
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A place to write a file or folder to, which is at `path` at once when all is written, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as place:
+        part = Path(place) / path.name
+        yield part
+        with contextlib.suppress(OSError):  # another process was first
+            part.rename(path)
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def host_memory() -> int:
+    """Bytes of the host that can still be taken by this process and those it shares a limit with."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([free, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """What is left of the limits of this process's control groups (version 2); pages of files can be given back."""
+    try:
+        entries = Path("/proc/self/cgroup").read_text().split()
+    except OSError:
+        return
+    own = next((entry.removeprefix("0::/") for entry in entries if entry.startswith("0::/")), None)
+    for place in () if own is None else [CGROUPS / own, *(CGROUPS / own).parents]:
+        try:
+            limit, used = ((place / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+            fields = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            yield int(limit) - int(used) + int(fields["inactive_file"]) + int(fields["active_file"])
+        except (OSError, KeyError, ValueError):  # the root has no limit, and "max" is none
+            continue
+
+
+def readable(size: float) -> str:
+    """Bytes in a unit one can read, to four digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def resident() -> int:
+    """Bytes of memory this process holds; zero where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def give_back(generation: int = 2) -> None:
+    """Frees what nothing but a circle refers to, and gives the system back what is free.
+
+    Libraries that compile, read and write in many threads leave it all over. `generation`: of the garbage collector;
+    1 passes over what has lived long, which takes a third of a second in a process that has traced programs.
+    """
+    gc.collect(generation)
+    with contextlib.suppress(OSError, AttributeError):  # not the GNU C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,241 @@
+"""A spec's tables [audit], [task], [learner], [metrics], [monitor] and [run], each with its reader."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import unicodedata
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.core.task_kinds import Task
+from jaxaudit.monitoring.monitor import Monitor
+from jaxaudit.runtime import registry
+from jaxaudit.runtime.errors import UserError, placed
+from jaxaudit.runtime.precision import MatmulPrecision
+from jaxaudit.spec.fields import keys, read, section
+from jaxaudit.spec.tables import Table, given
+
+MOST_STEPS = 10_000_000
+MOST_SEEDS = 100_000
+
+
+@dataclass(frozen=True)
+class AuditSpec:
+    """[audit]: what is measured.
+
+    Attributes:
+      name: what the report calls it.
+      seeds: how many (0, 1, 2, ...), or which.
+      steps: of a run.
+      telemetry: which channels the learner gives.
+      execution: how the lanes of a device run: "vmap", "map" (one after the other), a batch size, or "auto", what is
+        fastest in a measurement at the run's beginning.
+      lanes: the most lanes that are in memory at a time, or "auto": as many as it can hold.
+      model_devices: how many devices share a lane, whose parameters are split among them.
+      matmul_precision: of float32 products on GPUs and TPUs: "float32", or "tf32" for networks alone.
+    """
+
+    name: str
+    seeds: int | tuple[int, ...]
+    steps: int
+    telemetry: Literal["basic", "full"] = "full"
+    execution: int | Literal["auto", "vmap", "map"] = "vmap"
+    lanes: int | Literal["auto"] = "auto"
+    model_devices: int = 1
+    matmul_precision: MatmulPrecision = "float32"
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder's name."""
+        plain = unicodedata.normalize("NFKD", self.name).encode("ascii", "ignore").decode()
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.").lower() or "audit"
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """[learner]: a registered learner and its settings, an instance of the dataclass its factory names."""
+
+    kind: str
+    settings: Any
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """[run]: durable execution.
+
+    Attributes:
+      chunk: steps between one look at the run and the next; 0: chosen by the runner.
+      checkpoint_every: chunks between one checkpoint and the next; 0: as often as takes a twentieth of the time.
+    """
+
+    chunk: int = 0
+    checkpoint_every: int = 0
+
+
+@dataclass(frozen=True)
+class MonitorSpec:
+    """[monitor]: what follows every lane, and raises the alarms that interventions wait for.
+
+    Attributes:
+      file: what `Monitor.save` wrote; a relative path begins at `folder`.
+      alpha: false alarms per clean run, at most.
+      folder: the spec's.
+    """
+
+    file: str
+    alpha: float = 0.05
+    folder: Path = field(default=Path(), compare=False)
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return self.folder / self.file
+
+    def read(self) -> Monitor:
+        """The monitor. Raises ValueError if it cannot be read."""
+        try:
+            return Monitor.load(self.path)
+        except FileNotFoundError:
+            raise ValueError(f"there is no file {self.path}") from None
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be read: {error.strerror or error}") from None
+
+
+def read_audit(sections: Table) -> AuditSpec:
+    """Reads [audit]. Raises UserError."""
+    table = section(sections, "audit", keys(AuditSpec))
+    spec = AuditSpec(
+        name=table.get("name", str, "audit"),
+        seeds=table.get("seeds", int | tuple[int, ...]),
+        steps=table.get("steps", int),
+        telemetry=table.get("telemetry", Literal["basic", "full"], AuditSpec.telemetry),
+        execution=table.get("execution", int | Literal["auto", "vmap", "map"], AuditSpec.execution),
+        lanes=table.get("lanes", int | Literal["auto"], AuditSpec.lanes),
+        model_devices=table.get("model_devices", int, AuditSpec.model_devices),
+        matmul_precision=table.get("matmul_precision", MatmulPrecision, AuditSpec.matmul_precision),
+    )
+    _check_audit(table, spec)
+    return spec
+
+
+def _check_audit(table: Table, spec: AuditSpec) -> None:
+    if not (0 < len(spec.name) <= 100 and spec.name.isprintable() and spec.name.strip()):
+        raise UserError(f"{table.place}: name must be 1 to 100 printable characters, not {given(spec.name)}")
+    if isinstance(spec.seeds, int) and not 1 <= spec.seeds <= MOST_SEEDS:
+        raise UserError(f"{table.place}: seeds must be from 1 to {MOST_SEEDS}, or a list, not {spec.seeds}")
+    if isinstance(spec.seeds, tuple) and len(spec.seeds) > MOST_SEEDS:
+        raise UserError(f"{table.place}: seeds must list at most {MOST_SEEDS} seeds, not {len(spec.seeds)}")
+    if isinstance(spec.seeds, tuple) and (
+        not spec.seeds or min(spec.seeds) < 0 or len(set(spec.seeds)) < len(spec.seeds)
+    ):
+        raise UserError(
+            f"{table.place}: seeds must list at least one seed, all different and none negative, "
+            f"not {given(list(spec.seeds))}"
+        )
+    _at_least(table, "steps", spec.steps, 1)
+    if isinstance(spec.execution, int):
+        _at_least(table, "execution", spec.execution, 1)
+    if isinstance(spec.lanes, int):
+        _at_least(table, "lanes", spec.lanes, 1)
+    _at_least(table, "model_devices", spec.model_devices, 1)
+
+
+def read_task(sections: Table) -> Task | None:
+    """Reads [task]; None if there is none. Raises UserError."""
+    if "task" not in sections:
+        return None
+    table = section(sections, "task", None)
+    kind = table.get("kind", str)
+    if kind not in (known := registry.task_kinds):
+        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, list(known))}")
+    if not hasattr(known[kind], "named"):
+        return read(section(sections, "task", ["kind", *keys(known[kind])]), known[kind])
+    name = table.get("name", str)
+    with placed(table.place):
+        settings = known[kind].named(name)
+    return known[kind](name, read(section(sections, "task", ["kind", "name", *keys(settings)]), settings))
+
+
+def task_values(task: Task | None) -> dict[str, Any] | None:
+    """[task] as `read_task` reads it, every default written out."""
+    if task is None:
+        return None
+    chosen: Any = task
+    apart = {"name": task.name} if hasattr(task, "named") else {}
+    of = chosen.settings if apart else chosen
+    return {"kind": task.kind, **apart, **{key: getattr(of, key) for key in keys(type(of))}}
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of a learner whose factory names none."""
+
+
+def takes_task(kind: str) -> bool:
+    """Whether a registered learner's factory is called with a task, before its settings by name."""
+    wanted = inspect.signature(registry.learners[kind]).parameters.values()
+    return any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL) for one in wanted)
+
+
+def learner_settings(kind: str) -> type:
+    """The settings' dataclass of a registered learner. Raises ValueError for an unknown name."""
+    return getattr(registry.learners[kind], "settings", NoSettings)
+
+
+def read_learner(sections: Table, audit: AuditSpec) -> LearnerSpec:
+    """Reads [learner], with the telemetry that [audit] wants. Raises UserError."""
+    table = section(sections, "learner", None)
+    kind = table.get("kind", str)
+    with placed(table.place):
+        settings = learner_settings(kind)
+    if takes_task(kind) and "task" not in sections:
+        raise UserError(f"{sections.place}: the table [task] is missing, which learner '{kind}' is made for")
+    if not takes_task(kind) and "task" in sections:
+        raise UserError(f"{sections.place}: [task]: learner '{kind}' is made for no task")
+    apart = {"telemetry": audit.telemetry} if "telemetry" in keys(settings) else {}
+    table = section(sections, "learner", ["kind", *(key for key in keys(settings) if key != "telemetry")])
+    chosen = read(table, settings, **apart)
+    if not apart and audit.telemetry != AuditSpec.telemetry:
+        raise UserError(
+            f"{sections.place}: [audit]: learner '{kind}' has one kind of telemetry, not {audit.telemetry!r}"
+        )
+    return LearnerSpec(kind, chosen)
+
+
+def read_metrics(sections: Table) -> MetricSettings:
+    """Reads [metrics]. Raises UserError."""
+    table = section(sections, "metrics", keys(MetricSettings), {})
+    for name in keys(MetricSettings):
+        if name in table:
+            _at_least(table, name, table.get(name, int), 1)
+    return read(table, MetricSettings)
+
+
+def read_monitor(sections: Table, folder: Path) -> MonitorSpec | None:
+    """Reads [monitor] of a spec in a folder; None if it has none. Raises UserError."""
+    if "monitor" not in sections:
+        return None
+    table = section(sections, "monitor", ["file", "alpha"])
+    spec = MonitorSpec(table.get("file", str), table.get("alpha", float, MonitorSpec.alpha), folder)
+    if not spec.file or not spec.file.isprintable():
+        raise UserError(f"{table.place}: file must be a path, not {given(spec.file)}")
+    if not 0 < spec.alpha < 1:
+        raise UserError(f"{table.place}: alpha must lie between 0 and 1, not {spec.alpha:g}")
+    return spec
+
+
+def read_run(sections: Table) -> RunSpec:
+    """Reads [run]. Raises UserError."""
+    table = section(sections, "run", keys(RunSpec), {})
+    spec = read(table, RunSpec)
+    _at_least(table, "chunk", spec.chunk, 0)
+    _at_least(table, "checkpoint_every", spec.checkpoint_every, 0)
+    return spec
+
+
+def _at_least(table: Table, key: str, value: int, least: int) -> None:
+    if not least <= value <= MOST_STEPS:
+        raise UserError(f"{table.place}: {key} must be from {least} to {MOST_STEPS}, not {value}")
