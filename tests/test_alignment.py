@@ -175,12 +175,12 @@ def test_a_channel_that_falls_silent_while_others_go_on():
 )
 def test_how_a_new_run_logs_a_channel(steps, how):
     clean = [made(str(i), range(0, 100, 10), x=1) for i in range(3)]
-    found = alignment.Cadence.of(clean, "x").kept_by(made("new", steps, x=1).series("x"))
+    found = alignment.ChannelCadence.of(clean, "x").kept_by(made("new", steps, x=1).series("x"))
     assert (found.tolist() if isinstance(found, np.ndarray) else found) == how
 
 
 def test_a_channel_of_steps_of_their_own_at_another_density_is_not_compared():
     clean = [run(str(i), x=(np.cumsum(np.random.default_rng(i).integers(8, 13, 50)), 1)) for i in range(3)]
     new = [run("new", x=(np.cumsum(np.random.default_rng(9).integers(8, 13, 50) * k), 1)) for k in (1, 4)]
-    assert alignment.Cadence.of(clean, "x").kept_by(new[0].series("x")) is None
-    assert alignment.Cadence.of(clean, "x").kept_by(new[1].series("x")).startswith("every 4")
+    assert alignment.ChannelCadence.of(clean, "x").kept_by(new[0].series("x")) is None
+    assert alignment.ChannelCadence.of(clean, "x").kept_by(new[1].series("x")).startswith("every 4")

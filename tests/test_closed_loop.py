@@ -23,7 +23,7 @@ from jaxaudit.report.series import panels
 from jaxaudit.report.verdict import verdict
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.margins.folder import margin_of
-from jaxaudit.runs.margins.search import Settings
+from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.replay import replay
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.spec.document import load
@@ -416,7 +416,9 @@ def test_what_goes_on_from_a_run_keeps_its_monitor(monitor, finished, tmp_path):
     out = tmp_path / "fork"
     refused(r"must keep the run's \[monitor\], .*/run/monitor.npz, and its alpha", durable.fork, finished,
             spec_with(monitor, tmp_path, alpha=0.1), out)  # fmt: skip
-    refused(r"must keep the run's \[monitor\]", margin_of, finished, load(tmp_path / "spec.toml"), out, Settings())
+    refused(
+        r"must keep the run's \[monitor\]", margin_of, finished, load(tmp_path / "spec.toml"), out, MarginSettings()
+    )
     other = dataclasses.replace(monitor, clean=monitor.clean + 1)
     refused("must keep the run's", durable.fork, finished, spec_with(other, tmp_path), out)
     without = SPEC[: SPEC.index("[monitor]")] + SPEC[SPEC.index("[run]") : SPEC.index("[[perturbation]]\nonset")]
@@ -426,7 +428,7 @@ def test_what_goes_on_from_a_run_keeps_its_monitor(monitor, finished, tmp_path):
     other.save(tmp_path / "changed" / "monitor.npz")
     changed = tmp_path / "changed"
     refused("began with another monitor", durable.fork, changed, spec_with(monitor, tmp_path), out)
-    refused("began with another monitor", margin_of, changed, None, out, Settings())
+    refused("began with another monitor", margin_of, changed, None, out, MarginSettings())
     refused("began with another monitor", replay, changed)
     refused("began with another monitor", durable.run, spec_with(other, tmp_path), out, None, changed)
     refused("must keep the run's", durable.run, spec_with(other, tmp_path), out, None, finished)

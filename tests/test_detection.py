@@ -10,7 +10,7 @@ from scipy import stats
 
 from jaxaudit.monitoring import lanes
 from jaxaudit.monitoring.baselines import standard
-from jaxaudit.monitoring.comparison import NEVER, Settings, compare, splits
+from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, compare, splits
 from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL
 from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.lru import LRU
@@ -18,7 +18,7 @@ from jaxaudit.monitoring.summary import best_chart, by_condition, summary
 from jaxaudit.monitoring.training import Training
 from jaxaudit.runtime.errors import UserError
 
-SETTINGS = Settings(folds=2, fitted=0.5)
+SETTINGS = DetectionSettings(folds=2, fitted=0.5)
 MINE = MetaState(LRU(size=4, hidden=(16,)), Training(iterations=120))
 
 

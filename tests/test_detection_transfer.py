@@ -12,7 +12,7 @@ from worker_runs import Calls
 
 from jaxaudit.monitoring import folder
 from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.comparison import Settings, splits
+from jaxaudit.monitoring.comparison import DetectionSettings, splits
 from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL
 from jaxaudit.monitoring.folder import write_comparisons
 from jaxaudit.monitoring.learned import MetaState
@@ -25,7 +25,7 @@ from jaxaudit.report import detection as report
 from jaxaudit.report.detection_tables import told as told_of
 from jaxaudit.runtime.backends.backend import Workers
 
-SETTINGS = Settings(folds=2, alpha=0.1, fitted=0.5)
+SETTINGS = DetectionSettings(folds=2, alpha=0.1, fitted=0.5)
 MONITOR = MetaState(LRU(size=2, hidden=(8,)), Training(iterations=40))
 READ = 5
 

@@ -12,7 +12,7 @@ from jaxaudit.learners.dialogue import advantages, aggregation, clipping, correc
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.estimation import estimate
 from jaxaudit.learners.dialogue.parts import Parts
-from jaxaudit.learners.dialogue.policy_loss import Now, Rows, policy_loss
+from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
 from jaxaudit.learners.dialogue.presets import PRESETS
 
 DATA = Path(__file__).parent / "data"
@@ -80,7 +80,7 @@ def ours(parts, coefficients, x, own, rows=6):
     )
     penalty = kl.k1(old, reference) if parts.kl_in == "reward" and parts.kl != "none" else None
     advantage, _ = estimate(parts, coefficients, x["rewards"], x["own"] | own, penalty=penalty)
-    given = Rows(own, old, advantage, sampled, reference)
+    given = LossInputs(own, old, advantage, sampled, reference)
 
     def losses(logits):
         told = []
@@ -89,7 +89,7 @@ def ours(parts, coefficients, x, own, rows=6):
             counts = aggregation.denominators(batch.own, batch.own.shape[1], jnp.sum(own) / 2)
             counts = dataclasses.replace(counts, rows=counts.rows if rows is None else rows)
             log_probability, entropy = of_tokens(half, tokens)
-            told.append(policy_loss(parts, coefficients, Now(log_probability, entropy), batch, counts)[0])
+            told.append(policy_loss(parts, coefficients, Predictions(log_probability, entropy), batch, counts)[0])
         return jnp.sum(jnp.stack(told)), jnp.stack(told)
 
     gradient, told = jax.grad(losses, has_aux=True)(x["new_logits"])
@@ -148,9 +148,9 @@ def test_preferences_are_trl_s(trl):
 
     @jax.jit
     def loss(logits):
-        now = Now(of_tokens(logits, x["tokens"])[0])
+        now = Predictions(of_tokens(logits, x["tokens"])[0])
         counts = aggregation.denominators(x["own"], x["own"].shape[1])
-        return policy_loss(parts, coefficients, now, Rows(x["own"], reference=reference), counts)
+        return policy_loss(parts, coefficients, now, LossInputs(x["own"], reference=reference), counts)
 
     gradient, told = jax.grad(loss, has_aux=True)(x["new_logits"])
     np.testing.assert_allclose(told["loss"], trl["dpo.loss"], **EXACT)
@@ -271,8 +271,8 @@ def test_ppo_is_its_parts_as_verl_has_them(verl):
     def whole(new, value):
         penalty = kl.k1(x["old"], x["reference"])
         advantage, target = estimate(parts, coefficients, x["score"], x["own"], penalty=penalty, value=x["value"])
-        rows = Rows(x["own"], x["old"], advantage, value=x["value"], target=target)
-        return policy_loss(parts, coefficients, Now(new, value=value), rows, counts)[0]
+        rows = LossInputs(x["own"], x["old"], advantage, value=x["value"], target=target)
+        return policy_loss(parts, coefficients, Predictions(new, value=value), rows, counts)[0]
 
     loss, gradient = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(x["new"], x["new_value"])
     own, n = verl["own"], verl["own"].sum()

@@ -15,7 +15,7 @@ from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.estimation import estimate
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.parts import Parts
-from jaxaudit.learners.dialogue.policy_loss import Now, Rows, policy_loss, weights
+from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss, weights
 from jaxaudit.learners.dialogue.presets import PRESETS
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -129,9 +129,9 @@ def test_kl_is_in_the_loss_as_the_parts_say(float64):
     new, old, reference, exact = (jnp.asarray(rng.normal(size=own.shape)) for _ in range(4))
     counts = denominators(own, 5)
     for name in ("k1", "k2", "k3", "exact"):
-        rows = Rows(own, old, jnp.zeros_like(new), reference=reference)
+        rows = LossInputs(own, old, jnp.zeros_like(new), reference=reference)
         run = jax.jit(functools.partial(policy_loss, Parts(kl=name), Coefficients(kl_coefficient=0.3)))
-        loss, told = run(Now(new, exact_kl=exact), rows, counts)
+        loss, told = run(Predictions(new, exact_kl=exact), rows, counts)
         estimate = np.asarray(exact if name == "exact" else kl.ESTIMATORS[name](new, reference))
         means = [np.mean(e[o]) for e, o in zip(estimate, np.asarray(own), strict=True)]
         np.testing.assert_allclose(told["kl_loss"], np.mean(means), **EXACT)
@@ -208,11 +208,11 @@ def test_a_bandit_s_gradient_is_the_softmax_policy_gradient(float64, ratio):
     """Every action once from a uniform sampler: the gradient of E_pi[A] by logit j is pi_j (A_j - E_pi[A])."""
     logits, advantage, _ = bandit(seed=6)
     own = jnp.ones((5, 1), bool)
-    rows = Rows(own, jnp.full((5, 1), -jnp.log(5.0)), advantage[:, None])
+    rows = LossInputs(own, jnp.full((5, 1), -jnp.log(5.0)), advantage[:, None])
     wide = Coefficients(clip_low=1.0, clip_high=100.0)
 
     def loss(logits):
-        now = Now(jax.nn.log_softmax(logits)[:, None])
+        now = Predictions(jax.nn.log_softmax(logits)[:, None])
         return policy_loss(Parts(advantage="group_mean", ratio=ratio), wide, now, rows, denominators(own, 1))[0]
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(logits)
@@ -310,8 +310,8 @@ def test_a_pair_of_which_one_row_does_not_count_does_not_count(float64):
     parts, coefficients = PRESETS["dpo"]
 
     def loss(new):
-        rows = Rows(own, reference=reference)
-        return policy_loss(parts, coefficients, Now(new), rows, denominators(own[:2], own.shape[1]))
+        rows = LossInputs(own, reference=reference)
+        return policy_loss(parts, coefficients, Predictions(new), rows, denominators(own[:2], own.shape[1]))
 
     gradient, told = jax.grad(loss, has_aux=True)(new)
     first = preference_loss.of_rows(new[:2], reference[:2], own[:2], coefficients.beta, coefficients.label_smoothing)
@@ -360,7 +360,7 @@ def advance(parts, coefficients, own, score, x, counts=None, kept=None):
     penalty = kl.k1(x["old"], x["reference"]) if policy and parts.kl_in == "reward" else None
     value = x["value"] if parts.critic else None
     both = estimate(parts, coefficients, score, own, kept, penalty, value) if policy else (None, None)
-    rows = Rows(own, x["old"], both[0], x["sampled"], x["reference"], value, both[1])
+    rows = LossInputs(own, x["old"], both[0], x["sampled"], x["reference"], value, both[1])
     return of_minibatch(parts, coefficients, rows, x, denominators(own, SLOTS) if counts is None else counts)
 
 
@@ -368,7 +368,7 @@ def of_minibatch(parts, coefficients, rows, x, counts):
     def loss(now):
         return policy_loss(parts, coefficients, now, rows, counts)
 
-    now = Now(x["new"], x["entropy"], x["new_value"], x["exact_kl"])
+    now = Predictions(x["new"], x["entropy"], x["new_value"], x["exact_kl"])
     gradient, told = jax.grad(loss, has_aux=True)(now)
     return told, gradient
 
@@ -404,16 +404,16 @@ def test_a_weight_is_the_share_of_a_token_s_score_in_the_gradient(name):
         value = x["value"] if parts.critic else None
         penalty = kl.k1(x["old"], x["reference"]) if parts.kl_in == "reward" else None
         advantage, target = estimate(parts, coefficients, score, own, None, penalty, value)
-        rows = Rows(own, x["old"], advantage, x["sampled"], x["reference"], value, target)
+        rows = LossInputs(own, x["old"], advantage, x["sampled"], x["reference"], value, target)
         counts = denominators(own, SLOTS)
 
         def loss(new):
-            now = Now(new, x["entropy"], x["new_value"], x["exact_kl"])
+            now = Predictions(new, x["entropy"], x["new_value"], x["exact_kl"])
             return policy_loss(parts, coefficients, now, rows, counts)[0]
 
         steps = 1e-6 * jnp.eye(own.size).reshape(-1, *own.shape)
         slopes = jax.vmap(lambda d: (loss(x["new"] + d) - loss(x["new"] - d)) / 2e-6)(steps).reshape(own.shape)
-        found = weights(parts, coefficients, Now(x["new"]), rows, counts)
+        found = weights(parts, coefficients, Predictions(x["new"]), rows, counts)
     np.testing.assert_allclose(found, np.abs(slopes), rtol=1e-5, atol=1e-8)
     assert not np.asarray(found)[~np.asarray(own)].any()
     assert np.asarray(found)[np.asarray(own)].max() > 1e-3
@@ -426,7 +426,7 @@ def test_parts_of_a_minibatch_add_up(name):
     own[:2] = False  # a pair that sampling did not keep
     counts = denominators(jnp.asarray(own), SLOTS, 7.0)
     given = {k: x[k] for k in ("old", "sampled", "reference", "value")}
-    rows = Rows(own, **given, advantage=x["entropy"], target=x["exact_kl"])
+    rows = LossInputs(own, **given, advantage=x["entropy"], target=x["exact_kl"])
     cut = lambda tree, at: jax.tree.map(lambda a: a[at], tree)  # noqa: E731
     run = jax.jit(lambda rows, x: of_minibatch(parts, coefficients, rows, x, counts))
     whole, gradient = run(rows, x)

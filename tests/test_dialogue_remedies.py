@@ -21,7 +21,7 @@ from jaxaudit.learners.dialogue.collection import Models, sampled_entropy, tappe
 from jaxaudit.learners.dialogue.estimation import estimate
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.parts import Parts
-from jaxaudit.learners.dialogue.policy_loss import Now, Rows, policy_loss
+from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
 from jaxaudit.models import gpt2
 
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
@@ -127,13 +127,13 @@ def of_sequences(settings, behaviour=None):
     assert behaviour is None or penalty is None
     score = jnp.zeros((len(EVERY), 1))
     advantage, target = estimate(parts, coefficients, score, own, penalty=penalty, value=zeros)
-    rows = Rows(own, old, advantage, reference=reference, value=zeros, target=target)
+    rows = LossInputs(own, old, advantage, reference=reference, value=zeros, target=target)
     counts = Denominators(tokens=1, rows=1, share=1, longest=1)
 
     def losses(table):
         every = jax.nn.log_softmax(table)
         divergence = jnp.sum(jnp.exp(every) * (every - anchor), -1)
-        now = Now(every[BEFORE, EVERY], value=zeros, exact_kl=divergence[BEFORE])
+        now = Predictions(every[BEFORE, EVERY], value=zeros, exact_kl=divergence[BEFORE])
 
         def loss(now, rows):
             alone = lambda x: x[None]  # noqa: E731
@@ -282,7 +282,7 @@ def test_compared_with_another_row_the_gradient_is_still_the_divergence_s(preset
     old, reference = (jnp.asarray(of_tokens(table)[index]) for table in (POLICY, REFERENCE))
     penalty = kl.ESTIMATORS[parts.kl](old, reference)
     advantage, _ = estimate(parts, coefficients, jnp.zeros(pairs.shape), own, penalty=penalty)
-    rows = Rows(own, old, advantage, reference=reference)
+    rows = LossInputs(own, old, advantage, reference=reference)
     chance = jnp.asarray(np.prod(probability(POLICY)[pairs], -1))
     counts = Denominators(tokens=2 * LENGTH, rows=2, share=2 * LENGTH, longest=1)
 
@@ -293,7 +293,7 @@ def test_compared_with_another_row_the_gradient_is_still_the_divergence_s(preset
         def loss(now, rows):
             return policy_loss(parts, coefficients, now, rows, counts)[0]
 
-        return jnp.sum(chance * jax.vmap(loss)(jax.tree.map(two, Now(new)), jax.tree.map(two, rows)))
+        return jnp.sum(chance * jax.vmap(loss)(jax.tree.map(two, Predictions(new)), jax.tree.map(two, rows)))
 
     gradient = np.asarray(jax.grad(expectation)(jnp.asarray(POLICY)))
     assert error(gradient / BETA, share * exact_gradient()[1]) < 1e-12
@@ -429,11 +429,11 @@ def test_tokens_treated_apart_have_no_gradient_or_that_of_their_log_ratio_and_no
     own, advantage, old = batch(poison=True)
     new = np.where(own, old + 0.8 * np.random.default_rng(7).normal(size=own.shape), np.nan)
     apart = chosen(how, 0.15, own, advantage, old)
-    rows = jax.tree.map(jnp.asarray, Rows(own, old, advantage, covarying=apart))
+    rows = jax.tree.map(jnp.asarray, LossInputs(own, old, advantage, covarying=apart))
     counts = denominators(rows.own, SLOTS)
 
     def loss(new):
-        return policy_loss(parts, coefficients, Now(new), rows, counts)
+        return policy_loss(parts, coefficients, Predictions(new), rows, counts)
 
     (value, told), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(new))
     each, slope, flat = np.zeros(own.shape), np.zeros(own.shape), 0
@@ -472,8 +472,10 @@ def test_the_log_ratio_of_the_highest_covariances_has_no_gradient_before_the_fir
     counts = denominators(jnp.asarray(own), SLOTS)
 
     def gradient(parts, apart):
-        rows = Rows(*map(jnp.asarray, (own, old, advantage)), covarying=jnp.asarray(apart))
-        return jax.grad(lambda new: policy_loss(parts, settings.coefficients, Now(new), rows, counts)[0])(rows.old)
+        rows = LossInputs(*map(jnp.asarray, (own, old, advantage)), covarying=jnp.asarray(apart))
+        return jax.grad(lambda new: policy_loss(parts, settings.coefficients, Predictions(new), rows, counts)[0])(
+            rows.old
+        )
 
     np.testing.assert_array_equal(gradient(settings.parts, apart), gradient(settings.parts, False & apart))
 
@@ -585,11 +587,11 @@ def test_corrections_weigh_the_gradient_of_each_token_as_a_loop_does(one):
     settings = changed(GROUPS, one)
     own, advantage, old = batch()
     gap = 0.4 * np.random.default_rng(16).normal(size=own.shape)
-    rows = jax.tree.map(jnp.asarray, Rows(own, old, advantage, sampled=old - gap))
+    rows = jax.tree.map(jnp.asarray, LossInputs(own, old, advantage, sampled=old - gap))
     counts = denominators(rows.own, SLOTS)
-    gradient = jax.grad(lambda new: policy_loss(settings.parts, settings.coefficients, Now(new), rows, counts)[0])(
-        rows.old
-    )
+    gradient = jax.grad(
+        lambda new: policy_loss(settings.parts, settings.coefficients, Predictions(new), rows, counts)[0]
+    )(rows.old)
     expected = np.zeros(own.shape)
     for row, slots in enumerate(map(np.flatnonzero, own)):
         of_row = math.exp(sum(gap[row, slots]))

@@ -35,7 +35,7 @@ from small_runs import (
 
 from jaxaudit.core.batches import Batch
 from jaxaudit.execution import engine, memory
-from jaxaudit.execution.engine import Engine, Piece
+from jaxaudit.execution.engine import Engine, ProgramPiece
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import disk_sink as trained
 from jaxaudit.runs import lifecycle as durable
@@ -269,7 +269,7 @@ def test_a_save_leaves_alone_what_is_the_whole_process(tmp_path):
 
     def pieces():
         during.append(of_process())
-        yield Piece(0, 2, {"x": np.arange(6.0).reshape(2, 3)})
+        yield ProgramPiece(0, 2, {"x": np.arange(6.0).reshape(2, 3)})
         during.append(of_process())
 
     before, during = of_process(), []
@@ -285,7 +285,7 @@ def test_a_save_leaves_alone_what_another_process_is_writing_under_a_longer_name
     left = [tmp_path / ".unfinished-x" / "old", tmp_path / ".unfinished-x.orbax-checkpoint-tmp" / "old"]
     for folder in left:
         folder.mkdir(parents=True)
-    checkpoint.save(tmp_path / "x", [Piece(0, 2, {"x": np.arange(6.0).reshape(2, 3)})], {})
+    checkpoint.save(tmp_path / "x", [ProgramPiece(0, 2, {"x": np.arange(6.0).reshape(2, 3)})], {})
     assert others.is_dir()
     assert {path.name for path in tmp_path.iterdir()} == {"x", ".unfinished-x-0001"}
     assert not (tmp_path / "x" / "old").exists()
@@ -293,7 +293,7 @@ def test_a_save_leaves_alone_what_another_process_is_writing_under_a_longer_name
 
 def test_a_save_without_room_fails_before_it_writes_and_leaves_what_was_there(tmp_path, monkeypatch):
     state = {"x": np.arange(6.0).reshape(2, 3)}
-    checkpoint.save(tmp_path / "x", [Piece(0, 2, state)], {"kept": 1})
+    checkpoint.save(tmp_path / "x", [ProgramPiece(0, 2, state)], {"kept": 1})
     asked = []
 
     def full(descriptor, offset, size):
@@ -303,7 +303,7 @@ def test_a_save_without_room_fails_before_it_writes_and_leaves_what_was_there(tm
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(checkpoint.ocp, "save", lambda *_: pytest.fail("it wrote"))
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path / "x", [Piece(0, 2, state)], {"kept": 2})
+        checkpoint.save(tmp_path / "x", [ProgramPiece(0, 2, state)], {"kept": 2})
     assert asked[0] > state["x"].nbytes
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert checkpoint.verify(tmp_path / "x") == {"kept": 1}
@@ -319,7 +319,7 @@ def test_of_large_pieces_one_at_a_time_is_in_memory(tmp_path, monkeypatch):
     def piece(first):
         circle = Circle({"x": np.zeros(4)})
         circles.append(weakref.ref(circle))
-        return Piece(first, 1, circle.states)
+        return ProgramPiece(first, 1, circle.states)
 
     def pieces():
         for first in range(3):
@@ -354,12 +354,12 @@ def test_states_are_kept_as_often_as_takes_a_twentieth_of_the_time(save, chunk, 
         kept.append(step)
 
     monkeypatch.setattr(trained, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(trained.Attempt, "save", saved)
+    monkeypatch.setattr(trained.LaneAttempt, "save", saved)
     one = np.zeros(1, int)
     batch = Batch(id=0, fork=0, onset=0, stop=5000, first=0, seeds=one, columns=one, conditions=(), width=1)
     trainer = SimpleNamespace(grid=None)
     place = InFolder(Folder(Path("run")), trainer)
-    place.attempt = trained.Attempt(Path("attempt-001"), batch)
+    place.attempt = trained.LaneAttempt(Path("attempt-001"), batch)
     for step in range(1, 1000):
         now[0] += chunk
         place.reached(trainer, batch, None, step)

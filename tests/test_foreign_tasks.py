@@ -10,7 +10,7 @@ import pytest
 from jaxaudit.core.taps import Taps
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.spec.sections import read_task
-from jaxaudit.spec.tables import Table
+from jaxaudit.spec.tables import TomlTable
 from jaxaudit.tasks import Episodes, Mujoco, make
 from jaxaudit.tasks.brax import BraxTask
 
@@ -57,7 +57,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def specified(**task):
-    return read_task(Table({"task": task}, "spec.toml"))
+    return read_task(TomlTable({"task": task}, "spec.toml"))
 
 
 def test_a_spec_names_other_packages_environments():

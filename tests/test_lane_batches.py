@@ -20,7 +20,7 @@ from jaxaudit.execution import engine as engines
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs.margins import pool
-from jaxaudit.runs.margins.search import Settings, lay_out
+from jaxaudit.runs.margins.search import MarginSettings, lay_out
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.spec.document import parse
 
@@ -154,7 +154,7 @@ def test_processes_beside_each_other_share_the_memory(monkeypatch):
 @pytest.mark.exhaustive
 def test_pools_of_margins_share_the_memory_too(monkeypatch):
     chosen = ja.plan(LEARNER, PERTURBATIONS[:1], seeds=2, steps=12, tail=0)
-    lines = lay_out(chosen, PERTURBATIONS[:1], Settings(lanes=1_000_000))
+    lines = lay_out(chosen, PERTURBATIONS[:1], MarginSettings(lanes=1_000_000))
 
     def lanes(free, beside):
         monkeypatch.setattr(memory, "available_memory", lambda devices: free)

@@ -207,7 +207,7 @@ def test_states_at_an_onset_are_read_for_their_digest_once(tmp_path, monkeypatch
 
 def saved(path, value):
     state = {"x": np.full((2, 3), value, np.float32)}
-    checkpoint.save(path, [checkpoint.Piece(0, 2, state)], {"step": 1})
+    checkpoint.save(path, [checkpoint.ProgramPiece(0, 2, state)], {"step": 1})
     return max((p for p in path.rglob("*") if p.is_file() and p.name != checkpoint.DIGEST), key=os.path.getsize)
 
 

@@ -14,10 +14,10 @@ from test_known_answer import CURVATURE, LEARNER, RATE
 import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.statistics import ranks, seeds_for
-from jaxaudit.runs.margins.directions import Axis, rays
+from jaxaudit.runs.margins.directions import Axis, directions
 from jaxaudit.runs.margins.pool import baseline, fit, in_turn, pending, rounds
-from jaxaudit.runs.margins.rounds import CONTROL, Plan, Probe, found, next_round
-from jaxaudit.runs.margins.search import Settings, lay_out
+from jaxaudit.runs.margins.rounds import CONTROL, Probe, SearchConfig, found, next_round
+from jaxaudit.runs.margins.search import MarginSettings, lay_out
 from jaxaudit.runs.margins.staircase import bracket, contradictory, envelope
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runtime import registry
@@ -63,8 +63,8 @@ def test_a_bracket_is_the_step_that_contradicts_least():
 
 def simulated(thresholds, tolerance=0.02, lanes=16, reach=1000.0, standard=10.0):
     """A search on seeds with these thresholds (magnitudes of an amount), and no training."""
-    (ray,) = rays([ja.gradient_scale(standard, onset=20)], 100, len(thresholds), reach)
-    plan = Plan((ray,), {20: 50.0}, tolerance, 0.95, lanes)
+    (ray,) = directions([ja.gradient_scale(standard, onset=20)], 100, len(thresholds), reach)
+    plan = SearchConfig((ray,), {20: 50.0}, tolerance, 0.95, lanes)
     probes = []
     for number in itertools.count(1):
         asked = next_round(plan, 20, probes)
@@ -191,7 +191,7 @@ def test_rays_of_sweeps_and_chains():
         ja.weight_noise(0.1, onset=20, target="actor"),
         ja.chain(ja.lr_spike(5.0, onset=20), ja.weight_noise(ja.sweep(0.1, 0.2), onset=20)),
     ]
-    found = rays(asked, 100, 4, 10.0)
+    found = directions(asked, 100, 4, 10.0)
     assert [ray.name for ray in found] == [
         "lr_spike below 1",
         "lr_spike above 1 for 10 steps",
@@ -208,13 +208,13 @@ def test_rays_of_sweeps_and_chains():
     assert swept.magnitudes(swept.range.high) == (300.0,)
     assert found[5].magnitudes(math.log(2)) == (10.0, 0.2)
     assert found[5].magnitudes(math.log(0.1)) == (1.0, 0.01), "a part at neutral stays there"
-    onsets = rays([ja.weight_noise(0.1, onset=o) for o in (20, 30)], 100, 4, 10.0)
+    onsets = directions([ja.weight_noise(0.1, onset=o) for o in (20, 30)], 100, 4, 10.0)
     assert [ray.name for ray in onsets] == ["weight_noise @20", "weight_noise @30"]
 
 
 def test_an_intervention_grows_no_harsher_on_a_ray():
     helped = ja.chain(ja.lr_spike(5.0, onset=20), ja.roll_back(ja.sweep(4, 8), onset=20))
-    found = rays([helped, ja.roll_back(4, onset=20)], 100, 4, 10.0)
+    found = directions([helped, ja.roll_back(4, onset=20)], 100, 4, 10.0)
     assert [ray.name for ray in found] == ["lr_spike 5 + roll_back 4", "lr_spike 5 + roll_back 8"]
     assert found[1].magnitudes(math.log(2)) == (10.0, 8.0)
     assert found[1].magnitudes(found[1].range.low) == (1.0, 8.0)
@@ -236,11 +236,11 @@ def test_an_intervention_grows_no_harsher_on_a_ray():
 def test_whole_magnitudes_stay_whole(first, low, safety, verdict):
     """Of four seeds that all survive below `first`, and collapse from there on."""
     late = ja.Kind("late", "data", "observation", lambda *_: None, 4.0, limits=(0.0, 32.0), whole=True)
-    (ray,) = rays([late(onset=20, duration="end")], 100, 4, 100.0)
+    (ray,) = directions([late(onset=20, duration="end")], 100, 4, 100.0)
     assert ray.magnitudes(ray.range.low) == (1.0,)
     assert ray.magnitudes(ray.range.high) == (32.0,)
     assert ray.magnitudes(ray.range.snap(math.log(1.1))) == (5.0,)
-    plan = Plan((ray,), {20: 50.0}, 0.02, 0.95, 8)
+    plan = SearchConfig((ray,), {20: 50.0}, 0.02, 0.95, 8)
     probes = []
     while asked := next_round(plan, 20, probes):
         for p in asked:
@@ -255,8 +255,8 @@ def test_whole_magnitudes_stay_whole(first, low, safety, verdict):
 
 
 def test_a_margin_that_not_all_seeds_were_trained_at_is_not_checked():
-    (ray,) = rays([spike(10.0)], 100, 4, 100.0)
-    plan, u = Plan((ray,), {20: 50.0}, 0.02, 0.95, 8), math.log(2)
+    (ray,) = directions([spike(10.0)], 100, 4, 100.0)
+    plan, u = SearchConfig((ray,), {20: 50.0}, 0.02, 0.95, 8), math.log(2)
     controls = [Probe(1, CONTROL, 20, seed, -math.inf, "control", math.inf) for seed in range(4)]
     tried = [Probe(1, 0, 20, seed, u, "bracket", 21.0) for seed in range(3)]
     before = [Probe(0, 0, 20, seed, u / 2, "run", math.inf) for seed in range(4)]
@@ -335,7 +335,7 @@ def test_the_interval_covers_the_true_median_in_at_least_90_of_100_audits():
     repetitions, seeds = 100, 8
     asked = [spike(30.0)]
     grid = ja.plan(VARIED, asked, seeds=repetitions * seeds, steps=200, tail=0)
-    lines = lay_out(grid, asked, Settings(lanes=repetitions * seeds))
+    lines = lay_out(grid, asked, MarginSettings(lanes=repetitions * seeds))
     groups = np.arange(repetitions * seeds).reshape(repetitions, seeds).tolist()
     lines = dataclasses.replace(lines, rays=tuple(dataclasses.replace(lines.rays[0], seeds=tuple(g)) for g in groups))
     engine, batches, lines = fit(grid, lines, rows=200, baseline=True)
@@ -484,7 +484,7 @@ def test_no_round_compiles_anything():
     """Magnitudes, windows, seeds: all data. Whatever a round asks for runs the programs of the first."""
     asked = [spike(3.0), ja.weight_noise(onset=20), ja.gradient_sign_flip(onset=20, duration=7)]
     grid = ja.plan(LEARNER, asked, seeds=3, steps=100, tail=0)
-    engine, batches, lines = fit(grid, lay_out(grid, asked, Settings()), rows=30, baseline=True)
+    engine, batches, lines = fit(grid, lay_out(grid, asked, MarginSettings()), rows=30, baseline=True)
     compiled = []
 
     def listen(name, *_, **__):

@@ -22,7 +22,7 @@ from jaxaudit.monitoring.kalman import Kalman
 from jaxaudit.monitoring.lru import LRU
 from jaxaudit.monitoring.monitor import DEFAULT, MODELS, Expectation, Monitor
 from jaxaudit.monitoring.scorer import Yardstick
-from jaxaudit.monitoring.scores import SCORES, TELEMETRY, Reference, begin, score
+from jaxaudit.monitoring.scores import SCORES, TELEMETRY, CleanReference, begin, score
 from jaxaudit.monitoring.training import Training
 
 # Runs, model and training are those of test_detection.py, which takes the same programs.
@@ -221,7 +221,7 @@ def test_a_saved_monitor_is_the_same(tmp_path, model):
     random = np.random.default_rng(0)
     envelopes = [Envelope(*random.normal(size=(2, 9, 4)).astype(np.float32)) for _ in range(3)]
     matrices = random.normal(size=(3, 4, 4))
-    reference = Reference(
+    reference = CleanReference(
         *envelopes[:2], tuple(matrices[:2]), ChartReference(envelopes[2], np.ones((9, 4)), matrices[2])
     )
     channels = Channels.of(NAMES, runs(0).values)

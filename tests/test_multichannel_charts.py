@@ -10,7 +10,7 @@ from scipy import stats
 
 from jaxaudit.monitoring.channels import Channels
 from jaxaudit.monitoring.charts import SHRINKAGE, Chart, ChartReference
-from jaxaudit.monitoring.comparison import Settings, compare
+from jaxaudit.monitoring.comparison import DetectionSettings, compare
 from jaxaudit.monitoring.envelope import Envelope
 from jaxaudit.monitoring.multichannel_charts import (
     CHARTS,
@@ -174,7 +174,7 @@ def test_rates_are_between_zero_and_one(rates):
 def test_a_chart_of_all_channels_finds_a_drift_that_no_channel_shows():
     """Its false alarms are as stated."""
     lanes = System().lanes(160, 40, drift=0.5)
-    said = compare(lanes, CHARTS, Settings(folds=2, fitted=0.5))
+    said = compare(lanes, CHARTS, DetectionSettings(folds=2, fitted=0.5))
     hits = (said.late_alarm >= 0).groupby([said.clean, said.detector]).mean()
     assert (hits[False][["MEWMA 0.05", "MEWMA 0.1"]] > 0.8).all()
     assert hits[False]["max |z|"] < 0.5

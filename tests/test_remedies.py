@@ -72,7 +72,7 @@ def driven(optimizer, chosen, params, gradients, **contexts):
     params, series = tree(params), tree(gradients)
     state = optimizer.init(params)
     one = jnp.ones(())
-    first = begun(acting, remedies.Update(params, state, one, one))
+    first = begun(acting, remedies.ProposedUpdate(params, state, one, one))
     contexts = {name: jnp.asarray(values, jnp.float32) for name, values in contexts.items()}
     return jax.jit(lambda *given: jax.lax.scan(turn, *given))((params, state, first), (series, contexts))[1]
 
@@ -83,11 +83,11 @@ def guarded(one, gradients):
 
     def turn(states, gradient):
         taps = Taps().with_remedies(acting, states, None)
-        update = taps.remedy("guard", remedies.Update(gradient, (), jnp.ones(()), jnp.ones(())))
+        update = taps.remedy("guard", remedies.ProposedUpdate(gradient, (), jnp.ones(()), jnp.ones(())))
         return taps.remedy_states, update.gradient
 
     series = tree(gradients)
-    first = begun(acting, remedies.Update(jax.tree.map(lambda g: g[0], series), (), 1.0, 1.0))
+    first = begun(acting, remedies.ProposedUpdate(jax.tree.map(lambda g: g[0], series), (), 1.0, 1.0))
     return entries(jax.jit(lambda *given: jax.lax.scan(turn, *given)[1])(first, series))
 
 
@@ -705,7 +705,7 @@ def bad_values():
     state = optax.ScaleByAdamState(jnp.int32(7), tree(BAD[::-1]), tree(np.roll(BAD, 2)))
     return {
         "penalty": params,
-        "guard": remedies.Update(params, state, jnp.float32(1.0), jnp.float32(math.nan)),
+        "guard": remedies.ProposedUpdate(params, state, jnp.float32(1.0), jnp.float32(math.nan)),
         "betas": (jnp.float32(0.9), jnp.float32(math.nan)),
         "direction": params,
         "trained": remedies.Trained(params, state),

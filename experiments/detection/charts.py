@@ -29,8 +29,8 @@ from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.cli.main import prepare_jax
 from jaxaudit.models import gpt2
 from jaxaudit.monitoring.channels import measured, series
-from jaxaudit.monitoring.comparison import Settings, compare
-from jaxaudit.monitoring.lanes import Lanes
+from jaxaudit.monitoring.comparison import DetectionSettings, compare
+from jaxaudit.monitoring.lanes import LabelledLanes
 from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.lru import LRU
 from jaxaudit.monitoring.multichannel_charts import CHARTS
@@ -155,7 +155,7 @@ def main() -> None:
     tables = []
     for name, study in STUDIES.items():
         lanes = trained(name, study, arguments.out, arguments.smoke)
-        settings = Settings(folds=2, alpha=0.3, fitted=0.5) if arguments.smoke else Settings()
+        settings = DetectionSettings(folds=2, alpha=0.3, fitted=0.5) if arguments.smoke else DetectionSettings()
         tables.append(summary(compare(lanes, [MINE, *CHARTS], settings), MINE.name).assign(learner=name))
         print(
             f"{name}: {lanes.table.clean.sum()} clean, {(~lanes.table.clean).sum()} disturbed, d={len(lanes.channels)}"
@@ -166,7 +166,7 @@ def main() -> None:
         print(markdown(found), ruling(found), sep="\n\n")
 
 
-def trained(name: str, study: Study, out: Path, smoke: bool, first: Mapping[str, int] = FIRST) -> Lanes:
+def trained(name: str, study: Study, out: Path, smoke: bool, first: Mapping[str, int] = FIRST) -> LabelledLanes:
     """The lanes of a study, from `out` if they are there; `first` are the first seeds."""
     parts = []
     for kind, perturbations in (("clean", ()), ("disturbed", study.perturbations)):
@@ -183,7 +183,7 @@ def trained(name: str, study: Study, out: Path, smoke: bool, first: Mapping[str,
     table = pd.concat([part.drop_dims(["step", "channel"]).to_dataframe() for part in parts], ignore_index=True)
     names = [str(channel) for channel in parts[0].channel.values]
     read = measured(values[table.clean.to_numpy()])
-    return Lanes(name, tuple(np.array(names)[read]), values[..., read], table)
+    return LabelledLanes(name, tuple(np.array(names)[read]), values[..., read], table)
 
 
 def rows(study: Study, perturbations: Sequence[object], seeds: range, clean: bool) -> xr.Dataset:

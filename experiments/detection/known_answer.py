@@ -17,7 +17,7 @@ from planted import SIZES, System
 
 from jaxaudit.cli.main import prepare_jax
 from jaxaudit.monitoring.baselines import standard
-from jaxaudit.monitoring.comparison import Settings, compare
+from jaxaudit.monitoring.comparison import DetectionSettings, compare
 from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.lru import LRU
 from jaxaudit.monitoring.summary import by_condition
@@ -36,7 +36,7 @@ def main() -> None:
     arguments = options.parse_args()
     prepare_jax()
     lanes = System().lanes(arguments.clean, arguments.disturbed, **{kind: SIZES[kind] for kind in KINDS})
-    said = compare(lanes, [MetaState(LRU()), *standard(lanes.channels)], Settings(alpha=arguments.alpha))
+    said = compare(lanes, [MetaState(LRU()), *standard(lanes.channels)], DetectionSettings(alpha=arguments.alpha))
     found = by_condition(said, list(said.detector.unique()))
     arguments.out.mkdir(parents=True, exist_ok=True)
     found.to_csv(arguments.out / "known_answer.csv", index=False)

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from jaxaudit.monitoring.lanes import Lanes
+from jaxaudit.monitoring.lanes import LabelledLanes
 
 CHANNELS = 12
 STEPS, ONSET = 200, 80
@@ -86,7 +86,7 @@ class System:
         return noise / (1 - np.outer(self.decay, self.decay))
 
     def lanes(self, clean, disturbed, seed=0, **kinds):
-        """`Lanes` of so many clean runs, and disturbed ones of each kind of this size; all of different seeds."""
+        """`LabelledLanes` of so many clean runs, and disturbed ones of each kind of this size, each of another seed."""
         parts = [self.runs(clean, seed)]
         table = [{"seed": i, "clean": True, "condition": "control"} for i in range(clean)]
         for number, (kind, size) in enumerate(kinds.items(), 1):
@@ -95,4 +95,4 @@ class System:
             table += [{"seed": first + i, "clean": False, "condition": kind} for i in range(disturbed)]
         rows = pd.DataFrame(table).assign(magnitude=1.0, onset=ONSET, collapse_time=np.inf)
         names = ("performance", "gradient_norm", *(f"c{i}" for i in range(CHANNELS - 2)))
-        return Lanes("planted", names, np.concatenate(parts), rows.assign(perturbation=rows.condition))
+        return LabelledLanes("planted", names, np.concatenate(parts), rows.assign(perturbation=rows.condition))

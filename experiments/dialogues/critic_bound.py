@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from jaxaudit.dialogues import automaton
-from jaxaudit.dialogues.chain import Chain
+from jaxaudit.dialogues.chain import ChainDialogue
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.protocol import OWN, Dialogue
 from jaxaudit.learners.dialogue import rollout
@@ -35,9 +35,9 @@ from jaxaudit.learners.dialogue.state import DialogueData
 from jaxaudit.models import decoding, gpt2
 
 CASES: dict[str, Dialogue] = {
-    "chain 2": Chain(difficulty=2),
-    "chain 8": Chain(difficulty=8),
-    "chain 16": Chain(most_steps=16, difficulty=16, length=40),
+    "chain 2": ChainDialogue(difficulty=2),
+    "chain 8": ChainDialogue(difficulty=8),
+    "chain 16": ChainDialogue(most_steps=16, difficulty=16, length=40),
     "hop": Hop(),
 }
 WARM_START = {"warm_start": 600, "warm_start_success": 0.35}
@@ -61,7 +61,7 @@ class Frozen:
         self.sampled = jax.jit(self._sampled, static_argnums=2)
         self.continued = jax.jit(self._continued)
 
-    def _sampled(self, params: Any, key: jax.Array, rows: int) -> tuple[Rows, automaton.Progress]:
+    def _sampled(self, params: Any, key: jax.Array, rows: int) -> tuple[Rows, automaton.AutomatonState]:
         """Rows of a policy, and the dialogues as they had begun."""
         begun = []
         found = self.learner.collector.undisturbed(
@@ -70,7 +70,7 @@ class Frozen:
         return found, begun[0]
 
     def _continued(
-        self, params: Any, begun: automaton.Progress, tokens: jax.Array, fork: jax.Array, key: jax.Array
+        self, params: Any, begun: automaton.AutomatonState, tokens: jax.Array, fork: jax.Array, key: jax.Array
     ) -> jax.Array:
         """Gold of rows `[N]` that have `tokens` `[N, T]` before the slot `fork` `[N]` and the policy's after it."""
         dialogue, model = self.learner.dialogue, self.learner.policy.model
@@ -79,7 +79,9 @@ class Frozen:
         slots = dialogue.length
         uniform = jax.random.uniform(key, (slots, fork.shape[0]))
 
-        def written(progress: automaton.Progress, slot: Any, chosen: jax.Array) -> tuple[automaton.Progress, Any]:
+        def written(
+            progress: automaton.AutomatonState, slot: Any, chosen: jax.Array
+        ) -> tuple[automaton.AutomatonState, Any]:
             given, role = jax.vmap(automaton.given)(progress)
             token = jnp.where(role == OWN, jnp.where(slot < fork, tokens[:, slot], chosen), given)
             at = token, progress.position, progress.chunk
@@ -99,7 +101,9 @@ class Frozen:
         return jax.vmap(dialogue.reward)(progress.state)["gold"]
 
 
-def redrawn(hop: Hop, begun: automaton.Progress, tokens: np.ndarray, fork: np.ndarray, rng: Any) -> automaton.Progress:
+def redrawn(
+    hop: Hop, begun: automaton.AutomatonState, tokens: np.ndarray, fork: np.ndarray, rng: Any
+) -> automaton.AutomatonState:
     """Dialogues of `hop` whose tables are drawn anew where no result before `fork` tells them.
 
     The results known are pieces of the cycle; pieces in random order are a random one of the cycles that have them.

@@ -238,7 +238,7 @@ def _join(arguments: argparse.Namespace) -> None:
     from jaxaudit.runtime import hosts
 
     hosts.join(arguments.coordinator, arguments.processes, arguments.process)
-    if not hosts.first():
+    if not hosts.is_leader():
         sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
 
@@ -343,10 +343,10 @@ def _margin(arguments: argparse.Namespace) -> int:
     spec, workers = load(arguments.spec) if arguments.spec else None, _workers(arguments, arguments.folder)
     _prepare(workers, arguments.folder)
     from jaxaudit.runs.margins.folder import margin_of
-    from jaxaudit.runs.margins.search import Settings
+    from jaxaudit.runs.margins.search import MarginSettings
 
     with placed("jaxaudit margin"):
-        chosen = Settings(
+        chosen = MarginSettings(
             tolerance=arguments.tolerance,
             reach=arguments.reach,
             criterion=arguments.criterion,
@@ -427,14 +427,14 @@ def _detect(arguments: argparse.Namespace) -> int:
         _check_run(folder)
     workers = _workers(arguments)
     prepare_jax()
-    from jaxaudit.monitoring.comparison import Settings
+    from jaxaudit.monitoring.comparison import DetectionSettings
     from jaxaudit.monitoring.folder import detect
     from jaxaudit.monitoring.learned import MetaState
     from jaxaudit.monitoring.monitor import scorer
     from jaxaudit.runtime.errors import placed
 
     with placed("jaxaudit detect"):
-        settings = Settings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
+        settings = DetectionSettings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
     detector = MetaState(scorer(arguments.model))
     for folder in detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers):
         _draw_detection(folder)
@@ -490,7 +490,7 @@ def _end(folder: Path) -> int:
     """
     from jaxaudit.runtime import hosts
 
-    if not hosts.first():
+    if not hosts.is_leader():
         return 0
     later = shlex.join(["jaxaudit", "report", str(folder)])
     try:

@@ -21,7 +21,7 @@ Params = Any
 
 
 @struct.dataclass
-class Update:
+class UpdateStats:
     """What one update did: scalars, float32.
 
     Attributes:
@@ -100,7 +100,7 @@ class Optimizer:
 
     def update(
         self, params: Params, state: Any, gradient: Params, taps: Taps, **context: Any
-    ) -> tuple[Params, Any, Update]:
+    ) -> tuple[Params, Any, UpdateStats]:
         """One update with `gradient`, tapping gradient, clip_norm and learning_rate: (params, state, what it did).
 
         Remedies act at the hooks of `jaxaudit.remedies.HOOKS`. They read what the learner gives of the minibatch as
@@ -118,11 +118,11 @@ class Optimizer:
 
     def follow(
         self, params: Params, state: Any, gradient: Params, used: jax.Array, taps: Taps, **context: Any
-    ) -> tuple[Params, Any, Update]:
+    ) -> tuple[Params, Any, UpdateStats]:
         """As `update`, with what `gradient` gave."""
         before, keep, scale = state, None, None
         if taps.helps("guard"):
-            proposed = remedies.Update(gradient, state, jnp.ones(()), jnp.ones(()))
+            proposed = remedies.ProposedUpdate(gradient, state, jnp.ones(()), jnp.ones(()))
             proposed = taps.remedy("guard", proposed, label=self.label, params=params, **context)
             gradient, state, keep, scale = proposed.gradient, proposed.moments, proposed.keep, proposed.scale
         norm = optax.tree.norm(gradient).astype(jnp.float32)
@@ -139,7 +139,7 @@ class Optimizer:
         if keep is not None:
             change = jax.tree.map(lambda c: jnp.where(keep > 0, scale * c, 0), change)
             state = jax.tree.map(lambda new, old: jnp.where(keep > 0, new, old), state, before)
-        done = Update(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state), used)
+        done = UpdateStats(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state), used)
         return optax.apply_updates(params, change), state, done
 
     def finish(

@@ -14,7 +14,7 @@ from jaxaudit.runtime import registry
 
 HOOKS = {
     "penalty": "the gradient of a minibatch, before it is disturbed: what is added to the objective acts here",
-    "guard": "an `Update` that is about to be made, with the gradient as it is disturbed, before clipping by norm",
+    "guard": "a `ProposedUpdate`, the update to be made, with the gradient as it is disturbed, before clipping by norm",
     "betas": "the decay rates (beta1, beta2) of Adam's moments, for one update",
     "direction": "the optimizer's direction for one update, before it is multiplied by the learning rate",
     "trained": "parameters and optimizer state, `Trained`, after the updates of a step",
@@ -23,7 +23,7 @@ HOOKS = {
 
 
 @struct.dataclass
-class Update:
+class ProposedUpdate:
     """An update of an optimizer that is about to be made, as remedies at the hook "guard" may change it.
 
     Attributes:

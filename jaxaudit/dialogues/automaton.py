@@ -20,7 +20,7 @@ from jaxaudit.dialogues.protocol import END, NOTHING, OWN, PROMPT, TOOL, Dialogu
 
 
 @struct.dataclass
-class Progress:
+class AutomatonState:
     """A row between two slots.
 
     Attributes:
@@ -48,7 +48,7 @@ class Prefix:
     role: Any
     position: Any
     chunk: Any
-    progress: Progress
+    progress: AutomatonState
 
 
 @struct.dataclass
@@ -71,21 +71,21 @@ class Replayed:
     reward: dict[str, Any]
 
 
-def begin(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array) -> Progress:
+def begin(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array) -> AutomatonState:
     """A row before its first slot, its prompt in the queue."""
     state, prompt = dialogue.reset(key, difficulty)
     zero = jnp.zeros((), jnp.int32)
-    return Progress(jax.tree.map(_strong, state), prompt.tokens, prompt.role, jnp.zeros((), bool), zero, zero)
+    return AutomatonState(jax.tree.map(_strong, state), prompt.tokens, prompt.role, jnp.zeros((), bool), zero, zero)
 
 
-def given(progress: Progress) -> tuple[jax.Array, jax.Array]:
+def given(progress: AutomatonState) -> tuple[jax.Array, jax.Array]:
     """The token that is given at the next slot, 0 where none is, and its role: PROMPT, TOOL, OWN or END."""
     waiting = (progress.queue[0] >= 0) & ~progress.over
     role = jnp.where(waiting, progress.role, jnp.where(progress.over, END, OWN))
     return jnp.where(waiting, progress.queue[0], 0), role.astype(jnp.int32)
 
 
-def write(dialogue: Dialogue, progress: Progress, token: jax.Array) -> tuple[Progress, Reply]:
+def write(dialogue: Dialogue, progress: AutomatonState, token: jax.Array) -> tuple[AutomatonState, Reply]:
     """The row after a token, given or own, was written in its next slot, and what the dialogue says to it.
 
     Where the dialogue is over, nothing changes and nothing is said.
@@ -99,7 +99,7 @@ def write(dialogue: Dialogue, progress: Progress, token: jax.Array) -> tuple[Pro
     return kept, said
 
 
-def take(progress: Progress, reply: Reply, slot: jax.Array) -> Progress:
+def take(progress: AutomatonState, reply: Reply, slot: jax.Array) -> AutomatonState:
     """The row when it has taken a reply to what was written in a slot.
 
     Tokens that wait in the queue make room for the reply's. A reply without tokens, as a tool's that was lost on its
@@ -117,7 +117,7 @@ def take(progress: Progress, reply: Reply, slot: jax.Array) -> Progress:
     )
 
 
-def prefix(dialogue: Dialogue, progress: Progress, slots: int) -> Prefix:
+def prefix(dialogue: Dialogue, progress: AutomatonState, slots: int) -> Prefix:
     """A row's first slots at once, at most `prompt_length`, where the dialogue alone writes.
 
     Args:
@@ -126,7 +126,7 @@ def prefix(dialogue: Dialogue, progress: Progress, slots: int) -> Prefix:
       slots: K.
     """
 
-    def advance(progress: Progress, slot: jax.Array) -> tuple[Progress, Prefix]:
+    def advance(progress: AutomatonState, slot: jax.Array) -> tuple[AutomatonState, Prefix]:
         token, role = given(progress)
         at = Prefix(token, role, progress.position, progress.chunk, None)  # type: ignore[arg-type]
         return take(*write(dialogue, progress, token), slot), at
@@ -141,7 +141,9 @@ def replay(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, tokens: ja
     Tokens that differ from what the dialogue gives are told to it as they are.
     """
 
-    def advance(progress: Progress, at: tuple[jax.Array, jax.Array]) -> tuple[Progress, tuple[jax.Array, ...]]:
+    def advance(
+        progress: AutomatonState, at: tuple[jax.Array, jax.Array]
+    ) -> tuple[AutomatonState, tuple[jax.Array, ...]]:
         token, slot = at
         wanted, role = given(progress)
         possible = (token >= 0) & (token < dialogue.vocabulary)

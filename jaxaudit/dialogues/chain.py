@@ -39,7 +39,7 @@ class Composed:
 
 @dialogues.register("chain")
 @dataclass(frozen=True)
-class Chain(Split):
+class ChainDialogue(Split):
     """Compose known functions of a value, in the head or written down, then answer what comes out.
 
     A row is "c X Z X ?  a d b  answer b end": a start and functions are given; the values after each step may be

@@ -15,7 +15,7 @@ MOST_SHOWN = 40
 
 
 @dataclass(frozen=True)
-class Line:
+class JsonlRecord:
     """A prompt, the answer that is wanted, and a text to imitate, which is the answer where there is none of its own.
 
     Attributes:
@@ -44,7 +44,7 @@ class Form:
     whole: bool = True
 
 
-def read(file: str, form: Form | None = None) -> list[Line]:
+def read(file: str, form: Form | None = None) -> list[JsonlRecord]:
     """The lines of a file, each {"prompt": ..., "answer": ...}, with or without a "demonstration".
 
     Raises ValueError, with the line's number, for what is none; empty lines are left out.
@@ -65,7 +65,7 @@ def read(file: str, form: Form | None = None) -> list[Line]:
     return lines
 
 
-def _lines(file: str, text: str, form: Form) -> Iterator[Line]:
+def _lines(file: str, text: str, form: Form) -> Iterator[JsonlRecord]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -77,14 +77,14 @@ def _lines(file: str, text: str, form: Form) -> Iterator[Line]:
             raise ValueError(f"file {file!r}, line {number}: {error}") from None
 
 
-def _line(number: int, line: str, form: Form) -> Line:
+def _line(number: int, line: str, form: Form) -> JsonlRecord:
     prompt, answer, *others = _texts(_values(line, form), form)
     if not form.after:
-        return Line(number, prompt, answer, *others)
+        return JsonlRecord(number, prompt, answer, *others)
     _, mark, wanted = answer.rpartition(form.after)
     if not mark:
         raise ValueError(f"{form.answer} has no {form.after!r}, which answer_after names")
-    return Line(number, prompt, wanted.strip(), *(others or ([answer] if form.whole else [])))
+    return JsonlRecord(number, prompt, wanted.strip(), *(others or ([answer] if form.whole else [])))
 
 
 def _values(line: str, form: Form) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def compiled(patterns: Sequence[str]) -> Automata:
 
 def _nodes(pattern: str) -> tuple[_Nodes, int, int]:
     """The nodes of a pattern, the first and the last."""
-    parser, nodes = _Parser(pattern), _Nodes()
+    parser, nodes = _PatternParser(pattern), _Nodes()
     whole = parser.alternatives()
     if parser.rest:
         raise ValueError(f"has a {parser.rest[0]!r} that closes nothing")
@@ -149,7 +149,7 @@ def _determined(nodes: _Nodes, first: int, last: int, most: int) -> tuple[np.nda
     return np.stack(rows), np.array(accepts)
 
 
-class _Parser:
+class _PatternParser:
     """A pattern's parts, by recursive descent. Raises ValueError, a sentence without a subject."""
 
     def __init__(self, pattern: str):

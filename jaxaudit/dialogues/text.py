@@ -18,7 +18,7 @@ from jaxaudit.dialogues import jsonl as lines
 from jaxaudit.dialogues import tokenised, tool_syntax
 from jaxaudit.dialogues.annotations import left_out
 from jaxaudit.dialogues.arithmetic import digits, joined
-from jaxaudit.dialogues.jsonl import Line
+from jaxaudit.dialogues.jsonl import JsonlRecord
 from jaxaudit.dialogues.patterns import Unusable
 from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
 from jaxaudit.dialogues.sampling import DEMONSTRATION, below, looked_up
@@ -164,12 +164,12 @@ class TextDialogue(Dialogue):
         )
         return made
 
-    def _lines(self) -> list[Line]:
+    def _lines(self) -> list[JsonlRecord]:
         """The file's lines, calculators' annotations left out of what is written."""
         form = lines.Form(self.prompt_field, self.answer_field, self.answer_after, self.verifier != "exact")
         tool = self.tool != "none"
 
-        def read(line: Line) -> Line:
+        def read(line: JsonlRecord) -> JsonlRecord:
             answer = line.answer if self.verifier == "regex" else left_out(line.answer, tool)
             shown = None if line.demonstration is None else left_out(line.demonstration, tool)
             return replace(line, answer=answer, demonstration=shown)
@@ -177,7 +177,7 @@ class TextDialogue(Dialogue):
         return [read(line) for line in lines.read(self.file, form)]
 
     def _demonstrations(
-        self, tokenizer: Tokenizer, signs: Signs, found: Sequence[Line], prompts: Sequence[np.ndarray]
+        self, tokenizer: Tokenizer, signs: Signs, found: Sequence[JsonlRecord], prompts: Sequence[np.ndarray]
     ) -> np.ndarray | None:
         """What is imitated in each line; None where answers are patterns. Raises Unusable where a row has no room."""
         if self.verifier == "regex" and found[0].demonstration is None:

@@ -18,7 +18,7 @@ from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.core.program import Execution
 from jaxaudit.execution import memory
 from jaxaudit.execution.autotune import settle
-from jaxaudit.execution.driver import Held, run_batch
+from jaxaudit.execution.driver import MemorySink, run_batch
 from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.monitoring.watch import MonitorWatch
 from jaxaudit.runtime.precision import MatmulPrecision
@@ -86,7 +86,7 @@ def audit(
         )
     grid, measured = settle(grid, steps, resident=True)
     engine, batches, _ = memory.fit(grid, steps, resident=True)
-    held = Held(grid)
+    held = MemorySink(grid)
     for batch in batches:
         run_batch(engine, batch, held)
     arrays = held.arrays | datasets.derived(held.arrays[PERFORMANCE], chosen, learner.cadence)

@@ -1,7 +1,7 @@
 """The one loop that trains: a batch of lanes from its beginning to its end, in chunks of steps.
 
 What differs between an audit in memory, a run in a folder, a replay and a search for margins is where states come from
-and what becomes of what is trained: a `Place`.
+and what becomes of what is trained: a `BatchSink`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.grid import Grid
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import LaneState
-from jaxaudit.execution.engine import Engine, Piece, Source
+from jaxaudit.execution.engine import Engine, ProgramPiece, Source
 from jaxaudit.execution.telemetry_layout import blank_telemetry, place
 
 CHUNKS_PER_RUN = 40
 
 
-class Place(Protocol):
+class BatchSink(Protocol):
     """Where a batch begins, and where what it trains goes."""
 
     def source(self, onset: int) -> Source:
@@ -39,7 +39,7 @@ class Place(Protocol):
         """The telemetry `[T, L, ...]` of steps `start` to `stop`."""
 
 
-def run_batch(engine: Engine, batch: Batch, place: Place, advance: Callable[..., Any] | None = None) -> None:
+def run_batch(engine: Engine, batch: Batch, place: BatchSink, advance: Callable[..., Any] | None = None) -> None:
     """Trains a batch from where it stands to its end; `advance` in place of the engine's, e.g. one to interrupt."""
     known = place.restored(engine, batch)
     if known is None:
@@ -73,7 +73,7 @@ def is_onset(grid: Grid, batch: Batch, step: int) -> bool:
     return not batch.disturbed and any(fork.onset == step for fork in grid.forks)
 
 
-class Held:
+class MemorySink:
     """A place in memory: telemetry of the whole grid, and the baseline's states at the onsets.
 
     Attributes:
@@ -85,7 +85,7 @@ class Held:
         self.arrays = blank_telemetry(grid) if telemetry else {}
         self.trained = np.full((len(grid.seeds), grid.steps), np.nan, np.float32)
         self._grid = grid
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[ProgramPiece]] = {}
 
     def source(self, onset: int) -> Source:
         """The baseline's states at an onset."""

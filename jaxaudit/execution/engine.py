@@ -44,7 +44,7 @@ LARGE = 2**24
 """Bytes of a piece whose memory is worth some time to have back at once."""
 
 
-class Piece(NamedTuple):
+class ProgramPiece(NamedTuple):
     """The states of some lanes that follow each other, without those that fill a batch up.
 
     Attributes:
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
         return sum(x.nbytes for x in jax.tree.leaves(self.states)) >= LARGE
 
 
-Source = Callable[[set[int]], Iterable[Piece]]
+Source = Callable[[set[int]], Iterable[ProgramPiece]]
 """Gives the baseline's states at an onset: the pieces that hold the seeds at some positions, and maybe more."""
 
 
@@ -102,11 +102,11 @@ class Engine:
         """A fork group's states at its onset, from the baseline's."""
         return self._assembled(batch, source(set(batch.seeds.tolist())), batch.positions)
 
-    def restored(self, pieces: Iterable[Piece], batch: Batch) -> LaneState:
+    def restored(self, pieces: Iterable[ProgramPiece], batch: Batch) -> LaneState:
         """A batch's states from its own pieces; the lanes that fill it up repeat the first."""
         return self._assembled(batch, pieces, batch.filled(batch.numbers))
 
-    def pieces(self, batch: Batch, states: LaneState) -> Iterator[Piece]:
+    def pieces(self, batch: Batch, states: LaneState) -> Iterator[ProgramPiece]:
         """A batch's states on the host, a piece at a time; on CPUs they are the states, not copies.
 
         A piece must be let go before the states are trained on, or they are copied there.
@@ -115,20 +115,20 @@ class Engine:
         most, shapes = self._piece_lanes(batch), _piece_shapes(program, batch.disturbed)
         each = batch.width // program.groups
         if program.across_hosts:  # each has a part of every lane's, or of every leaf's
-            yield Piece(batch.first, count, _first_lanes(program, batch.disturbed, batch.width, count)(states))
+            yield ProgramPiece(batch.first, count, _first_lanes(program, batch.disturbed, batch.width, count)(states))
             return
         if count <= most:
             whole = shards.cut(jax.tree.map(np.asarray, states), shapes)
-            yield Piece(batch.first, count, jax.tree.map(lambda x: x[:count], whole))
+            yield ProgramPiece(batch.first, count, jax.tree.map(lambda x: x[:count], whole))
             return
         for begin in range(0, count, each):
             shard = shards.cut(shards.on_host(program, states, begin // each), shapes)
             for first in range(begin, min(begin + each, count), most):
                 lanes = min(most, begin + each - first, count - first)
                 cut = slice(first - begin, first - begin + lanes)
-                yield Piece(batch.first + first, lanes, jax.tree.map(lambda x: x[cut], shard))  # noqa: B023
+                yield ProgramPiece(batch.first + first, lanes, jax.tree.map(lambda x: x[cut], shard))  # noqa: B023
 
-    def copies(self, batch: Batch, states: LaneState) -> list[Piece]:
+    def copies(self, batch: Batch, states: LaneState) -> list[ProgramPiece]:
         """A batch's states on the host, to be kept while they are trained on."""
         return [piece._replace(states=jax.tree.map(np.array, piece.states)) for piece in self.pieces(batch, states)]
 
@@ -173,7 +173,7 @@ class Engine:
         program = self.program(batch)
         arguments = self.data, states, self._placed(batch), np.int32(start), np.int32(stop)
         if self.grid.program.across_hosts:
-            hosts.told()  # all have compiled it
+            hosts.broadcast()  # all have compiled it
         return jax.block_until_ready(program(*arguments))
 
     @property
@@ -224,7 +224,7 @@ class Engine:
             self._latest = batch, jax.device_put(batch.lanes(self.grid), _by_lane(self.grid.program))
         return self._latest[1]
 
-    def _assembled(self, batch: Batch, pieces: Iterable[Piece], wanted: np.ndarray) -> LaneState:
+    def _assembled(self, batch: Batch, pieces: Iterable[ProgramPiece], wanted: np.ndarray) -> LaneState:
         """States whose lane i is the one that has the number `wanted[i]` in the pieces, written into their place."""
         program = self.grid.program
         each = len(wanted) // program.groups

@@ -2,6 +2,6 @@
 
 from jaxaudit.logs.log import Attempt as Attempt
 from jaxaudit.logs.log import Log as Log
-from jaxaudit.logs.log import Run as Run
+from jaxaudit.logs.log import LogRun as LogRun
 from jaxaudit.logs.log import Series as Series
 from jaxaudit.logs.reading import read as read

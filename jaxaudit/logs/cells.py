@@ -23,7 +23,7 @@ _WRAPPED = re.compile(r"(?:torch\.)?(?:tensor|Tensor)\(([^,()\[\]]+)(?:,[^()]*)?
 
 
 @dataclass(frozen=True)
-class Column:
+class LogColumn:
     """A column's cells as numbers.
 
     Attributes:
@@ -37,7 +37,7 @@ class Column:
     odd: tuple[tuple[int, str], ...] = ()
 
     @classmethod
-    def of(cls, cells: Sequence[Any]) -> Column:
+    def of(cls, cells: Sequence[Any]) -> LogColumn:
         """Parses cells as they come from a file: numbers, texts of numbers, None, and anything else as odd."""
         try:
             values = np.fromiter(map(float, cells), np.float64, len(cells))

@@ -52,7 +52,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Run:
+class LogRun:
     """One training run of a log.
 
     Attributes:
@@ -96,7 +96,7 @@ class Log:
     path: Path
     format: str
     step: str | None
-    runs: tuple[Run, ...]
+    runs: tuple[LogRun, ...]
     left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
 

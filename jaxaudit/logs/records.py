@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxaudit.logs import runs
-from jaxaudit.logs.cells import MISSING, STEP_BOUND, Column, is_number, whole_number
+from jaxaudit.logs.cells import MISSING, STEP_BOUND, LogColumn, is_number, whole_number
 from jaxaudit.logs.log import LeftOut, Log, has_no, listed, shown
 from jaxaudit.runtime.errors import UserError
 
@@ -110,7 +110,7 @@ class Records:
         rows = self if step is None or quickly is not None else self._with(step)
         steps = rows._steps(path, step) if quickly is None else quickly
         named = {name: cells for name, cells in rows.columns.items() if name != step}
-        columns = {name: Column.of(cells) for name, cells in named.items()}
+        columns = {name: LogColumn.of(cells) for name, cells in named.items()}
         if not any(column.present.any() and not column.is_text for column in columns.values()):
             raise UserError(f"{path} has no column of numbers beside its steps; it has: {listed(self.columns)}")
         notes, left_out = list(self.notes), list(rows._left_out(self, step))
@@ -130,7 +130,7 @@ class Records:
         self,
         steps: np.ndarray,
         cells: Mapping[str, list[Any]],
-        columns: Mapping[str, Column],
+        columns: Mapping[str, LogColumn],
         left_out: list[LeftOut],
     ) -> Iterator[runs.Part]:
         """The rows of each run, as far as columns tell; adds what these say of it to what is left out."""
@@ -158,7 +158,7 @@ class Records:
             words = ", ".join(f"{name} {shown(text)}" for name, text in zip(told, label, strict=True))
             yield whole if len(labels) == 1 else whole.of_rows(words, rows)
 
-    def _pivoted(self, names: list[Any], values: Column) -> dict[str, Column]:
+    def _pivoted(self, names: list[Any], values: LogColumn) -> dict[str, LogColumn]:
         """A column for each metric of a table that has a line for each."""
         found = {}
         odd = dict(values.odd)
@@ -166,7 +166,7 @@ class Records:
             here = np.full(len(names), np.nan)
             present = np.zeros(len(names), bool)
             here[rows], present[rows] = values.values[rows], values.present[rows]
-            found[name[0]] = Column(here, present, tuple((row, odd[row]) for row in rows.tolist() if row in odd))
+            found[name[0]] = LogColumn(here, present, tuple((row, odd[row]) for row in rows.tolist() if row in odd))
         return found
 
     def _step_column(self, path: Path, given: str | None) -> str | None:
@@ -182,7 +182,7 @@ class Records:
 
     def _has_fractions(self, name: str) -> bool:
         """Whether a column counts in parts of what it names; such are no steps."""
-        column = Column.of(self.columns[name])
+        column = LogColumn.of(self.columns[name])
         values = column.values[column.present & np.isfinite(column.values)]
         return bool((values != np.floor(values)).any())
 
@@ -221,7 +221,7 @@ class Records:
         if without:
             yield LeftOut((f"{without} of {len(whole.places)} {self.place}s",), f"as without '{shown(step)}'")
 
-    def _odd(self, columns: Mapping[str, Column]) -> Iterator[str]:
+    def _odd(self, columns: Mapping[str, LogColumn]) -> Iterator[str]:
         for name, column in columns.items():
             if column.odd and not column.is_text:
                 row, text = column.odd[0]
@@ -250,7 +250,7 @@ def _repeats_channels(parts: list[runs.Part]) -> bool:
 
 def _by_prefix(part: runs.Part) -> Iterator[runs.Part]:
     """The runs of a W&B chart's export, whose columns begin with their names."""
-    found: dict[str, dict[str, Column]] = {}
+    found: dict[str, dict[str, LogColumn]] = {}
     for name, column in part.columns.items():
         if not name.endswith(runs.EXTREMES):
             run, _, metric = name.rpartition(runs.OF_RUN)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxaudit.logs.cells import Column
-from jaxaudit.logs.log import Attempt, Run, Series
+from jaxaudit.logs.cells import LogColumn
+from jaxaudit.logs.log import Attempt, LogRun, Series
 
 RUN_COLUMNS = ("run", "run_id", "run_name", "run name", "exp_name", "experiment", "trial", "trial_id", "seed", "name")
 """Columns that tell runs apart where they have several values, in capitals or not."""
@@ -40,8 +40,8 @@ class Part:
 
     label: str
     steps: np.ndarray
-    columns: Mapping[str, Column]
-    texts: Mapping[str, Column]
+    columns: Mapping[str, LogColumn]
+    texts: Mapping[str, LogColumn]
 
     def of_rows(self, label: str, rows: np.ndarray) -> Part:
         """The part that some rows make, in the order given, under another label."""
@@ -49,12 +49,12 @@ class Part:
         return Part(label, self.steps[rows], columns, texts)
 
 
-def _rows(column: Column, rows: np.ndarray) -> Column:
+def _rows(column: LogColumn, rows: np.ndarray) -> LogColumn:
     odd = tuple((0, text) for row, text in column.odd if row in set(rows.tolist())) if column.odd else ()
-    return Column(column.values[rows], column.present[rows], odd)
+    return LogColumn(column.values[rows], column.present[rows], odd)
 
 
-def by_metric(cells: Mapping[str, Sequence[Any]], columns: Mapping[str, Column]) -> tuple[str, str] | None:
+def by_metric(cells: Mapping[str, Sequence[Any]], columns: Mapping[str, LogColumn]) -> tuple[str, str] | None:
     """The columns of a table with a line for each metric that name it and have its value; None for another table."""
     folded = {name.casefold(): name for name in reversed(list(cells))}
     field = next((folded[name] for name in FIELDS if name in folded and columns[folded[name]].is_text), None)
@@ -86,7 +86,7 @@ def grouped(labels: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], np.ndarr
     return {label: np.array(rows) for label, rows in groups.items()}
 
 
-def runs_of(name: str, part: Part, notes: list[str]) -> list[Run]:
+def runs_of(name: str, part: Part, notes: list[str]) -> list[LogRun]:
     """The runs of a part: one begins where steps go back to the first, an attempt where they go back to a later one."""
     found: list[list[tuple[int, np.ndarray]]] = []
     for begins, new, rows in _stretches(part):
@@ -106,7 +106,7 @@ def runs_of(name: str, part: Part, notes: list[str]) -> list[Run]:
             before = np.concatenate([before[part.steps[before] < begins], rows])
             made.append(_attempt(part, begins, before))
             twice |= dict.fromkeys(_repeated(part, before))
-        runs.append(Run(told, tuple(made)))
+        runs.append(LogRun(told, tuple(made)))
     notes += _restart_notes(label, len(found), restarts, twice)
     return runs
 

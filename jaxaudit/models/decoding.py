@@ -142,7 +142,7 @@ def decode(
 
 
 @struct.dataclass
-class _Reading:
+class _CacheReading:
     """Softmax and weighted sum over the blocks so far (Dao et al., 2022, "FlashAttention"); float32.
 
     Attributes:
@@ -168,14 +168,14 @@ def _read(query: jax.Array, keys: jax.Array, values: jax.Array, first: jax.Array
         scores = jnp.where(seen, _sum_of(query[:, i] * key[:, :, i] for i in range(query.shape[1])), UNSEEN)
         largest = jnp.max(scores, axis=0)
         weights = jnp.exp(scores - largest)
-        return _Reading(largest, jnp.sum(weights, 0), _sum_of(weights[i, :, None] * value[i] for i in range(size)))
+        return _CacheReading(largest, jnp.sum(weights, 0), _sum_of(weights[i, :, None] * value[i] for i in range(size)))
 
     def further(number, so_far):
         here = block(number * BLOCK, BLOCK)
         largest = jnp.maximum(so_far.largest, here.largest)
         old, new = jnp.exp(so_far.largest - largest), jnp.exp(here.largest - largest)
         mixed = old[:, None] * so_far.mixed + new[:, None] * here.mixed
-        return _Reading(largest, old * so_far.total + new * here.total, mixed)
+        return _CacheReading(largest, old * so_far.total + new * here.total, mixed)
 
     found = block(0, min(len(keys), BLOCK))
     if len(keys) > BLOCK:

@@ -65,7 +65,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Grid:
+class StepGrid:
     """Where a channel is compared.
 
     Attributes:
@@ -288,7 +288,7 @@ def _longest_silence(attempt: Attempt, name: str) -> int:
     return int(np.diff(np.concatenate([every[:1], attempt.series[name].steps, every[-1:]])).max())
 
 
-def grid_of(clean: Sequence[Named], channels: Sequence[str]) -> Grid:
+def grid_of(clean: Sequence[Named], channels: Sequence[str]) -> StepGrid:
     """The steps that clean runs have in common; where they have too few, as many equal spans as a run has values."""
     each = [
         run.attempt.steps if len(channels) == len(run.attempt.series) else _steps_of(run, channels) for run in clean
@@ -305,7 +305,7 @@ def grid_of(clean: Sequence[Named], channels: Sequence[str]) -> Grid:
         edges = np.append(edges[:-1][::width], edges[-1])
     if len(clean) * len(edges) * len(channels) > _MOST_CELLS:
         raise UserError(f"{len(clean)} clean runs of {len(edges)} steps and {len(channels)} channels are too many")
-    return Grid(edges)
+    return StepGrid(edges)
 
 
 def _steps_of(run: Named, channels: Sequence[str]) -> np.ndarray:
@@ -313,7 +313,7 @@ def _steps_of(run: Named, channels: Sequence[str]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Cadence:
+class ChannelCadence:
     """When clean runs log a channel.
 
     Attributes:
@@ -327,7 +327,7 @@ class Cadence:
     spacing: float
 
     @classmethod
-    def of(cls, clean: Sequence[Named], name: str) -> Cadence:
+    def of(cls, clean: Sequence[Named], name: str) -> ChannelCadence:
         """That of clean runs, all of which have the channel."""
         theirs = [each.attempt.series[name].steps for each in clean]
         common = theirs[0]

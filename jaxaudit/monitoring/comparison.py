@@ -10,14 +10,14 @@ import pandas as pd
 
 from jaxaudit.monitoring.calibration import fewest_runs, threshold
 from jaxaudit.monitoring.detector import Detector
-from jaxaudit.monitoring.lanes import Lanes
+from jaxaudit.monitoring.lanes import LabelledLanes
 
 NEVER = -1
 """The step of an alarm that was not given."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class DetectionSettings:
     """How detectors are compared.
 
     Attributes:
@@ -43,7 +43,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Split:
+class LaneSplit:
     """Which lanes serve what, by number, in one fold."""
 
     fit: np.ndarray
@@ -51,7 +51,7 @@ class Split:
     test: np.ndarray
 
 
-def splits(lanes: Lanes, settings: Settings) -> list[Split]:
+def splits(lanes: LabelledLanes, settings: DetectionSettings) -> list[LaneSplit]:
     """The folds: a seed's lanes are all in one.
 
     Raises:
@@ -70,16 +70,16 @@ def splits(lanes: Lanes, settings: Settings) -> list[Split]:
                 f"{settings.folds} folds: {len(others) - fit} are left to calibrate on, and it takes "
                 f"{fewest_runs(settings.alpha)}{_without(lanes)}"
             )
-        parts.append(Split(others[:fit], others[fit:], np.flatnonzero(table.seed.isin(fold))))
+        parts.append(LaneSplit(others[:fit], others[fit:], np.flatnonzero(table.seed.isin(fold))))
     return parts
 
 
-def _without(lanes: Lanes) -> str:
+def _without(lanes: LabelledLanes) -> str:
     count = lanes.collapsing
     return f" ({count} more collapse undisturbed and are no clean lanes)" if count else ""
 
 
-def compare(lanes: Lanes, detectors: Sequence[Detector], settings: Settings) -> pd.DataFrame:
+def compare(lanes: LabelledLanes, detectors: Sequence[Detector], settings: DetectionSettings) -> pd.DataFrame:
     """What every detector says of every lane.
 
     Returns:
@@ -95,13 +95,17 @@ def compare(lanes: Lanes, detectors: Sequence[Detector], settings: Settings) -> 
     return pd.concat(rows, ignore_index=True)
 
 
-def thresholds(scores: Sequence[np.ndarray], parts: Sequence[Split], alpha: float) -> list[float]:
+def thresholds(scores: Sequence[np.ndarray], parts: Sequence[LaneSplit], alpha: float) -> list[float]:
     """The threshold of every fold, from its scores `[lanes, T]` of the clean lanes it calibrates on."""
     return [threshold(found[part.calibrate].max(axis=1), alpha) for found, part in zip(scores, parts, strict=True)]
 
 
 def judged(
-    detector: str, lanes: Lanes, scores: Sequence[np.ndarray], parts: Sequence[Split], limits: Sequence[float]
+    detector: str,
+    lanes: LabelledLanes,
+    scores: Sequence[np.ndarray],
+    parts: Sequence[LaneSplit],
+    limits: Sequence[float],
 ) -> pd.DataFrame:
     """What one detector says of every lane, in the columns of `compare` but its family.
 
@@ -117,7 +121,7 @@ def judged(
     return pd.concat(rows, ignore_index=True).assign(detector=detector)
 
 
-def _said(lanes: Lanes, numbers: np.ndarray, scores: np.ndarray, limit: float, fold: int) -> pd.DataFrame:
+def _said(lanes: LabelledLanes, numbers: np.ndarray, scores: np.ndarray, limit: float, fold: int) -> pd.DataFrame:
     table = lanes.table.iloc[numbers].assign(learner=lanes.learner, lane=numbers, fold=fold)
     above = scores > limit
     since = above & (np.arange(scores.shape[1]) >= table.onset.to_numpy()[:, None])

@@ -15,9 +15,9 @@ import pandas as pd
 from jaxaudit.monitoring import view
 from jaxaudit.monitoring.baselines import standard
 from jaxaudit.monitoring.channels import measured
-from jaxaudit.monitoring.comparison import Settings, compare, judged, splits, thresholds
+from jaxaudit.monitoring.comparison import DetectionSettings, compare, judged, splits, thresholds
 from jaxaudit.monitoring.detector import Detector
-from jaxaudit.monitoring.lanes import Lanes, gather
+from jaxaudit.monitoring.lanes import LabelledLanes, gather
 from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.monitoring.multichannel_charts import MultichannelChart
@@ -37,7 +37,7 @@ def detect(
     folders: Sequence[Path],
     out: Path,
     detector: MetaState,
-    settings: Settings,
+    settings: DetectionSettings,
     channels: Sequence[str] | None = None,
     workers: Workers | None = None,
     say: Callable[[str], None] = print,
@@ -59,7 +59,7 @@ def _detect(
     folders: Sequence[Path],
     out: Path,
     detector: MetaState,
-    settings: Settings,
+    settings: DetectionSettings,
     channels: Sequence[str] | None,
     workers: Workers | None,
     say: Callable[[str], None],
@@ -89,7 +89,7 @@ def compare_learner(
     channels: Sequence[str] | None,
     out: str,
     detector: MetaState,
-    settings: Settings,
+    settings: DetectionSettings,
     number: int,
 ) -> str:
     """What a worker does: compares on one learner's lanes, by its number among those of the runs, and says whose."""
@@ -102,10 +102,10 @@ COMPARE = f"{__name__}:{compare_learner.__name__}"
 
 
 def write_comparisons(
-    learners: Sequence[Lanes],
+    learners: Sequence[LabelledLanes],
     out: Path,
     detector: MetaState,
-    settings: Settings,
+    settings: DetectionSettings,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
     """Compares the monitor with its baselines on each learner's lanes.
@@ -130,7 +130,7 @@ def write_comparisons(
     return written
 
 
-def _told(lanes: Lanes) -> str:
+def _told(lanes: LabelledLanes) -> str:
     text = f"{lanes.learner}: {lanes.table.clean.sum()} clean and {(~lanes.table.clean).sum()} disturbed lanes"
     if not lanes.collapsing:
         return text
@@ -138,7 +138,7 @@ def _told(lanes: Lanes) -> str:
     return f"{text}; {many} undisturbed, counted as neither"
 
 
-def _check(lanes: Lanes, settings: Settings) -> None:
+def _check(lanes: LabelledLanes, settings: DetectionSettings) -> None:
     if lanes.table.clean.all():
         raise UserError(f"{lanes.learner}: no lane is disturbed, so there is nothing to detect")
     with placed("jaxaudit detect"):
@@ -146,7 +146,11 @@ def _check(lanes: Lanes, settings: Settings) -> None:
 
 
 def _transfer(
-    out: Path, learners: Sequence[Lanes], detector: MetaState, settings: Settings, say: Callable[[str], None]
+    out: Path,
+    learners: Sequence[LabelledLanes],
+    detector: MetaState,
+    settings: DetectionSettings,
+    say: Callable[[str], None],
 ) -> None:
     """Monitors of some learners tested on another, where there are several."""
     if len(learners) == 1:
@@ -158,14 +162,14 @@ def _transfer(
         rows.to_csv(out / "transfer.csv", index=False)
 
 
-def _compare(folder: Path, lanes: Lanes, detector: MetaState, settings: Settings) -> None:
+def _compare(folder: Path, lanes: LabelledLanes, detector: MetaState, settings: DetectionSettings) -> None:
     """Compares on one learner's lanes; the first worker to have done so is the one whose folder stays."""
     with placed(lanes.learner), written_whole(folder) as place:
         place.mkdir()
         _write_comparison(place, lanes, detector, settings)
 
 
-def _write_comparison(folder: Path, lanes: Lanes, detector: MetaState, settings: Settings) -> None:
+def _write_comparison(folder: Path, lanes: LabelledLanes, detector: MetaState, settings: DetectionSettings) -> None:
     parts = splits(lanes, settings)
     known = [detector.expect(lanes.values[part.fit], lanes.channels) for part in parts]
     scores = [one.score(one.channels.pick(lanes.values, lanes.channels)) for one in known]
@@ -183,13 +187,15 @@ def _others(baselines: Sequence[Detector], detector: MetaState) -> list[Detector
     return [one for one in baselines if not (isinstance(one, MultichannelChart) and one.chart == detector.model)]
 
 
-def _read(lanes: Lanes) -> list[str]:
+def _read(lanes: LabelledLanes) -> list[str]:
     """The channels that detectors read: those that differ between clean lanes."""
     differ = measured(lanes.values[lanes.table.clean.to_numpy()])
     return [name for name, there in zip(lanes.channels, differ, strict=True) if there]
 
 
-def _write(folder: Path, lanes: Lanes, said: pd.DataFrame, detector: MetaState, settings: Settings) -> None:
+def _write(
+    folder: Path, lanes: LabelledLanes, said: pd.DataFrame, detector: MetaState, settings: DetectionSettings
+) -> None:
     said.drop(columns="learner").to_csv(folder / "lanes.csv", index=False)
     figures = summary(said, detector.name)
     figures.to_csv(folder / "detectors.csv", index=False)
@@ -219,7 +225,7 @@ def _over_best_chart(figures: pd.DataFrame, mine: str) -> dict[str, str | float]
     return {"detector": best.detector, **{name: None if np.isnan(best[name]) else float(best[name]) for name in gains}}
 
 
-def _conditions(lanes: Lanes, said: pd.DataFrame, detectors: Sequence[str]) -> pd.DataFrame:
+def _conditions(lanes: LabelledLanes, said: pd.DataFrame, detectors: Sequence[str]) -> pd.DataFrame:
     """A row for each condition: what it is, and for each detector the share detected and AUROC, with intervals.
 
     A detector's share is in the column of its name, the rest in columns that begin with it.

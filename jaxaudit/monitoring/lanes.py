@@ -20,7 +20,7 @@ from jaxaudit.runtime.machine import platform_of
 
 
 @dataclass(frozen=True)
-class Lanes:
+class LabelledLanes:
     """Clean and disturbed trainings of one learner on one task.
 
     Attributes:
@@ -41,7 +41,7 @@ class Lanes:
     collapsing: int = 0
 
 
-def gather(folders: Sequence[Path], channels: Sequence[str] | None = None) -> list[Lanes]:
+def gather(folders: Sequence[Path], channels: Sequence[str] | None = None) -> list[LabelledLanes]:
     """The lanes of finished runs, those of the same learner, task and number of steps together.
 
     A seed's first control is its clean lane unless one of its controls collapses, and a seed that is in several runs is
@@ -91,7 +91,7 @@ def _task(run: Run) -> Any:
     return task | {"physics": simulated.engine_on(platform)} if isinstance(simulated, Simulated) else task
 
 
-def _lanes(title: str, runs: Sequence[Run], channels: Sequence[str] | None) -> Lanes:
+def _lanes(title: str, runs: Sequence[Run], channels: Sequence[str] | None) -> LabelledLanes:
     collapsing = {seed for run in runs for seed in _collapsing(run)}
     known = set(collapsing)
     values, tables = [], []
@@ -109,7 +109,9 @@ def _lanes(title: str, runs: Sequence[Run], channels: Sequence[str] | None) -> L
         values.append(cells[table.index])
         tables.append(table)
     table = pd.concat(tables, ignore_index=True)
-    return Lanes(title, names, np.concatenate(values), table, tuple(run.folder for run in runs), len(collapsing))
+    return LabelledLanes(
+        title, names, np.concatenate(values), table, tuple(run.folder for run in runs), len(collapsing)
+    )
 
 
 def _collapsing(run: Run) -> set[int]:

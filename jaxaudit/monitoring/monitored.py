@@ -243,7 +243,7 @@ def _groups(new: Sequence[Named], clean: Sequence[Named], channels: Sequence[str
     groups: dict[tuple[object, ...], _Group] = {}
     unread: dict[str, list[str]] = {}
     ends = max(int(each.attempt.steps[-1]) for each in clean)
-    cadences = {name: alignment.Cadence.of(clean, name) for name in channels}
+    cadences = {name: alignment.ChannelCadence.of(clean, name) for name in channels}
     for run in new:
         at: dict[str, np.ndarray | None] = {}
         for name in channels:
@@ -289,7 +289,7 @@ class _Runs:
     values: np.ndarray
 
     @classmethod
-    def of(cls, runs: Sequence[Named], at: Mapping[str, np.ndarray | None], grid: alignment.Grid) -> _Runs:
+    def of(cls, runs: Sequence[Named], at: Mapping[str, np.ndarray | None], grid: alignment.StepGrid) -> _Runs:
         """Runs on a grid, each channel at the steps at which it is compared."""
         rows = [[grid.of(alignment.at_steps(run.series(name), steps)) for name, steps in at.items()] for run in runs]
         with np.errstate(over="ignore"):

@@ -59,10 +59,10 @@ class Scorer(Protocol):
         """Parameters for clean runs `[n, T, d]`."""
 
     def refer(self, params: Params, y: np.ndarray, seen: np.ndarray) -> Any:
-        """A `Reference` of clean runs `[n, T, d]`."""
+        """A `CleanReference` of clean runs `[n, T, d]`."""
 
     def blank(self) -> Any:
-        """A `Reference` in whose shape one is read from a file."""
+        """A `CleanReference` in whose shape one is read from a file."""
 
     def score_runs(
         self, params: Params, reference: Any, y: np.ndarray, seen: np.ndarray

@@ -44,7 +44,7 @@ MOST = 4.0
 """Standard deviations that one innovation adds to `shift`: a single step's outlier is `surprise`'s to notice."""
 
 
-class Reference(NamedTuple):
+class CleanReference(NamedTuple):
     """What clean runs look like to a model.
 
     Attributes:
@@ -109,7 +109,7 @@ def begin(model: MetaStateModel, params: Params, channels: int) -> Progress:
 
 
 def score(
-    model: MetaStateModel, params: Params, reference: Reference, progress: Progress, y: jax.Array, seen: jax.Array
+    model: MetaStateModel, params: Params, reference: CleanReference, progress: Progress, y: jax.Array, seen: jax.Array
 ) -> tuple[Progress, jax.Array]:
     """A step's scores `[len(SCORES)]`, given standardised telemetry `[d]` and which of it was there.
 
@@ -146,7 +146,7 @@ def score(
     return Progress(progress.step + 1, state, squares, bursts, shifts, weight, chart, gap), scores
 
 
-def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray) -> Reference:
+def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray) -> CleanReference:
     """The reference from clean runs `[n, T, d]`; what `score` does not hold against a run is not in it."""
     chart, gap = ChartReference.of(y, seen), in_gap(seen)
     filled = np.where(gap, np.nan_to_num(chart.telemetry.mean), y).astype(y.dtype)
@@ -159,7 +159,7 @@ def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray
     envelopes = [Envelope.of(x) for x in series]
     matrices = [whitening(e.standardise(x), SHRINKAGE) for e, x in zip(envelopes, series, strict=True)]
     innovations, usual = envelopes
-    return Reference(innovations, usual, (matrices[0], matrices[1]), chart)
+    return CleanReference(innovations, usual, (matrices[0], matrices[1]), chart)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -185,20 +185,25 @@ class StateSpace(Scanned):
         """Parameters of the highest likelihood of clean runs `[n, T, d]`."""
         return train_one(self, training or Training(), y, seen, seed)
 
-    def refer(self: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray) -> Reference:
+    def refer(self: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray) -> CleanReference:
         """What clean runs `[n, T, d]` look like to it."""
         return refer(self, params, y, seen)
 
-    def blank(self) -> Reference:
+    def blank(self) -> CleanReference:
         """A reference in whose shape one is read."""
-        return Reference(Envelope(NONE, NONE), Envelope(NONE, NONE), (NONE, NONE), ChartReference.blank())
+        return CleanReference(Envelope(NONE, NONE), Envelope(NONE, NONE), (NONE, NONE), ChartReference.blank())
 
     def begin(self: MetaStateModel, params: Params, channels: int) -> Progress:
         """Before a run's first step."""
         return begin(self, params, channels)
 
     def score(
-        self: MetaStateModel, params: Params, reference: Reference, progress: Progress, y: jax.Array, seen: jax.Array
+        self: MetaStateModel,
+        params: Params,
+        reference: CleanReference,
+        progress: Progress,
+        y: jax.Array,
+        seen: jax.Array,
     ) -> tuple[Progress, jax.Array]:
         """A step's scores `[S]`, given standardised telemetry `[d]` and which of it was there."""
         return score(self, params, reference, progress, y, seen)

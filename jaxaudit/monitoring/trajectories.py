@@ -7,8 +7,8 @@ import xarray as xr
 
 from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.monitoring.calibration import threshold
-from jaxaudit.monitoring.comparison import Settings, splits
-from jaxaudit.monitoring.lanes import Lanes
+from jaxaudit.monitoring.comparison import DetectionSettings, splits
+from jaxaudit.monitoring.lanes import LabelledLanes
 from jaxaudit.monitoring.monitor import Expectation
 from jaxaudit.monitoring.summary import CLEAN
 from jaxaudit.monitoring.view import QUANTILES, over_lanes, plane
@@ -16,7 +16,7 @@ from jaxaudit.monitoring.view import QUANTILES, over_lanes, plane
 SAMPLES = 4
 
 
-def trajectories(lanes: Lanes, known: Expectation, settings: Settings) -> xr.Dataset:
+def trajectories(lanes: LabelledLanes, known: Expectation, settings: DetectionSettings) -> xr.Dataset:
     """The lanes that the first fold's monitor was not fitted to, by condition; the clean ones first.
 
     Args:
@@ -68,7 +68,7 @@ def trajectories(lanes: Lanes, known: Expectation, settings: Settings) -> xr.Dat
     )
 
 
-def _groups(lanes: Lanes, fitted: np.ndarray) -> dict[str, np.ndarray]:
+def _groups(lanes: LabelledLanes, fitted: np.ndarray) -> dict[str, np.ndarray]:
     """The lanes of every condition, and the clean ones that nothing was fitted to, by number."""
     table = lanes.table
     clean = np.setdiff1d(np.flatnonzero(table.clean), fitted)

@@ -11,8 +11,8 @@ import pandas as pd
 
 from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.channels import Channels, measured
-from jaxaudit.monitoring.comparison import Settings, Split, judged, splits, thresholds
-from jaxaudit.monitoring.lanes import Lanes
+from jaxaudit.monitoring.comparison import DetectionSettings, LaneSplit, judged, splits, thresholds
+from jaxaudit.monitoring.lanes import LabelledLanes
 from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.model import Params
 from jaxaudit.monitoring.monitor import Expectation
@@ -35,8 +35,8 @@ class Folded:
       parts: the folds.
     """
 
-    lanes: Lanes
-    parts: list[Split]
+    lanes: LabelledLanes
+    parts: list[LaneSplit]
 
     @property
     def fits(self) -> list[np.ndarray]:
@@ -98,7 +98,10 @@ class Trial:
 
 
 def transfer(
-    learners: Sequence[Lanes], detector: MetaState, settings: Settings, say: Callable[[str], None] = print
+    learners: Sequence[LabelledLanes],
+    detector: MetaState,
+    settings: DetectionSettings,
+    say: Callable[[str], None] = print,
 ) -> pd.DataFrame:
     """How well a monitor of some learners' clean lanes does on another learner's lanes.
 
@@ -137,7 +140,7 @@ def transfer(
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
-def _in_common(learners: Sequence[Lanes], settings: Settings) -> list[Folded]:
+def _in_common(learners: Sequence[LabelledLanes], settings: DetectionSettings) -> list[Folded]:
     """The learners' lanes, of the channels that are measured in every set of clean lanes a monitor is fitted to."""
     parts = [splits(lanes, settings) for lanes in learners]
     there = [
@@ -151,12 +154,14 @@ def _in_common(learners: Sequence[Lanes], settings: Settings) -> list[Folded]:
     return [Folded(_only(lanes, names), folds) for lanes, folds in zip(learners, parts, strict=True)]
 
 
-def _only(lanes: Lanes, names: tuple[str, ...]) -> Lanes:
+def _only(lanes: LabelledLanes, names: tuple[str, ...]) -> LabelledLanes:
     places = [lanes.channels.index(name) for name in names]
     return replace(lanes, channels=names, values=lanes.values[..., places])
 
 
-def _tested(tested: Folded, sources: dict[str, Source], detector: MetaState, settings: Settings) -> pd.DataFrame:
+def _tested(
+    tested: Folded, sources: dict[str, Source], detector: MetaState, settings: DetectionSettings
+) -> pd.DataFrame:
     """The rows of one tested learner."""
     lanes, parts = tested.lanes, tested.parts
     trials = [
@@ -181,7 +186,7 @@ def _tested(tested: Folded, sources: dict[str, Source], detector: MetaState, set
     return pd.DataFrame(known).join(figures)
 
 
-def _scored(expectation: Expectation, lanes: Lanes) -> np.ndarray:
+def _scored(expectation: Expectation, lanes: LabelledLanes) -> np.ndarray:
     return expectation.score(expectation.channels.pick(lanes.values, lanes.channels))
 
 

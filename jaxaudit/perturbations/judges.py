@@ -29,7 +29,7 @@ def reward_model_noise(key, value, magnitude):
 
 
 @struct.dataclass
-class Direction:
+class DriftDirection:
     """What a direction in the space of parameters is drawn with.
 
     Attributes:
@@ -41,9 +41,9 @@ class Direction:
     known: Any
 
 
-def no_direction(value: Any) -> Direction:
+def no_direction(value: Any) -> DriftDirection:
     """Nothing drawn yet."""
-    return Direction(jnp.zeros_like(jax.random.key_data(jax.random.key(0))), jnp.zeros((), bool))
+    return DriftDirection(jnp.zeros_like(jax.random.key_data(jax.random.key(0))), jnp.zeros((), bool))
 
 
 @perturbation(
@@ -67,7 +67,7 @@ def reward_model_drift(key, value, magnitude, state, *, elapsed):
     """
     data = jnp.where(state.known, state.key, jax.random.key_data(key))
     drawn = jax.random.wrap_key_data(data)
-    return transforms.add_noise(drawn, value, magnitude * elapsed), Direction(data, jnp.ones((), bool))
+    return transforms.add_noise(drawn, value, magnitude * elapsed), DriftDirection(data, jnp.ones((), bool))
 
 
 @perturbation("signal", "reference", magnitude=1.0, neutral=0.0, duration="once", limits=(0.0, 1.0), needs=("policy",))

@@ -21,7 +21,7 @@ MOST_LAG = 8
 
 
 @struct.dataclass
-class Copies:
+class StaleCopies:
     """Values of earlier steps, a ring.
 
     Attributes:
@@ -33,10 +33,10 @@ class Copies:
     step: Any
 
 
-def no_copies(value: Any, most: float) -> Copies:
+def no_copies(value: Any, most: float) -> StaleCopies:
     """A ring for values like this one, as long as the lag `most` needs."""
     length = int(most) + 1
-    return Copies(jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), value), jnp.int32(0))
+    return StaleCopies(jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), value), jnp.int32(0))
 
 
 @perturbation(
@@ -66,7 +66,7 @@ def stale_policy(key, value, magnitude, state):
         return ring[(state.step - lag) % ring.shape[0]]
 
     values = jax.tree.map(lambda now, ring: ring.at[state.step % ring.shape[0]].set(now), value, state.values)
-    return jax.tree.map(late, value, values), Copies(values, state.step + 1)
+    return jax.tree.map(late, value, values), StaleCopies(values, state.step + 1)
 
 
 @struct.dataclass

@@ -22,7 +22,7 @@ MOST_REWARD_STEPS = 128
 
 
 @struct.dataclass
-class Held:
+class HeldValue:
     """Entries that stay at the value at which their row was first looked at.
 
     Attributes:
@@ -37,19 +37,19 @@ class Held:
 
 
 def nothing_held(value: Any) -> Any:
-    """A `Held` for each leaf of `value`, nothing looked at."""
+    """A `HeldValue` for each leaf of `value`, nothing looked at."""
     return jax.tree.map(
-        lambda x: Held(jnp.zeros(x.shape, x.dtype), jnp.zeros(x.shape, bool), jnp.zeros(x.shape[:1], bool)), value
+        lambda x: HeldValue(jnp.zeros(x.shape, x.dtype), jnp.zeros(x.shape, bool), jnp.zeros(x.shape[:1], bool)), value
     )
 
 
 def stick(key: jax.Array, value: Any, share: Any, state: Any, valid: jax.Array) -> tuple[Any, Any]:
     """A random `share` of the entries, drawn at a row's first look, stays as it was then; rows not `valid` wait."""
 
-    def one(index: int, x: jax.Array, held: Held) -> tuple[jax.Array, Held]:
+    def one(index: int, x: jax.Array, held: HeldValue) -> tuple[jax.Array, HeldValue]:
         first = along(valid & ~held.known, x)
         drawn = jax.random.bernoulli(jax.random.fold_in(key, index), share, x.shape)
-        held = Held(
+        held = HeldValue(
             value=jnp.where(first, x, held.value),
             stuck=jnp.where(first, drawn, held.stuck),
             known=held.known | valid,
@@ -60,7 +60,7 @@ def stick(key: jax.Array, value: Any, share: Any, state: Any, valid: jax.Array) 
 
 
 @struct.dataclass
-class Line:
+class DelayLine:
     """The latest values of each row.
 
     Attributes:
@@ -73,23 +73,23 @@ class Line:
 
 
 def empty_line(value: Any) -> Any:
-    """A `Line` for each leaf of `value`."""
+    """A `DelayLine` for each leaf of `value`."""
     return jax.tree.map(
-        lambda x: Line(jnp.zeros((MOST_STEPS + 1, *x.shape), x.dtype), jnp.zeros(x.shape[:1], jnp.int32)), value
+        lambda x: DelayLine(jnp.zeros((MOST_STEPS + 1, *x.shape), x.dtype), jnp.zeros(x.shape[:1], jnp.int32)), value
     )
 
 
 def arrive_late(value: Any, steps: Any, state: Any, begins: jax.Array, valid: jax.Array) -> tuple[Any, Any]:
     """Each row's value of `steps` ago, or its first since it `begins`; rows not `valid` are not looked at."""
 
-    def one(index: int, x: jax.Array, line: Line) -> tuple[jax.Array, Line]:
+    def one(index: int, x: jax.Array, line: DelayLine) -> tuple[jax.Array, DelayLine]:
         length = line.values.shape[0]
         number = jnp.where(begins, 0, line.count)
         latest = _slots(length, x) == along(number % length, x)
         values = jnp.where(latest & along(valid, x), x, line.values)
         due = number - jnp.minimum(_whole(steps), number)
         late = jnp.take_along_axis(values, along(due % length, x)[None], axis=0)[0]
-        return late, Line(values, jnp.where(valid, number + 1, line.count))
+        return late, DelayLine(values, jnp.where(valid, number + 1, line.count))
 
     return _map_with_state(one, value, state)
 

@@ -1,6 +1,6 @@
 """Remedies: changes to how a learner trains that are meant to make its training more stable."""
 
-from jaxaudit.core.remedy import HOOKS, Remedy, RemedyKind, Trained, Update, remedy, setting
+from jaxaudit.core.remedy import HOOKS, ProposedUpdate, Remedy, RemedyKind, Trained, remedy, setting
 from jaxaudit.remedies.adam import adam_rel, equal_betas, spam, stable_adamw
 from jaxaudit.remedies.objectives import (
     adaptive_entropy,
@@ -33,10 +33,10 @@ from jaxaudit.remedies.updates import (
 
 __all__ = [
     "HOOKS",
+    "ProposedUpdate",
     "Remedy",
     "RemedyKind",
     "Trained",
-    "Update",
     "adagc",
     "adam_rel",
     "adaptive_entropy",

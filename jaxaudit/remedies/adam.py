@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxaudit.core.moments import FIRST_MOMENT, SECOND_MOMENT
-from jaxaudit.core.remedy import Update, remedy
+from jaxaudit.core.remedy import ProposedUpdate, remedy
 
 
 def _moment(state: Any, names: tuple[str, ...]) -> tuple[Any, Any]:
@@ -82,7 +82,7 @@ SPAM_WARMUP = 150
 SPAM_BEGIN = 20
 
 
-def _no_updates(value: Update) -> jax.Array:
+def _no_updates(value: ProposedUpdate) -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 

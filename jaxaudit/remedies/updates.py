@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxaudit.core.remedy import Update, remedy
+from jaxaudit.core.remedy import ProposedUpdate, remedy
 
 
 @remedy("learning_rate", strength=0.3, neutral=1.0, limits=(0.0, math.inf))
@@ -28,7 +28,7 @@ def learning_rate_warmup(value, strength, *, progress):
     return value * jnp.minimum(1.0, progress / strength)
 
 
-def _not_stopped(value: Update) -> jax.Array:
+def _not_stopped(value: ProposedUpdate) -> jax.Array:
     return jnp.zeros((), bool)
 
 
@@ -73,7 +73,7 @@ class Recent:
     count: jax.Array
 
 
-def _nothing_recent(value: Update) -> Recent:
+def _nothing_recent(value: ProposedUpdate) -> Recent:
     return Recent(jnp.zeros((WINDOW, 2)), jnp.zeros((), jnp.int32))
 
 
@@ -117,7 +117,7 @@ class NormMoments:
     count: jax.Array
 
 
-def _no_norms(value: Update) -> NormMoments:
+def _no_norms(value: ProposedUpdate) -> NormMoments:
     return NormMoments(jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
 
 
@@ -157,7 +157,7 @@ class TensorNorms:
     count: jax.Array
 
 
-def _no_tensor_norms(value: Update) -> TensorNorms:
+def _no_tensor_norms(value: ProposedUpdate) -> TensorNorms:
     return TensorNorms([jnp.zeros(()) for _ in jax.tree.leaves(value.gradient)], jnp.zeros((), jnp.int32))
 
 

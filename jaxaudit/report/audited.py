@@ -13,7 +13,7 @@ from markupsafe import Markup
 from jaxaudit.analysis.run_reader import Run, load
 from jaxaudit.report import audited_tables, dialogue, glossary, lines, probability
 from jaxaudit.report.chosen import MOST_COLUMNS, MOST_LINES, foremost, thinned
-from jaxaudit.report.page import HANDLING, Block, Details, Page, Section, Summary, Text
+from jaxaudit.report.page import HANDLING, Block, Details, Page, Section, Summary, TextBlock
 from jaxaudit.report.series import Panel, band_name, panels
 from jaxaudit.report.tables import code, plain
 from jaxaudit.report.verdict import verdict
@@ -140,10 +140,10 @@ telemetry.performance.sel(condition={first}).median("seed").to_series()"""
     channels = audited_tables.channels(run)
     return [
         plain((code(command), why) for command, why in commands.items()),
-        Text(snippet),
+        TextBlock(snippet),
         Details(f"Stored channels ({len(channels.rows)})", [channels]),
         Details("Environment", [audited_tables.environment(run)]),
-        *([Details("Full spec", [Text(run.spec_text)])] if run.spec_text else []),
+        *([Details("Full spec", [TextBlock(run.spec_text)])] if run.spec_text else []),
     ]
 
 

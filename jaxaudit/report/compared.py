@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from jaxaudit.analysis.run_reader import table as stored
 from jaxaudit.report import style
-from jaxaudit.report.page import Details, Page, Section, Summary, Text
+from jaxaudit.report.page import Details, Page, Section, Summary, TextBlock
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Cell, Column, Table, estimate, figures, number, table, word
 from jaxaudit.runs.variants.folder import ACTED, BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
@@ -94,7 +94,7 @@ def build(folder: Path) -> Path:
             Section("paid", "What is paid", "Paid", [_paid(paid)]),
             Section("acted", "How often remedies acted", "Acted", [None if acted is None else _acted(acted)]),
             Section("tried", "Magnitudes tried", "Magnitudes", [_tried(saved.get("tried", []))]),
-            Section("about", "", "", [Details("Spec", [Text(text)])]),
+            Section("about", "", "", [Details("Spec", [TextBlock(text)])]),
         ],
         glossary=GLOSSARY,
     ).write(folder)

@@ -13,7 +13,7 @@ from jaxaudit.report import latent, lines, style
 from jaxaudit.report.detection_tables import CLEAN, told
 from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
 from jaxaudit.report.scored import at_edge, names_of, score_scale, steps, values
-from jaxaudit.report.series import CONTROL_KEY, Line, Panel, thin
+from jaxaudit.report.series import CONTROL_KEY, Panel, PlotLine, thin
 
 PICKED = 6
 """Most conditions that are drawn."""
@@ -85,8 +85,8 @@ def around_onset(found: xr.Dataset, file: str) -> Figure | None:
     if not stored or not len(steps(found)):
         return None
     chosen = picked(found)
-    disturbed = [Line(place, f"m{rank}", names[place], float("nan")) for rank, place in enumerate(chosen)]
-    shown = (Line(0, CONTROL_KEY, CLEAN, float("nan")), *disturbed)
+    disturbed = [PlotLine(place, f"m{rank}", names[place], float("nan")) for rank, place in enumerate(chosen)]
+    shown = (PlotLine(0, CONTROL_KEY, CLEAN, float("nan")), *disturbed)
     common = int(np.median(onset[chosen])) if chosen else int(steps(found)[0])
     panel = Panel("", "", "", 0, (0,) if chosen else (), shown, float("-inf"))
     zooming, picking = zoom("zoom_0"), pick("pick_0")
@@ -122,7 +122,7 @@ def _caption(
     return " ".join(parts)
 
 
-def _rows(found: xr.Dataset, block: np.ndarray, line: Line, common: int) -> pd.DataFrame:
+def _rows(found: xr.Dataset, block: np.ndarray, line: PlotLine, common: int) -> pd.DataFrame:
     """A condition's quantiles against the steps since its onset."""
     since = steps(found) - (common if line.key == CONTROL_KEY else onsets(found)[line.index])
     near = np.flatnonzero(since >= -max(10, int(since[-1]) // 3))

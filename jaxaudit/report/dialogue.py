@@ -14,8 +14,8 @@ from jaxaudit.analysis.run_reader import Run
 from jaxaudit.core.channel_names import PERFORMANCE_ERROR
 from jaxaudit.monitoring.first_signals import FEWEST_SEEDS, earliest, first_signals
 from jaxaudit.report import lines
-from jaxaudit.report.page import Block, Details, Rows, Section, Shown, ShownRow, ShownWord
-from jaxaudit.report.series import CONTROL_KEY, Line, Panel
+from jaxaudit.report.page import Block, Details, RowsSection, Section, Shown, ShownRow, ShownWord
+from jaxaudit.report.series import CONTROL_KEY, Panel, PlotLine
 from jaxaudit.report.tables import Cell, Column, Table, code, number, table, word
 
 PROBABILITIES = (0.9, 0.5, 0.1, 0.01)
@@ -65,7 +65,7 @@ def sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
 
 def _rows(run: Run, groups: Sequence[Panel]) -> list[Block]:
     control = next((line for panel in groups for line in panel.lines if line.key == CONTROL_KEY), None)
-    conditions: list[tuple[str, Line, int]] = [("control", control, groups[0].onset)] if control else []
+    conditions: list[tuple[str, PlotLine, int]] = [("control", control, groups[0].onset)] if control else []
     for panel in groups:
         conditions += [(run.conditions["condition"][line.index], line, panel.onset) for line in panel.disturbed]
     blocks = [block for each in conditions if (block := _moments(run, *each)) is not None]
@@ -80,7 +80,7 @@ def _rows(run: Run, groups: Sequence[Panel]) -> list[Block]:
         "left: the row's reward."
     )
     shown, folded = blocks[:OPEN], blocks[OPEN:]
-    legend = Rows("", (Shown("", (_legend(),)),))
+    legend = RowsSection("", (Shown("", (_legend(),)),))
     return [hint, legend, *shown, *([Details(f"{len(folded)} more conditions", folded)] if folded else [])]
 
 
@@ -93,7 +93,7 @@ def _legend() -> ShownRow:
     return ShownRow("", (ShownWord("given", "given", ""), ShownWord("own, of probability", "plain", ""), *words))
 
 
-def _moments(run: Run, label: str, line: Line, onset: int) -> Rows | None:
+def _moments(run: Run, label: str, line: PlotLine, onset: int) -> RowsSection | None:
     last = int(run.computed[line.index]) - 1
     if last < cadence(run.telemetry) - 1:
         return None
@@ -117,7 +117,7 @@ def _moments(run: Run, label: str, line: Line, onset: int) -> Rows | None:
             told += f" (standard error {float(errors[seed, line.index, place]):.2g})"
         moments.append(Shown(told, rows))
     which = f"{label}, seed {int(run.telemetry['seed'].values[seed])}"
-    return Rows(which, moments)
+    return RowsSection(which, moments)
 
 
 def _row(row) -> ShownRow:

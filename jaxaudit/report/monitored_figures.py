@@ -14,7 +14,7 @@ from jaxaudit.report import latent, lines, style
 from jaxaudit.report.distances import distance_map, furthest
 from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
 from jaxaudit.report.scored import at_edge, names_of, score_scale, steps, values
-from jaxaudit.report.series import CONTROL_KEY, Line, Panel, thin
+from jaxaudit.report.series import CONTROL_KEY, Panel, PlotLine, thin
 
 PICKED = 6
 """Most runs with a line of their own."""
@@ -53,14 +53,14 @@ def _ranked(seen: xr.Dataset) -> list[int]:
     return [int(run) for run in np.argsort(-peak, kind="stable")]
 
 
-def _shown(seen: xr.Dataset, ranked: Sequence[int]) -> list[Line]:
+def _shown(seen: xr.Dataset, ranked: Sequence[int]) -> list[PlotLine]:
     """The runs with the highest scores, the highest last."""
     names = names_of(seen, "run")
     picked = ranked[:PICKED][::-1]
-    return [Line(run, f"m{rank}", names[run], float("nan")) for rank, run in enumerate(picked)]
+    return [PlotLine(run, f"m{rank}", names[run], float("nan")) for rank, run in enumerate(picked)]
 
 
-def _panel(shown: Sequence[Line]) -> Panel:
+def _panel(shown: Sequence[PlotLine]) -> Panel:
     return Panel("", "", "", 0, (), tuple(shown), float("-inf"))
 
 
@@ -76,7 +76,7 @@ def _kept(seen: xr.Dataset, starts: dict[str, int], limit: int) -> np.ndarray:
     return thin(step, centre, len(step) // 10, limit)
 
 
-def _lines(seen: xr.Dataset, block: np.ndarray, shown: Sequence[Line], kept: np.ndarray) -> pd.DataFrame:
+def _lines(seen: xr.Dataset, block: np.ndarray, shown: Sequence[PlotLine], kept: np.ndarray) -> pd.DataFrame:
     """Runs `[run, T]` in long form, without bands."""
     step = steps(seen)[kept]
     parts = [
@@ -136,7 +136,7 @@ def _values(seen: xr.Dataset, ranked: list[int], moved: list[int], starts: dict[
         return None
     clean = values(seen, "clean_values", "channel", "step", "quantile")
     shown = _shown(seen, ranked)
-    calm = [] if clean is None else [Line(0, CONTROL_KEY, "clean runs", float("nan"))]
+    calm = [] if clean is None else [PlotLine(0, CONTROL_KEY, "clean runs", float("nan"))]
     channels, kept = names_of(seen, "channel"), _kept(seen, starts, 300)
     zooming, picking = zoom("zoom_0"), pick("pick_0")
     charts: list[Any] = []

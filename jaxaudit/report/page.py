@@ -44,7 +44,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextBlock:
     """Lines as they are, in a fixed pitch."""
 
     kind: ClassVar[str] = "text"
@@ -86,7 +86,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsSection:
     """Rows of tokens at several moments, side by side."""
 
     kind: ClassVar[str] = "rows"
@@ -94,7 +94,7 @@ class Rows:
     moments: Sequence[Shown]
 
 
-Block = str | Figure | Table | Summary | Text | Details | Rows
+Block = str | Figure | Table | Summary | TextBlock | Details | RowsSection
 """What a section is made of; a string is a hint."""
 
 

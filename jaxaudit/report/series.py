@@ -13,7 +13,7 @@ CONTROL_KEY = "c"
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """One condition in a panel: its index, the key of its column in the tooltip, and its label."""
 
     index: int
@@ -38,11 +38,11 @@ class Panel:
     title: str
     onset: int
     durations: tuple[int, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[PlotLine, ...]
     neutral: float
 
     @property
-    def disturbed(self) -> tuple[Line, ...]:
+    def disturbed(self) -> tuple[PlotLine, ...]:
         """The lines without the control."""
         return tuple(line for line in self.lines if line.key != CONTROL_KEY)
 
@@ -66,12 +66,12 @@ def _panel(table: pd.DataFrame, rows: pd.DataFrame, name: str, title: str, onset
     controls = table[table["perturbation"] == CONTROL]
     own = controls[controls["onset"] == onset]
     control = own if len(own) else controls
-    lines = [Line(int(i), CONTROL_KEY, CONTROL, float("nan")) for i in control.index[:1]]
+    lines = [PlotLine(int(i), CONTROL_KEY, CONTROL, float("nan")) for i in control.index[:1]]
     rows = rows.sort_values("magnitude", kind="stable")
     unique = rows["magnitude"].notna().all() and rows["magnitude"].is_unique
     for rank, (index, row) in enumerate(rows.iterrows()):
         label = f"{row['magnitude']:g}" if unique else row["condition"]
-        lines.append(Line(int(index), f"m{rank}", label, float(row["magnitude"])))  # type: ignore[call-overload]
+        lines.append(PlotLine(int(index), f"m{rank}", label, float(row["magnitude"])))  # type: ignore[call-overload]
     return Panel(
         perturbation=name,
         dimension=str(rows["dimension"].iloc[0]) if len(rows) else CONTROL,

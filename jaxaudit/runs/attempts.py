@@ -43,7 +43,7 @@ COMPLETE, STOPPED, LOST = "complete", "stopped", "lost"
 """How an attempt ended: it came to the end of its batch, it was told to stop, or nobody knows."""
 
 
-class Attempt:
+class LaneAttempt:
     """The files of one attempt at a batch: telemetry of its chunks, its latest states, the baseline's at the onsets.
 
     Every file appears complete or not at all. Rows of steps after the latest states are trained again, to the same
@@ -109,7 +109,7 @@ class Attempt:
     def save(self, engine: Engine, states: LaneState, step: int) -> None:
         """Keeps the states at a step, and of earlier ones the latest."""
         checkpoint.save(self.state(step), engine.pieces(self._batch, states), self._note(step))
-        if not hosts.first():
+        if not hosts.is_leader():
             return
         kept = [known for known in self.states() if known <= step][-KEPT_STATES:]  # a later one was damaged
         for known in self.states():
@@ -132,7 +132,7 @@ class Attempt:
         """The steps whose states are kept."""
         return sorted(int(path.name.removeprefix("state-")) for path in self.path.glob("state-*"))
 
-    def take_over(self, earlier: Attempt, step: int) -> None:
+    def take_over(self, earlier: LaneAttempt, step: int) -> None:
         """Makes an earlier attempt's telemetry and states up to a step its own, as links where these are possible."""
         for start, stop, path in earlier._rows():
             if stop <= step and start < step:
@@ -196,7 +196,7 @@ class Standing:
 
     step: int
     states: Path
-    attempt: Attempt
+    attempt: LaneAttempt
 
 
 class BatchFolder:
@@ -206,15 +206,15 @@ class BatchFolder:
         self.path = store.batches / f"{batch.id:04d}"
         self._store, self._batch = store, batch
 
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[LaneAttempt]:
         """All there are, in order."""
-        return [Attempt(path, self._batch) for path in sorted(self.path.glob("attempt-*"))]
+        return [LaneAttempt(path, self._batch) for path in sorted(self.path.glob("attempt-*"))]
 
-    def accepted(self) -> Attempt | None:
+    def accepted(self) -> LaneAttempt | None:
         """The first that has come to its end."""
         return next((attempt for attempt in self.attempts() if attempt.complete), None)
 
-    def newest(self) -> Attempt | None:
+    def newest(self) -> LaneAttempt | None:
         """The latest that has begun."""
         return next((attempt for attempt in reversed(self.attempts()) if attempt.begun), None)
 
@@ -225,7 +225,7 @@ class BatchFolder:
         standing = self.standing(grid)
         return self._batch.onset if standing is None else standing.step
 
-    def begin(self, grid: Grid, worker: str, begun: float) -> tuple[Attempt, Standing | None]:
+    def begin(self, grid: Grid, worker: str, begun: float) -> tuple[LaneAttempt, Standing | None]:
         """A new attempt, and where it goes on from; None where the batch begins.
 
         Meanwhile earlier attempts, not as dead as they seemed, may forget states, and the run take them.
@@ -248,26 +248,26 @@ class BatchFolder:
             return attempt, Standing(step, self._states(attempt, step) or standing.states, attempt)
         raise AssertionError
 
-    def _states(self, attempt: Attempt, step: int) -> Path | None:
+    def _states(self, attempt: LaneAttempt, step: int) -> Path | None:
         """Where an attempt finds the states at a step; None where there are none."""
         places = (attempt.state(step), attempt.onset(step), self._store.checkpoints / attempt.onset(step).name)
         return next((path for path in places if path.exists()), None)
 
-    def joined(self, number: int, step: int) -> tuple[Attempt, Path | None]:
+    def joined(self, number: int, step: int) -> tuple[LaneAttempt, Path | None]:
         """The attempt of a number, which another process began, and the states at the step it goes on from.
 
         A step below zero: it begins where the batch does.
         """
-        attempt = Attempt(self.path / f"attempt-{number:03d}", self._batch)
+        attempt = LaneAttempt(self.path / f"attempt-{number:03d}", self._batch)
         return attempt, self._states(attempt, step) if step >= 0 else None
 
-    def _make(self) -> Attempt:
+    def _make(self) -> LaneAttempt:
         self.path.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(len(self.attempts()) + 1):
             path = self.path / f"attempt-{number:03d}"
             with suppress(FileExistsError):
                 path.mkdir()
-                return Attempt(path, self._batch)
+                return LaneAttempt(path, self._batch)
         raise AssertionError
 
     def standing(self, grid: Grid) -> Standing | None:
@@ -287,7 +287,7 @@ class BatchFolder:
                 return Standing(step, path, attempt)
         return None
 
-    def _candidates(self, grid: Grid) -> list[tuple[int, Path, Attempt]]:
+    def _candidates(self, grid: Grid) -> list[tuple[int, Path, LaneAttempt]]:
         """(step, states, attempt with telemetry of all steps before), the latest first."""
         attempts = self.attempts()[::-1]
         found = [(step, attempt.state(step), attempt) for attempt in attempts for step in attempt.states()]

@@ -28,7 +28,7 @@ import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from jaxaudit.core.grid import MOST_LANES
-from jaxaudit.execution.engine import Piece
+from jaxaudit.execution.engine import ProgramPiece
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.files import UNFINISHED, read_object
 from jaxaudit.runtime.machine import give_back, host_memory, readable
@@ -49,7 +49,7 @@ class Damaged(Exception):
     """A checkpoint whose files are not what was written."""
 
 
-def save(path: Path, pieces: Iterable[Piece], note: dict[str, Any]) -> None:
+def save(path: Path, pieces: Iterable[ProgramPiece], note: dict[str, Any]) -> None:
     """Writes lanes' states, and a JSON-able note beside them, under `path`; replaces what was there.
 
     Of several processes each writes what its devices hold, and the first what goes with it.
@@ -60,13 +60,13 @@ def save(path: Path, pieces: Iterable[Piece], note: dict[str, Any]) -> None:
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     content: dict[str, Any] = {"note": note, "leaves": [], "pieces": []}
     try:
-        if hosts.first():
+        if hosts.is_leader():
             _clear(unfinished)
             unfinished.mkdir()
-        hosts.told()
+        hosts.broadcast()
         with _context():
             for piece in pieces:
-                if hosts.first():
+                if hosts.is_leader():
                     _reserve(unfinished / "room", jax.tree.leaves(piece.states))
                 ocp.save(unfinished / _name(piece.first), piece.states)
                 content["leaves"] = _describe(piece.states)
@@ -75,7 +75,7 @@ def save(path: Path, pieces: Iterable[Piece], note: dict[str, Any]) -> None:
                 del piece
                 if large:
                     give_back(1)
-        if hosts.first():
+        if hosts.is_leader():
             content["files"] = _digests(unfinished)
             (unfinished / DIGEST).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
     except OSError:
@@ -84,10 +84,10 @@ def save(path: Path, pieces: Iterable[Piece], note: dict[str, Any]) -> None:
     except Exception as error:  # Orbax reports a full disk through errors of TensorStore's own
         _clear(unfinished)
         raise OSError(f"could not write checkpoint {path}: {str(error).splitlines()[0]}") from error
-    if hosts.first():
+    if hosts.is_leader():
         remove(path)
         unfinished.rename(path)
-    hosts.told()
+    hosts.broadcast()
 
 
 def remove(path: Path) -> None:
@@ -99,7 +99,7 @@ def remove(path: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def load(path: Path, like: Any, wanted: Container[int] | None = None) -> Iterator[Piece]:
+def load(path: Path, like: Any, wanted: Container[int] | None = None) -> Iterator[ProgramPiece]:
     """The states under `path`, a piece at a time; only pieces with `wanted` lanes if these are given.
 
     `like` gives the structure, shapes and dtypes of one lane's state.
@@ -115,7 +115,7 @@ def load(path: Path, like: Any, wanted: Container[int] | None = None) -> Iterato
     if (size := lane * max(count for _, count in pieces)) > (free := host_memory()):
         raise Damaged(f"checkpoint {path} needs {readable(size)} in memory, and {readable(free)} are available")
     chosen = [(a, n) for a, n in pieces if wanted is None or any(i in wanted for i in range(a, a + n))]
-    return (Piece(first, count, _read(path / _name(first), like, count)) for first, count in chosen)
+    return (ProgramPiece(first, count, _read(path / _name(first), like, count)) for first, count in chosen)
 
 
 def lanes(path: Path) -> set[int]:

@@ -16,7 +16,7 @@ from jaxaudit.core.grid import Grid
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution.driver import spans
-from jaxaudit.runs.attempts import Attempt, BatchFolder, forget_lost
+from jaxaudit.runs.attempts import BatchFolder, LaneAttempt, forget_lost
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.worker_log import write_shards
 from jaxaudit.runtime.files import write_text
@@ -26,7 +26,7 @@ GATHERED_BYTES = 2**26
 """Of telemetry that is put into its place at once: a file of it holds all lanes, and is read and written each time."""
 
 
-def gather(store: Folder, grid: Grid, batch: Batch, attempt: Attempt, after: int = 0) -> int:
+def gather(store: Folder, grid: Grid, batch: Batch, attempt: LaneAttempt, after: int = 0) -> int:
     """Puts what an attempt has trained from a step on into the run's telemetry; returns the step it has come to."""
     for rows, start, stop in _joined(attempt.rows(after)):
         store.write_rows(grid, batch, rows, start, stop)

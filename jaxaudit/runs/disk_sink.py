@@ -12,9 +12,9 @@ from jaxaudit.core.batches import Batch
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import LaneState
 from jaxaudit.execution.driver import is_onset
-from jaxaudit.execution.engine import Engine, Piece, Source
+from jaxaudit.execution.engine import Engine, ProgramPiece, Source
 from jaxaudit.runs import checkpoint
-from jaxaudit.runs.attempts import COMPLETE, Attempt, BatchFolder, onset_paths
+from jaxaudit.runs.attempts import COMPLETE, BatchFolder, LaneAttempt, onset_paths
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.errors import UserError
@@ -24,7 +24,7 @@ KEEPING = 0.05
 
 
 class InFolder:
-    """The place of a run's batches: a `jaxaudit.execution.driver.Place` on disk.
+    """The place of a run's batches: a `jaxaudit.execution.driver.BatchSink` on disk.
 
     Attributes:
       store: the run.
@@ -36,7 +36,7 @@ class InFolder:
       begun: when this process began with it, in seconds since the epoch; None: when a batch begins.
     """
 
-    attempt: Attempt
+    attempt: LaneAttempt
 
     def __init__(self, store: Folder, engine: Engine, every: int = 0, begun: float | None = None):
         self.store = store
@@ -56,7 +56,7 @@ class InFolder:
         self._compiled = engine.compile_seconds
         worker = f"{platform.node()}:{os.getpid()}"
         self.attempt, standing = BatchFolder(self.store, batch).begin(engine.grid, worker, self._begun or time.time())
-        hosts.told(self.attempt.number, -1 if standing is None else standing.step)
+        hosts.broadcast(self.attempt.number, -1 if standing is None else standing.step)
         if standing is None:
             return None
         return standing.step, engine.restored(checkpoint.load(standing.states, engine.lane_shapes(batch)), batch)
@@ -65,7 +65,7 @@ class InFolder:
         """Keeps the baseline's states at onsets, and others as often as they are to be kept."""
         if is_onset(engine.grid, batch, step):
             self.attempt.save_onset(engine, states, step)
-        elif batch.onset < step < batch.stop and hosts.told(self.due())[0]:
+        elif batch.onset < step < batch.stop and hosts.broadcast(self.due())[0]:
             begun = time.monotonic()
             self.attempt.save(engine, states, step)
             self._kept = time.monotonic()
@@ -92,7 +92,7 @@ def at_onset(store: Folder, engine: Engine, onset: int) -> Source:
     return partial(_stored, store, engine, onset)
 
 
-def _stored(store: Folder, engine: Engine, onset: int, seeds: set[int]) -> Iterator[Piece]:
+def _stored(store: Folder, engine: Engine, onset: int, seeds: set[int]) -> Iterator[ProgramPiece]:
     try:
         for path in onset_paths(store, onset, seeds):
             yield from checkpoint.load(path, engine.onset_shapes(), seeds)

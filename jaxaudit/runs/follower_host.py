@@ -10,7 +10,7 @@ from jaxaudit.core.program import LaneState
 from jaxaudit.execution.driver import is_onset, run_batch
 from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.runs import checkpoint
-from jaxaudit.runs.attempts import Attempt, BatchFolder
+from jaxaudit.runs.attempts import BatchFolder, LaneAttempt
 from jaxaudit.runs.disk_sink import at_onset
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime import hosts
@@ -26,14 +26,14 @@ def follow(store: Folder, engine: Engine, plan: Plan) -> None:
     place = _Following(store, engine)
     with stoppable():
         for batch in plan:
-            if hosts.told(False)[0]:
+            if hosts.broadcast(False)[0]:
                 run_batch(engine, batch, place, lambda *arguments: interruptible(partial(engine.advance, *arguments)))
 
 
 class _Following:
-    """A `jaxaudit.execution.driver.Place` that does as the first process does."""
+    """A `jaxaudit.execution.driver.BatchSink` that does as the first process does."""
 
-    attempt: Attempt
+    attempt: LaneAttempt
 
     def __init__(self, store: Folder, engine: Engine):
         self._store, self._engine = store, engine
@@ -42,7 +42,7 @@ class _Following:
         return at_onset(self._store, self._engine, onset)
 
     def restored(self, engine: Engine, batch: Batch) -> tuple[int, LaneState] | None:
-        number, step = hosts.told(0, 0)
+        number, step = hosts.broadcast(0, 0)
         self.attempt, states = BatchFolder(self._store, batch).joined(number, step)
         if states is None:
             return None
@@ -51,9 +51,9 @@ class _Following:
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
         if is_onset(engine.grid, batch, step):
             self.attempt.save_onset(engine, states, step)
-        elif batch.onset < step < batch.stop and hosts.told(False)[0]:
+        elif batch.onset < step < batch.stop and hosts.broadcast(False)[0]:
             self.attempt.save(engine, states, step)
-        if step > batch.onset and hosts.told(False)[0]:
+        if step > batch.onset and hosts.broadcast(False)[0]:
             raise Interrupted("")  # the first says how to go on
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:

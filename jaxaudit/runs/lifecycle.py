@@ -85,13 +85,13 @@ def resume(folder: Path, workers: Workers | None = None) -> None:
       Interrupted: Ctrl-C.
     """
     with ExitStack() as stack:
-        begun = hosts.led(lambda: stack.enter_context(_stopped(folder)))
+        begun = hosts.on_leader(lambda: stack.enter_context(_stopped(folder)))
         store, spec, grid, plan = begun or _standing(folder)
         if workers is not None:
             with opened(workers, _jobs(store.path)) as backend:
                 _go_on_elsewhere(store, spec, grid, plan, backend)
             return
-        if hosts.first():
+        if hosts.is_leader():
             _tell_differences(store, grid, plan)
         _go_on_here(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan)
 
@@ -144,7 +144,7 @@ def _begin_and_do(
 ) -> None:
     if workers is None:
         with ExitStack() as stack:
-            begun = hosts.led(lambda: stack.enter_context(_begun(spec, folder, lay_out, source)))
+            begun = hosts.on_leader(lambda: stack.enter_context(_begun(spec, folder, lay_out, source)))
             store, spec, engine, plan = begun or _begun_by_the_first(folder)
             _go_on_here(store, spec, engine, plan)
         return
@@ -316,13 +316,13 @@ def _copy_onsets(source: Folder, ran: Grid, store: Folder, grid: Grid) -> None:
 
 
 def _go_on_here(store: Folder, spec: Spec, engine: Engine, plan: Plan) -> None:
-    if not hosts.first():
+    if not hosts.is_leader():
         follow(store, engine, plan)
-        hosts.told()  # the first has written what there is to write
+        hosts.broadcast()  # the first has written what there is to write
         return
     gathered = Gathered(store, engine.grid, plan, lambda: engine.compile_seconds)
     _execute(store, spec, engine.grid, plan, gathered, lambda: train_here(store, spec, engine, plan, gathered))
-    hosts.told()
+    hosts.broadcast()
 
 
 def _go_on_elsewhere(store: Folder, spec: Spec, grid: Grid, plan: Plan, backend: Backend) -> None:

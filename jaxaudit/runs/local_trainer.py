@@ -18,7 +18,7 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.runs.attempts import COMPLETE, STOPPED, BatchFolder
 from jaxaudit.runs.collect import Gathered, gather
 from jaxaudit.runs.disk_sink import InFolder
-from jaxaudit.runs.progress import Progress, Teller, chunks_of
+from jaxaudit.runs.progress import ProgressBar, Teller, chunks_of
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.errors import Interrupted
@@ -39,11 +39,11 @@ def train_here(store: Folder, spec: Spec, engine: Engine, plan: Plan, gathered: 
     left = gathered.left(plan)
     begun = {batch.id: BatchFolder(store, batch).reached(grid) for batch in left}
     _tell(engine, left, plan, begun)
-    with stoppable() as stopping, Progress(grid, plan, engine.rows, begun) as progress:
+    with stoppable() as stopping, ProgressBar(grid, plan, engine.rows, begun) as progress:
         place = _Watched(store, engine, spec, plan, gathered, stopping, progress)
         for batch in plan:
             waiting = batch in left
-            if hosts.told(waiting and BatchFolder(store, batch).accepted() is None)[0]:
+            if hosts.broadcast(waiting and BatchFolder(store, batch).accepted() is None)[0]:
                 run_batch(engine, batch, place, partial(_interruptible, engine))
                 place.end()
             if waiting:
@@ -65,7 +65,7 @@ class _Watched(InFolder):
         plan: Plan,
         gathered: Gathered,
         stopping: Callable[[], bool],
-        progress: Progress,
+        progress: ProgressBar,
     ):
         super().__init__(store, engine, spec.run.checkpoint_every)
         self._plan, self._done, self._stopping, self._progress = plan, gathered, stopping, progress
@@ -96,7 +96,7 @@ class _Watched(InFolder):
         if step == batch.onset:
             return
         stopping = self._stopping() and not (batch is self._plan[-1] and step == batch.stop)
-        hosts.told(stopping)
+        hosts.broadcast(stopping)
         if stopping or time.monotonic() - self._latest > GATHER_SECONDS:
             self._rows[batch.id] = gather(self.store, engine.grid, batch, self.attempt, self._rows.get(batch.id, 0))
             self.store.update_environment(**self._done.clock())

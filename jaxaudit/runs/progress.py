@@ -66,7 +66,7 @@ def chunks_of(grid: Grid, plan: Plan, size: int, begun: Mapping[int, int]) -> tu
     return sum(stop <= at for stop, at in ends), len(ends)
 
 
-class Progress:
+class ProgressBar:
     """Counts samples (env steps, tokens; learner steps where a learner does not say) over all lanes.
 
     Attributes:
@@ -109,7 +109,7 @@ class Progress:
     def _samples(self, batch: Batch, start: int, stop: int) -> int:
         return len(batch.seeds) * (stop - start) * self._unit
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -123,7 +123,7 @@ def _of(plan: Plan, fork: int | None) -> list[Batch]:
 class Teller:
     """Tells of telemetry as it comes: what the learner has to say of the beginning, and how lanes fare."""
 
-    def __init__(self, store: Folder, grid: Grid, window: int, progress: Progress):
+    def __init__(self, store: Folder, grid: Grid, window: int, progress: ProgressBar):
         self.progress = progress
         self._store, self._grid, self._window = store, grid, window
         self._levels: dict[int, tuple[np.ndarray, np.ndarray]] = {}

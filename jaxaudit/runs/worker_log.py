@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxaudit.core.batches import Batch
-from jaxaudit.runs.attempts import LOST, Attempt
+from jaxaudit.runs.attempts import LOST, LaneAttempt
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime.files import write_text
 
@@ -34,7 +34,7 @@ COLUMNS = (
 """
 
 
-def write_shards(store: Folder, batch: Batch, attempts: Sequence[Attempt]) -> None:
+def write_shards(store: Folder, batch: Batch, attempts: Sequence[LaneAttempt]) -> None:
     """Adds the attempts at a batch."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
     if store.shards.exists():
@@ -53,7 +53,7 @@ def write_shards(store: Folder, batch: Batch, attempts: Sequence[Attempt]) -> No
     write_text(store.shards, text.getvalue())
 
 
-def _row(batch: Batch, attempt: Attempt, begun: dict[str, Any], kept: int) -> dict[str, Any]:
+def _row(batch: Batch, attempt: LaneAttempt, begun: dict[str, Any], kept: int) -> dict[str, Any]:
     ended = attempt.ended or {"outcome": LOST, "ended": attempt.latest(), "compile_seconds": ""}
     return {
         "batch": batch.id,

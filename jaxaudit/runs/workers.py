@@ -19,7 +19,7 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.runs.attempts import COMPLETE, STOPPED, BatchFolder, onset_lanes
 from jaxaudit.runs.collect import Gathered, gather
 from jaxaudit.runs.disk_sink import InFolder
-from jaxaudit.runs.progress import Progress, Teller
+from jaxaudit.runs.progress import ProgressBar, Teller
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import check_provenance, open_run
 from jaxaudit.runtime.backends.backend import Backend, Job
@@ -121,7 +121,7 @@ def train_by_workers(store: Folder, spec: Spec, grid: Grid, plan: Plan, gathered
     begun = {batch.id: BatchFolder(store, batch).reached(grid) for batch in left}
     rows = chunk_size(grid.steps, spec.run.chunk)
     print(f"{len(left)} of {len(plan)} batches to train, {backend.workers} at a time", file=sys.stderr)
-    with stoppable() as stopping, Progress(grid, plan, rows, begun) as progress:
+    with stoppable() as stopping, ProgressBar(grid, plan, rows, begun) as progress:
         driver = _Driver(store, grid, gathered, backend, Teller(store, grid, spec.metrics.window, progress))
         try:
             driver.train([_Task(batch, seen=begun[batch.id]) for batch in left], stopping)

@@ -58,7 +58,7 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     except RuntimeError as error:
         raise UserError(f"not all of the run's processes came together: {str(error).splitlines()[0]}") from None
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    told()  # connections are made now: later one may be long at something else, and for them Gloo waits 30 s
+    broadcast()  # connections are made now: later one may be long at something else, and for them Gloo waits 30 s
 
 
 def several() -> bool:
@@ -68,14 +68,14 @@ def several() -> bool:
     return jax.process_count() > 1
 
 
-def first() -> bool:
+def is_leader() -> bool:
     """Whether this process leads."""
     import jax
 
     return jax.process_index() == 0
 
 
-def told(*values: int) -> list[int]:
+def broadcast(*values: int) -> list[int]:
     """What the first process says, in all of them; they wait for one another."""
     if not several():
         return list(values)
@@ -85,15 +85,15 @@ def told(*values: int) -> list[int]:
     return multihost_utils.broadcast_one_to_all(said).tolist()[1:]
 
 
-def led(work: Callable[[], Result]) -> Result | None:
+def on_leader(work: Callable[[], Result]) -> Result | None:
     """What some work gives in the first process, while the others wait; None in these. It fails in all or in none."""
     result, failure = None, None
-    if first():
+    if is_leader():
         try:
             result = work()
         except BaseException as error:
             failure = error
-    (code,) = told(0 if failure is None else explain(failure)[0])
+    (code,) = broadcast(0 if failure is None else explain(failure)[0])
     if failure is not None:
         raise failure
     if code:

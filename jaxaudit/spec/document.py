@@ -37,7 +37,7 @@ from jaxaudit.spec.sections import (
     read_task,
     task_values,
 )
-from jaxaudit.spec.tables import Table, given, to_text
+from jaxaudit.spec.tables import TomlTable, given, to_text
 from jaxaudit.spec.trial import misfits
 
 
@@ -194,7 +194,7 @@ def remedy_values(remedies: Sequence[Remedy]) -> list[dict[str, Any]] | None:
 def read(document: dict[str, Any], source: str = "spec", folder: Path = Path()) -> Spec:
     """Reads a spec from the tables of its TOML text; see `parse`."""
     tables = ("audit", "task", "learner", "remedy", "metrics", "run", "monitor", "perturbation")
-    sections = Table(document, source, tables)
+    sections = TomlTable(document, source, tables)
     audit = read_audit(sections)
     return Spec(
         audit=audit,
@@ -209,7 +209,7 @@ def read(document: dict[str, Any], source: str = "spec", folder: Path = Path()) 
     )
 
 
-def listed(sections: Table, name: str) -> Iterator[tuple[Any, str]]:
+def listed(sections: TomlTable, name: str) -> Iterator[tuple[Any, str]]:
     """The tables of a list [[name]], which may be missing, each with its place. Raises UserError if it is no list."""
     tables = sections.raw(name)
     if isinstance(tables, dict):
@@ -220,7 +220,7 @@ def listed(sections: Table, name: str) -> Iterator[tuple[Any, str]]:
         yield values, f"{sections.place}: [[{name}]] {number}"
 
 
-def _read_entries(sections: Table, steps: int) -> tuple[Entry, ...]:
+def _read_entries(sections: TomlTable, steps: int) -> tuple[Entry, ...]:
     found: list[Entry] = []
     count = 0
     for values, place in listed(sections, "perturbation"):

@@ -11,7 +11,7 @@ from jaxaudit.perturbations import DIMENSIONS, Chain, Kind, Perturbation, Sweep,
 from jaxaudit.remedies import Remedy, RemedyKind
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError, placed
-from jaxaudit.spec.tables import Table, given
+from jaxaudit.spec.tables import TomlTable, given
 
 Onset = int | float
 Onsets = int | float | tuple[int | float, ...]
@@ -83,7 +83,7 @@ def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
     """
     if not isinstance(values, dict):
         raise UserError(f"{place} must be a table, not {given(values)}")
-    forms: dict[str, tuple[tuple[str, ...], Callable[[Table], list[Entry]]]] = {
+    forms: dict[str, tuple[tuple[str, ...], Callable[[TomlTable], list[Entry]]]] = {
         "kind": (_SINGLE, _read_single),
         "chain": (_CHAIN, _read_chain),
         "dimension": (_DIMENSION, _read_dimension),
@@ -93,7 +93,7 @@ def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
         raise UserError(f"{place} has both '{found[0]}' and '{found[1]}'; it must have one of them")
     # Without any of the three, a misspelt one is the likely mistake, and the table names it.
     keys, read = forms[found[0]] if found else (tuple(dict.fromkeys(_SINGLE + _CHAIN + _DIMENSION)), None)
-    table = Table(values, place, keys)
+    table = TomlTable(values, place, keys)
     if read is None:
         raise UserError(f"{place} needs one of 'kind', 'chain' and 'dimension'")
     try:
@@ -108,7 +108,7 @@ def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
 
 def read_remedy(values: Any, place: str) -> Remedy:
     """The remedy of one table [[remedy]]. Raises UserError."""
-    table = Table(values, place, ("kind", "strength"))
+    table = TomlTable(values, place, ("kind", "strength"))
     name = table.get("kind", str)
     if name not in registry.remedies:
         if name in registry.perturbations or name in registry.interventions:
@@ -122,12 +122,12 @@ def read_remedy(values: Any, place: str) -> Remedy:
         return kind(strength)
 
 
-def _read_single(table: Table) -> list[Entry]:
+def _read_single(table: TomlTable) -> list[Entry]:
     onsets = _each(_distinct(table, "onset", Onsets, None))
     return [Asked(_single(table, onset), table.place) for onset in onsets]
 
 
-def _single(table: Table, onset: Onset | None, duration: int | str | None = None) -> Perturbation:
+def _single(table: TomlTable, onset: Onset | None, duration: int | str | None = None) -> Perturbation:
     try:
         kind = _kind(table.get("kind", str))
     except ValueError as error:
@@ -144,13 +144,13 @@ def _single(table: Table, onset: Onset | None, duration: int | str | None = None
     )
 
 
-def _read_chain(table: Table) -> list[Entry]:
+def _read_chain(table: TomlTable) -> list[Entry]:
     listed = table.raw("chain")
     if not isinstance(listed, list) or not listed:
         raise UserError(f"{table.place}: chain must be a list of tables, not {given(listed)}")
     onsets = _distinct(table, "onset", Onsets, None)
     duration = table.get("duration", Duration, None)
-    parts = [Table(values, f"{table.place}, chain part {n}", _SINGLE) for n, values in enumerate(listed, 1)]
+    parts = [TomlTable(values, f"{table.place}, chain part {n}", _SINGLE) for n, values in enumerate(listed, 1)]
     for key, outer in (("duration", duration), ("onset", onsets)):
         if outer is not None and all(key in part for part in parts):
             raise UserError(
@@ -164,7 +164,7 @@ def _read_chain(table: Table) -> list[Entry]:
     return [Asked(at(onset), table.place) for onset in _each(onsets)]
 
 
-def _read_dimension(table: Table) -> list[Entry]:
+def _read_dimension(table: TomlTable) -> list[Entry]:
     dimension = table.get("dimension", str)
     if dimension not in DIMENSIONS:
         raise UserError(f"{table.place}: {registry.unknown('dimension', dimension, list(DIMENSIONS))}")
@@ -173,7 +173,7 @@ def _read_dimension(table: Table) -> list[Entry]:
     return [AskedDimension(dimension, onset, duration, table.place) for onset in onsets]
 
 
-def _distinct(table: Table, key: str, wanted: Any, default: Any) -> Any:
+def _distinct(table: TomlTable, key: str, wanted: Any, default: Any) -> Any:
     value = table.get(key, wanted, default)
     if isinstance(value, tuple) and (not value or len(set(value)) < len(value)):
         raise UserError(f"{table.place}: {key} must list at least one number, and each once, not {list(value)}")

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxaudit.runtime.errors import UserError, placed
-from jaxaudit.spec.tables import Table
+from jaxaudit.spec.tables import TomlTable
 
 
-def section(sections: Table, name: str, keys: Collection[str] | None, default: Any = None) -> Table:
+def section(sections: TomlTable, name: str, keys: Collection[str] | None, default: Any = None) -> TomlTable:
     """A table of a spec, which has no other keys than these (None: any). Raises UserError if it is missing."""
     values = sections.raw(name) if name in sections else default
     if values is None:
         raise UserError(f"{sections.place}: the table [{name}] is missing")
-    return Table(values, f"{sections.place}: [{name}]", keys)
+    return TomlTable(values, f"{sections.place}: [{name}]", keys)
 
 
 def keys(of: type) -> list[str]:
@@ -25,7 +25,7 @@ def keys(of: type) -> list[str]:
     return [f.name for f in dataclasses.fields(of) if f.init]
 
 
-def read(table: Table, of: type, **set_apart: Any) -> Any:
+def read(table: TomlTable, of: type, **set_apart: Any) -> Any:
     """An instance of a dataclass, from the values that a table gives for its fields.
 
     A value has its field's type. Where the field's metadata has a true "path", it is made absolute if something is

@@ -16,7 +16,7 @@ from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError, placed
 from jaxaudit.runtime.precision import MatmulPrecision
 from jaxaudit.spec.fields import keys, read, section
-from jaxaudit.spec.tables import Table, given
+from jaxaudit.spec.tables import TomlTable, given
 
 MOST_STEPS = 10_000_000
 MOST_SEEDS = 100_000
@@ -104,7 +104,7 @@ class MonitorSpec:
             raise ValueError(f"{self.path} cannot be read: {error.strerror or error}") from None
 
 
-def read_audit(sections: Table) -> AuditSpec:
+def read_audit(sections: TomlTable) -> AuditSpec:
     """Reads [audit]. Raises UserError."""
     table = section(sections, "audit", keys(AuditSpec))
     spec = AuditSpec(
@@ -121,7 +121,7 @@ def read_audit(sections: Table) -> AuditSpec:
     return spec
 
 
-def _check_audit(table: Table, spec: AuditSpec) -> None:
+def _check_audit(table: TomlTable, spec: AuditSpec) -> None:
     if not (0 < len(spec.name) <= 100 and spec.name.isprintable() and spec.name.strip()):
         raise UserError(f"{table.place}: name must be 1 to 100 printable characters, not {given(spec.name)}")
     if isinstance(spec.seeds, int) and not 1 <= spec.seeds <= MOST_SEEDS:
@@ -143,7 +143,7 @@ def _check_audit(table: Table, spec: AuditSpec) -> None:
     _at_least(table, "model_devices", spec.model_devices, 1)
 
 
-def read_task(sections: Table) -> Task | None:
+def read_task(sections: TomlTable) -> Task | None:
     """Reads [task]; None if there is none. Raises UserError."""
     if "task" not in sections:
         return None
@@ -185,7 +185,7 @@ def learner_settings(kind: str) -> type:
     return getattr(registry.learners[kind], "settings", NoSettings)
 
 
-def read_learner(sections: Table, audit: AuditSpec) -> LearnerSpec:
+def read_learner(sections: TomlTable, audit: AuditSpec) -> LearnerSpec:
     """Reads [learner], with the telemetry that [audit] wants. Raises UserError."""
     table = section(sections, "learner", None)
     kind = table.get("kind", str)
@@ -205,7 +205,7 @@ def read_learner(sections: Table, audit: AuditSpec) -> LearnerSpec:
     return LearnerSpec(kind, chosen)
 
 
-def read_metrics(sections: Table) -> MetricSettings:
+def read_metrics(sections: TomlTable) -> MetricSettings:
     """Reads [metrics]. Raises UserError."""
     table = section(sections, "metrics", keys(MetricSettings), {})
     for name in keys(MetricSettings):
@@ -214,7 +214,7 @@ def read_metrics(sections: Table) -> MetricSettings:
     return read(table, MetricSettings)
 
 
-def read_monitor(sections: Table, folder: Path) -> MonitorSpec | None:
+def read_monitor(sections: TomlTable, folder: Path) -> MonitorSpec | None:
     """Reads [monitor] of a spec in a folder; None if it has none. Raises UserError."""
     if "monitor" not in sections:
         return None
@@ -227,7 +227,7 @@ def read_monitor(sections: Table, folder: Path) -> MonitorSpec | None:
     return spec
 
 
-def read_run(sections: Table) -> RunSpec:
+def read_run(sections: TomlTable) -> RunSpec:
     """Reads [run]. Raises UserError."""
     table = section(sections, "run", keys(RunSpec), {})
     spec = read(table, RunSpec)
@@ -236,6 +236,6 @@ def read_run(sections: Table) -> RunSpec:
     return spec
 
 
-def _at_least(table: Table, key: str, value: int, least: int) -> None:
+def _at_least(table: TomlTable, key: str, value: int, least: int) -> None:
     if not least <= value <= MOST_STEPS:
         raise UserError(f"{table.place}: {key} must be from {least} to {MOST_STEPS}, not {value}")

@@ -28,7 +28,7 @@ _PLURALS = {"a whole number": "whole numbers", "a number": "numbers", "a string"
 _GIVEN = {bool: "", int: "the number ", float: "the number "}
 
 
-class Table:
+class TomlTable:
     """One table of a spec, and the words for where it stands.
 
     Raises UserError if it is no table, or for keys that are not `allowed` (None: all are).

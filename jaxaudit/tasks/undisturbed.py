@@ -18,7 +18,7 @@ from jaxaudit.tasks.episodes import Episodes, EpisodeState, select
 
 
 @struct.dataclass
-class Copies:
+class CleanEnvs:
     """Copies of N environments.
 
     Attributes:
@@ -32,7 +32,7 @@ class Copies:
 
 
 class Undisturbed:
-    """What keeps and moves `Copies`; pure functions of one lane's.
+    """What keeps and moves `CleanEnvs`; pure functions of one lane's.
 
     Args:
         episodes: of the training environments.
@@ -43,11 +43,11 @@ class Undisturbed:
         self._num_envs = episodes.num_envs
         self._longest = -(-episodes.max_episode_steps // iteration_steps)
 
-    def init(self, training: EpisodeState) -> Copies:
+    def init(self, training: EpisodeState) -> CleanEnvs:
         """Copies nothing is asked of yet."""
-        return Copies(dataclasses.replace(training, pool=None), jnp.zeros(self._num_envs, bool))
+        return CleanEnvs(dataclasses.replace(training, pool=None), jnp.zeros(self._num_envs, bool))
 
-    def begin(self, copies: Copies, training: EpisodeState, taps: Taps) -> Copies:
+    def begin(self, copies: CleanEnvs, training: EpisodeState, taps: Taps) -> CleanEnvs:
         """The copies at an iteration's beginning; where a window opens they begin as the training environments are."""
         if not taps.disturbs(*ACTING_SITES):
             return copies
@@ -55,16 +55,16 @@ class Undisturbed:
         fresh = opened & ~copies.awaited.any()
         now = dataclasses.replace(training, pool=None)
         episodes = jax.tree.map(lambda new, old: jnp.where(fresh, new, old), now, copies.episodes)
-        return Copies(episodes, copies.awaited | opened)
+        return CleanEnvs(episodes, copies.awaited | opened)
 
     def follow(
         self,
-        copies: Copies,
+        copies: CleanEnvs,
         training: EpisodeState,
         ended: jax.Array,
         taps: Taps,
         advance: Callable[[Taps, EpisodeState], EpisodeState],
-    ) -> tuple[Copies, EpisodeState]:
+    ) -> tuple[CleanEnvs, EpisodeState]:
         """Moves the copies as the training environments have moved.
 
         Args:
@@ -94,9 +94,9 @@ class Undisturbed:
             name: jnp.where(settled, getattr(episodes, name), getattr(training, name))
             for name in ("last_return", "last_length", "has_finished")
         }
-        return Copies(episodes, left), dataclasses.replace(training, **record)
+        return CleanEnvs(episodes, left), dataclasses.replace(training, **record)
 
-    def clean(self, copies: Copies, training: EpisodeState) -> EpisodeState:
+    def clean(self, copies: CleanEnvs, training: EpisodeState) -> EpisodeState:
         """The episodes that nothing disturbs: the copies' where one is awaited, else the training environments'."""
         own = dataclasses.replace(training, pool=None)
         return select(jnp.broadcast_to(copies.awaited.any(), self._num_envs), copies.episodes, own)

@@ -27,7 +27,7 @@ OTHERS = {
 ALLOWED = 'give a folder with a tokenizer like GPT-2\'s, or "bytes"'
 
 
-class Found(NamedTuple):
+class TokenizerFiles(NamedTuple):
     """A folder's byte-level pairs.
 
     Attributes:
@@ -43,7 +43,7 @@ class Found(NamedTuple):
     files: tuple[Path, ...]
 
 
-def find(folder: Path) -> Found:
+def find(folder: Path) -> TokenizerFiles:
     """The byte-level pairs in a folder; those of `vocab.json` and `merges.txt` where it has all three files.
 
     Raises ValueError, in one sentence, where there are none, or they cannot be read.
@@ -69,7 +69,7 @@ def _missing(folder: Path) -> str:
     return f"there is no file {folder / WHOLE}, and no {' and '.join(PARTS)}"
 
 
-def _of_parts(folder: Path, parts: tuple[Path, ...]) -> Found:
+def _of_parts(folder: Path, parts: tuple[Path, ...]) -> TokenizerFiles:
     from tokenizers import ByteLevelBPETokenizer
 
     for part in parts:
@@ -79,10 +79,10 @@ def _of_parts(folder: Path, parts: tuple[Path, ...]) -> Found:
         encoder = ByteLevelBPETokenizer(*map(str, parts))
     except Exception as error:  # of the library's own kinds
         raise ValueError(f"tokenizer {str(folder)!r} cannot be read: {_first(error)}") from None
-    return Found(encoder, _end_of_text(folder, encoder, _config(folder)), frozenset(), parts)
+    return TokenizerFiles(encoder, _end_of_text(folder, encoder, _config(folder)), frozenset(), parts)
 
 
-def _of_whole(folder: Path, file: Path) -> Found:
+def _of_whole(folder: Path, file: Path) -> TokenizerFiles:
     """What is in the file is looked at first, and only what is known is handed on to the library."""
     from tokenizers import Tokenizer
 
@@ -101,7 +101,7 @@ def _of_whole(folder: Path, file: Path) -> Found:
             raise ValueError(f"{file} is damaged: no token {token['content'][:50]!r} can have the number {token['id']}")
     encoder.encode_special_tokens = True  # one that is spelled out in a document is text like all else
     names = frozenset(token["content"] for token in added)
-    return Found(encoder, _end_of_text(folder, encoder, config), names, (file,))
+    return TokenizerFiles(encoder, _end_of_text(folder, encoder, config), names, (file,))
 
 
 def _misfits(written: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:

@@ -17,7 +17,7 @@ import pandas as pd
 
 import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
-from jaxaudit.dialogues.chain import Chain
+from jaxaudit.dialogues.chain import ChainDialogue
 
 SEEDS, STEPS = 4, 30
 LENGTHS = (2, 4, 8)
@@ -37,7 +37,7 @@ OF_CRITIC = ("explained_variance", "value_bias", "value_loss")
 def trained(preset: str, steps: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Of all lanes, and of the undisturbed ones in every iteration."""
     learner = getattr(ja.learners, preset)(
-        Chain(difficulty=steps),
+        ChainDialogue(difficulty=steps),
         kl="none",
         kl_coefficient=0.0,
         epochs=1,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 import pandas as pd
 
-from jaxaudit.dialogues.chain import Chain
+from jaxaudit.dialogues.chain import ChainDialogue
 from jaxaudit.learners.dialogue.demonstrations import demonstrated
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueLearner
@@ -31,7 +31,7 @@ class WarmStart:
     """One program for all lengths and shares."""
 
     def __init__(self):
-        self.dialogue = Chain()
+        self.dialogue = ChainDialogue()
         settings = settings_of("grpo")()
         self.learner = DialogueLearner(self.dialogue, settings.structure)
         self.numbers = settings.numbers(self.dialogue.difficulty)

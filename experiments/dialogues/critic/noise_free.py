@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
-from jaxaudit.dialogues.chain import Chain
+from jaxaudit.dialogues.chain import ChainDialogue
 from jaxaudit.learners.dialogue.demonstrations import value_model
 from jaxaudit.learners.dialogue.rows import Rows
 
 
-def classes(dialogue: Chain, rows: Rows) -> np.ndarray:
+def classes(dialogue: ChainDialogue, rows: Rows) -> np.ndarray:
     """The class of the prefix before each own token, int `[N, T]`: an even number where something written is wrong."""
     tokens, own = np.asarray(rows.tokens), np.asarray(rows.own)
     steps = int(dialogue.difficulty)
@@ -51,7 +51,7 @@ def main(out: str, case: str, seed: str, updates: str) -> None:
     """Fits the value model to the mean returns of classes, and writes a row."""
     fits, total = fit.Fits(case, int(seed)), int(updates)
     dialogue, critic, bank = fits.frozen.dialogue, fits.critic, fits.bank
-    assert isinstance(dialogue, Chain), "the rule is of chains"
+    assert isinstance(dialogue, ChainDialogue), "the rule is of chains"
     own, held_own = np.asarray(bank.own), np.asarray(fits.held.own)
     gold, held_gold = (np.broadcast_to(np.asarray(x.gold)[:, None], x.own.shape) for x in (bank, fits.held))
     of_bank, of_held = (np.where(x.own, classes(dialogue, x), 0) for x in (bank, fits.held))

@@ -34,9 +34,9 @@ from tool_share import compared, tool_shares, undisturbed
 
 from jaxaudit.analysis.statistics import Estimate
 from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.comparison import NEVER, Settings, compare
+from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, compare
 from jaxaudit.monitoring.detector import ALL_CHANNELS, MONITOR
-from jaxaudit.monitoring.lanes import Lanes, gather
+from jaxaudit.monitoring.lanes import LabelledLanes, gather
 from jaxaudit.monitoring.multichannel_charts import MultichannelChart
 from jaxaudit.monitoring.summary import summary
 from jaxaudit.report import style
@@ -126,7 +126,7 @@ def channels_alone(lanes: pd.DataFrame, ranked: pd.DataFrame) -> list[dict]:
     return rows
 
 
-def family_charts(lanes: Lanes, settings: Settings, read: Sequence[str]) -> list[dict]:
+def family_charts(lanes: LabelledLanes, settings: DetectionSettings, read: Sequence[str]) -> list[dict]:
     """A row for each family and chart: one detector that reads all of the family's channels and no other."""
     rows = []
     for name in FAMILIES:
@@ -358,7 +358,7 @@ def main() -> None:
     for difficulty, (folder, *others) in named.items():
         described = json.loads((folder / "comparison.json").read_text())
         runs = [Path(run) for run in described["runs"]]
-        settings = Settings(**{name: described[name] for name in ("folds", "alpha", "fitted", "seed")})
+        settings = DetectionSettings(**{name: described[name] for name in ("folds", "alpha", "fitted", "seed")})
         lanes, ranked = pd.read_csv(folder / "lanes.csv"), pd.read_csv(folder / "detectors.csv")
         alone += [{"difficulty": difficulty, **row} for row in channels_alone(lanes, ranked)]
         apart += [{"difficulty": difficulty, **row} for row in strata(lanes)]

@@ -33,7 +33,7 @@ from basics import over_seeds, save
 from jaxaudit.analysis.run_reader import load
 from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.lanes import Lanes, gather
+from jaxaudit.monitoring.lanes import LabelledLanes, gather
 from jaxaudit.monitoring.multichannel_charts import MultichannelChart
 from jaxaudit.report import style
 
@@ -132,7 +132,7 @@ class Trial:
       calibrate, clean, disturbed: numbers of lanes.
     """
 
-    lanes: Lanes
+    lanes: LabelledLanes
     onset: int
     calibrate: np.ndarray
     clean: np.ndarray
@@ -172,7 +172,7 @@ class Trial:
         return {name for name, count in zip(self.lanes.channels, most, strict=True) if count < len(values) / 2}
 
 
-def trial(lanes: Lanes, clean_seeds: Sequence[int]) -> Trial:
+def trial(lanes: LabelledLanes, clean_seeds: Sequence[int]) -> Trial:
     """Which lanes serve what."""
     table = lanes.table.reset_index(drop=True)
     first = list(clean_seeds)[:CALIBRATE]

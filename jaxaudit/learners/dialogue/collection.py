@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit.core.taps import Taps
-from jaxaudit.dialogues.automaton import Progress
+from jaxaudit.dialogues.automaton import AutomatonState
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learners.dialogue import advantages, covariance, kl, overlong, packing, policy_loss, rollout
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.estimation import estimate, token_rewards
-from jaxaudit.learners.dialogue.experience import Batch, Drawn, Experience, Recomputed
+from jaxaudit.learners.dialogue.experience import Drawn, Experience, Recomputed, TrainingBatch
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.rows import Rows
@@ -79,7 +79,7 @@ class Collector:
         key: jax.Array,
         rows: int,
         greedy: jax.Array | None = None,
-        altered: Callable[[Progress], Progress] = lambda begun: begun,
+        altered: Callable[[AutomatonState], AutomatonState] = lambda begun: begun,
     ) -> Rows:
         """Rows of a policy on as many prompts of the standard difficulty.
 
@@ -134,7 +134,7 @@ class Collector:
                 self.parts.covariance, share, learnt.advantage, learnt.old, learnt.own, choice
             )
             learnt = dataclasses.replace(learnt, covarying=apart)
-        return Experience(Batch(rows, learnt), coefficients, temperature, drawn, recomputed)
+        return Experience(TrainingBatch(rows, learnt), coefficients, temperature, drawn, recomputed)
 
     def kept(self, rows: Rows) -> jax.Array:
         """Whether rows count in the loss and the baselines, as truncated ones may not: bool `[N]`."""
@@ -206,7 +206,7 @@ class Collector:
         coefficients: Coefficients,
         temperature: jax.Array,
         taps: Taps,
-    ) -> tuple[policy_loss.Rows, Recomputed]:
+    ) -> tuple[policy_loss.LossInputs, Recomputed]:
         """What the objective needs to know of rows, and what the trainer makes of them before the first update."""
 
         def read(params: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -234,7 +234,7 @@ class Collector:
             if self.parts.critic:
                 returns = discounted_returns(coefficients, score, own, penalty)
         old = sampled if self.parts.follows_sampler else recomputed
-        learnt = policy_loss.Rows(
+        learnt = policy_loss.LossInputs(
             own=own, old=old, advantage=advantage, sampled=sampled, reference=reference, value=value, target=target
         )
         return learnt, Recomputed(recomputed, entropy, hidden, reference_hidden, score, returns)

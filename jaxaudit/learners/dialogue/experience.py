@@ -13,7 +13,7 @@ from jaxaudit.learners.dialogue.rows import Rows
 
 
 @struct.dataclass
-class Batch:
+class TrainingBatch:
     """Some rows, `[N, T]`; pairs of a preference objective lie side by side, the better one first.
 
     Attributes:
@@ -22,9 +22,9 @@ class Batch:
     """
 
     rows: Rows
-    learnt: policy_loss.Rows
+    learnt: policy_loss.LossInputs
 
-    def picked(self, index: jax.Array) -> Batch:
+    def picked(self, index: jax.Array) -> TrainingBatch:
         """The rows of an index."""
         return jax.tree.map(lambda x: x[index], self)
 
@@ -80,7 +80,7 @@ class Experience:
       recomputed: of the rows.
     """
 
-    batch: Batch
+    batch: TrainingBatch
     coefficients: Coefficients
     temperature: Any
     drawn: Drawn

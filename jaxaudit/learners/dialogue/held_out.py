@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxaudit.core.channel_names import PERFORMANCE, PERFORMANCE_ERROR
 from jaxaudit.core.taps import Taps
-from jaxaudit.dialogues.automaton import Progress
+from jaxaudit.dialogues.automaton import AutomatonState
 from jaxaudit.dialogues.protocol import Dialogue, has_changes, has_demonstrations
 from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
 from jaxaudit.learners.dialogue import demonstrations
@@ -54,7 +54,7 @@ def measure(
     half, changes = max(count // 2, 1), has_changes(dialogue)
     total = count + (2 * half if changes else half)
 
-    def altered(begun: Progress) -> Progress:
+    def altered(begun: AutomatonState) -> AutomatonState:
         first = jax.tree.map(lambda x: x[:half], begun)
         others = [first, one_changed(dialogue, first, jax.random.fold_in(key, 1))] if changes else [first]
         return jax.tree.map(lambda x, *more: jnp.concatenate([x[:count], *more]), begun, *others)
@@ -85,7 +85,7 @@ def performance(gold: jax.Array) -> Statistics:
     return {PERFORMANCE: _known(jnp.mean(gold)), PERFORMANCE_ERROR: _known(error)}
 
 
-def one_changed(dialogue: Dialogue, begun: Progress, key: jax.Array) -> Progress:
+def one_changed(dialogue: Dialogue, begun: AutomatonState, key: jax.Array) -> AutomatonState:
     """Dialogues `[N]` of which nothing is written yet, each with one token of its prompt changed."""
     keys = jax.random.split(key, begun.over.shape[0])
     state, queue = jax.vmap(dialogue.changed)(begun.state, begun.queue, keys)

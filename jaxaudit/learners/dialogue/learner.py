@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaudit.core.optimizer import Adam, Optimizer, Update, warmup_decay
+from jaxaudit.core.optimizer import Adam, Optimizer, UpdateStats, warmup_decay
 from jaxaudit.core.remedy import Trained
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import Dialogue
@@ -19,9 +19,9 @@ from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learners.dialogue import demonstrations, held_out, packing, policy_loss, ratios
 from jaxaudit.learners.dialogue.aggregation import Denominators
 from jaxaudit.learners.dialogue.collection import CRITIC, POLICY, REWARD_MODEL, Collector, Models, longest
-from jaxaudit.learners.dialogue.experience import Batch, Experience
+from jaxaudit.learners.dialogue.experience import Experience, TrainingBatch
 from jaxaudit.learners.dialogue.network import Network
-from jaxaudit.learners.dialogue.policy_loss import Now
+from jaxaudit.learners.dialogue.policy_loss import Predictions
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.learners.dialogue.state import DialogueData, DialogueState
@@ -337,7 +337,7 @@ class DialogueLearner:
         reference: Any,
         base: Any,
         experience: Experience,
-        batch: Batch,
+        batch: TrainingBatch,
         share: Any,
         taps: Taps,
     ) -> tuple[dict[str, Any], dict[str, jax.Array], Tokens | None, Any]:
@@ -352,21 +352,21 @@ class DialogueLearner:
             tokens=jnp.sum(own), rows=jnp.sum(jnp.any(own, -1)), share=share, longest=longest(self.dialogue)
         )
 
-        def predicted(params: dict[str, Any], piece: packing.Piece) -> Now:
+        def predicted(params: dict[str, Any], piece: packing.PackedPiece) -> Predictions:
             sequences, temperature = piece.sequences, experience.temperature
-            found = Now(
+            found = Predictions(
                 *self.policy.predicted(params[POLICY], base, sequences, temperature),
                 value=None if self.critic is None else self.critic.scalars(params[CRITIC], base, sequences),
                 exact_kl=self.exact_kl(params[POLICY], reference, base, sequences, temperature),
             )
             return jax.tree.map(piece.back, found)
 
-        def loss(now: Now, learnt: policy_loss.Rows, taps: Taps) -> tuple[jax.Array, Any]:
+        def loss(now: Predictions, learnt: policy_loss.LossInputs, taps: Taps) -> tuple[jax.Array, Any]:
             objective, told = policy_loss.policy_loss(self.parts, experience.coefficients, now, learnt, counts)
             objective = taps("objective", objective)
             return objective, told | {"loss": objective}
 
-        def of_piece(taps: Taps, piece: packing.Piece) -> Any:
+        def of_piece(taps: Taps, piece: packing.PackedPiece) -> Any:
             now, pulled = jax.vjp(lambda params: predicted(params, piece), params)
             learnt = dataclasses.replace(batch.learnt, own=own & piece.here)
             slope, told = jax.grad(loss, has_aux=True)(now, learnt, taps)
@@ -385,7 +385,7 @@ class DialogueLearner:
         packed = packing.arranged(batch.rows, own, self.settings.packs)
         return packing.total(packed, self.settings.pieces_of(own.shape[0]), of_piece, taps)
 
-    def log_ratio(self, now: Now, learnt: policy_loss.Rows) -> jax.Array:
+    def log_ratio(self, now: Predictions, learnt: policy_loss.LossInputs) -> jax.Array:
         """Of each token before clipping, `[n, T]`, a constant."""
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (now.log_probability, learnt.old))
         found = ratios.RATIOS[self.parts.ratio](new, old, learnt.own)
@@ -413,7 +413,7 @@ class DialogueLearner:
         gradient: dict[str, Any],
         taps: Taps,
         context: dict[str, Any],
-    ) -> tuple[dict[str, Trained], dict[str, Update]]:
+    ) -> tuple[dict[str, Trained], dict[str, UpdateStats]]:
         """One update of all that is trained; `context` is what remedies may read of the minibatch."""
         after, done = {}, {}
         for label, one in trained.items():

@@ -52,18 +52,18 @@ class Packed:
     place: Any
     used: Any
 
-    def piece(self, begin: Any, size: int) -> Piece:
+    def piece(self, begin: Any, size: int) -> PackedPiece:
         """So many sequences from the one with a number on."""
         sequences, slot = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size), (self.sequences, self.slot)
         )
         slots = self.slot.shape[1]
         within = self.place - begin * slots
-        return Piece(sequences, slot, jnp.where((within >= 0) & (within < size * slots), within, NOWHERE))
+        return PackedPiece(sequences, slot, jnp.where((within >= 0) & (within < size * slots), within, NOWHERE))
 
 
 @struct.dataclass
-class Piece:
+class PackedPiece:
     """Some of the sequences, `[S, T]`, with all rows' slots `[N, T]`.
 
     Attributes:
@@ -162,7 +162,7 @@ class Sizes:
         return cls(sequences - sequences // 2 // later * later, later)
 
 
-def total(packed: Packed, sizes: Sizes, found: Callable[[Taps, Piece], Any], taps: Taps) -> Any:
+def total(packed: Packed, sizes: Sizes, found: Callable[[Taps, PackedPiece], Any], taps: Taps) -> Any:
     """`found(taps, piece)`, arrays, added up over the pieces that hold something."""
     so_far = found(taps, packed.piece(0, sizes.first))
     if sizes.first == packed.slot.shape[0]:

@@ -16,7 +16,7 @@ from jaxaudit.learners.dialogue.parts import Parts
 
 
 @struct.dataclass
-class Now:
+class Predictions:
     """What the trained parameters say of the rows' tokens, `[N, T]`; gradients go through it. None: not asked for.
 
     Attributes:
@@ -33,7 +33,7 @@ class Now:
 
 
 @struct.dataclass
-class Rows:
+class LossInputs:
     """A minibatch's constants, `[N, T]`. None: not asked for.
 
     Attributes:
@@ -58,7 +58,7 @@ class Rows:
 
 
 @struct.dataclass
-class Tokens:
+class TokenTerms:
     """What the policy's loss is made of, token by token.
 
     Attributes:
@@ -72,7 +72,7 @@ class Tokens:
     weight: Any
 
 
-def tokens(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows) -> Tokens:
+def tokens(parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs) -> TokenTerms:
     """Ratios, the surrogate and weights of a policy objective."""
     now, rows = _masked(now, rows.own), _masked(rows, rows.own)
     log_ratio = ratios.RATIOS[parts.ratio](now.log_probability, rows.old, rows.own)
@@ -83,19 +83,21 @@ def tokens(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows) -> To
     if parts.covariance != "none":
         objective = covariance.treated(parts.covariance, surrogate.objective, log_ratio, rows.covarying)
         surrogate = dataclasses.replace(surrogate, objective=objective)
-    return Tokens(log_ratio, surrogate, _correction(parts, coefficients, rows))
+    return TokenTerms(log_ratio, surrogate, _correction(parts, coefficients, rows))
 
 
 def surrogate_loss(
-    parts: Parts, coefficients: Coefficients, now: Now, rows: Rows, counts: Denominators
-) -> tuple[jax.Array, Tokens]:
+    parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs, counts: Denominators
+) -> tuple[jax.Array, TokenTerms]:
     """The clipped, corrected and aggregated surrogate of a policy objective, negative, and what it is made of."""
     made = tokens(parts, coefficients, now, rows)
     gain = jnp.broadcast_to(made.surrogate.objective, rows.own.shape) * made.weight
     return aggregate(parts.aggregation, -gain, rows.own, counts), made
 
 
-def weights(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows, counts: Denominators) -> jax.Array:
+def weights(
+    parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs, counts: Denominators
+) -> jax.Array:
     """With what absolute coefficient each token's score, the gradient of its log-probability, enters the policy's.
 
     That is |d surrogate_loss / d log pi|, after clipping (0 where a bound holds), aggregation and correction: float32
@@ -103,13 +105,13 @@ def weights(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows, coun
     """
 
     def of(log_probability: jax.Array) -> jax.Array:
-        return surrogate_loss(parts, coefficients, Now(log_probability), rows, counts)[0]
+        return surrogate_loss(parts, coefficients, Predictions(log_probability), rows, counts)[0]
 
     return jnp.abs(jax.grad(of)(jax.lax.stop_gradient(now.log_probability)))
 
 
 def policy_loss(
-    parts: Parts, coefficients: Coefficients, now: Now, rows: Rows, counts: Denominators
+    parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs, counts: Denominators
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What is minimised, scalar, and what it is made of by name: scalars, sums over the same counts as the loss's.
 
@@ -158,7 +160,7 @@ def _masked(arrays: Any, own: jax.Array) -> Any:
     return jax.tree.map(lambda x: jnp.where(own, x, jnp.zeros((), x.dtype)), arrays)
 
 
-def _correction(parts: Parts, coefficients: Coefficients, rows: Rows) -> jax.Array:
+def _correction(parts: Parts, coefficients: Coefficients, rows: LossInputs) -> jax.Array:
     if parts.correction == "none":
         return corrections.none(rows.old)
     log_weight, level = rows.old - rows.sampled, parts.correction_level
@@ -167,7 +169,7 @@ def _correction(parts: Parts, coefficients: Coefficients, rows: Rows) -> jax.Arr
     return corrections.mis(log_weight, rows.own, coefficients.mis_low, coefficients.mis_high, level)
 
 
-def _kl(parts: Parts, now: Now, rows: Rows) -> jax.Array:
+def _kl(parts: Parts, now: Predictions, rows: LossInputs) -> jax.Array:
     """The KL's estimate in the loss, `[N, T]`."""
     if parts.kl == "exact":
         return now.exact_kl
@@ -175,14 +177,14 @@ def _kl(parts: Parts, now: Now, rows: Rows) -> jax.Array:
     return kl.weighted(estimate, ratios.token(now.log_probability, rows.old, rows.own), parts.kl_weight)
 
 
-def _value(parts: Parts, coefficients: Coefficients, now: Now, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def _value(parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs) -> tuple[jax.Array, jax.Array]:
     if not parts.clip_value:
         return value_loss.squared(now.value, rows.target), jnp.zeros_like(rows.own)
     return value_loss.clipped(now.value, rows.value, rows.target, coefficients.value_clip)
 
 
 def _preference(
-    coefficients: Coefficients, now: Now, rows: Rows, counts: Denominators
+    coefficients: Coefficients, now: Predictions, rows: LossInputs, counts: Denominators
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """DPO's loss, a mean over the pairs both of whose rows count."""
     pairs = preference_loss.of_rows(

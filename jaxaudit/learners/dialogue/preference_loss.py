@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 
 @struct.dataclass
-class Preference:
+class PreferencePair:
     """Of each pair, `[P]`.
 
     Attributes:
@@ -35,7 +35,7 @@ def dpo(
     reference_rejected: jax.Array,
     beta: ArrayLike,
     smoothing: ArrayLike = 0.0,
-) -> Preference:
+) -> PreferencePair:
     """`-(1 - smoothing) log sigmoid(margin) - smoothing log sigmoid(-margin)` of each pair.
 
     Args:
@@ -48,12 +48,12 @@ def dpo(
     bad = beta * (rejected - reference_rejected)
     margin = good - bad
     loss = -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(-margin)
-    return Preference(loss, margin, (margin > 0).astype(margin.dtype), good, bad)
+    return PreferencePair(loss, margin, (margin > 0).astype(margin.dtype), good, bad)
 
 
 def of_rows(
     new: jax.Array, reference: jax.Array, own: jax.Array, beta: ArrayLike, smoothing: ArrayLike = 0.0
-) -> Preference:
+) -> PreferencePair:
     """`dpo` of `[N, T]` log-probabilities, whose rows are pairs: the chosen, then the rejected one, `[P = N / 2]`."""
     chosen, rejected = jnp.sum(jnp.where(own, new, 0), -1).reshape(-1, 2).T
     reference_chosen, reference_rejected = jnp.sum(jnp.where(own, reference, 0), -1).reshape(-1, 2).T

@@ -89,8 +89,8 @@ class Latest:
 
 
 @struct.dataclass
-class Slot:
-    """What happened in one slot, `[N]`, or in every one, `[T, N]`; the names are those of `Rows`."""
+class TokenSlot:
+    """What happened in one slot, `[N]`, or in every one, `[T, N]`; the names are those of `LossInputs`."""
 
     latest: Latest
     role: Any
@@ -98,7 +98,7 @@ class Slot:
     called: Any
 
 
-def prompted(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, taps: Taps) -> automaton.Progress:
+def prompted(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, taps: Taps) -> automaton.AutomatonState:
     """Dialogues `[P]` that have begun, each with its prompt to be written; tapped at "difficulty" and "prompt".
 
     Args:
@@ -118,7 +118,7 @@ def prompted(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, taps: Ta
     return progress
 
 
-def repeated(progress: automaton.Progress, times: int) -> automaton.Progress:
+def repeated(progress: automaton.AutomatonState, times: int) -> automaton.AutomatonState:
     """Each dialogue `times` times, `[P * times]`: rollout groups."""
     return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), progress)
 
@@ -132,7 +132,7 @@ def carried_on(
     sampler: Sampler,
     params: Any,
     dialogue: Dialogue,
-    progress: automaton.Progress,
+    progress: automaton.AutomatonState,
     key: jax.Array,
     temperature: jax.Array,
     top_p: Any,
@@ -199,7 +199,7 @@ def carried_on(
     )
 
 
-def _with_the_end(every: Slot, progress: automaton.Progress) -> Slot:
+def _with_the_end(every: TokenSlot, progress: automaton.AutomatonState) -> TokenSlot:
     """Fields `[N, T]` with what stands after rows' ends, written or left out: the positions of their last progress."""
     ended = every.role == END
     position = jnp.where(ended, progress.position[:, None], every.latest.position)
@@ -207,10 +207,10 @@ def _with_the_end(every: Slot, progress: automaton.Progress) -> Slot:
     return dataclasses.replace(every, latest=Latest(every.latest.token, position, first))
 
 
-def _given(dialogue: Dialogue, progress: automaton.Progress) -> tuple[automaton.Progress, Slot]:
+def _given(dialogue: Dialogue, progress: automaton.AutomatonState) -> tuple[automaton.AutomatonState, TokenSlot]:
     """The first slots, which all prompts fill, without the policy; fields `[prompt_length, N]`."""
 
-    def turn(progress: automaton.Progress, slot: jax.Array) -> tuple[automaton.Progress, Slot]:
+    def turn(progress: automaton.AutomatonState, slot: jax.Array) -> tuple[automaton.AutomatonState, TokenSlot]:
         token, role = jax.vmap(automaton.given)(progress)
         progress, done = _written(dialogue, progress, token, slot, None)
         nothing = jnp.zeros(token.shape[0])
@@ -220,8 +220,8 @@ def _given(dialogue: Dialogue, progress: automaton.Progress) -> tuple[automaton.
 
 
 def _written(
-    dialogue: Dialogue, progress: automaton.Progress, token: jax.Array, slot: jax.Array, taps: Taps | None
-) -> tuple[automaton.Progress, Slot]:
+    dialogue: Dialogue, progress: automaton.AutomatonState, token: jax.Array, slot: jax.Array, taps: Taps | None
+) -> tuple[automaton.AutomatonState, TokenSlot]:
     """Each row's token in its slot, and what the dialogue says to it, queued; a tool's result is tapped."""
     latest = Latest(token, progress.position, progress.chunk)
     progress, reply = jax.vmap(lambda p, t: automaton.write(dialogue, p, t))(progress, token)
@@ -229,7 +229,7 @@ def _written(
     if taps is not None and taps.disturbs("tool_result") and dialogue.result_tokens:
         reply = dataclasses.replace(reply, tokens=taps("tool_result", reply.tokens, called=called, **_tool(dialogue)))
     progress = jax.vmap(lambda p, r: automaton.take(p, r, slot))(progress, reply)
-    return progress, Slot(latest=latest, role=None, draw=None, called=called)
+    return progress, TokenSlot(latest=latest, role=None, draw=None, called=called)
 
 
 def _tool(dialogue: Dialogue) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxaudit.models.mlp import MLP
 from jaxaudit.models.policy import Distribution, head_of
 from jaxaudit.runtime.paths import paths_of
 from jaxaudit.tasks.episodes import Episodes, EpisodeState
-from jaxaudit.tasks.undisturbed import Copies, Undisturbed
+from jaxaudit.tasks.undisturbed import CleanEnvs, Undisturbed
 
 Params = Any
 
@@ -38,7 +38,7 @@ class OnPolicyState:
     params: Params
     optimizer: Any
     episodes: EpisodeState
-    copies: Copies
+    copies: CleanEnvs
     observations: Moments
     returns: Moments
     discounted: jax.Array

@@ -95,7 +95,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Ray:
+class Direction:
     """What is searched: a perturbation in one direction from neutral, or a chain whose parts grow together.
 
     Attributes:
@@ -141,7 +141,7 @@ def is_factor(part: Perturbation, magnitude: float) -> bool:
     return part.neutral != 0 and magnitude / part.neutral > 0
 
 
-def rays(perturbations: Sequence[Perturbation | Chain], steps: int, seeds: int, reach: float) -> list[Ray]:
+def directions(perturbations: Sequence[Perturbation | Chain], steps: int, seeds: int, reach: float) -> list[Direction]:
     """The rays through the magnitudes of some perturbations, in a run of `steps` with that many `seeds`.
 
     A sweep's magnitudes on one side of neutral are points of one ray, whose reference is the kind's standard
@@ -157,14 +157,14 @@ def rays(perturbations: Sequence[Perturbation | Chain], steps: int, seeds: int, 
     return [replace(ray, name=name) for ray, name in zip(found, _names(found, steps), strict=True)]
 
 
-def _rays(one: Perturbation | Chain, steps: int, seeds: tuple[int, ...], reach: float) -> Iterator[Ray]:
+def _rays(one: Perturbation | Chain, steps: int, seeds: tuple[int, ...], reach: float) -> Iterator[Direction]:
     onset = min(part.when.resolve(steps)[0] for part in one.parts)
     magnitudes = [_usable(part) for part in one.parts]
     if isinstance(one, Chain):
         for values in itertools.product(*magnitudes):
             axes = tuple(Axis(replace(p, magnitude=v)) for p, v in zip(one.parts, values, strict=True))
             name = " + ".join(f"{axis.part.name} {axis.part.magnitude:g}" for axis in axes)
-            yield Ray(name, axes, onset, (0.0,), _range(axes, (0.0,), reach), seeds)
+            yield Direction(name, axes, onset, (0.0,), _range(axes, (0.0,), reach), seeds)
         return
     sides: dict[tuple[bool, bool], list[float]] = {}
     for magnitude in magnitudes[0]:
@@ -174,7 +174,7 @@ def _rays(one: Perturbation | Chain, steps: int, seeds: tuple[int, ...], reach: 
         reference = standard if standard is not None and _side(one, standard) == side else given[0]
         axes = (Axis(replace(one, magnitude=reference)),)
         points = tuple(sorted({axes[0].u(m) for m in given}))
-        yield Ray(one.name, axes, onset, points, _range(axes, points, reach), seeds)
+        yield Direction(one.name, axes, onset, points, _range(axes, points, reach), seeds)
 
 
 def _usable(part: Perturbation) -> list[float]:
@@ -229,7 +229,7 @@ def _same(axis: Axis, part: Perturbation, steps: int) -> bool:
     return mine == theirs and usable and _side(part, magnitude) == _side(part, own)
 
 
-def _names(found: Sequence[Ray], steps: int) -> list[str]:
+def _names(found: Sequence[Direction], steps: int) -> list[str]:
     """Each ray's name, with as much of its target, onset, duration and direction as tells it from its namesakes."""
     several = len({ray.onset for ray in found}) > 1
     names = [f"{ray.name} @{ray.onset}" if several else ray.name for ray in found]
@@ -245,18 +245,18 @@ def _names(found: Sequence[Ray], steps: int) -> list[str]:
     return names
 
 
-def _target(ray: Ray) -> str:
+def _target(ray: Direction) -> str:
     targets = dict.fromkeys(axis.part.target for axis in ray.axes if axis.part.target)
     return f" on {', '.join(targets)}" if targets else ""
 
 
-def _direction(ray: Ray) -> str:
+def _direction(ray: Direction) -> str:
     axis = ray.axes[0]
     if not axis.factor and axis.part.neutral:
         return " inverted"
     return f" {'above' if axis.up else 'below'} {axis.part.neutral:g}"
 
 
-def _duration(ray: Ray, steps: int) -> str:
+def _duration(ray: Direction, steps: int) -> str:
     start, stop, *_ = ray.axes[0].part.when.resolve(steps)
     return f" for {stop - start} steps"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxaudit.runs.margins.pool import pending, rounds
-from jaxaudit.runs.margins.rounds import CONTROL, Plan, Probe, next_round
-from jaxaudit.runs.margins.search import Settings
+from jaxaudit.runs.margins.rounds import CONTROL, Probe, SearchConfig, next_round
+from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.margins.searched import Searched, open_searched
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.margins.trainers import trained_by_workers, trained_here
@@ -32,7 +32,7 @@ JOBS = ".jobs"
 
 
 def margin_of(
-    folder: Path, spec: Spec | None, out: Path | None, chosen: Settings, workers: Workers | None = None
+    folder: Path, spec: Spec | None, out: Path | None, chosen: MarginSettings, workers: Workers | None = None
 ) -> Margins:
     """Searches the margins of a finished run's perturbations, or of a spec's, and writes them to `out`.
 
@@ -71,8 +71,8 @@ def margin_of(
 
 def _search(
     run: Searched,
-    lines: Plan,
-    chosen: Settings,
+    lines: SearchConfig,
+    chosen: MarginSettings,
     probes: list[Probe],
     keep: Callable[[], None],
     workers: Workers | None,
@@ -94,7 +94,7 @@ def _search(
         raise Interrupted("stopped; the same command goes on from the lanes that are trained") from None
 
 
-def _tell(lines: Plan, batch: Sequence[Probe], seconds: float) -> None:
+def _tell(lines: SearchConfig, batch: Sequence[Probe], seconds: float) -> None:
     names = dict.fromkeys("control" if p.ray == CONTROL else lines.rays[p.ray].name for p in batch)
     print(f"{seconds:.0f} s: round {batch[0].round}, {len(batch)} lanes ({', '.join(names)})", file=sys.stderr)
 
@@ -102,7 +102,7 @@ def _tell(lines: Plan, batch: Sequence[Probe], seconds: float) -> None:
 class _Place:
     """The folder a search is kept in."""
 
-    def __init__(self, store: Folder, run: Searched, chosen: Settings):
+    def __init__(self, store: Folder, run: Searched, chosen: MarginSettings):
         self.store = store
         self._run = run
         # Not the run's place, which may change: a spec has but one run, wherever it lies.
@@ -113,7 +113,7 @@ class _Place:
         }
         self._how = {"run": str(run.store.path), "tolerance": chosen.tolerance, "environment": software(run.grid)}
 
-    def read(self, lines: Plan) -> list[Probe]:
+    def read(self, lines: SearchConfig) -> list[Probe]:
         """What an earlier search of the same kind left; raises UserError if something else is there."""
         path = self.store.path
         if path.exists() and not path.is_dir():
@@ -162,7 +162,7 @@ def _spec(asked: dict[str, Any]) -> Spec | None:
         return None
 
 
-def _read_probes(path: Path, lines: Plan, seeds: Sequence[int]) -> list[Probe]:
+def _read_probes(path: Path, lines: SearchConfig, seeds: Sequence[int]) -> list[Probe]:
     names = {ray.name: number for number, ray in enumerate(lines.rays)} | {"control": CONTROL}
     try:
         with path.open(encoding="utf-8", newline="") as file:

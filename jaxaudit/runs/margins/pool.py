@@ -19,15 +19,17 @@ from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.perturbation import control
 from jaxaudit.core.program import LaneState
 from jaxaudit.execution import memory
-from jaxaudit.execution.driver import Held, run_batch
+from jaxaudit.execution.driver import MemorySink, run_batch
 from jaxaudit.execution.engine import Engine, Source
-from jaxaudit.runs.margins.rounds import CONTROL, Plan, Probe, next_round
+from jaxaudit.runs.margins.rounds import CONTROL, Probe, SearchConfig, next_round
 
 Train = Callable[[int, Sequence[list[Probe]]], Iterator[list[Probe]]]
 """Trains pools of lanes, each a probe, that begin where a fork group does; yields each when its times are noted."""
 
 
-def fit(grid: Grid, lines: Plan, rows: int, baseline: bool, beside: int = 1) -> tuple[Engine, list[Batch], Plan]:
+def fit(
+    grid: Grid, lines: SearchConfig, rows: int, baseline: bool, beside: int = 1
+) -> tuple[Engine, list[Batch], SearchConfig]:
     """An engine, the baseline's batches, and a plan with as many lanes side by side as memory holds.
 
     `beside` processes share the memory. Raises UserError: too little memory.
@@ -66,7 +68,7 @@ class Stage:
 def baseline(engine: Engine, batches: Sequence[Batch], windows: MetricSettings) -> list[Stage]:
     """Trains the baseline to every onset."""
     grid = engine.grid
-    held = Held(grid, telemetry=False)
+    held = MemorySink(grid, telemetry=False)
     for batch in batches:
         run_batch(engine, batch, held)
     return [
@@ -83,7 +85,7 @@ def before(onset: int, grid: Grid, windows: MetricSettings) -> slice:
     return slice(max(0, onset - windows.window) // every * every, onset)
 
 
-def rounds(grid: Grid, lines: Plan, probes: list[Probe], train: Train) -> Iterator[list[Probe]]:
+def rounds(grid: Grid, lines: SearchConfig, probes: list[Probe], train: Train) -> Iterator[list[Probe]]:
     """Searches to the end, adding to `probes`; first trains those that were planned before and not trained.
 
     Yields every round when it is planned, and every pool of lanes when it is trained.
@@ -108,7 +110,7 @@ def rounds(grid: Grid, lines: Plan, probes: list[Probe], train: Train) -> Iterat
 
 
 def in_turn(
-    engine: Engine, lines: Plan, stage_of: Callable[[int], Stage], advance: Callable[..., Any] | None = None
+    engine: Engine, lines: SearchConfig, stage_of: Callable[[int], Stage], advance: Callable[..., Any] | None = None
 ) -> Train:
     """Trains pools by an engine, one after the other.
 
@@ -133,7 +135,9 @@ def pending(probes: Sequence[Probe], onset: int) -> list[Probe]:
     return [p for p in probes if p.onset == onset and p.time is None]
 
 
-def train_pool(engine: Engine, lines: Plan, stage: Stage, probes: Sequence[Probe], advance: Callable[..., Any]) -> None:
+def train_pool(
+    engine: Engine, lines: SearchConfig, stage: Stage, probes: Sequence[Probe], advance: Callable[..., Any]
+) -> None:
     """Trains a pool of lanes, each a probe, and notes their collapse times.
 
     No further than it takes to tell: to the limit, and a `hold` beyond it.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxaudit.runs.margins.directions import Ray
+from jaxaudit.runs.margins.directions import Direction
 from jaxaudit.runs.margins.staircase import (
     ALWAYS,
     Bracket,
@@ -54,7 +54,7 @@ Make = Callable[[int, int, float, str], Probe]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchConfig:
     """How a search goes.
 
     Attributes:
@@ -65,7 +65,7 @@ class Plan:
       lanes: lanes side by side.
     """
 
-    rays: tuple[Ray, ...]
+    rays: tuple[Direction, ...]
     limits: dict[int, float]
     tolerance: float
     level: float
@@ -78,7 +78,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class MarginEstimate:
     """What is known of one ray.
 
     Attributes:
@@ -107,7 +107,7 @@ class Found:
         return sum(contradictory(seen) for seen in self.outcomes)
 
 
-def found(plan: Plan, probes: Iterable[Probe]) -> list[Found]:
+def found(plan: SearchConfig, probes: Iterable[Probe]) -> list[MarginEstimate]:
     """What trained probes say of every ray."""
     controls: dict[tuple[int, int], bool | None] = {}
     seen: dict[tuple[int, int], dict[float, bool]] = {}
@@ -124,7 +124,7 @@ def found(plan: Plan, probes: Iterable[Probe]) -> list[Found]:
     return [_one(plan, number, ray, controls, seen, checks) for number, ray in enumerate(plan.rays)]
 
 
-def _one(plan: Plan, number: int, ray: Ray, controls: dict, seen: dict, checks: dict) -> Found:
+def _one(plan: SearchConfig, number: int, ray: Direction, controls: dict, seen: dict, checks: dict) -> MarginEstimate:
     known = tuple(s for s in ray.seeds if controls.get((ray.onset, s)) is not None)
     fallen = {s for s in known if controls[ray.onset, s]}
     cut = {s: seen.get((number, s), {}) for s in known}
@@ -138,10 +138,10 @@ def _one(plan: Plan, number: int, ray: Ray, controls: dict, seen: dict, checks: 
     aim = median(brackets, brackets, plan.level)
     middle = median(each(bracket, every), each(envelope, every), plan.level)
     unknown = len(ray.seeds) - len(known)
-    return Found(number, known, unknown, tuple(every.values()), brackets, len(fallen), aim, middle)
+    return MarginEstimate(number, known, unknown, tuple(every.values()), brackets, len(fallen), aim, middle)
 
 
-def next_round(plan: Plan, onset: int, probes: Sequence[Probe]) -> list[Probe]:
+def next_round(plan: SearchConfig, onset: int, probes: Sequence[Probe]) -> list[Probe]:
     """What to train next at one onset; empty when all there is known.
 
     First the controls and the magnitudes asked for; then brackets are cut, each into as many pieces as there are
@@ -165,7 +165,7 @@ def next_round(plan: Plan, onset: int, probes: Sequence[Probe]) -> list[Probe]:
     return _cuts(plan, states, make) or _checks(plan, states, probes, make)
 
 
-def _cuts(plan: Plan, states: list[Found], make: Make) -> list[Probe]:
+def _cuts(plan: SearchConfig, states: list[MarginEstimate], make: Make) -> list[Probe]:
     open_now = [
         (f.ray, s, one)
         for f in states
@@ -182,7 +182,7 @@ def _cuts(plan: Plan, states: list[Found], make: Make) -> list[Probe]:
     ]
 
 
-def _checks(plan: Plan, states: list[Found], probes: Sequence[Probe], make: Make) -> list[Probe]:
+def _checks(plan: SearchConfig, states: list[MarginEstimate], probes: Sequence[Probe], make: Make) -> list[Probe]:
     wanted = []
     for f in states:
         u = plan.rays[f.ray].range.snap(f.aim.value) if math.isfinite(f.aim.value) else math.nan

@@ -16,9 +16,9 @@ from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.core.program import Execution
 from jaxaudit.execution.autotune import settle
 from jaxaudit.execution.driver import chunk_size
-from jaxaudit.runs.margins.directions import rays
+from jaxaudit.runs.margins.directions import directions
 from jaxaudit.runs.margins.pool import baseline, fit, in_turn, rounds
-from jaxaudit.runs.margins.rounds import Plan, Probe
+from jaxaudit.runs.margins.rounds import Probe, SearchConfig
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runtime.precision import MatmulPrecision
 
@@ -30,7 +30,7 @@ LANES_PER_ACCELERATOR = 256
 
 
 @dataclass(frozen=True)
-class Settings:
+class MarginSettings:
     """How margins are searched.
 
     Attributes:
@@ -80,7 +80,7 @@ def margin(
     """The magnitude of each perturbation at which half of the seeds collapse, from one baseline for all.
 
     Every seed's own threshold is bisected, all in the lanes of one compiled program; their median is the margin,
-    and order statistics bound it, whatever their distribution. `rays` says how magnitudes are ordered.
+    and order statistics bound it, whatever their distribution. `directions` says how magnitudes are ordered.
 
     Args:
       learner: what is trained.
@@ -92,7 +92,7 @@ def margin(
       devices: lanes are spread over these; all of JAX's by default.
       model_devices: how many of them share a lane, as in `audit`.
       matmul_precision: of float32 products on GPUs and TPUs, as in `audit`.
-      **search: tolerance, reach, criterion, level, lanes; see `Settings`.
+      **search: tolerance, reach, criterion, level, lanes; see `MarginSettings`.
 
     Returns:
       `table`, one row for every perturbation, and `outcomes`, every lane that was trained.
@@ -101,7 +101,7 @@ def margin(
       ValueError: as `audit`; a perturbation with neutral or infinite magnitudes alone, or none at all; an onset before
         step 2, where J_pre is undefined.
     """
-    chosen, windows = Settings(**search), settings or MetricSettings()
+    chosen, windows = MarginSettings(**search), settings or MetricSettings()
     grid = plan(
         learner,
         perturbations,
@@ -122,17 +122,17 @@ def margin(
     return Margins(lines, tuple(probes), grid.seeds, chosen.criterion, steps)
 
 
-def lay_out(grid: Grid, perturbations: Sequence[Perturbation | Chain], chosen: Settings) -> Plan:
+def lay_out(grid: Grid, perturbations: Sequence[Perturbation | Chain], chosen: MarginSettings) -> SearchConfig:
     """How the margins of a grid's perturbations are searched. Raises ValueError as `margin`."""
     early = [fork.onset for fork in grid.forks if fork.onset < 2]
     if early:
         raise ValueError(f"onset {early[0]} leaves no steps to measure J_pre on, which takes 2; take a later one")
-    found = rays(perturbations, grid.steps, len(grid.seeds), chosen.reach)
+    found = directions(perturbations, grid.steps, len(grid.seeds), chosen.reach)
     if not found:
         raise ValueError("nothing is disturbed, so there is no margin to search")
     limits = {fork.onset: limit(chosen.criterion, fork.onset, grid.steps) for fork in grid.forks}
     lanes = chosen.lanes or _lanes(grid, len(found) * len(grid.seeds))
-    return Plan(tuple(found), limits, chosen.tolerance, chosen.level, lanes)
+    return SearchConfig(tuple(found), limits, chosen.tolerance, chosen.level, lanes)
 
 
 def limit(criterion: Criterion, onset: int, steps: int) -> float:

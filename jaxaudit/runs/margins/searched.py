@@ -14,8 +14,8 @@ from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import onset_paths
 from jaxaudit.runs.disk_sink import at_onset
 from jaxaudit.runs.margins.pool import Stage, before, collapse_times
-from jaxaudit.runs.margins.rounds import CONTROL, Plan, Probe
-from jaxaudit.runs.margins.search import Settings, lay_out
+from jaxaudit.runs.margins.rounds import CONTROL, Probe, SearchConfig
+from jaxaudit.runs.margins.search import MarginSettings, lay_out
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import open_onsets
 from jaxaudit.runtime.errors import UserError, placed
@@ -43,7 +43,7 @@ class Searched:
         """Of the metrics."""
         return self.spec.metrics
 
-    def lay_out(self, chosen: Settings) -> Plan:
+    def lay_out(self, chosen: MarginSettings) -> SearchConfig:
         """How it is searched. Raises UserError: there is nothing to search, or an onset's states are damaged."""
         # Dimensions have been expanded.
         perturbations = [e.perturbation for e in self.spec.perturbations if isinstance(e, Asked)]
@@ -63,7 +63,7 @@ class Searched:
         known = self.store.read_channel("baseline_performance", before(onset, self.grid, self.windows))
         return Stage(fork, onset, at_onset(self.store, engine, onset), known, self.windows)
 
-    def known(self, lines: Plan) -> list[Probe]:
+    def known(self, lines: SearchConfig) -> list[Probe]:
         """What the run trained already: its controls, and the conditions that lie on a ray."""
         telemetry = self.store.read_telemetry([PERFORMANCE])
         performance = telemetry[PERFORMANCE].transpose("condition", "seed", "step").values

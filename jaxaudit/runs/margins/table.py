@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 
 from jaxaudit.analysis.statistics import seeds_for
-from jaxaudit.runs.margins.directions import Ray
-from jaxaudit.runs.margins.rounds import CONTROL, Found, Plan, Probe, found
+from jaxaudit.runs.margins.directions import Direction
+from jaxaudit.runs.margins.rounds import CONTROL, MarginEstimate, Probe, SearchConfig, found
 from jaxaudit.runs.margins.verdict import text, verdict
 from jaxaudit.runtime.text_table import aligned
 
@@ -30,14 +30,14 @@ class Margins:
       steps: of a run.
     """
 
-    plan: Plan
+    plan: SearchConfig
     probes: tuple[Probe, ...]
     seeds: tuple[int, ...]
     criterion: str
     steps: int
 
     @cached_property
-    def found(self) -> list[Found]:
+    def found(self) -> list[MarginEstimate]:
         """What is known of every ray."""
         return found(self.plan, self.probes)
 
@@ -125,7 +125,7 @@ class Margins:
     def _rows(self) -> list[dict[str, Any]]:
         return self.table.to_dict("records")
 
-    def _row(self, one: Found) -> dict[str, Any]:
+    def _row(self, one: MarginEstimate) -> dict[str, Any]:
         ray, middle, plan = self.plan.rays[one.ray], one.middle, self.plan
         always = sum(-math.inf < b.high <= ray.range.low for b in one.brackets)
         row: dict[str, Any] = {
@@ -155,7 +155,7 @@ class Margins:
             "verdict": verdict(ray, one),
         }
 
-    def _check(self, one: Found) -> dict[str, Any]:
+    def _check(self, one: MarginEstimate) -> dict[str, Any]:
         """How many seeds were trained at exactly the margin and collapsed, or why that cannot be said."""
         ray, value, n = self.plan.rays[one.ray], one.middle.value, len(one.seeds)
         if value == -math.inf and one.fallen * 2 >= n:
@@ -174,24 +174,24 @@ class Margins:
         return {"checked": len(there), "collapsed_at_margin": math.nan, "reason": reason}
 
 
-def _magnitude(ray: Ray, u: float) -> float:
+def _magnitude(ray: Direction, u: float) -> float:
     """The first part's magnitude: neutral at -inf; NaN at inf, for none is known there."""
     return math.nan if math.isnan(u) or u == math.inf else ray.magnitudes(u)[0]
 
 
-def _at(ray: Ray, one: Found, u: float) -> list[bool]:
+def _at(ray: Direction, one: MarginEstimate, u: float) -> list[bool]:
     """Whether they collapsed, of the seeds trained at the magnitudes of u."""
     there = ray.magnitudes(u)
     known = ([fell for tried, fell in seen.items() if ray.magnitudes(tried) == there] for seen in one.outcomes)
     return [fell[0] for fell in known if fell]
 
 
-def _snapped(ray: Ray, u: float) -> float:
+def _snapped(ray: Direction, u: float) -> float:
     """The u of the magnitude that is meant, which may have to be a whole number."""
     return ray.range.snap(u) if math.isfinite(u) else u
 
 
-def _cells(ray: Ray, one: Found, row: dict[str, Any]) -> list[str]:
+def _cells(ray: Direction, one: MarginEstimate, row: dict[str, Any]) -> list[str]:
     value, low, high, _ = one.middle
     return [
         ray.name,
@@ -205,7 +205,7 @@ def _cells(ray: Ray, one: Found, row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _interval(ray: Ray, low: float, high: float) -> str:
+def _interval(ray: Direction, low: float, high: float) -> str:
     if math.isnan(low):
         return "-"
     if low >= ray.range.high:

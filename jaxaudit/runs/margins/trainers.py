@@ -13,8 +13,8 @@ from typing import Any
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs.margins.pool import Train, fit, in_turn, train_pool
-from jaxaudit.runs.margins.rounds import Plan, Probe
-from jaxaudit.runs.margins.search import Settings
+from jaxaudit.runs.margins.rounds import Probe, SearchConfig
+from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.margins.searched import Searched, open_searched
 from jaxaudit.runtime.backends.backend import Backend, Workers, called, opened, values
 from jaxaudit.runtime.interrupts import interruptible, stoppable
@@ -22,7 +22,7 @@ from jaxaudit.spec.document import parse
 
 
 @contextmanager
-def trained_here(run: Searched, lines: Plan) -> Iterator[tuple[Plan, Train]]:
+def trained_here(run: Searched, lines: SearchConfig) -> Iterator[tuple[SearchConfig, Train]]:
     """As many lanes side by side as memory holds, pool after pool; Ctrl-C raises KeyboardInterrupt."""
 
     def advance(*arguments: Any) -> Any:
@@ -38,8 +38,8 @@ def trained_here(run: Searched, lines: Plan) -> Iterator[tuple[Plan, Train]]:
 
 @contextmanager
 def trained_by_workers(
-    run: Searched, lines: Plan, chosen: Settings, workers: Workers, jobs: Path
-) -> Iterator[tuple[Plan, Train]]:
+    run: Searched, lines: SearchConfig, chosen: MarginSettings, workers: Workers, jobs: Path
+) -> Iterator[tuple[SearchConfig, Train]]:
     """Pools by an engine's workers, each with a share of the lanes and as many as its memory holds."""
     with opened(workers, jobs) as backend:
         asked = {
@@ -68,7 +68,7 @@ def _handed_out(backend: Backend, asked: dict[str, Any]) -> Train:
 
 def lanes_that_fit(folder: str, spec: str, place: str, chosen: dict[str, Any], beside: int) -> int:
     """What a worker says: how many lanes its memory holds, of those wanted side by side."""
-    run, lines = _opened(folder, spec, place, Settings(**chosen))
+    run, lines = _opened(folder, spec, place, MarginSettings(**chosen))
     rows = chunk_size(run.grid.steps, run.spec.run.chunk)
     return fit(run.grid, lines, rows, baseline=False, beside=beside)[2].lanes
 
@@ -86,12 +86,12 @@ def collapse_times_of(
 
     Args:
       folder, spec, place: the run, and what is searched.
-      chosen: the fields of `Settings`.
+      chosen: the fields of `MarginSettings`.
       lanes: side by side.
       fork: position of the fork group.
       probes: ray, seed, u and purpose of each.
     """
-    run, lines = _opened(folder, spec, place, Settings(**chosen))
+    run, lines = _opened(folder, spec, place, MarginSettings(**chosen))
     onset = run.grid.forks[fork].onset
     asked = [Probe(0, ray, onset, seed, u, purpose) for ray, seed, u, purpose in probes]
     engine = Engine(run.grid, chunk_size(run.grid.steps, run.spec.run.chunk))
@@ -100,7 +100,7 @@ def collapse_times_of(
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(folder: str, spec: str, place: str, chosen: Settings) -> tuple[Searched, Plan]:
+def _opened(folder: str, spec: str, place: str, chosen: MarginSettings) -> tuple[Searched, SearchConfig]:
     """A run to be searched, the same for all pools that a process trains: they share compiled programs."""
     run = open_searched(Path(folder), parse(spec, place))
     return run, run.lay_out(chosen)

@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable
 
 from jaxaudit.analysis.statistics import FALLEN
-from jaxaudit.runs.margins.directions import Ray
-from jaxaudit.runs.margins.rounds import Found
+from jaxaudit.runs.margins.directions import Direction
+from jaxaudit.runs.margins.rounds import MarginEstimate
 
 
-def text(ray: Ray, u: float) -> str:
+def text(ray: Direction, u: float) -> str:
     """Each part's magnitude at u."""
     return "+".join(f"{m:.3g}" for m in ray.magnitudes(u))
 
 
-def verdict(ray: Ray, one: Found) -> str:
+def verdict(ray: Direction, one: MarginEstimate) -> str:
     """A margin in words."""
     value, low, high, _ = one.middle
     mildest, harshest = text(ray, ray.range.low), text(ray, ray.range.high)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.core.perturbation import Chain, Perturbation, Sweep
-from jaxaudit.runs.margins.directions import Ray, rays
+from jaxaudit.runs.margins.directions import Direction, directions
 from jaxaudit.runs.margins.table import Margins
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -64,14 +64,14 @@ def magnitude_ladders(
     Raises:
       ValueError: a perturbation has only neutral or infinite magnitudes, or there is no perturbation.
     """
-    found = list(rays(perturbations, steps, 1, REACH)) if margins is None else list(margins.plan.rays)
+    found = list(directions(perturbations, steps, 1, REACH)) if margins is None else list(margins.plan.rays)
     if not found:
         raise ValueError("there is no perturbation to compare variants under")
     middles = [math.nan] * len(found) if margins is None else [one.middle.value for one in margins.found]
     return [_ladder(ray, u) for ray, u in zip(found, middles, strict=True)]
 
 
-def _ladder(ray: Ray, margin: float) -> Ladder:
+def _ladder(ray: Direction, margin: float) -> Ladder:
     known = math.isfinite(margin)
     begin = margin if known else ray.points[(len(ray.points) - 1) // 2]
     tried: dict[tuple[float, ...], float] = {}

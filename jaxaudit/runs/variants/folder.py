@@ -17,7 +17,7 @@ from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.core.remedied_learner import same_beginning
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.margins.folder import margin_of
-from jaxaudit.runs.margins.search import Settings
+from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import is_finished
@@ -127,7 +127,7 @@ def _perturbations(spec: Spec) -> list[Perturbation | Chain]:
 
 def _margins(spec: Spec, folder: Path, workers: Workers | None) -> Margins:
     _run(spec, folder, workers)
-    chosen = Settings(tolerance=TOLERANCE, reach=REACH, criterion="collapse")
+    chosen = MarginSettings(tolerance=TOLERANCE, reach=REACH, criterion="collapse")
     return margin_of(folder, None, None, chosen, workers)
 
 

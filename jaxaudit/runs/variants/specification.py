@@ -12,7 +12,7 @@ from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import parse_toml
 from jaxaudit.spec.document import Spec, listed, read, remedy_values, spec_text
 from jaxaudit.spec.fields import section
-from jaxaudit.spec.tables import Table, given, to_text
+from jaxaudit.spec.tables import TomlTable, given, to_text
 
 MOST_FRESH = 1000
 
@@ -72,7 +72,7 @@ def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonS
     if "variant" not in own:
         raise UserError(f"{source}: there is no table [[variant]], so there is nothing to compare with")
     spec = read(document, source, folder)
-    sections = Table(own, source, ("compare", "variant"))
+    sections = TomlTable(own, source, ("compare", "variant"))
     table = section(sections, "compare", ["centre", "fresh"], {})
     fresh = table.get("fresh", int, FRESH)
     if not 0 <= fresh <= MOST_FRESH:
@@ -86,7 +86,7 @@ def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonS
 
 
 def _variant(values: Any, place: str, document: dict[str, Any], folder: Path) -> VariantSpec:
-    table = Table(values, place, ("name", "learner", "remedy"))
+    table = TomlTable(values, place, ("name", "learner", "remedy"))
     name = table.get("name", str)
     changed = table.raw("learner")
     changed = {} if changed is None else changed

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.core.optimizer import Update
+from jaxaudit.core.optimizer import UpdateStats
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
 from jaxaudit.learners.dialogue import advantages, policy_loss, ratios
 from jaxaudit.learners.dialogue.aggregation import denominators
 from jaxaudit.learners.dialogue.collection import Models, longest
 from jaxaudit.learners.dialogue.experience import Experience
 from jaxaudit.learners.dialogue.network import Network
-from jaxaudit.learners.dialogue.policy_loss import Now
+from jaxaudit.learners.dialogue.policy_loss import Predictions
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values, vocabulary
 from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
@@ -70,7 +70,7 @@ class Visited:
     rows: Any
     tokens: Tokens | None
     told: dict[str, Any]
-    done: dict[str, Update]
+    done: dict[str, UpdateStats]
     layers: Any
     squares: Any
     coherence: Any = None
@@ -214,7 +214,7 @@ class Instruments:
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (new, learnt.old))
         last = jnp.broadcast_to(ratios.RATIOS[self.settings.ratio](new, old, learnt.own), learnt.own.shape)
         counts = denominators(learnt.own, longest(self.dialogue))
-        weight = policy_loss.weights(self.settings.parts, coefficients, Now(new), learnt, counts)
+        weight = policy_loss.weights(self.settings.parts, coefficients, Predictions(new), learnt, counts)
         visited_weight = visited.tokens.weight.reshape(log_ratio.shape)
         # Both moments are of one length, so that one program serves both.
         last, weight = (jnp.tile(x, (self.settings.epochs, 1)) for x in (last, weight))
