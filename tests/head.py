@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import ring
 
-from jaxaudit.execution.workspace import workspace_bytes
+from jaxaudit.execution.engine import workspace_bytes
 from jaxaudit.runtime.machine import give_back
 
 ROWS, WIDTH, TOKENS = 248, 768, 50_257

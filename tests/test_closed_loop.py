@@ -17,7 +17,7 @@ from jaxaudit.analysis.run_reader import load as load_run
 from jaxaudit.core.taps import Taps
 from jaxaudit.monitoring.charts import Chart
 from jaxaudit.monitoring.lanes import gather
-from jaxaudit.monitoring.lru import LRU
+from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.training import Training
 from jaxaudit.report.series import panels
 from jaxaudit.report.verdict import verdict

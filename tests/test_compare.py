@@ -21,9 +21,9 @@ import jaxaudit as ja
 from jaxaudit import remedies
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.results import lane_table
-from jaxaudit.analysis.statistics.sign_flips import holm, sign_flips
+from jaxaudit.analysis.statistics.paired import holm, sign_flips
 from jaxaudit.cli.main import main
-from jaxaudit.runs.variants import scoring, timing
+from jaxaudit.runs.variants import scoring
 from jaxaudit.runs.variants.compare import others_than
 from jaxaudit.runs.variants.design import FACTORS, conditions_of, magnitude_ladders
 from jaxaudit.runs.variants.specification import load, parse
@@ -297,7 +297,7 @@ def test_what_stands_out_is_at_most_twelve_cells_the_clearest_first():
 
 def test_time_per_step_is_the_median_ratio_of_turns_with_its_order_statistics():
     plain = np.array([1.0, 2.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    found = timing.relative(plain * np.linspace(1.0, 2.0, 11), plain)
+    found = scoring.relative(plain * np.linspace(1.0, 2.0, 11), plain)
     assert found["step_time"] == pytest.approx(1.5)
     assert (found["step_time_low"], found["step_time_high"]) == pytest.approx((1.1, 1.9))
 

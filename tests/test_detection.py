@@ -10,11 +10,10 @@ from scipy import stats
 
 from jaxaudit.monitoring import lanes
 from jaxaudit.monitoring.baselines import standard
-from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, compare, splits
+from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, best_chart, by_condition, compare, splits, summary
 from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL
 from jaxaudit.monitoring.learned import MetaState
-from jaxaudit.monitoring.lru import LRU
-from jaxaudit.monitoring.summary import best_chart, by_condition, summary
+from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.training import Training
 from jaxaudit.runtime.errors import UserError
 

@@ -10,20 +10,27 @@ from statsmodels.regression.linear_model import yule_walker
 from statsmodels.tsa.arima_process import ArmaProcess
 from statsmodels.tsa.stattools import acf
 
-from jaxaudit.monitoring.baselines import gradient_norm, standard
-from jaxaudit.monitoring.calibration import threshold
-from jaxaudit.monitoring.change_point import BATCH, BOCPD, log_odds_of_change
-from jaxaudit.monitoring.control_charts import CUSUM, SingleChannel, SixSigma, ZClip, cusum
-from jaxaudit.monitoring.envelope import HALF_WIDTH, Envelope, forward_filled, least_spread
-from jaxaudit.monitoring.multichannel_charts import CHARTS
-from jaxaudit.monitoring.one_channel import infinite_when_diverged
-from jaxaudit.monitoring.slowing_down import (
+from jaxaudit.monitoring.baselines import (
+    BATCH,
+    BOCPD,
+    CHARTS,
+    CUSUM,
     Autocorrelation,
     RollingVariance,
+    SingleChannel,
+    SixSigma,
+    ZClip,
     autoregression,
     autoregressive_series,
+    cusum,
+    gradient_norm,
+    infinite_when_diverged,
+    log_odds_of_change,
     rolling_tau,
+    standard,
 )
+from jaxaudit.monitoring.calibration import threshold
+from jaxaudit.monitoring.envelope import HALF_WIDTH, Envelope, forward_filled, least_spread
 
 CHANNELS = ("performance", "loss", "gradient_norm", "rate", "seldom", "never", "layer_gradient_norm[h/0]")
 

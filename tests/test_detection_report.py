@@ -13,9 +13,8 @@ import pytest
 import xarray as xr
 from test_report import outside_scripts, specs
 
-from jaxaudit.report import detection, detection_figures, scored
-from jaxaudit.report.detection_tables import detector_table
-from jaxaudit.report.detectors import verdict
+from jaxaudit.report import detection, scored
+from jaxaudit.report.detection import detector_table, verdict
 
 MINE = "meta-state (LRU)"
 CONDITIONS = ("lr_spike 30", "lr_spike 100", "observation_noise 0.1", "weight_noise 0.1", "weight_noise 0.3",
@@ -377,7 +376,7 @@ def test_series_around_the_onset_are_the_stored_ones(compared):
         rows = [frame[(frame.label == "momentum_noise 0.1") & (frame.step == 30)].iloc[0] for frame in frames]
         found = [(row.low, row["median"], row.high) for row in rows]
         assert any(np.allclose(stored, values, rtol=1e-4) for values in found), name
-    assert frames[0].label.nunique() == 1 + detection_figures.PICKED
+    assert frames[0].label.nunique() == 1 + detection.PICKED
     clean = frames[0][frames[0].key == "c"]
     assert clean.low.notna().all()
     assert frames[0].loc[(frames[0].key != "c") & (frames[0].step < 0), "low"].isna().all()
@@ -387,9 +386,9 @@ def test_series_around_the_onset_are_the_stored_ones(compared):
 def test_conditions_drawn_go_from_the_least_to_the_most_deviating():
     seen = what_was_seen(tuple(f"c{i}" for i in range(12)))
     seen = seen.isel(condition=[0, *range(12, 0, -1)])
-    chosen = detection_figures.picked(seen)
+    chosen = detection.picked(seen)
     assert [str(seen.condition.values[place]) for place in chosen] == ["c0", "c2", "c4", "c7", "c9", "c11"]
-    assert detection_figures.picked(seen.isel(condition=[0])) == []
+    assert detection.picked(seen.isel(condition=[0])) == []
 
 
 def test_every_learner_has_its_part(two_learners, tmp_path, page_alone):

@@ -11,18 +11,18 @@ from planted import System
 from worker_runs import Calls
 
 from jaxaudit.monitoring import folder
+from jaxaudit.monitoring.baselines import CHARTS
 from jaxaudit.monitoring.charts import Chart
 from jaxaudit.monitoring.comparison import DetectionSettings, splits
 from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL
 from jaxaudit.monitoring.folder import write_comparisons
 from jaxaudit.monitoring.learned import MetaState
-from jaxaudit.monitoring.lru import LRU
 from jaxaudit.monitoring.monitor import Monitor
-from jaxaudit.monitoring.multichannel_charts import CHARTS
+from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.training import Training
 from jaxaudit.monitoring.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED, transfer
 from jaxaudit.report import detection as report
-from jaxaudit.report.detection_tables import told as told_of
+from jaxaudit.report.detection import told as told_of
 from jaxaudit.runtime.backends.backend import Workers
 
 SETTINGS = DetectionSettings(folds=2, alpha=0.1, fitted=0.5)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.learners.dialogue import advantages, aggregation, clipping, corrections, kl, overlong, ratios, value_loss
+from jaxaudit.learners.dialogue import advantages, loss_terms
+from jaxaudit.learners.dialogue.advantages import estimate
 from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.estimation import estimate
+from jaxaudit.learners.dialogue.factories import PRESETS
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
-from jaxaudit.learners.dialogue.presets import PRESETS
 
 DATA = Path(__file__).parent / "data"
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -78,7 +78,7 @@ def ours(parts, coefficients, x, own, rows=6):
     old, sampled, reference = (
         of_tokens(x[f"{name}_logits"], x["tokens"])[0] for name in ("old", "sampler", "reference")
     )
-    penalty = kl.k1(old, reference) if parts.kl_in == "reward" and parts.kl != "none" else None
+    penalty = loss_terms.k1(old, reference) if parts.kl_in == "reward" and parts.kl != "none" else None
     advantage, _ = estimate(parts, coefficients, x["rewards"], x["own"] | own, penalty=penalty)
     given = LossInputs(own, old, advantage, sampled, reference)
 
@@ -86,7 +86,7 @@ def ours(parts, coefficients, x, own, rows=6):
         told = []
         for half, constants in zip(halves(logits), halves((given, x["tokens"])), strict=True):
             batch, tokens = constants
-            counts = aggregation.denominators(batch.own, batch.own.shape[1], jnp.sum(own) / 2)
+            counts = loss_terms.denominators(batch.own, batch.own.shape[1], jnp.sum(own) / 2)
             counts = dataclasses.replace(counts, rows=counts.rows if rows is None else rows)
             log_probability, entropy = of_tokens(half, tokens)
             told.append(policy_loss(parts, coefficients, Predictions(log_probability, entropy), batch, counts)[0])
@@ -136,7 +136,7 @@ def test_corrections_are_trl_s(case, trl):
     )
     own = jnp.asarray(trl["own"])
     bounds = {"tis_token": (1.3,), "tis_sequence": (1.3,), "mis_token": (0.7, 1.3), "mis_sequence": (0.5, 2.0)}[case]
-    weight = getattr(corrections, kind)(old - sampled, own, *bounds, level)
+    weight = getattr(loss_terms, kind)(old - sampled, own, *bounds, level)
     wanted = np.broadcast_to(trl[f"{case}.weight"], own.shape)
     np.testing.assert_allclose(weight, np.where(own, wanted, 0), **EXACT)
 
@@ -149,7 +149,7 @@ def test_preferences_are_trl_s(trl):
     @jax.jit
     def loss(logits):
         now = Predictions(of_tokens(logits, x["tokens"])[0])
-        counts = aggregation.denominators(x["own"], x["own"].shape[1])
+        counts = loss_terms.denominators(x["own"], x["own"].shape[1])
         return policy_loss(parts, coefficients, now, LossInputs(x["own"], reference=reference), counts)
 
     gradient, told = jax.grad(loss, has_aux=True)(x["new_logits"])
@@ -162,7 +162,7 @@ def test_preferences_are_trl_s(trl):
 
 @pytest.mark.parametrize("buffer", [0, 4])
 def test_the_penalty_on_long_rows_is_trl_s(buffer, trl):
-    np.testing.assert_allclose(overlong.penalty(trl["lengths"], 10, buffer), trl[f"overlong.{buffer}"], **EXACT)
+    np.testing.assert_allclose(advantages.penalty(trl["lengths"], 10, buffer), trl[f"overlong.{buffer}"], **EXACT)
 
 
 def test_advantages_over_given_tokens_are_verl_s(verl):
@@ -204,15 +204,15 @@ def test_surrogates_are_verl_s(name, verl):
     x = {k: jnp.asarray(v) for k, v in verl.items() if "." not in k}
     # GSPO has no dual clipping; verl always aggregates it by rows.
     low, high, dual = (3e-4, 4e-4, None) if name == "gspo" else (0.2, 0.28, 1.5)
-    ratio = ratios.sequence_mean if name == "gspo" else ratios.token
-    mean = aggregation.sequence if name == "gspo" else aggregation.token_minibatch
+    ratio = loss_terms.sequence_mean_ratio if name == "gspo" else loss_terms.token_ratio
+    mean = loss_terms.sequence if name == "gspo" else loss_terms.token_minibatch
 
     @jax.jit
     def loss(new):
-        made = clipping.surrogate(ratio(new, x["old"], x["own"]), x["advantage"], low, high, dual)
+        made = loss_terms.surrogate(ratio(new, x["old"], x["own"]), x["advantage"], low, high, dual)
         gain = made.objective * (x["weight"] if name == "weighted" else 1)
         return -mean(gain, x["own"]), [
-            aggregation.token_minibatch(m.astype(float), x["own"])
+            loss_terms.token_minibatch(m.astype(float), x["own"])
             for m in jax.tree.leaves((made.low | made.high, made.dual))
         ]
 
@@ -227,11 +227,11 @@ def test_surrogates_are_verl_s(name, verl):
 
 def test_aggregations_are_verl_s(verl):
     x, own = jnp.asarray(verl["new"]), jnp.asarray(verl["own"])
-    np.testing.assert_allclose(aggregation.token_minibatch(x, own), verl["aggregation.token-mean"], **EXACT)
-    np.testing.assert_allclose(aggregation.token_iteration(x, own, 100), verl["aggregation.total"], **EXACT)
-    np.testing.assert_allclose(aggregation.sequence(x, own), verl["aggregation.seq-mean-token-mean"], rtol=1e-8)
+    np.testing.assert_allclose(loss_terms.token_minibatch(x, own), verl["aggregation.token-mean"], **EXACT)
+    np.testing.assert_allclose(loss_terms.token_iteration(x, own, 100), verl["aggregation.total"], **EXACT)
+    np.testing.assert_allclose(loss_terms.sequence(x, own), verl["aggregation.seq-mean-token-mean"], rtol=1e-8)
     # verl leaves the number of rows out.
-    mine = aggregation.constant(x, own, x.shape[1])
+    mine = loss_terms.constant(x, own, x.shape[1])
     np.testing.assert_allclose(mine, verl["aggregation.seq-mean-token-sum-norm"] / len(x), **EXACT)
 
 
@@ -240,8 +240,8 @@ def test_the_critic_s_loss_is_verl_s(verl):
 
     @jax.jit
     def loss(value):
-        error, stopped = value_loss.clipped(value, x["value"], x["advantage"], 0.2)
-        mean = aggregation.token_minibatch
+        error, stopped = loss_terms.clipped_value_loss(value, x["value"], x["advantage"], 0.2)
+        mean = loss_terms.token_minibatch
         return mean(error, x["own"]), mean(stopped.astype(float), x["own"])
 
     (value, stopped), gradient = jax.value_and_grad(loss, has_aux=True)(x["new_value"])
@@ -252,13 +252,13 @@ def test_the_critic_s_loss_is_verl_s(verl):
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_estimators_are_verl_s(name, verl):
-    mine = kl.ESTIMATORS[name](jnp.asarray(verl["new"]), jnp.asarray(verl["reference"]))
+    mine = loss_terms.KL_ESTIMATORS[name](jnp.asarray(verl["new"]), jnp.asarray(verl["reference"]))
     np.testing.assert_allclose(mine, verl[name], rtol=1e-10, atol=1e-15)
 
 
 def test_a_penalised_reward_is_verl_s_at_own_tokens(verl):
     own = jnp.asarray(verl["own"])
-    mine = kl.penalised(jnp.asarray(verl["reward"]), kl.k1(verl["old"], verl["reference"]), own, 0.05)
+    mine = loss_terms.penalised(jnp.asarray(verl["reward"]), loss_terms.k1(verl["old"], verl["reference"]), own, 0.05)
     np.testing.assert_allclose(mine, np.where(own, verl["penalised"], 0), **EXACT)
 
 
@@ -266,10 +266,10 @@ def test_ppo_is_its_parts_as_verl_has_them(verl):
     """Penalty, advantages, surrogate and value loss together, from the parts that were held against verl's."""
     parts, coefficients = PRESETS["ppo_lm"]
     x = {k: jnp.asarray(v) for k, v in verl.items() if "." not in k}
-    counts = aggregation.denominators(x["own"], x["own"].shape[1])
+    counts = loss_terms.denominators(x["own"], x["own"].shape[1])
 
     def whole(new, value):
-        penalty = kl.k1(x["old"], x["reference"])
+        penalty = loss_terms.k1(x["old"], x["reference"])
         advantage, target = estimate(parts, coefficients, x["score"], x["own"], penalty=penalty, value=x["value"])
         rows = LossInputs(x["own"], x["old"], advantage, value=x["value"], target=target)
         return policy_loss(parts, coefficients, Predictions(new, value=value), rows, counts)[0]

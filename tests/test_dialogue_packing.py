@@ -11,9 +11,9 @@ from jaxaudit.dialogues.protocol import END, OWN, PROMPT
 from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
+from jaxaudit.learners.dialogue.learner import Trained
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.state import Trained
 from jaxaudit.models import gpt2
 
 COUNT, SLOTS, VOCABULARY = 12, 10, 17

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.learners.dialogue import advantages, aggregation, clipping, corrections, kl, preference_loss, ratios
-from jaxaudit.learners.dialogue.aggregation import denominators
+from jaxaudit.learners.dialogue import advantages, loss_terms
+from jaxaudit.learners.dialogue.advantages import estimate
 from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.estimation import estimate
-from jaxaudit.learners.dialogue.factories import settings_of
+from jaxaudit.learners.dialogue.factories import PRESETS, settings_of
+from jaxaudit.learners.dialogue.loss_terms import denominators
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss, weights
-from jaxaudit.learners.dialogue.presets import PRESETS
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -48,12 +47,12 @@ def expected(term, weights):
 def test_the_estimators_means_are_those_known(float64):
     policy, reference, _ = bandit()
     new, ref = jax.nn.log_softmax(policy), jax.nn.log_softmax(reference)
-    mean = {name: float(jnp.sum(jnp.exp(new) * f(new, ref))) for name, f in kl.ESTIMATORS.items()}
+    mean = {name: float(jnp.sum(jnp.exp(new) * f(new, ref))) for name, f in loss_terms.KL_ESTIMATORS.items()}
     truth = float(kl_of(policy, reference))
     assert mean["k1"] == pytest.approx(truth, rel=1e-12)
     assert mean["k3"] == pytest.approx(truth, rel=1e-12)
     assert abs(mean["k2"] - truth) > 0.05 * truth
-    assert float(jnp.min(kl.k3(new, ref))) >= 0 > float(jnp.min(kl.k1(new, ref)))
+    assert float(jnp.min(loss_terms.k3(new, ref))) >= 0 > float(jnp.min(loss_terms.k1(new, ref)))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,9 @@ def test_what_gradient_an_estimator_in_the_loss_follows(float64, name, weight, o
     own = jnp.ones_like(ref, bool)
 
     def term(new):
-        return kl.weighted(kl.ESTIMATORS[name](new, ref), ratios.token(new, old, own), weight)
+        return loss_terms.weighted_kl(
+            loss_terms.KL_ESTIMATORS[name](new, ref), loss_terms.token_ratio(new, old, own), weight
+        )
 
     truth = {
         None: lambda p: 0.0 * p[0],
@@ -84,7 +85,7 @@ def test_what_gradient_an_estimator_in_the_loss_follows(float64, name, weight, o
     terms = (
         expected(term, jnp.exp(old)),
         truth,
-        expected(lambda new: kl.ESTIMATORS[name](new, ref), jnp.exp(old)),
+        expected(lambda new: loss_terms.KL_ESTIMATORS[name](new, ref), jnp.exp(old)),
     )
     gradient, known, unweighted = jax.jit(lambda p: [jax.grad(f)(p) for f in terms])(policy)
     np.testing.assert_allclose(gradient, known, **EXACT)
@@ -105,17 +106,19 @@ def test_k2_is_right_for_a_token_and_wrong_for_a_row_where_k1_in_the_reward_is_r
 
     def truth(logits):
         new = of_rows(logits)
-        return jnp.sum(jnp.exp(new.sum(1)) * kl.k1(new, of_rows(reference)).sum(1))
+        return jnp.sum(jnp.exp(new.sum(1)) * loss_terms.k1(new, of_rows(reference)).sum(1))
 
     chance = jax.lax.stop_gradient(jnp.exp(of_rows(policy).sum(1)))
     wanted = jax.jit(jax.grad(truth))(policy)
-    by_token = jax.jit(jax.grad(lambda p: jnp.sum(chance[:, None] * kl.k2(of_rows(p), of_rows(reference)))))(policy)
+    by_token = jax.jit(jax.grad(lambda p: jnp.sum(chance[:, None] * loss_terms.k2(of_rows(p), of_rows(reference)))))(
+        policy
+    )
     np.testing.assert_allclose(by_token[1], wanted[1], **EXACT)
     assert np.abs(by_token[0] - wanted[0]).max() > 1e-2
 
     def penalised(logits):
         new = of_rows(logits)
-        reward = kl.penalised(jnp.zeros_like(new), kl.k1(new, of_rows(reference)), own, 1.0).sum(1)
+        reward = loss_terms.penalised(jnp.zeros_like(new), loss_terms.k1(new, of_rows(reference)), own, 1.0).sum(1)
         return -jnp.sum(chance * reward * new.sum(1))
 
     for mine, known in zip(jax.jit(jax.grad(penalised))(policy), wanted, strict=True):
@@ -132,7 +135,7 @@ def test_kl_is_in_the_loss_as_the_parts_say(float64):
         rows = LossInputs(own, old, jnp.zeros_like(new), reference=reference)
         run = jax.jit(functools.partial(policy_loss, Parts(kl=name), Coefficients(kl_coefficient=0.3)))
         loss, told = run(Predictions(new, exact_kl=exact), rows, counts)
-        estimate = np.asarray(exact if name == "exact" else kl.ESTIMATORS[name](new, reference))
+        estimate = np.asarray(exact if name == "exact" else loss_terms.KL_ESTIMATORS[name](new, reference))
         means = [np.mean(e[o]) for e, o in zip(estimate, np.asarray(own), strict=True)]
         np.testing.assert_allclose(told["kl_loss"], np.mean(means), **EXACT)
         np.testing.assert_allclose(loss, 0.3 * np.mean(means), **EXACT)
@@ -228,9 +231,9 @@ def test_where_the_surrogate_is_flat_and_what_it_is_there(float64):
         (1.0, [0.5, 0.9, 1.2, 1.28, 1.28], [1, 1, 1, 0, 0]),
         (-1.0, [0.8, 0.9, 1.2, 1.5, 3.0], [0, 1, 1, 1, 0]),
     ):
-        made = clipping.surrogate(jnp.log(ratio), jnp.full((1, 5), 2 * sign), 0.2, 0.28, 3.0)
+        made = loss_terms.surrogate(jnp.log(ratio), jnp.full((1, 5), 2 * sign), 0.2, 0.28, 3.0)
         np.testing.assert_allclose(made.objective[0], 2 * sign * np.array(values), **EXACT)
-        slope = jax.grad(lambda r, a: clipping.surrogate(jnp.log(r), a, 0.2, 0.28, 3.0).objective.sum())
+        slope = jax.grad(lambda r, a: loss_terms.surrogate(jnp.log(r), a, 0.2, 0.28, 3.0).objective.sum())
         np.testing.assert_allclose(slope(ratio, jnp.full((1, 5), 2 * sign))[0], 2 * sign * np.array(slopes), **EXACT)
         flat = made.low | made.high | made.dual
         np.testing.assert_array_equal(flat[0], np.array(slopes) == 0)
@@ -241,7 +244,7 @@ def test_on_a_bound_the_gradient_goes_through(float64):
     ratio, advantage = jnp.asarray([[0.5, 1.5, 2.0]]), jnp.asarray([[-1.0, 1.0, -1.0]])
 
     def total(log_ratio):
-        made = clipping.surrogate(log_ratio, advantage, 1 - jnp.exp(jnp.log(0.5)), jnp.exp(jnp.log(1.5)) - 1, bound)
+        made = loss_terms.surrogate(log_ratio, advantage, 1 - jnp.exp(jnp.log(0.5)), jnp.exp(jnp.log(1.5)) - 1, bound)
         return made.objective.sum(), made
 
     log_ratio = jnp.log(ratio)
@@ -253,15 +256,17 @@ def test_on_a_bound_the_gradient_goes_through(float64):
 
 def test_no_dual_clipping_is_an_infinite_one(float64):
     log_ratio, advantage = jnp.asarray([[0.1, 3.0]]), jnp.asarray([[-1.0, -1.0]])
-    off = clipping.surrogate(log_ratio, advantage, 0.2, 0.2)
-    np.testing.assert_array_equal(off.objective, clipping.surrogate(log_ratio, advantage, 0.2, 0.2, jnp.inf).objective)
+    off = loss_terms.surrogate(log_ratio, advantage, 0.2, 0.2)
+    np.testing.assert_array_equal(
+        off.objective, loss_terms.surrogate(log_ratio, advantage, 0.2, 0.2, jnp.inf).objective
+    )
     np.testing.assert_allclose(off.objective, -jnp.exp(log_ratio), **EXACT)
     assert not off.dual.any()
 
 
 def test_a_ratio_that_is_infinite_does_no_harm_where_it_does_not_count():
     def total(log_ratio):
-        made = clipping.surrogate(log_ratio, jnp.asarray([[1.0, 0.0, -1.0]]), 0.2, 0.2, 3.0)
+        made = loss_terms.surrogate(log_ratio, jnp.asarray([[1.0, 0.0, -1.0]]), 0.2, 0.2, 3.0)
         return made.objective.sum(), made
 
     (value, made), gradient = jax.value_and_grad(total, has_aux=True)(jnp.full((1, 3), 200.0, jnp.float32))
@@ -278,9 +283,9 @@ def test_ratios_of_rows(float64):
     total = np.where(own, new - old, 0).sum(1, keepdims=True)
     mean = total / np.maximum(own.sum(1, keepdims=True), 1)
     arrays = jnp.asarray(new), jnp.asarray(old), jnp.asarray(own)
-    np.testing.assert_allclose(ratios.sequence_sum(*arrays), total, **EXACT)
-    np.testing.assert_allclose(ratios.sequence_mean(*arrays), np.where(own, mean, 0), **EXACT)
-    slope = jax.grad(lambda x: jnp.sum(jnp.exp(ratios.sequence_mean(x, *arrays[1:])) * arrays[2]))(arrays[0])
+    np.testing.assert_allclose(loss_terms.sequence_sum_ratio(*arrays), total, **EXACT)
+    np.testing.assert_allclose(loss_terms.sequence_mean_ratio(*arrays), np.where(own, mean, 0), **EXACT)
+    slope = jax.grad(lambda x: jnp.sum(jnp.exp(loss_terms.sequence_mean_ratio(x, *arrays[1:])) * arrays[2]))(arrays[0])
     np.testing.assert_allclose(slope, np.where(own, np.exp(mean), 0), **EXACT)
 
 
@@ -290,8 +295,8 @@ def test_ratios_of_rows(float64):
 def test_masks_by_a_row_s_geometric_mean_do_not_reject_it_for_being_long(float64):
     log_weight = jnp.full((2, 40), 0.05).at[1].set(0.5)
     own = jnp.ones_like(log_weight, bool)
-    by_product = corrections.mis(log_weight, own, 0.5, 1.5, "sequence")
-    by_mean = corrections.mis(log_weight, own, 0.5, 1.5, "geometric")
+    by_product = loss_terms.mis(log_weight, own, 0.5, 1.5, "sequence")
+    by_mean = loss_terms.mis(log_weight, own, 0.5, 1.5, "geometric")
     np.testing.assert_array_equal(by_product, 0)
     np.testing.assert_allclose(by_mean, [[np.exp(0.05)] * 40, [0.0] * 40], **EXACT)
 
@@ -299,7 +304,7 @@ def test_masks_by_a_row_s_geometric_mean_do_not_reject_it_for_being_long(float64
 @pytest.mark.parametrize("kind", ["tis", "mis"])
 def test_weights_are_constants_to_the_gradient(kind):
     bounds = {"tis": (2.0,), "mis": (0.5, 2.0)}[kind]
-    weight = lambda x: jnp.sum(getattr(corrections, kind)(x, jnp.ones((1, 2), bool), *bounds))  # noqa: E731
+    weight = lambda x: jnp.sum(getattr(loss_terms, kind)(x, jnp.ones((1, 2), bool), *bounds))  # noqa: E731
     np.testing.assert_array_equal(jax.grad(weight)(jnp.asarray([[0.1, 0.2]])), 0)
 
 
@@ -314,7 +319,7 @@ def test_a_pair_of_which_one_row_does_not_count_does_not_count(float64):
         return policy_loss(parts, coefficients, Predictions(new), rows, denominators(own[:2], own.shape[1]))
 
     gradient, told = jax.grad(loss, has_aux=True)(new)
-    first = preference_loss.of_rows(new[:2], reference[:2], own[:2], coefficients.beta, coefficients.label_smoothing)
+    first = loss_terms.pairs_of_rows(new[:2], reference[:2], own[:2], coefficients.beta, coefficients.label_smoothing)
     np.testing.assert_allclose(told["loss"], first.loss[0])
     np.testing.assert_allclose(told["margin"], first.margin[0])
     assert (gradient[:2] != 0).all()
@@ -322,7 +327,7 @@ def test_a_pair_of_which_one_row_does_not_count_does_not_count(float64):
 
 
 def test_smoothed_preferences_are_a_cross_entropy(float64):
-    made = preference_loss.dpo(*(jnp.asarray([x]) for x in (-3.0, -4.0, -3.5, -3.0)), beta=0.5, smoothing=0.1)
+    made = loss_terms.dpo(*(jnp.asarray([x]) for x in (-3.0, -4.0, -3.5, -3.0)), beta=0.5, smoothing=0.1)
     chance = 1 / (1 + np.exp(-0.5 * (0.5 - -1.0)))
     np.testing.assert_allclose(made.loss, -0.9 * np.log(chance) - 0.1 * np.log(1 - chance), **EXACT)
     np.testing.assert_allclose(made.margin, 0.75, **EXACT)
@@ -357,7 +362,7 @@ def drawn(seed=8):
 def advance(parts, coefficients, own, score, x, counts=None, kept=None):
     """Loss, statistics, and the gradients by all that the trained parameters say; jitted by the caller."""
     policy = parts.objective == "policy"
-    penalty = kl.k1(x["old"], x["reference"]) if policy and parts.kl_in == "reward" else None
+    penalty = loss_terms.k1(x["old"], x["reference"]) if policy and parts.kl_in == "reward" else None
     value = x["value"] if parts.critic else None
     both = estimate(parts, coefficients, score, own, kept, penalty, value) if policy else (None, None)
     rows = LossInputs(own, x["old"], both[0], x["sampled"], x["reference"], value, both[1])
@@ -402,7 +407,7 @@ def test_a_weight_is_the_share_of_a_token_s_score_in_the_gradient(name):
         own, score, x = jax.tree.map(jnp.float64, (own, score, x))
         own = own > 0
         value = x["value"] if parts.critic else None
-        penalty = kl.k1(x["old"], x["reference"]) if parts.kl_in == "reward" else None
+        penalty = loss_terms.k1(x["old"], x["reference"]) if parts.kl_in == "reward" else None
         advantage, target = estimate(parts, coefficients, score, own, None, penalty, value)
         rows = LossInputs(own, x["old"], advantage, x["sampled"], x["reference"], value, target)
         counts = denominators(own, SLOTS)
@@ -476,9 +481,9 @@ def test_with_denominators_of_an_iteration_every_token_weighs_the_same():
     own = jnp.asarray(rng.random((8, 6)) < 0.5)
     loss = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
     share = own.sum() / 4
-    each = [aggregation.token_iteration(loss[i : i + 2], own[i : i + 2], share) for i in range(0, 8, 2)]
+    each = [loss_terms.token_iteration(loss[i : i + 2], own[i : i + 2], share) for i in range(0, 8, 2)]
     assert float(sum(each)) / 4 == pytest.approx(float(loss[own].mean()), rel=1e-5)
-    with_own = [aggregation.token_minibatch(loss[i : i + 2], own[i : i + 2]) for i in range(0, 8, 2)]
+    with_own = [loss_terms.token_minibatch(loss[i : i + 2], own[i : i + 2]) for i in range(0, 8, 2)]
     assert abs(float(sum(with_own)) / 4 - float(loss[own].mean())) > 1e-3
 
 

@@ -14,10 +14,10 @@ from scipy import stats
 from tiny_dialogue import TINY_DIALOGUE
 
 import jaxaudit as ja
+from jaxaudit.learners.dialogue.advantages import estimate
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.collection import tapped
-from jaxaudit.learners.dialogue.estimation import estimate
-from jaxaudit.learners.dialogue.presets import PRESETS
+from jaxaudit.learners.dialogue.factories import PRESETS
 from jaxaudit.runtime import registry
 
 KEY = jax.random.key(11)

@@ -21,11 +21,10 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import NOTHING, OWN, PROMPT, TOOL
 from jaxaudit.learners.dialogue import demonstrations, held_out
 from jaxaudit.learners.dialogue.factories import settings_of
-from jaxaudit.learners.dialogue.learner import DialogueLearner
-from jaxaudit.learners.dialogue.state import DialogueData, DialogueState, Trained
-from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
+from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner, DialogueState, Trained
+from jaxaudit.learners.dialogue.telemetry.channels import before_the_first
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
-from jaxaudit.learners.dialogue.telemetry.run import before_the_first
+from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
 from jaxaudit.models import gpt2
 
 STEP, STEPS = 3, 10

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxaudit.learners.dialogue.remarks import of_the_beginning
+from jaxaudit.learners.dialogue.factories import of_the_beginning
 
 
 def begun(proxy, truncated, no_signal):

@@ -15,11 +15,11 @@ from test_dialogue_reference import Errand, random_params
 import jaxaudit as ja
 from jaxaudit import remedies
 from jaxaudit.core.taps import ROOT, Taps
-from jaxaudit.learners.dialogue import advantages, corrections, covariance, kl
-from jaxaudit.learners.dialogue.aggregation import Denominators, denominators
+from jaxaudit.learners.dialogue import advantages, loss_terms
+from jaxaudit.learners.dialogue.advantages import estimate
 from jaxaudit.learners.dialogue.collection import Models, sampled_entropy, tapped
-from jaxaudit.learners.dialogue.estimation import estimate
 from jaxaudit.learners.dialogue.factories import settings_of
+from jaxaudit.learners.dialogue.loss_terms import Denominators, denominators
 from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
 from jaxaudit.models import gpt2
@@ -123,7 +123,7 @@ def of_sequences(settings, behaviour=None):
     own, zeros = jnp.ones(EVERY.shape, bool), jnp.zeros(EVERY.shape)
     old = jnp.asarray(of_tokens(POLICY if behaviour is None else behaviour))
     reference, anchor = jnp.asarray(of_tokens(REFERENCE)), log_softmax(REFERENCE)
-    penalty = kl.ESTIMATORS[parts.kl](old, reference) if parts.kl_in_reward else None
+    penalty = loss_terms.KL_ESTIMATORS[parts.kl](old, reference) if parts.kl_in_reward else None
     assert behaviour is None or penalty is None
     score = jnp.zeros((len(EVERY), 1))
     advantage, target = estimate(parts, coefficients, score, own, penalty=penalty, value=zeros)
@@ -280,7 +280,7 @@ def test_compared_with_another_row_the_gradient_is_still_the_divergence_s(preset
     index = pairs.reshape(-1)
     own = jnp.ones((len(index), LENGTH), bool)
     old, reference = (jnp.asarray(of_tokens(table)[index]) for table in (POLICY, REFERENCE))
-    penalty = kl.ESTIMATORS[parts.kl](old, reference)
+    penalty = loss_terms.KL_ESTIMATORS[parts.kl](old, reference)
     advantage, _ = estimate(parts, coefficients, jnp.zeros(pairs.shape), own, penalty=penalty)
     rows = LossInputs(own, old, advantage, reference=reference)
     chance = jnp.asarray(np.prod(probability(POLICY)[pairs], -1))
@@ -329,7 +329,7 @@ def covariances(own, advantage, old):
 
 def chosen(how, share, own, advantage, old, seed=0):
     return np.asarray(
-        covariance.select_tokens(how, share, *map(jnp.asarray, (advantage, old, own)), jax.random.key(seed))
+        loss_terms.select_tokens(how, share, *map(jnp.asarray, (advantage, old, own)), jax.random.key(seed))
     )
 
 
@@ -344,7 +344,7 @@ def asked(share, own):
 @pytest.mark.usefixtures("float64")
 def test_the_covariance_is_a_product_of_deviations_over_own_tokens():
     own, advantage, old = batch(poison=True)
-    found = np.asarray(covariance.covariance(*map(jnp.asarray, (advantage, old, own))))
+    found = np.asarray(loss_terms.token_covariance(*map(jnp.asarray, (advantage, old, own))))
     np.testing.assert_allclose(found, np.nan_to_num(covariances(own, advantage, old)), **EXACT)
     assert found.sum() / own.sum() == pytest.approx(np.cov(advantage[own], old[own], ddof=0)[0, 1])
 
@@ -402,7 +402,7 @@ def test_clip_cov_takes_any_of_the_eligible_tokens_as_often_as_another_and_kl_co
     eligible = np.asarray(own) & (values > 1) & (values < 5)
     share, draws = 0.05, 3000
     many = jax.jit(
-        jax.vmap(lambda how, key: covariance.select_tokens(how, share, advantage, old, own, key), in_axes=(None, 0)),
+        jax.vmap(lambda how, key: loss_terms.select_tokens(how, share, advantage, old, own, key), in_axes=(None, 0)),
         static_argnums=0,
     )
     keys = jax.random.split(jax.random.key(9), draws)
@@ -611,7 +611,7 @@ def test_corrections_weigh_the_gradient_of_each_token_as_a_loop_does(one):
     if one.name == "sequence_mask":
         of_rows = np.exp(np.where(own, gap, 0).sum(1))[own.any(1)]
         assert (of_rows < 0.5).any(), "rows below are not left out"
-        assert corrections.LEVELS.index(settings.correction_level) == 1
+        assert loss_terms.CORRECTION_LEVELS.index(settings.correction_level) == 1
 
 
 # Learners with remedies.

@@ -14,8 +14,7 @@ from jaxaudit.cli import registry_listing as listing
 from jaxaudit.core.sites import find_sites
 from jaxaudit.core.slots import site_misfit
 from jaxaudit.learners import grpo
-from jaxaudit.learners.dialogue.factories import settings_of
-from jaxaudit.learners.dialogue.presets import PRESETS
+from jaxaudit.learners.dialogue.factories import PRESETS, settings_of
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.runtime.registry import perturbations

@@ -12,8 +12,8 @@ from jaxaudit.core.learner import Learner
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values
-from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.channels import FEATURES, TABLE, Extent, channels
+from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
 
 PROMPTS, MEMBERS, SLOTS = 5, 4, 24
 ROWS = PROMPTS * MEMBERS

@@ -11,8 +11,7 @@ import jaxaudit as ja
 from jaxaudit.core.sites import find_sites
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
-from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
-from jaxaudit.learners.rl.trust_region import fisher_product
+from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings, fisher_product
 from jaxaudit.tasks.cartpole import CartPole
 
 SMALL = PLAIN | {"hidden": (16,)}

@@ -14,7 +14,7 @@ from small_runs import header
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load
 from jaxaudit.execution import engine
-from jaxaudit.learners.dialogue.state import Trained
+from jaxaudit.learners.dialogue.learner import Trained
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.spec.document import load as load_spec
 

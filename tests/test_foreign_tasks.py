@@ -12,7 +12,7 @@ from jaxaudit.runtime.errors import UserError
 from jaxaudit.spec.sections import read_task
 from jaxaudit.spec.tables import TomlTable
 from jaxaudit.tasks import Episodes, Mujoco, make
-from jaxaudit.tasks.brax import BraxTask
+from jaxaudit.tasks.foreign import BraxTask
 
 PLAYGROUND = pytest.mark.skipif(
     importlib.util.find_spec("mujoco_playground") is None, reason="mujoco_playground not installed"

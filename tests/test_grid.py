@@ -20,7 +20,7 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.perturbations import conditions
 from jaxaudit.perturbations.kinds import stateless
 from jaxaudit.runtime import registry, sharding
-from jaxaudit.spec.trial import misfits
+from jaxaudit.spec.document import misfits
 
 SLOW = pytest.mark.slow
 LEARNER = quadratic(None, adam=False)

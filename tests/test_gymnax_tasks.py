@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxaudit.core.taps import Taps
-from jaxaudit.tasks import Episodes, gymnax_env, make
+from jaxaudit.tasks import Episodes, foreign, make
 from jaxaudit.tasks.cartpole import CartPole
-from jaxaudit.tasks.gymnax_env import GymnaxEnv
+from jaxaudit.tasks.foreign import GymnaxEnv
 
 GYMNAX = pytest.mark.skipif(importlib.util.find_spec("gymnax") is None, reason="gymnax not installed")
 PARAMS = SimpleNamespace(max_steps_in_episode=7)
@@ -109,7 +109,7 @@ def test_an_impossible_action_is_nan_and_moves_nothing(env, action):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(gymnax_env.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(foreign.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"need the package 'gymnax': pip install 'jaxaudit\[gymnax\]'"):
         make("gymnax:Breakout-MinAtar")
 
@@ -143,7 +143,7 @@ def test_gymnax_environments_are_tasks(name, sizes):
 
 @GYMNAX
 def test_no_other_environment_is_forgotten():
-    for name in gymnax_env.GymnaxTask.names():
+    for name in foreign.GymnaxTask.names():
         env = make(f"gymnax:{name}")
         key = jax.random.key(0)
         action = jnp.zeros((), jnp.int32) if env.actions else jnp.zeros(env.action_size)

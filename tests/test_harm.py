@@ -9,7 +9,7 @@ from test_report import dataset, grid, tables
 
 from jaxaudit.analysis.run_reader import Run
 from jaxaudit.report import series
-from jaxaudit.report.harm import EFFECT, Judged, _differences, judge
+from jaxaudit.report.outcomes import EFFECT, Judged, _differences, judge
 from jaxaudit.report.verdict import verdict
 
 KINDS = 40

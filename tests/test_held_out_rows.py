@@ -13,8 +13,7 @@ from small_runs import header
 from test_report import grid, outside_scripts, simulate, write
 
 from jaxaudit import report
-from jaxaudit.analysis.held_out_rows import measured_near
-from jaxaudit.analysis.run_reader import load
+from jaxaudit.analysis.run_reader import load, measured_near
 from jaxaudit.cli import main as cli
 from jaxaudit.core.learner import Channel
 from jaxaudit.monitoring.envelope import Envelope

@@ -23,13 +23,13 @@ from small_runs import SPEC
 from jaxaudit.analysis.run_reader import load
 from jaxaudit.cli import main as cli
 from jaxaudit.monitoring.monitor import Monitor
-from jaxaudit.report import build, drawing
+from jaxaudit.report import build, page
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.disk_sink import InFolder
 from jaxaudit.runs.replay import replay
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime import files, npz, zarr_store
+from jaxaudit.runtime import files, zarr_store
 from jaxaudit.runtime.errors import Undrawn, UserError
 from jaxaudit.spec.document import parse
 
@@ -123,7 +123,7 @@ def savez(path, **arrays):
 
 def test_a_pickle_in_an_archive_is_not_read(payload, stopped, tmp_path):
     savez(tmp_path / "monitor.npz", description=np.array([payload], object))
-    refused("Python objects, which are never unpickled", npz.read, tmp_path / "monitor.npz")
+    refused("Python objects, which are never unpickled", files.read, tmp_path / "monitor.npz")
     with pytest.raises(ValueError, match="is not a monitor's file"):
         Monitor.load(tmp_path / "monitor.npz")
     for rows in stopped.glob("batches/*/*/rows-*.npz"):
@@ -142,7 +142,7 @@ def test_archives_are_read_as_numpy_reads_them(tmp_path):
         "flags": np.array([True, False]),
     }
     savez(tmp_path / "a.npz", **arrays)
-    found = npz.read(tmp_path / "a.npz")
+    found = files.read(tmp_path / "a.npz")
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
@@ -189,7 +189,7 @@ def no_array(path):
 )
 def test_archives_that_are_refused(make, words, tmp_path):
     make(tmp_path / "a.npz")
-    refused(words, npz.read, tmp_path / "a.npz")
+    refused(words, files.read, tmp_path / "a.npz")
 
 
 def frame(size, *, ended=True):
@@ -507,12 +507,12 @@ def test_tables_that_are_none_are_refused(content, run):
 def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatch, tmp_path, capsys):
     (tmp_path / "dies.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")
     (tmp_path / "fails.py").write_text("raise RuntimeError('no font')")
-    drawing.script.cache_clear()
+    page.script.cache_clear()
     for program, words in (
         ("dies", "the process that draws figures was ended by SIGTRAP: is memory short?"),
         ("fails", "the process that draws figures failed (RuntimeError: no font)"),
     ):
-        monkeypatch.setattr(drawing, "PROGRAM", tmp_path / f"{program}.py")
+        monkeypatch.setattr(page, "PROGRAM", tmp_path / f"{program}.py")
         assert cli.main(["report", str(run)]) == 1
         assert capsys.readouterr().err == f"jaxaudit: {words}\n"
         assert cli._end(run) == 0
@@ -523,13 +523,13 @@ def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatc
     assert not (run / "report.html").exists()
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
     with pytest.raises(Undrawn):
-        drawing.script()
+        page.script()
 
 
 def test_names_with_characters_that_no_figure_can_have(tmp_path):
     title = "a\x1b[31m\x00\uffff \\u001b <b> \N{GREEK SMALL LETTER ALPHA}"
     spec = {"data": {"values": [{"x": 1}]}, "mark": "point", "title": title, "encoding": {"x": {"field": "x"}}}
-    drawing._draw(tmp_path, [{"file": "figure", "spec": spec}])
+    page._draw(tmp_path, [{"file": "figure", "spec": spec}])
     assert (
         "a\ufffd[31m\ufffd\ufffd \\u001b &lt;b&gt; \N{GREEK SMALL LETTER ALPHA}"
         in (tmp_path / "figure.svg").read_text()
@@ -542,9 +542,9 @@ def test_figures_that_there_are_no_more_are_removed(run, monkeypatch):
     for name in ("earlier.svg", "earlier.png", "mine.png", "mine.txt"):
         (run / "figures" / name).write_text("x")
     monkeypatch.setattr(
-        drawing, "_draw", lambda folder, asked: [(folder / n).write_text("new") for n in ("a.svg", "a.png")]
+        page, "_draw", lambda folder, asked: [(folder / n).write_text("new") for n in ("a.svg", "a.png")]
     )
-    drawing.write_figures(run / "figures", [])
+    page.write_figures(run / "figures", [])
     assert sorted(os.listdir(run / "figures")) == ["a.png", "a.svg", "mine.png", "mine.txt"]
 
 
@@ -553,9 +553,9 @@ def test_drawings_of_killed_processes_are_removed_and_those_of_others_left(run, 
     for place in (killed, drawing_now, mine):
         place.mkdir()
         (place / "half.svg").write_text("x")
-    monkeypatch.setattr(drawing, "_draw", lambda folder, asked: (folder / "a.svg").write_text("new"))
+    monkeypatch.setattr(page, "_draw", lambda folder, asked: (folder / "a.svg").write_text("new"))
     with files.locked(drawing_now, "figures"):
-        drawing.write_figures(run / "figures", [])
+        page.write_figures(run / "figures", [])
         assert (drawing_now / "half.svg").exists()
     assert not killed.exists()
     assert not mine.exists()

@@ -10,7 +10,7 @@ from log_files import lines, refusal, written
 
 from jaxaudit import logs
 from jaxaudit.cli.main import main
-from jaxaudit.logs.literals import dict_in
+from jaxaudit.logs.printed import dict_in
 
 
 def series(folder, text, name="a.log", step=None):

@@ -18,9 +18,8 @@ from jaxaudit.execution.grid_program import inputs
 from jaxaudit.kernels.embedding import lookup
 from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.factories import settings_of
-from jaxaudit.learners.dialogue.learner import DialogueLearner
+from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.state import DialogueData
 from jaxaudit.learners.dialogue.telemetry import vocabulary
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.spec.document import parse

@@ -21,7 +21,7 @@ import jaxaudit as ja
 from jaxaudit.cli import main as cli
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runs.margins import trainers
+from jaxaudit.runs.margins import folder
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.spec.document import parse
 
@@ -95,7 +95,7 @@ def test_a_second_call_trains_nothing_and_a_finer_one_goes_on(finished, run, cap
     before = (run / "margins/outcomes.csv").read_bytes()
     table = (run / "margins/margins.csv").read_bytes()
     with monkeypatch.context() as closed:
-        closed.setattr(trainers, "fit", lambda *a, **k: pytest.fail("something was trained"))
+        closed.setattr(folder, "fit", lambda *a, **k: pytest.fail("something was trained"))
         assert cli.main(["margin", "run"]) == 0
     assert capsys.readouterr().out.startswith("perturbation")
     assert (run / "margins/outcomes.csv").read_bytes() == before
@@ -113,7 +113,7 @@ def test_a_search_that_kept_auto_is_one_with_the_physics_its_devices_had(finishe
     assert 'physics = "c"' in told["spec"]
     told["spec"] = [line.replace('physics = "c"', 'physics = "auto"') for line in told["spec"]]
     kept.write_text(json.dumps(told))
-    monkeypatch.setattr(trainers, "fit", lambda *a, **k: pytest.fail("something was trained"))
+    monkeypatch.setattr(folder, "fit", lambda *a, **k: pytest.fail("something was trained"))
     assert cli.main(["margin", "run"]) == 0
     capsys.readouterr()
     told["environment"]["device_kind"] = "NVIDIA H200"
@@ -124,7 +124,7 @@ def test_a_search_that_kept_auto_is_one_with_the_physics_its_devices_had(finishe
 @pytest.mark.exhaustive
 def test_workers_find_what_one_process_finds(run, monkeypatch):
     backend = Calls()
-    monkeypatch.setattr(trainers, "opened", backend.opened)
+    monkeypatch.setattr(folder, "opened", backend.opened)
     monkeypatch.setattr(cli, "use_cpus", lambda: None)
     assert cli.main(["margin", "run", "--on", "local", "-o", "theirs"]) == 0
     lanes, pools = backend.made[0], backend.made[1:]

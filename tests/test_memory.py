@@ -12,7 +12,7 @@ import ring
 
 import jaxaudit as ja
 from jaxaudit.core.batches import layout
-from jaxaudit.execution import memory, workspace
+from jaxaudit.execution import engine, memory
 from jaxaudit.execution.engine import Engine
 
 MIB = 2**20
@@ -75,7 +75,7 @@ def test_what_products_take_beside_the_plan_of_buffers():
     threads = 2 * MIB  # what the pool takes when it is first used
     assert 0.7 * found["workspace"] < found["extra"] < 1.02 * found["workspace"] + threads
     assert found["extra in bfloat16"] < 1.02 * found["workspace in bfloat16"] + threads
-    if not workspace.PACKS_WHOLE:
+    if not engine.PACKS_WHOLE:
         assert 0.7 * found["workspace in bfloat16"] < found["extra in bfloat16"]
 
 

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from statsmodels.tsa.statespace.kalman_filter import KalmanFilter
 
-from jaxaudit.monitoring.gru import GRU
-from jaxaudit.monitoring.kalman import LEAST_VARIANCE, Kalman
-from jaxaudit.monitoring.lru import LRU
 from jaxaudit.monitoring.model import follow
+from jaxaudit.monitoring.state_space import GRU, LEAST_VARIANCE, LRU, Kalman
 
 MODELS = {"lru": LRU(), "gru": GRU(), "kalman": Kalman()}
 CHANNELS, STEPS = 5, 200

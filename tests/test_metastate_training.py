@@ -12,10 +12,8 @@ from scipy import stats
 
 from jaxaudit.monitoring.calibration import fewest_runs, rate_interval, threshold
 from jaxaudit.monitoring.channels import Channels, series
-from jaxaudit.monitoring.gru import GRU
-from jaxaudit.monitoring.kalman import Kalman
-from jaxaudit.monitoring.lru import LRU
 from jaxaudit.monitoring.model import follow
+from jaxaudit.monitoring.state_space import GRU, LRU, Kalman
 from jaxaudit.monitoring.training import Training, log_likelihood, train_members
 
 LANES, STEPS, CHANNELS = 48, 100, 4

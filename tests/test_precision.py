@@ -21,9 +21,8 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.execution.grid_program import inputs
 from jaxaudit.kernels import coherence, orthogonal, ranks
 from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.lru import LRU
-from jaxaudit.monitoring.scanned import _scored
-from jaxaudit.monitoring.scores import _followed
+from jaxaudit.monitoring.scores import _followed, _scored
+from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.training import Training, _train_members
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.replay import replay

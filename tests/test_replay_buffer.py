@@ -10,7 +10,7 @@ import pytest
 from scipy import integrate, stats
 
 from jaxaudit.learners.rl.replay_buffer import DTYPES, ReplayBuffer, Transitions
-from jaxaudit.models.squashed_gaussian import squashed_gaussian
+from jaxaudit.learners.rl.sac import squashed_gaussian
 
 
 def transitions(rng, n, o, a):

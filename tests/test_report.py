@@ -14,7 +14,7 @@ from jaxaudit import report
 from jaxaudit.analysis import results
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.run_reader import load
-from jaxaudit.report import audited, chosen, series, style
+from jaxaudit.report import audited, series, style
 from jaxaudit.report.probability import collapse_map
 from jaxaudit.report.verdict import _without_effect, verdict
 
@@ -463,11 +463,11 @@ def test_of_many_panels_those_that_tell_most_are_drawn(tmp_path):
     write(tmp_path, conditions, performance=performance)
     run = load(tmp_path)
     groups = series.panels(run)
-    few = chosen.foremost(run, groups, most=3)
+    few = audited.foremost(run, groups, most=3)
     assert len(groups) == 16
     assert [(p.perturbation, p.onset) for p in few] == [("lr_spike", 100), ("reward_flip", 120), ("weight_noise", 160)]
-    assert chosen.foremost(run, groups, most=16) == groups
-    assert len(chosen.foremost(dataclasses.replace(run, summary=None), groups)) == chosen.MOST_PANELS
+    assert audited.foremost(run, groups, most=16) == groups
+    assert len(audited.foremost(dataclasses.replace(run, summary=None), groups)) == audited.MOST_PANELS
     told = audited._left_out(groups, few)
     assert "3 of 16 panels" in told
     assert "tables have all" in told
@@ -480,12 +480,12 @@ def test_of_many_magnitudes_some_are_drawn_and_both_ends(tmp_path):
     conditions = grid({"lr_spike": ("optimization", magnitudes, 20.0)})
     write(tmp_path, conditions, seeds=2)
     (panel,) = series.panels(load(tmp_path))
-    few = chosen.thinned(panel)
-    assert len(few.disturbed) == chosen.MOST_LINES
+    few = audited.thinned(panel)
+    assert len(few.disturbed) == audited.MOST_LINES
     assert (few.lines[0].key, few.disturbed[0].magnitude, few.disturbed[-1].magnitude) == ("c", 1, 40)
-    assert chosen.thinned(few) is few
+    assert audited.thinned(few) is few
     page = report.build(tmp_path).read_text()
-    assert f"A panel has {chosen.MOST_LINES} magnitudes at most" in page
+    assert f"A panel has {audited.MOST_LINES} magnitudes at most" in page
     assert "lr_spike 2<" in page, "the tables have all"
 
 

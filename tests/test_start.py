@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxaudit as ja
-from jaxaudit.execution import compiling
+from jaxaudit.execution import engine
 
 HEAVY = {"jax", "numpy", "pandas", "xarray", "scipy", "mujoco", "brax", "altair"}
 
@@ -71,7 +71,7 @@ def test_an_unknown_name():
 def ours(tmp_path, monkeypatch):
     """The folder that programs go to where the caller has said nothing."""
     before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setattr(compiling, "program_cache", lambda: tmp_path / "ours")
+    monkeypatch.setattr(engine, "program_cache", lambda: tmp_path / "ours")
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     yield tmp_path / "ours"
@@ -99,7 +99,7 @@ def test_programs_are_kept_between_processes(ours):
 
 
 def test_not_where_the_caller_says_no(ours, monkeypatch):
-    monkeypatch.setenv(compiling.CACHE, "off")
+    monkeypatch.setenv(engine.CACHE, "off")
     an_audit(1.5)
     assert not ours.exists()
 
@@ -114,9 +114,9 @@ def test_the_callers_own_cache_stays(ours):
 
 def test_a_cache_chosen_meanwhile_stays(ours):
     theirs = str(ours.parent / "theirs")
-    compiling._kept.enter()
+    engine._kept.enter()
     jax.config.update("jax_compilation_cache_dir", theirs)
-    compiling._kept.leave()
+    engine._kept.leave()
     assert jax.config.jax_compilation_cache_dir == theirs
 
 
@@ -124,7 +124,7 @@ def test_a_program_that_could_not_be_compiled_is_tried_again(monkeypatch):
     from jaxaudit.execution import engine
 
     def refused(lowered):
-        pending = compiling.Future()
+        pending = engine.Future()
         pending.set_exception(RuntimeError("RESOURCE_EXHAUSTED: no memory"))
         return pending
 

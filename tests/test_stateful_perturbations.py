@@ -17,7 +17,7 @@ from jaxaudit.core.grid import plan
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.telemetry_layout import blank_telemetry, place
 from jaxaudit.runtime import registry
-from jaxaudit.spec.trial import misfits
+from jaxaudit.spec.document import misfits
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.episodes import Episodes
 

@@ -16,8 +16,8 @@ from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.registry import Registry
 from jaxaudit.spec.document import parse
 from jaxaudit.tasks import Mujoco, Registered, named
-from jaxaudit.tasks.brax import BraxTask
 from jaxaudit.tasks.cartpole import CartPole
+from jaxaudit.tasks.foreign import BraxTask
 from jaxaudit.text import Text
 
 SPEC = """

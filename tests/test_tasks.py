@@ -15,7 +15,7 @@ from fusion_emitters import emitters, takes
 from scipy import stats
 
 from jaxaudit.runtime import machine
-from jaxaudit.tasks import TASKS, make, mjx_step, simulations
+from jaxaudit.tasks import TASKS, engine_c, engine_mjx, make
 from jaxaudit.tasks._brax import mjx
 from jaxaudit.tasks.engine import PhysicsState
 
@@ -350,14 +350,14 @@ class TestDynamics:
 
         def kept():
             jax.block_until_ready(state)  # what is lent is idle again
-            return {key: len(idle) for key, idle in simulations.idle_batches.items()}
+            return {key: len(idle) for key, idle in engine_c.idle_batches.items()}
 
         state = step(state.replace(info=every(mass=0.9)), action)
         before = kept()
         for factor in np.linspace(1.0, 2.0, 20):
             state = step(state.replace(info=every(mass=factor, friction=factor)), action)
         assert kept() == before
-        assert all(len(idle) <= machine.cores() for idle in simulations.idle_workers.values())
+        assert all(len(idle) <= machine.cores() for idle in engine_c.idle_workers.values())
         assert np.isfinite(state.obs).all()
 
 
@@ -396,7 +396,7 @@ def test_mjx_turns_and_slides_as_c_mujoco():
     """Bodies that spin on free and ball joints, and a capsule that stands nearly upright on a plane."""
     model = mujoco.MjModel.from_xml_string(SPINNING)
     in_jax, blank = mjx.put_model(model, impl="jax"), mjx.make_data(model, impl="jax")
-    step = compiled(jax.vmap(lambda q, v: mjx_step.step(in_jax, blank.replace(qpos=q, qvel=v))), "mjx")
+    step = compiled(jax.vmap(lambda q, v: engine_mjx.step(in_jax, blank.replace(qpos=q, qvel=v))), "mjx")
     rng = np.random.default_rng(0)
     qpos = np.tile(model.qpos0, (100, 1))
     qpos[:, 2] -= rng.uniform(0.05, 0.15, 100)  # half of them touch
@@ -418,8 +418,8 @@ def test_mjx_turns_and_slides_as_c_mujoco():
 @pytest.mark.exhaustive
 def test_mjx_is_traced_once_wherever_programs_step_it(monkeypatch):
     traced = []
-    forward = mjx_step.forward
-    monkeypatch.setattr(mjx_step, "forward", lambda *given: traced.append(0) or forward(*given))
+    forward = engine_mjx.forward
+    monkeypatch.setattr(engine_mjx, "forward", lambda *given: traced.append(0) or forward(*given))
     env = make("InvertedPendulum-v5", "mjx")
 
     def step(state, action):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.text import Text, batches, corpus, documents, load, token_files, tokenizers
+from jaxaudit.learners import language_model
+from jaxaudit.text import Text, corpus, documents, load, tokenizers
 
 TOKENIZERS = Path(__file__).parent / "data" / "tokenizers"
 """Folders that transformers 5.17 saved, a GPT-2's with tokens added and a RoBERTa's, and texts with the tokens it makes
@@ -457,7 +458,7 @@ def test_all_docstrings_are_a_corpus():
 
 def test_sequences_begin_anywhere_and_depend_on_the_key_alone():
     tokens = jnp.arange(50, dtype=jnp.uint16)
-    draw = jax.jit(lambda key: batches.draw(key, tokens, 4000, 8))
+    draw = jax.jit(lambda key: language_model.draw(key, tokens, 4000, 8))
     drawn = np.asarray(draw(jax.random.key(0)))
     assert drawn.dtype == np.int32
     np.testing.assert_array_equal(drawn - drawn[:, :1], np.broadcast_to(np.arange(8), (4000, 8)))
@@ -470,11 +471,11 @@ def test_sequences_begin_anywhere_and_depend_on_the_key_alone():
 
 def test_evenly_spaced_sequences_do_not_overlap():
     tokens = np.arange(103, dtype=np.uint16)
-    rows = batches.evenly_spaced(tokens, 5, 20)
+    rows = language_model.evenly_spaced(tokens, 5, 20)
     assert rows.shape == (5, 20)
     assert len(np.unique(rows)) == 100
 
 
 def test_llmc_tokens_are_mapped_not_copied(tmp_path):
-    tokens = token_files.read(llmc(tmp_path / "a.bin", numbers(900)))
+    tokens = corpus.read(llmc(tmp_path / "a.bin", numbers(900)))
     assert isinstance(tokens, np.memmap)

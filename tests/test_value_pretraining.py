@@ -10,8 +10,7 @@ import pytest
 import jaxaudit as ja
 from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.factories import settings_of
-from jaxaudit.learners.dialogue.learner import DialogueLearner
-from jaxaudit.learners.dialogue.state import DialogueData
+from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
 from jaxaudit.learners.dialogue.telemetry.values import value_statistics
 from jaxaudit.models import gpt2
 

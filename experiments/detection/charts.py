@@ -28,13 +28,12 @@ import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.cli.main import prepare_jax
 from jaxaudit.models import gpt2
+from jaxaudit.monitoring.baselines import CHARTS
 from jaxaudit.monitoring.channels import measured, series
-from jaxaudit.monitoring.comparison import DetectionSettings, compare
+from jaxaudit.monitoring.comparison import DetectionSettings, best_chart, compare, summary
 from jaxaudit.monitoring.lanes import LabelledLanes
 from jaxaudit.monitoring.learned import MetaState
-from jaxaudit.monitoring.lru import LRU
-from jaxaudit.monitoring.multichannel_charts import CHARTS
-from jaxaudit.monitoring.summary import best_chart, summary
+from jaxaudit.monitoring.state_space import LRU
 
 FIRST = {"clean": 71_000, "disturbed": 72_000}
 """Seeds that nothing has been run on before."""

@@ -29,9 +29,8 @@ from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.protocol import OWN, Dialogue
 from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.factories import settings_of, structure_of
-from jaxaudit.learners.dialogue.learner import DialogueLearner
+from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.state import DialogueData
 from jaxaudit.models import decoding, gpt2
 
 CASES: dict[str, Dialogue] = {

@@ -30,8 +30,8 @@ from jaxaudit.cli.main import prepare_jax
 from jaxaudit.monitoring.channels import series
 from jaxaudit.monitoring.charts import SHRINKAGE
 from jaxaudit.monitoring.lanes import gather
-from jaxaudit.monitoring.lru import LRU
 from jaxaudit.monitoring.monitor import Expectation
+from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.training import Training
 from jaxaudit.report import style
 

@@ -16,7 +16,7 @@ import mujoco
 import numpy as np
 import parity
 
-from jaxaudit.tasks import TASKS, mjx_step
+from jaxaudit.tasks import TASKS, engine_mjx
 from jaxaudit.tasks._brax import mjx
 
 
@@ -64,7 +64,7 @@ def on_mjx(model: mujoco.MjModel, wanted: parity.Reference, frame_skip: int, wid
     def forces(columns: jax.Array, control: jax.Array) -> jax.Array:
         qpos, qvel, warmstart = split(model, columns)
         data = blank.replace(qpos=qpos, qvel=qvel, qacc_warmstart=warmstart, ctrl=control)
-        data = jax.lax.fori_loop(0, frame_skip, lambda _, data: mjx_step.step(compiled, data), data)
+        data = jax.lax.fori_loop(0, frame_skip, lambda _, data: engine_mjx.step(compiled, data), data)
         return data.qfrc_constraint
 
     step = jax.jit(jax.vmap(forces), compiler_options=parity.OPTIONS)

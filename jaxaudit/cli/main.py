@@ -455,7 +455,7 @@ def _monitor(arguments: argparse.Namespace) -> int:
 def _read(arguments: argparse.Namespace) -> int:
     import json
 
-    from jaxaudit.logs.contents import contents, table
+    from jaxaudit.logs.log import contents, table
     from jaxaudit.logs.reading import read
 
     for path in arguments.files:

@@ -7,8 +7,7 @@ import dataclasses
 from jaxaudit.analysis import metrics as metric_functions
 from jaxaudit.perturbations import Kind
 from jaxaudit.runtime import registry
-from jaxaudit.runtime.registry import summary
-from jaxaudit.runtime.text_table import aligned
+from jaxaudit.runtime.registry import aligned, summary
 from jaxaudit.spec.sections import learner_settings
 from jaxaudit.spec.tables import to_value
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxaudit.analysis.datasets import position
-from jaxaudit.analysis.held_out_rows import HeldOutRow, Word, has_rows, measured_near, rows_at
-from jaxaudit.analysis.run_reader import CONTROL, Run, load
+from jaxaudit.analysis.run_reader import CONTROL, HeldOutRow, Run, Word, has_rows, load, measured_near, rows_at
 from jaxaudit.runtime.errors import UserError
 
 WIDTH = 110

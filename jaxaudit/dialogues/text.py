@@ -15,18 +15,140 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.dialogues import jsonl as lines
-from jaxaudit.dialogues import tokenised, tool_syntax
-from jaxaudit.dialogues.annotations import left_out
+from jaxaudit.dialogues import tool_syntax
 from jaxaudit.dialogues.arithmetic import digits, joined
 from jaxaudit.dialogues.jsonl import JsonlRecord
 from jaxaudit.dialogues.patterns import Unusable
 from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
 from jaxaudit.dialogues.sampling import DEMONSTRATION, below, looked_up
-from jaxaudit.dialogues.tokenised import Signs
+from jaxaudit.dialogues.tool_syntax import left_out
 from jaxaudit.dialogues.verifiers import VERIFIERS
 from jaxaudit.runtime.registry import check, dialogues
 from jaxaudit.text import tokenizers
 from jaxaudit.text.tokenizers import Tokenizer
+
+LONGEST_TOKEN = 32
+"""Bytes of a token that are looked at; of a longer one the first ones. GPT-2's longer ones are rules and blanks."""
+
+MOST_SHOWN = 60
+"""Characters of a call that a sentence shows."""
+
+ERROR = "error"
+"""What a tool that fails says."""
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Tokens that are known by name.
+
+    Attributes:
+      pieces: the bytes of each token.
+      end: of a text.
+      digits: from 0 to 9; () without a tool, as are the others.
+      minus: of a negative result.
+      error: what a tool that fails says.
+    """
+
+    pieces: tuple[bytes, ...]
+    end: int
+    digits: tuple[int, ...] = ()
+    minus: int = 0
+    error: tuple[int, ...] = ()
+
+    def result(self, call: bytes) -> tuple[str, list[int]]:
+        """What the tool says to a call, as text and in tokens."""
+        value = tool_syntax.evaluated(call)
+        if value is None:
+            return ERROR, list(self.error)
+        return str(value), [self.minus if sign == "-" else self.digits[int(sign)] for sign in str(value)]
+
+
+def tool_signs(tokenizer: Tokenizer, tool: bool) -> Signs:
+    """The tokens that are known by name. Raises ValueError where there is a tool, and a digit is not one token."""
+    pieces = tuple(tokenizer.pieces())
+    if not tool:
+        return Signs(pieces, tokenizer.end_of_text)
+    *single, error = (tokens.tolist() for tokens in encode(tokenizer, [*"0123456789-", ERROR]))
+    if any(len(sign) != 1 for sign in single):
+        raise ValueError("a tool's results are written in digits, and in this tokenizer not every digit is one token")
+    *digits, minus = (sign[0] for sign in single)
+    return Signs(pieces, tokenizer.end_of_text, tuple(digits), minus, tuple(error))
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """The tokens of each text, int32, without its end."""
+    tokens = tokenizer.encode([text.encode() for text in texts]).astype(np.int32)
+    ends = np.flatnonzero(tokens == tokenizer.end_of_text)
+    return [part[:-1] for part in np.split(tokens, ends + 1)[:-1]]
+
+
+def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> list[np.ndarray]:
+    """The tokens of each prompt, int32. Raises Unusable for one that leaves no room in a row of so many slots."""
+    found = encode(tokenizer, texts)
+    for line, prompt in enumerate(found):
+        if not 0 < len(prompt) < length:
+            allowed = f"from 1 to {length - 1} fit in rows of {length} slots"
+            raise Unusable(line, f"the prompt has {len(prompt)} tokens; {allowed}")
+    return found
+
+
+def complete_texts(tokenizer: Tokenizer, known: Signs, texts: Sequence[str]) -> list[np.ndarray]:
+    """The tokens of texts and their ends, int32, where calls end with a token and results are in digits.
+
+    Raises Unusable for a text with a call that its result does not follow.
+    """
+    parts = [part for line, text in enumerate(texts) for part in _parts(line, text.encode(), known)]
+    tokens = encode(tokenizer, [part.text for part in parts])
+    rows: list[list[int]] = [[] for _ in texts]
+    for part, text in zip(parts, tokens, strict=True):
+        rows[part.line] += [*text.tolist(), *part.result]
+    return [np.array([*row, known.end], np.int32) for row in rows]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A text up to the end of a call, and the tokens of the call's result; or the text behind the last call."""
+
+    line: int
+    text: str
+    result: list[int]
+
+
+def _parts(line: int, text: bytes, known: Signs) -> list[_Part]:
+    parts, begin = [], 0
+    while known.digits and (call := tool_syntax.CALL.search(text, begin)):
+        result, tokens = known.result(call[0])
+        if not text.startswith(result.encode(), call.end()):
+            raise Unusable(line, _unlike(call[0].decode(), result))
+        parts.append(_Part(line, text[begin : call.end()].decode(), tokens))
+        begin = call.end() + len(result)
+    return [*parts, _Part(line, text[begin:].decode(), [])]
+
+
+def _unlike(call: str, result: str) -> str:
+    """Why a call whose result does not follow it cannot be imitated."""
+    call = call if len(call) <= MOST_SHOWN else f"{call[:MOST_SHOWN]}..."
+    if result != ERROR:
+        return f"{call} must be followed by its result, {result}"
+    able = "two whole numbers with + - * or / between them, whose result is whole"
+    return f"{call} is not what the calculator can do, {able}, so that '{ERROR}' must follow it"
+
+
+def piece_table(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens' bytes, uint8 `[V, B]`, and how many they are, int32 `[V]`."""
+    cut = [piece[:LONGEST_TOKEN] for piece in pieces]
+    longest = max(map(len, cut))
+    found = np.frombuffer(b"".join(piece.ljust(longest, b"\0") for piece in cut), np.uint8)
+    return found.reshape(len(cut), longest), np.array([len(piece) for piece in cut], np.int32)
+
+
+def rows(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Tokens of several texts, int32 `[P, longest]`, `NOTHING` after the last."""
+    found = np.full((len(parts), max(map(len, parts))), NOTHING, np.int32)
+    for row, part in zip(found, parts, strict=True):
+        row[: len(part)] = part
+    return found
+
 
 MOST_DIGITS = 10
 """Of a tool's result."""
@@ -138,9 +260,9 @@ class TextDialogue(Dialogue):
         """
         found = self._lines()
         tokenizer = tokenizers.Bytes() if self.tokenizer == "bytes" else tokenizers.read(Path(self.tokenizer))
-        signs = tokenised.signs(tokenizer, tool=self.tool != "none")
+        signs = tool_signs(tokenizer, tool=self.tool != "none")
         try:
-            prompts = tokenised.prompts(tokenizer, [line.prompt for line in found], self.length)
+            prompts = encode_prompts(tokenizer, [line.prompt for line in found], self.length)
             answers = VERIFIERS[self.verifier].prepared([line.answer for line in found])
             demonstrations = self._demonstrations(tokenizer, signs, found, prompts)
         except Unusable as unusable:
@@ -149,7 +271,7 @@ class TextDialogue(Dialogue):
         cut = min(max(len(found) - kept, 1), len(found) - 1) if self.held_out_share else len(found)
         made = copy.copy(self)
         made.derive(
-            data=Lines(tokenised.rows(prompts), answers, demonstrations, *tokenised.table(signs.pieces)),
+            data=Lines(rows(prompts), answers, demonstrations, *piece_table(signs.pieces)),
             vocabulary=tokenizer.vocabulary,
             reply_length=max(*map(len, prompts), len(signs.error), 1 + MOST_DIGITS if signs.error else 1),
             prompt_length=min(map(len, prompts)),
@@ -183,12 +305,12 @@ class TextDialogue(Dialogue):
         if self.verifier == "regex" and found[0].demonstration is None:
             return None
         texts = [line.answer if line.demonstration is None else line.demonstration for line in found]
-        shown = tokenised.completed(tokenizer, signs, texts)
+        shown = complete_texts(tokenizer, signs, texts)
         for line, (prompt, text) in enumerate(zip(prompts, shown, strict=True)):
             if len(prompt) + len(text) > self.length:
                 parts = f"a prompt of {len(prompt)} tokens, what follows it of {len(text) - 1} and the end"
                 raise Unusable(line, f"{parts} do not fit in rows of {self.length} slots")
-        return tokenised.rows(shown)
+        return rows(shown)
 
     def held_out(self) -> TextDialogue:
         """The dialogue of the lines that are held out; of all, where none are."""

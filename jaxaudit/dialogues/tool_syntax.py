@@ -136,3 +136,22 @@ def evaluated(call: bytes) -> int | None:
         return first // second if second and first % second == 0 else None
     result = {b"+": first + second, b"-": first - second, b"*": first * second}[sign]
     return result if abs(result) <= LARGEST else None
+
+
+ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
+
+
+def left_out(text: str, tool: bool) -> str:
+    """A text without its annotations; with the tool, those that it calculates are calls: "3*7 = <<3*7>>21".
+
+    One that the tool cannot calculate, or whose result is not what follows, is left out there too.
+    """
+    return ANNOTATION.sub(lambda found: _call(found) if tool else "", text)
+
+
+def _call(found: re.Match[str]) -> str:
+    """The call that an annotation is, or nothing."""
+    call = f"<<{found[1]}>>"
+    result, behind = evaluated(call.encode()), found.string[found.end() :]
+    follows = result is not None and re.match(rf"{result}(?!\d)", behind) is not None
+    return call if follows else ""

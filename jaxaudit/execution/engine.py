@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxaudit.core.batches import Batch
@@ -31,11 +36,133 @@ from jaxaudit.core.program import (
 )
 from jaxaudit.core.slots import disturbance
 from jaxaudit.execution import device_layout as shards
-from jaxaudit.execution.compiling import compiling
-from jaxaudit.execution.workspace import workspace_bytes
 from jaxaudit.runtime import hosts
-from jaxaudit.runtime.machine import give_back
+from jaxaudit.runtime.machine import CACHE, cores, give_back, program_cache
 from jaxaudit.runtime.sharding import EVERYWHERE, LANES, ROWS, laid, on_devices
+
+COMPUTATION = re.compile(r"^%?(\S+) \(.*\) -> .* \{$")
+CALL = re.compile(r'kind=kCustom, calls=%?([^\s,]+).*"kind":"__ynn_fusion"')
+INSTRUCTION = re.compile(r"^  (ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\((.*)$")
+
+VIEWS = ("parameter", "bitcast", "broadcast", "constant", "iota", "reshape")
+"""Instructions that make no array of their own."""
+
+PACKS_WHOLE = jaxlib.version.__version_info__ < (0, 11)
+"""Whether YNNPACK may pack all of a factor at a time, as it did before jaxlib 0.11."""
+
+
+@functools.lru_cache(maxsize=64)
+def workspace_bytes(compiled: jax.stages.Compiled) -> int:
+    """The most bytes that a fusion can need; zero where there is none, as on a GPU.
+
+    Seen to be needed of it are from nothing to all: some factors are packed in parts, some results not held whole.
+    """
+    text = compiled.as_text() or ""
+    called = set(CALL.findall(text))
+    return max((_fusion_bytes(lines) for name, lines in _computations(text) if name in called), default=0)
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The computations of a module, by name, as lines."""
+    name = ""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if head := COMPUTATION.match(line):
+            name, lines = head[1], []
+        elif line == "}":
+            yield name, lines
+        else:
+            lines.append(line)
+
+
+def _fusion_bytes(lines: list[str]) -> int:
+    """Of results within a fusion, and of what each product takes besides."""
+    sizes, total = {}, 0
+    for line in lines:
+        if not (found := INSTRUCTION.match(line)):
+            continue
+        root, name, dtype, shape, kind, rest = found.groups()
+        size = sizes[name] = math.prod(int(n) for n in shape.split(",") if n) * _width(dtype)
+        if not root and kind not in VIEWS:
+            total += size
+        if kind == "dot":
+            operands = re.findall(r"%([\w.-]+)", rest.partition(")")[0])
+            factors = [sizes.get(operand, 0) for operand in operands]
+            total += _product_bytes(factors, size, _width(dtype))
+    return total
+
+
+def _product_bytes(factors: list[int], result: int, width: int) -> int:
+    """Of the larger factor, packed; or else of the sums in float32 of a result that is narrower."""
+    if PACKS_WHOLE:
+        return max(factors)
+    return result // width * 4 if width < 4 else 0
+
+
+def _width(dtype: str) -> int:
+    """Bytes of a number: of "f32", 4."""
+    bits = re.search(r"\d+", dtype)
+    return -(-int(bits[0]) // 8) if bits else 1
+
+
+SIDE_BY_SIDE = 4
+"""The most programs that compile at a time, on as many cores."""
+
+
+def compiling(lowered: jax.stages.Lowered) -> Future[jax.stages.Compiled]:
+    """Compiles a program in a thread of its own; Ctrl-C does not wait for it."""
+    _kept.enter()
+
+    def compiled() -> jax.stages.Compiled:
+        try:
+            return lowered.compile()
+        finally:  # before anyone has the program: what the caller compiles next is not kept
+            _kept.leave()
+
+    return _threads().submit(compiled)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(cores(), SIDE_BY_SIDE), "jaxaudit-compile")
+
+
+class _Kept:
+    """While programs compile, JAX's cache of compiled programs, unless the caller has a say in it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._ours: str | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if not self._ours and self._free():
+                self._ours = str(program_cache())
+                self._switch(self._ours)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._ours and not self._inside:
+                config: Any = jax.config
+                if config.jax_compilation_cache_dir == self._ours:  # or the caller has chosen one meanwhile
+                    self._switch(None)
+                self._ours = None
+
+    def _free(self) -> bool:
+        config: Any = jax.config
+        chosen = config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache
+        return not chosen and os.environ.get(CACHE) != "off"
+
+    def _switch(self, place: str | None) -> None:
+        jax.config.update("jax_compilation_cache_dir", place)
+        compilation_cache.reset_cache()
+
+
+_kept = _Kept()
+
 
 PIECE = 2**26
 """Bytes of the states that go to and from a checkpoint at once; more where one lane has more."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
@@ -26,7 +27,20 @@ from jaxaudit.learners.rl.evaluation import when_due
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.paths import groups_of, squares_by_group
-from jaxaudit.text import Corpus, Text, batches
+from jaxaudit.text import Corpus, Text
+
+
+def draw(key: jax.Array, tokens: jax.Array, batch: int, length: int) -> jax.Array:
+    """Sequences of `tokens` `[N]` that begin anywhere, independently: int32 `[batch, length]`."""
+    starts = jax.random.randint(key, (batch,), 0, tokens.shape[0] - length + 1)
+    return jax.vmap(lambda start: jax.lax.dynamic_slice(tokens, (start,), (length,)))(starts).astype(jnp.int32)
+
+
+def evenly_spaced(tokens: np.ndarray, count: int, length: int) -> np.ndarray:
+    """`count` sequences of `tokens` `[N]`, evenly spaced, which do not overlap if they fit: `[count, length]`."""
+    starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
+    return np.stack([tokens[start : start + length] for start in starts])
+
 
 Params = gpt2.Params
 
@@ -212,8 +226,8 @@ class LanguageModel:
         size = settings.batch_size, settings.context + 1
         offered: dict[str, Any] = {"mask": self.end_of_text, "vocabulary": self.model.vocabulary}
         if data.second_corpus is not None:
-            offered["second_corpus"] = lambda key: batches.draw(key, data.second_corpus, *size)
-        return taps("tokens", batches.draw(key, data.train, *size), **offered)
+            offered["second_corpus"] = lambda key: draw(key, data.second_corpus, *size)
+        return taps("tokens", draw(key, data.train, *size), **offered)
 
     def gradient(self, params: Params, tokens: jax.Array, taps: Taps) -> tuple[Params, dict[str, jax.Array]]:
         """The mean gradient of a batch, and what its microbatches' gradients tell, all taken at one point."""
@@ -359,8 +373,8 @@ def data_of(corpus: Corpus, settings: LanguageModelSettings) -> Data:
         )
     return Data(
         corpus.train,
-        batches.evenly_spaced(corpus.validation, settings.held_out, length),
-        batches.evenly_spaced(corpus.validation, min(settings.validation or most, most), length),
+        evenly_spaced(corpus.validation, settings.held_out, length),
+        evenly_spaced(corpus.validation, min(settings.validation or most, most), length),
         corpus.shift,
     )
 

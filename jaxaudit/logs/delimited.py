@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.logs.cells import is_number
-from jaxaudit.logs.lines import text_of
+from jaxaudit.logs.cells import is_number, text_of
 from jaxaudit.logs.log import shown
 from jaxaudit.logs.records import Records
 from jaxaudit.runtime.errors import UserError

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from jaxaudit.logs.lines import text_of
+from jaxaudit.logs.cells import text_of
 from jaxaudit.logs.log import shown
 from jaxaudit.logs.records import Records
 from jaxaudit.runtime.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.logs.lines import text_of
+from jaxaudit.logs.cells import text_of
 from jaxaudit.logs.log import shown
 from jaxaudit.logs.records import Records
 from jaxaudit.runtime.errors import UserError

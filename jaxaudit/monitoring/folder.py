@@ -5,29 +5,155 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import xarray as xr
 
-from jaxaudit.monitoring import view
-from jaxaudit.monitoring.baselines import standard
+from jaxaudit.core.channel_names import PERFORMANCE
+from jaxaudit.monitoring.baselines import MultichannelChart, standard
+from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.channels import measured
-from jaxaudit.monitoring.comparison import DetectionSettings, compare, judged, splits, thresholds
+from jaxaudit.monitoring.comparison import (
+    CLEAN,
+    DetectionSettings,
+    best_chart,
+    by_condition,
+    compare,
+    judged,
+    splits,
+    summary,
+    thresholds,
+)
 from jaxaudit.monitoring.detector import Detector
 from jaxaudit.monitoring.lanes import LabelledLanes, gather
 from jaxaudit.monitoring.learned import MetaState
-from jaxaudit.monitoring.monitor import Monitor
-from jaxaudit.monitoring.multichannel_charts import MultichannelChart
-from jaxaudit.monitoring.summary import CLEAN, best_chart, by_condition, summary
-from jaxaudit.monitoring.trajectories import trajectories
+from jaxaudit.monitoring.monitor import Expectation, Monitor
 from jaxaudit.monitoring.transfer import transfer
 from jaxaudit.runtime.backends.backend import Workers, opened, values
 from jaxaudit.runtime.errors import UserError, placed
 from jaxaudit.runtime.files import UNFINISHED, claimed
 from jaxaudit.runtime.machine import written_whole
+from jaxaudit.runtime.zarr_store import FORMAT
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+QUANTILES = (0.1, 0.5, 0.9)
+COMPONENTS = 2
+
+FURTHEST = 10.0
+"""The length that a latent counts for at most, so that one diverged lane does not choose the plane."""
+
+
+def plane(clean: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The directions `[m, COMPONENTS]` in which latents `[n, T, m]` vary most about zero, both sets counting the same.
+
+    Steps whose latent is not finite are left out. A latent of fewer entries has directions of length zero besides.
+    """
+    moments = []
+    for latents in (clean, others):
+        rows = latents.reshape(-1, latents.shape[-1]).astype(np.float64)
+        rows = rows[np.isfinite(rows).all(axis=1)]
+        norm = np.linalg.norm(rows, axis=1, keepdims=True)
+        rows = rows * np.minimum(1.0, FURTHEST / np.maximum(norm, 1e-9))
+        moments.append(rows.T @ rows / max(len(rows), 1))
+    directions = np.linalg.eigh(moments[0] + moments[1])[1][:, ::-1][:, :COMPONENTS]
+    return np.pad(directions, ((0, 0), (0, COMPONENTS - directions.shape[1])))
+
+
+def over_lanes(values: np.ndarray) -> np.ndarray:
+    """QUANTILES over lanes, `[lanes, T, ...]` to float32 `[T, ..., quantile]`; NaN where no lane has a value."""
+    ordered = np.sort(values.astype(np.float64), axis=0)  # NaN last
+    count = (~np.isnan(ordered)).sum(0)
+    places = [quantile * np.maximum(count - 1, 0) for quantile in QUANTILES]
+    low, high = (
+        np.take_along_axis(ordered, np.stack([end(place) for place in places]).astype(int), axis=0)
+        for end in (np.floor, np.ceil)
+    )
+    share = np.stack(places) % 1
+    with np.errstate(invalid="ignore"):  # infinite values are what they are
+        found = np.where(low == high, low, low + share * (high - low))
+    return np.moveaxis(np.where(count > 0, found, np.nan), 0, -1).astype(np.float32)
+
+
+def write(data: xr.Dataset, path: Path) -> None:
+    """Stores a dataset as zarr, whose words on what it cannot promise of strings are not the reader's business."""
+    text = {name: values.astype(object) for name, values in data.coords.items() if values.dtype.kind == "U"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data.assign_coords(text).to_zarr(path, zarr_format=FORMAT)
+
+
+SAMPLES = 4
+
+
+def trajectories(lanes: LabelledLanes, known: Expectation, settings: DetectionSettings) -> xr.Dataset:
+    """The lanes that the first fold's monitor was not fitted to, by condition; the clean ones first.
+
+    Args:
+      lanes: the lanes.
+      known: what that monitor expects.
+      settings: of the comparison.
+
+    Returns:
+      latent_samples (condition, sample, step, component), up to SAMPLES lanes, and latent, its quantiles (condition,
+      step, component, quantile): the plane of whitened latents in which lanes vary most; deviation, performance and
+      score (condition, step, quantile), deviation being the whitened, drift-corrected distance of Table S5's MSD, with
+      the clean runs' mean in the place of the undisturbed twin; coordinate onset; attribute threshold.
+    """
+    split = splits(lanes, settings)[0]
+    scores, latents = known.scores(known.channels.pick(lanes.values, lanes.channels))
+    score = np.asarray(known.yardstick.combine(scores))
+    latent = known.reference.whitened(latents)
+    distance = np.linalg.norm(latent, axis=-1)
+    series = {
+        "deviation": distance,
+        "performance": lanes.values[..., lanes.channels.index(PERFORMANCE)],
+        "score": np.where(np.isfinite(score), score, np.nan),
+    }
+    seen = latent @ plane(latent[split.calibrate], latent[~lanes.table.clean.to_numpy()])
+    data: dict[str, list] = {"latent": [], "latent_samples": [], **{name: [] for name in series}}
+    groups = _groups(lanes, split.fit)
+    for numbers in groups.values():
+        data["latent"].append(over_lanes(seen[numbers]))
+        drawn = np.resize(numbers, SAMPLES) if len(numbers) else np.zeros(SAMPLES, int)
+        data["latent_samples"].append(seen[drawn])
+        for name, scores in series.items():
+            data[name].append(over_lanes(scores[numbers]))
+    step, quantile = ("condition", "step"), ("quantile",)
+    dims = {
+        "latent": (*step, "component", *quantile),
+        "latent_samples": ("condition", "sample", "step", "component"),
+        **dict.fromkeys(series, (*step, *quantile)),
+    }
+    onsets = lanes.table[~lanes.table.clean].groupby("condition").onset.first()
+    return xr.Dataset(
+        {name: (dims[name], np.stack(rows).astype(np.float32)) for name, rows in data.items()},
+        {
+            "condition": list(groups),
+            "onset": ("condition", [0, *onsets[list(groups)[1:]]]),
+            "quantile": list(QUANTILES),
+            "step": np.arange(latent.shape[1]),
+        },
+        {"threshold": threshold(score[split.calibrate].max(axis=1), settings.alpha)},
+    )
+
+
+def _groups(lanes: LabelledLanes, fitted: np.ndarray) -> dict[str, np.ndarray]:
+    """The lanes of every condition, and the clean ones that nothing was fitted to, by number."""
+    table = lanes.table
+    clean = np.setdiff1d(np.flatnonzero(table.clean), fitted)
+    disturbed = table[~table.clean]
+    return {CLEAN: clean} | {
+        str(name): rows.index.to_numpy() for name, rows in disturbed.groupby("condition", sort=False)
+    }
+
 
 SHOWN = 5
 """Detectors, the monitor among them, whose figures are told condition by condition."""
@@ -177,7 +303,7 @@ def _write_comparison(folder: Path, lanes: LabelledLanes, detector: MetaState, s
     others = compare(lanes, _others(standard(_read(lanes)), detector), settings)
     said = pd.concat([mine.assign(family=detector.family), others], ignore_index=True)
     _write(folder, lanes, said, detector, settings)
-    view.write(trajectories(lanes, known[0], settings), folder / "trajectories.zarr")
+    write(trajectories(lanes, known[0], settings), folder / "trajectories.zarr")
     further = np.setdiff1d(np.flatnonzero(lanes.table.clean), parts[0].fit)
     Monitor(known[0], scores[0][further].max(axis=1)).save(folder / "monitor.npz")
 

@@ -11,13 +11,12 @@ import pandas as pd
 
 from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.channels import Channels, measured
-from jaxaudit.monitoring.comparison import DetectionSettings, LaneSplit, judged, splits, thresholds
+from jaxaudit.monitoring.comparison import DetectionSettings, LaneSplit, judged, splits, summary, thresholds
 from jaxaudit.monitoring.lanes import LabelledLanes
 from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.model import Params
 from jaxaudit.monitoring.monitor import Expectation
 from jaxaudit.monitoring.scorer import Scorer
-from jaxaudit.monitoring.summary import summary
 
 OWN = "own"
 AS_IT_IS = "as it is"

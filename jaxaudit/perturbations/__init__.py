@@ -34,7 +34,17 @@ from jaxaudit.perturbations.data import (
 )
 from jaxaudit.perturbations.dialogues import (
     difficulty_shift,
+    log_probability_noise,
     prompt_corruption,
+    reference_drift,
+    reference_reset,
+    reward_model_drift,
+    reward_model_noise,
+    sampler_noise,
+    sampler_quantize,
+    stale_policy,
+    sync_interval,
+    temperature_spike,
     tool_corruption,
     tool_error,
     tool_shift,
@@ -47,7 +57,6 @@ from jaxaudit.perturbations.interventions import (
     roll_back,
     tighten_clip,
 )
-from jaxaudit.perturbations.judges import reference_drift, reference_reset, reward_model_drift, reward_model_noise
 from jaxaudit.perturbations.kinds import intervention, perturbation
 from jaxaudit.perturbations.optimization import (
     clip_failure,
@@ -65,14 +74,6 @@ from jaxaudit.perturbations.parametric import (
     quantize_float,
     value_bias,
     weight_noise,
-)
-from jaxaudit.perturbations.sampler import (
-    log_probability_noise,
-    sampler_noise,
-    sampler_quantize,
-    stale_policy,
-    sync_interval,
-    temperature_spike,
 )
 from jaxaudit.perturbations.signal import (
     advantage_noise,

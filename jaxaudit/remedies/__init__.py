@@ -19,15 +19,16 @@ from jaxaudit.remedies.objectives import (
     truncated_importance,
     value_pretraining,
 )
-from jaxaudit.remedies.penalties import l2_init, weight_decay
-from jaxaudit.remedies.resets import periodic_reset
 from jaxaudit.remedies.updates import (
     adagc,
+    l2_init,
     learning_rate_scale,
     learning_rate_warmup,
     nonfinite_skip,
+    periodic_reset,
     six_sigma_skip,
     target_kl_stop,
+    weight_decay,
     zclip,
 )
 

@@ -4,13 +4,79 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxaudit.core.remedy import ProposedUpdate, remedy
+from jaxaudit.core.remedy import ProposedUpdate, Trained, remedy
+
+
+def _no_resets(value: Trained) -> jax.Array:
+    return jnp.zeros((), jnp.int32)
+
+
+@remedy(
+    "trained",
+    strength=4.0,
+    neutral=0.0,
+    limits=(0.0, float("inf")),
+    whole=True,
+    needs=("reinitialise", "new_moments", "progress", "key"),
+    init=_no_resets,
+)
+def periodic_reset(value, strength, state, *, reinitialise, new_moments, progress, key):
+    """Replaces all parameters by fresh ones, and the optimizer's state by a new one, so many times in a run.
+
+    After equal parts of the run, and not at its end. What is collected stays: a replay buffer, statistics of
+    observations (Nikishin et al., 2022, who reset the last layers or all; Nauman et al., 2024, reset all, after fixed
+    numbers of updates).
+    """
+    due = jnp.floor(progress * (strength + 1.0) + 1e-4).astype(jnp.int32)
+    resets = (due > state) & (progress < 1.0)
+    params = reinitialise(key)
+    fresh = Trained(params, new_moments(params))
+    changed = jax.tree.map(lambda new, old: jnp.where(resets, new, old), fresh, value)
+    return changed, jnp.where(resets, due, state)
+
+
+@struct.dataclass
+class Begun:
+    """The parameters before the first update.
+
+    Attributes:
+      params: tree of the parameters; zeros before the first update.
+      known: bool scalar, whether there was an update.
+    """
+
+    params: Any
+    known: jax.Array
+
+
+def _unknown(gradient: Any) -> Begun:
+    return Begun(jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), gradient), jnp.zeros((), bool))
+
+
+@remedy("penalty", strength=1e-3, neutral=0.0, limits=(0.0, math.inf), needs=("params",), init=_unknown)
+def l2_init(value, strength, state, *, params):
+    """Adds strength * |params - first params|^2 to the objective (L2 Init: Kumar et al., 2023).
+
+    It adds 2 strength (params - first params) to the gradient. The first parameters are those before the first update.
+    """
+    first = jax.tree.map(lambda old, now: jnp.where(state.known, old, now), state.params, params)
+    gradient = jax.tree.map(lambda g, now, begun: g + 2.0 * strength * (now - begun), value, params, first)
+    return gradient, Begun(first, jnp.ones((), bool))
+
+
+@remedy("direction", strength=1e-3, neutral=0.0, limits=(0.0, math.inf), needs=("params",))
+def weight_decay(value, strength, *, params):
+    """Decays all parameters by the learning rate times the strength at each update (Loshchilov and Hutter, 2019).
+
+    Decoupled, and of every parameter, as `optax.adamw` does unless it is given a mask.
+    """
+    return jax.tree.map(lambda direction, now: direction + strength * now, value, params)
 
 
 @remedy("learning_rate", strength=0.3, neutral=1.0, limits=(0.0, math.inf))

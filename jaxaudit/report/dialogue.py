@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 import xarray as xr
 
-from jaxaudit.analysis.held_out_rows import cadence, has_rows, measured_near, rows_at
-from jaxaudit.analysis.run_reader import Run
+from jaxaudit.analysis.run_reader import Run, cadence, has_rows, measured_near, rows_at
 from jaxaudit.core.channel_names import PERFORMANCE_ERROR
 from jaxaudit.monitoring.first_signals import FEWEST_SEEDS, earliest, first_signals
 from jaxaudit.report import lines

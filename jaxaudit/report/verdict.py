@@ -11,13 +11,11 @@ from markupsafe import Markup
 from jaxaudit.analysis.run_reader import Run
 from jaxaudit.core.perturbation import INTERVENTION
 from jaxaudit.core.taps import ACTING_SITES
-from jaxaudit.report.critical import control_of, critical_of, rows
-from jaxaudit.report.harm import EFFECT, Judged, judge
-from jaxaudit.report.helped import effect
 from jaxaudit.report.lines import ACTING
+from jaxaudit.report.outcomes import EFFECT, Judged, control_of, critical_of, effect, judge, rows
+from jaxaudit.report.probability import Fallen, fallen_controls
 from jaxaudit.report.series import Panel
 from jaxaudit.report.tables import MINUS
-from jaxaudit.report.undisturbed import Fallen, fallen_controls
 
 
 @dataclass(frozen=True)

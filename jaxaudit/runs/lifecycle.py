@@ -20,12 +20,19 @@ from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import onset_paths
-from jaxaudit.runs.begin import beginning
 from jaxaudit.runs.collect import Gathered, finish
 from jaxaudit.runs.follower_host import follow
 from jaxaudit.runs.local_trainer import train_here
 from jaxaudit.runs.run_folder import Folder, check_space, differences, environment
-from jaxaudit.runs.run_opening import check_kept, check_monitor, check_provenance, is_finished, open_onsets, open_run
+from jaxaudit.runs.run_opening import (
+    beginning,
+    check_kept,
+    check_monitor,
+    check_provenance,
+    is_finished,
+    open_onsets,
+    open_run,
+)
 from jaxaudit.runs.workers import train_by_workers
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.backends.backend import Backend, Workers, called, opened

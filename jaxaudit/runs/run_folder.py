@@ -30,10 +30,9 @@ from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.telemetry_layout import place
 from jaxaudit.runtime import source_tree, zarr_store
-from jaxaudit.runtime.environment import read_environment
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import UNFINISHED, locked, read_object, remove, write_text
-from jaxaudit.runtime.machine import cores, processor, readable
+from jaxaudit.runtime.machine import cores, processor, read_environment, readable
 
 
 def _version(package: str) -> str:

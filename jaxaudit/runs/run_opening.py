@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +12,41 @@ import jax
 
 from jaxaudit.core.grid import Grid
 from jaxaudit.core.task_kinds import Simulated
-from jaxaudit.runs.run_folder import VERSION, Folder
+from jaxaudit.runs.run_folder import STARTING, VERSION, Folder
 from jaxaudit.runtime import zarr_store
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.files import check_contents, check_name
+from jaxaudit.runtime.files import UNFINISHED, Claim, check_contents, check_name, claimed, names
 from jaxaudit.runtime.machine import platform_of
 from jaxaudit.spec.document import Spec, load
+
+
+@contextmanager
+def beginning(folder: Path) -> Iterator[Claim]:
+    """Claims a folder for a new run, see `jaxaudit.runtime.files.claimed`; it is locked until the block ends.
+
+    The block keeps the claim when the run's spec is written. What a process that was killed before left there is
+    removed.
+
+    Raises:
+      UserError: the folder is taken or cannot be made.
+    """
+    hint = f"; to go on with it: jaxaudit resume {folder}" if os.path.exists(folder / "spec.toml") else ""
+    with claimed(folder, is_leftover=_is_leftover, hint=hint) as claim:
+        try:
+            yield claim
+        except OSError as error:
+            if claim.kept:
+                raise
+            raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from None
+
+
+def _is_leftover(folder: Path) -> bool:
+    """Whether a folder holds a run that was killed before its spec was written, and nothing else."""
+    store = Folder(folder)
+    ours = {path.name for path in (store.environment, store.plan, store.checkpoints, store.telemetry, store.monitor)}
+    found = {name for name in names(folder) if not name.startswith(UNFINISHED)}
+    return not found or (found <= ours and store.read_environment().get("status") == STARTING)
+
 
 EARLIER = "0.1."
 """How versions begin whose runs cannot be gone on with."""

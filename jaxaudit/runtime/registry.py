@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns one line for each row, whose cells are padded so that columns are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 class UnknownName(ValueError):

@@ -15,8 +15,7 @@ from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError, placed
 from jaxaudit.runtime.precision import MatmulPrecision
-from jaxaudit.spec.fields import keys, read, section
-from jaxaudit.spec.tables import TomlTable, given
+from jaxaudit.spec.tables import TomlTable, given, keys, read, section
 
 MOST_STEPS = 10_000_000
 MOST_SEEDS = 100_000

@@ -7,10 +7,177 @@ import jax
 import jax.numpy as jnp
 import mujoco
 
-from jaxaudit.tasks import dynamics, mjx_step
+from jaxaudit.tasks import dynamics
 from jaxaudit.tasks._brax import State, mjx
 from jaxaudit.tasks.engine import MujocoEnv, PhysicsState
 from jaxaudit.tasks.task import MujocoTask
+
+_PLANE, _CAPSULE = int(mujoco.mjtGeom.mjGEOM_PLANE), int(mujoco.mjtGeom.mjGEOM_CAPSULE)
+_FREE, _BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
+_A = (0.0, 0.5, 0.5, 1.0)
+_B = (1 / 6, 1 / 3, 1 / 3, 1 / 6)
+
+
+def step(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Advance by one physics step."""
+    if model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4 and not model.na:
+        return _runge_kutta(model, data)
+    data = forward(model, data)
+    if model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4:
+        return mjx.rungekutta4(model, data)
+    if model.opt.integrator == mujoco.mjtIntegrator.mjINT_IMPLICITFAST:
+        return mjx.implicit(model, data)
+    return mjx.euler(model, data)
+
+
+def forward(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Evaluate accelerations and all that they depend on, as mjx.forward does: C MuJoCo's contact frames, refined."""
+    data = mjx.fwd_position(model, data)
+    data = mjx.make_constraint(model, _aligned(model, data))
+    data = mjx.fwd_velocity(model, data)
+    data = mjx.fwd_actuation(model, data)
+    data = mjx.fwd_acceleration(model, data)
+    if data._impl.efc_J.size == 0:
+        return data.replace(qacc=data.qacc_smooth)
+    return _refined(model, mjx.solve(model, data))
+
+
+def _refined(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Take one Newton step more, without a line search, where it brings forces and accelerations closer to balance.
+
+    MJX compares costs, which in float32 cannot tell accelerations apart that are half of its digits close; a contact
+    is so stiff that its force is then known to 3 digits. For pyramidal friction cones and limits alone; a model with
+    anything else stays as it is.
+    """
+    impl = data._impl
+    jacobian, stiffness, free = impl.efc_J, impl.efc_D, data.qfrc_smooth
+    only_limits = impl.ne == 0 and impl.nf == 0 and model.opt.cone == mujoco.mjtCone.mjCONE_PYRAMIDAL
+    if not only_limits:
+        return data
+
+    def force(residual: jax.Array) -> jax.Array:
+        return stiffness * jnp.maximum(-residual, 0.0)
+
+    def imbalance(inertial: jax.Array, residual: jax.Array) -> jax.Array:
+        return inertial - free - jacobian.T @ force(residual)
+
+    # Both grow by what the step adds: evaluated afresh, they would have the rounding of large numbers.
+    residual = jacobian @ data.qacc - impl.efc_aref
+    inertial = mjx.mul_m(model, data, data.qacc)
+    before = imbalance(inertial, residual)
+    hessian = mjx.full_m(model, data) + (jacobian.T * (stiffness * (residual < 0))) @ jacobian
+    step = -jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor((hessian + hessian.T) / 2), before)
+    residual = residual + jacobian @ step
+    after = imbalance(inertial + mjx.mul_m(model, data, step), residual)
+    better = (after**2).sum() < (before**2).sum()
+
+    def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(better, new, old)
+
+    return data.tree_replace(
+        {
+            "qacc": chosen(data.qacc + step, data.qacc),
+            "qfrc_constraint": chosen(jacobian.T @ force(residual), data.qfrc_constraint),
+            "_impl.efc_force": chosen(force(residual), impl.efc_force),
+        }
+    )
+
+
+def _aligned(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Turn the frames of contacts between plane and capsule as C MuJoCo does: along the capsule.
+
+    MJX does so only for capsules that lie. It matters because the friction cone is a pyramid.
+    """
+    contact = data._impl.contact
+    if not contact.geom.shape[0]:
+        return data
+    kinds = jnp.asarray(model.geom_type)[contact.geom]
+    chosen = (kinds[:, 0] == _PLANE) & (kinds[:, 1] == _CAPSULE)
+    normal, axis = contact.frame[:, 0], data.geom_xmat[contact.geom[:, 1]][:, :, 2]
+    along = axis - normal * (normal * axis).sum(1, keepdims=True)
+    length = jnp.sqrt((along**2).sum(1, keepdims=True) + 1e-30)
+    along = along / length
+    frame = jnp.stack([normal, along, jnp.cross(normal, along)], axis=1)
+    upright = length < 1e-6  # in float32 there is no direction in what is left
+    frame = jnp.where((chosen & ~upright[:, 0])[:, None, None], frame, contact.frame)
+    return data.tree_replace({"_impl.contact.frame": frame})
+
+
+def _runge_kutta(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Take a fourth-order Runge-Kutta step.
+
+    mjx.rungekutta4 lacks the correction (Munthe-Kaas, 1998) that makes the orientation of free and ball joints
+    fourth-order accurate too, which C MuJoCo has since version 4; and it compiles the dynamics four times.
+    """
+    dt = model.opt.timestep
+    qpos, qvel = data.qpos, data.qvel
+
+    def stage(carry, weights):
+        data, velocity, acceleration, velocities, accelerations = carry
+        a, b = weights
+        turned = a * dt * velocity
+        here = qvel + a * dt * acceleration
+        data = forward(model, data.replace(qpos=_integrate(model, qpos, turned), qvel=here))
+        velocity = _pulled_back(model, turned, here)
+        acceleration = data.qacc
+        return (data, velocity, acceleration, velocities + b * velocity, accelerations + b * acceleration), None
+
+    zero = jnp.zeros_like(qvel)
+    weights = (jnp.array(_A, qvel.dtype), jnp.array(_B, qvel.dtype))
+    (data, _, _, velocities, accelerations), _ = jax.lax.scan(stage, (data, zero, zero, zero, zero), weights)
+    return data.replace(
+        qpos=_integrate(model, qpos, dt * velocities),
+        qvel=qvel + dt * accelerations,
+        qacc_warmstart=data.qacc,
+    )
+
+
+def _rotations(model: mjx.Model) -> list[tuple[int, int]]:
+    """Where the orientations of free and ball joints begin: in the positions, in the velocities."""
+    found = []
+    for kind, q, v in zip(model.jnt_type, model.jnt_qposadr, model.jnt_dofadr, strict=True):
+        if kind == _FREE:
+            found.append((int(q) + 3, int(v) + 3))
+        elif kind == _BALL:
+            found.append((int(q), int(v)))
+    return found
+
+
+def _integrate(model: mjx.Model, qpos: jax.Array, change: jax.Array) -> jax.Array:
+    """Move positions `[nq]` along a change in the velocities' space `[nv]`."""
+    parts, q, v = [], 0, 0
+    for q_rotation, v_rotation in _rotations(model):
+        parts += [
+            qpos[q:q_rotation] + change[v:v_rotation],
+            _rotate(qpos[q_rotation : q_rotation + 4], change[v_rotation : v_rotation + 3]),
+        ]
+        q, v = q_rotation + 4, v_rotation + 3
+    return jnp.concatenate([*parts, qpos[q:] + change[v:]])
+
+
+def _rotate(quaternion: jax.Array, turn: jax.Array) -> jax.Array:
+    """Multiply a quaternion `[4]` by the rotation vector `[3]`, in the body's frame."""
+    half = 0.5 * jnp.sqrt((turn**2).sum() + 1e-30)
+    w, vector = jnp.cos(half), 0.5 * jnp.sinc(half / jnp.pi) * turn
+    w0, vector0 = quaternion[0], quaternion[1:]
+    moved = jnp.append(w0 * w - vector0 @ vector, w0 * vector + w * vector0 + jnp.cross(vector0, vector))
+    return moved / jnp.linalg.norm(moved)
+
+
+def _pulled_back(model: mjx.Model, turned: jax.Array, velocity: jax.Array) -> jax.Array:
+    """Express velocities `[nv]`, met after `turned` `[nv]`, where the step began.
+
+    For a rotation this is the inverse differential of the exponential map.
+    """
+    for _, v in _rotations(model):
+        turn, w = turned[v : v + 3], velocity[v : v + 3]
+        cross = jnp.cross(turn, w)
+        # (1 - x cot(x)) / 4x^2 at half the angle, to sixth order: a step turns by far less than a radian.
+        square = (turn**2).sum()
+        weight = 1 / 12 + square / 720 + square**2 / 30240 + square**3 / 1209600
+        velocity = velocity.at[v : v + 3].set(w + 0.5 * cross + weight * jnp.cross(turn, cross))
+    return velocity
+
 
 _IN_IMPLEMENTATION = ("cinert", "cfrc_ext")  # MJX keeps these apart from what all its implementations share
 
@@ -87,13 +254,13 @@ class MjxEnv(MujocoEnv):
         return self.task.observe(now).astype(jnp.float32), PhysicsState(track, jnp.zeros_like(track))
 
     def _forward_traced(self, qpos: jax.Array, qvel: jax.Array) -> mjx.Data:
-        return mjx_step.forward(self._mjx_model, self._blank.replace(qpos=qpos, qvel=qvel))
+        return forward(self._mjx_model, self._blank.replace(qpos=qpos, qvel=qvel))
 
     def _simulate(self, model: mjx.Model, columns: jax.Array, action: jax.Array) -> mjx.Data:
         nq, nv, na = self.model.nq, self.model.nv, self.model.na
         qpos, qvel, act, warmstart, _ = jnp.split(columns, (nq, nq + nv, nq + nv + na, nq + 2 * nv + na))
         data = self._blank.replace(qpos=qpos, qvel=qvel, act=act, qacc_warmstart=warmstart, ctrl=action)
-        return jax.lax.fori_loop(0, self.task.frame_skip, lambda _, data: mjx_step.step(model, data), data)
+        return jax.lax.fori_loop(0, self.task.frame_skip, lambda _, data: step(model, data), data)
 
     def _derived(self, model: mjx.Model | None, data: mjx.Data) -> dict[str, jax.Array]:
         """Return what the task needs; the contact forces only with a model."""

@@ -9,9 +9,18 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from jaxaudit.core.task_kinds import Task
+from jaxaudit.runtime import registry
 from jaxaudit.runtime.registry import check, summary, task_kinds, tasks
+from jaxaudit.tasks import gymnasium_v5
 from jaxaudit.tasks._brax import Env
 from jaxaudit.tasks.task import MujocoTask
+from jaxaudit.tasks.task import Physics as Physics
+
+TASKS = {task.name: task for task in gymnasium_v5.ALL}
+
+for _name, _task in TASKS.items():
+    registry.tasks.register(_name, _task)
+
 
 PHYSICS = ("auto", "c", "mjx")
 

@@ -13,9 +13,58 @@ import numpy as np
 
 from jaxaudit.runtime import machine
 from jaxaudit.runtime.registry import summary, task_kinds
-from jaxaudit.text import token_files, tokenizers
+from jaxaudit.text import tokenizers
 from jaxaudit.text.documents import BUILT_IN, documents, files
 from jaxaudit.text.tokenizers import TOKENIZERS, Tokenizer
+
+SUFFIX = ".bin"
+HEADER = 256
+"""32-bit numbers in llm.c's header: magic, version, tokens, zeros."""
+
+MAGIC, VERSION = 20240520, 1
+OTHER_MAGICS = {
+    20240801: "llm.c's tokens of 32 bits",
+    20240326: "llm.c's parameters",
+    20240522: "llm.c's evaluation data",
+}
+
+
+def read(path: Path) -> np.ndarray:
+    """A file's tokens, uint16 `[N]`, mapped and not copied.
+
+    Raises:
+      ValueError: in one sentence: empty, cut off, or another kind of file.
+    """
+    size = path.stat().st_size
+    if not size:
+        raise ValueError(f"{path} is empty")
+    if size % 2:
+        raise ValueError(f"{path} has {size} bytes, which is no whole number of 16-bit tokens")
+    words = np.memmap(path, np.uint16, "r")
+    if not _has_header(words):
+        return words
+    if len(words) < 2 * HEADER:
+        raise ValueError(f"{path} is cut off within its header")
+    header = np.asarray(words[: 2 * HEADER]).view(np.int32)
+    if header[0] != MAGIC:
+        what = OTHER_MAGICS.get(int(header[0]), "no data of llm.c's that is known")
+        raise ValueError(f"{path} begins with the number {header[0]}, not {MAGIC}: {what}")
+    if header[1] != VERSION:
+        raise ValueError(f"{path} has version {header[1]} of llm.c's format; {VERSION} can be read")
+    tokens = words[2 * HEADER :]
+    if len(tokens) != header[2]:
+        what = "cut off" if len(tokens) < header[2] else "longer than that"
+        raise ValueError(f"{path} should hold {header[2]} tokens by its header and is {what}: it holds {len(tokens)}")
+    return tokens
+
+
+def _has_header(words: np.ndarray) -> bool:
+    """Whether a file begins as llm.c's do; a text's tokens have no thousand zero bytes so near their beginning."""
+    begin = np.asarray(words[: 2 * HEADER])
+    if len(begin) < 2 * HEADER:
+        return len(begin) >= 2 and int(begin[:2].view(np.int32)[0]) == MAGIC
+    return int(begin[:2].view(np.int32)[0]) == MAGIC or bool(begin[:2].any() and not begin[6:].any())
+
 
 VALIDATION = 0.05
 """The share of a corpus's tokens, its last, that is not trained on."""
@@ -135,7 +184,7 @@ def load(text: Text | str) -> Corpus:
             raise ValueError(f"corpus {text.name!r} is of tokens, and shift {text.shift!r} is of text")
         vocabulary = text.vocabulary or VOCABULARY
         end_of_text = vocabulary - 1
-        found = [files(name, (token_files.SUFFIX,)) for name in names]
+        found = [files(name, (SUFFIX,)) for name in names]
         rows = [(_read(train), _read(apart)) for train, apart in found]
     else:
         read = [documents(name) for name in names]
@@ -158,12 +207,12 @@ def _has_tokens(name: str) -> bool:
     path = Path(name)
     if not name or name in BUILT_IN:
         return False
-    return path.suffix == token_files.SUFFIX or any(path.rglob(f"*{token_files.SUFFIX}"))
+    return path.suffix == SUFFIX or any(path.rglob(f"*{SUFFIX}"))
 
 
 def _read(paths: Sequence[Path]) -> _Row:
     """The tokens of files."""
-    return _Row([token_files.read(path) for path in paths])
+    return _Row([read(path) for path in paths])
 
 
 def _tokenised(tokenizer: Tokenizer, documents: Sequence[bytes]) -> _Row:

@@ -33,12 +33,11 @@ from ordering import SLOW, lead, middle, shown, tell
 from tool_share import compared, tool_shares, undisturbed
 
 from jaxaudit.analysis.statistics import Estimate
+from jaxaudit.monitoring.baselines import MultichannelChart
 from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, compare
+from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, compare, summary
 from jaxaudit.monitoring.detector import ALL_CHANNELS, MONITOR
 from jaxaudit.monitoring.lanes import LabelledLanes, gather
-from jaxaudit.monitoring.multichannel_charts import MultichannelChart
-from jaxaudit.monitoring.summary import summary
 from jaxaudit.report import style
 
 TAILS = ("ratio_max", "ratio_quantile", "weight_cvar", "weight_q999", "weight_top_share", "weight_tail")

@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 from basics import over_seeds, save
 
 from jaxaudit.analysis.run_reader import load
+from jaxaudit.monitoring.baselines import MultichannelChart
 from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.charts import Chart
 from jaxaudit.monitoring.lanes import LabelledLanes, gather
-from jaxaudit.monitoring.multichannel_charts import MultichannelChart
 from jaxaudit.report import style
 
 CALIBRATE = 23

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.automaton import AutomatonState
 from jaxaudit.dialogues.protocol import Dialogue
-from jaxaudit.learners.dialogue import advantages, covariance, kl, overlong, packing, policy_loss, rollout
+from jaxaudit.learners.dialogue import advantages, loss_terms, packing, policy_loss, rollout
+from jaxaudit.learners.dialogue.advantages import estimate, token_rewards
 from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.estimation import estimate, token_rewards
 from jaxaudit.learners.dialogue.experience import Drawn, Experience, Recomputed, TrainingBatch
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.parts import Parts
@@ -130,7 +130,7 @@ class Collector:
         learnt, recomputed = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
         if self.parts.covariance != "none":
             share, choice = coefficients.covariance_share, jax.random.fold_in(key, COVARIANCE)
-            apart = covariance.select_tokens(
+            apart = loss_terms.select_tokens(
                 self.parts.covariance, share, learnt.advantage, learnt.old, learnt.own, choice
             )
             learnt = dataclasses.replace(learnt, covarying=apart)
@@ -145,7 +145,7 @@ class Collector:
         if not self.parts.overlong:
             return reward
         most = self.dialogue.length - rows.prompt_lengths
-        penalty = overlong.penalty(rows.response_lengths, most, coefficients.overlong_buffer * most)
+        penalty = advantages.penalty(rows.response_lengths, most, coefficients.overlong_buffer * most)
         return reward + coefficients.overlong_coefficient * penalty
 
     def _sampled(
@@ -245,7 +245,7 @@ class Collector:
             return None
         assert log_probability is not None, "it is read with the reference"
         assert reference is not None, "a divergence is from one"
-        return kl.ESTIMATORS[self.parts.kl](log_probability, reference)
+        return loss_terms.KL_ESTIMATORS[self.parts.kl](log_probability, reference)
 
     def returns(self, models: Models, rows: Rows, numbers: Numbers) -> jax.Array:
         """What the policy's rows return from each own token on if nothing is disturbed: `[N, T]`.

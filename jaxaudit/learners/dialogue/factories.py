@@ -6,23 +6,106 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxaudit.core.learner import Learner
 from jaxaudit.core.task_kinds import fitting
 from jaxaudit.dialogues import named
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learners.dialogue import settings as settings_module
-from jaxaudit.learners.dialogue.learner import GPT2_POSITIONS, DialogueLearner
-from jaxaudit.learners.dialogue.presets import PRESETS
-from jaxaudit.learners.dialogue.remarks import of_the_beginning
+from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.learner import GPT2_POSITIONS, DialogueData, DialogueLearner
+from jaxaudit.learners.dialogue.parts import Parts
 from jaxaudit.learners.dialogue.settings import DialogueSettings
-from jaxaudit.learners.dialogue.state import DialogueData
 from jaxaudit.learners.rl import settings as checks
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.runtime import registry
+
+REASONS = (
+    (
+        "every row runs out of slots",
+        "; a longer length, or a warm start in which it learns to end its rows, would let it end them",
+    ),
+    (
+        "no row is rewarded",
+        ", so there is nothing to learn from; more warm_start updates, a larger warm_start_right or a lower difficulty "
+        "would give it something",
+    ),
+    (
+        "every row is rewarded in full",
+        ", so nothing is left to learn; a lower warm_start_success or a higher difficulty would leave room",
+    ),
+    (
+        "no rollout group has rewards that differ",
+        ", so there is nothing to learn from; a larger group_size or another difficulty would give it something",
+    ),
+)
+"""What may be found, and what would help; of several that hold for a seed the first is told."""
+
+
+def of_the_beginning(telemetry: Mapping[str, np.ndarray], compares: bool = True) -> list[str]:
+    """A sentence for each reason why seeds have little to learn from; none where they have enough.
+
+    Args:
+      telemetry: the first steps of undisturbed lanes, one a seed, `[seed, step, ...]` by channel; read are "proxy",
+        the reward that the learner sees, "truncated" and "no_signal".
+      compares: whether rows of one prompt are compared, so that those without a difference teach nothing.
+    """
+    reward, truncated = (np.asarray(telemetry[name], np.float64) for name in ("proxy", "truncated"))
+    quiet = np.asarray(telemetry["no_signal"], np.float64) if compares else np.zeros(reward.shape)
+    holds = np.stack([(x == end).all(axis=1) for x, end in ((truncated, 1), (reward, 0), (reward, 1), (quiet, 1))])
+    seeds, steps = reward.shape
+    found = []
+    for number, (what, rest) in enumerate(REASONS):
+        count = int((holds[number] & ~holds[:number].any(axis=0)).sum())
+        if count:
+            whose = "" if count == seeds else f" of {count} of {seeds} seeds"
+            when = "step" if steps == 1 else f"{steps} steps"
+            found.append(f"in the first {when}{whose} {what}{rest}")
+    return found
+
+
+class Preset(NamedTuple):
+    """Attributes:
+    parts: structure.
+    coefficients: numbers, as defaults.
+    """
+
+    parts: Parts
+    coefficients: Coefficients
+
+
+PRESETS = {
+    # Ouyang et al. (2022) as TRL and verl have it: KL in the reward, a critic, advantages normalised over tokens. Like
+    # there, nothing is learned before the first iteration: value pretraining (VC-PPO) is `critic_warm_start`.
+    "ppo_lm": Preset(
+        Parts(advantage="gae", whiten=True, aggregation="token_minibatch", kl="k1", kl_in="reward"),
+        Coefficients(kl_coefficient=0.05, gamma=1.0, gae_lambda=0.95, critic_lambda=0.95),
+    ),
+    # Shao et al. (2024).
+    "grpo": Preset(Parts(advantage="group", kl="k3"), Coefficients(kl_coefficient=0.04)),
+    # Liu et al. (2025): no division by a standard deviation or a row's length.
+    "dr_grpo": Preset(Parts(advantage="group_mean", aggregation="constant"), Coefficients()),
+    # Ahmadian et al. (2024) as TRL has it: a row is one action, KL in the reward, and the row's ratio is clipped. The
+    # paper's is REINFORCE, one update on each row: epochs = 1 and minibatches = 1, where ratios are 1.
+    "rloo": Preset(
+        Parts(advantage="leave_one_out", ratio="sequence_sum", kl="k1", kl_in="reward"),
+        Coefficients(kl_coefficient=0.05),
+    ),
+    # Yu et al. (2025).
+    "dapo": Preset(
+        Parts(advantage="group", aggregation="token_iteration", overlong=True, dynamic=True),
+        Coefficients(clip_low=0.2, clip_high=0.28),
+    ),
+    # Zheng et al. (2025).
+    "gspo": Preset(Parts(advantage="group", ratio="sequence_mean"), Coefficients(clip_low=3e-4, clip_high=4e-4)),
+    # Rafailov et al. (2023).
+    "dpo": Preset(Parts(objective="preference"), Coefficients(beta=0.1)),
+}
+
 
 BESIDES: dict[str, dict[str, Any]] = {
     "dapo": {"oversampling": 2},

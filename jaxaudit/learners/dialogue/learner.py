@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 
 from jaxaudit.core.optimizer import Adam, Optimizer, UpdateStats, warmup_decay
 from jaxaudit.core.remedy import Trained
@@ -16,23 +17,73 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.kernels.shuffle import shuffled
-from jaxaudit.learners.dialogue import demonstrations, held_out, packing, policy_loss, ratios
-from jaxaudit.learners.dialogue.aggregation import Denominators
+from jaxaudit.learners.dialogue import demonstrations, held_out, loss_terms, packing, policy_loss
 from jaxaudit.learners.dialogue.collection import CRITIC, POLICY, REWARD_MODEL, Collector, Models, longest
 from jaxaudit.learners.dialogue.experience import Experience, TrainingBatch
+from jaxaudit.learners.dialogue.loss_terms import Denominators
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import Predictions
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
-from jaxaudit.learners.dialogue.state import DialogueData, DialogueState
-from jaxaudit.learners.dialogue.telemetry import bigrams
+from jaxaudit.learners.dialogue.telemetry import vocabulary
+from jaxaudit.learners.dialogue.telemetry.channels import before_the_first, channels_of
 from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Tokens, Visited
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
-from jaxaudit.learners.dialogue.telemetry.run import before_the_first, channels_of
-from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, Measured, Statistics
+from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, LastSeen, Measured, Statistics
+from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.runtime.paths import squares_by_group
+
+
+@struct.dataclass
+class DialogueData:
+    """What all lanes read.
+
+    Attributes:
+      numbers: the settings that are data.
+      dialogue: the dialogue's arrays.
+      start: a checkpoint's parameters, float32; None: every lane begins with random ones.
+      critic_start, reward_model_start: likewise those of checkpoints that the value or reward model begins as; None:
+        they begin as the policy, or with random ones.
+    """
+
+    numbers: Numbers
+    dialogue: Any = None
+    start: Any = None
+    critic_start: Any = None
+    reward_model_start: Any = None
+
+
+@struct.dataclass
+class DialogueState:
+    """What a lane carries.
+
+    Attributes:
+      policy, critic: what is trained; critic is None without a value model.
+      reward_model: parameters; None without one.
+      reference: the policy's parameters that divergence is measured from.
+      initial: the policy's before its first update, which nothing disturbs; None where only data has them, those of a
+        checkpoint, or nothing asks for them.
+      scales: with a reward model, where its scores ("proxy") and the gold rewards ("gold") lay before the first update;
+        empty without one.
+      results: what tools said before the first update, counted; None without tools or with basic telemetry.
+      warm_start_success: sampled success at which the policy was handed over.
+      told: what the channels of rows and updates said last.
+      measured: what those of held-out rows did.
+    """
+
+    policy: Trained
+    critic: Trained | None
+    reward_model: Any
+    reference: Any
+    initial: Any
+    scales: dict[str, Scale]
+    results: Bigrams | None
+    warm_start_success: Any
+    told: LastSeen
+    measured: LastSeen
+
 
 LOOKED_AT = 128
 """Sampled rows that tell whether a warm start is over."""
@@ -171,14 +222,14 @@ class DialogueLearner:
 
     def count_results(
         self, policy: Any, base: Any, dialogue: Dialogue, numbers: Numbers, key: jax.Array
-    ) -> bigrams.Bigrams:
+    ) -> vocabulary.Bigrams:
         """What tools say to a policy, counted over rows that are sampled a part at a time."""
 
-        def add(so_far: bigrams.Bigrams, key: jax.Array) -> tuple[bigrams.Bigrams, None]:
+        def add(so_far: vocabulary.Bigrams, key: jax.Array) -> tuple[vocabulary.Bigrams, None]:
             return so_far.add(self.collector.undisturbed(policy, base, dialogue, numbers, key, LOOKED_AT)), None
 
-        keys = jax.random.split(key, bigrams.ROWS // LOOKED_AT)
-        return jax.lax.scan(add, bigrams.Bigrams.empty(dialogue.vocabulary), keys)[0]
+        keys = jax.random.split(key, vocabulary.ROWS // LOOKED_AT)
+        return jax.lax.scan(add, vocabulary.Bigrams.empty(dialogue.vocabulary), keys)[0]
 
     def sample_returns(
         self, models: Models, dialogue: Dialogue, numbers: Numbers, key: jax.Array
@@ -388,7 +439,7 @@ class DialogueLearner:
     def log_ratio(self, now: Predictions, learnt: policy_loss.LossInputs) -> jax.Array:
         """Of each token before clipping, `[n, T]`, a constant."""
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (now.log_probability, learnt.old))
-        found = ratios.RATIOS[self.parts.ratio](new, old, learnt.own)
+        found = loss_terms.RATIOS[self.parts.ratio](new, old, learnt.own)
         return jax.lax.stop_gradient(jnp.broadcast_to(found, learnt.own.shape))
 
     def exact_kl(

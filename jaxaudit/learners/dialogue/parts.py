@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxaudit.learners.dialogue import aggregation, corrections, covariance, kl, ratios
+from jaxaudit.learners.dialogue import loss_terms
 from jaxaudit.learners.rl import settings as checks
 
 ADVANTAGES = ("gae", "group", "group_mean", "leave_one_out")
-KLS = ("none", *kl.ESTIMATORS, "exact")
+KLS = ("none", *loss_terms.KL_ESTIMATORS, "exact")
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Parts:
             self,
             objective=("policy", "preference"),
             advantage=ADVANTAGES,
-            ratio=tuple(ratios.RATIOS),
+            ratio=tuple(loss_terms.RATIOS),
             correction=("none", "tis", "mis"),
-            correction_level=corrections.LEVELS,
-            aggregation=aggregation.AGGREGATIONS,
+            correction_level=loss_terms.CORRECTION_LEVELS,
+            aggregation=loss_terms.AGGREGATIONS,
             kl=KLS,
             kl_in=("loss", "reward", "both"),
-            kl_weight=kl.WEIGHTS,
+            kl_weight=loss_terms.KL_WEIGHTS,
             old=("recomputed", "sampled"),
-            covariance=covariance.TREATMENTS,
+            covariance=loss_terms.COVARIANCE_TREATMENTS,
         )
         for wrong, why in self._misfits():
             if wrong:

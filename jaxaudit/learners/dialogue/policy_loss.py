@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.learners.dialogue import clipping, corrections, covariance, kl, preference_loss, ratios, value_loss
-from jaxaudit.learners.dialogue.aggregation import Denominators, aggregate, token_minibatch
+from jaxaudit.learners.dialogue import loss_terms
 from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.loss_terms import Denominators, aggregate, token_minibatch
 from jaxaudit.learners.dialogue.parts import Parts
 
 
@@ -75,13 +75,13 @@ class TokenTerms:
 def tokens(parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs) -> TokenTerms:
     """Ratios, the surrogate and weights of a policy objective."""
     now, rows = _masked(now, rows.own), _masked(rows, rows.own)
-    log_ratio = ratios.RATIOS[parts.ratio](now.log_probability, rows.old, rows.own)
+    log_ratio = loss_terms.RATIOS[parts.ratio](now.log_probability, rows.old, rows.own)
     bounds = coefficients.clip_low, coefficients.clip_high, coefficients.dual_clip
     if parts.covariance == "kl":
         bounds = jnp.inf, jnp.inf, jnp.inf  # in the place of clipping there is a penalty
-    surrogate = clipping.surrogate(log_ratio, rows.advantage, *bounds)
+    surrogate = loss_terms.surrogate(log_ratio, rows.advantage, *bounds)
     if parts.covariance != "none":
-        objective = covariance.treated(parts.covariance, surrogate.objective, log_ratio, rows.covarying)
+        objective = loss_terms.apply_covariance(parts.covariance, surrogate.objective, log_ratio, rows.covarying)
         surrogate = dataclasses.replace(surrogate, objective=objective)
     return TokenTerms(log_ratio, surrogate, _correction(parts, coefficients, rows))
 
@@ -134,7 +134,7 @@ def policy_loss(
         "clip_high": mean(made.surrogate.high),
         "clip_dual": mean(made.surrogate.dual),
         "ratio_mean": mean(ratio),
-        "old_kl": mean(kl.k3(rows.old, now.log_probability)),
+        "old_kl": mean(loss_terms.k3(rows.old, now.log_probability)),
     }
     if parts.correction != "none":
         told["correction_mean"] = mean(made.weight)
@@ -162,32 +162,34 @@ def _masked(arrays: Any, own: jax.Array) -> Any:
 
 def _correction(parts: Parts, coefficients: Coefficients, rows: LossInputs) -> jax.Array:
     if parts.correction == "none":
-        return corrections.none(rows.old)
+        return loss_terms.no_correction(rows.old)
     log_weight, level = rows.old - rows.sampled, parts.correction_level
     if parts.correction == "tis":
-        return corrections.tis(log_weight, rows.own, coefficients.tis_cap, level)
-    return corrections.mis(log_weight, rows.own, coefficients.mis_low, coefficients.mis_high, level)
+        return loss_terms.tis(log_weight, rows.own, coefficients.tis_cap, level)
+    return loss_terms.mis(log_weight, rows.own, coefficients.mis_low, coefficients.mis_high, level)
 
 
 def _kl(parts: Parts, now: Predictions, rows: LossInputs) -> jax.Array:
     """The KL's estimate in the loss, `[N, T]`."""
     if parts.kl == "exact":
         return now.exact_kl
-    estimate = kl.ESTIMATORS[parts.kl](now.log_probability, rows.reference)
-    return kl.weighted(estimate, ratios.token(now.log_probability, rows.old, rows.own), parts.kl_weight)
+    estimate = loss_terms.KL_ESTIMATORS[parts.kl](now.log_probability, rows.reference)
+    return loss_terms.weighted_kl(
+        estimate, loss_terms.token_ratio(now.log_probability, rows.old, rows.own), parts.kl_weight
+    )
 
 
 def _value(parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs) -> tuple[jax.Array, jax.Array]:
     if not parts.clip_value:
-        return value_loss.squared(now.value, rows.target), jnp.zeros_like(rows.own)
-    return value_loss.clipped(now.value, rows.value, rows.target, coefficients.value_clip)
+        return loss_terms.squared_value_loss(now.value, rows.target), jnp.zeros_like(rows.own)
+    return loss_terms.clipped_value_loss(now.value, rows.value, rows.target, coefficients.value_clip)
 
 
 def _preference(
     coefficients: Coefficients, now: Predictions, rows: LossInputs, counts: Denominators
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """DPO's loss, a mean over the pairs both of whose rows count."""
-    pairs = preference_loss.of_rows(
+    pairs = loss_terms.pairs_of_rows(
         now.log_probability, rows.reference, rows.own, coefficients.beta, coefficients.label_smoothing
     )
     whole = jnp.all(jnp.any(rows.own, -1).reshape(-1, 2), -1)

@@ -21,7 +21,7 @@ from jaxaudit.learners.rl import settings as checks
 from jaxaudit.learners.rl.coherence import gradient_coherence
 from jaxaudit.learners.rl.evaluation import evaluate_when_due
 from jaxaudit.learners.rl.replay_buffer import ReplayBuffer, Transitions
-from jaxaudit.models.twin_critic import TwinCritic
+from jaxaudit.models.mlp import TwinCritic
 from jaxaudit.runtime.paths import paths_of
 from jaxaudit.tasks import episodes
 from jaxaudit.tasks.episodes import Episodes, EpisodeState, Transition

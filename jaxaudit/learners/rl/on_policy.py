@@ -16,8 +16,7 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learners.rl import settings as checks
 from jaxaudit.learners.rl.evaluation import evaluate_when_due
-from jaxaudit.learners.rl.normalizer import Moments
-from jaxaudit.learners.rl.rollout import OnPolicyState, Params, Rollouts, Samples
+from jaxaudit.learners.rl.rollout import Moments, OnPolicyState, Params, Rollouts, Samples
 from jaxaudit.tasks import episodes
 
 

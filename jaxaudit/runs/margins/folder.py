@@ -3,27 +3,198 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
+import math
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.runs.margins.pool import pending, rounds
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.core.channel_names import PERFORMANCE
+from jaxaudit.core.grid import Grid
+from jaxaudit.execution.driver import chunk_size
+from jaxaudit.execution.engine import Engine
+from jaxaudit.runs import checkpoint
+from jaxaudit.runs.attempts import onset_paths
+from jaxaudit.runs.disk_sink import at_onset
+from jaxaudit.runs.margins.pool import Stage, Train, before, collapse_times, fit, in_turn, pending, rounds, train_pool
 from jaxaudit.runs.margins.rounds import CONTROL, Probe, SearchConfig, next_round
-from jaxaudit.runs.margins.search import MarginSettings
-from jaxaudit.runs.margins.searched import Searched, open_searched
+from jaxaudit.runs.margins.search import MarginSettings, lay_out
 from jaxaudit.runs.margins.table import Margins
-from jaxaudit.runs.margins.trainers import trained_by_workers, trained_here
 from jaxaudit.runs.run_folder import Folder, software
-from jaxaudit.runtime.backends.backend import Workers
-from jaxaudit.runtime.errors import Interrupted, UserError
+from jaxaudit.runs.run_opening import open_onsets
+from jaxaudit.runtime.backends.backend import Backend, Workers, called, opened, values
+from jaxaudit.runtime.errors import Interrupted, UserError, placed
 from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, read_object, write_text
+from jaxaudit.runtime.interrupts import interruptible, stoppable
 from jaxaudit.runtime.machine import platform_of
 from jaxaudit.spec.document import Spec, parse
+from jaxaudit.spec.entries import Asked
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A finished run, and what is to be searched in it.
+
+    Attributes:
+      store: its folder.
+      spec, grid: what is searched.
+      ran: the grid of the run itself.
+    """
+
+    store: Folder
+    spec: Spec
+    grid: Grid
+    ran: Grid
+
+    @property
+    def windows(self) -> MetricSettings:
+        """Of the metrics."""
+        return self.spec.metrics
+
+    def lay_out(self, chosen: MarginSettings) -> SearchConfig:
+        """How it is searched. Raises UserError: there is nothing to search, or an onset's states are damaged."""
+        # Dimensions have been expanded.
+        perturbations = [e.perturbation for e in self.spec.perturbations if isinstance(e, Asked)]
+        with placed(self.spec.source):
+            lines = lay_out(self.grid, perturbations, chosen)
+        for fork in self.grid.forks:
+            try:
+                for path in onset_paths(self.store, fork.onset, range(len(self.grid.seeds))):
+                    checkpoint.verify(path)
+            except checkpoint.Damaged as damage:
+                raise UserError(f"{damage}, so nothing can be searched from step {fork.onset}") from None
+        return lines
+
+    def stage(self, engine: Engine, fork: int) -> Stage:
+        """Where the lanes of a fork group begin."""
+        onset = self.grid.forks[fork].onset
+        known = self.store.read_channel("baseline_performance", before(onset, self.grid, self.windows))
+        return Stage(fork, onset, at_onset(self.store, engine, onset), known, self.windows)
+
+    def known(self, lines: SearchConfig) -> list[Probe]:
+        """What the run trained already: its controls, and the conditions that lie on a ray."""
+        telemetry = self.store.read_telemetry([PERFORMANCE])
+        performance = telemetry[PERFORMANCE].transpose("condition", "seed", "step").values
+        onsets = {ray.onset for ray in lines.rays}
+        probes = []
+        for condition, series in zip(self.ran.conditions, performance, strict=True):
+            if condition.onset not in onsets:
+                continue
+            where = [(n, ray.position(condition, self.grid.steps)) for n, ray in enumerate(lines.rays)]
+            places = [(n, u) for n, u in where if u is not None] if condition.parts else [(CONTROL, -math.inf)]
+            if not places:
+                continue
+            times = collapse_times(series, condition.onset, self.windows, self.grid.program.learner.cadence)
+            probes += [
+                Probe(0, n, condition.onset, seed, u, "run", float(time))
+                for n, u in places
+                for seed, time in enumerate(times)
+            ]
+        return probes
+
+
+def open_searched(folder: Path, spec: Spec | None) -> Searched:
+    """A finished run, to be searched at a spec's perturbations; None: its own.
+
+    Raises UserError: it is not finished, or the spec is not of this run.
+    """
+    store, spec, grid, ran = open_onsets(folder, spec)
+    program = replace(grid.program, devices=ran.program.devices, model_devices=ran.program.model_devices)
+    return Searched(store, spec, replace(grid, program=program), ran)
+
+
+@contextmanager
+def trained_here(run: Searched, lines: SearchConfig) -> Iterator[tuple[SearchConfig, Train]]:
+    """As many lanes side by side as memory holds, pool after pool; Ctrl-C raises KeyboardInterrupt."""
+
+    def advance(*arguments: Any) -> Any:
+        if stopping():
+            raise KeyboardInterrupt
+        return interruptible(partial(engine.advance, *arguments))
+
+    with stoppable() as stopping:
+        rows = chunk_size(run.grid.steps, run.spec.run.chunk)
+        engine, _, lines = interruptible(partial(fit, run.grid, lines, rows, baseline=False))
+        yield lines, in_turn(engine, lines, partial(run.stage, engine), advance)
+
+
+@contextmanager
+def trained_by_workers(
+    run: Searched, lines: SearchConfig, chosen: MarginSettings, workers: Workers, jobs: Path
+) -> Iterator[tuple[SearchConfig, Train]]:
+    """Pools by an engine's workers, each with a share of the lanes and as many as its memory holds."""
+    with opened(workers, jobs) as backend:
+        asked = {
+            "folder": str(run.store.path.absolute()),
+            "spec": run.spec.to_toml(),
+            "place": run.spec.source,
+            "chosen": vars(replace(chosen, lanes=chosen.lanes or -(-lines.lanes // backend.workers))),
+        }
+        lanes = called(backend, f"{__name__}:lanes_that_fit", asked | {"beside": backend.beside})
+        yield replace(lines, lanes=lanes), _handed_out(backend, asked | {"lanes": lanes})
+
+
+def _handed_out(backend: Backend, asked: dict[str, Any]) -> Train:
+    def train(fork: int, pools: Sequence[list[Probe]]) -> Iterator[list[Probe]]:
+        call = f"{__name__}:collapse_times_of"
+        calls = [
+            (call, asked | {"fork": fork, "probes": [(p.ray, p.seed, p.u, p.purpose) for p in pool]}) for pool in pools
+        ]
+        for position, times in values(backend, calls):
+            for probe, collapse_time in zip(pools[position], times, strict=True):
+                probe.time = collapse_time
+            yield pools[position]
+
+    return train
+
+
+def lanes_that_fit(folder: str, spec: str, place: str, chosen: dict[str, Any], beside: int) -> int:
+    """What a worker says: how many lanes its memory holds, of those wanted side by side."""
+    run, lines = _opened(folder, spec, place, MarginSettings(**chosen))
+    rows = chunk_size(run.grid.steps, run.spec.run.chunk)
+    return fit(run.grid, lines, rows, baseline=False, beside=beside)[2].lanes
+
+
+def collapse_times_of(
+    folder: str,
+    spec: str,
+    place: str,
+    chosen: dict[str, Any],
+    lanes: int,
+    fork: int,
+    probes: Sequence[tuple[int, int, float, str]],
+) -> list[float]:
+    """What a worker does: trains a pool of `lanes` lanes, and gives the collapse times of those asked for.
+
+    Args:
+      folder, spec, place: the run, and what is searched.
+      chosen: the fields of `MarginSettings`.
+      lanes: side by side.
+      fork: position of the fork group.
+      probes: ray, seed, u and purpose of each.
+    """
+    run, lines = _opened(folder, spec, place, MarginSettings(**chosen))
+    onset = run.grid.forks[fork].onset
+    asked = [Probe(0, ray, onset, seed, u, purpose) for ray, seed, u, purpose in probes]
+    engine = Engine(run.grid, chunk_size(run.grid.steps, run.spec.run.chunk))
+    train_pool(engine, replace(lines, lanes=lanes), run.stage(engine, fork), asked, engine.advance)
+    return [float("nan") if p.time is None else p.time for p in asked]
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(folder: str, spec: str, place: str, chosen: MarginSettings) -> tuple[Searched, SearchConfig]:
+    """A run to be searched, the same for all pools that a process trains: they share compiled programs."""
+    run = open_searched(Path(folder), parse(spec, place))
+    return run, run.lay_out(chosen)
+
 
 SEARCH, OUTCOMES, TABLE = "search.json", "outcomes.csv", "margins.csv"
 

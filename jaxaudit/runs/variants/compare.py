@@ -19,7 +19,7 @@ from jaxaudit.core.remedied_learner import remedied, same_beginning
 from jaxaudit.execution.audit import audit
 from jaxaudit.remedies import Remedy
 from jaxaudit.runs.margins.search import margin
-from jaxaudit.runs.variants import scoring, timing
+from jaxaudit.runs.variants import scoring
 from jaxaudit.runs.variants.design import REACH, Ladder, check_windows, magnitude_ladders
 from jaxaudit.runs.variants.words import cautions, text
 
@@ -85,7 +85,7 @@ def compare(
     centre: Centre = "margin",
     settings: MetricSettings | None = None,
     level: float = 0.95,
-    turns: int = timing.TURNS,
+    turns: int = scoring.TURNS,
     **how: Any,
 ) -> Comparison:
     """Measures how much stability variants of a learner gain under perturbations, and what they cost.
@@ -137,8 +137,8 @@ def compare(
     paid = scoring.paid(plain, others, tried, level)
     if turns:
         grids = {name: plan(one, [], seeds=chosen, steps=steps, tail=steps, **how) for name, one in learners.items()}
-        times = timing.step_seconds(grids, turns)
-        ratios = [timing.relative(times[name], times[PLAIN], level) for name in others]
+        times = scoring.step_seconds(grids, turns)
+        ratios = [scoring.relative(times[name], times[PLAIN], level) for name in others]
         paid = paid.assign(**pd.DataFrame(ratios))
     structures = tuple(name for name in others if not same_beginning(learners[name], learner))
     return Comparison(bought, confirmed, paid, scoring.acted(others, tried), tuple(tried), structures, lanes, level)

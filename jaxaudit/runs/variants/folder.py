@@ -21,7 +21,7 @@ from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import is_finished
-from jaxaudit.runs.variants import scoring, timing
+from jaxaudit.runs.variants import scoring
 from jaxaudit.runs.variants.compare import PLAIN, TOLERANCE, Comparison, confirm, others_than
 from jaxaudit.runs.variants.design import REACH, Ladder, check_windows, magnitude_ladders
 from jaxaudit.runs.variants.specification import ComparisonSpec, parse, slug_of
@@ -111,7 +111,7 @@ def _compared(
     _write(folder / CONFIRMED, confirmed)
     paid = scoring.paid(lanes[PLAIN], others, tried, level)
     times = _step_times(specs, folder / TIMES)
-    paid = paid.assign(**pd.DataFrame([timing.relative(times[name], times[PLAIN], level) for name in others]))
+    paid = paid.assign(**pd.DataFrame([scoring.relative(times[name], times[PLAIN], level) for name in others]))
     _write(folder / PAID, paid)
     acted = scoring.acted(others, tried)
     _write(folder / ACTED, acted)
@@ -166,7 +166,7 @@ def _step_times(specs: dict[str, Spec], path: Path) -> pd.DataFrame:
         return pd.read_csv(path)
     print("time of a step: all variants, in turns", file=sys.stderr)
     grids = {name: replace(spec, perturbations=()).build() for name, spec in specs.items()}
-    times = pd.DataFrame(timing.step_seconds({name: replace(grid, tail=grid.steps) for name, grid in grids.items()}))
+    times = pd.DataFrame(scoring.step_seconds({name: replace(grid, tail=grid.steps) for name, grid in grids.items()}))
     _write(path, times)
     return times
 

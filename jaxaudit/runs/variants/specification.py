@@ -11,8 +11,7 @@ from jaxaudit.runs.variants.compare import FRESH, PLAIN
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import parse_toml
 from jaxaudit.spec.document import Spec, listed, read, remedy_values, spec_text
-from jaxaudit.spec.fields import section
-from jaxaudit.spec.tables import TomlTable, given, to_text
+from jaxaudit.spec.tables import TomlTable, given, section, to_text
 
 MOST_FRESH = 1000
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from jaxaudit.runtime.text_table import aligned
+from jaxaudit.runtime.registry import aligned
 
 BOUGHT = ("variant", "perturbation", "score", "plain", "difference", "ratio of thresholds", "verdict")
 ACTED = ("variant", "remedy", "perturbation", "acted", "undisturbed")

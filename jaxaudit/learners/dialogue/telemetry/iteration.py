@@ -12,16 +12,16 @@ from flax import struct
 
 from jaxaudit.core.optimizer import UpdateStats
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
-from jaxaudit.learners.dialogue import advantages, policy_loss, ratios
-from jaxaudit.learners.dialogue.aggregation import denominators
+from jaxaudit.learners.dialogue import advantages, loss_terms, policy_loss
 from jaxaudit.learners.dialogue.collection import Models, longest
 from jaxaudit.learners.dialogue.experience import Experience
+from jaxaudit.learners.dialogue.loss_terms import denominators
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import Predictions
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values, vocabulary
-from jaxaudit.learners.dialogue.telemetry.bigrams import Bigrams
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
+from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
 from jaxaudit.models import gpt2
 
 POLICY = "policy"
@@ -212,7 +212,7 @@ class Instruments:
             }
         new = self.policy.told(later_hidden, whole, rows, experience.temperature)[0]
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (new, learnt.old))
-        last = jnp.broadcast_to(ratios.RATIOS[self.settings.ratio](new, old, learnt.own), learnt.own.shape)
+        last = jnp.broadcast_to(loss_terms.RATIOS[self.settings.ratio](new, old, learnt.own), learnt.own.shape)
         counts = denominators(learnt.own, longest(self.dialogue))
         weight = policy_loss.weights(self.settings.parts, coefficients, Predictions(new), learnt, counts)
         visited_weight = visited.tokens.weight.reshape(log_ratio.shape)

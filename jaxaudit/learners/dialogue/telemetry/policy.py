@@ -17,10 +17,10 @@ from jaxaudit.kernels.tails import (
     order_statistics,
     top_share,
 )
-from jaxaudit.learners.dialogue import kl
+from jaxaudit.learners.dialogue import loss_terms
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
 
-ESTIMATORS = tuple(kl.ESTIMATORS)
+ESTIMATORS = tuple(loss_terms.KL_ESTIMATORS)
 RATIO_QUANTILES = (0.99, 0.999)
 TAIL = 0.01
 HIGH_ENTROPY = 0.2
@@ -51,7 +51,7 @@ def kl_estimators(log_probability: jax.Array, reference: jax.Array) -> jax.Array
     """
     d = reference - log_probability
     k3 = jnp.expm1(jnp.minimum(d, LARGEST_EXPONENT)) - d
-    return jnp.stack([kl.k1(log_probability, reference), kl.k2(log_probability, reference), k3])
+    return jnp.stack([loss_terms.k1(log_probability, reference), loss_terms.k2(log_probability, reference), k3])
 
 
 def reference_statistics(
