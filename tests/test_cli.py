@@ -429,7 +429,7 @@ def test_a_fault_of_the_report_itself_is_not_taken_for_a_missing_package(nothing
 
 
 def test_what_draws_is_installed_as_the_package_asks_for_it():
-    asked = tomllib.loads((Path(cli.__file__).parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
+    asked = tomllib.loads((Path(cli.__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
     assert set(cli.DRAWN_WITH.values()) <= set(asked)
 
 
@@ -547,7 +547,7 @@ def test_one_device_for_each_core(environment, devices):
 
 
 def test_a_command_keeps_no_programs_where_it_is_told_so():
-    code = "import jax; from jaxaudit import cli; cli.prepare_jax(); print(jax.config.jax_compilation_cache_dir)"
+    code = "import jax; from jaxaudit.cli import main as cli; cli.prepare_jax(); print(jax.config.jax_compilation_cache_dir)"
     own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     env = own | {"JAXAUDIT_CACHE": "off", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)

@@ -434,7 +434,7 @@ def test_ctrl_c_keeps_what_was_trained_however_seldom_states_are_kept(server, he
 
 SLEEPY = """
 import jax, time, numpy
-from jaxaudit import program
+from jaxaudit.core import program
 def sleepy(structure, data, state, lane, step, idle, inner=program.lane_step):
     def wait(t):
         time.sleep(60 if t == 8 else 0)

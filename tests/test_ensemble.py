@@ -17,8 +17,8 @@ from jaxaudit.monitoring.ensemble import Ensemble, Location, autoregression
 from jaxaudit.monitoring.envelope import LEAST, Envelope
 from jaxaudit.monitoring.folder import QUANTILES, over_lanes
 from jaxaudit.monitoring.monitor import Monitor, single_precision
+from jaxaudit.monitoring.scanned import score_all
 from jaxaudit.monitoring.scorer import by_other_parts
-from jaxaudit.monitoring.scores import score_all
 
 NAMES = [f"c{i}" for i in range(12)]
 STORED = Path(__file__).parent / "data" / "monitors"

@@ -16,7 +16,7 @@ from jaxaudit.runtime.files import LOCK, UNFINISHED, check_contents, claimed, lo
 CLAIMING = """
 import sys, time
 from pathlib import Path
-from jaxaudit.files import claimed
+from jaxaudit.runtime.files import claimed
 with claimed(Path(sys.argv[1])) as claim:
     Path(sys.argv[1], "theirs").write_text("x")
     if "keep" in sys.argv:

@@ -29,7 +29,7 @@ from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.disk_sink import InFolder
 from jaxaudit.runs.replay import replay
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime import files, zarr_store
+from jaxaudit.runtime import files, npz, zarr_store
 from jaxaudit.runtime.errors import Undrawn, UserError
 from jaxaudit.spec.document import parse
 
@@ -123,7 +123,7 @@ def savez(path, **arrays):
 
 def test_a_pickle_in_an_archive_is_not_read(payload, stopped, tmp_path):
     savez(tmp_path / "monitor.npz", description=np.array([payload], object))
-    refused("Python objects, which are never unpickled", files.read, tmp_path / "monitor.npz")
+    refused("Python objects, which are never unpickled", npz.read, tmp_path / "monitor.npz")
     with pytest.raises(ValueError, match="is not a monitor's file"):
         Monitor.load(tmp_path / "monitor.npz")
     for rows in stopped.glob("batches/*/*/rows-*.npz"):
@@ -142,7 +142,7 @@ def test_archives_are_read_as_numpy_reads_them(tmp_path):
         "flags": np.array([True, False]),
     }
     savez(tmp_path / "a.npz", **arrays)
-    found = files.read(tmp_path / "a.npz")
+    found = npz.read(tmp_path / "a.npz")
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
@@ -189,7 +189,7 @@ def no_array(path):
 )
 def test_archives_that_are_refused(make, words, tmp_path):
     make(tmp_path / "a.npz")
-    refused(words, files.read, tmp_path / "a.npz")
+    refused(words, npz.read, tmp_path / "a.npz")
 
 
 def frame(size, *, ended=True):

@@ -21,7 +21,7 @@ from jaxaudit.monitoring.channels import Channels
 from jaxaudit.monitoring.charts import SHRINKAGE, Chart, ChartReference
 from jaxaudit.monitoring.comparison import DetectionSettings, compare
 from jaxaudit.monitoring.envelope import Envelope
-from jaxaudit.monitoring.scores import score_all
+from jaxaudit.monitoring.scanned import score_all
 
 D, STEPS = 6, 40
 NAMES = tuple(f"c{i}" for i in range(D))

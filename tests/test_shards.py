@@ -26,7 +26,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", {cache!r})
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 import quadratic
-from jaxaudit.runner.workers import train_batch
+from jaxaudit.runs.workers import train_batch
 sys.stdin.readline()  # all workers begin at once
 for number in {numbers}:
     train_batch({folder!r}, number)

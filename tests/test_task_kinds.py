@@ -166,7 +166,7 @@ def test_other_packages_add_kinds_through_a_group_whose_name_is_allowed(monkeypa
 
 def test_an_entry_point_may_be_a_module_that_registers_its_entry(monkeypatch, tmp_path):
     (tmp_path / "plugin_of_tests.py").write_text(
-        "from jaxaudit import registry\nregistry.tasks.register('maze-v7', print)\n"
+        "from jaxaudit.runtime import registry\nregistry.tasks.register('maze-v7', print)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     point = EntryPoint("maze-v7", "plugin_of_tests", "jaxaudit.tasks")

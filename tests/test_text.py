@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.learners import language_model
+from jaxaudit.learners.language_model import draw as draw_sequences
+from jaxaudit.learners.language_model import evenly_spaced
 from jaxaudit.text import Text, corpus, documents, load, tokenizers
 
 TOKENIZERS = Path(__file__).parent / "data" / "tokenizers"
@@ -458,7 +459,7 @@ def test_all_docstrings_are_a_corpus():
 
 def test_sequences_begin_anywhere_and_depend_on_the_key_alone():
     tokens = jnp.arange(50, dtype=jnp.uint16)
-    draw = jax.jit(lambda key: language_model.draw(key, tokens, 4000, 8))
+    draw = jax.jit(lambda key: draw_sequences(key, tokens, 4000, 8))
     drawn = np.asarray(draw(jax.random.key(0)))
     assert drawn.dtype == np.int32
     np.testing.assert_array_equal(drawn - drawn[:, :1], np.broadcast_to(np.arange(8), (4000, 8)))
@@ -471,7 +472,7 @@ def test_sequences_begin_anywhere_and_depend_on_the_key_alone():
 
 def test_evenly_spaced_sequences_do_not_overlap():
     tokens = np.arange(103, dtype=np.uint16)
-    rows = language_model.evenly_spaced(tokens, 5, 20)
+    rows = evenly_spaced(tokens, 5, 20)
     assert rows.shape == (5, 20)
     assert len(np.unique(rows)) == 100
 

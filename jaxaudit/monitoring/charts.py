@@ -18,7 +18,7 @@ from flax import struct
 from jaxaudit.analysis.statistics.whitening import whitening
 from jaxaudit.monitoring.envelope import SHRINKAGE, Envelope, filled, latest
 from jaxaudit.monitoring.model import Params
-from jaxaudit.monitoring.scores import Scanned
+from jaxaudit.monitoring.scanned import Scanned
 from jaxaudit.monitoring.training import Training
 
 NONE = np.zeros(0)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.channels import Channels, series
 from jaxaudit.monitoring.scorer import Reference, Scorer, Yardstick, by_other_parts
-from jaxaudit.runtime import files
+from jaxaudit.runtime import npz
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -283,7 +283,7 @@ class Monitor:
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError(f"{path} is not a file")
         try:
-            arrays = files.read(Path(path))
+            arrays = npz.read(Path(path))
             description = json.loads(str(arrays.pop("description")))
             version = description["version"]
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):

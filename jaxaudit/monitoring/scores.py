@@ -21,41 +21,9 @@ from jaxaudit.analysis.statistics.whitening import whitening
 from jaxaudit.monitoring.charts import NONE, Chart, ChartProgress, ChartReference, averaged, squared_weights
 from jaxaudit.monitoring.envelope import SHRINKAGE, Envelope, filled, in_gap
 from jaxaudit.monitoring.model import Innovations, MetaStateModel, Params, State, follow
-from jaxaudit.monitoring.scorer import Carry, Scorer
+from jaxaudit.monitoring.scanned import Scanned
 from jaxaudit.monitoring.training import Training, train_one
 from jaxaudit.runtime.precision import float32_products
-
-
-def score_all(
-    scorer: Scorer, params: Params, reference: Any, y: jax.Array, seen: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Scores `[T, S]` and meta-states `[T, m]` of a whole run, `[T, d]`."""
-
-    def step(progress: Carry, row: tuple[jax.Array, jax.Array]) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
-        progress, scores = scorer.score(params, reference, progress, *row)
-        return progress, (scores, scorer.meta_state(params, progress))
-
-    return jax.lax.scan(step, scorer.begin(params, y.shape[-1]), (y, seen))[1]
-
-
-@partial(jax.jit, static_argnums=0)
-@float32_products
-def _scored(
-    scorer: Scorer, params: Params, reference: Any, y: jax.Array, seen: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return jax.vmap(partial(score_all, scorer, params, reference))(jnp.asarray(y), jnp.asarray(seen))
-
-
-class Scanned:
-    """A `Scorer` whose runs are scored by a scan over their steps."""
-
-    def score_runs(
-        self: Scorer, params: Params, reference: Any, y: np.ndarray, seen: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Scores `[n, T, S]` and meta-states `[n, T, m]` of runs `[n, T, d]`."""
-        scores, latents = _scored(self, params, reference, y, seen)
-        return np.asarray(scores), np.asarray(latents)
-
 
 SURPRISE = (1.0, 0.1)
 SHIFT = (0.2, 0.05, 0.02)
