@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 MODELS = {
     "ensemble": ("ensemble", "Ensemble"),
     "chart": ("charts", "Chart"),
-    "lru": ("lru", "LRU"),
-    "gru": ("gru", "GRU"),
-    "kalman": ("kalman", "Kalman"),
+    "lru": ("state_space", "LRU"),
+    "gru": ("state_space", "GRU"),
+    "kalman": ("state_space", "Kalman"),
 }
 """Module and class of what runs can be scored by; all but the first need JAX, so that each is imported when named."""
 

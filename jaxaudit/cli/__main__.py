@@ -1,5 +1,0 @@
-"""`python -m jaxaudit.cli`."""
-
-from jaxaudit.cli.main import entry
-
-entry()
