@@ -547,7 +547,7 @@ def test_one_device_for_each_core(environment, devices):
 
 
 def test_a_command_keeps_no_programs_where_it_is_told_so():
-    code = "import jax; from jaxaudit.cli.main import prepare_jax; prepare_jax(); print(jax.config.jax_compilation_cache_dir)"
+    code = "import jax; from jaxaudit.cli.main import *; prepare_jax(); print(jax.config.jax_compilation_cache_dir)"
     own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     env = own | {"JAXAUDIT_CACHE": "off", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)

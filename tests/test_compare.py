@@ -26,7 +26,7 @@ from jaxaudit.cli.main import main
 from jaxaudit.runs.variants import scoring
 from jaxaudit.runs.variants.compare import others_than
 from jaxaudit.runs.variants.design import FACTORS, conditions_of, magnitude_ladders
-from jaxaudit.runs.variants.specification import load, parse
+from jaxaudit.runs.variants.folder import load, parse
 from jaxaudit.runs.variants.words import verdict
 from jaxaudit.runtime.errors import Interrupted
 from jaxaudit.runtime.registry import learners

@@ -11,8 +11,7 @@ from scipy import stats
 from jaxaudit.monitoring import lanes
 from jaxaudit.monitoring.baselines import standard
 from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, best_chart, by_condition, compare, splits, summary
-from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL
-from jaxaudit.monitoring.learned import MetaState
+from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL, MetaState
 from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.training import Training
 from jaxaudit.runtime.errors import UserError

@@ -14,9 +14,8 @@ from jaxaudit.monitoring import folder
 from jaxaudit.monitoring.baselines import CHARTS
 from jaxaudit.monitoring.charts import Chart
 from jaxaudit.monitoring.comparison import DetectionSettings, splits
-from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL
+from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL, MetaState
 from jaxaudit.monitoring.folder import write_comparisons
-from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.training import Training

@@ -13,7 +13,7 @@ from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL
 from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
 from jaxaudit.learners.dialogue.parts import Parts
-from jaxaudit.models import decoding, gpt2, sampling
+from jaxaudit.models import gpt2, sampling
 
 LOWER, HIGHER, BEGIN = 4, 5, 6
 
@@ -208,13 +208,13 @@ def test_sampling_leaves_off_when_all_rows_of_all_lanes_are_over(monkeypatch):
     made = learner(dialogue=Short()).step.__self__
     numbers = learner(dialogue=Short()).data.numbers
     params = made.policy.init(jax.random.key(0))
-    decode, turns = decoding.decode, []
+    decode, turns = sampling.decode, []
 
     def counted(model, unrolled, token, position, first, slot, cache):
         jax.debug.callback(turns.append, slot)
         return decode(model, unrolled, token, position, first, slot, cache)
 
-    monkeypatch.setattr(decoding, "decode", counted)
+    monkeypatch.setattr(sampling, "decode", counted)
 
     def sampled(count):
         turns.clear()

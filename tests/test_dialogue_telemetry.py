@@ -11,7 +11,7 @@ from jaxaudit import learners
 from jaxaudit.core.learner import Learner
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values
+from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata
 from jaxaudit.learners.dialogue.telemetry.channels import FEATURES, TABLE, Extent, channels
 from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
 
@@ -66,11 +66,11 @@ def told(r):
     found |= policy.score_share(r["entropy"], score, masks)
     found |= policy.churn((r["values"] > 0).astype(int), (r["returns"] > 0).astype(int), masks)
     found |= policy.mismatch(r["log_probability"], r["reference"], masks)
-    found |= values.value_statistics(r["values"], r["returns"], r["own"])
+    found |= policy.value_statistics(r["values"], r["returns"], r["own"])
     error = r["values"] - r["returns"]
-    found |= values.critic_errors(error, r["own"], error[:3], r["own"][:3])
-    found |= values.correlation_by_distance(r["values"], r["returns"], r["own"])
-    found |= values.separation(r["values"][:, 2], r["returns"][:, 2], r["own"][:, 2])
+    found |= policy.critic_errors(error, r["own"], error[:3], r["own"][:3])
+    found |= policy.correlation_by_distance(r["values"], r["returns"], r["own"])
+    found |= policy.separation(r["values"][:, 2], r["returns"][:, 2], r["own"][:, 2])
     return found
 
 
@@ -243,29 +243,29 @@ def test_statistics_of_values(seed):
 def test_a_critic_that_knows_and_one_that_guesses_its_mean():
     own = jnp.ones((6, 5), bool)
     returns = jnp.arange(30.0).reshape(6, 5)
-    perfect = values.value_statistics(returns, returns, own)
+    perfect = policy.value_statistics(returns, returns, own)
     assert (float(perfect["explained_variance"].value), float(perfect["value_bias"].value)) == (1.0, 0.0)
-    constant = values.value_statistics(jnp.full_like(returns, 17.0), returns, own)
+    constant = policy.value_statistics(jnp.full_like(returns, 17.0), returns, own)
     np.testing.assert_allclose(
         [constant["explained_variance"].value, constant["value_bias"].value], [0, 2.5], atol=1e-6
     )
-    equal = values.value_statistics(returns, jnp.ones_like(returns), own)
+    equal = policy.value_statistics(returns, jnp.ones_like(returns), own)
     assert (equal["explained_variance"].count, equal["value_bias"].count) == (0, 30)
-    wobbling = values.value_statistics(returns, 1.0 + 1e-7 * returns, own)
+    wobbling = policy.value_statistics(returns, 1.0 + 1e-7 * returns, own)
     assert wobbling["explained_variance"].count == 0
-    apart = values.value_statistics(returns, 1.0 + 1e-2 * returns, own)
+    apart = policy.value_statistics(returns, 1.0 + 1e-2 * returns, own)
     assert apart["explained_variance"].count == 30
-    unsure = values.separation(jnp.ones(4), jnp.array([1.0, 0.0, 2.0, 1.0]), jnp.ones(4, bool))
+    unsure = policy.separation(jnp.ones(4), jnp.array([1.0, 0.0, 2.0, 1.0]), jnp.ones(4, bool))
     assert float(unsure["critic_order"].value) == 0.5
-    assert list(values.distances(jnp.array([[False, True, False, True, True, False]]))[0]) == [3, 2, 2, 1, 0, 0]
+    assert list(policy.distances(jnp.array([[False, True, False, True, True, False]]))[0]) == [3, 2, 2, 1, 0, 0]
 
 
 def test_whether_returns_are_equal_is_judged_by_the_size_of_own_tokens_values_alone():
     """Very small returns differ as large ones do, whatever stands at given tokens."""
     own = jnp.ones((6, 5), bool).at[0].set(False)
     returns = jnp.arange(30.0).reshape(6, 5)
-    large = values.value_statistics(returns, 0.9 * returns, own)["explained_variance"]
-    small = values.value_statistics(1e-9 * returns, 0.9e-9 * returns, own)["explained_variance"]
+    large = policy.value_statistics(returns, 0.9 * returns, own)["explained_variance"]
+    small = policy.value_statistics(1e-9 * returns, 0.9e-9 * returns, own)["explained_variance"]
     assert small.count == large.count == 25
     np.testing.assert_allclose(small.value, large.value, rtol=1e-5)
 

@@ -11,7 +11,7 @@ import pytest
 from fusion_emitters import emitters
 
 import jaxaudit as ja
-from jaxaudit.models import decoding, gpt2, gpt2_checkpoint, sampling
+from jaxaudit.models import gpt2, gpt2_checkpoint, sampling
 from jaxaudit.models.gpt2 import GPT2, Size
 
 DATA = Path(__file__).parent / "data"
@@ -43,14 +43,14 @@ def test_greedy_generation_is_that_of_transformers(name):
 def token_by_token(model, params, tokens, begun, positions, first):
     """Hidden states of all slots, of which so many are prefilled: `[N, T, width]`."""
     slots = tokens.shape[1]
-    unrolled = decoding.layers_of(params)
+    unrolled = sampling.layers_of(params)
     given = (x[:, :begun] for x in (tokens, positions, first))
     token, position, start = given
-    hidden, cache = decoding.prefill(model, unrolled, token, slots, position, start)
+    hidden, cache = sampling.prefill(model, unrolled, token, slots, position, start)
 
     def one(cache, slot):
         here = (x[:, slot] for x in (tokens, positions, first))
-        found, cache = decoding.decode(model, unrolled, *here, slot, cache)
+        found, cache = sampling.decode(model, unrolled, *here, slot, cache)
         return cache, found
 
     _, later = jax.lax.scan(one, cache, jnp.arange(begun, slots))
@@ -138,9 +138,9 @@ def test_a_write_under_lanes_stays_a_slice(params):
     lanes = jax.tree.map(lambda x: jnp.stack([x] * 5), params)
 
     def decoded(params, token, slot):
-        unrolled = decoding.layers_of(params)
-        _, cache = decoding.prefill(MODEL, unrolled, jnp.zeros((3, 1), jnp.int32), 16)
-        return decoding.decode(MODEL, unrolled, token, token, 0 * token, slot, cache)
+        unrolled = sampling.layers_of(params)
+        _, cache = sampling.prefill(MODEL, unrolled, jnp.zeros((3, 1), jnp.int32), 16)
+        return sampling.decode(MODEL, unrolled, token, token, 0 * token, slot, cache)
 
     def scatters(slots, axis):
         lowered = jax.jit(jax.vmap(decoded, in_axes=(0, None, axis))).lower(lanes, np.zeros(3, np.int32), slots)

@@ -17,8 +17,8 @@ from jaxaudit.analysis.run_reader import load, measured_near
 from jaxaudit.cli import main as cli
 from jaxaudit.core.learner import Channel
 from jaxaudit.monitoring.envelope import Envelope
-from jaxaudit.monitoring.first_signals import earliest, first_signals
 from jaxaudit.report import dialogue
+from jaxaudit.report.dialogue import earliest, first_signals
 from jaxaudit.runtime import registry
 
 WORDS = ["a", "b", "call", "<script>", "end"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.models import decoding, gpt2, gpt2_checkpoint, lora
+from jaxaudit.models import gpt2, gpt2_checkpoint, lora, sampling
 from jaxaudit.models.gpt2 import GPT2, Size
 from jaxaudit.runtime.paths import matches, paths_of
 
@@ -65,11 +65,11 @@ def test_the_change_of_a_weight_is_a_b_times_alpha_over_rank(base, layers):
 def test_prefilled_and_token_by_token(base):
     adapted = lora.Adapted(base, moved())
     hidden = hidden_of(adapted)
-    unrolled = decoding.layers_of(adapted)
-    first, cache = decoding.prefill(MODEL, unrolled, TOKENS[:, :9], 10)
+    unrolled = sampling.layers_of(adapted)
+    first, cache = sampling.prefill(MODEL, unrolled, TOKENS[:, :9], 10)
     np.testing.assert_allclose(first, hidden[:, :9], atol=1e-5)
     place = np.full(2, 9)
-    last, _ = decoding.decode(MODEL, unrolled, TOKENS[:, 9], place, 0 * place, 9, cache)
+    last, _ = sampling.decode(MODEL, unrolled, TOKENS[:, 9], place, 0 * place, 9, cache)
     np.testing.assert_allclose(last, hidden[:, 9], atol=1e-5)
 
 

@@ -14,11 +14,10 @@ from test_known_answer import CURVATURE, LEARNER, RATE
 import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.statistics import ranks, seeds_for
-from jaxaudit.runs.margins.directions import Axis, directions
+from jaxaudit.runs.margins.directions import Axis, bracket, contradictory, directions, envelope
 from jaxaudit.runs.margins.pool import baseline, fit, in_turn, pending, rounds
 from jaxaudit.runs.margins.rounds import CONTROL, Probe, SearchConfig, found, next_round
 from jaxaudit.runs.margins.search import MarginSettings, lay_out
-from jaxaudit.runs.margins.staircase import bracket, contradictory, envelope
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runtime import registry
 

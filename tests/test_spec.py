@@ -16,7 +16,7 @@ from jaxaudit.core.grid import Grid
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.spec.document import load, parse
-from jaxaudit.spec.entries import Asked, AskedDimension
+from jaxaudit.spec.sections import Asked, AskedDimension
 from jaxaudit.spec.tables import to_text
 
 HEAD = """

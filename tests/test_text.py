@@ -11,7 +11,7 @@ import pytest
 
 from jaxaudit.learners.language_model import draw as draw_sequences
 from jaxaudit.learners.language_model import evenly_spaced
-from jaxaudit.text import Text, corpus, documents, load, tokenizers
+from jaxaudit.text import Text, corpus, load, tokenizers
 
 TOKENIZERS = Path(__file__).parent / "data" / "tokenizers"
 """Folders that transformers 5.17 saved, a GPT-2's with tokens added and a RoBERTa's, and texts with the tokens it makes
@@ -446,8 +446,8 @@ def test_the_python_corpora_are_on_this_machine(monkeypatch):
     code = load("python-stdlib")
     assert len(code.train) > 5_000_000
     assert code.train.max() <= 256
-    few = list(itertools.islice(documents.python_stdlib(), 50))  # all would take long to parse
-    monkeypatch.setattr(documents, "python_stdlib", lambda: few)
+    few = list(itertools.islice(corpus.python_stdlib(), 50))  # all would take long to parse
+    monkeypatch.setattr(corpus, "python_stdlib", lambda: few)
     prose = load("python-docstrings")
     assert 10_000 < len(prose.train) < sum(map(len, few)) / 2
 

@@ -11,8 +11,7 @@ from jaxaudit.core.slots import site_misfit
 from jaxaudit.core.taps import ACTING_SITES
 from jaxaudit.runtime import registry
 from jaxaudit.tasks._brax import Env, State
-from jaxaudit.tasks.episodes import Episodes, performance
-from jaxaudit.tasks.undisturbed import Undisturbed
+from jaxaudit.tasks.episodes import Episodes, Undisturbed, performance
 
 STEPS, ONSET, CLOSE = 80, 20, 35
 WINDOWS = ja.metrics.MetricSettings(window=10, hold=10)

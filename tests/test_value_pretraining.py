@@ -11,7 +11,7 @@ import jaxaudit as ja
 from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
-from jaxaudit.learners.dialogue.telemetry.values import value_statistics
+from jaxaudit.learners.dialogue.telemetry.policy import value_statistics
 from jaxaudit.models import gpt2
 
 COIN = (2, 3)

@@ -31,8 +31,8 @@ from jaxaudit.models import gpt2
 from jaxaudit.monitoring.baselines import CHARTS
 from jaxaudit.monitoring.channels import measured, series
 from jaxaudit.monitoring.comparison import DetectionSettings, best_chart, compare, summary
+from jaxaudit.monitoring.detector import MetaState
 from jaxaudit.monitoring.lanes import LabelledLanes
-from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.state_space import LRU
 
 FIRST = {"clean": 71_000, "disturbed": 72_000}

@@ -18,7 +18,7 @@ from planted import SIZES, System
 from jaxaudit.cli.main import prepare_jax
 from jaxaudit.monitoring.baselines import standard
 from jaxaudit.monitoring.comparison import DetectionSettings, by_condition, compare
-from jaxaudit.monitoring.learned import MetaState
+from jaxaudit.monitoring.detector import MetaState
 from jaxaudit.monitoring.state_space import LRU
 
 KINDS = ("drift", "ramp", "fold", "tempo")

@@ -31,7 +31,7 @@ from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.factories import settings_of, structure_of
 from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.models import decoding, gpt2
+from jaxaudit.models import gpt2, sampling
 
 CASES: dict[str, Dialogue] = {
     "chain 2": ChainDialogue(difficulty=2),
@@ -74,7 +74,7 @@ class Frozen:
         """Gold of rows `[N]` that have `tokens` `[N, T]` before the slot `fork` `[N]` and the policy's after it."""
         dialogue, model = self.learner.dialogue, self.learner.policy.model
         sampler = rollout.Sampler(model)
-        unrolled = decoding.layers_of(params, model.size.heads)
+        unrolled = sampling.layers_of(params, model.size.heads)
         slots = dialogue.length
         uniform = jax.random.uniform(key, (slots, fork.shape[0]))
 
@@ -89,13 +89,13 @@ class Frozen:
 
         def turn(carry: Any, slot: Any) -> tuple[Any, None]:
             progress, cache, latest = carry
-            hidden, cache = decoding.decode(model, unrolled, *latest, slot - 1, cache)
+            hidden, cache = sampling.decode(model, unrolled, *latest, slot - 1, cache)
             chosen, _ = sampler.choose(gpt2.logits(params, hidden) / self.numbers.temperature, uniform[slot], 1.0)
             progress, latest = written(progress, slot, chosen)
             return (progress, cache, latest), None
 
         progress, latest = written(begun, 0, jnp.zeros_like(fork))
-        cache = decoding.prefill(model, unrolled, latest[0][:, None], slots, latest[1][:, None], latest[2][:, None])[1]
+        cache = sampling.prefill(model, unrolled, latest[0][:, None], slots, latest[1][:, None], latest[2][:, None])[1]
         (progress, _, _), _ = jax.lax.scan(turn, (progress, cache, latest), jnp.arange(1, slots))
         return jax.vmap(dialogue.reward)(progress.state)["gold"]
 

@@ -357,7 +357,7 @@ def _margin(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from jaxaudit.runs.variants.specification import load
+    from jaxaudit.runs.variants.folder import load
 
     asked, workers = load(arguments.spec), _workers(arguments)
     _prepare(workers)
@@ -428,8 +428,8 @@ def _detect(arguments: argparse.Namespace) -> int:
     workers = _workers(arguments)
     prepare_jax()
     from jaxaudit.monitoring.comparison import DetectionSettings
+    from jaxaudit.monitoring.detector import MetaState
     from jaxaudit.monitoring.folder import detect
-    from jaxaudit.monitoring.learned import MetaState
     from jaxaudit.monitoring.monitor import scorer
     from jaxaudit.runtime.errors import placed
 

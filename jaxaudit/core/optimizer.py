@@ -13,9 +13,12 @@ import optax
 from flax import struct
 
 from jaxaudit.core import remedy as remedies
-from jaxaudit.core.moments import FIRST_MOMENT
 from jaxaudit.core.taps import Taps
 from jaxaudit.runtime.sharding import is_split
+
+FIRST_MOMENT = ("mu", "trace", "momentum")
+SECOND_MOMENT = ("nu",)
+
 
 Params = Any
 

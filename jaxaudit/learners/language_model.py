@@ -16,8 +16,7 @@ import optax
 from flax import struct
 
 from jaxaudit.core.learner import Channel, Learner
-from jaxaudit.core.moments import SECOND_MOMENT
-from jaxaudit.core.optimizer import Adam, Optimizer, warmup_decay
+from jaxaudit.core.optimizer import SECOND_MOMENT, Adam, Optimizer, warmup_decay
 from jaxaudit.core.taps import Taps
 from jaxaudit.core.task_kinds import fitting
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share

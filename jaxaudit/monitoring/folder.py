@@ -30,9 +30,8 @@ from jaxaudit.monitoring.comparison import (
     summary,
     thresholds,
 )
-from jaxaudit.monitoring.detector import Detector
+from jaxaudit.monitoring.detector import Detector, MetaState
 from jaxaudit.monitoring.lanes import LabelledLanes, gather
-from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.monitor import Expectation, Monitor
 from jaxaudit.monitoring.transfer import transfer
 from jaxaudit.runtime.backends.backend import Workers, opened, values

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.kernels.linear_scan import linear_scan
-from jaxaudit.models.mlp import MLP
+from jaxaudit.models.policy import MLP
 from jaxaudit.monitoring.model import Innovations, Params, innovations_all, one_by_one
 from jaxaudit.monitoring.scores import StateSpace
 

@@ -12,8 +12,8 @@ import pandas as pd
 from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.channels import Channels, measured
 from jaxaudit.monitoring.comparison import DetectionSettings, LaneSplit, judged, splits, summary, thresholds
+from jaxaudit.monitoring.detector import MetaState
 from jaxaudit.monitoring.lanes import LabelledLanes
-from jaxaudit.monitoring.learned import MetaState
 from jaxaudit.monitoring.model import Params
 from jaxaudit.monitoring.monitor import Expectation
 from jaxaudit.monitoring.scorer import Scorer

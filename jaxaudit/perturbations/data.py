@@ -10,7 +10,7 @@ import math
 
 import jax
 
-from jaxaudit.perturbations import stateful, transforms
+from jaxaudit.perturbations import transforms
 from jaxaudit.perturbations.kinds import perturbation
 
 
@@ -42,7 +42,7 @@ def action_noise(key, value, magnitude):
     duration="end",
     limits=(0.0, 1.0),
     needs=("valid",),
-    init=stateful.nothing_held,
+    init=transforms.nothing_held,
 )
 def observation_stuck(key, value, magnitude, state, *, valid):
     """A share `magnitude` of the sensors stays at what it read when the window opened, until it closes.
@@ -52,7 +52,7 @@ def observation_stuck(key, value, magnitude, state, *, valid):
     >>> observation_stuck(1.0).apply(jax.numpy.ones((1, 2)), valid=jax.numpy.array([True]))
     Array([[1., 1.]], dtype=float32)
     """
-    return stateful.stick(key, value, magnitude, state, valid)
+    return transforms.stick(key, value, magnitude, state, valid)
 
 
 @perturbation(
@@ -63,7 +63,7 @@ def observation_stuck(key, value, magnitude, state, *, valid):
     duration="end",
     limits=(0.0, 1.0),
     needs=("valid",),
-    init=stateful.nothing_held,
+    init=transforms.nothing_held,
 )
 def action_stuck(key, value, magnitude, state, *, valid):
     """A share `magnitude` of the actuators stays at what it was told when the window opened, until it closes.
@@ -73,7 +73,7 @@ def action_stuck(key, value, magnitude, state, *, valid):
     >>> action_stuck(1.0).apply(jax.numpy.ones((1, 2)), valid=jax.numpy.array([True]))
     Array([[1., 1.]], dtype=float32)
     """
-    return stateful.stick(key, value, magnitude, state, valid)
+    return transforms.stick(key, value, magnitude, state, valid)
 
 
 @perturbation("data", "observation", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0))
@@ -102,9 +102,9 @@ def action_dropped(key, value, magnitude):
     magnitude=2.0,
     neutral=0.0,
     duration="end",
-    limits=(0.0, stateful.MOST_STEPS),
+    limits=(0.0, transforms.MOST_STEPS),
     needs=("begins", "valid"),
-    init=stateful.empty_line,
+    init=transforms.empty_line,
     whole=True,
 )
 def observation_delayed(key, value, magnitude, state, *, begins, valid):
@@ -116,7 +116,7 @@ def observation_delayed(key, value, magnitude, state, *, begins, valid):
     >>> observation_delayed(2.0).apply(jax.numpy.ones((1, 2)), begins=yes, valid=yes)
     Array([[1., 1.]], dtype=float32)
     """
-    return stateful.arrive_late(value, magnitude, state, begins, valid)
+    return transforms.arrive_late(value, magnitude, state, begins, valid)
 
 
 @perturbation(
@@ -125,9 +125,9 @@ def observation_delayed(key, value, magnitude, state, *, begins, valid):
     magnitude=2.0,
     neutral=0.0,
     duration="end",
-    limits=(0.0, stateful.MOST_STEPS),
+    limits=(0.0, transforms.MOST_STEPS),
     needs=("begins", "valid"),
-    init=stateful.empty_line,
+    init=transforms.empty_line,
     whole=True,
 )
 def action_delayed(key, value, magnitude, state, *, begins, valid):
@@ -139,7 +139,7 @@ def action_delayed(key, value, magnitude, state, *, begins, valid):
     >>> action_delayed(2.0).apply(jax.numpy.ones((1, 2)), begins=yes, valid=yes)
     Array([[1., 1.]], dtype=float32)
     """
-    return stateful.arrive_late(value, magnitude, state, begins, valid)
+    return transforms.arrive_late(value, magnitude, state, begins, valid)
 
 
 @perturbation(

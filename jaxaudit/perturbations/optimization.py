@@ -6,7 +6,7 @@ import math
 
 import jax
 
-from jaxaudit.core.moments import FIRST_MOMENT, SECOND_MOMENT
+from jaxaudit.core.optimizer import FIRST_MOMENT, SECOND_MOMENT
 from jaxaudit.perturbations import transforms
 from jaxaudit.perturbations.kinds import perturbation
 

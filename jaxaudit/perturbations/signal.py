@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.perturbations import stateful, transforms
+from jaxaudit.perturbations import transforms
 from jaxaudit.perturbations.kinds import perturbation
 
 
@@ -47,9 +47,9 @@ def reward_flip(key, value, magnitude):
     magnitude=16.0,
     neutral=0.0,
     duration="end",
-    limits=(0.0, stateful.MOST_REWARD_STEPS),
+    limits=(0.0, transforms.MOST_REWARD_STEPS),
     needs=("ends",),
-    init=stateful.nothing_due,
+    init=transforms.nothing_due,
     whole=True,
 )
 def reward_delay(key, value, magnitude, state, *, ends):
@@ -61,7 +61,7 @@ def reward_delay(key, value, magnitude, state, *, ends):
     >>> reward_delay(1.0).apply(jnp.array([3.0, 4.0]), ends=jnp.array([False, True]))
     Array([0., 4.], dtype=float32)
     """
-    return stateful.pay_late(value, magnitude, state, ends)
+    return transforms.pay_late(value, magnitude, state, ends)
 
 
 @perturbation(

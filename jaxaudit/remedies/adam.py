@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaudit.core.moments import FIRST_MOMENT, SECOND_MOMENT
+from jaxaudit.core.optimizer import FIRST_MOMENT, SECOND_MOMENT
 from jaxaudit.core.remedy import ProposedUpdate, remedy
 
 

@@ -29,16 +29,22 @@ from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError, placed
 from jaxaudit.runtime.files import MOST_BYTES, parse_toml
 from jaxaudit.runtime.paths import paths_of
-from jaxaudit.spec.entries import MOST_CONDITIONS, Asked, AskedDimension, Entry, count_of, read_entries, read_remedy
 from jaxaudit.spec.sections import (
+    MOST_CONDITIONS,
+    Asked,
+    AskedDimension,
     AuditSpec,
+    Entry,
     LearnerSpec,
     MonitorSpec,
     RunSpec,
+    count_of,
     read_audit,
+    read_entries,
     read_learner,
     read_metrics,
     read_monitor,
+    read_remedy,
     read_run,
     read_task,
     task_values,

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,39 @@ import mujoco
 import numpy as np
 from flax import struct
 
-from jaxaudit.tasks import dynamics
 from jaxaudit.tasks._brax import Env, State
 from jaxaudit.tasks.task import Array, MujocoTask, Physics
+
+NAMES = ("friction", "gear", "gravity", "mass")
+
+# MuJoCo's fields, each with the factor that scales it.
+SCALED = {
+    "body_mass": "mass",
+    "body_inertia": "mass",
+    "body_subtreemass": "mass",
+    "geom_friction": "friction",
+    "pair_friction": "friction",
+    "actuator_gear": "gear",
+    "opt.gravity": "gravity",
+}
+
+
+def neutral() -> dict[str, jax.Array]:
+    """Return the factors that change nothing: scalars, float32."""
+    return {name: jnp.ones((), jnp.float32) for name in NAMES}
+
+
+def stacked(info: dict[str, Any]) -> jax.Array | None:
+    """Return the factors that a state's `info` holds, `[4]` in the order of NAMES, or None if it holds none."""
+    if "dynamics" not in info:
+        return None
+    return jnp.stack([jnp.asarray(info["dynamics"][name], jnp.float32) for name in NAMES])
+
+
+def valid(factors: Any) -> Any:
+    """Tell, `[...]`, which of the factors `[..., 4]` a simulation can run with: finite, and a positive mass."""
+    xp = np if isinstance(factors, np.ndarray) else jnp
+    return xp.isfinite(factors).all(-1) & (factors[..., NAMES.index("mass")] > 0)
 
 
 @struct.dataclass
@@ -80,7 +111,7 @@ class MujocoEnv(Env):
     @property
     def dynamics(self) -> dict[str, jax.Array]:
         """The factors on friction, gear, gravity and mass that change nothing: scalars, float32."""
-        return dynamics.neutral()
+        return neutral()
 
     def reset(self, rng: jax.Array) -> State:
         """Draw an initial state from the task's distribution."""

@@ -16,10 +16,9 @@ from mujoco import mjtState
 from mujoco.batch import Batch, SimulationError
 
 from jaxaudit.runtime.machine import cores
-from jaxaudit.tasks import dynamics
+from jaxaudit.tasks import engine
 from jaxaudit.tasks._brax import State
-from jaxaudit.tasks.dynamics import NAMES, SCALED
-from jaxaudit.tasks.engine import MujocoEnv, PhysicsState, load_model
+from jaxaudit.tasks.engine import NAMES, SCALED, MujocoEnv, PhysicsState, load_model
 from jaxaudit.tasks.task import MujocoTask
 
 _DIVERGED = [
@@ -266,7 +265,7 @@ class CMujocoEnv(MujocoEnv):
             "done": state.done,
             "metrics": state.metrics,
         }
-        factors = dynamics.stacked(state.info)
+        factors = engine.stacked(state.info)
         shift = () if factors is None else (factors,)
         out = _on_host(self._advance, outputs, physics.high, physics.low, action, *shift)
         return state.replace(
@@ -299,7 +298,7 @@ class CMujocoEnv(MujocoEnv):
             alive = np.isfinite(high).all(1) & np.isfinite(action).all(1)
             if factors is not None:
                 factors = _rows(factors, axes)
-                alive &= dynamics.valid(factors)
+                alive &= engine.valid(factors)
             action = action.astype(np.float64)
             columns = before[:, : before.shape[1] - self.tracked]
             moved = advance(self.task, columns, action, alive, factors)

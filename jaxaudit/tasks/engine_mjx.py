@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import mujoco
 
-from jaxaudit.tasks import dynamics
+from jaxaudit.tasks import engine
 from jaxaudit.tasks._brax import State, mjx
 from jaxaudit.tasks.engine import MujocoEnv, PhysicsState
 from jaxaudit.tasks.task import MujocoTask
@@ -214,11 +214,11 @@ class MjxEnv(MujocoEnv):
 
     def _step_traced(self, state: State, action: jax.Array) -> State:
         columns = state.pipeline_state.high
-        factors = dynamics.stacked(state.info)
+        factors = engine.stacked(state.info)
         obeyed = jnp.isfinite(action).all()
         model = self._mjx_model
         if factors is not None:
-            obeyed &= dynamics.valid(factors)
+            obeyed &= engine.valid(factors)
             model = _scaled(model, jnp.where(obeyed, factors, 1.0))
         data = self._simulate(model, columns, jnp.where(obeyed, action, 0.0))
 
@@ -272,7 +272,7 @@ class MjxEnv(MujocoEnv):
 def _scaled(model: mjx.Model, factors: jax.Array) -> mjx.Model:
     """Multiply a model's parameters by factors `[4]`."""
     changes: dict[str, Any] = {}
-    for field, name in dynamics.SCALED.items():
+    for field, name in engine.SCALED.items():
         original = model.opt.gravity if field == "opt.gravity" else getattr(model, field)
-        changes[field] = original * factors[dynamics.NAMES.index(name)]
+        changes[field] = original * factors[engine.NAMES.index(name)]
     return model.tree_replace(changes)

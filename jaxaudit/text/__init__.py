@@ -1,7 +1,7 @@
 """Text as a task: corpora, the tokenizers that read them, and batches of them."""
 
+from jaxaudit.text.corpus import BUILT_IN as BUILT_IN
 from jaxaudit.text.corpus import Corpus as Corpus
 from jaxaudit.text.corpus import Text as Text
 from jaxaudit.text.corpus import load as load
-from jaxaudit.text.documents import BUILT_IN as BUILT_IN
 from jaxaudit.text.tokenizers import TOKENIZERS as TOKENIZERS

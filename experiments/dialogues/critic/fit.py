@@ -28,7 +28,7 @@ from critic_bound import Frozen
 
 from jaxaudit.learners.dialogue.network import HEAD
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.telemetry.values import value_statistics
+from jaxaudit.learners.dialogue.telemetry.policy import value_statistics
 
 KEPT = Path("runs/policies")
 SPAN = 50

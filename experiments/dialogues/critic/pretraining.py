@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from critic_bound import Frozen
 
-from jaxaudit.learners.dialogue.telemetry.values import value_statistics
+from jaxaudit.learners.dialogue.telemetry.policy import value_statistics
 
 HELD = 2048
 BOUND = Path(__file__).parent / "bound.csv"

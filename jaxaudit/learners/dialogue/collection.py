@@ -16,10 +16,9 @@ from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learners.dialogue import advantages, loss_terms, packing, policy_loss, rollout
 from jaxaudit.learners.dialogue.advantages import estimate, token_rewards
 from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.experience import Drawn, Experience, Recomputed, TrainingBatch
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.parts import Parts
-from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.rows import Drawn, Experience, Recomputed, Rows, TrainingBatch
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 
 POLICY, CRITIC, REWARD_MODEL = "policy", "critic", "reward_model"

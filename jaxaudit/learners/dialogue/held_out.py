@@ -18,10 +18,9 @@ from jaxaudit.dialogues.protocol import Dialogue, has_changes, has_demonstration
 from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
 from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.collection import Collector, Models
-from jaxaudit.learners.dialogue.experience import Experience
-from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.rows import Experience, Rows
 from jaxaudit.learners.dialogue.settings import Numbers
-from jaxaudit.learners.dialogue.telemetry import values, vocabulary
+from jaxaudit.learners.dialogue.telemetry import policy, vocabulary
 from jaxaudit.learners.dialogue.telemetry.strata import LastSeen, Measured, Statistics
 
 KEY = 0x4E1D
@@ -117,7 +116,7 @@ def critic(collector: Collector, models: Models, rows: Rows, numbers: Numbers, e
     batch = experience.batch
     collected = collector.critic.values(models.critic, models.base, batch.rows) - experience.recomputed.returns
     held = collector.critic.values(models.critic, models.base, rows) - collector.returns(models, rows, numbers)
-    return values.critic_errors(collected, batch.learnt.own, held, rows.own & collector.kept(rows)[:, None])
+    return policy.critic_errors(collected, batch.learnt.own, held, rows.own & collector.kept(rows)[:, None])
 
 
 def separation(collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, pairs: int) -> Statistics:
@@ -130,7 +129,7 @@ def separation(collector: Collector, models: Models, dialogue: Dialogue, numbers
     slot = jnp.argmax(good != bad, axis=1)[:, None]
     told = collector.critic.scalars(models.critic, models.base, shown)
     after_good, after_bad = (jnp.take_along_axis(x, slot, axis=1)[:, 0] for x in (told[:pairs], told[pairs:]))
-    return values.separation(after_good, after_bad, jnp.any(good != bad, axis=1))
+    return policy.separation(after_good, after_bad, jnp.any(good != bad, axis=1))
 
 
 def measure_when_due(

@@ -19,11 +19,10 @@ from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.kernels.shuffle import shuffled
 from jaxaudit.learners.dialogue import demonstrations, held_out, loss_terms, packing, policy_loss
 from jaxaudit.learners.dialogue.collection import CRITIC, POLICY, REWARD_MODEL, Collector, Models, longest
-from jaxaudit.learners.dialogue.experience import Experience, TrainingBatch
 from jaxaudit.learners.dialogue.loss_terms import Denominators
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import Predictions
-from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.rows import Experience, Rows, TrainingBatch
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.learners.dialogue.telemetry import vocabulary
 from jaxaudit.learners.dialogue.telemetry.channels import before_the_first, channels_of

@@ -20,7 +20,7 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues import automaton
 from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL, Dialogue
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.models import decoding, gpt2, sampling
+from jaxaudit.models import gpt2, sampling
 
 
 @dataclass(frozen=True)
@@ -157,15 +157,15 @@ def carried_on(
     progress, written = _given(dialogue, progress)
     latest = jax.tree.map(lambda x: x[-1], written.latest)
     begun = written.latest.token.shape[0]
-    unrolled = decoding.layers_of(params, sampler.model.size.heads)
+    unrolled = sampling.layers_of(params, sampler.model.size.heads)
     # The last of these is read again by the first turn, which writes over what a prompt of one token left.
     before = jax.tree.map(lambda x: x[: max(begun - 1, 1)].T, written.latest)
-    cache = decoding.prefill(sampler.model, unrolled, before.token, slots, before.position, before.first)[1]
+    cache = sampling.prefill(sampler.model, unrolled, before.token, slots, before.position, before.first)[1]
 
     def turn(taps: Taps, carry: Any, number: jax.Array) -> Any:
         progress, cache, latest, so_far = carry
         slot = begun + number
-        hidden, cache = decoding.decode(
+        hidden, cache = sampling.decode(
             sampler.model, unrolled, latest.token, latest.position, latest.first, slot - 1, cache
         )
         logits = gpt2.logits(params, hidden)

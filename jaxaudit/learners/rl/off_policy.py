@@ -21,11 +21,10 @@ from jaxaudit.learners.rl import settings as checks
 from jaxaudit.learners.rl.coherence import gradient_coherence
 from jaxaudit.learners.rl.evaluation import evaluate_when_due
 from jaxaudit.learners.rl.replay_buffer import ReplayBuffer, Transitions
-from jaxaudit.models.mlp import TwinCritic
+from jaxaudit.models.policy import TwinCritic
 from jaxaudit.runtime.paths import paths_of
 from jaxaudit.tasks import episodes
-from jaxaudit.tasks.episodes import Episodes, EpisodeState, Transition
-from jaxaudit.tasks.undisturbed import CleanEnvs, Undisturbed
+from jaxaudit.tasks.episodes import CleanEnvs, Episodes, EpisodeState, Transition, Undisturbed
 
 Params = Any
 Told = dict[str, jax.Array]

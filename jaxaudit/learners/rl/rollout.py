@@ -11,11 +11,9 @@ from flax import struct
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.gae import gae
-from jaxaudit.models.mlp import MLP
-from jaxaudit.models.policy import Distribution, head_of
+from jaxaudit.models.policy import MLP, Distribution, head_of
 from jaxaudit.runtime.paths import paths_of
-from jaxaudit.tasks.episodes import Episodes, EpisodeState
-from jaxaudit.tasks.undisturbed import CleanEnvs, Undisturbed
+from jaxaudit.tasks.episodes import CleanEnvs, Episodes, EpisodeState, Undisturbed
 
 LARGEST = 1e15
 """In size; greater ones would leave a variance in float32 infinite for ever."""

@@ -18,7 +18,7 @@ from jaxaudit.learners.rl import settings as checks
 from jaxaudit.learners.rl.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params, Told
 from jaxaudit.learners.rl.on_task import on_task
 from jaxaudit.learners.rl.replay_buffer import Transitions
-from jaxaudit.models.mlp import MLP
+from jaxaudit.models.policy import MLP
 from jaxaudit.runtime import registry
 
 LOG_STD_RANGE = (-20.0, 2.0)

@@ -14,7 +14,7 @@ from jaxaudit.learners.rl import settings as checks
 from jaxaudit.learners.rl.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params, Told
 from jaxaudit.learners.rl.on_task import on_task
 from jaxaudit.learners.rl.replay_buffer import Transitions
-from jaxaudit.models.mlp import MLP, TwinCritic
+from jaxaudit.models.policy import MLP, TwinCritic
 from jaxaudit.runtime import registry
 
 

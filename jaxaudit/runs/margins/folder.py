@@ -36,7 +36,7 @@ from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, re
 from jaxaudit.runtime.interrupts import interruptible, stoppable
 from jaxaudit.runtime.machine import platform_of
 from jaxaudit.spec.document import Spec, parse
-from jaxaudit.spec.entries import Asked
+from jaxaudit.spec.sections import Asked
 
 
 @dataclass(frozen=True)

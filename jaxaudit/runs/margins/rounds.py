@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxaudit.runs.margins.directions import Direction
-from jaxaudit.runs.margins.staircase import (
+from jaxaudit.runs.margins.directions import (
     ALWAYS,
     Bracket,
+    Direction,
     Median,
     bracket,
     contradictory,
@@ -86,7 +86,7 @@ class MarginEstimate:
       seeds: the seeds with a known control, positions.
       unknown: how many have none, so that nothing can be said of them.
       outcomes: for each of `seeds`, u -> collapsed.
-      brackets: for each of `seeds`, without the checks; see `jaxaudit.runs.margins.staircase`.
+      brackets: for each of `seeds`, without the checks; see `jaxaudit.runs.margins.directions`.
       fallen: how many of `seeds` collapse undisturbed.
       aim: the median of the brackets that cutting led to.
       middle: the median of all brackets, checks included.

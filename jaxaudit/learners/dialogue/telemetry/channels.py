@@ -14,10 +14,9 @@ from jaxaudit.dialogues.protocol import GOLD, ROLES, Dialogue, has_changes, has_
 from jaxaudit.learners.dialogue.held_out import SHOWN
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.settings import DialogueSettings
-from jaxaudit.learners.dialogue.telemetry.policy import ESTIMATORS
+from jaxaudit.learners.dialogue.telemetry.policy import DISTANCE_LABELS, ESTIMATORS
 from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
 from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, LastSeen
-from jaxaudit.learners.dialogue.telemetry.values import DISTANCE_LABELS
 from jaxaudit.runtime.paths import groups_of
 
 FEATURES = (

@@ -14,12 +14,12 @@ from jaxaudit.core.optimizer import UpdateStats
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
 from jaxaudit.learners.dialogue import advantages, loss_terms, policy_loss
 from jaxaudit.learners.dialogue.collection import Models, longest
-from jaxaudit.learners.dialogue.experience import Experience
 from jaxaudit.learners.dialogue.loss_terms import denominators
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import Predictions
+from jaxaudit.learners.dialogue.rows import Experience
 from jaxaudit.learners.dialogue.settings import DialogueSettings
-from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, values, vocabulary
+from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, vocabulary
 from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
 from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
 from jaxaudit.models import gpt2
@@ -128,12 +128,12 @@ class Instruments:
             found |= self.of_ratios(self.policy.whole(after.policy, base), experience, visited, later)
         learnt, rows = experience.batch.learnt, experience.batch.rows
         if learnt.value is not None:
-            found |= values.value_statistics(learnt.value, learnt.target, learnt.own)
+            found |= policy.value_statistics(learnt.value, learnt.target, learnt.own)
             reward = advantages.terminal(experience.recomputed.score, learnt.own)
             scored = advantages.discounted_sum(reward, learnt.own, experience.coefficients.gamma)
-            found |= values.of_scores(learnt.value, scored, learnt.own)
+            found |= policy.of_scores(learnt.value, scored, learnt.own)
             if self.full:
-                found |= values.correlation_by_distance(learnt.value, experience.recomputed.returns, learnt.own)
+                found |= policy.correlation_by_distance(learnt.value, experience.recomputed.returns, learnt.own)
         if results is not None:
             found |= policy.unfamiliarity(learnt.reference, results.log_probability(rows), rows.role == TOOL)
         return found

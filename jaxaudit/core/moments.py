@@ -1,4 +1,0 @@
-"""The names under which optax's transformations keep their moments."""
-
-FIRST_MOMENT = ("mu", "trace", "momentum")
-SECOND_MOMENT = ("nu",)
