@@ -122,7 +122,7 @@ def apart(arguments: argparse.Namespace, grid: str, name: str, checkout: Path) -
     command += ["--devices", str(arguments.devices)]
     if arguments.keep:
         command += ["--keep", str(arguments.keep / name)]
-    path = os.pathsep.join(str(folder) for folder in (checkout, ROOT / "tests"))
+    path = os.pathsep.join(str(folder) for folder in (checkout, ROOT / "tests" / "helpers"))
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
     print(f"{grid}, {name}: done", file=sys.stderr, flush=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from conftest import LONG  # noqa: E402
+LONG = "pytest.mark.long"
+"""What stands in test files that take half a minute or more."""
 
 WHERE = (
     "jaxaudit/learners/*.py",
@@ -49,7 +49,6 @@ WHERE = (
     "jaxaudit/monitoring/*.py",
     "jaxaudit/perturbations/*.py",
     "jaxaudit/tasks/episodes.py",
-    "jaxaudit/tasks/undisturbed.py",
     "jaxaudit/core/taps.py",
     "jaxaudit/core/program.py",
 )
@@ -176,15 +175,19 @@ def importing_tests(module: str, pattern: str) -> tuple[str, ...]:
     parents = [named(module).rsplit(".", depth)[0] for depth in range(1, named(module).count(".") + 1)]
     wanted = {named(module)} | {f"{parent}.{name}" for parent in parents for name in exported}
     used = {(alias, name) for alias in ("ja", *(p.rsplit(".")[-1] for p in parents)) for name in exported}
-    files = sorted(p for p in (ROOT / "tests").glob("test_*.py") if fnmatch.fnmatch(f"tests/{p.name}", pattern))
-    found = [p.stem.removeprefix("test_") for p in files if wanted & imports_of(p) or used & attributes_of(p)]
+    files = sorted(p for p in (ROOT / "tests").rglob("test_*.py") if fnmatch.fnmatch(p.relative_to(ROOT), pattern))
+    found = [p for p in files if wanted & imports_of(p) or used & attributes_of(p)]
     if not found:
         above = [str(p.relative_to(ROOT)) for p in ROOT.glob("jaxaudit/**/*.py") if named(module) in imports_of(p)]
-        found = [Path(test).stem.removeprefix("test_") for other in above for test in importing_tests(other, pattern)]
+        found = [ROOT / test for other in above for test in importing_tests(other, pattern)]
     stem, package = Path(module).stem, Path(module).parent.name.removesuffix("s")
-    long = {name: place for place, name in enumerate(reversed(LONG), 1)}
-    order = sorted(set(found), key=lambda name: (stem not in name, package not in name, long.get(name, 0), name))
-    return tuple(f"tests/test_{name}.py" for name in order)
+    order = sorted(set(found), key=lambda p: (stem not in p.stem, package not in str(p), takes_long(p), p))
+    return tuple(str(p.relative_to(ROOT)) for p in order)
+
+
+def takes_long(test: Path) -> bool:
+    """Whether a test file is marked as one of half a minute or more."""
+    return LONG in test.read_text()
 
 
 def in_order(tests: set[str], module: str, importing: tuple[str, ...]) -> tuple[str, ...]:
@@ -192,7 +195,8 @@ def in_order(tests: set[str], module: str, importing: tuple[str, ...]) -> tuple[
 
     def turn(test: str) -> tuple[bool | str, ...]:
         name = Path(test).stem.removeprefix("test_")
-        return Path(module).stem not in name, "reference" not in name, name in LONG, test not in importing, name
+        long = takes_long(ROOT / test)
+        return Path(module).stem not in name, "reference" not in name, long, test not in importing, name
 
     return tuple(sorted(tests, key=turn))
 
@@ -222,7 +226,7 @@ class Copies:
         """What becomes of a mutant, the tests it was put to, and the seconds that took."""
         folder, tests = self._free.pop(), importing_tests(mutant.path, self._tests)
         if self._tests != "*":
-            tests = in_order({f"tests/{p.name}" for p in folder.glob(self._tests)}, mutant.path, tests)
+            tests = in_order({str(p.relative_to(folder)) for p in folder.glob(self._tests)}, mutant.path, tests)
         original = (folder / mutant.path).read_text()
         begun = time.monotonic()
         try:
@@ -266,7 +270,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the tests of one")
     parser.add_argument("--only", default="*", help="files, e.g. 'kernels/*'")
-    parser.add_argument("--tests", default="*", help="test files, e.g. 'tests/test_dialogue*'")
+    parser.add_argument("--tests", default="*", help="test files, e.g. 'tests/learners/*'")
     given = parser.parse_args()
     files = sorted({p for pattern in WHERE for p in ROOT.glob(pattern)})
     every = [m for p in files if fnmatch.fnmatch(str(p.relative_to(ROOT)), given.only) for m in mutants_of(p)]

@@ -21,7 +21,7 @@ from jaxaudit.tasks._brax import mjx
 
 
 def shift(model: mujoco.MjModel) -> None:
-    """Change mass, friction, gear and gravity as `tests/test_tasks.py` does."""
+    """Change mass, friction, gear and gravity as `tests/tasks/test_tasks.py` does."""
     for field in (model.body_mass, model.body_inertia, model.body_subtreemass):
         field[:] *= 1.3
     model.geom_friction[:] *= 0.7

@@ -1,0 +1,248 @@
+"""Held-out rows of dialogues, stored, printed and on the page; and which channel left the controls' range first."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import quadratic  # noqa: F401  registers the learner
+import xarray as xr
+from refusals import refusal
+from small_runs import header
+from synthetic_runs import grid, outside_scripts, simulate, write
+
+from jaxaudit import report
+from jaxaudit.analysis.run_reader import load, measured_near
+from jaxaudit.cli import main as cli
+from jaxaudit.core.learner import Channel
+from jaxaudit.monitoring.envelope import Envelope
+from jaxaudit.report import dialogue
+from jaxaudit.report.dialogue import earliest, first_signals
+from jaxaudit.runtime import registry
+
+WORDS = ["a", "b", "call", "<script>", "end"]
+ROLES = ["own", "prompt", "tool", "end"]
+EVERY, SEEDS, STEPS, SLOTS, ONSET = 5, 4, 400, 6, 120
+KINDS = {"lr_spike": ("optimization", (3.0, 100.0), 14.0)}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A run of 4 seeds and 3 conditions with rows measured every 5 steps; its folder, and its performance."""
+    folder, conditions = tmp_path_factory.mktemp("runs") / "rows", grid(KINDS)
+    performance = simulate(conditions, SEEDS, STEPS)
+    write(folder, conditions, performance=performance, name="hop rows", channels=("gradient_norm",))
+    lanes = (SEEDS, len(conditions), STEPS)
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, len(WORDS), (*lanes, 2, SLOTS)).astype(np.int32)
+    roles = np.broadcast_to(np.array([1, 0, 2, 0, 0, 3], np.int8), tokens.shape)
+    told = np.where(roles == 0, -rng.exponential(1.0, tokens.shape), 0).astype(np.float32)
+    reward = rng.integers(0, 2, (*lanes, 2)).astype(np.float32)
+    entropy = np.stack([np.full(lanes, 0.5), 0.1 * rng.random(lanes)], -1).astype(np.float32)
+    entropy[:, 2, ONSET + 7 :, 0] += 1.0  # of the harsher spike's text stratum
+    entropy[..., 0] += 0.01 * rng.random(lanes)
+    dims, row = ("seed", "condition", "step"), ("shown", "slot")
+    attributes = Channel(every=EVERY, monitored=False).attributes
+    kl = rng.random((*lanes, 2)).astype(np.float32)
+    estimate = np.stack([kl + 0.25, kl], -1)
+    added = {
+        "shown_token": ((*dims, *row), tokens, Channel(every=EVERY, monitored=False, words=tuple(WORDS)).attributes),
+        "shown_role": ((*dims, *row), roles, Channel(every=EVERY, monitored=False, words=tuple(ROLES)).attributes),
+        "shown_log_probability": ((*dims, *row), told, attributes),
+        "shown_reward": ((*dims, "shown"), reward, attributes),
+        "entropy": ((*dims, "stratum"), entropy),
+        "kl": ((*dims, "stratum"), kl),
+        "kl_estimate": ((*dims, "stratum", "estimator"), estimate.astype(np.float32)),
+    }
+    data = xr.Dataset(added, {"stratum": ["text", "tool"], "estimator": ["k1", "k2"]})
+    data.to_zarr(folder / "telemetry.zarr", mode="a")
+    return folder, performance, data
+
+
+@pytest.fixture(autouse=True)
+def _jax_as_it_is(monkeypatch):
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
+
+
+def printed(capsys, folder, *options):
+    assert cli.main(["sample", str(folder), *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_row_is_printed_with_own_tokens_apart_from_given_ones(stored, capsys):
+    folder, _, data = stored
+    text = printed(capsys, folder, "--seed", "2", "--condition", "lr_spike 100", "--step", "129")
+    lines = text.splitlines()
+    assert lines[0] == "hop rows: seed 2, lr_spike 100, step 129, 9 after the onset"
+    lane = data.isel(seed=2, condition=2, step=129, shown=0)
+    words = [WORDS[token] for token in lane.shown_token.values]
+    told = [f"{x:.2f}" for x in lane.shown_log_probability.values]
+    own = [1, 3, 4]
+    total = lane.shown_log_probability.values[own].sum()
+    assert lines[2] == (f"row 1: reward {int(lane.shown_reward)}, 3 own tokens of log-probability {total:.2f} together")
+    turns = [(line.split()[0], line.split()[1:]) for line in lines[3:9]]
+    assert turns == [
+        ("prompt", [words[0]]),
+        ("own", [words[1]]),
+        (told[1], []),
+        ("tool", [words[2]]),
+        ("own", [words[3], words[4]]),
+        (told[3], [told[4]]),
+    ]
+    for above, below in ((lines[4], lines[5]), (lines[7], lines[8])):  # each below its token
+        assert above.index(above.split()[1]) == below.index(below.split()[0])
+
+
+def test_what_is_printed_by_default(stored, capsys):
+    folder, *_ = stored
+    text = printed(capsys, folder)
+    assert text.startswith("hop rows: seed 0, control, step 399\n")
+    assert text.count("row ") == 2
+    assert printed(capsys, folder, "--condition", "0") == text
+
+
+@pytest.mark.parametrize(("asked", "shown"), [(6, 4), (7, 9), (0, 4), (9, 9)])
+def test_the_nearest_measured_step_is_shown_and_said(stored, capsys, asked, shown):
+    folder, *_ = stored
+    heading = printed(capsys, folder, "--step", str(asked)).splitlines()[0]
+    near = "" if asked == shown else f" (the measured step nearest to {asked})"
+    assert heading == f"hop rows: seed 0, control, step {shown}{near}"
+
+
+def test_of_two_as_near_the_later_is_shown(stored):
+    data = stored[2]["shown_token"].copy()
+    data.attrs["every"] = 2
+    assert measured_near(xr.Dataset({"shown_token": data}), 2, 9) == 3
+    assert measured_near(xr.Dataset({"shown_token": data}), 4, 4) == 3
+    with pytest.raises(ValueError, match="measured every 2 steps, and none is up to step 0"):
+        measured_near(xr.Dataset({"shown_token": data}), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--seed", "9"], "unknown seed 9; allowed: 0, 1, 2, 3"),
+        (["--condition", "lr_spikes 3"], "unknown condition 'lr_spikes 3' (did you mean 'lr_spike 3'?)"),
+        (["--condition", "7"], "unknown condition '7'"),
+        (["--step", "400"], "step must be from 0 to 399, the last that 'control' was trained to, not 400"),
+        (["--step", "-1"], "step must be from 0 to 399"),
+        (["--seed", "one"], "argument --seed: invalid int value: 'one'"),
+    ],
+)
+def test_what_cannot_be_printed(stored, capsys, options, words, monkeypatch):
+    monkeypatch.chdir(stored[0].parent)
+    assert words in refusal(capsys, "sample", "rows", *options)
+
+
+def test_a_run_without_dialogues_has_no_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "plain", grid({}), seeds=2)
+    assert 'a dialogue does, with telemetry = "full"' in refusal(capsys, "sample", "plain")
+    assert "nowhere: there is no such folder" in refusal(capsys, "sample", "nowhere")
+
+
+def test_the_page_shows_rows_tokens_and_what_warned(stored, monkeypatch):
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
+    folder, performance, data = stored
+    page = outside_scripts(report.build(folder).read_text())
+    rows = page.split('id="rows"')[1].split("</section>")[0]
+    seed = int(np.argsort(performance[:, 2, -1])[1])
+    assert f"<h3>lr_spike 100, seed {seed}</h3>" in rows
+    mine = rows.split(f"<h3>lr_spike 100, seed {seed}</h3>")[1]
+    lowest = ONSET + int(np.argmin(performance[seed, 2, ONSET:]))
+    places = [int(text.split(",")[0]) for text in mine.split(": step ")[1:]]
+    assert places == [119, places[1], 399]
+    assert abs(places[1] - lowest) <= EVERY // 2
+    last = data.isel(seed=seed, condition=2, step=399, shown=0)
+    token, told = WORDS[int(last.shown_token[1])], float(last.shown_log_probability[1])
+    shade = sum(np.exp(told) < end for end in (0.9, 0.5, 0.1, 0.01))
+    text = token.replace("<", "&lt;").replace(">", "&gt;")
+    end = mine.split("at the end")[1]
+    assert f"<b>{int(last.shown_reward)}</b>" in end
+    assert f'<span class="p{shade}" title="{told:.3f}">{text}</span>' in end
+    assert 'class="given tool"' in end
+    assert "<script>" not in rows
+    signals = page.split('id="signals"')[1].split("</section>")[0]
+    assert "entropy[text]" in signals
+    assert 'id="tokens"' in page
+
+
+def test_estimators_are_held_against_the_exact_divergence(stored, monkeypatch):
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
+    page = report.build(stored[0]).read_text()
+    assert "k1 less the exact KL (text)" in page
+    assert "k2 less the exact KL (text)" not in page  # it is the exact one: nothing to be seen
+    assert "entropy (tool)" in page
+
+
+def test_of_a_dialogue_without_a_tool_all_own_tokens_are_shown_as_text(stored):
+    data = stored[2].isel(stratum=[0]).assign_coords(stratum=["all"])
+    shown = dict(dialogue._series(data))
+    assert "k1 less the exact KL (text)" in shown
+    np.testing.assert_array_equal(shown["entropy (text)"], data["entropy"].sel(stratum="all"))
+
+
+def test_the_first_signal_is_found_where_it_was_planted(stored):
+    run = load(stored[0])
+    found = first_signals(run)
+    mine = found[found.condition == "lr_spike 100"].set_index("channel")
+    times = run.metrics[run.metrics.condition == "lr_spike 100"].collapse_time.to_numpy()
+    assert np.isfinite(times).all()
+    planted = mine.loc["entropy[text]"]
+    assert (planted.collapsed, planted.after_onset) == (SEEDS, 7)
+    assert planted.warned == (times >= ONSET + 7).sum()
+    assert planted.lead == np.median(times - ONSET - 7)
+    assert "layer_gradient_norm[0]" not in mine.index  # it never moves
+    assert not any(name.startswith("shown_") for name in mine.index)
+    first = earliest(found, 2)
+    assert len(first) == 2 * found.condition.nunique()
+    assert list(first.condition.unique()) == list(found.condition.unique())
+    assert not any(rows.channel.str.partition("[")[0].duplicated().any() for _, rows in first.groupby("condition"))
+
+
+def test_limits_are_of_each_control_against_the_others(stored):
+    """By hand: one channel, float64, no pooling over steps where the spread is the same everywhere."""
+    run = load(stored[0])
+    table = first_signals(run)
+    control = run.telemetry["performance"].values[:, 0].astype(float)
+    harsh = run.telemetry["performance"].values[:, 2].astype(float)
+    scores, limit = [], 0.0
+    for seed in range(SEEDS):
+        others = Envelope.of(np.delete(control, seed, 0))
+        limit = max(limit, np.abs((control[seed] - others.mean) / others.std)[ONSET:].max())
+        scores.append(np.abs((harsh[seed] - others.mean) / others.std)[ONSET:])
+    first = [int(np.argmax(score > limit)) for score in scores]
+    mine = table[(table.condition == "lr_spike 100") & (table.channel == "performance")].iloc[0]
+    assert mine.after_onset == np.median(first)
+    assert mine.score == pytest.approx(np.median([s[f] for s, f in zip(scores, first, strict=True)]) / limit, rel=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_the_runner_and_the_report_repeat_a_learners_remarks(tmp_path, monkeypatch, capsys):
+    """`remarks` gets the first chunk of undisturbed lanes, before the onset, and its sentences are told everywhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
+    seen = []
+
+    def remarks(telemetry):
+        seen.append(telemetry["performance"])
+        return ["it <begins> badly, so read on"]
+
+    factory = registry.learners["quadratic"]
+
+    def remarking(task, **settings):
+        return dataclasses.replace(factory(task, **settings), remarks=remarks)
+
+    monkeypatch.setitem(registry.learners._entries, "remarking", remarking)
+    spec = header(learner='kind = "remarking"') + '[run]\nchunk = 4\n[[perturbation]]\nkind = "lr_spike"\nonset = 10\n'
+    Path("spec.toml").write_text(spec)
+    assert cli.main(["run", "spec.toml"]) == 0
+    assert capsys.readouterr().err.count("note: it <begins> badly, so read on\n") == 1
+    assert len(seen) == 2
+    assert seen[0].shape == (3, 4)
+    np.testing.assert_array_equal(*seen)
+    data = load(Path("runs/small")).telemetry["performance"]
+    np.testing.assert_array_equal(seen[0], data.values[:, 0, :4])
+    assert json.loads(Path("runs/small/environment.json").read_text())["remarks"] == ["it <begins> badly, so read on"]
+    assert "<li>It &lt;begins&gt; badly, so read on.</li>" in Path("runs/small/report.html").read_text()

@@ -1,0 +1,9 @@
+"""Where the tests' files lie."""
+
+from pathlib import Path
+
+HELPERS = Path(__file__).resolve().parent
+TESTS = HELPERS.parent
+DATA = TESTS / "data"
+ROOT = TESTS.parent
+EXPERIMENTS = ROOT / "experiments"

@@ -1,0 +1,400 @@
+"""Collapses are judged beside the undisturbed control of the same seed: counts, intervals, and what the page says."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+from parameters import some_of
+from synthetic_runs import dataset, grid, write
+
+import jaxaudit as ja
+from jaxaudit.analysis import results, statistics
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.run_reader import Run, load
+from jaxaudit.analysis.statistics.paired import excess, excess_columns, paired_proportions
+from jaxaudit.monitoring.lanes import gather
+from jaxaudit.report import outcomes, series
+from jaxaudit.report.probability import fallen_controls
+from jaxaudit.report.verdict import verdict
+
+STEPS, ONSET = 200, 60
+KINDS = {"lr_spike": ("optimization", (3.0, 10.0), 14.0), "weight_noise": ("parametric", (0.1, 1.0, 2.0), 1.0)}
+
+
+@functools.cache
+def steady(seeds, kinds):
+    """Telemetry of lanes in which nothing happens, and their metrics."""
+    conditions = grid(dict(kinds), onsets=(ONSET,), duration=1)
+    performance = np.random.default_rng(0).uniform(399, 401, (seeds, len(conditions), STEPS)).astype(np.float32)
+    data = dataset(conditions, performance, ())
+    return data, results.lane_metrics(data, MetricSettings())
+
+
+def run_of(times, kinds=KINDS):
+    """A run whose lanes collapse at these times `[seeds, conditions]`, the control first."""
+    data, lanes = steady(len(times), tuple(kinds.items()))
+    lanes = lanes.assign(collapse_time=(("seed", "condition"), times.astype(np.float32)))
+    return Run(None, {}, "", {}, data, results.lane_table(lanes), results.summary_table(lanes, STEPS))
+
+
+def times_of(rng, seeds, conditions, control_share, unknown=0.0):
+    """Random collapse times; a share of the controls collapses."""
+    share = np.array([control_share, *rng.uniform(0, 1, conditions - 1)])
+    times = np.where(
+        rng.uniform(size=(seeds, conditions)) < share, rng.integers(ONSET, STEPS, (seeds, conditions)), np.inf
+    )
+    return np.where(rng.uniform(size=times.shape) < unknown, np.nan, times)
+
+
+def said(run):
+    found = verdict(run, series.panels(run))
+    return [re.sub(r"<.*?>", "", str(text)) for text in (found.lead, *found.sentences)]
+
+
+def counted(lanes, control):
+    """b, c, the seeds whose control stands, and those missing, counted one by one."""
+    lost = spared = standing = missing = 0
+    for mine, other in zip(lanes, control, strict=True):
+        if np.isnan(mine) or np.isnan(other):
+            missing += 1
+            continue
+        standing += other == np.inf
+        lost += mine < np.inf and other == np.inf
+        spared += mine == np.inf and other < np.inf
+    return lost, spared, standing, missing
+
+
+# The interval
+
+
+@pytest.mark.parametrize(
+    ("table", "low", "high"),
+    [
+        ((36, 12, 2, 0), 0.0569, 0.3404),
+        ((14, 5, 0, 22), 0.0115, 0.2265),
+        ((59, 6, 16, 80), -0.1186, -0.0046),
+        ((1, 1, 7, 12), -0.5069, -0.0256),
+    ],
+    ids=["Newcombe 1998", "Altman et al. 2000, table 6.2", "Cavo et al. 2012", "Bentur et al. 2009"],
+)
+def test_newcombes_interval_is_that_of_published_examples(table, low, high):
+    """The first by Newcombe, the others as Fagerland, Lydersen and Laake's and Altman's books have them."""
+    both, first, second, neither = table
+    found = paired_proportions(both, first, second, neither)
+    assert found.value == (first - second) / sum(table)
+    assert found[1:3] == pytest.approx((low, high), abs=6e-5)
+    turned = paired_proportions(both, second, first, neither)
+    assert turned[:3] == pytest.approx((-found.value, -found.high, -found.low))
+
+
+@pytest.mark.parametrize("table", [(5, 0, 0, 5), (0, 8, 0, 0), (0, 0, 0, 7), (3, 2, 2, 1), (0, 5, 5, 0)])
+def test_the_interval_contains_the_difference_and_stays_within_its_bounds(table):
+    found = paired_proportions(*table)
+    assert -1 <= found.low <= found.value <= found.high <= 1
+    assert found.low < found.high
+
+
+def test_the_interval_covers_the_difference_of_correlated_events():
+    """At 95%, of 30 pairs whose correlation is positive, about as often as Newcombe's table says: 0.93 to 0.98."""
+    rng = np.random.default_rng(0)
+    probabilities = np.array([0.3, 0.2, 0.05, 0.45])
+    tables = rng.multinomial(30, probabilities, 2000)
+    found = [paired_proportions(*map(int, table)) for table in tables]
+    covered = np.mean([one.low <= 0.15 <= one.high for one in found])
+    assert 0.93 <= covered <= 0.98
+
+
+def test_counts_that_are_none_are_refused():
+    for table in ((0, 0, 0, 0), (-1, 2, 3, 4)):
+        with pytest.raises(ValueError, match="must not be negative, nor all be zero"):
+            paired_proportions(*table)
+    with pytest.raises(ValueError, match=r"must have the same shape \[seeds\]"):
+        excess([0, 1], [0])
+    with pytest.raises(ValueError, match="events must be 0, 1 or NaN"):
+        excess([0, 2], [0, 1])
+
+
+def test_a_seed_that_is_unknown_on_either_side_is_missing():
+    lanes, control = np.array([1, 0, np.nan, 1, 0]), np.array([0, 1, 0, np.nan, 0])
+    strict, counting = excess(lanes, control), excess(lanes, control, missing="count")
+    assert strict[1:] == counting[1:] == (1, 1, 2)
+    assert np.isnan(strict.difference.value)
+    assert "2 of the 5 seeds" in strict.difference.reason
+    assert (counting.difference.value, counting.difference.n, counting.difference.n_missing) == (0, 3, 2)
+    assert "no seed" in excess([np.nan], [0]).difference.reason
+
+
+# The counts, and the words
+
+
+@pytest.mark.parametrize("number", some_of(20, of=200))
+def test_the_verdict_is_that_of_a_count_of_pairs(number):
+    rng = np.random.default_rng(number)
+    seeds, conditions = int(rng.integers(2, 12)), 6
+    unknown = 0.05 if number % 3 == 0 else 0.0
+    times = times_of(rng, seeds, conditions, rng.choice([0.2, 0.5, 0.8]), unknown)
+    run = run_of(times)
+    counts = [counted(times[:, c], times[:, 0]) for c in range(conditions)]
+    early = [counted(*np.where(pair >= STEPS / 2, np.inf, pair)) for pair in _pairs(times)]
+    for c, (lost, spared, standing, missing) in enumerate(counts):
+        row = run.summary.iloc[c]
+        assert tuple(row[[f"excess_collapse_{name}" for name in ("lost", "spared", "standing")]]) == counts[c][:3]
+        assert tuple(row[[f"excess_divergence_{name}" for name in ("lost", "spared", "standing")]]) == early[c][:3]
+        value = np.nan if missing else (lost - spared) / seeds
+        assert row["excess_collapse_probability"] == pytest.approx(value, nan_ok=True)
+        if c and not missing and lost + standing:
+            low, high = row["excess_collapse_probability_low"], row["excess_collapse_probability_high"]
+            assert low <= value <= high
+    text = said(run)
+    for panel in series.panels(run):
+        rows = [counts[line.index] for line in panel.disturbed]
+        shares = [lost / standing for lost, _, standing, missing in rows if standing and not missing]
+        sentence = " ".join(one for one in text[1:] if panel.title in one)
+        assert ("collapses the learner" in sentence) == any(share >= 0.5 for share in shares)
+        some = any(shares) and max(shares) < 0.5
+        assert ("collapses some seeds but fewer than half" in sentence) == some
+    controls = times[:, 0]
+    fallen = int(np.isfinite(controls).sum())
+    lead = f"{fallen} of {int((~np.isnan(controls)).sum())} seeds collapse{'s' if fallen == 1 else ''} undisturbed"
+    assert text[0].startswith(lead) == bool(fallen)
+
+
+def _pairs(times):
+    return [np.stack([times[:, c], times[:, 0]]) for c in range(times.shape[1])]
+
+
+@pytest.mark.parametrize("number", some_of(10, of=40))
+def test_where_no_control_falls_all_is_as_without_pairs(number):
+    """Figures and sentences, of a summary with its columns of pairs and without."""
+    rng = np.random.default_rng(number)
+    run = run_of(times_of(rng, int(rng.integers(2, 10)), 6, 0.0))
+    summary = run.summary
+    for kind in ("divergence", "collapse"):
+        assert np.array_equal(summary[f"excess_{kind}_probability"], summary[f"{kind}_probability"])
+        assert (summary[f"excess_{kind}_spared"] == 0).all()
+    plain = Run(None, {}, "", {}, run.telemetry, run.metrics, summary[[c for c in summary if "excess" not in c]])
+    assert said(run) == said(plain)
+    assert not any("undisturbed" in text or "spared" in text for text in said(run))
+    for panel in series.panels(run):
+        kind = "collapse_probability"
+        all_seeds, standing = (outcomes.critical_of(run, panel, kind, standing=only) for only in (False, True))
+        assert str(all_seeds) == str(standing)
+
+
+def test_five_lost_and_five_spared_are_told():
+    control = np.array([70.0] * 5 + [np.inf] * 5)
+    times = np.stack([control, control[::-1]], 1)
+    lead, sentence, *_ = said(run_of(times, {"weight_noise": ("parametric", (0.1,), 1.0)}))
+    assert lead.startswith("5 of 10 seeds collapse undisturbed at step 70; weight_noise collapses at least half of the")
+    assert "5 of the 5 seeds whose control stands; 5 of the 5 others are spared; excess +0" in sentence
+
+
+@pytest.mark.parametrize(
+    ("magnitudes", "words"),
+    [
+        ((0.1,), "the magnitude tried adds none."),
+        ((0.1, 1.0), "neither magnitude adds one."),
+        ((0.1, 1.0, 2.0), "no magnitude adds one."),
+    ],
+)
+def test_a_harmless_perturbation_is_not_blamed(magnitudes, words):
+    control = np.array([70.0, 75.0, np.inf, np.inf])
+    run = run_of(np.stack([control] * (1 + len(magnitudes)), 1), {"weight_noise": ("parametric", magnitudes, 1.0)})
+    lead, *sentences = said(run)
+    assert lead.startswith(f"2 of 4 seeds collapse undisturbed between steps 70 and 75; {words}")
+    assert any("collapse" in text and "no seed whose control stands" in text for text in sentences)
+    assert not any("critical magnitude" in text for text in sentences)
+
+
+def test_of_perturbations_the_lead_counts_perturbations():
+    control = np.array([70.0, np.inf, np.inf, np.inf])
+    lead = said(run_of(np.stack([control] * 6, 1)))[0]
+    assert lead.startswith("1 of 4 seeds collapses undisturbed at step 70; neither perturbation adds one.")
+    times = np.stack([control] * 6, 1)
+    times[0, 1:] = np.inf
+    lead = said(run_of(times))[0]
+    assert "neither perturbation adds one, and up to 1 of them do not when disturbed." in lead
+
+
+def test_of_onsets_at_which_as_many_fall_the_first_tells_when():
+    """A control whose J is not finite from step 70 on has collapsed by the later onset when that comes."""
+    conditions = grid({"weight_noise": ("parametric", (0.1, 1.0), 1.0)}, onsets=(60, 120), duration=1)
+    performance = np.random.default_rng(0).uniform(399, 401, (4, len(conditions), STEPS)).astype(np.float32)
+    performance[:2, :, 70:] = np.nan
+    data = dataset(conditions, performance, ())
+    lanes = results.lane_metrics(data, MetricSettings(window=20, hold=20))
+    run = Run(None, {}, "", {}, data, results.lane_table(lanes), results.summary_table(lanes, STEPS))
+    assert said(run)[0] == "2 of 4 seeds collapse undisturbed at step 70; neither magnitude adds one."
+    late = [panel for panel in series.panels(run) if panel.onset == 120]
+    assert str(fallen_controls(run, late).sentence) == "2 of 4 seeds collapse undisturbed by step 120"
+
+
+def test_what_is_not_known_is_not_told_as_none():
+    control = np.array([70.0, np.inf, np.inf, np.inf])
+    times = np.stack([control] * 6, 1)
+    times[1, 2] = np.nan
+    assert "neither perturbation adds one, as far as it is known." in said(run_of(times))[0]
+    lead = said(run_of(times[:1]))[0]
+    assert lead.startswith("The one seed collapses undisturbed at step 70; none is left")
+
+
+def test_where_all_controls_collapse_nothing_can_be_told():
+    times = np.full((6, 6), 70.0)
+    lead, *sentences = said(run_of(times))
+    assert lead.startswith(
+        "6 of 6 seeds collapse undisturbed at step 70; none is left that a perturbation could collapse"
+    )
+    assert sum("every control of the same onset collapses" in text for text in sentences) == 1
+
+
+def test_where_no_collapse_is_known_the_verdict_does_not_say_that_there_is_none():
+    """As with an onset at step 0, before which there is no performance to compare with."""
+    lead, *sentences = said(run_of(np.full((6, 6), np.nan)))
+    assert lead.startswith("Whether anything that was tried collapses this learner could not be computed.")
+    assert sum("the collapse probability could not be computed" in text for text in sentences) == 1
+    assert not any("every control" in text for text in sentences)
+    run = run_of(np.full((6, 6), np.nan))
+    run.metrics["reason"] = "diverged: another; collapse_time: nothing comes before the onset; pre_std: a third"
+    assert any(": nothing comes before the onset." in text and "another" not in text for text in said(run))
+
+
+# The critical magnitude
+
+
+def table(threshold, magnitudes=(1.0, 3.0, 10.0, 30.0)):
+    """`[seeds, M]`: which seeds have fallen at each magnitude."""
+    return (np.array(magnitudes) >= np.array(threshold)[:, None]).astype(float)
+
+
+def test_the_critical_magnitude_is_none_where_half_of_the_controls_fall():
+    magnitudes = (1.0, 3.0, 10.0, 30.0)
+    collapsed = table([5.0] * 8)
+    plain = statistics.critical_magnitude(magnitudes, collapsed)
+    few = np.array([1, 1, 1, 0, 0, 0, 0, 0])
+    assert statistics.critical_beside(magnitudes, collapsed, few) == plain
+    half = statistics.critical_beside(magnitudes, collapsed, 1.0 * (np.arange(8) < 4))
+    assert half.reason == "half of the seeds collapse undisturbed"
+    assert np.isnan(half[:3]).all()
+
+
+def test_a_second_critical_magnitude_is_that_of_the_seeds_whose_control_stands():
+    """Those that fall anyway fall at every magnitude, the others from 5 on."""
+    magnitudes = (1.0, 3.0, 10.0, 30.0)
+    control = np.arange(10) < 6
+    collapsed = table(np.where(control, 0.0, 5.0))
+    found = statistics.critical_beside(magnitudes, collapsed, control, standing=True)
+    assert found.value == pytest.approx(30**0.5)
+    assert found.n == 4
+    assert statistics.critical_beside(magnitudes, collapsed, control).reason == statistics.FALLEN
+    none = statistics.critical_beside(magnitudes, collapsed, np.ones(10), standing=True)
+    assert (none.n, none.reason) == (0, "no seed's control is known to stand")
+    with pytest.raises(ValueError, match=r"control must have shape \[10\]"):
+        statistics.critical_beside(magnitudes, collapsed, [0, 1])
+
+
+# From end to end
+
+
+def falling(share=0.5, step=70):
+    """A learner that a sweep of spikes collapses from 5 on, and of whose undisturbed seeds some fall by themselves."""
+
+    def init(key):
+        doomed = jax.random.uniform(key) < share
+        return jnp.bool_(False), jnp.where(doomed, step, 10_000), jnp.int32(0)
+
+    def advance(state, key, taps):
+        broken, doom, now = state
+        broken = broken | (taps("learning_rate", 1.0) >= 5.0) | (now >= doom)
+        performance = jnp.where(broken, 0.0, 1.0) + 0.01 * jax.random.normal(key)
+        return (broken, doom, now + 1), {"performance": performance}
+
+    return ja.Learner(init, advance)
+
+
+SETTINGS = MetricSettings(window=20, hold=20)
+
+
+@pytest.fixture(scope="module")
+def audited():
+    spikes = ja.lr_spike(ja.sweep(2.0, 4.0, 8.0, 16.0), onset=0.3)
+    return ja.audit(falling(), [spikes], seeds=16, steps=STEPS, settings=SETTINGS)
+
+
+def test_an_audit_pairs_each_lane_with_its_control(audited):
+    lanes, found = audited.lanes, audited.metrics
+    control = np.isfinite(lanes["collapse_time"].values[:, 0])
+    fallen = int(control.sum())
+    assert 0 < fallen < 16
+    assert list(found["excess_collapse_lost"].values) == [0, 0, 0, 16 - fallen, 16 - fallen]
+    assert (found["excess_collapse_spared"] == 0).all()
+    assert (found["excess_collapse_standing"] == 16 - fallen).all()
+    assert found["collapse_probability"].values[1] == fallen / 16
+    assert found["excess_collapse_probability"].values[3] == (16 - fallen) / 16
+    beside = audited.critical_magnitude("lr_spike", standing=True)
+    assert beside.value == pytest.approx(32**0.5)
+    if 2 * fallen >= 16:
+        assert audited.critical_magnitude("lr_spike").reason == statistics.FALLEN
+
+
+def test_half_of_the_controls_leave_no_critical_magnitude():
+    found = ja.audit(
+        falling(0.8), [ja.lr_spike(ja.sweep(2.0, 8.0), onset=0.3)], seeds=12, steps=STEPS, settings=SETTINGS
+    )
+    assert found.critical_magnitude("lr_spike").reason == "half of the seeds collapse undisturbed"
+    assert found.critical_magnitude("lr_spike", standing=True).value == pytest.approx(4.0)
+
+
+def test_controls_are_those_of_the_same_onset():
+    """A fall at step 70 is one of the first onset; at the second J has long been low."""
+    spikes = [ja.lr_spike(2.0, onset=onset) for onset in (0.3, 0.7)]
+    found = ja.audit(falling(0.5), spikes, seeds=16, steps=STEPS, settings=SETTINGS).metrics
+    fallen = int(16 * found["collapse_probability"].values[0])
+    assert list(found["excess_collapse_standing"].values) == [16 - fallen, 16 - fallen, 16, 16]
+    assert (found["excess_collapse_lost"] == 0).all()
+
+
+def test_a_run_of_an_earlier_version_gets_the_columns(tmp_path):
+    conditions = grid(KINDS, duration=1)
+    performance = 400 + np.random.default_rng(0).normal(size=(6, len(conditions), 400))
+    performance[:3, :, 150:] -= 300
+    performance[4:, 2, 150:] -= 300
+    write(tmp_path, conditions, performance=performance.astype(np.float32))
+    summary = load(tmp_path).summary
+    assert list(summary["excess_collapse_lost"]) == [0, 0, 2, 0, 0, 0]
+    path = tmp_path / "summary.csv"
+    stored = pd.read_csv(path, keep_default_na=False, dtype=str)
+    stored[[column for column in stored if not column.startswith("excess")]].to_csv(path, index=False)
+    again = load(tmp_path).summary
+    assert set(again) >= {column for column in summary if column.startswith("excess_collapse")}
+    for column in again:
+        if column.startswith("excess") and not column.endswith(("low", "high")):
+            assert np.array_equal(again[column], summary[column])
+
+
+def test_columns_of_collapses_before_a_step():
+    times, control = np.array([50.0, 150.0, np.inf]), np.array([np.inf, 50.0, np.inf])
+    found = excess_columns(times, control, kind="divergence", before=100).values
+    assert found["excess_divergence_lost"] == found["excess_divergence_spared"] == 1
+    assert found["excess_divergence_standing"] == 2
+
+
+def test_controls_that_collapse_are_no_clean_lanes(tmp_path):
+    """Of two runs of the same seeds: one whose control falls in either is clean in none."""
+    folders = []
+    for number, onset in enumerate((120, 300)):
+        conditions = grid(KINDS, onsets=(onset,), duration=1)
+        performance = 400 + np.random.default_rng(0).normal(size=(6, len(conditions), 400))
+        if number:
+            performance[2, :, 350:] -= 300
+        else:
+            performance[:2, :, 150:] -= 300
+        folders.append(tmp_path / f"run{number}")
+        write(folders[-1], conditions, performance=performance.astype(np.float32))
+    (lanes,) = gather(folders)
+    assert lanes.collapsing == 3
+    assert set(lanes.table.seed[lanes.table.clean]) == set(load(folders[0]).telemetry.seed.values[3:].tolist())
+    assert (~lanes.table.clean).sum() == 2 * 6 * 5

@@ -1,0 +1,389 @@
+"""The report against synthetic run folders: self-contained, faithful to the stored numbers, hard to break."""
+
+import dataclasses
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+import xarray as xr
+from synthetic_runs import CHANNELS, KINDS, dataset, grid, outside_scripts, simulate, specs, write
+
+from jaxaudit import report
+from jaxaudit.analysis.run_reader import load
+from jaxaudit.report import audited, series, style
+from jaxaudit.report.probability import collapse_map
+from jaxaudit.report.verdict import _without_effect, verdict
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def page_alone(monkeypatch):
+    """Figures take the most time of a report; where a test looks at its page alone, their files are not made."""
+    monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def typical(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "typical"
+    performance = simulate(grid(), 8, 400)
+    performance[0, 7, 300:] = np.nan
+    metrics, summary = write(folder, grid(), performance=performance, channels=CHANNELS)
+    path = report.build(folder)
+    return folder, path.read_text(), metrics, summary
+
+
+def test_page_loads_nothing(typical):
+    _, page, *_ = typical
+    text = outside_scripts(page)
+    assert not re.search(r"""(src|href|action|data|poster)\s*=\s*["']?\s*(https?:)?//""", text)
+    assert not re.search(r"@import|url\(", text)
+    assert "default-src 'none'" in page
+    for spec in specs(page).values():
+        assert '"url"' not in json.dumps(spec)
+        assert '"href"' not in json.dumps(spec)
+    assert re.findall(r"<script[^>]*\bsrc\b", page) == []
+
+
+def test_figures_are_valid_files(typical):
+    folder, *_ = typical
+    names = {path.stem for path in (folder / "figures").iterdir()}
+    assert names == {"performance", "collapse_map", "dose_response", *(f"channels_{kind}" for kind in KINDS)}
+    for name in names:
+        root = ElementTree.parse(folder / "figures" / f"{name}.svg").getroot()
+        assert root.tag.endswith("svg")
+        assert float(root.get("width")) > 200
+        assert (folder / "figures" / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_what_is_singled_out_is_stronger_and_a_rule_is_seen_under_the_pointer_alone(typical):
+    _, page, *_ = typical
+    panel = specs(page)["spec-performance"]["concat"][0]
+    chosen = {}
+    for layer in panel["layer"]:
+        if opacity := layer["encoding"].get("opacity"):
+            (yes,) = opacity["condition"]
+            chosen[layer.get("name", layer["mark"]["type"]).split("_")[0]] = yes["value"], opacity["value"]
+    assert chosen == {"area": (0.16, 0.02), "lines": (1.0, 0.08), "point": (1.0, 0.08), "rules": (0.25, 0.0)}
+    assert {p["name"].split("_")[0] for p in specs(page)["spec-performance"]["params"]} >= {"hover", "pick"}
+
+
+def test_panels_of_channels_share_a_legend_and_those_of_performance_have_their_own(typical):
+    _, page, *_ = typical
+    found = specs(page)
+    channels = [name for name in found if name.startswith("spec-channels")]
+    assert channels
+    for name, legend in [("spec-performance", "independent"), *((name, "shared") for name in channels)]:
+        spec = found[name]
+        assert spec["resolve"]["legend"] == {"color": legend}, name
+        assert spec["resolve"]["scale"] == {"color": legend, "x": "independent", "y": "independent"}, name
+        assert spec["config"]["font"] == style.FONT
+
+
+def test_numbers_equal_the_tables(typical):
+    _, page, metrics, summary = typical
+    first, second = re.findall(r"<tbody>(.*?)</tbody>", page.split('id="metrics"')[1], re.S)[:2]
+    columns = ["divergence_probability", "collapse_probability", "iqm_final_performance"]
+    for text, row in zip(re.findall(r"<tr>(.*?)</tr>", first, re.S), summary.itertuples(), strict=True):
+        values = re.findall(r'data-value="([^"]*)"', text)
+        assert values[0] == row.condition
+        told = [float(v or "nan") for v in values[3:6]]
+        assert told == pytest.approx([getattr(row, c) for c in columns], rel=1e-12, nan_ok=True)
+        assert f"{row.collapse_probability_high:.3g}" in text
+    shown = [re.findall(r'data-value="([^"]*)"', r) for r in re.findall(r"<tr>(.*?)</tr>", second, re.S)]
+    assert [float(r[2]) for r in shown] == pytest.approx(list(metrics.collapse_time))
+    assert "never" in second
+    reason = "recovery_rate: J never fell below J_pre after the onset, so there was nothing to recover"
+    assert metrics[metrics.perturbation == "control"].recovery_rate.isna().all()
+    assert f"<li>{reason}</li>" in page
+    assert "J turned non-finite at step 300" in page
+    assert "2 (1 of 8 seeds)" in first
+    assert f'title="{reason}' in second
+
+
+def test_lines_are_the_medians_over_seeds(typical):
+    _, page, *_ = typical
+    conditions = grid()
+    performance = simulate(conditions, 8, 400)
+    spec = specs(page)["spec-performance"]
+    csv = next(text for text in spec["datasets"].values() if isinstance(text, str) and ",m3,100," in text)
+    rows = [line.split(",") for line in csv.splitlines()[1:]]
+    strongest = {int(r[0]): [float(v) for v in r[3:6]] for r in rows if r[1] == "m3"}
+    control = {int(r[0]): float(r[3]) for r in rows if r[1] == "c"}
+    assert min(strongest) == 119
+    assert set(control) == set(range(400))
+    expected = np.quantile(performance[:, 4].astype(float), [0.5, 0.25, 0.75], axis=0)
+    for step in (119, 130, 399):
+        assert strongest[step] == pytest.approx(expected[:, step], rel=1e-5)
+
+
+def test_a_condition_that_changed_nothing_is_told(tmp_path):
+    conditions = grid()
+    performance = simulate(conditions, 5, 400)
+    disturbed = conditions.index[conditions.perturbation != "control"]
+    performance[:, disturbed[0]] = performance[:, conditions.index[conditions.perturbation == "control"][0]]
+    write(tmp_path, conditions, performance=performance, channels=CHANNELS)
+    run = load(tmp_path)
+    assert not _without_effect(run), "another channel differs"
+    alone = run.telemetry[["performance", "layer_gradient_norm", "evaluation_return"]]
+    run = dataclasses.replace(run, telemetry=alone)
+    assert _without_effect(run) == [conditions.condition[disturbed[0]]]
+    (sentence,) = (s for s in verdict(run, series.panels(run)).sentences if "Nothing at all" in s)
+    name = conditions.condition[disturbed[0]]
+    assert sentence == f"Nothing at all changed under <b>{name}</b>: every channel is bitwise the control's."
+
+
+def test_verdict_names_the_culprits(typical):
+    _, page, _, summary = typical
+    lead = re.search(r'<p class="lead">(.*?)</p>', page, re.S).group(1)
+    text = re.search(r'<ul class="verdict">(.*?)</ul>', page, re.S).group(1)
+    hit = summary[summary.collapse_probability >= 0.5].perturbation.unique()
+    assert set(re.findall(r"<b>(.*?)</b>", lead)) == set(hit)
+    assert "critical magnitude" in text
+    assert "<b>observation_noise</b> collapses no seed at any magnitude tried" in text
+    assert "control and baseline, which are the same but for rounding, come to differ by up to 1.7" in text
+    assert "4.3 M" in page
+    assert "2 min 3 s" in page
+
+
+def collapses(*times):
+    """What the verdict says where the lanes of a perturbation at 1, 3, ... fall at these steps (None: never)."""
+    conditions = grid({"weight_noise": ("parametric", tuple(3.0**i for i in range(len(times))), 1.0)}, duration=1)
+    performance = 400 + np.random.default_rng(0).normal(size=(len(times[0]), len(conditions), 400))
+    performance[:] = performance[:, :1]
+    for condition, of_seeds in enumerate(times, 1):
+        for seed, time in enumerate(of_seeds):
+            performance[seed, condition, time or 400 :] -= 300
+    return conditions, performance.astype(np.float32)
+
+
+def verdict_of(folder, *times):
+    conditions, performance = collapses(*times)
+    write(folder, conditions, performance=performance)
+    page = report.build(folder).read_text()
+    return re.sub(r"<.*?>", "", re.search(r'<ul class="verdict">(.*?)</ul>', page, re.S).group(1)), page
+
+
+@pytest.mark.exhaustive
+def test_late_collapses_are_called_late_where_most_are(tmp_path, page_alone):
+    text, _ = verdict_of(tmp_path / "late", [150, 250, 260, 270, None, None, None])
+    assert "Most of these collapses come after T_max / 2" in text
+    text, _ = verdict_of(tmp_path / "early", [150, 160, 170, 270, None, None, None])
+    assert "collapses the learner at magnitude 1" in text
+    assert "T_max / 2" not in text
+
+
+def test_a_critical_magnitude_that_is_not_there_is_bounded_on_the_right_side(tmp_path, page_alone):
+    """All seeds fall at 3, none elsewhere: made monotone, fewer than half do anywhere."""
+    _, page = verdict_of(tmp_path, *([[None] * 6, [150] * 6] + [[None] * 6] * 2))
+    said = "critical magnitude above 27: the fitted share stays below one half"
+    assert said in page
+
+
+def test_a_learner_that_improves_before_the_onset_hides_collapses_and_is_told(tmp_path, page_alone):
+    conditions, performance = collapses([None] * 6)
+    write(tmp_path / "steady", conditions, performance=performance)
+    performance += np.arange(400, dtype=np.float32)
+    write(tmp_path / "rising", conditions, performance=performance)
+    said = "In the 50 steps before step 120 performance was itself rising or falling"
+    assert said not in report.build(tmp_path / "steady").read_text()
+    assert said in report.build(tmp_path / "rising").read_text()
+
+
+def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path, page_alone):
+    text, _ = verdict_of(tmp_path, [None] * 3)
+    assert "3 seeds are too few for 95% intervals of performance, so its differences are not judged" in text
+    assert "collapses no seed at any magnitude tried (which" in text
+    assert "than its interval" not in text
+
+
+def test_targets_of_a_perturbation_are_panels_of_their_own(tmp_path, page_alone):
+    conditions = grid({"weight_noise": ("parametric", (1.0, 1.0), 9.0)})
+    conditions["target"] = ["", "actor", "critic"]
+    conditions["condition"] = ["control", "a", "b"]
+    write(tmp_path, conditions, seeds=2)
+    page = report.build(tmp_path).read_text()
+    assert "weight_noise of actor" in page
+    assert "weight_noise of critic" in page
+
+
+def test_hostile_text_is_harmless(tmp_path):
+    evil = '<script>alert("x")</script>'
+    conditions = grid({f"{evil},\n'": ("data", (1.0, 2.0), 1.5)})
+    write(tmp_path / "run", conditions, seeds=2, name=evil)
+    page = report.build(tmp_path / "run").read_text()
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+    assert len(re.findall(r"<script\b", outside_scripts(page))) == 0
+    for path in (tmp_path / "run" / "figures").iterdir():
+        assert "<" not in path.name
+        if path.suffix == ".svg":
+            assert not list(ElementTree.parse(path).getroot().iter("{http://www.w3.org/2000/svg}script"))
+
+
+@pytest.mark.exhaustive
+def test_one_condition_one_seed(tmp_path):
+    write(tmp_path, grid({"lr_spike": ("optimization", (10.0,), 14.0)}), seeds=1)
+    page = report.build(tmp_path).read_text()
+    assert "One seed" in page
+    assert 'id="dose"' not in page
+    assert "nan" not in outside_scripts(page).lower()
+
+
+def test_control_alone(tmp_path):
+    write(tmp_path, grid({}), seeds=3)
+    page = report.build(tmp_path).read_text()
+    assert "Only the undisturbed control was run" in page
+    assert set(specs(page)) == {"spec-performance"}
+
+
+def test_unusual_values(tmp_path):
+    conditions = grid({"gradient_scale": ("optimization", (-0.2, 0.0, 0.2), 9.0), "a+b": ("signal", (np.nan,), 1.0)})
+    performance = simulate(conditions, 3, 400, offset=-2000.0)
+    performance[:, 1, 150:] = np.nan
+    performance[0, 2, 130:] = np.inf
+    performance[:, 3, 140:] *= 1e9
+    write(tmp_path, conditions, performance=performance, channels=("x_grad", "x_mem"))
+    telemetry = xr.load_dataset(tmp_path / "telemetry.zarr", engine="zarr")
+    telemetry["x_mem"][:] = np.nan
+    telemetry["x_grad"][:, 1:] = np.nan
+    telemetry.to_zarr(tmp_path / "telemetry.zarr", mode="w")
+    page = report.build(tmp_path).read_text()
+    spec = specs(page)["spec-performance"]
+    csv = next(text for text in spec["datasets"].values() if isinstance(text, str) and ",m0,-0.2," in text)
+    lost = [line for line in csv.splitlines() if line.endswith(",1")]
+    assert [line.split(",")[0] for line in lost] == ["149"]
+    assert "magnitudes are not all positive" in page
+    assert "a+b nan" in page
+    assert "leaves out extreme values" in page
+    assert "x_mem" not in json.dumps(specs(page)["spec-channels-1"])
+
+
+@pytest.mark.exhaustive
+def test_several_onsets_partly_run(tmp_path):
+    conditions = grid({"lr_spike": KINDS["lr_spike"]}, onsets=(120, 240))
+    performance = simulate(conditions, 4, 400)
+    performance[..., 300:] = np.nan
+    performance[:, conditions.onset == 240, 200:] = np.nan
+    write(tmp_path, conditions, performance=performance, status="interrupted")
+    page = report.build(tmp_path).read_text()
+    banner = re.search(r'class="banner" role="status">(.*?)</p>', page).group(1)
+    assert "interrupted" in banner
+    assert "between step 200 and step 300 of 400" in banner
+    assert "lr_spike at step 120" in page
+    assert "lr_spike at step 240" in page
+    assert "P_div is 0 by definition for an onset at or after T_max / 2 (here: 240)" in page
+
+
+def test_telemetry_alone_and_nothing_at_all(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"telemetry\.zarr"):
+        report.build(tmp_path)
+    conditions = grid({"lr_spike": KINDS["lr_spike"]})
+    performance = simulate(conditions, 2, 60)
+    dataset(conditions.assign(onset=20), performance, ()).to_zarr(tmp_path / "telemetry.zarr")
+    page = report.build(tmp_path).read_text()
+    assert "not computed yet" in page
+    assert 'id="metrics"' not in page
+    xr.Dataset({"x": ("step", np.zeros(3))}).to_zarr(tmp_path / "other" / "telemetry.zarr")
+    with pytest.raises(ValueError, match="performance"):
+        report.build(tmp_path / "other")
+
+
+@pytest.mark.exhaustive
+def test_large_grid_stays_small(tmp_path, page_alone):
+    kinds = {f"kind_{i}": ("data", (0.1, 0.2, 0.4, 0.8), 0.3) for i in range(10)}
+    write(tmp_path, grid(kinds), steps=500, channels=CHANNELS)
+    size = report.build(tmp_path).stat().st_size
+    assert size < 6e6
+
+
+def test_a_report_is_reproducible(tmp_path):
+    write(tmp_path, grid({"lr_spike": ("optimization", (3.0, 30.0), 14.0)}), seeds=2)
+    files = [report.build(tmp_path), tmp_path / "figures" / "performance.png"]
+    first = [path.read_bytes() for path in files]
+    report.build(tmp_path)
+    assert [path.read_bytes() for path in files] == first
+
+
+def test_spread_counts_the_lost():
+    x = np.array([[1.0, np.nan, np.nan], [2, 5, np.nan], [3, 6, np.inf], [4, 7, np.nan]])
+    median, low, high = series.spread(x, lost_is_worst=True)
+    assert median.tolist() == [2.5, 5.5, -np.inf]
+    assert low.tolist() == [1.75, -np.inf, -np.inf]
+    assert high.tolist() == [3.25, 6.25, -np.inf]
+    median, low, high = series.spread(x)
+    assert median[:2].tolist() == [2.5, 6.0]
+    assert np.isnan(median[2])
+    assert np.isnan(series.spread(x[:1])[1]).all()
+
+
+def test_thinning_keeps_the_onset_dense():
+    steps = np.arange(10_000)
+    kept = steps[series.thin(steps, 3000, 100)]
+    assert len(kept) <= 400
+    assert {2999, 3000, 3001} <= set(kept)
+    assert {0, 9999} <= set(kept)
+
+
+def test_domain_cuts_only_extremes():
+    calm = np.linspace(0, 1, 200)
+    assert not style.domain([calm, calm - 9], [calm])[1]
+    ends, cut = style.domain([calm, np.array([-1e9, np.nan])], [calm])
+    assert cut
+    assert -4 < ends[0] < -3
+    assert style.domain([np.array([np.nan])], [])[0] == (0.0, 1.0)
+
+
+def test_of_many_panels_those_that_tell_most_are_drawn(tmp_path):
+    conditions = grid(onsets=(100, 120, 140, 160))
+    rng = np.random.default_rng(0)
+    performance = np.full((8, len(conditions), 400), 1.0, np.float32) + rng.normal(size=(8, 1, 400)).astype(np.float32)
+    hit = [
+        place
+        for place, row in conditions.iterrows()
+        if (row.perturbation, row.onset) in {("weight_noise", 160), ("lr_spike", 100), ("reward_flip", 120)}
+    ]
+    performance[:, hit, 170:] = -1e3
+    write(tmp_path, conditions, performance=performance)
+    run = load(tmp_path)
+    groups = series.panels(run)
+    few = audited.foremost(run, groups, most=3)
+    assert len(groups) == 16
+    assert [(p.perturbation, p.onset) for p in few] == [("lr_spike", 100), ("reward_flip", 120), ("weight_noise", 160)]
+    assert audited.foremost(run, groups, most=16) == groups
+    assert len(audited.foremost(dataclasses.replace(run, summary=None), groups)) == audited.MOST_PANELS
+    told = audited._left_out(groups, few)
+    assert "3 of 16 panels" in told
+    assert "tables have all" in told
+    assert audited._left_out(groups, groups) is None
+
+
+@pytest.mark.exhaustive
+def test_of_many_magnitudes_some_are_drawn_and_both_ends(tmp_path):
+    magnitudes = tuple(float(m) for m in range(1, 41))
+    conditions = grid({"lr_spike": ("optimization", magnitudes, 20.0)})
+    write(tmp_path, conditions, seeds=2)
+    (panel,) = series.panels(load(tmp_path))
+    few = audited.thinned(panel)
+    assert len(few.disturbed) == audited.MOST_LINES
+    assert (few.lines[0].key, few.disturbed[0].magnitude, few.disturbed[-1].magnitude) == ("c", 1, 40)
+    assert audited.thinned(few) is few
+    page = report.build(tmp_path).read_text()
+    assert f"A panel has {audited.MOST_LINES} magnitudes at most" in page
+    assert "lr_spike 2<" in page, "the tables have all"
+
+
+@pytest.mark.parametrize(("count", "side_by_side", "intervals"), [(3, 2, True), (8, 1, True), (20, 1, False)])
+def test_an_interval_is_in_a_cell_only_if_it_has_room_there(count, side_by_side, intervals, tmp_path):
+    magnitudes = tuple(float(m) for m in range(1, count + 1))
+    write(tmp_path, grid({"lr_spike": ("optimization", magnitudes, 20.0)}))
+    run = load(tmp_path)
+    drawn = collapse_map(run, series.panels(run)).spec
+    room = drawn["usermeta"]["panel"]
+    assert room["columns"] == side_by_side
+    for panel in drawn["concat"]:
+        texts = [layer["encoding"]["text"]["field"] for layer in panel["layer"] if "text" in layer["encoding"]]
+        assert ("interval" in texts) is intervals
+        assert min(panel["width"], room["least"]) / count >= (60 if intervals else 40)

@@ -1,0 +1,572 @@
+"""Variants compared: the design, exact statistics, known answers, the command and what it refuses."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pandas as pd
+import pytest
+from places import EXPERIMENTS, HELPERS
+from scipy import stats
+
+import jaxaudit as ja
+from jaxaudit import remedies
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.results import lane_table
+from jaxaudit.analysis.statistics.paired import holm, sign_flips
+from jaxaudit.cli.main import main
+from jaxaudit.runs.variants import scoring
+from jaxaudit.runs.variants.compare import others_than
+from jaxaudit.runs.variants.design import FACTORS, conditions_of, magnitude_ladders
+from jaxaudit.runs.variants.folder import load, parse
+from jaxaudit.runs.variants.words import verdict
+from jaxaudit.runtime.errors import Interrupted
+from jaxaudit.runtime.registry import learners
+
+STEPS, ONSET = 60, 20
+WINDOWS = MetricSettings(window=10, hold=10)
+
+
+@dataclass(frozen=True)
+class CliffSettings:
+    learning_rate: float = 0.01
+    max_norm: float = 1.0
+
+
+@functools.cache
+def cliff(*, learning_rate=0.01, max_norm=1.0):
+    """A learner that falls for good where one update is longer than 1.
+
+    Its gradients are longer than the clipping threshold, so that an update's length is rate * threshold * seed's scale
+    (lognormal), times the factor of a spike: a seed falls at the factor 1 / (rate threshold scale).
+    """
+    optimizer = ja.Optimizer(optax.identity(), learning_rate, max_norm=max_norm)
+
+    def init(key):
+        return {"scale": jnp.exp(0.5 * jax.random.normal(key)), "fallen": jnp.zeros(())}
+
+    def step(state, key, taps):
+        gradient = {"x": 100.0 + jax.random.uniform(key)}
+        after, _, done = optimizer.update({"x": jnp.zeros(())}, optimizer.init({"x": 0.0}), gradient, taps)
+        fallen = jnp.maximum(state["fallen"], (jnp.abs(after["x"]) * state["scale"] > 1.0).astype(jnp.float32))
+        noise = 0.01 * jax.random.uniform(key, minval=-1.0)  # which never leaves the band of two deviations
+        return state | {"fallen": fallen}, {"performance": noise - fallen, "update_norm": done.update_norm}
+
+    return ja.Learner(init, step, name="cliff")
+
+
+cliff.settings = CliffSettings
+learners.register("cliff", cliff)
+
+SPIKE = ja.lr_spike(100.0, onset=ONSET, duration=3)
+
+
+def lanes(learner, tried, seeds):
+    acting = [one for ladder in tried for one in ladder.perturbations]
+    return lane_table(ja.audit(learner, acting, seeds=seeds, steps=STEPS, settings=WINDOWS).lanes)
+
+
+def relabelled(rows, first, count):
+    """The lanes of some seeds, called 0, 1, 2, ..."""
+    own = rows[(rows.seed >= first) & (rows.seed < first + count)]
+    return own.assign(seed=own.seed - first)
+
+
+# The statistics.
+
+
+@pytest.mark.parametrize("n", [3, 8, 11])
+def test_the_test_by_flips_is_scipys_exact_permutation_test(n):
+    x = np.random.default_rng(n).normal(0.4, 1.0, n)
+    expected = stats.permutation_test(
+        (x,), np.mean, permutation_type="samples", alternative="two-sided", n_resamples=np.inf
+    )
+    assert sign_flips(x).p == pytest.approx(expected.pvalue, rel=1e-12)
+
+
+def test_the_interval_inverts_the_test():
+    x = np.random.default_rng(1).normal(0.3, 1.0, 9)
+    found = sign_flips(x)
+    inside, outside = 1e-6, -1e-6
+    for end, sign in ((found.low, 1), (found.high, -1)):
+        assert sign_flips(x - (end + sign * inside)).p > 0.05 - 1e-9
+        assert sign_flips(x - (end + sign * outside)).p <= 0.05 + 1e-9
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    found = [sign_flips(rng.laplace(2.0, 1.0, 8)) for _ in range(2000)]
+    covered = np.mean([one.low <= 2.0 <= one.high for one in found])
+    assert found[0].coverage == pytest.approx(1 - 12 / 256)
+    assert abs(covered - found[0].coverage) < 4 * np.sqrt(0.05 * 0.95 / 2000)
+
+
+def test_six_differences_are_bounded_by_the_least_and_the_greatest_and_five_by_nothing():
+    x = np.array([3.0, -1.0, 0.5, 2.0, 4.0, 1.5])
+    found = sign_flips(x)
+    assert (found.low, found.high, found.n) == (-1.0, 4.0, 6)
+    assert np.isnan(sign_flips(x[:5]).low)
+    assert sign_flips([]).p == 1
+
+
+def test_more_differences_than_can_be_enumerated_are_drawn_and_agree_with_students_t():
+    x = np.random.default_rng(2).normal(0.5, 1.0, 40)
+    found, t = sign_flips(x), stats.ttest_1samp(x, 0)
+    interval = t.confidence_interval(0.95)
+    assert found.p == pytest.approx(t.pvalue, abs=0.01)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=0.05)
+
+
+def test_what_is_detectable_is_found_four_times_out_of_five():
+    rng = np.random.default_rng(3)
+    sizes = [sign_flips(rng.normal(0, 1.0, 10)).detectable for _ in range(200)]
+    found = [sign_flips(rng.normal(np.mean(sizes), 1.0, 10)).p <= 0.05 for _ in range(400)]
+    assert 0.72 < np.mean(found) < 0.92
+
+
+def test_holms_adjustment_is_the_one_of_the_textbook():
+    np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
+    assert holm([]).size == 0
+
+
+# The design.
+
+
+def test_magnitudes_are_multiples_of_the_margin_or_of_what_is_given():
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
+    assert ladder.centre == "given"
+    np.testing.assert_allclose(ladder.magnitudes, np.array(FACTORS) * 100.0)
+    (ladder,) = magnitude_ladders([ja.lr_spike(onset=ONSET)], STEPS)
+    np.testing.assert_allclose(ladder.magnitudes, np.array(FACTORS) * 10.0)
+    found = ja.margin(cliff(), [SPIKE], seeds=8, steps=STEPS, settings=WINDOWS, criterion="collapse", tolerance=0.05)
+    (ladder,) = magnitude_ladders([SPIKE], STEPS, found)
+    assert ladder.centre == "margin"
+    np.testing.assert_allclose(ladder.magnitudes, np.array(FACTORS) * found.table.margin[0], rtol=1e-6)
+
+
+def test_magnitudes_beyond_what_means_something_are_tried_once():
+    (ladder,) = magnitude_ladders([ja.reward_flip(0.5, onset=ONSET)], STEPS)
+    assert max(ladder.magnitudes) == 1.0
+    assert len(set(ladder.magnitudes)) == len(ladder.magnitudes) < len(FACTORS)
+
+
+def test_a_chains_parts_grow_together():
+    (ladder,) = magnitude_ladders([ja.chain(ja.lr_spike(10.0, onset=ONSET), ja.weight_noise(0.1, onset=ONSET))], STEPS)
+    assert [[part.magnitude for part in one.parts] for one in ladder.perturbations][-1] == pytest.approx([40.0, 0.4])
+
+
+# Known answers.
+
+
+@functools.cache
+def many():
+    """Lanes of 800 seeds: plain, with half the rate, and with half the clipping threshold."""
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
+    tried = (ladder,)
+    half_rate = ja.remedied(cliff(), remedies.learning_rate_scale(0.5))
+    return tried, {
+        "plain": lanes(cliff(), tried, 800),
+        "rate": lanes(half_rate, tried, 800),
+        "clip": lanes(cliff(max_norm=0.5), tried, 800),
+    }
+
+
+def test_the_known_ratio_of_thresholds_is_in_its_interval_and_the_difference_shows():
+    """Both halve an update's length, so that a spike may be twice as high: in 100 repetitions of 8 seeds each."""
+    tried, found = many()
+    inside, shown, closed = {"rate": 0, "clip": 0}, {"rate": 0, "clip": 0}, 0
+    for first in range(0, 800, 8):
+        own = {name: relabelled(rows, first, 8) for name, rows in found.items()}
+        cells = scoring.bought(own["plain"], {"rate": own["rate"], "clip": own["clip"]}, tried)
+        for row in cells.itertuples():
+            known = not np.isnan(row.ratio)
+            closed += known
+            inside[row.variant] += (not known) or (row.ratio_low <= 2.0 <= row.ratio_high)
+            shown[row.variant] += row.difference_low > 0
+            assert row.difference > 0
+    assert closed > 100  # of 200: where brackets close in enough seeds
+    assert min(inside.values()) >= 90
+    assert min(shown.values()) >= 90
+
+
+def test_two_equal_variants_on_independent_seeds_rarely_differ():
+    tried, found = many()
+    differ = 0
+    for first in range(0, 400, 4):
+        one, other = (
+            relabelled(found["plain"], 2 * first % 800, 8),
+            relabelled(found["plain"], (2 * first + 400) % 800, 8),
+        )
+        (row,) = scoring.bought(one, {"other": other}, tried).itertuples()
+        differ += row.difference_low > 0 or row.difference_high < 0
+    assert differ <= 10
+
+
+def test_seeds_that_fall_undisturbed_are_counted_and_have_no_score():
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
+    places = conditions_of([ladder])[0]
+    names = [str(place) for place in places]
+    never = dict.fromkeys(names, np.inf)
+    rows = []
+    for seed, times in enumerate(
+        [never, never | {"0": 30.0}, never | {"5": 25.0}, never | {"4": 25.0, "5": 25.0}, never | {"3": np.nan}]
+    ):
+        rows += [{"seed": seed, "condition": name, "collapse_time": times[name]} for name in names]
+    (found,) = scoring.score(pd.DataFrame(rows), [ladder])
+    np.testing.assert_array_equal(found.survived, [5, np.nan, 4, 3, np.nan])
+    np.testing.assert_array_equal(found.fallen, [False, True, False, False, False])
+    np.testing.assert_allclose(found.low, [400.0, np.nan, 200.0, 100.0, np.nan])
+    np.testing.assert_allclose(found.high, [np.nan, np.nan, 400.0, 200.0, np.nan])
+
+
+def test_what_is_paid_is_the_variants_undisturbed_performance_less_the_plain_learners():
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
+
+    def rows(undisturbed):
+        return pd.DataFrame(
+            [
+                {"seed": seed, "condition": str(place), "final_performance": value if place == 0 else -99.0}
+                for seed, value in enumerate(undisturbed)
+                for place in conditions_of([ladder])[0]
+            ]
+        )
+
+    plain = np.arange(8.0)
+    (row,) = scoring.paid(rows(plain), {"worse": rows(plain - 2.0)}, [ladder]).itertuples()
+    assert (row.performance, row.plain_performance) == (1.5, 3.5)
+    assert (row.performance_difference, row.performance_difference_low, row.performance_difference_high) == (-2, -2, -2)
+    (row,) = scoring.paid(rows(plain), {"lost": rows(np.r_[np.nan, plain[1:] + 1])}, [ladder]).itertuples()
+    assert (row.performance_difference, row.performance_seeds) == (1, 7)
+
+
+def test_how_often_a_remedy_acted_is_told_apart_for_disturbed_and_undisturbed_lanes():
+    tried = magnitude_ladders([SPIKE, ja.weight_noise(0.1, onset=ONSET)], STEPS)
+    control, spiked, noisy = 0, range(1, 6), range(6, 11)
+    assert [set(places) for places in conditions_of(tried)] == [{control, *spiked}, {control, *noisy}]
+    rows = pd.DataFrame(
+        {
+            "seed": seed,
+            "condition": str(place),
+            "acted_zclip": (0.1 if place in spiked else 0.6) + seed,
+            "acted_spam": 1.0,
+        }
+        for seed in (0, 1)
+        for place in (control, *spiked, *noisy)
+    )
+    rows.loc[rows.condition == str(control), "acted_zclip"] = [0.0, np.nan]
+    found = scoring.acted({"helped": rows, "other": rows[["seed", "condition"]]}, tried)
+    assert set(found.variant) == {"helped"}
+    clipped = found[found.remedy == "zclip"].set_index("perturbation")
+    np.testing.assert_allclose(clipped.acted, [0.6, 1.1])
+    np.testing.assert_allclose(clipped.acted_undisturbed, [0.0, 0.0])
+    assert (found[found.remedy == "spam"].acted == 1.0).all()
+
+
+def test_a_seed_that_survives_more_of_what_is_harsher_has_no_bracket():
+    (ladder,) = magnitude_ladders([SPIKE], STEPS)
+    times = {0: np.inf, 1: np.inf, 2: 25.0, 3: np.inf, 4: 25.0, 5: 25.0}
+    rows = pd.DataFrame([{"seed": 0, "condition": str(c), "collapse_time": t} for c, t in times.items()])
+    (found,) = scoring.score(rows, [ladder])
+    assert found.survived[0] == 2
+    assert np.isnan([found.low[0], found.high[0]]).all()
+
+
+def test_what_stands_out_is_at_most_twelve_cells_the_clearest_first():
+    cells = pd.DataFrame(
+        {
+            "difference_low": [0.1] * 14 + [-1.0],
+            "difference_high": [1.0] * 15,
+            "difference": np.r_[np.linspace(1, 2, 14), 3.0],
+            "p": [0.02] * 13 + [0.001, 0.5],
+        }
+    )
+    chosen = scoring.standing_out(cells)
+    assert len(chosen) == 12
+    assert chosen.index[0] == 13
+    assert 14 not in chosen.index
+    assert list(chosen.difference[1:]) == sorted(chosen.difference[1:], reverse=True)
+
+
+def test_time_per_step_is_the_median_ratio_of_turns_with_its_order_statistics():
+    plain = np.array([1.0, 2.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    found = scoring.relative(plain * np.linspace(1.0, 2.0, 11), plain)
+    assert found["step_time"] == pytest.approx(1.5)
+    assert (found["step_time_low"], found["step_time_high"]) == pytest.approx((1.1, 1.9))
+
+
+# The whole of it.
+
+
+@functools.cache
+def compared():
+    variants = {
+        "half": remedies.learning_rate_scale(0.5),
+        "double": [remedies.learning_rate_scale(2.0)],
+        "nothing": remedies.learning_rate_scale(1.0),
+        "other clip": cliff(max_norm=0.5),
+    }
+    return ja.compare(cliff(), variants, [SPIKE], seeds=8, fresh=16, steps=STEPS, settings=WINDOWS, turns=3)
+
+
+def test_a_comparison_says_what_helps_what_harms_and_what_does_nothing():
+    found = compared()
+    said = {row["variant"]: row for row in found.bought.to_dict("records")}
+    assert said["half"]["difference"] > 0 > said["double"]["difference"]
+    assert said["nothing"]["difference"] == 0
+    again = found.confirmed.set_index("variant")
+    assert set(again.index) == {"half", "double", "other clip"}
+    assert again.confirmed.all()
+    assert (again.seeds == 16).all()
+    assert (found.paid.performance_difference.abs() < 0.02).all()
+    assert found.paid.step_time.notna().all()
+    text = str(found)
+    acted = found.acted.set_index("variant")
+    assert dict(acted.acted) == {"half": 1.0, "double": 1.0, "nothing": 0.0}
+    assert found.json()["tried"] == [
+        {
+            "perturbation": "lr_spike",
+            "onset": ONSET,
+            "centre": "margin",
+            "magnitudes": list(found.ladders[0].magnitudes),
+        }
+    ]
+    for words in (
+        "helps (",
+        "harms (",
+        "no difference detected",
+        "half",
+        "time per step",
+        "acted: ",
+        "magnitudes tried",
+    ):
+        assert words in text
+
+
+def test_lanes_of_a_remedy_begin_as_the_plain_learners_and_those_of_another_structure_do_not():
+    assert compared().structures == ("other clip",)
+
+
+def test_fresh_seeds_are_other_seeds(folder):
+    assert others_than([3, 9, 1], 2) == [10, 11]
+    for name in ("plain", "half-the-rate"):
+        again = pd.read_csv(folder / "out" / "confirmation" / name / "metrics.csv")
+        assert set(again.seed) == set(range(8, 16))
+    tried = compared()
+    assert set(tried.lanes["plain"].seed) == set(range(8))
+    assert tried.json()["confirmed"][0]["seeds"] == 16
+
+
+@pytest.mark.parametrize(
+    ("variants", "options", "words"),
+    [
+        ({}, {}, "there are no variants"),
+        ({"plain": remedies.nonfinite_skip()}, {}, "cannot be called 'plain'"),
+        ({"a": remedies.clip_higher()}, {}, "variant 'a': remedy 'clip_higher' acts at site 'ratio_clip'"),
+        ({"a": remedies.critic_layer_norm()}, {}, "'cliff' has none that can be changed"),
+        ({"a": []}, {}, "needs at least one remedy"),
+        ({"a": remedies.learning_rate_scale()}, {"centre": "median"}, "centre must be 'margin' or 'given'"),
+        ({"a": remedies.learning_rate_scale()}, {"fresh": -1}, "fresh must be a number of seeds"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_is_refused_in_one_sentence(variants, options, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        ja.compare(cliff(), variants, [SPIKE], steps=STEPS, **options)
+    assert "\n" not in str(refused.value)
+
+
+# The command.
+
+SPEC = """
+[audit]
+name = "cliffs"
+seeds = 8
+steps = 60
+[learner]
+kind = "cliff"
+[metrics]
+window = 10
+hold = 10
+[compare]
+centre = "given"
+fresh = 8
+[[variant]]
+name = "half the rate"
+[[variant.remedy]]
+kind = "learning_rate_scale"
+strength = 0.5
+[[variant]]
+name = "half the clip"
+learner = { max_norm = 0.5 }
+[[perturbation]]
+kind = "lr_spike"
+onset = 20
+duration = 3
+magnitude = 100
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("compare")
+    (place / "spec.toml").write_text(SPEC)
+    assert main(["compare", str(place / "spec.toml"), "-o", str(place / "out")]) == 0
+    return place
+
+
+def test_the_command_leaves_ordinary_runs_tables_and_a_page(folder, capsys):
+    out = folder / "out"
+    for name in ("variants/plain", "variants/half-the-rate", "variants/half-the-clip", "confirmation/plain"):
+        assert (out / name / "spec.toml").exists(), name
+        assert (out / name / "metrics.csv").exists(), name
+    bought = pd.read_csv(out / "bought.csv")
+    assert list(bought.variant) == ["half the rate", "half the clip"]
+    assert (bought.difference > 0).all()
+    assert pd.read_csv(out / "confirmed.csv").confirmed.all()
+    (acted,) = pd.read_csv(out / "acted.csv").itertuples()
+    assert (acted.variant, acted.remedy, acted.acted) == ("half the rate", "learning_rate_scale", 1.0)
+    page = (out / "report.html").read_text()
+    assert "half the rate" in page
+    assert "confirmed on fresh seeds" in page
+    assert main(["report", str(out)]) == 0
+
+
+@pytest.mark.exhaustive
+def test_the_command_searches_the_plain_learners_margin_first(tmp_path):
+    (tmp_path / "spec.toml").write_text(SPEC.replace('centre = "given"', "").replace("fresh = 8", "fresh = 0"))
+    assert main(["compare", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "out")]) == 0
+    margin = pd.read_csv(tmp_path / "out" / "pilot" / "margins" / "margins.csv").margin[0]
+    tried = pd.read_csv(tmp_path / "out" / "variants" / "plain" / "metrics.csv").magnitude.dropna().unique()
+    np.testing.assert_allclose(sorted(tried), np.array(FACTORS) * margin, rtol=1e-5)
+    assert (pd.read_csv(tmp_path / "out" / "bought.csv").centre == "margin").all()
+
+
+def test_the_command_goes_on_where_it_stands_and_prints_json(folder, capsys):
+    before = {path: path.stat().st_mtime_ns for path in (folder / "out").glob("*/*/metrics.csv")}
+    assert main(["compare", str(folder / "spec.toml"), "-o", str(folder / "out"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {row["variant"] for row in told["bought"]} == {"half the rate", "half the clip"}
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "out").glob("*/*/metrics.csv")}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("place", ["variants/half-the-rate", "confirmation/plain"])
+def test_a_comparison_that_is_killed_goes_on_to_the_same_tables(folder, tmp_path, place):
+    (tmp_path / "spec.toml").write_text(SPEC)
+    arguments = ["compare", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "out")]
+    path = [str(HELPERS), str(HELPERS.parent / "runs")]
+    code = f"import sys; sys.path[:0] = {path!r}; import test_compare; test_compare.main({arguments!r})"
+    running = subprocess.Popen([sys.executable, "-c", code])
+    while not (tmp_path / "out" / place / "spec.toml").exists():
+        assert running.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    running.kill()
+    running.wait()
+    assert not (tmp_path / "out" / place / "metrics.csv").exists()
+    assert main(arguments) == 0
+    for name in ("bought.csv", "confirmed.csv", "acted.csv"):
+        assert (tmp_path / "out" / name).read_text() == (folder / "out" / name).read_text(), name
+
+
+def test_what_is_written_is_read_again_as_the_same(folder):
+    stored = (folder / "out" / "compare.toml").read_text()
+    assert parse(stored).to_toml() == stored == parse(SPEC).to_toml()
+
+
+def test_another_comparison_in_the_same_folder_is_refused(folder, capsys):
+    (folder / "other.toml").write_text(SPEC.replace("strength = 0.5", "strength = 0.25"))
+    assert main(["compare", str(folder / "other.toml"), "-o", str(folder / "out")]) == 2
+    assert "holds another comparison" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Interrupted])
+def test_a_comparison_that_is_interrupted_says_how_it_is_resumed(stop, tmp_path, capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise stop
+
+    monkeypatch.setattr("jaxaudit.runs.variants.folder._compared", interrupted)
+    (tmp_path / "spec.toml").write_text(SPEC)
+    assert main(["compare", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "out")]) == 130
+    assert "the same command resumes the comparison" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ((5.0, 5.0), "both survive every magnitude: too mild to tell"),
+        ((0.0, 0.0), "both survive no magnitude: too harsh to tell"),
+        ((2.0, 2.0), "no difference detected"),
+    ],
+)
+def test_scores_at_either_end_of_the_magnitudes_are_no_null_result(scores, words):
+    row = {"variant": "a", "perturbation": "b", "seeds": 8, "difference": 0.0, "difference_low": 0.0, "magnitudes": 5}
+    row |= {"score": scores[0], "plain_score": scores[1], "difference_high": 0.0, "detectable": np.nan}
+    assert verdict(row, pd.DataFrame(columns=["variant", "perturbation"]), 0.95) == words
+
+
+VARIANT = SPEC.index("[[variant]]")
+WRONG = {
+    "too short": (
+        SPEC.replace("steps = 60", "steps = 29"),
+        "only 9 steps follow the onset of lr_spike, fewer than hold",
+    ),
+    "no variants": (SPEC[:VARIANT] + SPEC[SPEC.index("[[perturbation]]") :], "there is no table [[variant]]"),
+    "one bracket": (
+        SPEC.replace('[[variant]]\nname = "half the clip"', '[variant2]\nname = "x"'),
+        "unknown key 'variant2'",
+    ),
+    "no perturbations": (SPEC[: SPEC.index("[[perturbation]]")], "there is no table [[perturbation]]"),
+    "no name": (SPEC.replace('name = "half the rate"\n', ""), "'name' is missing"),
+    "twice": (SPEC.replace("half the clip", "Half the rate"), "cannot be called 'Half the rate'"),
+    "plain": (SPEC.replace("half the clip", "plain"), "cannot be called 'plain'"),
+    "nothing changes": (SPEC.replace("learner = { max_norm = 0.5 }\n", ""), "has neither a [[variant.remedy]] nor"),
+    "unknown remedy": (
+        SPEC.replace("learning_rate_scale", "learning_rate_scales"),
+        "did you mean 'learning_rate_scale'",
+    ),
+    "a perturbation": (
+        SPEC.replace('kind = "learning_rate_scale"', 'kind = "lr_spike"'),
+        "'lr_spike' is a perturbation",
+    ),
+    "a remedy as a perturbation": (
+        SPEC.replace('kind = "lr_spike"\nonset = 20\nduration = 3\nmagnitude = 100', 'kind = "l2_init"'),
+        "'l2_init' is a remedy",
+    ),
+    "strength in words": (SPEC.replace("strength = 0.5", 'strength = "half"'), "strength must be a number"),
+    "strength out of range": (SPEC.replace("strength = 0.5", "strength = -0.5"), "is outside its range 0 to inf"),
+    "a remedy that does not fit": (SPEC.replace("learning_rate_scale", "clip_higher"), "acts at site 'ratio_clip'"),
+    "another kind of learner": (SPEC.replace("{ max_norm", '{ kind = "ppo", max_norm'), "not another kind"),
+    "unknown setting": (SPEC.replace("{ max_norm", "{ max_norms"), "unknown key 'max_norms'"),
+    "unknown key": (SPEC.replace("fresh = 8", "freshly = 8"), "unknown key 'freshly'"),
+    "unknown centre": (SPEC.replace('centre = "given"', 'centre = "median"'), 'centre must be "margin" or "given"'),
+    "fresh": (SPEC.replace("fresh = 8", "fresh = -8"), "fresh must be from 0"),
+    "learner is no table": (SPEC.replace("{ max_norm = 0.5 }", "3"), "learner must be a table"),
+    "a remedy twice": (
+        SPEC.replace("strength = 0.5", 'strength = 0.5\n[[variant.remedy]]\nkind = "learning_rate_scale"'),
+        "remedy 'learning_rate_scale' is there twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_spec_is_one_sentence_and_makes_nothing(name, tmp_path, capsys):
+    text, words = WRONG[name]
+    assert text != SPEC
+    (tmp_path / "spec.toml").write_text(text)
+    assert main(["compare", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err.strip()
+    assert words in told
+    assert told.count("\n") == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", sorted((EXPERIMENTS / "remedies").glob("*.toml")))
+def test_specs_of_the_experiments_are_read(path):
+    assert load(path).variants

@@ -1,0 +1,222 @@
+"""Which products of float32 matrices a program leaves to a device's faster, coarser units, and which never."""
+
+import dataclasses
+import functools
+import json
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from brax.envs.base import Env, State
+from jaxpr_equations import equations
+from quadratic import quadratic
+from small_runs import SPEC
+
+import jaxaudit as ja
+from jaxaudit.core.program import run
+from jaxaudit.core.taps import Taps
+from jaxaudit.execution.grid_program import inputs
+from jaxaudit.kernels import coherence, orthogonal, ranks
+from jaxaudit.monitoring.charts import Chart
+from jaxaudit.monitoring.scanned import _scored
+from jaxaudit.monitoring.scores import _followed
+from jaxaudit.monitoring.state_space import LRU
+from jaxaudit.monitoring.training import Training, _train_members
+from jaxaudit.runs import lifecycle as durable
+from jaxaudit.runs.replay import replay
+from jaxaudit.runtime import precision
+from jaxaudit.runtime.errors import UserError
+from jaxaudit.spec.document import parse
+from jaxaudit.tasks.episodes import Episodes, evaluate
+
+GPU, CPU = SimpleNamespace(platform="gpu"), SimpleNamespace(platform="cpu")
+PPO = """
+[audit]
+seeds = 2
+steps = 4
+[task]
+kind = "mujoco"
+name = "CartPole-v1"
+[learner]
+kind = "ppo"
+num_envs = 2
+hidden = [4]
+rollout_length = 4
+minibatch_size = 4
+evaluations = 1
+evaluation_episodes = 1
+"""
+FULL, TF32 = "HIGHEST", "HIGH"
+
+
+class Moved(Env):
+    """A linear system, whose step and reset multiply matrices."""
+
+    observation_size, action_size, backend = 3, 2, "none"
+
+    def reset(self, rng):
+        x = jnp.eye(3) @ jax.random.normal(rng, (3,))
+        return State(None, x, jnp.float32(0), jnp.float32(0))
+
+    def step(self, state, action):
+        x = jnp.eye(3) @ state.obs + jnp.ones((3, 2)) @ action
+        return state.replace(obs=x, reward=x.sum())
+
+
+def products(function, *arguments):
+    """The precisions of the products of float32 matrices that a function is traced to."""
+    found = set()
+    for equation in equations(jax.make_jaxpr(function)(*arguments).jaxpr):
+        if equation.primitive.name == "dot_general" and equation.invars[0].aval.dtype == jnp.float32:
+            chosen = equation.params["precision"]
+            found.add(None if chosen is None else chosen[0].name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted", "resolved"),
+    [
+        ([CPU], "float32", None),
+        ([CPU, CPU], "tf32", None),
+        ([GPU], "float32", "float32"),
+        ([GPU], "tf32", "tf32"),
+        ([SimpleNamespace(platform="tpu")], "float32", "float32"),
+    ],
+)
+def test_what_is_resolved(devices, wanted, resolved):
+    assert precision.resolve(devices, wanted) == resolved
+    with jax.default_matmul_precision("high"):
+        assert precision.resolve(devices, wanted) == "high"
+
+
+def test_another_precision_is_refused():
+    with pytest.raises(ValueError, match="matmul_precision must be 'float32' or 'tf32', not 'half'"):
+        precision.resolve([CPU], "half")
+    with pytest.raises(UserError, match="matmul_precision"):
+        parse(SPEC.replace("[audit]", '[audit]\nmatmul_precision = "bfloat16"'))
+
+
+@pytest.mark.parametrize(
+    ("resolved", "networks", "physics"),
+    [(None, None, None), ("float32", FULL, FULL), ("tf32", TF32, FULL), ("high", TF32, TF32)],
+)
+def test_networks_may_be_coarser_and_physics_not(resolved, networks, physics):
+    episodes, layer = Episodes(Moved(), 2, 10), nn.Dense(4)
+    params = layer.init(jax.random.key(0), jnp.ones((2, 3)))
+
+    def traced(function):
+        def inside(*arguments):
+            with precision.tracing(resolved):
+                return function(*arguments)
+
+        return inside
+
+    def stepped(key):
+        return episodes.step(episodes.init(key), key, jnp.ones((2, 2)), Taps())
+
+    def played(key):
+        return evaluate(Moved(), lambda x: x[:, :2], key, 2, 3)
+
+    def trained(params, x):
+        return jax.grad(lambda params: jnp.sum(layer.apply(params, x)))(params)
+
+    key = jax.random.key(0)
+    assert products(traced(trained), params, jnp.ones((2, 3))) == {networks}
+    assert products(traced(stepped), key) == {physics}
+    assert products(traced(played), key) == {physics}
+
+
+@pytest.mark.parametrize("lowered", ["tf32", "tensorfloat32"])
+def test_figures_of_the_kernels_are_never_coarser(lowered):
+    with precision.tracing(lowered):
+        stack = {"w": jnp.ones((3, 4, 5))}
+        assert products(coherence.dominant_share, stack) == {FULL}
+        assert products(ranks.singular_values, jnp.ones((4, 3))) == {FULL}
+        assert products(lambda key: orthogonal.orthogonal(key, (4, 3)), jax.random.key(0)) == {FULL}
+
+
+@pytest.mark.parametrize(
+    ("resolved", "expected"),
+    [
+        pytest.param(None, {None, FULL}, marks=pytest.mark.exhaustive),
+        pytest.param("float32", {FULL}, marks=pytest.mark.exhaustive),
+        ("tf32", {TF32, FULL}),
+    ],
+)
+def test_a_whole_grid_is_traced_with_the_programs_precision(resolved, expected):
+    grid = parse(PPO).build()
+    assert grid.program.matmul_precision is None
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(grid))
+    program = dataclasses.replace(grid.program, matmul_precision=resolved)
+    assert products(functools.partial(run, program), given) | {FULL} == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiplyingWatch:
+    """A monitor that multiplies matrices, in a program of a learner that does not."""
+
+    provenance: str = ""
+
+    def begin(self):
+        return jnp.eye(3)
+
+    def follow(self, following, telemetry):
+        return following @ following, telemetry["performance"]
+
+
+@pytest.mark.parametrize(("resolved", "expected"), [(None, None), ("float32", FULL), ("tf32", FULL), ("high", TF32)])
+def test_a_monitor_in_the_program_is_never_coarser_unless_jax_is_told_so(resolved, expected):
+    grid = ja.plan(quadratic(None), [], seeds=1, steps=3, watch=lambda *_: MultiplyingWatch())
+    program = dataclasses.replace(grid.program, matmul_precision=resolved)
+    found = products(functools.partial(run, program), inputs(grid))
+    assert found - {FULL} == {expected} - {FULL}, "the learner's cosines name their precision"
+    assert expected in found
+
+
+def test_what_a_setting_becomes_on_a_gpu(monkeypatch):
+    """The devices are this machine's; only what is asked of them is a GPU's."""
+    monkeypatch.setattr(precision, "resolve", lambda devices, wanted: wanted)
+    for told in ("float32", "tf32"):
+        assert (
+            parse(PPO.replace("[audit]", f'[audit]\nmatmul_precision = "{told}"')).build().program.matmul_precision
+            == told
+        )
+    assert parse(PPO).build().program.matmul_precision == "float32"
+    given = {"seeds": 1, "steps": 3, "matmul_precision": "tf32"}
+    assert ja.plan(quadratic(None), [], **given).program.matmul_precision == "tf32"
+
+
+@pytest.mark.exhaustive
+def test_monitors_are_fitted_and_score_in_float32(monkeypatch):
+    model, y = LRU(size=2, hidden=(4,)), np.ones((4, 6, 2), np.float32)
+    params = model.init(jax.random.key(0), 2)
+    clean = np.random.default_rng(0).normal(size=(20, 6, 2)).astype(np.float32)
+    chart = Chart()
+    reference = chart.refer(None, clean, np.ones_like(clean))
+    training, keys = Training(1, batch_size=2), jax.random.split(jax.random.key(0), 1)
+    calls = (
+        lambda y: _followed(model, params, y, y),
+        lambda y: _train_members(model, training, y, y, keys, jnp.ones((1, 4))),
+        lambda y: _scored(chart, None, reference, y, y),
+    )
+    for call in calls:
+        assert None in products(call, y)
+    monkeypatch.setattr(precision, "resolve", lambda devices, wanted: wanted)
+    jax.clear_caches()
+    for call in calls:
+        assert products(call, y) == {FULL}
+
+
+def test_the_precision_is_stored_and_part_of_what_replay_compares(tmp_path):
+    durable.run(parse(SPEC), tmp_path / "run")
+    path = tmp_path / "run" / "environment.json"
+    stored = json.loads(path.read_text())
+    assert stored["matmul_precision"] == "float32"
+    path.write_text(json.dumps(stored | {"matmul_precision": "tf32"}))
+    assert replay(tmp_path / "run").differences == (("matmul_precision", "tf32", "float32"),)
+    del stored["matmul_precision"]
+    path.write_text(json.dumps(stored))
+    assert replay(tmp_path / "run").differences == ()
