@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxaudit.core.learner import Channel, Learner
 from jaxaudit.core.perturbation import Chain, Condition, Perturbation, conditions, control
-from jaxaudit.core.program import Execution, Program, Watch, telemetry_shapes
+from jaxaudit.core.program import Execution, InLoopMonitor, Program, telemetry_shapes
 from jaxaudit.core.sites import Sites, find_sites
 from jaxaudit.core.slots import site_misfit, slots_of
 from jaxaudit.runtime import precision
@@ -94,7 +94,7 @@ def plan(
     devices: Sequence[jax.Device] | None = None,
     tail: int = 50,
     lanes: int | Literal["auto"] = "auto",
-    watch: Callable[[TelemetryShapes, Channels], Watch] | None = None,
+    watch: Callable[[TelemetryShapes, Channels], InLoopMonitor] | None = None,
     model_devices: int = 1,
     matmul_precision: MatmulPrecision = "float32",
 ) -> Grid:

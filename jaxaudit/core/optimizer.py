@@ -24,7 +24,7 @@ Params = Any
 
 
 @struct.dataclass
-class UpdateStats:
+class OptimizerStats:
     """What one update did: scalars, float32.
 
     Attributes:
@@ -103,7 +103,7 @@ class Optimizer:
 
     def update(
         self, params: Params, state: Any, gradient: Params, taps: Taps, **context: Any
-    ) -> tuple[Params, Any, UpdateStats]:
+    ) -> tuple[Params, Any, OptimizerStats]:
         """One update with `gradient`, tapping gradient, clip_norm and learning_rate: (params, state, what it did).
 
         Remedies act at the hooks of `jaxaudit.remedies.HOOKS`. They read what the learner gives of the minibatch as
@@ -121,7 +121,7 @@ class Optimizer:
 
     def follow(
         self, params: Params, state: Any, gradient: Params, used: jax.Array, taps: Taps, **context: Any
-    ) -> tuple[Params, Any, UpdateStats]:
+    ) -> tuple[Params, Any, OptimizerStats]:
         """As `update`, with what `gradient` gave."""
         before, keep, scale = state, None, None
         if taps.helps("guard"):
@@ -142,7 +142,7 @@ class Optimizer:
         if keep is not None:
             change = jax.tree.map(lambda c: jnp.where(keep > 0, scale * c, 0), change)
             state = jax.tree.map(lambda new, old: jnp.where(keep > 0, new, old), state, before)
-        done = UpdateStats(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state), used)
+        done = OptimizerStats(rate, norm, optax.tree.norm(change), clipped, first_moment_cosine(direction, state), used)
         return optax.apply_updates(params, change), state, done
 
     def finish(

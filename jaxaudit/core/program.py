@@ -63,7 +63,7 @@ def whole_vectors(lanes: int) -> int:
     return lanes if lanes <= WHOLE_VECTORS_FROM else -(-lanes // VECTOR) * VECTOR
 
 
-class Watch(Protocol):
+class InLoopMonitor(Protocol):
     """What follows a lane's telemetry and raises an alarm; hashable, and its arrays are constants of the program."""
 
     @property
@@ -104,7 +104,7 @@ class Program:
     paths: tuple[tuple[str, tuple[str, ...]], ...]
     execution: Execution = "vmap"
     devices: tuple[jax.Device, ...] = ()
-    watch: Watch | None = None
+    watch: InLoopMonitor | None = None
     model_devices: int = 1
     matmul_precision: str | None = None
 

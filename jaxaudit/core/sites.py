@@ -193,15 +193,18 @@ class Sites:
     def __contains__(self, site: str) -> bool:
         return site in self.paths
 
-    def told(self, learner: Learner) -> Sites:
-        """The same with the numbers of one of several equal learners, which may tell other ones."""
+    def with_bounds_of(self, learner: Learner) -> Sites:
+        """Returns a copy with `learner`'s bounds of magnitudes.
+
+        Learners that compare equal share a program, but may have different bounds.
+        """
         numbers = {site: {**self.numbers[site], **learner.numbers.get(site, {})} for site in self}
         return replace(self, numbers=numbers)
 
 
 def find_sites(learner: Learner, steps: int | None = None) -> Sites:
     """Traces one step abstractly (no computation) and returns the sites it taps."""
-    return _found(learner, steps)[0].told(learner)
+    return _found(learner, steps)[0].with_bounds_of(learner)
 
 
 def step_telemetry(learner: Learner, steps: int | None = None) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from jaxaudit.core.learner import Learner
 from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.core.program import Execution
 from jaxaudit.execution import memory
-from jaxaudit.execution.autotune import settle
+from jaxaudit.execution.autotune import autotune
 from jaxaudit.execution.driver import MemorySink, run_batch
 from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.monitoring.watch import MonitorWatch
@@ -84,7 +84,7 @@ def audit(
             "an audit in memory is one process's, on jax.local_devices(); several train a run in a folder: "
             "jaxaudit run --distributed"
         )
-    grid, measured = settle(grid, steps, resident=True)
+    grid, measured = autotune(grid, steps, resident=True)
     engine, batches, _ = memory.fit(grid, steps, resident=True)
     held = MemorySink(grid)
     for batch in batches:

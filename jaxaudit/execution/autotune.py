@@ -22,7 +22,7 @@ FEW = 4
 """Lanes of a GPU or TPU that may be as fast one after the other as side by side: more leave most of it idle."""
 
 
-def settle(
+def autotune(
     grid: Grid, rows: int, deal: Callable[..., Plan] = layout, resident: bool = False, beside: int = 1
 ) -> tuple[Grid, dict[str, float]]:
     """A grid with its execution chosen, and lane steps per second of what was tried; none if it was chosen before.

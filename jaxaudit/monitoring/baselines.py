@@ -16,8 +16,8 @@ from jaxaudit.core.channel_names import ACTING, PERFORMANCE
 from jaxaudit.monitoring.channels import Channels
 from jaxaudit.monitoring.charts import Chart, ChartReference
 from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL, Detector, Score
-from jaxaudit.monitoring.envelope import Envelope, forward_filled, least_spread
-from jaxaudit.monitoring.scorer import Yardstick, by_other_parts
+from jaxaudit.monitoring.envelope import StepwiseStats, forward_filled, least_spread
+from jaxaudit.monitoring.scorer import ScoreNormalizer, by_other_parts
 from jaxaudit.monitoring.scores import TELEMETRY
 
 
@@ -101,7 +101,7 @@ class SlowingDown(OneChannel):
 
     def fit_channel(self, clean: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         """Tau in standard deviations from the mean of surrogates as long, `[n, T]`; 0 where the run is too short."""
-        envelope = Envelope.of(clean)
+        envelope = StepwiseStats.of(clean)
         coefficients = autoregression(envelope.standardise(clean))
         steps = self.window + self.trend - 1
         usual = self.taus(autoregressive_series(coefficients, self.surrogates, steps))
@@ -201,7 +201,7 @@ class SingleChannel(OneChannel):
 
     def fit_channel(self, clean: np.ndarray) -> ChannelScore:
         """Deviations `[n, T]`, of either sign."""
-        envelope = Envelope.of(clean)
+        envelope = StepwiseStats.of(clean)
         return lambda values: np.abs(envelope.standardise(values))
 
 
@@ -218,7 +218,7 @@ class CUSUM(OneChannel):
 
     def fit_channel(self, clean: np.ndarray) -> ChannelScore:
         """The larger one of the sums upwards and downwards, `[n, T]`."""
-        envelope = Envelope.of(clean)
+        envelope = StepwiseStats.of(clean)
         return lambda values: cusum(envelope.standardise(values), self.slack)
 
 
@@ -353,7 +353,7 @@ class BOCPD(OneChannel):
 
     def fit_channel(self, clean: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         """Log odds `[n, T]`."""
-        envelope = Envelope.of(clean)
+        envelope = StepwiseStats.of(clean)
 
         def scores(values: np.ndarray) -> np.ndarray:
             z = envelope.standardise(values)
@@ -478,7 +478,7 @@ class MultichannelChart:
         def of_some(scored: np.ndarray, referred: np.ndarray) -> np.ndarray:
             return statistics(ChartReference.of(y[referred], seen[referred]), y[scored], seen[scored], self.chart)
 
-        yardstick = Yardstick.of(by_other_parts(of_some, len(y)))
+        yardstick = ScoreNormalizer.of(by_other_parts(of_some, len(y)))
 
         def score(runs: np.ndarray) -> np.ndarray:
             found = statistics(reference, *known.standardise(known.pick(runs, channels)), self.chart)

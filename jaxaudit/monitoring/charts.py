@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.analysis.statistics.whitening import whitening
-from jaxaudit.monitoring.envelope import SHRINKAGE, Envelope, filled, latest
+from jaxaudit.monitoring.envelope import SHRINKAGE, StepwiseStats, filled, latest
 from jaxaudit.monitoring.model import Params
 from jaxaudit.monitoring.scanned import Scanned
 from jaxaudit.monitoring.training import Training
@@ -33,20 +33,20 @@ class ChartReference(NamedTuple):
       decorrelate: the matrix by which channels become uncorrelated with unit variance, `[d, d]`.
     """
 
-    telemetry: Envelope
+    telemetry: StepwiseStats
     recorded: Any
     decorrelate: Any
 
     @classmethod
     def blank(cls) -> ChartReference:
         """An empty reference, whose shape tells how one is read from a file."""
-        return cls(Envelope(NONE, NONE), NONE, NONE)
+        return cls(StepwiseStats(NONE, NONE), NONE, NONE)
 
     @classmethod
     def of(cls, y: np.ndarray, seen: np.ndarray) -> ChartReference:
         """That of clean runs' standardised telemetry `[n, T, d]`, 1 in `seen` where there is a value."""
         telemetry = latest(y, seen)
-        usual = Envelope.of(telemetry)
+        usual = StepwiseStats.of(telemetry)
         matrix = whitening(usual.standardise(telemetry), SHRINKAGE)
         return cls(usual, (seen > 0).any(0), matrix)
 

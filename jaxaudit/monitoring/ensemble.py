@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxaudit.analysis.statistics.whitening import covariance, whitening
-from jaxaudit.monitoring.envelope import SHRINKAGE, Envelope, clipped, filled, forward_filled, latest
+from jaxaudit.monitoring.envelope import SHRINKAGE, StepwiseStats, clipped, filled, forward_filled, latest
 
 if TYPE_CHECKING:
     import jax
@@ -81,10 +81,10 @@ class EnsembleReference(NamedTuple):
       products: of the moving averages of h times the z before, `[rates, d]`.
     """
 
-    telemetry: Envelope
+    telemetry: StepwiseStats
     recorded: Any
     transition: Any
-    innovations: Envelope
+    innovations: StepwiseStats
     decorrelate_innovations: Any
     adjust: Any
     decorrelate: Any
@@ -97,7 +97,7 @@ class EnsembleReference(NamedTuple):
     def blank(cls) -> EnsembleReference:
         """An empty reference, whose shape tells how one is read from a file."""
         none = np.zeros(0)
-        envelope, location = Envelope(none, none), Location(none, none)
+        envelope, location = StepwiseStats(none, none), Location(none, none)
         return cls(envelope, none, none, envelope, none, none, none, none, location, location, location)
 
     def whitened(self, latents: np.ndarray) -> np.ndarray:
@@ -205,13 +205,13 @@ class Ensemble:
     def refer(self, params: Params, y: np.ndarray, seen: np.ndarray) -> EnsembleReference:
         """What clean runs `[n, T, d]` look like."""
         telemetry = latest(y, seen)
-        usual = Envelope.of(telemetry)
+        usual = StepwiseStats.of(telemetry)
         z, before = _distances(usual, telemetry)
         fresh = seen > 0
         transition = autoregression(before, z, fresh)
         raw = np.where(fresh, z - before @ transition, np.nan)
         # Where no clean run moves a channel, how far it moves has no scale: its level alone is judged there.
-        innovations = Envelope.of(raw).where_still(telemetry)
+        innovations = StepwiseStats.of(raw).where_still(telemetry)
         e = clipped(innovations.standardise(raw), np)
         spread = covariance(e, SHRINKAGE)
         precision = np.linalg.inv(spread)
@@ -327,7 +327,7 @@ class Ensemble:
         steps = np.minimum(np.arange(z.shape[1]), len(reference.innovations.mean) - 1)
         for start in range(0, z.shape[1], BLOCK):
             part = slice(start, start + BLOCK)
-            known = Envelope(*(x[steps[part]] for x in reference.innovations))
+            known = StepwiseStats(*(x[steps[part]] for x in reference.innovations))
             raw = z[:, part] - before[:, part] @ reference.transition
             e = np.where(fresh[:, part], clipped(known.standardise(raw), np), 0.0)
             values, h = self._values(reference, z[:, part], before[:, part], e, fresh[:, part], np)
@@ -373,7 +373,7 @@ def autoregression(before: np.ndarray, z: np.ndarray, fresh: np.ndarray) -> np.n
     return np.linalg.solve(shared + (RIDGE + channels / max(len(x), 1)) * np.eye(channels), with_z)
 
 
-def _distances(usual: Envelope, telemetry: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _distances(usual: StepwiseStats, telemetry: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """z of runs `[n, T, d]`, and z at the step before each, 0 before the first."""
     z = clipped(usual.standardise(telemetry), np)
     return z, np.concatenate([np.zeros_like(z[:, :1]), z[:, :-1]], axis=1)

@@ -28,7 +28,7 @@ LEAST = 0.1
 """The least spread of a step, in parts of the average over steps with any: so that runs alike by chance have one."""
 
 
-class Envelope(NamedTuple):
+class StepwiseStats(NamedTuple):
     """Mean and standard deviation at each of T steps.
 
     Attributes:
@@ -40,7 +40,7 @@ class Envelope(NamedTuple):
     std: Any
 
     @classmethod
-    def of(cls, clean: np.ndarray) -> Envelope:
+    def of(cls, clean: np.ndarray) -> StepwiseStats:
         """That of clean runs `[n, T, ...]`; values that are not finite are left out.
 
         The mean is of one step alone, for it may move fast; distances from it are pooled over the neighbouring steps.
@@ -59,7 +59,7 @@ class Envelope(NamedTuple):
             std = np.where(count > 0, np.maximum(np.maximum(std, LEAST * average), least), np.nan)
         return cls(mean, std)
 
-    def where_still(self, clean: np.ndarray) -> Envelope:
+    def where_still(self, clean: np.ndarray) -> StepwiseStats:
         """The same with an infinite spread at steps at which, and near which, no clean run `[n, T, ...]` differs."""
         seen = np.isfinite(clean)
         lowest, highest = (
@@ -124,7 +124,7 @@ def latest(y: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def filled(
-    telemetry: Envelope, recorded: Any, step: jax.Array, y: jax.Array, seen: jax.Array
+    telemetry: StepwiseStats, recorded: Any, step: jax.Array, y: jax.Array, seen: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A step's telemetry `[d]`, what was seen, and whether the step is in a gap, inside a JAX program.
 

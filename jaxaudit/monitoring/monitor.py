@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.channels import Channels, series
-from jaxaudit.monitoring.scorer import Reference, Scorer, Yardstick, by_other_parts
+from jaxaudit.monitoring.scorer import Reference, ScoreNormalizer, Scorer, by_other_parts
 from jaxaudit.runtime import npz
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Expectation:
     channels: Channels
     params: Params
     reference: Reference
-    yardstick: Yardstick
+    yardstick: ScoreNormalizer
 
     @classmethod
     def of(
@@ -92,7 +92,7 @@ class Expectation:
             reference = model.refer(params, y[referred], seen[referred])
             return model.score_runs(params, reference, y[scored], seen[scored])[0]
 
-        yardstick = Yardstick.of(by_other_parts(score, len(y)))
+        yardstick = ScoreNormalizer.of(by_other_parts(score, len(y)))
         return cls(model, channels, params, single_precision(model.refer(params, y, seen)), yardstick)
 
     def scores(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -302,7 +302,7 @@ class Monitor:
             Channels(tuple(description["channels"]), **standards),
             _nested(arrays, "params/"),
             _restored(model.blank(), arrays, "reference"),
-            _restored(Yardstick(none, none), arrays, "yardstick"),
+            _restored(ScoreNormalizer(none, none), arrays, "yardstick"),
         )
         return cls(expectation, arrays["clean"], description["gaps"])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxaudit.monitoring.envelope import Envelope
+from jaxaudit.monitoring.envelope import StepwiseStats
 
 if TYPE_CHECKING:
     import jax
@@ -29,7 +29,7 @@ class Reference(Protocol):
     """
 
     @property
-    def telemetry(self) -> Envelope:
+    def telemetry(self) -> StepwiseStats:
         """Each channel's latest standardised value, `[T, d]`."""
 
     def whitened(self, latents: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ def by_other_parts(score: Callable[[np.ndarray, np.ndarray], np.ndarray], runs: 
     return np.concatenate([score(part == i, part != i) for i in range(part.max() + 1)])
 
 
-class Yardstick(NamedTuple):
+class ScoreNormalizer(NamedTuple):
     """By which scores of different kinds become one: what the largest of a clean run's steps is usually like.
 
     Attributes:
@@ -114,7 +114,7 @@ class Yardstick(NamedTuple):
     spread: Any
 
     @classmethod
-    def of(cls, scores: np.ndarray) -> Yardstick:
+    def of(cls, scores: np.ndarray) -> ScoreNormalizer:
         """Of clean runs' scores `[n, T, S]`."""
         largest: np.ndarray = np.log(np.maximum(np.max(scores, axis=1), LEAST))
         middle = np.median(largest, axis=0)

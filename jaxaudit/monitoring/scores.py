@@ -19,7 +19,7 @@ from flax import struct
 
 from jaxaudit.analysis.statistics.whitening import whitening
 from jaxaudit.monitoring.charts import NONE, Chart, ChartProgress, ChartReference, averaged, squared_weights
-from jaxaudit.monitoring.envelope import SHRINKAGE, Envelope, filled, in_gap
+from jaxaudit.monitoring.envelope import SHRINKAGE, StepwiseStats, filled, in_gap
 from jaxaudit.monitoring.model import Innovations, MetaStateModel, Params, State, follow
 from jaxaudit.monitoring.scanned import Scanned
 from jaxaudit.monitoring.training import Training, train_one
@@ -54,13 +54,13 @@ class CleanReference(NamedTuple):
       chart: what they look like without it.
     """
 
-    innovations: Envelope
-    latents: Envelope
+    innovations: StepwiseStats
+    latents: StepwiseStats
     decorrelate: tuple[Any, Any]
     chart: ChartReference
 
     @property
-    def telemetry(self) -> Envelope:
+    def telemetry(self) -> StepwiseStats:
         """Each channel's latest standardised value, `[T, d]`."""
         return self.chart.telemetry
 
@@ -156,7 +156,7 @@ def refer(model: MetaStateModel, params: Params, y: np.ndarray, seen: np.ndarray
         np.where(unexpected, np.nan, np.asarray(found.standardised)),
         np.where(gap, np.nan, np.asarray(latents)),
     )
-    envelopes = [Envelope.of(x) for x in series]
+    envelopes = [StepwiseStats.of(x) for x in series]
     matrices = [whitening(e.standardise(x), SHRINKAGE) for e, x in zip(envelopes, series, strict=True)]
     innovations, usual = envelopes
     return CleanReference(innovations, usual, (matrices[0], matrices[1]), chart)
@@ -191,7 +191,9 @@ class StateSpace(Scanned):
 
     def blank(self) -> CleanReference:
         """A reference in whose shape one is read."""
-        return CleanReference(Envelope(NONE, NONE), Envelope(NONE, NONE), (NONE, NONE), ChartReference.blank())
+        return CleanReference(
+            StepwiseStats(NONE, NONE), StepwiseStats(NONE, NONE), (NONE, NONE), ChartReference.blank()
+        )
 
     def begin(self: MetaStateModel, params: Params, channels: int) -> Progress:
         """Before a run's first step."""

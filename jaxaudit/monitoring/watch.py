@@ -20,7 +20,7 @@ from jaxaudit.monitoring.scorer import Carry
 
 @dataclass(frozen=True, eq=False)
 class MonitorWatch:
-    """A monitor as a program's `Watch`. One is equal to itself alone, so that a program is compiled for it.
+    """A monitor as a program's `InLoopMonitor`. One is equal to itself alone, so that a program is compiled for it.
 
     Attributes:
       expectation: the monitor's.

@@ -13,7 +13,7 @@ import xarray as xr
 from jaxaudit.analysis.run_reader import CONTROL, Run, cadence, has_rows, measured_near, rows_at
 from jaxaudit.core.channel_names import PERFORMANCE_ERROR
 from jaxaudit.monitoring.channels import measured, repeated, series
-from jaxaudit.monitoring.envelope import Envelope, forward_filled
+from jaxaudit.monitoring.envelope import StepwiseStats, forward_filled
 from jaxaudit.report import lines
 from jaxaudit.report.page import Block, Details, RowsSection, Section, Shown, ShownRow, ShownWord
 from jaxaudit.report.series import CONTROL_KEY, Panel, PlotLine
@@ -65,7 +65,7 @@ def first_signals(run: Run) -> pd.DataFrame:
 def _judge(clean: np.ndarray, onset: int) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
     """Limits `[d]` of controls `[n, T, d]`, and what gives scores `[n, T - onset, d]` of lanes of the same seeds."""
     filled = forward_filled(clean)
-    others = [Envelope.of(np.delete(filled, seed, axis=0)) for seed in range(len(filled))]
+    others = [StepwiseStats.of(np.delete(filled, seed, axis=0)) for seed in range(len(filled))]
 
     def scores(lanes: np.ndarray) -> np.ndarray:
         whole = forward_filled(lanes)

@@ -15,7 +15,7 @@ from jaxaudit.core.batches import Plan, layout
 from jaxaudit.core.grid import Grid
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution import memory
-from jaxaudit.execution.autotune import many, settle
+from jaxaudit.execution.autotune import autotune, many
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
@@ -224,7 +224,7 @@ def _fill(spec: Spec, store: Folder, lay_out: Layout, source: Path | None) -> tu
         grid = replace(grid, program=replace(grid.program, execution="vmap"))
     if like is None:
         grid = _mapped(grid, deal(grid, grid.batch), lay_out)
-        grid, measured = interruptible(partial(settle, grid, rows, deal, beside=lay_out.beside))
+        grid, measured = interruptible(partial(autotune, grid, rows, deal, beside=lay_out.beside))
         _tell_choice(grid, measured)
     else:
         grid, taken = _planned_like(like, spec, grid)

@@ -87,7 +87,7 @@ def misfits(
     parts = [part for perturbation in perturbations for part in perturbation.parts]
     trial = _Trial(steps=steps, perturbations=parts)
     trace(learner, trial)
-    sites = trial.sites.told(learner)
+    sites = trial.sites.with_bounds_of(learner)
     reasons = iter(
         [
             trial.refused.get(i) or site_misfit(part, sites) or (None if monitored else _waits(part))

@@ -41,7 +41,7 @@ def test_the_fastest_is_taken(monkeypatch, quick, fastest):
     speeds = {id(candidate): 2.0 if name == fastest else 1.0 for name, candidate in candidates.items()}
     monkeypatch.setattr(choice, "candidates", lambda grid: candidates)
     monkeypatch.setattr(choice, "_speed", lambda candidate, *_: (speeds[id(candidate)], 3))
-    chosen, measured = choice.settle(grid("auto"), 12)
+    chosen, measured = choice.autotune(grid("auto"), 12)
     assert measured == {name: 2.0 if name == fastest else 1.0 for name in candidates}
     assert chosen.program.execution == fastest.split()[0]
     assert len(chosen.program.devices) == (1 if "one" in fastest else 2)
@@ -49,7 +49,7 @@ def test_the_fastest_is_taken(monkeypatch, quick, fastest):
 
 def test_what_was_chosen_is_not_measured():
     for execution in ("vmap", "map", 2):
-        chosen, measured = choice.settle(grid(execution), 12)
+        chosen, measured = choice.autotune(grid(execution), 12)
         assert chosen == grid(execution)
         assert measured == {}
 
@@ -64,12 +64,12 @@ def test_what_does_not_fit_is_left_out(monkeypatch, quick):
 
     monkeypatch.setattr(choice, "_speed", speed)
     crowded = False
-    chosen, measured = choice.settle(grid("auto"), 12)
+    chosen, measured = choice.autotune(grid("auto"), 12)
     assert measured == {"map on one device": 1.0}
     assert len(chosen.program.devices) == 1
     crowded = True
     with pytest.raises(UserError, match="no way to run the lanes fits in memory: RESOURCE_EXHAUSTED"):
-        choice.settle(grid("auto", devices=1), 12)
+        choice.autotune(grid("auto", devices=1), 12)
 
 
 @pytest.mark.exhaustive
@@ -83,11 +83,11 @@ def test_an_audit_tells_what_was_chosen():
 
 @pytest.mark.exhaustive
 def test_speeds_are_lane_steps_per_second():
-    chosen, measured = choice.settle(grid("auto"), 12)
+    chosen, measured = choice.autotune(grid("auto"), 12)
     assert set(measured) == {"vmap", "map", "map on one device"}
     assert all(0 < speed < 1e7 for speed in measured.values())
     assert chosen.program.execution in ("vmap", "map")
-    alone, measured = choice.settle(grid("auto", devices=1), 12)
+    alone, measured = choice.autotune(grid("auto", devices=1), 12)
     assert set(measured) == {"vmap", "map"}
     assert len(alone.program.devices) == 1
 
@@ -128,7 +128,7 @@ def test_gpus_with_many_lanes_run_them_side_by_side(monkeypatch, quick, lanes, m
         return 2.0, lanes
 
     monkeypatch.setattr(choice, "_speed", speed)
-    chosen, found = choice.settle(on_gpus(grid("auto")), 12)
+    chosen, found = choice.autotune(on_gpus(grid("auto")), 12)
     assert set(found) == measured
     assert chosen.program.execution == ("map" if lanes == "none" else "vmap")
 
@@ -142,7 +142,7 @@ def test_it_is_the_lanes_that_memory_has_room_for_that_count():
 
 def test_cpus_measure_all_ways_however_many_lanes(monkeypatch, quick):
     monkeypatch.setattr(choice, "_speed", lambda *_: (1.0, 1000))
-    assert len(choice.settle(grid("auto"), 12)[1]) == 3
+    assert len(choice.autotune(grid("auto"), 12)[1]) == 3
 
 
 MAPPED = header(audit='execution = "map"') + THREE

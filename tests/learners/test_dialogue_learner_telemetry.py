@@ -89,9 +89,9 @@ def iteration():
         dialogue = made_of.dialogue.bind(data.dialogue)
         taps = Taps(0, 4, data=data)
         experience = made_of.collector.collect(models, dialogue, data.numbers, key, taps)
-        after, visited = made_of.improved(state, None, data.numbers, experience, key, taps)
+        after, visited = made_of.update_epochs(state, None, data.numbers, experience, key, taps)
         trained = Models(after.policy.params, after.critic.params, reference=reference, initial=state.initial)
-        found = state.told.update(made_of.read(models, trained, state, experience, visited))[1]
+        found = state.told.update(made_of.compute_telemetry(models, trained, state, experience, visited))[1]
         held = held_out.measure(made_of.collector, trained, dialogue, data.numbers, experience)
         found |= state.measured.update(held)[1]
         hidden = made_of.policy.hidden(after.policy.params, None, experience.batch.rows)

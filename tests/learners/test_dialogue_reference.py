@@ -46,8 +46,8 @@ AFTER = 1e-4
 class Watched(DialogueLearner):
     """A learner whose `seen` holds, after a step was traced, what passed between its methods."""
 
-    def improved(self, state, base, numbers, experience, key, taps):
-        after, visited = super().improved(state, base, numbers, experience, key, taps)
+    def update_epochs(self, state, base, numbers, experience, key, taps):
+        after, visited = super().update_epochs(state, base, numbers, experience, key, taps)
         self.seen = {"experience": experience, "visited": visited}
         return after, visited
 

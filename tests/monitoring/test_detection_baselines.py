@@ -30,7 +30,7 @@ from jaxaudit.monitoring.baselines import (
     standard,
 )
 from jaxaudit.monitoring.calibration import threshold
-from jaxaudit.monitoring.envelope import HALF_WIDTH, Envelope, forward_filled, least_spread
+from jaxaudit.monitoring.envelope import HALF_WIDTH, StepwiseStats, forward_filled, least_spread
 
 CHANNELS = ("performance", "loss", "gradient_norm", "rate", "seldom", "never", "layer_gradient_norm[h/0]")
 
@@ -182,7 +182,7 @@ def test_the_envelope_is_of_each_step_and_its_neighbours():
     clean = np.random.default_rng(0).normal(size=(9, 40)) * np.linspace(1, 5, 40)
     clean[:, :4] = np.nan
     clean[2, :11] = np.nan
-    envelope = Envelope.of(clean)
+    envelope = StepwiseStats.of(clean)
     mean = np.array([np.nanmean(clean[:, t]) if t >= 4 else np.nan for t in range(40)])
     np.testing.assert_allclose(envelope.mean, mean)
     for t in range(4, 40):
@@ -200,7 +200,7 @@ def test_the_envelope_is_of_each_step_and_its_neighbours():
 def test_standardised_clean_runs_have_unit_variance_along_a_steep_trend():
     trend = 100 * np.exp(-np.arange(200) / 5)
     random = np.random.default_rng(0)
-    envelope = Envelope.of(trend + random.normal(size=(20, 200)))
+    envelope = StepwiseStats.of(trend + random.normal(size=(20, 200)))
     z = envelope.standardise(trend + random.normal(size=(2000, 200)))
     np.testing.assert_allclose(z.std(axis=0), 1, atol=0.2)
     np.testing.assert_allclose(z.mean(axis=0), 0, atol=4 / np.sqrt(20))
@@ -232,7 +232,7 @@ def test_cusum_is_the_tabular_one():
             up, down = max(0.0, value - 0.5 + up), max(0.0, -0.5 - value + down)
             wanted[run, t] = max(up, down)
     np.testing.assert_allclose(cusum(z, 0.5), wanted, rtol=1e-12)
-    envelope = Envelope.of(z)
+    envelope = StepwiseStats.of(z)
     np.testing.assert_array_equal(one_channel(CUSUM("x", slack=0.3), z, z), cusum(envelope.standardise(z), 0.3))
 
 

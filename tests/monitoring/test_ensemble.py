@@ -14,7 +14,7 @@ from jaxaudit.monitoring import ensemble
 from jaxaudit.monitoring.channels import Channels
 from jaxaudit.monitoring.charts import Chart
 from jaxaudit.monitoring.ensemble import Ensemble, Location, autoregression
-from jaxaudit.monitoring.envelope import LEAST, Envelope
+from jaxaudit.monitoring.envelope import LEAST, StepwiseStats
 from jaxaudit.monitoring.folder import QUANTILES, over_lanes
 from jaxaudit.monitoring.monitor import Monitor, single_precision
 from jaxaudit.monitoring.scanned import score_all
@@ -231,7 +231,7 @@ def test_a_step_at_which_all_runs_are_alike_by_chance_has_a_spread():
     """A share of clipped ratios that is 0 in ten runs at a step may be anything usual in the eleventh."""
     runs = np.random.default_rng(0).normal(size=(10, 60, 1))
     runs[:, 20:40] = 0
-    spread = Envelope.of(runs).std[:, 0]
+    spread = StepwiseStats.of(runs).std[:, 0]
     assert np.isclose(spread[30], LEAST * spread[spread > spread[30]].mean(), rtol=0.01)
     assert spread[50] > 5 * spread[30]
 

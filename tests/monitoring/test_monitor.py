@@ -16,9 +16,9 @@ from jaxaudit.monitoring.calibration import rate_interval
 from jaxaudit.monitoring.channels import Channels
 from jaxaudit.monitoring.charts import Chart, ChartReference
 from jaxaudit.monitoring.ensemble import Ensemble
-from jaxaudit.monitoring.envelope import Envelope
+from jaxaudit.monitoring.envelope import StepwiseStats
 from jaxaudit.monitoring.monitor import DEFAULT, MODELS, Expectation, Monitor
-from jaxaudit.monitoring.scorer import Yardstick
+from jaxaudit.monitoring.scorer import ScoreNormalizer
 from jaxaudit.monitoring.scores import SCORES, TELEMETRY, CleanReference, begin, score
 from jaxaudit.monitoring.state_space import GRU, LRU, Kalman
 from jaxaudit.monitoring.training import Training
@@ -139,7 +139,7 @@ def test_the_most_unusual_kind_is_told(monitor):
     after = found.isel(step=slice(95, 100))
     assert (after.score > monitor.threshold(0.05)).all()
     assert set(after.most.values.ravel()) <= set(SCORES)
-    yardstick = Yardstick(np.zeros(2), np.ones(2))
+    yardstick = ScoreNormalizer(np.zeros(2), np.ones(2))
     assert float(yardstick.combine(np.array([1.0, np.e]))) == pytest.approx(1)
 
 
@@ -217,14 +217,14 @@ def test_an_unknown_model_is_refused():
 @pytest.mark.parametrize("model", [LRU(size=2), GRU(size=3, hidden=(4,)), Kalman(size=2)], ids=["lru", "gru", "kalman"])
 def test_a_saved_monitor_is_the_same(tmp_path, model):
     random = np.random.default_rng(0)
-    envelopes = [Envelope(*random.normal(size=(2, 9, 4)).astype(np.float32)) for _ in range(3)]
+    envelopes = [StepwiseStats(*random.normal(size=(2, 9, 4)).astype(np.float32)) for _ in range(3)]
     matrices = random.normal(size=(3, 4, 4))
     reference = CleanReference(
         *envelopes[:2], tuple(matrices[:2]), ChartReference(envelopes[2], np.ones((9, 4)), matrices[2])
     )
     channels = Channels.of(NAMES, runs(0).values)
     params = jax.jit(lambda key: model.init(key, len(NAMES)))(jax.random.key(0))
-    known = Expectation(model, channels, params, reference, Yardstick(np.zeros(S), np.ones(S)))
+    known = Expectation(model, channels, params, reference, ScoreNormalizer(np.zeros(S), np.ones(S)))
     monitor = Monitor(known, np.arange(9.0), gaps=True)
     monitor.save(tmp_path / "monitor.npz")
     again = Monitor.load(tmp_path / "monitor.npz")
@@ -276,7 +276,7 @@ def test_what_a_monitor_cannot_be_fitted_to_is_refused(monitor):
 def test_scores_are_compared_in_spreads_of_clean_runs():
     """Whose largest ones are at 0 in the median, and at 1 in the 97th percentile."""
     largest = np.random.default_rng(0).lognormal((1, 3), (0.5, 2), size=(5001, 2))
-    known = Yardstick.of(np.stack([largest, largest / 2], axis=1))
+    known = ScoreNormalizer.of(np.stack([largest, largest / 2], axis=1))
     found = known.compare(largest, np)
     np.testing.assert_allclose(np.median(found, axis=0), 0, atol=1e-5)
     np.testing.assert_allclose(np.percentile(found, 97, axis=0), 1, atol=1e-5)

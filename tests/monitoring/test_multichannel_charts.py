@@ -20,7 +20,7 @@ from jaxaudit.monitoring.baselines import (
 from jaxaudit.monitoring.channels import Channels
 from jaxaudit.monitoring.charts import SHRINKAGE, Chart, ChartReference
 from jaxaudit.monitoring.comparison import DetectionSettings, compare
-from jaxaudit.monitoring.envelope import Envelope
+from jaxaudit.monitoring.envelope import StepwiseStats
 from jaxaudit.monitoring.scanned import score_all
 
 D, STEPS = 6, 40
@@ -48,7 +48,7 @@ def test_t2_is_the_quadratic_form_of_the_covariance():
     quarters = np.percentile(clean.reshape(-1, D), [25, 50, 75], axis=0)
     scale = (quarters[2] - quarters[0]) / 1.349
     y, other = (np.arcsinh((x - quarters[1]) / scale) for x in (clean, runs))
-    envelope = Envelope.of(y)
+    envelope = StepwiseStats.of(y)
     z, distance = ((x - envelope.mean) / envelope.std for x in (y, other))
     covariance = np.cov(z.reshape(-1, D).T)
     covariance = (1 - SHRINKAGE) * covariance + SHRINKAGE * np.trace(covariance) / D * np.eye(D)

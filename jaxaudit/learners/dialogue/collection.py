@@ -18,7 +18,7 @@ from jaxaudit.learners.dialogue.advantages import estimate, token_rewards
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.parts import Parts
-from jaxaudit.learners.dialogue.rows import Drawn, Experience, Recomputed, Rows, TrainingBatch
+from jaxaudit.learners.dialogue.rows import Experience, Recomputed, Rollout, Rows, TrainingBatch
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 
 POLICY, CRITIC, REWARD_MODEL = "policy", "critic", "reward_model"
@@ -123,7 +123,7 @@ class Collector:
         reward = taps("reward", scored, lengths=rows.lengths, **bound)
         kept = self.kept(rows)
         score = self._with_overlong_penalty(reward, rows, coefficients)
-        drawn = Drawn(rows, scored, reward, kept)
+        drawn = Rollout(rows, scored, reward, kept)
         index, kept = self._chosen(reward, kept)
         rows, sampled, score = jax.tree.map(lambda x: x[index], (rows, sampled, score))
         learnt, recomputed = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
@@ -210,7 +210,10 @@ class Collector:
 
         def read(params: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
             hidden = self.policy.hidden(params, models.base, rows)
-            return (*self.policy.told(hidden, self.policy.whole(params, models.base), rows, temperature), hidden)
+            return (
+                *self.policy.log_prob_and_entropy(hidden, self.policy.whole(params, models.base), rows, temperature),
+                hidden,
+            )
 
         own = rows.own & kept[:, None]
         recomputed = entropy = hidden = reference = reference_hidden = value = target = advantage = returns = None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxaudit.core.optimizer import Adam, Optimizer, UpdateStats, warmup_decay
+from jaxaudit.core.optimizer import Adam, Optimizer, OptimizerStats, warmup_decay
 from jaxaudit.core.remedy import Trained
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import Dialogue
@@ -26,7 +26,7 @@ from jaxaudit.learners.dialogue.rows import Experience, Rows, TrainingBatch
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.learners.dialogue.telemetry import vocabulary
 from jaxaudit.learners.dialogue.telemetry.channels import before_the_first, channels_of
-from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Tokens, Visited
+from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Tokens, UpdateStats
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, LastSeen, Measured, Statistics
 from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
@@ -264,13 +264,13 @@ class DialogueLearner:
         data: DialogueData = taps.data
         collect_key, order_key = jax.random.split(key)
         numbers, base, dialogue = data.numbers, self.base(data), self.dialogue.bind(data.dialogue)
-        state = self.disturbed(state, numbers, taps)
+        state = self.apply_state_taps(state, numbers, taps)
         models = self.models_of(state, data)
         acting = dataclasses.replace(models, reward_model=self.scoring_model(state.reward_model, taps))
         experience = self.collector.collect(acting, dialogue, numbers, collect_key, taps)
-        after, visited = self.improved(state, base, numbers, experience, order_key, taps)
+        after, visited = self.update_epochs(state, base, numbers, experience, order_key, taps)
         trained = self.models_of(after, data)
-        told, telemetry = state.told.update(self.read(models, trained, state, experience, visited))
+        told, telemetry = state.told.update(self.compute_telemetry(models, trained, state, experience, visited))
         telemetry["warm_start_success"] = state.warm_start_success
         measured, held = held_out.measure_when_due(
             self.collector, state.measured, trained, dialogue, numbers, experience, taps
@@ -289,7 +289,7 @@ class DialogueLearner:
             return reward_model
         return taps(REWARD_MODEL, reward_model, label=REWARD_MODEL)
 
-    def disturbed(self, state: DialogueState, numbers: Numbers, taps: Taps) -> DialogueState:
+    def apply_state_taps(self, state: DialogueState, numbers: Numbers, taps: Taps) -> DialogueState:
         """The state with what is trained and the reference tapped: what is changed there stays."""
         policy = Trained(
             *self.optimizer(POLICY, numbers).disturb(state.policy.params, state.policy.moments, taps, self.policy.init)
@@ -302,9 +302,9 @@ class DialogueLearner:
             reference = taps("reference", reference, label=POLICY, policy=policy.params)
         return dataclasses.replace(state, policy=policy, critic=critic, reference=reference)
 
-    def improved(
+    def update_epochs(
         self, state: DialogueState, base: Any, numbers: Numbers, experience: Experience, key: jax.Array, taps: Taps
-    ) -> tuple[DialogueState, Visited]:
+    ) -> tuple[DialogueState, UpdateStats]:
         """The state after epochs of minibatches, and what the updates tell."""
         settings = self.settings
         share = jnp.sum(experience.batch.learnt.own) / settings.minibatches
@@ -318,7 +318,7 @@ class DialogueLearner:
                 trained, state.reference, base, experience, batch, share, taps
             )
             context = {"loss": told["loss"]} | ({"approximate_kl": told["old_kl"]} if "old_kl" in told else {})
-            trained, done = self.followed(trained, numbers, gradient, taps, context)
+            trained, done = self.apply_updates(trained, numbers, gradient, taps, context)
             layers = jnp.sqrt(squares_by_group(gradient[POLICY])) if settings.telemetry == "full" else None
             squares = None
             if of_tool is not None:
@@ -326,7 +326,7 @@ class DialogueLearner:
                 by_source = jax.tree.map(jnp.add, by_source, apart)
                 squares = jnp.stack([optax.tree.norm(apart[source]) ** 2 for source in SOURCES])
             carry = trained, total.add(gradient[POLICY]), by_source
-            return carry, Visited(rows, tokens, told, done, layers, squares)
+            return carry, UpdateStats(rows, tokens, told, done, layers, squares)
 
         def epoch(taps: Taps, carry: Any, key: jax.Array) -> tuple[Any, Any]:
             order = shuffled(key, settings.units).reshape(settings.minibatches, size)
@@ -360,13 +360,13 @@ class DialogueLearner:
         settings = self.settings
         return settings.telemetry == "full" and settings.objective == "policy" and bool(self.dialogue.result_tokens)
 
-    def read(
+    def compute_telemetry(
         self,
         before: Models,
         after: Models,
         state: DialogueState,
         experience: Experience,
-        visited: Visited,
+        visited: UpdateStats,
     ) -> Statistics:
         """What the iteration's rows and updates tell, by the scales and counts of the state."""
         found = self.instruments.read(before, after, state.scales, state.results, experience, visited)
@@ -456,14 +456,14 @@ class DialogueLearner:
         now, then = logs(params), jax.lax.stop_gradient(logs(reference))
         return jnp.sum(jnp.exp(now) * (now - then), axis=-1)
 
-    def followed(
+    def apply_updates(
         self,
         trained: dict[str, Trained],
         numbers: Numbers,
         gradient: dict[str, Any],
         taps: Taps,
         context: dict[str, Any],
-    ) -> tuple[dict[str, Trained], dict[str, UpdateStats]]:
+    ) -> tuple[dict[str, Trained], dict[str, OptimizerStats]]:
         """One update of all that is trained; `context` is what remedies may read of the minibatch."""
         after, done = {}, {}
         for label, one in trained.items():

@@ -56,9 +56,11 @@ class Network:
         self, params: gpt2.Params, base: Any, rows: Rows, temperature: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Of each token given what stands before it, and the entropy there: float32 `[N, T]`, 0 at the first slot."""
-        return self.told(self.hidden(params, base, rows), self.whole(params, base), rows, temperature)
+        return self.log_prob_and_entropy(self.hidden(params, base, rows), self.whole(params, base), rows, temperature)
 
-    def told(self, hidden: jax.Array, whole: Any, rows: Rows, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def log_prob_and_entropy(
+        self, hidden: jax.Array, whole: Any, rows: Rows, temperature: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """`log_probabilities` of hidden states that are there already."""
         found = _told(hidden[:, :-1], whole, rows.tokens[:, 1:], temperature)
         return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), found)

@@ -91,7 +91,7 @@ class TrainingBatch:
 
 
 @struct.dataclass
-class Drawn:
+class Rollout:
     """All rows that were sampled, before any are left out, `[M]`.
 
     Attributes:
@@ -144,5 +144,5 @@ class Experience:
     batch: TrainingBatch
     coefficients: Coefficients
     temperature: Any
-    drawn: Drawn
+    drawn: Rollout
     recomputed: Recomputed

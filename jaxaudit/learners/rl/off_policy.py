@@ -14,7 +14,7 @@ import optax
 from flax import struct
 
 from jaxaudit.core.learner import Lasting
-from jaxaudit.core.optimizer import Adam, Optimizer, UpdateStats, finish
+from jaxaudit.core.optimizer import Adam, Optimizer, OptimizerStats, finish
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.coherence import unit_gradient
 from jaxaudit.learners.rl import settings as checks
@@ -353,7 +353,7 @@ class OffPolicy:
 
     def learn(
         self, taps: Taps, networks: Networks, *, buffer: jax.Array, key: jax.Array, count: jax.Array
-    ) -> tuple[Networks, tuple[Told, dict[str, UpdateStats]]]:
+    ) -> tuple[Networks, tuple[Told, dict[str, OptimizerStats]]]:
         """The updates that follow a vector step, and what they told, on average."""
         settings = self.settings
 
@@ -379,7 +379,7 @@ class OffPolicy:
 
     def improve(
         self, taps: Taps, networks: Networks, name: str, loss: Callable[[Params], tuple[jax.Array, Told]]
-    ) -> tuple[Networks, Told, UpdateStats]:
+    ) -> tuple[Networks, Told, OptimizerStats]:
         """One update of the parameters `name`, down the gradient of `loss(parameters) -> (scalar, what it tells)`."""
 
         def objective(params: Params) -> tuple[jax.Array, tuple[jax.Array, Told]]:
@@ -399,7 +399,7 @@ class OffPolicy:
 
     def improve_actor(
         self, taps: Taps, networks: Networks, batch: Transitions, key: jax.Array
-    ) -> tuple[Networks, Told, dict[str, UpdateStats]]:
+    ) -> tuple[Networks, Told, dict[str, OptimizerStats]]:
         """One update of the actor, and of what else is trained as often."""
         coefficients = self.tapped_coefficients(taps, networks)
         loss = partial(self.actor_loss, networks=networks, batch=batch, key=key, coefficients=coefficients)
@@ -427,7 +427,7 @@ class OffPolicy:
         target = jax.tree.map(lambda slow, fast: slow + tau * (fast - slow), networks.target, online)
         return dataclasses.replace(networks, target=target)
 
-    def update_telemetry(self, updates: dict[str, UpdateStats]) -> Told:
+    def update_telemetry(self, updates: dict[str, OptimizerStats]) -> Told:
         """Gradient norms and learning rates of actor and critics; of both, their average, and the norm of the pair."""
         actor, critic = updates["actor"], updates["critic"]
         return {

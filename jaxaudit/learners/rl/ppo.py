@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit.core.learner import Learner
-from jaxaudit.core.optimizer import Adam, Optimizer, UpdateStats, linear_to_zero
+from jaxaudit.core.optimizer import Adam, Optimizer, OptimizerStats, linear_to_zero
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl import settings as checks
 from jaxaudit.learners.rl.coherence import gradient_coherence
@@ -156,7 +156,7 @@ class PPO(OnPolicy):
             "clip_fraction": jnp.mean(self.beyond(ratio, bounds).astype(jnp.float32)),
         }
 
-    def update_telemetry(self, parts: dict[str, jax.Array], updates: UpdateStats) -> dict[str, jax.Array]:
+    def update_telemetry(self, parts: dict[str, jax.Array], updates: OptimizerStats) -> dict[str, jax.Array]:
         """Means over the minibatches; distances from the old policy over the last epoch."""
         last_epoch = ("approximate_kl", "clip_fraction")
         telemetry = {name: jnp.mean(x[-1] if name in last_epoch else x) for name, x in parts.items()}

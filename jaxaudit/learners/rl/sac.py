@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit.core.learner import Learner
-from jaxaudit.core.optimizer import UpdateStats
+from jaxaudit.core.optimizer import OptimizerStats
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl import settings as checks
 from jaxaudit.learners.rl.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params, Told
@@ -148,7 +148,7 @@ class SAC(OffPolicy):
 
     def improve_actor(
         self, taps: Taps, networks: Networks, batch: Transitions, key: jax.Array
-    ) -> tuple[Networks, Told, dict[str, UpdateStats]]:
+    ) -> tuple[Networks, Told, dict[str, OptimizerStats]]:
         """One update of the actor, and of the temperature where it is tuned."""
         networks, told, updates = super().improve_actor(taps, networks, batch, key)
         if self.settings.automatic_entropy:

@@ -14,7 +14,7 @@ from jaxaudit.core.grid import Grid, plan
 from jaxaudit.core.learner import Learner
 from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.core.program import Execution
-from jaxaudit.execution.autotune import settle
+from jaxaudit.execution.autotune import autotune
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.runs.margins.directions import directions
 from jaxaudit.runs.margins.pool import baseline, fit, in_turn, rounds
@@ -113,7 +113,7 @@ def margin(
         matmul_precision=matmul_precision,
         tail=0,
     )
-    grid, _ = settle(grid, chunk_size(steps))
+    grid, _ = autotune(grid, chunk_size(steps))
     engine, batches, lines = fit(grid, lay_out(grid, perturbations, chosen), chunk_size(steps), baseline=True)
     stages = baseline(engine, batches, windows)
     probes: list[Probe] = []

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.core.optimizer import UpdateStats
+from jaxaudit.core.optimizer import OptimizerStats
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
 from jaxaudit.learners.dialogue import advantages, loss_terms, policy_loss
 from jaxaudit.learners.dialogue.collection import Models, longest
@@ -53,7 +53,7 @@ class Tokens:
 
 
 @struct.dataclass
-class Visited:
+class UpdateStats:
     """What the updates of an iteration tell, `[epochs, minibatches, ...]`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Visited:
     rows: Any
     tokens: Tokens | None
     told: dict[str, Any]
-    done: dict[str, UpdateStats]
+    done: dict[str, OptimizerStats]
     layers: Any
     squares: Any
     coherence: Any = None
@@ -109,7 +109,7 @@ class Instruments:
         scales: Mapping[str, rewards.Scale],
         results: Bigrams | None,
         experience: Experience,
-        visited: Visited,
+        visited: UpdateStats,
     ) -> Statistics:
         """All statistics of an iteration.
 
@@ -196,7 +196,7 @@ class Instruments:
             found |= policy.mismatch(learnt.sampled, recomputed.log_probability, masks)
         return found
 
-    def of_ratios(self, whole: Any, experience: Experience, visited: Visited, later_hidden: Any) -> Statistics:
+    def of_ratios(self, whole: Any, experience: Experience, visited: UpdateStats, later_hidden: Any) -> Statistics:
         """Of the ratios, over all minibatches as visited and, with `later_hidden`, of all rows after the last."""
         rows, learnt, coefficients = experience.batch.rows, experience.batch.learnt, experience.coefficients
         masks = self.masks(rows.role, learnt.own)
@@ -210,7 +210,7 @@ class Instruments:
                 name: Measured(statistic.value[:, None], statistic.count[:, None])
                 for name, statistic in low_high.items()
             }
-        new = self.policy.told(later_hidden, whole, rows, experience.temperature)[0]
+        new = self.policy.log_prob_and_entropy(later_hidden, whole, rows, experience.temperature)[0]
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (new, learnt.old))
         last = jnp.broadcast_to(loss_terms.RATIOS[self.settings.ratio](new, old, learnt.own), learnt.own.shape)
         counts = denominators(learnt.own, longest(self.dialogue))
@@ -228,7 +228,7 @@ class Instruments:
         )
         return policy.at_moments(both)
 
-    def of_updates(self, visited: Visited) -> Statistics:
+    def of_updates(self, visited: UpdateStats) -> Statistics:
         """Of losses, gradients and what the optimizer did; updates without a gradient have no direction."""
         done, told = visited.done[POLICY], visited.told
         there = jnp.asarray(1)
