@@ -1,4 +1,4 @@
-"""`python -m jaxaudit`."""
+"""Runs the command line: `python -m jaxaudit`."""
 
 from jaxaudit.cli.main import entry
 

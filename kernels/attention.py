@@ -51,7 +51,6 @@ def _attend(query, key, value, seen):
 
 
 def _probabilities(query, key, seen):
-    """Float32 `[B, heads, queries, keys]`."""
     scores = jnp.einsum("bhqd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
     return jax.nn.softmax(jnp.where(seen, scores / np.sqrt(query.shape[-1]), -jnp.inf))
 

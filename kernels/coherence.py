@@ -238,7 +238,6 @@ class CoherenceSum:
         )
 
     def mean_pairwise_cosine(self) -> jax.Array:
-        """As `mean_pairwise_cosine` of the stack; scalar."""
         return _mean_pairwise(_squared_norm(self.unit_sum), self.nonzero)
 
     def m_coherence(self) -> jax.Array:

@@ -149,7 +149,6 @@ class _Logits:
 
     @property
     def losses(self) -> jax.Array:
-        """Of each token, `[block]`."""
         of_label = jnp.take_along_axis(self.values, self._labels[:, None], axis=1)[:, 0]
         normalizer = (jnp.log(self._total) + self._largest)[:, 0]
         return normalizer - (1.0 - self._smoothing) * of_label - self._smoothing * self.values.mean(axis=1)

@@ -113,7 +113,7 @@ def undeclared_gaps(data: xr.Dataset) -> str:
 
 
 def lane_table(lanes: xr.Dataset) -> pd.DataFrame:
-    """One row for every lane."""
+    """Returns a table with one row for every lane: its coordinates and metrics."""
     columns = ["seed", "condition", "perturbation", "dimension", "site", "magnitude", "neutral", "onset", "duration"]
     columns += ["target"]
     table = lanes.to_dataframe().reset_index()
@@ -222,7 +222,7 @@ class Result:
 
     @cached_property
     def lanes(self) -> xr.Dataset:
-        """Per lane, dims (seed, condition)."""
+        """The metrics of each lane, with dimensions (seed, condition)."""
         return lane_metrics(self.telemetry, self.settings)
 
     @cached_property

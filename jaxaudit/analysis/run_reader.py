@@ -42,7 +42,7 @@ class Word:
 
     @property
     def own(self) -> bool:
-        """Whether the policy wrote it."""
+        """Returns whether the policy wrote the token, bool of the tokens' shape."""
         return self.role == OWN
 
 
@@ -55,7 +55,7 @@ class HeldOutRow:
 
 
 def has_rows(telemetry: xr.Dataset) -> bool:
-    """Whether a run stored any."""
+    """Returns whether a run stored any held-out rows."""
     return {TOKENS, ROLES, LOG_PROBABILITIES, REWARDS} <= set(telemetry.data_vars)
 
 
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The audit's name, else the folder's."""
+        """The name that the spec gives the audit, or the folder's name."""
         return str(self.spec.get("audit", {}).get("name") or self.folder.resolve().name)
 
     @property
@@ -142,7 +142,7 @@ class Run:
 
     @property
     def seeds(self) -> int:
-        """How many seeds."""
+        """The number of seeds in the telemetry."""
         return int(self.telemetry.sizes.get("seed", 1))
 
     @property
@@ -152,7 +152,7 @@ class Run:
         return int(planned) if isinstance(planned, int) else int(self.telemetry.sizes["step"])
 
     def setting(self, name: str, default: int) -> int:
-        """A window of `[metrics]`, steps."""
+        """Returns one of the windows in [metrics], in steps."""
         return int(self.spec.get("metrics", {}).get(name, default))
 
     @cached_property
@@ -220,7 +220,7 @@ class Run:
 
     @cached_property
     def performance(self) -> np.ndarray:
-        """J, float64 `[seed, condition, step]`."""
+        """The performance J, float64 `[seed, condition, step]`."""
         values = self.channel("performance")
         assert values is not None, "load() checks it"
         return values

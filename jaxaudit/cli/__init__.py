@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: `jaxaudit COMMAND`, one function for each command."""

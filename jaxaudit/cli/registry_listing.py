@@ -57,7 +57,6 @@ def perturbations() -> list[str]:
 
 
 def interventions() -> list[str]:
-    """The interventions, with their standard magnitudes."""
     return _kinds(registry.interventions)
 
 
@@ -72,7 +71,6 @@ def _kinds(known: registry.Registry) -> list[str]:
 
 
 def metrics() -> list[str]:
-    """The metrics, one a line."""
     known = {name: getattr(metric_functions, name) for name in TABLE_S5}
     known |= {name: registry.metrics[name] for name in registry.metrics}
     return aligned([(name, summary(known[name])) for name in known])

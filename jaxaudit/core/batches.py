@@ -51,7 +51,7 @@ class Batch:
 
     @property
     def numbers(self) -> np.ndarray:
-        """Of its lanes, within its group."""
+        """The numbers of the batch's lanes within their fork group."""
         return np.arange(self.first, self.first + len(self.seeds))
 
     @property
@@ -64,7 +64,7 @@ class Batch:
         return np.r_[values, np.repeat(values[:1], self.width - len(values))]
 
     def lanes(self, grid: Grid) -> Lanes:
-        """What its lanes do, `[width]`."""
+        """What the batch's lanes do, with leading axis `[width]`."""
         filling = [control(self.onset)] * (self.width - len(self.seeds))
         chosen = [*self.conditions, *filling] if self.disturbed else None
         return lanes_of(grid.program, np.array(grid.seeds)[self.positions], chosen)
@@ -104,7 +104,6 @@ def layout(grid: Grid, most: int | None = None, baseline: bool = True, parts: in
 
 
 def _conditions(grid: Grid, columns: np.ndarray) -> tuple[Condition, ...]:
-    """The conditions at some positions `[L]`."""
     return tuple(map(grid.conditions.__getitem__, columns.tolist()))
 
 

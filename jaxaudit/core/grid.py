@@ -63,12 +63,12 @@ class Grid:
 
     @property
     def steps(self) -> int:
-        """Steps of a run."""
+        """The number of steps of a run."""
         return self.program.steps
 
     @property
     def baseline_steps(self) -> int:
-        """Steps the baseline is trained for."""
+        """The number of steps that the baseline is trained for."""
         return min(self.forks[-1].onset + self.tail, self.steps)
 
     @property

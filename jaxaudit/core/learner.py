@@ -62,7 +62,7 @@ class Shapes(NamedTuple):
 
     @property
     def tree(self) -> Any:
-        """The pytree, of shapes."""
+        """Returns the pytree of the shapes."""
         return jax.tree.unflatten(self.structure, self.leaves)
 
 
@@ -118,7 +118,7 @@ class Channel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That its labels give."""
+        """The channel's own shape: the numbers of labels along its dimensions."""
         return tuple(len(labels) for _, labels in self.dims)
 
     @property
@@ -223,7 +223,7 @@ class Learner:
         object.__setattr__(self, "shapes", Shapes(structure, shapes))
 
     def channel(self, name: str) -> Channel:
-        """What is known of a channel."""
+        """Returns what is known of a channel; the defaults of `Channel` for one that is not described."""
         return self.channels.get(name, Channel())
 
     @property

@@ -64,7 +64,7 @@ class Adam:
         return first if self.rest is None else optax.chain(first, *self.rest)
 
     def init(self, params: Params) -> Any:
-        """The transformation's state."""
+        """Returns the optimizer state for parameters that were not updated yet."""
         return self.with_betas(*self.betas).init(params)
 
 
@@ -88,7 +88,7 @@ class Optimizer:
     outside: float = 0.0
 
     def init(self, params: Params) -> Any:
-        """The transformation's state."""
+        """Returns the optimizer state for parameters that were not updated yet."""
         return self.transform.init(params)
 
     def disturb(
@@ -122,7 +122,7 @@ class Optimizer:
     def follow(
         self, params: Params, state: Any, gradient: Params, used: jax.Array, taps: Taps, **context: Any
     ) -> tuple[Params, Any, OptimizerStats]:
-        """As `update`, with what `gradient` gave."""
+        """Makes the update for a gradient that `gradient` has returned; the results are those of `update`."""
         before, keep, scale = state, None, None
         if taps.helps("guard"):
             proposed = remedies.ProposedUpdate(gradient, state, jnp.ones(()), jnp.ones(()))

@@ -142,7 +142,7 @@ class Kind:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it has a state."""
+        """Whether perturbations of this kind have a state that lanes carry."""
         return self.init is not nothing
 
     def __call__(
@@ -194,27 +194,24 @@ class Perturbation:
 
     @property
     def name(self) -> str:
-        """Of its kind."""
+        """The name that specs, tables and telemetry use."""
         return self.kind.name
 
     @property
     def dimension(self) -> str:
-        """Of its kind."""
         return self.kind.dimension
 
     @property
     def site(self) -> str:
-        """Of its kind."""
         return self.kind.site
 
     @property
     def neutral(self) -> float:
-        """Of its kind."""
         return float(self.kind.neutral)
 
     @property
     def magnitudes(self) -> tuple[float, ...]:
-        """The magnitudes swept, one or more."""
+        """The magnitudes of the sweep, a tuple of one or more."""
         return self.magnitude.values if isinstance(self.magnitude, Sweep) else (self.magnitude,)
 
     @property
@@ -243,7 +240,7 @@ class Chain:
 
     @property
     def name(self) -> str:
-        """The parts' names, joined."""
+        """The name that specs, tables and telemetry use."""
         return "+".join(part.name for part in self.parts)
 
     @property
@@ -261,7 +258,7 @@ def chain(*perturbations: Perturbation | Chain) -> Chain:
 
 
 def retime(perturbation: Perturbation | Chain, when: Window) -> Perturbation | Chain:
-    """The same perturbation in another window."""
+    """Returns the same perturbation with another window."""
     if isinstance(perturbation, Chain):
         return Chain(tuple(replace(part, when=when) for part in perturbation.parts))
     return replace(perturbation, when=when)

@@ -168,7 +168,7 @@ def first_state(program: Program, data: Any, key: jax.Array) -> LaneState:
 
 
 def first_shapes(program: Program) -> LaneState:
-    """Shapes and dtypes of `first_state`."""
+    """Returns the shapes and dtypes of what `first_state` returns."""
     return jax.eval_shape(functools.partial(_unperturbed, program), program.learner.state_shapes)
 
 

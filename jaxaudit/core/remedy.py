@@ -105,7 +105,7 @@ class RemedyKind:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it has a state."""
+        """Whether remedies of this kind have a state that lanes carry."""
         return self.init is not nothing
 
     def __call__(self, strength: float | None = None) -> Remedy:

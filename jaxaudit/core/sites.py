@@ -129,11 +129,9 @@ class Recorder:
         return True
 
     def disturbed(self, *sites: str) -> jax.Array:
-        """False: nothing is."""
         return jnp.zeros((), bool)
 
     def idle(self, *sites: str) -> jax.Array:
-        """Nothing ever was."""
         return jnp.int32(NEVER)
 
     def fold_in(self, index: Any) -> Recorder:
@@ -160,7 +158,6 @@ class Recorder:
 
     @property
     def sites(self) -> Sites:
-        """What was noted."""
         context = {site: frozenset(names) for site, names in self.context.items()}
         numbers = dict(self.numbers)
         return Sites(

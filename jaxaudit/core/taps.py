@@ -607,7 +607,6 @@ def _where(chosen: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _as(new: Any, old: Any) -> Any:
-    """A tree in another's dtypes."""
     return jax.tree.map(lambda n, o: jnp.asarray(n).astype(jnp.asarray(o).dtype), new, old)
 
 

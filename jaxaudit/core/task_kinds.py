@@ -60,7 +60,7 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """What tables and messages call it."""
+        """The name of the task in tables and messages."""
 
     def make(self) -> Any:
         """What learners train on. Raises ValueError where it cannot be had."""
@@ -85,7 +85,7 @@ class Simulated(Protocol):
         """Whether the task's engine can run on a platform."""
 
     def simulated_by(self, engine: str) -> Task:
-        """The task with another engine."""
+        """Returns the same task, simulated by another engine."""
 
 
 def resolved(task: Task | None, platform: str) -> Task | None:

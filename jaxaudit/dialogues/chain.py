@@ -92,7 +92,7 @@ class ChainDialogue(Split):
         )
 
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Composed, Reply]:
-        """A start and functions."""
+        """Draws a start and the functions to compose."""
         order = jnp.arange(self.most_steps + 1)
 
         def task_of(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -169,7 +169,7 @@ class Dialogue:
         return self._reply(jnp.zeros((0,), jnp.int32), OWN, False)
 
     def end(self) -> Reply:
-        """The dialogue is over."""
+        """Returns the reply that ends the dialogue."""
         return self._reply(jnp.zeros((0,), jnp.int32), END, False)
 
     def prompt(self, tokens: Any, fresh: bool = False) -> Reply:
@@ -189,7 +189,7 @@ class Dialogue:
         return Reply(padded, jnp.int32(role), jnp.asarray(fresh, bool))
 
     def choose(self, condition: jax.Array, then: Reply, otherwise: Reply) -> Reply:
-        """One reply or the other."""
+        """Returns one reply where a condition holds, and the other elsewhere."""
         return jax.tree.map(lambda a, b: jnp.where(condition, a, b), then, otherwise)
 
 

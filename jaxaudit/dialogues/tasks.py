@@ -48,7 +48,7 @@ class DialogueTask:
 
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
-        """The registered dialogues."""
+        """Returns the registered dialogues with a line on each."""
         return [(name, summary(dialogues[name])) for name in dialogues]
 
 

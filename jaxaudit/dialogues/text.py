@@ -326,7 +326,7 @@ class TextDialogue(Dialogue):
         return bound
 
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Read, Reply]:
-        """A line."""
+        """Draws a line of the file and returns its prompt."""
         first, behind = self.between
         line = first + below(jax.random.uniform(key, (), jnp.float32), behind - first)
         verifier = VERIFIERS[self.verifier]

@@ -53,7 +53,6 @@ class Call:
 
 
 def begin() -> Call:
-    """No call."""
     zero, no = jnp.int32(0), jnp.zeros((), bool)
     return Call(
         place=jnp.int32(OUTSIDE),

@@ -25,16 +25,16 @@ MOST_DIGITS = 9
 
 
 class Verifier(Protocol):
-    """Compares texts with what was wanted."""
+    """Decides whether a text gives the answer that was wanted, reading it byte by byte."""
 
     def prepared(self, answers: Sequence[str]) -> Any:
         """The wanted answers of all lines, arrays in a pytree. Raises `Unusable` for one that cannot be wanted."""
 
     def wanted(self, answers: Any, line: jax.Array) -> Any:
-        """Those of one line."""
+        """Returns the wanted answer of one line, from what `prepared` has returned."""
 
     def begin(self, wanted: Any) -> Any:
-        """The state before the text."""
+        """Returns the state before the first byte."""
 
     def read(self, wanted: Any, state: Any, byte: jax.Array) -> Any:
         """The state after the text's next byte, int32."""
@@ -82,13 +82,13 @@ class Exact:
     """The text is the answer, but for white space before and after it."""
 
     def prepared(self, answers: Sequence[str]) -> Wanted:
-        """The answers' bytes."""
+        """Returns arrays of the wanted answers, one row for each line."""
         return _texts(answers, at_end=False)
 
     wanted = staticmethod(_at)
 
     def begin(self, wanted: Wanted) -> _Matched:
-        """Nothing is found."""
+        """Returns the state before the first byte."""
         return _Matched(jnp.int32(0), jnp.ones((), bool))
 
     def read(self, wanted: Wanted, state: _Matched, byte: jax.Array) -> _Matched:
@@ -115,23 +115,23 @@ class Contains:
     """The answer stands somewhere in the text."""
 
     def prepared(self, answers: Sequence[str]) -> Wanted:
-        """The answers' bytes."""
+        """Returns arrays of the wanted answers, one row for each line."""
         return _texts(answers, at_end=True)
 
     wanted = staticmethod(_at)
 
     def begin(self, wanted: Wanted) -> _Window:
-        """There was no byte."""
+        """Returns the state before the first byte."""
         return _Window(jnp.full(wanted.text.shape, -1, jnp.int32), jnp.zeros((), bool))
 
     def read(self, wanted: Wanted, state: _Window, byte: jax.Array) -> _Window:
-        """The last bytes are compared."""
+        """Returns the state after one more byte."""
         latest = jnp.append(state.bytes[1:], byte.astype(jnp.int32))
         before = jnp.arange(latest.size) < latest.size - wanted.size
         return _Window(latest, state.found | (before | (latest == wanted.text)).all())
 
     def right(self, wanted: Wanted, state: _Window) -> jax.Array:
-        """The answer was found."""
+        """Returns whether the text so far gives the wanted answer, bool."""
         return state.found
 
 
@@ -163,7 +163,7 @@ class Number:
     """The text's last number equals the answer's last number; commas in numbers are left out, as in 1,234.5."""
 
     def prepared(self, answers: Sequence[str]) -> _Number:
-        """The answers' last numbers."""
+        """Returns arrays of the wanted answers, one row for each line."""
         rows = []
         for line, answer in enumerate(answers):
             found = NUMBER.findall(answer.encode())
@@ -181,7 +181,7 @@ class Number:
     wanted = staticmethod(_at)
 
     def begin(self, wanted: _Number) -> _Reading:
-        """There was no number."""
+        """Returns the state before the first byte."""
         zero, no = jnp.int32(0), jnp.zeros((), bool)
         return _Reading(_Number(zero, zero, no, no), jnp.int32(OUTSIDE), zero, no)
 
@@ -229,7 +229,7 @@ class Regex:
     """The answer is a regular expression, and the text has a match of it."""
 
     def prepared(self, answers: Sequence[str]) -> dict[str, np.ndarray]:
-        """The answers' automata."""
+        """Returns arrays of the wanted answers, one row for each line."""
         try:
             return vars(patterns.compiled(answers))
         except Unusable as error:
@@ -240,15 +240,15 @@ class Regex:
         return {**answers, "starts": jnp.asarray(answers["starts"])[line]}
 
     def begin(self, wanted: dict[str, Any]) -> jax.Array:
-        """The automaton's first state."""
+        """Returns the state before the first byte."""
         return wanted["starts"]
 
     def read(self, wanted: dict[str, Any], state: jax.Array, byte: jax.Array) -> jax.Array:
-        """The automaton's next state."""
+        """Returns the state after one more byte."""
         return jnp.asarray(wanted["table"])[state, byte].astype(jnp.int32)
 
     def right(self, wanted: dict[str, Any], state: jax.Array) -> jax.Array:
-        """The automaton accepts."""
+        """Returns whether the text so far gives the wanted answer, bool."""
         return jnp.asarray(wanted["accepts"])[state]
 
 

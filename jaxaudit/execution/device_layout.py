@@ -40,7 +40,6 @@ def filled(program: Program, tree: Any, leading: int) -> Any:
 
 
 def filled_shapes(program: Program, tree: Any, leading: int) -> Any:
-    """Shapes of `filled`."""
 
     def one(x: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
         missing = _missing(program, x.shape, axes, leading)

@@ -27,7 +27,7 @@ class BatchSink(Protocol):
     """Where a batch begins, and where what it trains goes."""
 
     def source(self, onset: int) -> Source:
-        """The baseline's states at an onset."""
+        """Returns the baseline's states at an onset."""
 
     def restored(self, engine: Engine, batch: Batch) -> tuple[int, LaneState] | None:
         """The step up to which a batch is trained already, and its states there; None where it begins."""
@@ -88,19 +88,19 @@ class MemorySink:
         self._pieces: dict[int, list[ProgramPiece]] = {}
 
     def source(self, onset: int) -> Source:
-        """The baseline's states at an onset."""
+        """Returns the baseline's states at an onset."""
         return lambda seeds: self._pieces[onset]
 
     def restored(self, engine: Engine, batch: Batch) -> None:
-        """None: every batch begins."""
+        """Returns where a batch goes on; None where it begins."""
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
-        """Keeps the baseline's states at onsets."""
+        """Takes the states at a step."""
         if is_onset(self._grid, batch, step):
             self._pieces.setdefault(step, []).extend(engine.copies(batch, states))
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """Keeps telemetry."""
+        """Takes the telemetry of a chunk."""
         if not batch.disturbed:
             self.trained[batch.seeds, start:stop] = np.asarray(rows[PERFORMANCE])[: stop - start, : len(batch.seeds)].T
         if self.arrays:

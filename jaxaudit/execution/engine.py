@@ -222,7 +222,7 @@ class Engine:
         return self.forked(source(batch.onset), batch) if batch.disturbed else self.initial(batch)
 
     def initial(self, batch: Batch) -> LaneState:
-        """A batch's states at step 0."""
+        """Returns the states of a batch's lanes at step 0."""
         return self._timed(_initial, *self._key(batch))(self.data, self._placed(batch).seed)
 
     def forked(self, source: Source, batch: Batch) -> LaneState:
@@ -264,11 +264,11 @@ class Engine:
         return _lane_shapes(self.grid.program, batch.disturbed)
 
     def lane_bytes(self, batch: Batch) -> int:
-        """Bytes of one lane's state."""
+        """The size of one lane's state, in bytes."""
         return _bytes(self.lane_shapes(batch))
 
     def piece_bytes(self, batch: Batch) -> int:
-        """Bytes of a batch's largest piece."""
+        """The size of a batch's largest piece on the host, in bytes."""
         return min(self._piece_lanes(batch), len(batch.seeds)) * self.lane_bytes(batch)
 
     def placed_bytes(self, batch: Batch) -> int:
@@ -346,7 +346,6 @@ class Engine:
             self.compile_seconds += time.perf_counter() - begun
 
     def _placed(self, batch: Batch) -> Lanes:
-        """A batch's lanes, on the devices."""
         if self._latest is None or self._latest[0] is not batch:
             self._latest = batch, jax.device_put(batch.lanes(self.grid), _by_lane(self.grid.program))
         return self._latest[1]
@@ -503,7 +502,6 @@ def _filled(block: Any, piece: Any, places: jax.Array, count: jax.Array) -> Any:
 
 
 def _as_data(states: Any) -> Any:
-    """Random keys as their data."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, states)
 
 

@@ -114,7 +114,7 @@ class LanguageModelSettings:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens predicted in one step."""
+        """The number of tokens that are predicted in one step."""
         return self.batch_size * self.context
 
 
@@ -139,7 +139,7 @@ class Data:
 
 @struct.dataclass
 class LanguageModelState:
-    """Parameters, and the optimizer's state."""
+    """What a lane of the language model carries: parameters and the optimizer's state."""
 
     params: Any
     optimizer: Any
@@ -171,11 +171,9 @@ class LanguageModel:
         )
 
     def init_params(self, key: jax.Array) -> Params:
-        """Random parameters."""
         return gpt2.init_params(self.model, key)
 
     def init(self, key: jax.Array, data: Data) -> LanguageModelState:
-        """The state before the first step."""
         params = self.init_params(key) if data.start is None else data.start
         return LanguageModelState(params, self.optimizer.init(params))
 
@@ -186,7 +184,6 @@ class LanguageModel:
     def step(
         self, state: LanguageModelState, key: jax.Array, taps: Taps
     ) -> tuple[LanguageModelState, dict[str, jax.Array]]:
-        """One update."""
         before, optimizer = self.optimizer.disturb(state.params, state.optimizer, taps, self.init_params)
         tokens = self.read(key, taps)
         gradient, telemetry = self.gradient(before, tokens, taps)
@@ -276,7 +273,6 @@ class LanguageModel:
 
 
 def model_of(vocabulary: int, settings: LanguageModelSettings) -> gpt2.GPT2:
-    """The model of some settings."""
     size, dtype = gpt2.SIZES[settings.size], jnp.dtype(settings.precision)
     context = settings.positions or settings.context
     return gpt2.GPT2(vocabulary, context, size, dtype, settings.remat, attention=settings.attention)

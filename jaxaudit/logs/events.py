@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""Reads TensorBoard's event files."""
 
 from __future__ import annotations
 

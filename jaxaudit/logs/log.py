@@ -115,7 +115,7 @@ def shown(text: object) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names, one after the other."""
+    """Returns names joined by commas, the rest counted."""
     return ", ".join(map(shown, names)) or "none"
 
 

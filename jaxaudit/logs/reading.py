@@ -1,4 +1,4 @@
-"""Which format a log has."""
+"""Recognises the format of a log, and reads it."""
 
 from __future__ import annotations
 

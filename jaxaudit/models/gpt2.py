@@ -212,7 +212,6 @@ class Perceptron(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[B, T, width]` to the same."""
         inner = _gelu(along(dense(4 * x.shape[-1], 0.02, self.dtype, "c_fc")(x), None, None, MODEL))
         return along(dense(x.shape[-1], self.output_std, self.dtype, "c_proj")(inner), None, None, None)
 
@@ -230,7 +229,6 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[B, T, width]` to the same."""
         scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
         bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
         return layer_norm(x, scale, bias, 1e-5, self.dtype)
@@ -246,7 +244,6 @@ class Dense(nn.Dense):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., inputs]` to `[..., features]`."""
         y = super().__call__(x)
         y += over_rows(self.param("bias", nn.initializers.zeros, (self.features,)), y.shape, self.dtype)
         if not self.has_variable("params", "a"):
@@ -302,7 +299,6 @@ def dense(features: int, std: float, dtype: Any, name: str, heads: int = 0) -> D
 
 
 def _multiplied(x: jax.Array, weights: jax.Array, *_: Any, **__: Any) -> jax.Array:
-    """`product`, as `nn.Dense` calls it."""
     return product(x, weights)
 
 

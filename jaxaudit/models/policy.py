@@ -44,7 +44,6 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The network's output."""
         for width in self.hidden:
             x = self._dense(x, width, np.sqrt(2.0))
             x = self.activation(nn.LayerNorm()(x) if self.layer_norm else x)
@@ -78,7 +77,6 @@ class TwinCritic(nn.Module):
     layer_norm: bool = False
 
     def setup(self) -> None:
-        """Makes the two networks."""
         self.first = MLP(self.hidden, 1, activation=nn.relu, fan_in_uniform=True, layer_norm=self.layer_norm)
         self.second = MLP(self.hidden, 1, activation=nn.relu, fan_in_uniform=True, layer_norm=self.layer_norm)
 
@@ -104,19 +102,19 @@ class Head(Protocol):
 
     @property
     def outputs(self) -> int:
-        """Width of the network's last layer."""
+        """The number of outputs of the network's last layer."""
 
     def init_params(self) -> dict[str, jax.Array]:
-        """What is trained beside the network."""
+        """Returns the parameters that are trained beside the network's."""
 
     def distribution(self, output: jax.Array, params: Params) -> Distribution:
         """The distribution that an output `[..., outputs]` means under parameters that hold `init_params`'."""
 
     def sample(self, key: jax.Array, distribution: Distribution) -> jax.Array:
-        """An action drawn, before `to_task`."""
+        """Samples an action, before `to_task`."""
 
     def mode(self, distribution: Distribution) -> jax.Array:
-        """The likeliest action, before `to_task`."""
+        """Returns the most likely action, before `to_task`."""
 
     def to_task(self, action: jax.Array) -> jax.Array:
         """The action as the task takes it."""
@@ -128,7 +126,7 @@ class Head(Protocol):
         """Of the distribution, `[...]`, or a scalar where it is the same for all."""
 
     def kl(self, old: Distribution, new: Distribution) -> jax.Array:
-        """KL(old || new), `[...]`."""
+        """Returns KL(old || new), `[...]`."""
 
     def fisher(self, distribution: Distribution, tangent: Distribution) -> Distribution:
         """The Hessian of the mean of `kl(distribution, new)` over all leading axes, at new = distribution, times a
@@ -168,34 +166,34 @@ class Gaussian:
         return len(self.low)
 
     def init_params(self) -> dict[str, jax.Array]:
-        """The logarithm of the standard deviation."""
+        """Returns the parameters that are trained beside the network's."""
         return {"log_std": jnp.full(self.outputs, self.log_std)}
 
     def distribution(self, output: jax.Array, params: Params) -> Normal:
-        """The output is the mean."""
+        """Returns the distribution's parameters, from the network's output."""
         return Normal(output, params["log_std"])
 
     def sample(self, key: jax.Array, distribution: Normal) -> jax.Array:
-        """An action drawn, unbounded."""
+        """Samples an action, before `to_task`."""
         mean, log_std = distribution
         return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 
     def mode(self, distribution: Normal) -> jax.Array:
-        """The mean."""
+        """Returns the most likely action, before `to_task`."""
         return distribution.mean
 
     def to_task(self, action: jax.Array) -> jax.Array:
-        """The action clipped to its bounds."""
+        """Returns the action as the task takes it."""
         return jnp.clip(action, self.low, self.high)
 
     def log_probability(self, distribution: Normal, action: jax.Array) -> jax.Array:
-        """The log density."""
+        """Returns the logarithm of an action's probability, or its density."""
         mean, log_std = distribution
         z = (action - mean) * jnp.exp(-log_std)
         return -0.5 * jnp.sum(z**2 + 2.0 * log_std + jnp.log(2.0 * jnp.pi), axis=-1)
 
     def entropy(self, distribution: Normal) -> jax.Array:
-        """The differential entropy, a scalar."""
+        """Returns the entropy of the distribution, in nats."""
         return jnp.sum(distribution.log_std + 0.5 * jnp.log(2.0 * jnp.pi * jnp.e), axis=-1)
 
     def kl(self, old: Normal, new: Normal) -> jax.Array:
@@ -223,15 +221,15 @@ class Categorical:
 
     @property
     def outputs(self) -> int:
-        """One for each action."""
+        """The number of outputs of the network's last layer."""
         return self.actions
 
     def init_params(self) -> dict[str, jax.Array]:
-        """Nothing."""
+        """Returns the parameters that are trained beside the network's."""
         return {}
 
     def distribution(self, output: jax.Array, params: Params) -> Choice:
-        """The output is the logits."""
+        """Returns the distribution's parameters, from the network's output."""
         return Choice(output)
 
     def sample(self, key: jax.Array, distribution: Choice) -> jax.Array:
@@ -246,21 +244,21 @@ class Categorical:
         return jnp.where(jnp.isfinite(distribution.logits).all(-1), action, IMPOSSIBLE).astype(jnp.int32)
 
     def to_task(self, action: jax.Array) -> jax.Array:
-        """The action itself."""
+        """Returns the action as the task takes it."""
         return action
 
     def log_probability(self, distribution: Choice, action: jax.Array) -> jax.Array:
-        """The logarithm of its chance."""
+        """Returns the logarithm of an action's probability, or its density."""
         # A product, and not an index, whose gradient would scatter: XLA's CPU backend does that entry by entry.
         return jnp.sum(jax.nn.one_hot(action, self.actions) * jax.nn.log_softmax(distribution.logits), axis=-1)
 
     def entropy(self, distribution: Choice) -> jax.Array:
-        """From 0 to log(actions)."""
+        """Returns the entropy of the distribution, in nats."""
         logs = jax.nn.log_softmax(distribution.logits)
         return -jnp.sum(jnp.exp(logs) * logs, axis=-1)
 
     def kl(self, old: Choice, new: Choice) -> jax.Array:
-        """Exact."""
+        """Returns KL(old || new), `[...]`."""
         logs, new_logs = jax.nn.log_softmax(old.logits), jax.nn.log_softmax(new.logits)
         return jnp.sum(jnp.exp(logs) * (logs - new_logs), axis=-1)
 

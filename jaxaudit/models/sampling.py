@@ -157,7 +157,6 @@ def _read(query: jax.Array, keys: jax.Array, values: jax.Array, first: jax.Array
     query = query.astype(jnp.float32) / np.sqrt(query.shape[1])
 
     def block(start, size):
-        """The block's own reading."""
         seen = start + jnp.arange(size)[:, None]
         seen = ((seen >= first) & (seen <= slot))[:, None]
         key, value = (jax.lax.dynamic_slice_in_dim(x, start, size).astype(jnp.float32) for x in (keys, values))
@@ -207,20 +206,17 @@ def _projections(model: GPT2, params: Params, x: jax.Array) -> jax.Array:
 
 
 def _embedded(model: GPT2, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """Int `[M]` each to `[width, M]`."""
     of_tokens, of_positions = (params[name]["embedding"].astype(model.dtype) for name in ("wte", "wpe"))
     return (along(of_tokens[tokens], None, None) + along(of_positions[positions], None, None)).T
 
 
 def _dense(model: GPT2, params: Params, x: jax.Array) -> jax.Array:
-    """`[inputs, M]` to `[outputs, M]`."""
     own = {name: value.astype(model.dtype) for name, value in params.items()}
     y = own["kernel"] @ x + own["bias"][:, None]
     return y + own["b"] @ (own["a"] @ x) if "a" in own else y
 
 
 def _norm(model: GPT2, params: Params, x: jax.Array) -> jax.Array:
-    """As `gpt2.Norm`, over the first axis."""
     whole = x.astype(jnp.float32)
     apart = whole - jnp.mean(whole, axis=0)
     inverse = jax.lax.rsqrt(jnp.mean(apart**2, axis=0) + 1e-5)

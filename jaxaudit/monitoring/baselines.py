@@ -45,12 +45,12 @@ class OneChannel(ABC):
 
     @property
     def name(self) -> str:
-        """In tables."""
+        """The detector's name in tables."""
         return f"{self.label} of {self.channel}"
 
     @property
     def family(self) -> str:
-        """In tables."""
+        """The family of detectors that it is listed with."""
         return ONE_CHANNEL
 
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:
@@ -97,7 +97,7 @@ class SlowingDown(OneChannel):
 
     @abstractmethod
     def indicator(self, windows: np.ndarray) -> np.ndarray:
-        """Of windows `[..., window]`, `[...]`."""
+        """Returns the indicator of windows `[..., window]`, `[...]`."""
 
     def fit_channel(self, clean: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         """Tau in standard deviations from the mean of surrogates as long, `[n, T]`; 0 where the run is too short."""
@@ -200,7 +200,6 @@ class SingleChannel(OneChannel):
     label: ClassVar[str] = "deviation"
 
     def fit_channel(self, clean: np.ndarray) -> ChannelScore:
-        """Deviations `[n, T]`, of either sign."""
         envelope = StepwiseStats.of(clean)
         return lambda values: np.abs(envelope.standardise(values))
 
@@ -352,7 +351,6 @@ class BOCPD(OneChannel):
     label: ClassVar[str] = "BOCPD"
 
     def fit_channel(self, clean: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-        """Log odds `[n, T]`."""
         envelope = StepwiseStats.of(clean)
 
         def scores(values: np.ndarray) -> np.ndarray:
@@ -457,12 +455,12 @@ class MultichannelChart:
 
     @property
     def name(self) -> str:
-        """In tables."""
+        """The detector's name in tables."""
         return self.title or self.chart.title
 
     @property
     def family(self) -> str:
-        """In tables."""
+        """The family of detectors that it is listed with."""
         return ALL_CHANNELS
 
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:

@@ -90,23 +90,21 @@ class Chart(Scanned):
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Of all moving averages."""
         return self.departure + self.outlier
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of its S scores."""
+        """The names of the S scores."""
         return tuple(f"departure_{r:g}" for r in self.departure) + tuple(f"outlier_{r:g}" for r in self.outlier)
 
     @property
     def title(self) -> str:
-        """In tables."""
+        """The scorer's name in tables."""
         far = ["T2" if rate == 1 else f"MEWMA {rate:g}" for rate in self.departure]
         furthest = ["max |z|" if rate == 1 else f"max |EWMA {rate:g}|" for rate in self.outlier]
         return " + ".join(far + furthest)
 
     def init(self, key: jax.Array, channels: int) -> Params:
-        """No parameters."""
         return {}
 
     def fit(self, training: Training | None, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
@@ -122,7 +120,6 @@ class Chart(Scanned):
         return ChartReference.blank()
 
     def begin(self, params: Params, channels: int) -> ChartProgress:
-        """Before a run's first step."""
         rates = len(self.rates)
         return ChartProgress(jnp.int32(0), jnp.full(channels, jnp.nan), jnp.zeros((rates, channels)), jnp.zeros(rates))
 

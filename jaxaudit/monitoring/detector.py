@@ -33,11 +33,11 @@ class Detector(Protocol):
 
     @property
     def name(self) -> str:
-        """In tables."""
+        """The detector's name in tables."""
 
     @property
     def family(self) -> str:
-        """In tables."""
+        """The family of detectors that it is listed with."""
 
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:
         """The score, fitted to clean runs `[n, T, d]` whose d channels have these names."""
@@ -59,12 +59,12 @@ class MetaState:
 
     @property
     def name(self) -> str:
-        """In tables."""
+        """The detector's name in tables."""
         return self.model.title
 
     @property
     def family(self) -> str:
-        """In tables."""
+        """The family of detectors that it is listed with."""
         return MONITOR
 
     def expect(self, clean: np.ndarray, channels: Sequence[str]) -> Expectation:

@@ -177,7 +177,7 @@ class Ensemble:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of its S scores."""
+        """The names of the S scores."""
         rates = {
             "departure": self.departure,
             "outlier": self.outlier,
@@ -191,7 +191,6 @@ class Ensemble:
         return tuple(f"{name}_{rate:g}" for name, chosen in rates.items() for rate in chosen)
 
     def init(self, key: jax.Array, channels: int) -> Params:
-        """No parameters."""
         return {}
 
     def fit(self, training: Training | None, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
@@ -255,7 +254,6 @@ class Ensemble:
         return np.concatenate(blocks, axis=1), np.nan_to_num(known)
 
     def begin(self, params: Params, channels: int) -> EnsembleProgress:
-        """Before a run's first step."""
         import jax.numpy as jnp
 
         averages = Averages(*(jnp.asarray(x, jnp.float32) for x in self._first(channels)))

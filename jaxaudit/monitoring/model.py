@@ -43,10 +43,10 @@ class MetaStateModel(Protocol):
     """
 
     def init(self, key: jax.Array, channels: int) -> Params:
-        """Fresh parameters for d channels."""
+        """Returns fresh parameters for d channels."""
 
     def initial(self, params: Params) -> State:
-        """The state before the first step."""
+        """Returns the state before the first step."""
 
     def advance(self, params: Params, state: State, y: jax.Array, seen: jax.Array) -> State:
         """The state after a step's telemetry, `[d]`."""
@@ -58,7 +58,7 @@ class MetaStateModel(Protocol):
         """A step's telemetry `[d]`, against what the state before it expects."""
 
     def latent(self, params: Params, state: State) -> jax.Array:
-        """The meta-state, `[n]`."""
+        """Returns the meta-state, `[n]`."""
 
 
 def one_by_one(model: MetaStateModel, params: Params, y: jax.Array, seen: jax.Array) -> State:

@@ -106,7 +106,7 @@ class Expectation:
         return np.where(gone[..., None], np.inf, scores), latents
 
     def score(self, runs: np.ndarray) -> np.ndarray:
-        """The scores as one, `[n, T]`."""
+        """The scores combined into one, `[n, T]`."""
         return np.asarray(self.yardstick.combine(self.scores(runs)[0]))
 
 

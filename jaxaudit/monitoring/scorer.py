@@ -46,11 +46,11 @@ class Scorer(Protocol):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the S scores."""
+        """The names of the S scores."""
 
     @property
     def title(self) -> str:
-        """In tables."""
+        """The scorer's name in tables."""
 
     def init(self, key: jax.Array, channels: int) -> Params:
         """Fresh parameters for d channels; no leaves where there is nothing to learn."""

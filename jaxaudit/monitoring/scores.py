@@ -95,7 +95,6 @@ class Progress:
 
 
 def begin(model: MetaStateModel, params: Params, channels: int) -> Progress:
-    """Before a run's first step."""
     return Progress(
         step=jnp.int32(0),
         state=model.initial(params),
@@ -173,12 +172,12 @@ class StateSpace(Scanned):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of its scores."""
+        """The names of the S scores."""
         return SCORES
 
     @property
     def title(self) -> str:
-        """In tables."""
+        """The scorer's name in tables."""
         return f"meta-state ({type(self).__name__})"
 
     def fit(self: MetaStateModel, training: Training | None, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:
@@ -196,7 +195,6 @@ class StateSpace(Scanned):
         )
 
     def begin(self: MetaStateModel, params: Params, channels: int) -> Progress:
-        """Before a run's first step."""
         return begin(self, params, channels)
 
     def score(
@@ -211,5 +209,5 @@ class StateSpace(Scanned):
         return score(self, params, reference, progress, y, seen)
 
     def meta_state(self: MetaStateModel, params: Params, progress: Progress) -> jax.Array:
-        """The latent, `[n]`."""
+        """Returns the latent, `[n]`."""
         return self.latent(params, progress.state)

@@ -81,7 +81,6 @@ class Kalman(StateSpace):
         return self._correct(params, state, y, seen)[1]
 
     def latent(self, params: Params, state: KalmanState) -> jax.Array:
-        """The mean, `[n]`."""
         return state.mean
 
     def _predict(self, params: Params, corrected: KalmanState) -> KalmanState:
@@ -126,7 +125,6 @@ class Readout:
     hidden: tuple[int, ...]
 
     def init(self, key: jax.Array, latent: int, channels: int) -> Params:
-        """Fresh parameters."""
         network = self._network(channels).init(key, jnp.zeros(latent))["params"]
         return {
             "network": network,
@@ -137,7 +135,6 @@ class Readout:
     def innovations(
         self, params: Params, latent: jax.Array, last: jax.Array, y: jax.Array, seen: jax.Array
     ) -> Innovations:
-        """`latent` is `[n]`, the rest `[d]`."""
         output: Any = self._network(y.shape[-1]).apply({"params": params["network"]}, latent)
         added, width = jnp.split(output, 2, axis=-1)
         std = LEAST_STD + jax.nn.softplus(width)
@@ -209,12 +206,10 @@ class LRU(StateSpace):
         return jnp.exp(-jnp.exp(params["nu"]) - LEAST_DECAY + 1j * jnp.pi * jax.nn.sigmoid(params["theta"]))
 
     def initial(self, params: Params) -> LRUState:
-        """Zeros."""
         channels = params["input_real"].shape[1] // 2
         return LRUState(jnp.zeros(self.size, jnp.complex64), jnp.zeros(channels))
 
     def advance(self, params: Params, state: LRUState, y: jax.Array, seen: jax.Array) -> LRUState:
-        """One step."""
         hidden = self.decay(params) * state.hidden + self._driven(params, y, seen)
         return LRUState(hidden, (1.0 - seen) * state.last + seen * y)
 
@@ -225,11 +220,9 @@ class LRU(StateSpace):
         return after, innovations_all(self, params, after, y, seen)
 
     def innovations(self, params: Params, state: LRUState, y: jax.Array, seen: jax.Array) -> Innovations:
-        """A step's telemetry against the readout."""
         return self.readout.innovations(params["readout"], self.latent(params, state), state.last, y, seen)
 
     def latent(self, params: Params, state: LRUState) -> jax.Array:
-        """Real and imaginary parts, `[2 n]`."""
         return jnp.concatenate([state.hidden.real, state.hidden.imag], axis=-1)
 
     def _driven(self, params: Params, y: jax.Array, seen: jax.Array) -> jax.Array:
@@ -270,21 +263,17 @@ class GRU(StateSpace):
 
     @property
     def cell(self) -> nn.GRUCell:
-        """The recurrence."""
         return nn.GRUCell(self.size)
 
     def init(self, key: jax.Array, channels: int) -> Params:
-        """Fresh parameters."""
         cell_key, readout_key = jax.random.split(key)
         cell = self.cell.init(cell_key, jnp.zeros(self.size), jnp.zeros(2 * channels))["params"]
         return {"cell": cell, "readout": self.readout.init(readout_key, self.size, channels)}
 
     def initial(self, params: Params) -> GRUState:
-        """Zeros."""
         return GRUState(jnp.zeros(self.size), jnp.zeros(params["readout"]["persistence"].shape))
 
     def advance(self, params: Params, state: GRUState, y: jax.Array, seen: jax.Array) -> GRUState:
-        """One step."""
         inputs = jnp.concatenate([seen * y, seen], axis=-1)
         hidden: Any = self.cell.apply({"params": params["cell"]}, state.hidden, inputs)
         return GRUState(hidden[0], (1.0 - seen) * state.last + seen * y)
@@ -295,9 +284,7 @@ class GRU(StateSpace):
         return after, innovations_all(self, params, after, y, seen)
 
     def innovations(self, params: Params, state: GRUState, y: jax.Array, seen: jax.Array) -> Innovations:
-        """A step's telemetry against the readout."""
         return self.readout.innovations(params["readout"], state.hidden, state.last, y, seen)
 
     def latent(self, params: Params, state: GRUState) -> jax.Array:
-        """The hidden units, `[n]`."""
         return state.hidden

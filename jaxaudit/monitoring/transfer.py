@@ -161,7 +161,6 @@ def _only(lanes: LabelledLanes, names: tuple[str, ...]) -> LabelledLanes:
 def _tested(
     tested: Folded, sources: dict[str, Source], detector: MetaState, settings: DetectionSettings
 ) -> pd.DataFrame:
-    """The rows of one tested learner."""
     lanes, parts = tested.lanes, tested.parts
     trials = [
         Trial(lanes.learner, OWN, [_scored(detector.expect(runs, lanes.channels), lanes) for runs in tested.fits])

@@ -77,7 +77,7 @@ class MonitorWatch:
         return found.hexdigest()
 
     def begin(self) -> Carry:
-        """Before the first step."""
+        """Returns what the monitor carries before the first step."""
         return self.expectation.model.begin(self.expectation.params, len(self.places))
 
     def follow(self, watched: Carry, telemetry: Mapping[str, jax.Array]) -> tuple[Carry, jax.Array]:

@@ -84,7 +84,6 @@ class Synced:
 
 
 def never_synced(value: Any) -> Synced:
-    """Nothing handed over yet."""
     return Synced(jax.tree.map(jnp.zeros_like, value), jnp.int32(0))
 
 
@@ -190,7 +189,6 @@ class DriftDirection:
 
 
 def no_direction(value: Any) -> DriftDirection:
-    """Nothing drawn yet."""
     return DriftDirection(jnp.zeros_like(jax.random.key_data(jax.random.key(0))), jnp.zeros((), bool))
 
 

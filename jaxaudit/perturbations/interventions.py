@@ -84,7 +84,6 @@ class Snapshots:
 
 
 def no_snapshots(value: Any) -> Snapshots:
-    """A ring for states like `value`."""
     states = jax.tree.map(lambda x: jnp.zeros((SNAPSHOTS, *x.shape), x.dtype), value)
     return Snapshots(states, jnp.int32(0), jnp.int32(0), jnp.int32(0))
 

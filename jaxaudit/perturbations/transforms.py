@@ -22,7 +22,7 @@ DRAWN_AT_ONCE = 2**20
 
 
 def scale(value: Any, factor: Any) -> Any:
-    """Every leaf times `factor`."""
+    """Returns the tree with every leaf multiplied by `factor`."""
     return jax.tree.map(lambda x: x * factor, value)
 
 

@@ -1,4 +1,4 @@
-"""The report of a run."""
+"""Builds the report of a run: its sections, figures and tables."""
 
 from __future__ import annotations
 

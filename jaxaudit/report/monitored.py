@@ -53,7 +53,6 @@ def all_of(seen: xr.Dataset, threshold: float, starts: dict[str, int]) -> dict[s
 
 
 def _ranked(seen: xr.Dataset) -> list[int]:
-    """Runs, the highest score first."""
     score = values(seen, "score", "run", "step")
     if score is None:
         return list(range(seen.sizes["run"]))
@@ -348,7 +347,6 @@ def _sentence(row: pd.Series, threshold: float) -> Markup:
 
 
 def _table(alarms: pd.DataFrame, threshold: float) -> Table:
-    """One row for each alarm."""
     show = partial(number, digits=3)
     columns = [
         word("run"),

@@ -39,7 +39,7 @@ class Judged:
 
     @property
     def sentence(self) -> Markup:
-        """How it was judged, in words."""
+        """Returns a sentence on how the critical magnitude was judged."""
         if self.count == 1:
             text = Markup(
                 "Whether final performance suffers is judged of the one condition whose perturbation collapses no "
@@ -146,7 +146,6 @@ def _name(run: Run, index: int) -> str:
 
 
 def _ever_collapsed(run: Run, index: int) -> np.ndarray:
-    """Whether each seed collapsed, bool `[seed]`."""
     assert run.metrics is not None, "`effect` checks it"
     table = run.metrics[run.metrics["condition"] == _name(run, index)].set_index("seed")
     return np.isfinite(table["collapse_time"].loc[run.telemetry["seed"].values].to_numpy(float))

@@ -128,7 +128,7 @@ class Summary:
 
     @property
     def shown(self) -> int:
-        """How many notes stand above all."""
+        """The number of notes that stand above the page's first section."""
         return len(self.notes) if len(self.notes) <= MOST_NOTES else MOST_NOTES - 1
 
 
@@ -142,7 +142,7 @@ class TextBlock:
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks to be unfolded."""
+    """Blocks of the page that the reader can unfold."""
 
     kind: ClassVar[str] = "details"
     title: str

@@ -57,7 +57,7 @@ class Axes:
 
     @property
     def x_title(self) -> str:
-        """What the horizontal axis counts."""
+        """The title of the horizontal axis."""
         return "steps since the onset" if self.aligned else "step"
 
 

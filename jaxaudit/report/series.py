@@ -43,7 +43,6 @@ class Panel:
 
     @property
     def disturbed(self) -> tuple[PlotLine, ...]:
-        """The lines without the control."""
         return tuple(line for line in self.lines if line.key != CONTROL_KEY)
 
 

@@ -55,7 +55,7 @@ CONFIG: dict[str, Any] = {
 
 
 def ramp(count: int) -> list[str]:
-    """`count` colours from weak to strong."""
+    """Returns `count` colours, from weak to strong."""
     if count == 1:
         return [RAMP[2]]
     places = np.linspace(0, len(RAMP) - 1, count)
@@ -93,7 +93,7 @@ def domain(values: Iterable[np.ndarray], control: Iterable[np.ndarray]) -> tuple
 
 
 def slug(text: str) -> str:
-    """A file name from any text."""
+    """Returns a file name for any text."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._-")[:80] or "unnamed"
 
 

@@ -60,12 +60,12 @@ def plain(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Table:
 
 
 def code(text: object) -> Markup:
-    """In a fixed pitch."""
+    """Returns the text in a monospaced font."""
     return Markup("<code>{}</code>").format(text)
 
 
 def word(name: str, title: str = "", show: Callable[[Any], str] = str) -> Column:
-    """A column of text."""
+    """Returns a column of text."""
     return Column(title or name, lambda row: Cell(show(row[name]), value=str(row[name])), numeric=False)
 
 
@@ -121,17 +121,17 @@ def number(value: float, name: str = "", digits: int = 4) -> str:
 
 
 def share(value: float) -> str:
-    """A share or a probability."""
+    """Returns a share or a probability as text."""
     return f"{value:.3f}"
 
 
 def percent(value: float) -> str:
-    """A share in percent."""
+    """Returns a share as text, in percent."""
     return f"{100 * value:.1f}%"
 
 
 def signed(value: float) -> str:
-    """A difference of shares."""
+    """Returns a difference of shares as text, with its sign."""
     if math.isinf(value):
         return f"{'+' if value > 0 else MINUS}\N{INFINITY}"
     return f"{value:+.3f}".replace("-", MINUS)

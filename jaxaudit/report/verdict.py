@@ -36,7 +36,7 @@ class _Outcome:
 
 
 def verdict(run: Run, groups: list[Panel]) -> Verdict:
-    """The verdict in words, from `summary.csv`."""
+    """Returns the verdict in words, from `summary.csv`."""
     groups = [panel for panel in groups if panel.disturbed]
     if run.summary is None or "collapse_probability" not in run.summary:
         return Verdict(Markup("The metrics are not computed yet, so there is no verdict."), _remarks(run))

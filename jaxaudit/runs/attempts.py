@@ -65,7 +65,7 @@ class LaneAttempt:
 
     @property
     def begun(self) -> dict[str, Any] | None:
-        """What `begin` said; None before."""
+        """Returns what `begin` has written; None before."""
         return self._read(BEGUN)
 
     @property
@@ -129,7 +129,7 @@ class LaneAttempt:
         return self.path / onset_name(step, self._batch)
 
     def states(self) -> list[int]:
-        """The steps whose states are kept."""
+        """Returns the steps whose states are stored."""
         return sorted(int(path.name.removeprefix("state-")) for path in self.path.glob("state-*"))
 
     def take_over(self, earlier: LaneAttempt, step: int) -> None:
@@ -148,7 +148,6 @@ class LaneAttempt:
         return max(path.stat().st_mtime for path in [self.path / BEGUN, *self.path.glob("rows-*")])
 
     def clear(self) -> None:
-        """Removes what it has."""
         for path in self.path.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -200,14 +199,14 @@ class Standing:
 
 
 class BatchFolder:
-    """The attempts at one batch."""
+    """The folder of one batch, with the attempts at training it."""
 
     def __init__(self, store: Folder, batch: Batch):
         self.path = store.batches / f"{batch.id:04d}"
         self._store, self._batch = store, batch
 
     def attempts(self) -> list[LaneAttempt]:
-        """All there are, in order."""
+        """Returns all attempts at the batch, in order."""
         return [LaneAttempt(path, self._batch) for path in sorted(self.path.glob("attempt-*"))]
 
     def accepted(self) -> LaneAttempt | None:
@@ -215,7 +214,7 @@ class BatchFolder:
         return next((attempt for attempt in self.attempts() if attempt.complete), None)
 
     def newest(self) -> LaneAttempt | None:
-        """The latest that has begun."""
+        """Returns the attempt that began last; None where there is none."""
         return next((attempt for attempt in reversed(self.attempts()) if attempt.begun), None)
 
     def reached(self, grid: Grid) -> int:
@@ -323,7 +322,6 @@ class BatchFolder:
                 attempt.forget_states()
 
     def remove(self) -> None:
-        """Removes all of it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -46,7 +46,7 @@ COLUMNS = (
 
 
 def write_shards(store: Folder, batch: Batch, attempts: Sequence[LaneAttempt]) -> None:
-    """Adds the attempts at a batch."""
+    """Adds the attempts at a batch to shards.csv."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
     if store.shards.exists():
         with store.shards.open(encoding="utf-8", newline="") as file:
@@ -139,7 +139,7 @@ class Gathered:
                     self._done.discard(batch.id)
 
     def left(self, plan: Plan) -> list[Batch]:
-        """The batches that are not gathered."""
+        """Returns the batches whose telemetry is not collected yet."""
         return [batch for batch in plan if batch.id not in self._done]
 
     def accept(self, batch: Batch, chunks_done: int) -> None:

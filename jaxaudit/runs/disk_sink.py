@@ -79,7 +79,6 @@ class InFolder:
         return KEEPING * (time.monotonic() - self._kept) >= self._cost
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """Keeps telemetry."""
         self.attempt.write_rows(rows, start, stop)
 
     def end(self, outcome: str = COMPLETE) -> None:

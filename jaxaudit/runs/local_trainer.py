@@ -84,7 +84,6 @@ class _Watched(InFolder):
         return super().due() or self._stopping()
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """Keeps telemetry, and tells of it."""
         super().rows(batch, rows, start, stop)
         self._teller.tell(batch, rows, start, stop)
 

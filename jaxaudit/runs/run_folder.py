@@ -91,7 +91,7 @@ class Folder:
         return read_environment(self.environment)
 
     def update_environment(self, **facts: Any) -> None:
-        """Adds or replaces entries of environment.json."""
+        """Adds entries to environment.json, or replaces them."""
         write_text(self.environment, json.dumps(self.read_environment() | facts, indent=2) + "\n")
 
     def locked(self) -> AbstractContextManager[None]:
@@ -182,14 +182,14 @@ class Folder:
         return np.asarray(self._channel(name, "r")[(slice(None), *columns)])
 
     def write_channel(self, name: str, values: np.ndarray) -> None:
-        """Replaces a whole channel."""
+        """Replaces the stored values of a channel."""
         self._channel(name, "r+")[...] = values
 
     def _channel(self, name: str, mode: Literal["r", "r+"]) -> zarr.Array:
         return zarr_store.open_array(self.telemetry / name, mode)
 
     def write_attributes(self, **attributes: Any) -> None:
-        """Adds attributes to the telemetry."""
+        """Adds attributes to the stored telemetry."""
         group = zarr_store.open_group(self.telemetry, "r+")
         group.attrs.update(attributes)
         with warnings.catch_warnings():

@@ -62,14 +62,14 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
 
 
 def several() -> bool:
-    """Whether there are others."""
+    """Returns whether several processes train the run together."""
     import jax
 
     return jax.process_count() > 1
 
 
 def is_leader() -> bool:
-    """Whether this process leads."""
+    """Returns whether this process leads: writes files and talks to the user."""
     import jax
 
     return jax.process_index() == 0

@@ -1,4 +1,4 @@
-"""The machine jaxaudit runs on."""
+"""What jaxaudit asks of the machine it runs on: cores, memory, devices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_environment(path: Path) -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -78,7 +78,6 @@ def occupy(count: int) -> None:
 
 
 def _claimed(core: int) -> bool:
-    """Whether nobody had this core."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0jaxaudit-core-{core}")
@@ -140,7 +139,7 @@ def collect_garbage_seldom() -> None:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Returns the processor's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -151,7 +150,7 @@ def processor() -> str:
 
 
 def has_cuda_plugin() -> bool:
-    """Whether JAX was installed with CUDA."""
+    """Returns whether JAX was installed with CUDA."""
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 

@@ -256,7 +256,7 @@ class AuditSpec:
 
     @property
     def slug(self) -> str:
-        """The name as a folder's name."""
+        """The audit's name, as a folder may be called."""
         plain = unicodedata.normalize("NFKD", self.name).encode("ascii", "ignore").decode()
         return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.").lower() or "audit"
 
@@ -298,7 +298,7 @@ class MonitorSpec:
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
+        """The path of the monitor's file."""
         return self.folder / self.file
 
     def read(self) -> Monitor:
@@ -312,7 +312,7 @@ class MonitorSpec:
 
 
 def read_audit(sections: TomlTable) -> AuditSpec:
-    """Reads [audit]. Raises UserError."""
+    """Reads the table [audit] of a spec. Raises UserError."""
     table = section(sections, "audit", keys(AuditSpec))
     spec = AuditSpec(
         name=table.get("name", str, "audit"),
@@ -413,7 +413,7 @@ def read_learner(sections: TomlTable, audit: AuditSpec) -> LearnerSpec:
 
 
 def read_metrics(sections: TomlTable) -> MetricSettings:
-    """Reads [metrics]. Raises UserError."""
+    """Reads the table [metrics] of a spec. Raises UserError."""
     table = section(sections, "metrics", keys(MetricSettings), {})
     for name in keys(MetricSettings):
         if name in table:
@@ -435,7 +435,7 @@ def read_monitor(sections: TomlTable, folder: Path) -> MonitorSpec | None:
 
 
 def read_run(sections: TomlTable) -> RunSpec:
-    """Reads [run]. Raises UserError."""
+    """Reads the table [run] of a spec. Raises UserError."""
     table = section(sections, "run", keys(RunSpec), {})
     spec = read(table, RunSpec)
     _at_least(table, "chunk", spec.chunk, 0)

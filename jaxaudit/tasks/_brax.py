@@ -17,5 +17,5 @@ make_brax = _envs.get_environment
 
 
 def brax_environments() -> list[str]:
-    """Return the names that `make_brax` knows."""
+    """Returns the names of the environments that `make_brax` knows."""
     return list(_envs._envs)

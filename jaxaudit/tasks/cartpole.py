@@ -50,7 +50,6 @@ class CartPole(Env):
         return {name: jnp.ones((), jnp.float32) for name in FACTORS}
 
     def reset(self, rng: jax.Array) -> State:
-        """Draw an initial state."""
         physics = jax.random.uniform(rng, (4,), minval=-SPREAD, maxval=SPREAD)
         zero = jnp.zeros((), jnp.float32)
         return State(physics, physics, zero, zero)

@@ -154,10 +154,8 @@ class MujocoEnv(Env):
 
     @property
     def observation_size(self) -> int:
-        """Length of an observation."""
         return self._observation_size
 
     @property
     def action_size(self) -> int:
-        """Length of an action."""
         return int(self.model.nu)

@@ -251,7 +251,6 @@ class CMujocoEnv(MujocoEnv):
 
     @property
     def backend(self) -> str:
-        """The engine's name."""
         return "c"
 
     def step(self, state: State, action: jax.Array) -> State:

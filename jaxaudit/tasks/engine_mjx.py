@@ -19,7 +19,6 @@ _B = (1 / 6, 1 / 3, 1 / 3, 1 / 6)
 
 
 def step(model: mjx.Model, data: mjx.Data) -> mjx.Data:
-    """Advance by one physics step."""
     if model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4 and not model.na:
         return _runge_kutta(model, data)
     data = forward(model, data)
@@ -205,7 +204,6 @@ class MjxEnv(MujocoEnv):
 
     @property
     def backend(self) -> str:
-        """The engine's name."""
         return "mjx"
 
     def step(self, state: State, action: jax.Array) -> State:

@@ -302,7 +302,6 @@ class Undisturbed:
         self._longest = -(-episodes.max_episode_steps // iteration_steps)
 
     def init(self, training: EpisodeState) -> CleanEnvs:
-        """Copies nothing is asked of yet."""
         return CleanEnvs(dataclasses.replace(training, pool=None), jnp.zeros(self._num_envs, bool))
 
     def begin(self, copies: CleanEnvs, training: EpisodeState, taps: Taps) -> CleanEnvs:

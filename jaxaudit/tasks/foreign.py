@@ -43,7 +43,7 @@ class ForeignTask(ABC):
 
     @property
     def bare(self) -> str:
-        """The name without the kind."""
+        """The environment's name without the kind before it."""
         return self.name.removeprefix(f"{self.kind}:")
 
     @classmethod
@@ -90,7 +90,6 @@ class ForeignEnv(Env):
         self._observation_size = shape[0]
 
     def reset(self, rng: jax.Array) -> State:
-        """Draw an initial state."""
         typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
         return _seen(self.env.reset(jax.random.key_data(rng) if typed else rng))
 
@@ -103,17 +102,14 @@ class ForeignEnv(Env):
 
     @property
     def observation_size(self) -> int:
-        """Length of an observation."""
         return self._observation_size
 
     @property
     def action_size(self) -> int:
-        """Length of an action."""
         return int(self.env.action_size)
 
     @property
     def backend(self) -> str:
-        """The physics engine's name."""
         return self._backend
 
 
@@ -136,7 +132,7 @@ class BraxTask(ForeignTask):
 
     @classmethod
     def names(cls) -> list[str]:
-        """The environments' names."""
+        """Returns the names of the environments."""
         return brax_environments()
 
     def make(self) -> ForeignEnv:
@@ -160,7 +156,7 @@ class PlaygroundTask(ForeignTask):
         return list(_playground().ALL_ENVS)
 
     def make(self) -> ForeignEnv:
-        """The environment."""
+        """Returns the environment, with its default parameters."""
         registry = _playground()
         # MJX's other implementation, Warp, is not deterministic on a GPU.
         env = registry.load(self.bare, config_overrides={"impl": "jax"})
@@ -228,7 +224,6 @@ class GymnaxEnv(Env):
         self._observation_size = int(jax.eval_shape(self.reset, jax.random.key(0)).obs.size)
 
     def reset(self, rng: jax.Array) -> State:
-        """Draw an initial state."""
         reset_key, steps_key = jax.random.split(rng)
         observation, inner = self.env.reset_env(reset_key, self.params)
         # Some values are Python's numbers, and a scan's carry wants arrays of one type.
@@ -266,7 +261,6 @@ class GymnaxEnv(Env):
 
     @property
     def observation_size(self) -> int:
-        """Length of an observation."""
         return self._observation_size
 
     @property
@@ -276,7 +270,6 @@ class GymnaxEnv(Env):
 
     @property
     def backend(self) -> str:
-        """The physics engine's name."""
         return "jax"
 
 
@@ -301,5 +294,5 @@ class GymnaxTask(ForeignTask):
         return [name for name in _gymnax().registered_envs if name not in DOWNLOADS]
 
     def make(self) -> GymnaxEnv:
-        """The environment, with its default parameters."""
+        """Returns the environment, with its default parameters."""
         return GymnaxEnv(*_gymnax().make(self.bare))

@@ -77,12 +77,12 @@ class Registered:
         return self.engine != "c" or platform == "cpu"
 
     def simulated_by(self, engine: Any) -> Registered:
-        """The same task with other physics."""
+        """Returns the same task, simulated by another engine."""
         return replace(self, physics=engine)
 
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
-        """Those that are not MuJoCo's."""
+        """Returns the names of the kind's tasks, with a line on each."""
         return [(name, summary(tasks[name])) for name in tasks if not isinstance(tasks[name], MujocoTask)]
 
 
@@ -98,7 +98,7 @@ class Mujoco(Registered):
 
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
-        """Those that are MuJoCo's."""
+        """Returns the names of the kind's tasks, with a line on each."""
         return [(name, "") for name in tasks if isinstance(tasks[name], MujocoTask)]
 
 

@@ -190,7 +190,7 @@ class Text:
             raise ValueError(f"most_tokens must be at least {PIECES}, not {self.most_tokens}")
 
     def make(self) -> Corpus:
-        """The corpus; see `load`."""
+        """Returns the corpus; see `load`."""
         return load(self)
 
     @classmethod
@@ -234,7 +234,7 @@ class _Row:
         return int(self._ends[-1]) if self._parts else 0
 
     def cut(self, begin: int, end: int) -> np.ndarray:
-        """Tokens `begin` to `end`."""
+        """Returns the tokens from `begin` to `end`."""
         starts = self._ends - [len(part) for part in self._parts]
         pieces = [p[max(0, begin - s) : max(0, end - s)] for p, s in zip(self._parts, starts, strict=True)]
         return np.concatenate(pieces)
@@ -288,7 +288,6 @@ def _has_tokens(name: str) -> bool:
 
 
 def _read(paths: Sequence[Path]) -> _Row:
-    """The tokens of files."""
     return _Row([read(path) for path in paths])
 
 

@@ -30,11 +30,11 @@ memory. Longer ones are cut at ends of lines, where a token may then end that wo
 
 
 class Tokenizer(Protocol):
-    """Makes documents into tokens."""
+    """Turns documents into tokens, and tokens into text."""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens there are."""
+        """The number of tokens."""
 
     @property
     def end_of_text(self) -> int:
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """Tells it from every other tokenizer."""
+        """A text that tells this tokenizer from every other."""
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """The documents in a row, each ended by the end of text, uint16 `[N]`."""

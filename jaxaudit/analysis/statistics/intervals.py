@@ -160,7 +160,6 @@ def read_tails(lows: np.ndarray, highs: np.ndarray, low: float, high: float) -> 
 
 
 def _bca_tails(x: np.ndarray, draws: np.ndarray, statistic: Statistic, level: float) -> tuple[float, float]:
-    """Bias-corrected and accelerated tails (Efron, 1987)."""
     value = statistic(x, axis=-1)
     share = ((draws < value).mean() + (draws <= value).mean()) / 2
     from scipy.special import ndtr, ndtri

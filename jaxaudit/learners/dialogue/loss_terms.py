@@ -38,7 +38,7 @@ def denominators(own: jax.Array, longest: ArrayLike, share: ArrayLike | None = N
 
 
 def token_minibatch(loss: jax.Array, own: jax.Array, tokens: ArrayLike | None = None) -> jax.Array:
-    """Mean over the minibatch's own tokens."""
+    """Returns the mean over the minibatch's tokens that the policy wrote."""
     return _sum(loss, own) / jnp.maximum(jnp.sum(own) if tokens is None else tokens, 1)
 
 
@@ -60,7 +60,7 @@ def constant(loss: jax.Array, own: jax.Array, longest: ArrayLike, rows: ArrayLik
 
 
 def aggregate(how: str, loss: jax.Array, own: jax.Array, counts: Denominators) -> jax.Array:
-    """By the name in `AGGREGATIONS`."""
+    """Returns a scalar of tokens' terms `[N, T]`, by the aggregation of that name in `AGGREGATIONS`."""
     if how == "token_minibatch":
         return token_minibatch(loss, own, counts.tokens)
     if how == "token_iteration":
@@ -125,7 +125,7 @@ def pairs_of_rows(
 
 
 def squared_value_loss(value: jax.Array, target: jax.Array) -> jax.Array:
-    """Half the squared error, `[N, T]`."""
+    """Returns half the squared error of the value of each token, `[N, T]`."""
     return 0.5 * (value - target) ** 2
 
 
@@ -230,7 +230,7 @@ geometric mean is within the bounds, which does not reject rows for being long."
 
 
 def no_correction(log_weight: jax.Array) -> jax.Array:
-    """Ones, `[N, T]`."""
+    """Returns weights of 1 for all tokens, `[N, T]`."""
     return jnp.ones_like(log_weight)
 
 

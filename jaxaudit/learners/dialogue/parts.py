@@ -138,7 +138,7 @@ class Parts:
 
     @property
     def critic(self) -> bool:
-        """Whether there is a critic."""
+        """Whether the objective trains a critic."""
         return self.objective == "policy" and self.advantage == "gae"
 
     @property

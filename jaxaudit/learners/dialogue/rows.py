@@ -86,7 +86,7 @@ class TrainingBatch:
     learnt: policy_loss.LossInputs
 
     def picked(self, index: jax.Array) -> TrainingBatch:
-        """The rows of an index."""
+        """Returns the rows at the positions `index`."""
         return jax.tree.map(lambda x: x[index], self)
 
 

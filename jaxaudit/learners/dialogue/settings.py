@@ -293,7 +293,7 @@ class DialogueSettings:
 
     @property
     def rows(self) -> int:
-        """Rows that an iteration trains on."""
+        """The number of rows that an iteration trains on."""
         return self.prompts * (2 if self.objective == "preference" else self.group_size)
 
     @property
@@ -327,7 +327,7 @@ class DialogueSettings:
 
     @property
     def parts(self) -> Parts:
-        """What the objective is made of."""
+        """The parts that the objective is made of."""
         same = {f.name: getattr(self, f.name) for f in dataclasses.fields(Parts) if hasattr(self, f.name)}
         return Parts(
             **same,
@@ -340,7 +340,7 @@ class DialogueSettings:
 
     @property
     def coefficients(self) -> Coefficients:
-        """The objective's numbers."""
+        """The objective's coefficients, numbers that compile nothing when they change."""
         return Coefficients(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Coefficients)})
 
     def numbers(self, difficulty: float) -> Numbers:

@@ -1,4 +1,4 @@
-"""Evaluation at intervals of the run."""
+"""Evaluates a policy at equal intervals of the run, and holds the latest result in between."""
 
 from __future__ import annotations
 

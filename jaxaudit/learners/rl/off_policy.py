@@ -209,7 +209,6 @@ class OffPolicy:
         raise NotImplementedError
 
     def init(self, key: jax.Array) -> OffPolicyState:
-        """The state before the first iteration."""
         params_key, episodes_key = jax.random.split(key)
         params = self.init_params(params_key)
         optimizer = self.new_moments(params)
@@ -219,7 +218,6 @@ class OffPolicy:
         return OffPolicyState(Networks(params, target, optimizer), begin, copies, Lasting(self.buffer.init()))
 
     def init_params(self, key: jax.Array) -> Params:
-        """Fresh parameters."""
         actor_key, critic_key = jax.random.split(key)
         observation, action = jnp.zeros(self.env.observation_size), jnp.zeros(self.env.action_size)
         return {
@@ -228,7 +226,7 @@ class OffPolicy:
         }
 
     def step(self, state: OffPolicyState, key: jax.Array, taps: Taps) -> tuple[OffPolicyState, Told]:
-        """One iteration of `iteration_steps` environment steps."""
+        """Trains for one iteration of `iteration_steps` environment steps."""
         settings = self.settings
         steps_key, probe_key, evaluation_key, refresh_key = jax.random.split(key, 4)
         networks = dataclasses.replace(
@@ -313,7 +311,7 @@ class OffPolicy:
         return jnp.min(self.q(params["critic"], observation, self.act(params, observation)), axis=0)
 
     def q(self, critic: Params, observation: jax.Array, action: jax.Array) -> jax.Array:
-        """Both critics' values: `[2, ...]`."""
+        """Returns the values of both critics, `[2, ...]`."""
         values: Any = self.critic.apply({"params": critic}, observation, action)
         return values
 

@@ -74,12 +74,12 @@ class OnPolicySettings:
 
     @property
     def batch_size(self) -> int:
-        """Environment steps in one iteration."""
+        """The number of environment steps in one iteration."""
         return self.num_envs * self.rollout_length
 
     @property
     def minibatches(self) -> int:
-        """Minibatches in one iteration's samples."""
+        """The number of minibatches in one pass over an iteration's samples."""
         return self.batch_size // self.minibatch_size
 
 
@@ -106,7 +106,6 @@ class OnPolicy(Rollouts):
         return params
 
     def init(self, key: jax.Array) -> OnPolicyState:
-        """The state before the first iteration."""
         params_key, episodes_key = jax.random.split(key)
         params = self.init_params(params_key)
         begin = self.episodes.init(episodes_key)

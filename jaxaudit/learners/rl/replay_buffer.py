@@ -60,26 +60,25 @@ class ReplayBuffer:
 
     @property
     def slots(self) -> int:
-        """Vector steps the ring holds."""
+        """The number of vector steps that the buffer holds."""
         return self.capacity // self.num_envs
 
     @property
     def rows(self) -> int:
-        """Transitions the ring holds."""
+        """The number of transitions that the buffer holds."""
         return self.slots * self.num_envs
 
     @property
     def width(self) -> int:
-        """Numbers in a transition."""
+        """The number of floats in a transition."""
         return 2 * self.observation_size + self.action_size + 2
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one lane's store."""
+        """The size of one lane's buffer, in bytes."""
         return self.rows * self.width * jnp.dtype(self.dtype).itemsize
 
     def init(self) -> jax.Array:
-        """An empty store."""
         return jnp.zeros((self.rows, self.width), self.dtype)
 
     def write(self, store: jax.Array, transitions: Transitions, count: jax.Array) -> jax.Array:

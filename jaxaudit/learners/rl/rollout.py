@@ -60,7 +60,7 @@ class Moments:
         return jnp.clip((values - self.mean) / self.deviation(), -limit, limit)
 
     def deviation(self) -> jax.Array:
-        """By which `scale` divides: `[d]`."""
+        """The standard deviation that `scale` divides by, `[d]`."""
         return jnp.sqrt(self.variance + 1e-8)
 
     def scale(self, values: jax.Array, limit: float = 10.0) -> jax.Array:
@@ -128,7 +128,6 @@ class Rollouts:
         self.critic = MLP(settings.hidden, 1, 1.0, settings.orthogonal, layer_norm=settings.critic_layer_norm)
 
     def init_params(self, key: jax.Array) -> Params:
-        """Fresh parameters."""
         actor_key, critic_key = jax.random.split(key)
         observation = jnp.zeros(self.env.observation_size)
         return {
@@ -143,16 +142,16 @@ class Rollouts:
         return paths_of(jax.eval_shape(self.init_params, jax.random.key(0)))
 
     def policy(self, params: Params, observation: jax.Array) -> Distribution:
-        """The distribution of the action."""
+        """Returns the distribution of the action."""
         return self.head.distribution(self.output(params, observation), params)
 
     def output(self, params: Params, observation: jax.Array) -> jax.Array:
-        """The actor's output: `[..., outputs]`."""
+        """Returns the actor's output, `[..., outputs]`."""
         output: Any = self.actor.apply({"params": params["actor"]}, observation)
         return output
 
     def value(self, params: Params, observation: jax.Array) -> jax.Array:
-        """The critic's value: `[...]`."""
+        """Returns the critic's value of observations, `[...]`."""
         value: Any = self.critic.apply({"params": params["critic"]}, observation)
         return value[..., 0]
 

@@ -88,14 +88,14 @@ class SAC(OffPolicy):
         self.target_entropy = -float(env.action_size) if wanted is None else wanted
 
     def init_params(self, key: jax.Array) -> Params:
-        """Fresh parameters; "temperature" is its logarithm."""
+        """Returns fresh parameters; "temperature" is the logarithm of the entropy's coefficient."""
         params = super().init_params(key)
         if self.settings.automatic_entropy:
             params["temperature"] = jnp.float32(math.log(self.settings.entropy_coefficient))
         return params
 
     def temperature(self, params: Params) -> jax.Array:
-        """alpha, the weight of the entropy."""
+        """Returns alpha, the coefficient of the entropy."""
         if self.settings.automatic_entropy:
             return jnp.exp(params["temperature"])
         return jnp.float32(self.settings.entropy_coefficient)
@@ -115,11 +115,11 @@ class SAC(OffPolicy):
         return squashed_gaussian(mean, log_std, jax.random.normal(key, mean.shape))
 
     def act(self, params: Params, observation: jax.Array) -> jax.Array:
-        """The squashed mean."""
+        """Returns the squashed mean of the policy."""
         return jnp.tanh(self.policy(params["actor"], observation)[0])
 
     def explore(self, params: Params, observation: jax.Array, key: jax.Array) -> jax.Array:
-        """A draw from the policy."""
+        """Samples an action from the policy."""
         return self.sample(params["actor"], observation, key)[0]
 
     def next_value(

@@ -38,28 +38,28 @@ def at_least_one(settings: Any, *names: str) -> None:
 
 
 def positive(settings: Any, *names: str) -> None:
-    """The fields are positive and finite."""
+    """Raises ValueError unless the fields are positive and finite."""
     for name in names:
         if not 0 < getattr(settings, name) < float("inf"):
             raise ValueError(f"{name} must be positive, not {getattr(settings, name)}")
 
 
 def not_negative(settings: Any, *names: str) -> None:
-    """The fields are zero or more."""
+    """Raises ValueError unless the fields are zero or more."""
     for name in names:
         if not getattr(settings, name) >= 0:
             raise ValueError(f"{name} must not be negative, not {getattr(settings, name)}")
 
 
 def fractions(settings: Any, *names: str) -> None:
-    """The fields lie in [0, 1]."""
+    """Raises ValueError unless the fields lie in [0, 1]."""
     for name in names:
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"{name} must lie in [0, 1], not {getattr(settings, name)}")
 
 
 def below_one(settings: Any, *names: str) -> None:
-    """The fields lie in [0, 1)."""
+    """Raises ValueError unless the fields lie in [0, 1)."""
     for name in names:
         if not 0 <= getattr(settings, name) < 1:
             raise ValueError(f"{name} must lie in [0, 1), not {getattr(settings, name)}")
@@ -80,6 +80,6 @@ def widths(settings: Any) -> None:
 
 
 def telemetry(chosen: str) -> None:
-    """How much a learner tells."""
+    """Raises ValueError unless the field is one of the levels of telemetry."""
     if chosen not in ("basic", "full"):
         raise ValueError(f"telemetry must be 'basic' or 'full', not {chosen!r}")

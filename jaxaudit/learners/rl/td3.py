@@ -63,11 +63,11 @@ class TD3(OffPolicy):
         return jnp.tanh(output)
 
     def act(self, params: Params, observation: jax.Array) -> jax.Array:
-        """The policy's action."""
+        """Returns the policy's action, without noise."""
         return self.mu(params["actor"], observation)
 
     def explore(self, params: Params, observation: jax.Array, key: jax.Array) -> jax.Array:
-        """The policy's action with Gaussian noise."""
+        """Returns the policy's action with Gaussian noise, clipped to the bounds of actions."""
         action = self.act(params, observation)
         return jnp.clip(action + self.settings.exploration_noise * jax.random.normal(key, action.shape), -1.0, 1.0)
 

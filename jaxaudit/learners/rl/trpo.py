@@ -335,7 +335,6 @@ class TRPO(OnPolicy):
 
 
 def _root_mean_square_norm(gradients: jax.Array) -> jax.Array:
-    """Of gradients `[minibatches, ...]`, a scalar."""
     return jnp.sqrt(jnp.mean(jnp.sum(gradients**2, axis=tuple(range(1, gradients.ndim)))))
 
 

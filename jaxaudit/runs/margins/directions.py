@@ -204,7 +204,7 @@ class Axis:
 
     @property
     def factor(self) -> bool:
-        """Whether magnitudes are factors."""
+        """Whether magnitudes multiply a value, so that the neutral one is 1."""
         return is_factor(self.part, self._reference)
 
     @property
@@ -214,7 +214,7 @@ class Axis:
 
     @property
     def lowest(self) -> float:
-        """The u of the neutral magnitude."""
+        """The log scale of the neutral magnitude."""
         return -abs(math.log(self._reference / self.part.neutral)) if self.factor else -math.inf
 
     @property
@@ -280,7 +280,7 @@ class Direction:
     seeds: tuple[int, ...]
 
     def magnitudes(self, u: float) -> tuple[float, ...]:
-        """Each part's magnitude."""
+        """Returns the magnitude of each part of a chain."""
         return tuple(axis.magnitude(u) for axis in self.axes)
 
     def condition(self, u: float) -> Condition:

@@ -56,7 +56,7 @@ class Searched:
 
     @property
     def windows(self) -> MetricSettings:
-        """Of the metrics."""
+        """The windows of the metrics, in steps."""
         return self.spec.metrics
 
     def lay_out(self, chosen: MarginSettings) -> SearchConfig:
@@ -320,7 +320,7 @@ class _Place:
             yield
 
     def write(self, margins: Margins) -> None:
-        """Keeps all outcomes so far."""
+        """Writes all outcomes so far."""
         write_text(self.store.path / OUTCOMES, margins.outcomes.to_csv(index=False))
 
 

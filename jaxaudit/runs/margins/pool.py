@@ -66,7 +66,7 @@ class Stage:
 
 
 def baseline(engine: Engine, batches: Sequence[Batch], windows: MetricSettings) -> list[Stage]:
-    """Trains the baseline to every onset."""
+    """Trains the baseline up to the last onset."""
     grid = engine.grid
     held = MemorySink(grid, telemetry=False)
     for batch in batches:

@@ -73,7 +73,6 @@ class SearchConfig:
 
     @property
     def step(self) -> float:
-        """The tolerance on the axis u."""
         return math.log1p(self.tolerance)
 
 

@@ -17,12 +17,12 @@ from jaxaudit.runtime.registry import aligned
 
 
 def text(ray: Direction, u: float) -> str:
-    """Each part's magnitude at u."""
+    """Returns the magnitudes of the parts, as text."""
     return "+".join(f"{m:.3g}" for m in ray.magnitudes(u))
 
 
 def verdict(ray: Direction, one: MarginEstimate) -> str:
-    """A margin in words."""
+    """Returns a sentence on the margin."""
     value, low, high, _ = one.middle
     mildest, harshest = text(ray, ray.range.low), text(ray, ray.range.high)
     if not one.seeds:
@@ -86,7 +86,7 @@ class Margins:
 
     @cached_property
     def found(self) -> list[MarginEstimate]:
-        """What is known of every ray."""
+        """Returns the estimates of all directions."""
         return found(self.plan, self.probes)
 
     @cached_property

@@ -38,10 +38,10 @@ class Ended:
 
 
 class Job(Protocol):
-    """A call that was handed in."""
+    """A call that an engine of workers has been given."""
 
     def ended(self) -> Ended | None:
-        """How it ended; None before."""
+        """Returns how the call ended; None while it runs."""
 
     def cancel(self) -> None:
         """Ends it at once, if it has not ended."""
@@ -62,7 +62,7 @@ class Backend(Protocol):
         """Hands in a call of a function by its name, `module:function`; it runs in a process with no other call."""
 
     def close(self) -> None:
-        """Ends all that was handed in."""
+        """Ends all calls that were handed in."""
 
 
 @dataclass(frozen=True)

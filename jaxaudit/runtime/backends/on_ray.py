@@ -1,4 +1,4 @@
-"""Ray: one task for each call."""
+"""Runs each call as a task of Ray."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ class OnRay:
         return int(min(room, resources.get("GPU", 0) // self._asked.gpus) if self._asked.gpus else room)
 
     def submit(self, call: str, arguments: dict[str, Any]) -> _RayJob:
-        """Hands in a call."""
         return _RayJob(self._ray, self._task.remote(call, arguments, self._asked.cpus, os.getcwd()))
 
     def close(self) -> None:
@@ -80,7 +79,6 @@ class _RayJob:
         self._ray, self._reference = ray, reference
 
     def ended(self) -> Ended | None:
-        """How it ended; None before."""
         if not self._ray.wait([self._reference], timeout=0)[0]:
             return None
         try:

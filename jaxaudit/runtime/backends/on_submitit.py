@@ -28,7 +28,7 @@ WORD_SECONDS = {"local": 1.0, "slurm": 15.0}
 
 
 class OnSubmitit:
-    """Jobs by submitit. See `jaxaudit.runtime.backends.backend.Backend`."""
+    """Runs each call as a job of submitit, as `jaxaudit.runtime.backends.backend.Backend` describes."""
 
     def __init__(self, asked: Workers, folder: Path, workers: int):
         try:
@@ -54,7 +54,6 @@ class OnSubmitit:
         self.word_seconds = WORD_SECONDS[asked.engine]
 
     def submit(self, call: str, arguments: dict[str, Any]) -> _SubmititJob:
-        """Hands in a call."""
         with _no_interrupts():
             job = self._executor.submit(_Again(), call, arguments, self._asked.cpus, os.getcwd())
         self._jobs.append(_SubmititJob(job, self))
@@ -68,7 +67,6 @@ class OnSubmitit:
         return True
 
     def close(self) -> None:
-        """Ends all that was handed in."""
         for job in self._jobs:
             job.cancel()
 
@@ -108,7 +106,6 @@ class _SubmititJob:
         self._silent: float | None = None
 
     def ended(self) -> Ended | None:
-        """How it ended; None before."""
         if self._ended is None and self._job.done(force_check=self._backend.look()):
             if not self._job.paths.result_pickle.exists():  # submitit would wait for it, and nobody be looked after
                 self._silent = self._silent or time.monotonic()

@@ -93,7 +93,6 @@ class Instruments:
 
     @property
     def full(self) -> bool:
-        """Whether all is measured."""
         return self.settings.telemetry == "full"
 
     def masks(self, role: jax.Array, own: jax.Array) -> jax.Array:

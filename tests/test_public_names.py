@@ -1,0 +1,46 @@
+"""The public names: each has a docstring, which is a sentence."""
+
+import inspect
+
+import pytest
+
+import jaxaudit as ja
+from jaxaudit.core.perturbation import Kind
+from jaxaudit.core.remedy import RemedyKind
+
+MODULES = ("dialogues", "learners", "metrics", "remedies", "statistics", "tasks", "text")
+
+
+def public_names():
+    """Dotted names with the objects of this package that they stand for."""
+    for name in dir(ja):
+        yield name, getattr(ja, name)
+        if name in MODULES:
+            module = getattr(ja, name)
+            for inner in getattr(module, "__all__", None) or (n for n in dir(module) if not n.startswith("_")):
+                found = getattr(module, inner)
+                if inspect.ismodule(found) or getattr(found, "__module__", "jaxaudit").startswith("jaxaudit"):
+                    yield f"{name}.{inner}", found
+
+
+def described(found):
+    return (
+        inspect.isroutine(found) or inspect.isclass(found) or inspect.ismodule(found)
+        or isinstance(found, Kind | RemedyKind)
+    )  # fmt: skip
+
+
+NAMES = {name: found for name, found in public_names() if described(found)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_has_a_docstring(name):
+    text = inspect.getdoc(NAMES[name]) or ""
+    first = text.split("\n\n")[0]
+    assert len(first.split()) > 6, f"{name}: {first!r}"
+    assert first.rstrip().endswith((".", "`", ")", ":")), f"{name}: {first!r}"
+
+
+def test_the_public_modules_are_all_there():
+    assert set(MODULES) <= set(dir(ja))
+    assert len(NAMES) > 100
