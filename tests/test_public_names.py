@@ -19,7 +19,7 @@ def public_names():
             module = getattr(ja, name)
             for inner in getattr(module, "__all__", None) or (n for n in dir(module) if not n.startswith("_")):
                 found = getattr(module, inner)
-                if inspect.ismodule(found) or getattr(found, "__module__", "jaxaudit").startswith("jaxaudit"):
+                if (getattr(found, "__module__", None) or "").startswith("jaxaudit"):
                     yield f"{name}.{inner}", found
 
 

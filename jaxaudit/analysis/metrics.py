@@ -509,7 +509,7 @@ def evaluate(
     every: int = 1,
     sparse: bool = False,
 ) -> dict[str, jax.Array]:
-    """Every scalar metric of one lane.
+    """Returns every scalar metric of one lane by name.
 
     Args:
         series: J, `[T]`.

@@ -202,7 +202,7 @@ def noise_floor(data: xr.Dataset, baseline: np.ndarray, last_onset: int) -> floa
 
 @dataclass(frozen=True)
 class Result:
-    """What an audit found.
+    """The result of an audit: telemetry, metrics of each lane, and summaries.
 
     Attributes:
       telemetry: dims (seed, condition, step), coordinates perturbation, magnitude, onset, dimension, ...

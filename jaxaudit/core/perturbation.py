@@ -34,7 +34,7 @@ def sweep(*values: float) -> Sweep:
 
 @dataclass(frozen=True)
 class Window:
-    """When a perturbation is open.
+    """The steps of a run in which a perturbation acts.
 
     Attributes:
       onset: the first step: a float in [0, 1) is a fraction of the run, an int is a step.

@@ -48,7 +48,7 @@ class RemediedData:
 
 
 def remedied(learner: Learner, *remedies: Remedy) -> Learner:
-    """A learner with remedies: `remedied(ja.learners.ppo("HalfCheetah-v5"), ja.remedies.l2_init(1e-3))`.
+    """Returns a learner that trains with remedies: `remedied(ja.learners.ppo("Ant-v5"), ja.remedies.l2_init(1e-3))`.
 
     Its state is the learner's and the remedies' own, and the strengths of remedies that act while it trains are data:
     learners that differ in them alone share one compiled program. Remedies at one place act in the order given, before

@@ -53,7 +53,7 @@ class DialogueTask:
 
 
 def named(name: str, **settings: Any) -> DialogueTask:
-    """The task of a dialogue's name.
+    """Returns the task of the registered dialogue of a name.
 
     Args:
       name: that it is registered under.

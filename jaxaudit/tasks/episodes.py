@@ -19,7 +19,7 @@ from jaxaudit.tasks._brax import Env, State
 
 @struct.dataclass
 class EpisodeState:
-    """Where N environments stand.
+    """The state of N environments, and of the episodes in them.
 
     Attributes:
         env: brax state, before any disturbance.

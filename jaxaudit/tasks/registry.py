@@ -89,7 +89,7 @@ class Registered:
 @task_kinds.register("mujoco")
 @dataclass(frozen=True)
 class Mujoco(Registered):
-    """Gymnasium's v5 MuJoCo tasks.
+    """The MuJoCo tasks of Gymnasium, in their version 5.
 
     The kind has another name than `Registered` and is no other: every registered task goes by both.
     """

@@ -202,7 +202,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens, uint16.
+    """The tokens of a corpus, uint16, for training and for validation.
 
     Attributes:
       train: `[N]`.

@@ -286,11 +286,11 @@ def _preset(name: str) -> Callable[..., Learner]:
 
 SUMMARIES = {
     "ppo_lm": "PPO with a value model on a dialogue",
-    "grpo": "GRPO on a dialogue",
-    "dr_grpo": "Dr. GRPO on a dialogue",
-    "rloo": "REINFORCE leave-one-out on a dialogue",
-    "dapo": "DAPO on a dialogue",
-    "gspo": "GSPO on a dialogue",
+    "grpo": "GRPO (Shao et al., 2024) on a dialogue",
+    "dr_grpo": "Dr. GRPO (Liu et al., 2025) on a dialogue",
+    "rloo": "REINFORCE leave-one-out (Ahmadian et al., 2024) on a dialogue",
+    "dapo": "DAPO (Yu et al., 2025) on a dialogue",
+    "gspo": "GSPO (Zheng et al., 2025) on a dialogue",
     "dpo": "DPO on pairs of a dialogue's rows",
 }
 

@@ -170,7 +170,7 @@ class PPO(OnPolicy):
 
 
 def ppo(task: Any, **settings: Any) -> Learner:
-    """PPO on a task: `ppo("HalfCheetah-v5", num_envs=16)`.
+    """PPO (Schulman et al., 2017) on a task: `ppo("HalfCheetah-v5", num_envs=16)`.
 
     Args:
       task: a task's name, or a task that gives an environment.

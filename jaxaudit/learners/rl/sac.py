@@ -162,7 +162,7 @@ class SAC(OffPolicy):
 
 
 def sac(task: Any, **settings: Any) -> Learner:
-    """SAC on a task: `sac("HalfCheetah-v5", buffer_size=200_000)`.
+    """SAC (Haarnoja et al., 2018) on a task: `sac("HalfCheetah-v5", buffer_size=200_000)`.
 
     Args:
       task: a task's name, or a task that gives an environment.

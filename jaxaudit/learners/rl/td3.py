@@ -96,7 +96,7 @@ class TD3(OffPolicy):
 
 
 def td3(task: Any, **settings: Any) -> Learner:
-    """TD3 on a task: `td3("HalfCheetah-v5", buffer_size=200_000)`.
+    """TD3 (Fujimoto et al., 2018) on a task: `td3("HalfCheetah-v5", buffer_size=200_000)`.
 
     Args:
       task: a task's name, or a task that gives an environment.

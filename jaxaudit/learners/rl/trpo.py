@@ -339,7 +339,7 @@ def _root_mean_square_norm(gradients: jax.Array) -> jax.Array:
 
 
 def trpo(task: Any, **settings: Any) -> Learner:
-    """TRPO on a task: `trpo("HalfCheetah-v5", max_kl=0.02)`.
+    """TRPO (Schulman et al., 2015) on a task: `trpo("HalfCheetah-v5", max_kl=0.02)`.
 
     Args:
       task: a task's name, or a task that gives an environment.

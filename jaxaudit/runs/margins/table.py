@@ -68,7 +68,7 @@ HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "
 
 @dataclass(frozen=True)
 class Margins:
-    """What `margin` found.
+    """The stability margins that a search has found, and how certain they are.
 
     Attributes:
       plan: what was searched, and how.

@@ -38,7 +38,7 @@ SCREENED, FRESH = 8, 16
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`.
+    """The tables of a comparison of variants with the plain learner.
 
     Attributes:
       bought: one row for each variant and perturbation; see `scoring.bought`.
