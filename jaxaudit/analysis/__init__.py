@@ -1,1 +1,1 @@
-"""What is computed from telemetry: metrics, statistics, datasets, tables, and reading a stored run."""
+"""Metrics and statistics of telemetry: datasets, tables, and reading a stored run."""

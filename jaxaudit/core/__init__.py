@@ -1,1 +1,1 @@
-"""What a lane is made of: learners, taps, perturbations, remedies, and the program of a grid."""
+"""Learners, taps and grids: what an audit is made of, and the program that trains it."""

@@ -1,1 +1,1 @@
-"""A grid's programs, compiled and advanced in memory: the engine, its schedule of phases, and the room it needs."""
+"""Compiles and trains a grid: the engine, its schedule of phases, and the room it needs."""

@@ -1,4 +1,4 @@
-"""The learning algorithms of this package, each made a `Learner` by a function of its task and settings."""
+"""Learning algorithms: each is made a `Learner` by a function of its task and settings."""
 
 from jaxaudit.learners.dialogue.factories import dapo, dpo, dr_grpo, grpo, gspo, ppo_lm, rloo
 from jaxaudit.learners.dialogue.settings import DialogueSettings

@@ -1,4 +1,4 @@
-"""Telemetry logs of other people's training runs: CSV, JSON, what trainers print, TensorBoard's and MLflow's files."""
+"""Logs of other trainers: CSV, JSON, what trainers print, TensorBoard's and MLflow's files."""
 
 from jaxaudit.logs.log import Attempt as Attempt
 from jaxaudit.logs.log import Log as Log

@@ -1,1 +1,1 @@
-"""Monitors of telemetry: state-space models and control charts, their calibration, and detectors compared with them."""
+"""Monitors and detectors: charts and state-space models of telemetry, calibrated, and what they are compared with."""

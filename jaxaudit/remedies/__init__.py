@@ -1,4 +1,4 @@
-"""Remedies: changes to how a learner trains that are meant to make its training more stable."""
+"""Changes for stability: changes to how a learner trains that are meant to make its training more stable."""
 
 from jaxaudit.core.remedy import HOOKS, ProposedUpdate, Remedy, RemedyKind, Trained, remedy, setting
 from jaxaudit.remedies.adam import adam_rel, equal_betas, spam, stable_adamw

@@ -1,1 +1,1 @@
-"""What knows nothing of audits: errors, files, processes, devices, names."""
+"""Files, processes, devices: what knows nothing of audits, and errors and registries."""

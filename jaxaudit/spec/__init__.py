@@ -1,1 +1,1 @@
-"""Specs: a TOML document, read and checked into a grid."""
+"""Specs in TOML: a document, read and checked into a grid."""
