@@ -1,6 +1,7 @@
 """Dialogues as tasks: rows of tokens, of which a policy writes its own."""
 
 from jaxaudit.dialogues.calculator import Calculator as Calculator
+from jaxaudit.dialogues.chain import ChainDialogue as Chain
 from jaxaudit.dialogues.chain import ChainDialogue as ChainDialogue
 from jaxaudit.dialogues.hop import Hop as Hop
 from jaxaudit.dialogues.preference import Preference as Preference
