@@ -1,7 +1,6 @@
 """Dialogues as tasks: rows of tokens, of which a policy writes its own."""
 
 from jaxaudit.dialogues.calculator import Calculator as Calculator
-from jaxaudit.dialogues.chain import ChainDialogue as Chain
 from jaxaudit.dialogues.chain import ChainDialogue as ChainDialogue
 from jaxaudit.dialogues.hop import Hop as Hop
 from jaxaudit.dialogues.preference import Preference as Preference
@@ -10,3 +9,6 @@ from jaxaudit.dialogues.protocol import Reply as Reply
 from jaxaudit.dialogues.tasks import DialogueTask as DialogueTask
 from jaxaudit.dialogues.tasks import named as named
 from jaxaudit.dialogues.text import TextDialogue as TextDialogue
+
+Chain = ChainDialogue
+"""The public name of `ChainDialogue`; `jaxaudit.Chain` is a chain of perturbations."""
