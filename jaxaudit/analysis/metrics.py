@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxaudit.core.learner import Cadence
+from jaxaudit.core.channel_names import Cadence
 
 BAND = 2.0
 

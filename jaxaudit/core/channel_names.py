@@ -1,4 +1,6 @@
-"""Names of channels that have a meaning of their own."""
+"""Names of channels that have a meaning of their own, and when a channel is measured; imports nothing heavy."""
+
+from typing import NamedTuple
 
 PERFORMANCE = "performance"
 
@@ -10,3 +12,15 @@ PERFORMANCE_ERROR = "performance_error"
 
 ACTED = "acted_"
 """Begins the names of channels, one for each remedy: the share of its applications in a step that changed a value."""
+
+
+class Cadence(NamedTuple):
+    """At which steps the performance J is measured.
+
+    Attributes:
+      every: at every so many steps, those t with (t + 1) % every == 0.
+      sparse: only where it is not NaN.
+    """
+
+    every: int = 1
+    sparse: bool = False

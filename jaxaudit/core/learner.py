@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.core import contract
-from jaxaudit.core.channel_names import PERFORMANCE
+from jaxaudit.core.channel_names import PERFORMANCE, Cadence
 from jaxaudit.core.taps import Taps
 from jaxaudit.runtime.sharding import Partition
 
@@ -64,18 +64,6 @@ class Shapes(NamedTuple):
     def tree(self) -> Any:
         """Returns the pytree of the shapes."""
         return jax.tree.unflatten(self.structure, self.leaves)
-
-
-class Cadence(NamedTuple):
-    """At which steps the performance J is measured.
-
-    Attributes:
-      every: at every so many steps, those t with (t + 1) % every == 0.
-      sparse: only where it is not NaN.
-    """
-
-    every: int = 1
-    sparse: bool = False
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,11 @@ def _task(run: Run) -> Any:
     try:
         settings = {name: value for name, value in task.items() if name != "kind"}
         simulated = registry.task_kinds[task["kind"]](**settings)
-    except (KeyError, TypeError, ValueError):  # of a kind, or by a name, that is not known here
+        if not isinstance(simulated, Simulated) or simulated.engine != "auto":
+            return task
+        return task | {"physics": simulated.engine_on(platform)}
+    except (KeyError, TypeError, ValueError, registry.UnknownName):  # of a kind, or by a name, that is not known here
         return task
-    return task | {"physics": simulated.engine_on(platform)} if isinstance(simulated, Simulated) else task
 
 
 def _lanes(title: str, runs: Sequence[Run], channels: Sequence[str] | None) -> LabelledLanes:

@@ -19,8 +19,8 @@ from jaxaudit.monitoring.alignment import Named, in_files
 from jaxaudit.monitoring.calibration import rank, threshold
 from jaxaudit.monitoring.channels import measured
 from jaxaudit.monitoring.envelope import forward_filled
-from jaxaudit.monitoring.folder import COMPONENTS, QUANTILES, over_lanes, plane
 from jaxaudit.monitoring.monitor import DEFAULT, Monitor, Scored, calibrated_on
+from jaxaudit.monitoring.view import COMPONENTS, QUANTILES, over_lanes, plane
 from jaxaudit.runtime import zarr_store
 from jaxaudit.runtime.errors import UserError, placed
 from jaxaudit.runtime.files import claimed

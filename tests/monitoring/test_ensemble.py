@@ -15,10 +15,10 @@ from jaxaudit.monitoring.channels import Channels
 from jaxaudit.monitoring.charts import Chart
 from jaxaudit.monitoring.ensemble import Ensemble, Location, autoregression
 from jaxaudit.monitoring.envelope import LEAST, StepwiseStats
-from jaxaudit.monitoring.folder import QUANTILES, over_lanes
 from jaxaudit.monitoring.monitor import Monitor, single_precision
 from jaxaudit.monitoring.scanned import score_all
 from jaxaudit.monitoring.scorer import by_other_parts
+from jaxaudit.monitoring.view import QUANTILES, over_lanes
 
 NAMES = [f"c{i}" for i in range(12)]
 STORED = DATA / "monitors"
