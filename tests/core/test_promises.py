@@ -155,7 +155,7 @@ TINY = ja.Learner(tiny_init, tiny_step, name="tiny")
 
 APART = ("nonfinite_skip", "six_sigma_skip", "target_kl_stop", "adagc", "periodic_reset")
 """Remedies that keep a lane from being driven to NaN, as the promise of isolation has it be, or from feeling the scale
-of a gradient; `tests/test_remedies.py` and `tests/test_remedied_runs.py` have them.
+of a gradient; `test_remedied_learner.py` and `tests/remedies/test_remedied_runs.py` have them.
 """
 
 
