@@ -1,5 +1,6 @@
 """Environments: the kinds of task that give one, the physics engines behind them, and vectorised episodes."""
 
+from jaxaudit.tasks import cartpole as cartpole
 from jaxaudit.tasks import foreign as foreign
 from jaxaudit.tasks.episodes import Episodes as Episodes
 from jaxaudit.tasks.episodes import EpisodeState as EpisodeState
