@@ -196,7 +196,7 @@ def lanes(arguments) -> tuple[str, dict]:
     size, length, steps = ("nano", 16, 2) if arguments.quick else ("mini", 128, 5)
     learner, _ = learner_of(size, 8, length, True, vocabulary=2048)
     grid = plan(learner, [ja.lr_spike(10.0, onset=1)], seeds=2, steps=100, execution="auto")
-    _, measured = choice.settle(grid, steps)
+    _, measured = choice.autotune(grid, steps)
 
     def going(grid):
         engine, batch = Engine(grid, steps), layout(grid)[1]
