@@ -116,17 +116,15 @@ def ppo(common, quick: bool):
 def lanes(common, quick: bool):
     """Sixteen lanes of PPO, two iterations."""
     import jaxaudit as ja
-    from jaxaudit.core import grid
 
-    plan = grid.plan(
+    plan = ja.plan(
         ja.learners.ppo(common.TASK, evaluations=0), [ja.lr_spike(10.0)], seeds=2 if quick else 16, steps=100
     )
-    if hasattr(grid, "Phase"):  # version 0.1
-        given = plan.lanes(grid.Phase(None))[0]
-    else:
+    try:
         from jaxaudit.core.batches import layout
-
-        given = layout(plan)[0].lanes(plan)
+    except ImportError:  # up to version 0.3
+        from jaxaudit.batches import layout
+    given = layout(plan)[0].lanes(plan)
     advance = common.Advance(plan.program, given, 2)
     return lambda: advance(1, 3) and None
 
