@@ -102,7 +102,7 @@ def _against(baseline: pd.Series, leads: bool) -> Markup:
         return Markup(" {} {} {}, by {}{}.").format(
             who, verb, best, f"{abs(gain):.3f}", _interval(baseline, "gain_auroc", share, flip=high < 0)
         )
-    return Markup(" {} cannot be told from {}: its AUROC differs by {}{}.").format(
+    return Markup(" {} does not differ significantly from {}: its AUROC differs by {}{}.").format(
         who, best, signed(gain), _interval(baseline, "gain_auroc", signed)
     )
 

@@ -20,7 +20,7 @@ from jaxaudit.runtime import registry
 EFFECT = "paired_difference_final_performance"
 
 RATE = 0.05
-"""Expected share of false ones among the conditions that are told to cost performance, at most."""
+"""Expected share of false ones among the conditions said to cost performance, at most."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Judged:
 
     @property
     def sentence(self) -> Markup:
-        """Returns a sentence on how the critical magnitude was judged."""
+        """Returns a sentence on how costs in final performance were judged."""
         if self.count == 1:
             text = Markup(
                 "Whether final performance suffers is judged of the one condition whose perturbation collapses no "
@@ -48,14 +48,14 @@ class Judged:
         else:
             text = Markup(
                 "Whether final performance suffers is judged over all {} conditions of the perturbations that collapse "
-                "no seed, by signed-rank tests of the differences to the control: of those told to cost some, at most "
+                "no seed, by signed-rank tests of the differences to the control: of those said to cost some, at most "
                 "{:.0%} are expected to do so by chance (Benjamini and Hochberg's false discovery rate)."
             ).format(self.count, RATE)
         # The least p-value that so many seeds allow is 2 ** -seeds.
         if (fewest := math.ceil(self.count * 0.5**self.seeds / RATE)) > 1:
-            takes = Markup("it takes {} such conditions for any to be told.").format(fewest)
+            takes = Markup("at least {} such conditions are needed for a significant one.").format(fewest)
             text += Markup(" With {} seeds {}").format(
-                self.seeds, takes if fewest <= self.count else "none can be told."
+                self.seeds, takes if fewest <= self.count else "none can be significant."
             )
         return text
 

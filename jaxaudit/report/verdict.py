@@ -291,7 +291,7 @@ def _unharmed(run: Run, outcomes: list[_Outcome], judged: Judged) -> list[Markup
             most["spared"], most["seeds"] - most["standing"], most["condition"]
         )
     if judged.count:
-        text += ", and no final performance is told to lie below the control's"
+        text += ", and no final performance is significantly below the control's"
     return [text + Markup(".")]
 
 

@@ -1,4 +1,4 @@
-"""Which conditions are told to cost final performance: of many that do nothing, hardly ever one."""
+"""Which conditions significantly cost final performance: of many that do nothing, hardly ever one."""
 
 import dataclasses
 
@@ -66,19 +66,19 @@ def test_of_many_conditions_without_effect_none_is_told_to_cost_performance():
     assert not any("costs final performance" in sentence for sentence in sentences)
     (how,) = (sentence for sentence in sentences if "false discovery rate" in sentence)
     assert "all 40 conditions" in how
-    assert how.endswith("With 8 seeds it takes 4 such conditions for any to be told.")
+    assert how.endswith("With 8 seeds at least 4 such conditions are needed for a significant one.")
 
 
 def test_one_condition_is_told_of_as_one():
     sentence = str(Judged(1, frozenset(), 8).sentence)
     assert sentence.endswith("by a signed-rank test of the difference to the control at 5%.")
-    assert str(Judged(1, frozenset(), 3).sentence).endswith("at 5%. With 3 seeds none can be told.")
+    assert str(Judged(1, frozenset(), 3).sentence).endswith("at 5%. With 3 seeds none can be significant.")
 
 
 def test_as_many_conditions_as_it_takes_are_enough():
     """Of five seeds the least p-value is 1/32, which two conditions at 5% allow, each of them."""
     sentence = str(Judged(2, frozenset(), 5).sentence)
-    assert sentence.endswith("With 5 seeds it takes 2 such conditions for any to be told.")
+    assert sentence.endswith("With 5 seeds at least 2 such conditions are needed for a significant one.")
 
 
 def test_what_costs_performance_is_told_with_every_magnitude_that_does():
