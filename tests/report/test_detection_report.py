@@ -230,8 +230,8 @@ def test_verdict_of_a_comparison(compared):
     ("gain", "said"),
     [
         ((0.02, 0.01, 0.03), "It beats the best baseline, <b>CUSUM of performance</b>, by 0.020 (95% interval"),
-        ((0.02, -0.01, 0.05), "It does not differ significantly from the best baseline, <b>CUSUM of performance</b>: its "
-         "AUROC differs by +0.020 (95% interval \N{MINUS SIGN}0.010 to +0.050)."),
+        ((0.02, -0.01, 0.05), "It does not differ significantly from the best baseline, <b>CUSUM of performance</b>: "
+         "its AUROC differs by +0.020 (95% interval \N{MINUS SIGN}0.010 to +0.050)."),
         ((-0.02, -0.03, 0.01), "The monitor does not differ significantly from it: its AUROC differs by "
          "\N{MINUS SIGN}0.020"),
         ((-0.02, -0.03, -0.01), "The monitor is beaten by it, by 0.020 (95% interval 0.010 to 0.030)."),
