@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from jaxaudit.core.learner import Lasting
+from jaxaudit.core.learner import Lasting, Telemetry
 from jaxaudit.core.optimizer import Adam, Optimizer, OptimizerStats, finish
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.coherence import unit_gradient
@@ -27,7 +27,6 @@ from jaxaudit.tasks import episodes
 from jaxaudit.tasks.episodes import CleanEnvs, Episodes, EpisodeState, Transition, Undisturbed
 
 Params = Any
-Told = dict[str, jax.Array]
 Coefficients = dict[str, jax.Array]
 
 UPDATES_PER_PROBE = 64
@@ -204,7 +203,7 @@ class OffPolicy:
 
     def actor_loss(
         self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
-    ) -> tuple[jax.Array, Told]:
+    ) -> tuple[jax.Array, Telemetry]:
         """The actor's loss on a minibatch, and what it tells."""
         raise NotImplementedError
 
@@ -225,7 +224,7 @@ class OffPolicy:
             "critic": self.critic.init(critic_key, observation, action)["params"],
         }
 
-    def step(self, state: OffPolicyState, key: jax.Array, taps: Taps) -> tuple[OffPolicyState, Told]:
+    def step(self, state: OffPolicyState, key: jax.Array, taps: Taps) -> tuple[OffPolicyState, Telemetry]:
         """Trains for one iteration of `iteration_steps` environment steps."""
         settings = self.settings
         steps_key, probe_key, evaluation_key, refresh_key = jax.random.split(key, 4)
@@ -245,14 +244,14 @@ class OffPolicy:
             count = before + index
             state = self.collect(taps, state, act_key, count)
             learn = partial(self.learn, buffer=state.buffer.value, key=learn_key, count=count + 1)
-            networks, told = taps.cond(self.learning(count + 1), learn, state.networks)
-            return dataclasses.replace(state, networks=networks), told
+            networks, metrics = taps.cond(self.learning(count + 1), learn, state.networks)
+            return dataclasses.replace(state, networks=networks), metrics
 
-        state, told = taps.scan(vector_step, begin, jnp.arange(settings.vector_steps))
+        state, metrics = taps.scan(vector_step, begin, jnp.arange(settings.vector_steps))
         state = dataclasses.replace(state, networks=self.finished(state.networks, taps))
         after = before + settings.vector_steps
         learned = jnp.sum(self.learning(before + 1 + jnp.arange(settings.vector_steps)))
-        parts, updates = jax.tree.map(lambda x: jnp.sum(x) / learned, told)
+        parts, updates = jax.tree.map(lambda x: jnp.sum(x) / learned, metrics)
         params = state.networks.params
         telemetry = parts | self.update_telemetry(updates)
         telemetry |= nan_unless(
@@ -351,8 +350,8 @@ class OffPolicy:
 
     def learn(
         self, taps: Taps, networks: Networks, *, buffer: jax.Array, key: jax.Array, count: jax.Array
-    ) -> tuple[Networks, tuple[Told, dict[str, OptimizerStats]]]:
-        """The updates that follow a vector step, and what they told, on average."""
+    ) -> tuple[Networks, tuple[Telemetry, dict[str, OptimizerStats]]]:
+        """The updates that follow a vector step, and the mean of their metrics."""
         settings = self.settings
 
         def improve_critics(taps: Taps, networks: Networks, key: jax.Array):
@@ -360,8 +359,8 @@ class OffPolicy:
             batch = self.buffer.sample(buffer, sample_key, settings.batch_size, count)
             coefficients = self.tapped_coefficients(taps, networks)
             loss = partial(self.critic_loss, networks=networks, batch=batch, key=noise_key, coefficients=coefficients)
-            networks, told, update = self.improve(taps, networks, "critic", loss)
-            return networks, (batch, told, update)
+            networks, metrics, update = self.improve(taps, networks, "critic", loss)
+            return networks, (batch, metrics, update)
 
         def learn_round(taps: Taps, networks: Networks, key: jax.Array):
             critic_key, actor_key = jax.random.split(key)
@@ -372,19 +371,19 @@ class OffPolicy:
             critic, update = jax.tree.map(jnp.mean, (critic, update))
             return self.move_targets(networks), (critic | actor, {"critic": update} | updates)
 
-        networks, told = taps.scan(learn_round, networks, jax.random.split(key, settings.rounds))
-        return networks, jax.tree.map(jnp.mean, told)
+        networks, metrics = taps.scan(learn_round, networks, jax.random.split(key, settings.rounds))
+        return networks, jax.tree.map(jnp.mean, metrics)
 
     def improve(
-        self, taps: Taps, networks: Networks, name: str, loss: Callable[[Params], tuple[jax.Array, Told]]
-    ) -> tuple[Networks, Told, OptimizerStats]:
+        self, taps: Taps, networks: Networks, name: str, loss: Callable[[Params], tuple[jax.Array, Telemetry]]
+    ) -> tuple[Networks, Telemetry, OptimizerStats]:
         """One update of the parameters `name`, down the gradient of `loss(parameters) -> (scalar, what it tells)`."""
 
-        def objective(params: Params) -> tuple[jax.Array, tuple[jax.Array, Told]]:
-            value, told = loss(params)
-            return taps("objective", value, label=name), (value, told)
+        def objective(params: Params) -> tuple[jax.Array, tuple[jax.Array, Telemetry]]:
+            value, metrics = loss(params)
+            return taps("objective", value, label=name), (value, metrics)
 
-        gradient, (value, told) = jax.grad(objective, has_aux=True)(networks.params[name])
+        gradient, (value, metrics) = jax.grad(objective, has_aux=True)(networks.params[name])
         part, optimizer, update = self.optimizers[name].update(
             networks.params[name], networks.optimizer[name], gradient, taps, loss=value, learner=self
         )
@@ -393,16 +392,16 @@ class OffPolicy:
             params=networks.params | {name: part},
             optimizer=networks.optimizer | {name: optimizer},
         )
-        return networks, told, update
+        return networks, metrics, update
 
     def improve_actor(
         self, taps: Taps, networks: Networks, batch: Transitions, key: jax.Array
-    ) -> tuple[Networks, Told, dict[str, OptimizerStats]]:
+    ) -> tuple[Networks, Telemetry, dict[str, OptimizerStats]]:
         """One update of the actor, and of what else is trained as often."""
         coefficients = self.tapped_coefficients(taps, networks)
         loss = partial(self.actor_loss, networks=networks, batch=batch, key=key, coefficients=coefficients)
-        networks, told, update = self.improve(taps, networks, "actor", loss)
-        return networks, told, {"actor": update}
+        networks, metrics, update = self.improve(taps, networks, "actor", loss)
+        return networks, metrics, {"actor": update}
 
     def tapped_coefficients(self, taps: Taps, networks: Networks) -> Coefficients:
         """The coefficients as an update finds them."""
@@ -410,7 +409,7 @@ class OffPolicy:
 
     def critic_loss(
         self, critic: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
-    ) -> tuple[jax.Array, Told]:
+    ) -> tuple[jax.Array, Telemetry]:
         """Both critics' mean squared distance from the same target, added up; a time limit does not end the value."""
         following = self.next_value(networks, batch, key, coefficients)
         target = batch.reward + self.settings.gamma * (1.0 - batch.terminated) * following
@@ -425,7 +424,7 @@ class OffPolicy:
         target = jax.tree.map(lambda slow, fast: slow + tau * (fast - slow), networks.target, online)
         return dataclasses.replace(networks, target=target)
 
-    def update_telemetry(self, updates: dict[str, OptimizerStats]) -> Told:
+    def update_telemetry(self, updates: dict[str, OptimizerStats]) -> Telemetry:
         """Gradient norms and learning rates of actor and critics; of both, their average, and the norm of the pair."""
         actor, critic = updates["actor"], updates["critic"]
         return {
@@ -440,7 +439,7 @@ class OffPolicy:
             "x_used": (actor.used + critic.used) / 2,
         }
 
-    def coherence(self, networks: Networks, buffer: jax.Array, key: jax.Array, count: jax.Array) -> Told:
+    def coherence(self, networks: Networks, buffer: jax.Array, key: jax.Array, count: jax.Array) -> Telemetry:
         """How far the gradients of fresh minibatches agree, at the iteration's last parameters.
 
         Actor and critics count alike: a gradient is the pair of their directions, each of unit length, for each has
@@ -468,7 +467,7 @@ class OffPolicy:
         return paths_of({name: params[name] for name in ("actor", "critic")})
 
 
-def nan_unless(chosen: jax.Array, tell: Callable[[], Told]) -> Told:
+def nan_unless(chosen: jax.Array, tell: Callable[[], Telemetry]) -> Telemetry:
     """What `tell()` gives where `chosen`, else NaN."""
     shapes = jax.eval_shape(tell)
     return jax.lax.cond(chosen, tell, lambda: {name: jnp.full(s.shape, jnp.nan) for name, s in shapes.items()})

@@ -11,11 +11,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.core.learner import Learner
+from jaxaudit.core.learner import Learner, Telemetry
 from jaxaudit.core.optimizer import OptimizerStats
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params, Told
+from jaxaudit.learners.rl.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params
 from jaxaudit.learners.rl.on_task import on_task
 from jaxaudit.learners.rl.replay_buffer import Transitions
 from jaxaudit.models.policy import MLP
@@ -132,7 +132,7 @@ class SAC(OffPolicy):
 
     def actor_loss(
         self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
-    ) -> tuple[jax.Array, Told]:
+    ) -> tuple[jax.Array, Telemetry]:
         """alpha log pi(a|s) - Q(s, a), with a drawn from the policy and Q the lesser critic.
 
         The temperature it tells is the undisturbed one.
@@ -148,15 +148,15 @@ class SAC(OffPolicy):
 
     def improve_actor(
         self, taps: Taps, networks: Networks, batch: Transitions, key: jax.Array
-    ) -> tuple[Networks, Told, dict[str, OptimizerStats]]:
+    ) -> tuple[Networks, Telemetry, dict[str, OptimizerStats]]:
         """One update of the actor, and of the temperature where it is tuned."""
-        networks, told, updates = super().improve_actor(taps, networks, batch, key)
+        networks, metrics, updates = super().improve_actor(taps, networks, batch, key)
         if self.settings.automatic_entropy:
-            loss = partial(self.temperature_loss, entropy=told["entropy"])
+            loss = partial(self.temperature_loss, entropy=metrics["entropy"])
             networks, _, updates["temperature"] = self.improve(taps, networks, "temperature", loss)
-        return networks, told, updates
+        return networks, metrics, updates
 
-    def temperature_loss(self, log_temperature: jax.Array, entropy: jax.Array) -> tuple[jax.Array, Told]:
+    def temperature_loss(self, log_temperature: jax.Array, entropy: jax.Array) -> tuple[jax.Array, Telemetry]:
         """Falls with a higher temperature while the policy's entropy is below its target."""
         return log_temperature * (entropy - self.target_entropy), {}
 

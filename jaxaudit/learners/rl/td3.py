@@ -9,9 +9,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.core.learner import Learner
+from jaxaudit.core.learner import Learner, Telemetry
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params, Told
+from jaxaudit.learners.rl.off_policy import Coefficients, Networks, OffPolicy, OffPolicySettings, Params
 from jaxaudit.learners.rl.on_task import on_task
 from jaxaudit.learners.rl.replay_buffer import Transitions
 from jaxaudit.models.policy import MLP, TwinCritic
@@ -83,7 +83,7 @@ class TD3(OffPolicy):
 
     def actor_loss(
         self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
-    ) -> tuple[jax.Array, Told]:
+    ) -> tuple[jax.Array, Telemetry]:
         """-Q(s, mu(s)) under the first critic; neither `key` nor `coefficients` are needed."""
         value: Any = self.critic.apply(
             {"params": networks.params["critic"]},
