@@ -98,15 +98,22 @@ def plan(
     model_devices: int = 1,
     matmul_precision: MatmulPrecision = "float32",
 ) -> Grid:
-    """Lays out a grid, in batches of at most `lanes`; "auto" is left to who runs it, and all in one batch until then.
+    """Returns the grid of an audit: which lanes there are, and how they are laid out in batches.
 
-    `model_devices` of the devices share each lane. `matmul_precision` is of the learner's float32 products on GPUs and
-    TPUs, unless JAX has been told one.
+    Args:
+      learner: what is trained.
+      perturbations: each with its magnitude or sweep of magnitudes, window and target.
+      seeds: the number of seeds, or the seeds.
+      steps: the length of a run.
+      execution: how a device runs its lanes: "vmap", "map" (one after another), a batch size, or "auto".
+      devices: lanes are spread evenly over these; all of JAX's by default.
+      model_devices: the number of devices that share each lane.
+      matmul_precision: of the learner's float32 products on GPUs and TPUs, unless JAX was given one.
+      lanes: the most lanes in a batch; "auto" leaves it to what runs the grid, and makes one batch until then.
+      watch: `watch(shapes, channels)` returns what follows the lanes and raises the alarms that interventions wait for.
 
-    `watch` makes what follows the lanes and raises the alarms that interventions wait for, from the shapes of the
-    learner's telemetry and what is known of its channels.
-
-    Raises ValueError, in one sentence, where learner and perturbations do not fit together.
+    Raises:
+      ValueError: learner and perturbations do not fit together; one sentence.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive whole number, not {steps!r}")

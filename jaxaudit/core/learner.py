@@ -101,7 +101,7 @@ class Channel:
 
     @classmethod
     def vector(cls, name: str, labels: Iterable[str], dtype: str = "float32", every: int = 1) -> Channel:
-        """That of a vector: `Channel.vector("layer", ("a", "b"))`."""
+        """Returns the description of a vector with labelled entries: `Channel.vector("layer", ("a", "b"))`."""
         return cls(((name, tuple(labels)),), dtype, every)
 
     @property
@@ -216,21 +216,21 @@ class Learner:
 
     @property
     def cadence(self) -> Cadence:
-        """Every how many steps the performance is measured, and whether only in those where it is not NaN."""
+        """The steps at which the performance is measured."""
         known = self.channel(PERFORMANCE)
         return Cadence(known.every, known.sparse)
 
     def begin(self, key: jax.Array, data: Any) -> State:
-        """The state before the first step, from a key and what the program was given as the learner's data.
+        """Returns the state before the first step, from a random key and the learner's data.
 
-        Its tree is that of the first trace of `init`. Raises ValueError as `jaxaudit.core.contract` does.
+        Raises ValueError, as `jaxaudit.core.contract` describes, where it is not a tree of arrays.
         """
         return contract.as_first(self._begun(key, data), self.state_shapes, "init")
 
     def advance(self, state: State, key: jax.Array, taps: Taps) -> tuple[State, Telemetry]:
-        """The state after a step, in the tree of the one before, and the step's telemetry as programs keep it.
+        """Returns the state after a step, in the structure of the state before it, and the step's telemetry in float32.
 
-        Raises ValueError as `jaxaudit.core.contract` does.
+        Raises ValueError, as `jaxaudit.core.contract` describes, where structures, shapes or dtypes change.
         """
         with contract.explained(self.step, "step"):
             found = self.step(contract.functions_as_leaves(state), key, taps)
@@ -245,12 +245,12 @@ class Learner:
 
     @property
     def state_shapes(self) -> State:
-        """Shapes and dtypes of the state before the first step, of one lane."""
+        """The shapes and dtypes of one lane's state before the first step."""
         return _state_shapes(self.without_data)
 
     @property
     def without_data(self) -> Learner:
-        """The learner with shapes in the place of its data: all that a program depends on, and light to keep."""
+        """The learner with shapes in the place of its data, which is all that a program depends on."""
         return replace(self, data=self.shapes.tree, changed=None)
 
 

@@ -46,12 +46,12 @@ class OptimizerStats:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam's direction with other transformations behind it, and decay rates that may be traced.
+    """Adam, whose decay rates remedies can change, followed by other transformations of optax.
 
     Attributes:
       betas: decay rates of the first and second moment.
       epsilon: added to the root of the second moment.
-      rest: what follows in an `optax.chain`, e.g. weight decay; None: no chain.
+      rest: the transformations that follow in an `optax.chain`, e.g. weight decay; None for none.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -59,7 +59,7 @@ class Adam:
     rest: tuple[optax.GradientTransformation, ...] | None = None
 
     def with_betas(self, beta1: Any, beta2: Any) -> optax.GradientTransformation:
-        """The transformation with other decay rates, scalars."""
+        """Returns the optax transformation with the decay rates `beta1` and `beta2`, which may be traced scalars."""
         first = optax.scale_by_adam(beta1, beta2, self.epsilon)
         return first if self.rest is None else optax.chain(first, *self.rest)
 
@@ -70,15 +70,16 @@ class Adam:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation with its learning rate and clipping outside, where the audit can reach them.
+    """An optax transformation whose learning rate and clipping are applied outside of it, where perturbations can reach
+    them.
 
     Attributes:
-      transform: the direction of the update, without a learning rate: `optax.scale_by_adam(eps=1e-5)`; or an `Adam`,
-        the same, whose decay rates remedies can change.
+      transform: makes the direction of an update, without a learning rate: `optax.scale_by_adam(eps=1e-5)`, or an
+        `Adam`, whose decay rates remedies can change.
       learning_rate: a number, or a schedule of the run's progress in [0, 1].
-      max_norm: threshold on the gradient's global norm, or None for no clipping.
-      label: begins the paths of this optimizer's values, so that `target` can tell optimizers apart.
-      outside: the progress that stands for steps outside a run, whose length is not known.
+      max_norm: the gradient is clipped to this global norm; None for no clipping.
+      label: the first part of the paths of this optimizer's values, by which `target` tells several optimizers apart.
+      outside: the progress at which a schedule is read outside of a run, whose length is not known.
     """
 
     transform: optax.GradientTransformation | Adam
@@ -94,9 +95,10 @@ class Optimizer:
     def disturb(
         self, params: Params, state: Any, taps: Taps, reinitialise: Callable[[jax.Array], Params]
     ) -> tuple[Params, Any]:
-        """Taps parameters and optimizer state; call it once, at the beginning of a step.
+        """Returns (params, state) after the taps "params" and "optimizer_state". Call it once, at the beginning of a
+        step.
 
-        `reinitialise(key)` draws fresh parameters, which is what resetting a layer needs.
+        `reinitialise(key)` returns fresh parameters, which perturbations that reset a layer need.
         """
         params = taps("params", params, label=self.label, reinitialise=reinitialise)
         return params, taps("optimizer_state", state, label=self.label)
@@ -104,18 +106,20 @@ class Optimizer:
     def update(
         self, params: Params, state: Any, gradient: Params, taps: Taps, **context: Any
     ) -> tuple[Params, Any, OptimizerStats]:
-        """One update with `gradient`, tapping gradient, clip_norm and learning_rate: (params, state, what it did).
+        """Makes one update, tapping "gradient", "clip_norm" and "learning_rate". Returns (params, state, statistics).
 
-        Remedies act at the hooks of `jaxaudit.remedies.HOOKS`. They read what the learner gives of the minibatch as
-        `context`, by name: its "loss", scalar; the "approximate_kl" of the policy from the one that has collected the
-        samples, scalar; and "gradient_of", `gradient_of(term) -> tree of the parameters`, the gradient of
-        `term(params, samples)`, scalar, on another minibatch that is drawn independently of this one.
+        Remedies act at the hooks in `jaxaudit.remedies.HOOKS`. They read what the learner passes as `context`, by name:
+        "loss", the minibatch's loss, a scalar; "approximate_kl", the KL divergence of the policy from the one that
+        collected the samples, a scalar; and "gradient_of", a function: `gradient_of(term)` is the gradient, a tree of
+        the parameters, of the scalar `term(params, samples)` on another minibatch, drawn independently of this one.
         """
         gradient, used = self.gradient(params, gradient, taps, **context)
         return self.follow(params, state, gradient, used, taps, **context)
 
     def gradient(self, params: Params, gradient: Params, taps: Taps, **context: Any) -> tuple[Params, jax.Array]:
-        """The gradient as it is used, with penalties and disturbances, and `disturbed_gradient`'s cosine."""
+        """Returns the gradient after penalties and perturbations, and its cosine with the gradient before the
+        perturbations.
+        """
         gradient = taps.remedy("penalty", gradient, label=self.label, params=params, **context)
         return disturbed_gradient(gradient, taps, self.label)
 
@@ -148,8 +152,10 @@ class Optimizer:
     def finish(
         self, params: Params, state: Any, taps: Taps, reinitialise: Callable[[jax.Array], Params]
     ) -> tuple[Params, Any]:
-        """Passes parameters and optimizer state through the remedies at the hook "trained"; call it after a step's last
-        update. `reinitialise(key)` draws fresh parameters."""
+        """Returns (params, state) after the remedies at the hook "trained". Call it once, after a step's last update.
+
+        `reinitialise(key)` returns fresh parameters.
+        """
         return finish(params, state, taps, label=self.label, reinitialise=reinitialise, new_moments=self.init)
 
     def _direction(self, gradient: Params, state: Any, params: Params, taps: Taps) -> tuple[Params, Any, Any]:

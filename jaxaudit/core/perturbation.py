@@ -20,13 +20,13 @@ INTERVENTION = "intervention"
 
 @dataclass(frozen=True)
 class Sweep:
-    """Several magnitudes, each a condition of its own."""
+    """Several magnitudes of one perturbation, each a condition of its own."""
 
     values: tuple[float, ...]
 
 
 def sweep(*values: float) -> Sweep:
-    """Several magnitudes of one perturbation: `lr_spike(sweep(3., 10., 30.))` is three conditions."""
+    """Returns several magnitudes for one perturbation: `lr_spike(sweep(3., 10., 30.))` is three conditions."""
     if not values:
         raise ValueError("sweep() needs at least one magnitude")
     return Sweep(tuple(_number("a magnitude", value) for value in values))
@@ -67,11 +67,14 @@ class Window:
 
     @property
     def length(self) -> int:
-        """Steps one opening lasts, for a duration other than "end"."""
+        """The number of steps that one opening lasts; the duration must not be "end"."""
         return 1 if self.duration == "once" else int(self.duration)
 
     def resolve(self, steps: int) -> tuple[int, int, int, int]:
-        """(start, stop, period, length) in steps of a run of `steps`; raises ValueError where it leaves the run."""
+        """Returns (start, stop, period, length), in steps, for a run of `steps` steps.
+
+        Raises ValueError where the window leaves the run.
+        """
         start = round(self.onset * steps) if isinstance(self.onset, float) else self.onset
         if start >= steps:
             raise ValueError(f"onset {self.onset} is outside the run of {steps} steps (0 to {steps - 1})")
@@ -85,7 +88,7 @@ class Window:
 
 
 def window(onset: float | int = 0.3, duration: int | str = 10, period: int | None = None) -> Window:
-    """When a perturbation is open; see `Window`."""
+    """Returns the steps in which a perturbation acts, from an onset, a duration and a period; see `Window`."""
     return Window(onset, duration, period)
 
 
@@ -169,13 +172,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """A kind of disturbance with its data.
+    """A kind of perturbation with its magnitude, window and target.
 
     Attributes:
-      kind: the transform.
-      magnitude: a number, or a `Sweep` of them.
-      when: its `Window`.
-      target: None, or a path pattern that limits it to part of the value's tree, e.g. "critic".
+      kind: what is done to a value.
+      magnitude: a number, or a `Sweep` of several.
+      when: the `Window`, the steps in which it acts.
+      target: a path pattern that limits it to parts of the value's tree, e.g. "critic"; None for no limit.
     """
 
     kind: Kind
@@ -216,13 +219,16 @@ class Perturbation:
 
     @property
     def parts(self) -> tuple[Perturbation, ...]:
-        """Itself: a perturbation is a chain of one."""
+        """The perturbation itself, in a tuple, so that it can be used as a chain of one."""
         return (self,)
 
     def apply(self, value: Any, key: jax.Array | None = None, **context: Any) -> Any:
-        """The value disturbed once at the (first) magnitude, as at a window's opening, whatever the target.
+        """Returns the value disturbed once, at the first magnitude, as when a window opens; the target does not matter.
 
-        `key` decides what is drawn, that of zero by default; `context` holds what the kind `needs`.
+        Args:
+          value: what is disturbed, a pytree of arrays.
+          key: random key, `jax.random.key(0)` by default.
+          **context: what the kind `needs`, by name.
         """
         value = jax.tree.map(jnp.asarray, value)
         magnitude = jnp.float32(self.magnitudes[0])
@@ -251,7 +257,7 @@ class Chain:
 
 
 def chain(*perturbations: Perturbation | Chain) -> Chain:
-    """A perturbation made of several: `chain(lr_spike(10.), weight_noise(0.01))`."""
+    """Returns a perturbation made of several that act together: `chain(lr_spike(10.), weight_noise(0.01))`."""
     if not perturbations:
         raise ValueError("chain() needs at least one perturbation")
     return Chain(tuple(part for p in perturbations for part in p.parts))
@@ -293,9 +299,10 @@ class Condition:
 
 
 def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> list[Condition]:
-    """Unrolls sweeps: one condition for every combination of magnitudes of a perturbation or chain.
+    """Returns the conditions of a grid: one for every combination of the magnitudes in a perturbation's or chain's
+    sweeps.
 
-    A chain's onset is its parts' earliest. Raises ValueError where a window leaves the run of `steps` steps.
+    A chain's onset is the earliest of its parts'. Raises ValueError where a window leaves the run of `steps` steps.
     """
     unrolled = []
     for perturbation in perturbations:
@@ -310,7 +317,7 @@ def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> lis
 
 
 def control(onset: int) -> Condition:
-    """The undisturbed condition of the lanes forked at `onset`."""
+    """Returns the undisturbed condition of the lanes that fork at `onset`."""
     return Condition((), onset, "control", "control")
 
 

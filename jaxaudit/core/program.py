@@ -382,9 +382,10 @@ class Inputs:
 
 
 def run(program: Program, inputs: Inputs) -> tuple[Telemetry, tuple[Telemetry, ...]]:
-    """The whole grid, pure and jittable: the baseline's telemetry `[T, S, ...]`, and `[G, T, L, ...]` for every width.
+    """Trains the whole grid; pure, and can be jitted.
 
-    Rows that were not computed (the baseline's after its end, a fork's before its onset) are NaN.
+    Returns the telemetry of the baseline, `[T, S, ...]`, and of every width of fork groups, `[G, T, L, ...]`. Rows that
+    were not computed (of the baseline after its end, of a fork before its onset) are NaN.
     """
     states = initial(program, inputs.data, jnp.asarray(inputs.baseline.seed))
     rows = telemetry_rows(program, program.steps, inputs.baseline.seed.shape[0])
@@ -406,5 +407,5 @@ def run(program: Program, inputs: Inputs) -> tuple[Telemetry, tuple[Telemetry, .
 
 @functools.lru_cache(maxsize=64)
 def compiled(program: Program) -> Callable[[Inputs], tuple]:
-    """`run` for a program, jitted once for all data of the same shapes."""
+    """Returns `run` for a program, jitted; data of the same shapes share the compilation."""
     return jax.jit(functools.partial(run, program))

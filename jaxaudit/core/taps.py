@@ -197,24 +197,24 @@ Kept = tuple[States | None, States | None, Counts | None]
 
 
 class Taps:
-    """Callable handed to `Learner.step`: `taps(site, value)` returns the value, disturbed where this lane should be.
+    """What a learner's `step` calls at its sites: `taps(site, value)` returns the value, disturbed in disturbed lanes.
 
-    It belongs to the place where it was made: a loop, a batch or a branch inside a step gets taps of its own, from
-    `scan`, `repeat`, `cond` or `fold_in`. Under `jax.grad` and `jax.checkpoint` a tap may stand as it is, unless what
-    disturbs it keeps state.
+    Taps belong to the trace in which they were made. A loop, a batch or a branch inside a step needs taps of its own,
+    which `scan`, `repeat`, `cond` and `fold_in` make. Under `jax.grad` and `jax.checkpoint` the step's taps can be
+    used, unless a perturbation of the site keeps a state.
 
-    A disturbance is computed only while its window is open in a lane, as a branch of `jax.lax.cond`. On a GPU every
-    branch of a loop's turn waits for the host; where `branch_in_loops` is false, what is computed entry by entry is
-    computed in every turn of a loop, and selected.
+    A perturbation is computed only while its window is open in some lane, in a branch of `jax.lax.cond`. On a GPU the
+    host decides each branch inside a loop, which takes time. Where `branch_in_loops` is false, perturbations that are
+    computed entry by entry are therefore computed in every turn of a loop, and selected.
 
     Attributes:
-      step: the current step, int32 scalar, the same for all lanes (so `lax.cond` on it stays a branch).
-      steps: the number of steps of the whole run, or None outside an audit.
+      step: the current step, an int32 scalar that is the same in all lanes, so that `lax.cond` on it stays a branch.
+      steps: the number of steps of the run, or None outside of an audit.
       data: the learner's `data`.
-      states: of the perturbations that keep state; each call at their site moves them on. None where they cannot be
-        kept: in a loop that does not carry them (see `scan`).
-      remedy_states: likewise of the remedies.
-      remedy_counts: how often remedies acted in this step.
+      states: the states of perturbations that keep one. Each call at their site advances them. None where they cannot
+        be kept: in a loop that does not carry them (see `scan`).
+      remedy_states: the states of remedies that keep one, likewise.
+      remedy_counts: how often each remedy has acted in this step.
     """
 
     def __init__(
@@ -274,10 +274,11 @@ class Taps:
         return value
 
     def remedy(self, place: str, value: Any, *, label: str = "", **context: Any) -> Any:
-        """Passes `value` (any pytree) through the remedies of a site or hook, in their order, and nothing else.
+        """Passes `value`, any pytree, through the remedies of a site or hook, in their order, and through no
+        perturbation.
 
-        `label` and `context` are as at a site's tap. Where a remedy has its neutral strength, and without remedies, the
-        value is what it was bit for bit.
+        `label` and `context` are those of a tap. The value is unchanged, bit for bit, where a remedy has its neutral
+        strength.
         """
         for kind, strength in self._remedies:
             if kind.site == place:
@@ -285,11 +286,11 @@ class Taps:
         return value
 
     def helps(self, *places: str) -> bool:
-        """Whether there are remedies at one of some sites or hooks: a fact of the program, known while it is traced."""
+        """Returns whether any remedy acts at one of some sites or hooks; known when the program is traced."""
         return any(kind.site in places for kind, _ in self._remedies)
 
     def acts(self, *sites: str) -> bool:
-        """Whether anything, perturbations or remedies, acts at one of some sites: known while it is traced."""
+        """Returns whether any perturbation or remedy acts at one of some sites; known when the program is traced."""
         return self.disturbs(*sites) or self.helps(*sites)
 
     def with_remedies(
@@ -329,11 +330,11 @@ class Taps:
         return Taps(self.step, self.steps, data=self.data)
 
     def disturbs(self, *sites: str) -> bool:
-        """Whether any lane is ever disturbed at one of some sites: a fact of the program, known while it is traced."""
+        """Returns whether any lane is ever disturbed at one of some sites; known when the program is traced."""
         return any(slot.kind.site in sites for slot in self._slots)
 
     def disturbed(self, *sites: str) -> jax.Array:
-        """Whether this lane is disturbed at one of some sites in this step: bool scalar."""
+        """Returns whether this lane is disturbed at one of some sites in this step, a bool scalar."""
         if self._lane is None:
             return jnp.zeros((), bool)
         neutral = np.array([slot.kind.neutral for slot in self._slots], np.float32)
@@ -341,28 +342,28 @@ class Taps:
         return jnp.any(active & np.array([slot.kind.site in sites for slot in self._slots], bool))
 
     def idle(self, *sites: str) -> jax.Array:
-        """Steps since a window at one of some sites was last open in any lane computed with this one.
+        """Returns how many steps ago a window at one of some sites was last open, in any lane of the program.
 
-        An int32 scalar, 0 where one is open, `NEVER` where none was; it is not batched, so that `lax.cond` on it
-        stays a branch.
+        It is an int32 scalar: 0 where a window is open, `NEVER` where none was. It is not batched, so that `lax.cond`
+        on it stays a branch.
         """
         counted = [self._idle[index] for index, slot in enumerate(self._slots) if slot.kind.site in sites]
         return jnp.min(jnp.stack(counted)) if counted else jnp.int32(NEVER)
 
     def fold_in(self, index: Any) -> Taps:
-        """The same taps with randomness of their own, for the body of a loop that knows its index.
+        """Returns the same taps with their own randomness, for the body of a loop that knows its index.
 
-        Perturbations that keep state refuse to act there; `scan` carries their state. An index used in two loops
-        gives both the same randomness, and so do the turns of a `scan` that have its number.
+        Perturbations that keep a state refuse to act there; `scan` carries their states. Two loops that use the same
+        index get the same randomness, and so do the turns of a `scan` of that number.
         """
         return self._within(index, (None, None, None))
 
     def scan(
         self, body: Callable[[Taps, Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None
     ) -> tuple[Any, Any]:
-        """`jax.lax.scan` for `body(taps, carry, x) -> (carry, y)`, with taps of its own for each turn.
+        """Does as `jax.lax.scan` for `body(taps, carry, x) -> (carry, y)`; each turn has its own taps.
 
-        The states of perturbations are carried from turn to turn.
+        The states of perturbations and remedies are carried from turn to turn.
         """
 
         def turn(carried: tuple[Any, Kept], numbered: tuple[jax.Array, Any]):
@@ -387,14 +388,14 @@ class Taps:
         times: Any,
         until: Callable[[Any], jax.Array] | None = None,
     ) -> Any:
-        """`body(taps, carry, number) -> carry`, with taps of its own, for the numbers from 0 to `times` - 1.
+        """Calls `body(taps, carry, number) -> carry` for the numbers from 0 to `times` - 1; each turn has its own taps.
 
-        `times`, int scalar, may be known only when the step runs; without a gradient then, as `jax.lax.while_loop`. The
-        states of perturbations are carried from turn to turn.
+        `times`, an int scalar, may be traced, as in `jax.lax.while_loop`; there is no gradient through the loop then.
+        The states of perturbations and remedies are carried from turn to turn.
 
-        `until(carry)`, bool scalar, tells that the turns left would change nothing: they are left out, unless there are
-        perturbations that keep state, which may count them. Under `vmap` it had better not be batched (as
-        `jaxaudit.models.sampling.all_over` is not), or every turn copies the carry.
+        `until(carry)`, a bool scalar, says that further turns would change nothing. They are left out, unless a
+        perturbation keeps a state, which may count them. Under `vmap` it should not be batched
+        (`jaxaudit.models.sampling.all_over` is not), or every turn copies the carry.
         """
 
         def turn(number: jax.Array, carried: tuple[Any, Kept]) -> tuple[Any, Kept]:
@@ -424,9 +425,10 @@ class Taps:
         return carry
 
     def cond(self, chosen: jax.Array, body: Callable[[Taps, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
-        """`body(taps, carry) -> (carry, y)` where `chosen`, else the carry as it is and zeros; as `jax.lax.cond`.
+        """Returns `body(taps, carry) -> (carry, y)` where `chosen`, and otherwise the carry and zeros; as
+        `jax.lax.cond`.
 
-        The states of perturbations are carried through either branch.
+        The states of perturbations and remedies are carried through both branches.
         """
 
         def do(carry: Any, kept: Kept) -> tuple[Any, Any, Kept]:

@@ -16,7 +16,7 @@ from jaxaudit.execution.telemetry_layout import blank_telemetry, place
 
 
 def inputs(grid: Grid) -> Inputs:
-    """The grid's data, as NumPy arrays; every group in one batch."""
+    """Returns the arguments of a grid's program as NumPy arrays, every fork group in one batch."""
     baseline, *groups = _whole(grid)
     by_width: dict[int, list[ForkInputs]] = {}
     for position, batch in enumerate(groups):

@@ -131,16 +131,17 @@ def calibrated_on(runs: int, held_out: float = 0.5) -> int:
 
 @dataclass(frozen=True)
 class Monitor:
-    """An expectation, and how unusual clean runs looked to it that it was not fitted to.
+    """Scores runs by how unusual they are beside clean runs, with a threshold for alarms that is calibrated on clean
+    runs.
 
-    That at most a share alpha of clean runs has an alarm is so on average over sets of such runs, not with each set
-    (`threshold`).
+    At most a share alpha of further clean runs has an alarm. This holds on average over sets of clean runs that the
+    monitor is calibrated on, and not for each set (`threshold`).
 
     Attributes:
-      expectation: what it expects.
-      clean: the largest score of each of those runs, `[n]`.
-      gaps: whether a step without any value is one that was not recorded, and has no score; otherwise a run that has
-        no value has diverged.
+      expectation: what was fitted to some of the clean runs.
+      clean: the largest score of each of the other clean runs, `[n]`.
+      gaps: whether a step without any value was not recorded, and so has no score; otherwise a run without any value
+        has diverged.
     """
 
     expectation: Expectation
@@ -196,7 +197,7 @@ class Monitor:
         seed: int = 0,
         gaps: bool = True,
     ) -> Monitor:
-        """As `fit`, of clean runs `[n, T, d]` to fit to, others to calibrate on, and the names of their d channels."""
+        """Fits a monitor to clean runs `[n, T, d]` and calibrates it on others, given the names of their d channels."""
         expectation = Expectation.of(fitted, names, scorer(model), training, seed)
         blank = cls(expectation, np.zeros(0), gaps)
         said = blank.score_runs(expectation.channels.pick(calibrated, names))
@@ -241,7 +242,7 @@ class Monitor:
         return xr.Dataset(data, coords)
 
     def score_runs(self, runs: np.ndarray) -> Scored:
-        """The same of an array `[n, T, d]` of the channels it reads, in the order of `expectation.channels.names`."""
+        """Scores an array `[n, T, d]` of the channels in `expectation.channels.names`, in that order; as `score`."""
         scores, latents = self.expectation.scores(runs)
         compared = np.asarray(self.expectation.yardstick.compare(scores))
         score = compared.max(axis=-1)
@@ -275,10 +276,10 @@ class Monitor:
 
     @classmethod
     def load(cls, path: Path | str) -> Monitor:
-        """What `save` wrote.
+        """Returns the monitor that `save` has written.
 
         Raises:
-          ValueError: it is not a monitor's file, or one of another version.
+          ValueError: it is not a monitor's file, or of another version.
         """
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError(f"{path} is not a file")

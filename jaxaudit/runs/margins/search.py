@@ -77,29 +77,30 @@ def margin(
     matmul_precision: MatmulPrecision = "float32",
     **search: Any,
 ) -> Margins:
-    """The magnitude of each perturbation at which half of the seeds collapse, from one baseline for all.
+    """Searches the magnitude of each perturbation at which half of the seeds collapse.
 
-    Every seed's own threshold is bisected, all in the lanes of one compiled program; their median is the margin,
-    and order statistics bound it, whatever their distribution. `directions` says how magnitudes are ordered.
+    The threshold of every seed is bisected, all in the lanes of one compiled program with one baseline. Their median is
+    the margin. Order statistics bound it, whatever the distribution of thresholds. `directions` says how magnitudes are
+    ordered.
 
     Args:
       learner: what is trained.
-      perturbations: what is searched; their magnitudes are where the search begins.
-      seeds: how many, or which.
-      steps: of a run.
+      perturbations: what is searched; the search begins at their magnitudes.
+      seeds: the number of seeds, or the seeds.
+      steps: the length of a run.
       settings: windows of the metrics.
       execution: how a device runs its lanes, as in `audit`.
       devices: lanes are spread over these; all of JAX's by default.
-      model_devices: how many of them share a lane, as in `audit`.
+      model_devices: the number of devices that share a lane, as in `audit`.
       matmul_precision: of float32 products on GPUs and TPUs, as in `audit`.
       **search: tolerance, reach, criterion, level, lanes; see `MarginSettings`.
 
     Returns:
-      `table`, one row for every perturbation, and `outcomes`, every lane that was trained.
+      `Margins`: `table` has one row for every perturbation, and `outcomes` one for every lane that was trained.
 
     Raises:
-      ValueError: as `audit`; a perturbation with neutral or infinite magnitudes alone, or none at all; an onset before
-        step 2, where J_pre is undefined.
+      ValueError: as `audit`; also for a perturbation whose magnitudes are all neutral or infinite, for no perturbation,
+        or for an onset before step 2, where J_pre is undefined.
     """
     chosen, windows = MarginSettings(**search), settings or MetricSettings()
     grid = plan(

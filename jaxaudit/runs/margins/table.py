@@ -72,10 +72,10 @@ class Margins:
 
     Attributes:
       plan: what was searched, and how.
-      probes: every lane trained, and those a run had trained before.
-      seeds: their numbers.
+      probes: every lane that was trained, those of an earlier run among them.
+      seeds: the seeds' numbers.
       criterion: "divergence" or "collapse".
-      steps: of a run.
+      steps: the length of a run.
     """
 
     plan: SearchConfig
@@ -141,7 +141,7 @@ class Margins:
 
     @property
     def notes(self) -> list[str]:
-        """How to read the table, one sentence each."""
+        """Returns sentences on how to read the table."""
         level = self.plan.level
         notes = [f"margin: the magnitude from which half of the seeds collapse; {self._counted()}"]
         fewest = min((row["seeds"] - row["unknown"] for row in self._rows), default=0)
