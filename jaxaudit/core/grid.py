@@ -109,6 +109,7 @@ def plan(
       devices: lanes are spread evenly over these; all of JAX's by default.
       model_devices: the number of devices that share each lane.
       matmul_precision: of the learner's float32 products on GPUs and TPUs, unless JAX was given one.
+      tail: for how many steps the baseline is trained after the last onset.
       lanes: the most lanes in a batch; "auto" leaves it to what runs the grid, and makes one batch until then.
       watch: `watch(shapes, channels)` returns what follows the lanes and raises the alarms that interventions wait for.
 
