@@ -160,7 +160,7 @@ class _Logits:
 
     @property
     def gradient(self) -> jax.Array:
-        """Of the weighted losses by the logits, `[block, V]`."""
+        """Returns the gradient of the weighted losses with respect to the logits, `[block, V]`."""
         vocabulary = self.values.shape[1]
         is_label = jnp.arange(vocabulary) == self._labels[:, None]
         wanted = (1.0 - self._smoothing) * is_label + self._smoothing / vocabulary

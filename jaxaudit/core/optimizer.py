@@ -286,7 +286,7 @@ def _product_of_parts(one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def cosine(one: Params, other: Params) -> jax.Array:
-    """Of the angle between two trees with leaves of the same shapes; NaN where one is zero."""
+    """Returns the cosine of the angle between two trees with leaves of the same shapes; NaN where one is zero."""
     product = _product_of_parts if is_split() else partial(jnp.vdot, precision=jax.lax.Precision.HIGHEST)
     inner = sum(product(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
     return inner / (optax.tree.norm(one) * optax.tree.norm(other))

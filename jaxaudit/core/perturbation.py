@@ -289,12 +289,12 @@ class Condition:
 
     @property
     def magnitude(self) -> float:
-        """Of the part that stands for the condition; NaN for the control."""
+        """The magnitude of the part that stands for the condition; NaN for the control."""
         return float(self.parts[self.swept].magnitudes[0]) if self.parts else math.nan
 
     @property
     def neutral(self) -> float:
-        """The magnitude of that part that disturbs nothing; NaN for the control."""
+        """The neutral magnitude of the part that stands for the condition; NaN for the control."""
         return float(self.parts[self.swept].neutral) if self.parts else math.nan
 
 

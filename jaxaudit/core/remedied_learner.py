@@ -150,7 +150,7 @@ def _inside(learner: Learner) -> Learner:
 
 
 def misfit(kind: RemedyKind, sites: Sites) -> str | None:
-    """None, or a sentence on why a remedy cannot act in a learner of some sites."""
+    """Returns a sentence on why a remedy cannot act in a learner with these sites, or None where it can."""
     if kind.site not in sites.helped:
         if kind.site == "betas" and "guard" in sites.helped:
             return (

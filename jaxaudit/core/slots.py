@@ -18,7 +18,7 @@ from jaxaudit.runtime.paths import matches
 
 
 def site_misfit(perturbation: Perturbation, sites: Sites) -> str | None:
-    """None, or a sentence on what a perturbation acts at that the learner does not have."""
+    """Returns a sentence on what a perturbation acts on that the learner does not have, or None."""
     kind = perturbation.kind
     name, site = kind.name, kind.site
     if site not in sites:

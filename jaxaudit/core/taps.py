@@ -563,7 +563,8 @@ class Taps:
 
 
 def misplaced(site: str, home: Any, keeps_state: bool) -> str | None:
-    """None, or what to say of a perturbation at a tap called here whose taps were made at `home`, if it fails there.
+    """Returns what to say of a perturbation at a tap called here whose taps were made at `home`, if it fails there; or
+    None.
 
     Where a body runs several times, all turns would draw the same noise; and a state would be lost.
     """
@@ -575,7 +576,7 @@ def misplaced(site: str, home: Any, keeps_state: bool) -> str | None:
 
 
 def lost_state(site: str, home: Any) -> str | None:
-    """None, or what to say of what keeps a state at a tap called here whose taps were made at `home`."""
+    """Returns what to say of a state that is kept at a tap called here whose taps were made at `home`; or None."""
     around = tracing.between(home)
     if not around:
         return None

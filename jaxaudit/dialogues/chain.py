@@ -134,7 +134,7 @@ class ChainDialogue(Split):
         return jnp.stack(path)
 
     def respond(self, state: Composed, token: jax.Array) -> tuple[Composed, Reply]:
-        """Nothing is said to what is written, until the end."""
+        """Returns the reply to a token: none before the end."""
         prompted = state.left > 0
         value = token < self.values
         ended = ~prompted & (token == self.token["end"])

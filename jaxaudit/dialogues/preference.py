@@ -162,7 +162,7 @@ class Preference(Split):
         return replace(state, wanted=_read(prompt)[0]), prompt
 
     def respond(self, state: Spoken, token: jax.Array) -> tuple[Spoken, Reply]:
-        """Nothing is said to what is written, until the end."""
+        """Returns the reply to a token: none before the end."""
         prompted = state.left > 0
         ended = ~prompted & (token == TOKEN["end"])
         after = replace(

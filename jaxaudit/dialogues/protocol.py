@@ -165,7 +165,7 @@ class Dialogue:
     # What `reset` and `respond` give back.
 
     def own(self) -> Reply:
-        """Nothing: the policy goes on, or what is given is not all written yet."""
+        """Returns the empty reply: the policy goes on, or what is given is not all written yet."""
         return self._reply(jnp.zeros((0,), jnp.int32), OWN, False)
 
     def end(self) -> Reply:

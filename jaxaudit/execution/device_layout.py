@@ -94,7 +94,7 @@ def of_group(program: Program, tree: Any, group: int) -> Any:
 
 
 def group_devices(program: Program, group: int) -> tuple[jax.Device, ...]:
-    """Those that a group of lanes lies on."""
+    """Returns the devices that a group of lanes lies on."""
     first = group * program.model_devices
     return program.devices[first : first + program.model_devices]
 

@@ -336,7 +336,9 @@ def embedding(params: Params | Adapted) -> jax.Array:
 
 
 def logits(params: Params | Adapted, hidden: jax.Array) -> jax.Array:
-    """Of the tokens that may follow, float32 `[..., V]`, by hidden states `[..., width]`; products in their dtype."""
+    """Returns the logits of the next token, float32 `[..., V]`, for hidden states `[..., width]`, multiplied in their
+    dtype.
+    """
     weights = embedding(params).astype(hidden.dtype)
     return jnp.einsum("...d,vd->...v", hidden, weights, preferred_element_type=jnp.float32)
 

@@ -252,7 +252,7 @@ def truncated(logits: jax.Array, top_k: int = 0, top_p: jax.Array | float = 1.0)
 
 
 def log_probability_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Of each token int `[...]` under the softmax of logits `[..., V]`, float32 `[...]`."""
+    """Returns the log-probability of tokens, int `[...]`, under the softmax of logits `[..., V]`: float32 `[...]`."""
     return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
 
 

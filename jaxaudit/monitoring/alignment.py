@@ -214,7 +214,7 @@ def moved(new: Sequence[Named], clean: Sequence[Named]) -> list[str]:
 
 
 def excepted(fitted: Sequence[Named], channels: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Of channels, the kinds of values that are not finite that runs to fit to have: they say nothing of a new one."""
+    """Returns, by channel, the kinds of non-finite values that clean runs have too, and which therefore say nothing."""
     found = {}
     for name in channels:
         values = np.concatenate([one.values for run in fitted if (one := run.series(name)) is not None])

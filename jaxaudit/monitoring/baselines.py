@@ -508,7 +508,9 @@ def moving_average(x: np.ndarray, rate: float) -> np.ndarray:
 
 
 def variance(steps: int, rate: float) -> np.ndarray:
-    """That of a moving average of independent values of variance 1 at steps t = 1 to T: `[T]` (Lowry et al., eq. 4)."""
+    """Returns the variance of a moving average of independent values of variance 1 at steps 1 to T, `[T]` (Lowry et
+    al., eq. 4).
+    """
     return rate / (2 - rate) * (1 - (1 - rate) ** (2 * np.arange(1, steps + 1)))
 
 

@@ -100,11 +100,11 @@ class Channels:
 
     @classmethod
     def of(cls, names: Sequence[str], clean: np.ndarray) -> Channels:
-        """Those of clean runs, `[..., T, d]`, that were measured.
+        """Returns the channels of clean runs, `[..., T, d]`, that were measured.
 
-        Left out is what is never there, what is the same in all runs at every step: it was set, as a schedule of
-        the learning rate is, and to read a setting would be to be told of a disturbance of it; and what another
-        channel says at every step of every clean run, as the acting performance does what the performance does.
+        Left out is what is never there, what is the same in all runs at every step: it was set, as a schedule of the
+        learning rate is, and to read a setting would be to be told of a disturbance of it; and what another channel
+        says at every step of every clean run, as the acting performance does what the performance does.
 
         Raises:
           ValueError: none is left.

@@ -381,7 +381,7 @@ class _Scored:
         return cls(monitor, limit, _Seen.of(monitor, earlier), _Seen.of(monitor, new))
 
     def with_threshold(self, limit: float) -> _Scored:
-        """The same alarms on a scale whose threshold is another: scores of several monitors then have one in common."""
+        """Returns the alarms on a scale with another threshold, so that several monitors' scores have the same one."""
         said = self.new.said._replace(score=self.new.said.score + (limit - self.limit))
         return replace(self, limit=limit, new=replace(self.new, said=said))
 

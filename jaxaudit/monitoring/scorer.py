@@ -115,7 +115,7 @@ class ScoreNormalizer(NamedTuple):
 
     @classmethod
     def of(cls, scores: np.ndarray) -> ScoreNormalizer:
-        """Of clean runs' scores `[n, T, S]`."""
+        """Returns the normalizer of clean runs' scores `[n, T, S]`."""
         largest: np.ndarray = np.log(np.maximum(np.max(scores, axis=1), LEAST))
         middle = np.median(largest, axis=0)
         spread = np.percentile(largest, 97, axis=0) - middle

@@ -44,7 +44,7 @@ class Folded:
 
     @property
     def calibrate(self) -> np.ndarray:
-        """Those that the first fold's is calibrated on."""
+        """The lanes that the first fold's monitor is calibrated on."""
         return self.lanes.values[self.parts[0].calibrate]
 
 

@@ -117,7 +117,7 @@ def _reasons(metrics: pd.DataFrame | None) -> dict[str, list[tuple[str, str]]]:
 
 
 def critical_table(run: Run, groups: Sequence[Panel]) -> Table | None:
-    """Of each perturbation P_div's critical magnitude and that of collapse at any time, in words.
+    """Returns a table of each perturbation's critical magnitudes, of P_div and of collapse at any time, in words.
 
     Where controls collapse, both again of the seeds whose control does not.
     """

@@ -42,7 +42,7 @@ class Fallen:
 
 
 def fallen_controls(run: Run, panels: Sequence[Panel]) -> Fallen | None:
-    """Those of the onset where most collapse, the first of several; None where no control is known to collapse."""
+    """Returns the controls that collapse, of the onset with the most, or None where none is known to."""
     found = [(panel, events) for panel in panels if (events := control_of(run, panel)) is not None]
     if not found:
         return None

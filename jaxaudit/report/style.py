@@ -137,7 +137,7 @@ def specification(chart: alt.ConcatChart) -> dict[str, Any]:
 
 
 def static(spec: dict[str, Any], title: str) -> dict[str, Any]:
-    """The same figure for files: titled, without the invisible layers that carry tooltips."""
+    """Returns the same figure for files: with a title, and without the invisible layers that carry tooltips."""
     panels = [dict(panel, layer=[x for x in panel["layer"] if not x.get("name", "").startswith("rules_")])
               for panel in spec["concat"]]  # fmt: skip
     kept = [p for p in spec.get("params", []) if not p["name"].startswith("hover_")]

@@ -129,7 +129,7 @@ class Teller:
         self._levels: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def tell(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """Of a chunk's telemetry `[T, L, ...]`."""
+        """Prints the progress after a chunk's telemetry `[T, L, ...]`."""
         if not batch.disturbed and start == batch.onset:
             self._tell_remarks(batch, rows, stop - start)
         if batch.disturbed and batch.onset not in self._levels:

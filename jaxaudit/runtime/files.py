@@ -61,7 +61,7 @@ class Claim:
     kept: bool = False
 
     def keep(self) -> None:
-        """From now on an exception leaves the folder as it is."""
+        """Keeps the folder even if an exception follows."""
         self.kept = True
 
 

@@ -25,7 +25,9 @@ def whitening(latents: Any, shrinkage: float = 0.0) -> np.ndarray:
 
 
 def covariance(latents: Any, shrinkage: float = 0.0) -> np.ndarray:
-    """That of the rows of `[..., d]`, moved by a share `shrinkage` towards its diagonal's mean: `[d, d]`."""
+    """Returns the covariance of the rows of `[..., d]`, moved by a share `shrinkage` towards its mean diagonal: `[d,
+    d]`.
+    """
     h = np.asarray(latents, np.float64)
     found = np.atleast_2d(np.cov(h.reshape(-1, h.shape[-1]), rowvar=False))
     return (1.0 - shrinkage) * found + shrinkage * np.trace(found) / len(found) * np.eye(len(found))

@@ -117,7 +117,7 @@ class DialogueLearner:
         self.transform = Adam((settings.beta1, settings.beta2), settings.epsilon, decay)
 
     def optimizer(self, label: str, numbers: Numbers) -> Optimizer:
-        """That of a label, with the numbers' rate and the settings' schedule."""
+        """Returns the optimizer of a label, with the rate in `numbers` and the schedule in the settings."""
         settings = self.settings
         rate = numbers.learning_rate if label == POLICY else numbers.critic_learning_rate
         if settings.scheduled:
@@ -391,7 +391,7 @@ class DialogueLearner:
         share: Any,
         taps: Taps,
     ) -> tuple[dict[str, Any], dict[str, jax.Array], Tokens | None, Any]:
-        """Of the objective of a minibatch, by all that is trained.
+        """Returns the gradient of a minibatch's objective with respect to all that is trained.
 
         Beside it what the objective is made of by name, what is looked at of tokens, and, where `splits_gradients`, the
         policy's gradient of tokens soon after a tool's result alone.
@@ -436,7 +436,7 @@ class DialogueLearner:
         return packing.total(packed, self.settings.pieces_of(own.shape[0]), of_piece, taps)
 
     def log_ratio(self, now: Predictions, learnt: policy_loss.LossInputs) -> jax.Array:
-        """Of each token before clipping, `[n, T]`, a constant."""
+        """Returns the log ratio of each token before clipping, `[n, T]`, without a gradient."""
         new, old = (jnp.where(learnt.own, x, 0.0) for x in (now.log_probability, learnt.old))
         found = loss_terms.RATIOS[self.parts.ratio](new, old, learnt.own)
         return jax.lax.stop_gradient(jnp.broadcast_to(found, learnt.own.shape))

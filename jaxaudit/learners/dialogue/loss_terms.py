@@ -302,7 +302,7 @@ def surrogate(
 
 
 def token_ratio(new: jax.Array, old: jax.Array, own: jax.Array) -> jax.Array:
-    """Of each token, `[N, T]`; zero where it is given."""
+    """Returns the log ratio of each token, `[N, T]`; zero for tokens that the policy did not write."""
     return jnp.where(own, new - old, 0)
 
 
@@ -319,7 +319,7 @@ def sequence_mean_ratio(new: jax.Array, old: jax.Array, own: jax.Array) -> jax.A
 
 
 def sequence_sum_ratio(new: jax.Array, old: jax.Array, own: jax.Array) -> jax.Array:
-    """Of the whole row, the sum over its own tokens, `[N, 1]` (RLOO: Ahmadian et al., 2024)."""
+    """Returns the log ratio of each row, the sum over its own tokens, `[N, 1]` (RLOO: Ahmadian et al., 2024)."""
     return jnp.sum(token_ratio(new, old, own), -1, keepdims=True)
 
 

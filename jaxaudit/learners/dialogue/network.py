@@ -55,7 +55,9 @@ class Network:
     def log_probabilities(
         self, params: gpt2.Params, base: Any, rows: Rows, temperature: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Of each token given what stands before it, and the entropy there: float32 `[N, T]`, 0 at the first slot."""
+        """Returns log-probability and entropy of each token given those before it, float32 `[N, T]`, 0 at the first
+        slot.
+        """
         return self.log_prob_and_entropy(self.hidden(params, base, rows), self.whole(params, base), rows, temperature)
 
     def log_prob_and_entropy(

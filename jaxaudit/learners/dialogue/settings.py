@@ -351,7 +351,9 @@ class DialogueSettings:
 
     @property
     def structure(self) -> DialogueSettings:
-        """The same with standard numbers: what a program depends on. A part that a zero leaves out stays left out."""
+        """Returns the settings with standard numbers, which is what a program depends on. What a zero leaves out stays
+        left out.
+        """
         standard: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(DialogueSettings) if _data(f)}
         standard["kl_coefficient"] = 0.0
         standard["entropy_coefficient"] = float(self.entropy_coefficient > 0)

@@ -35,7 +35,7 @@ class Moments:
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...]) -> Moments:
-        """Nothing seen yet: normalising with it changes nothing."""
+        """Returns statistics of no observations, which normalise nothing."""
         return cls(jnp.zeros(shape), jnp.zeros(shape), jnp.ones(shape))
 
     def update(self, values: jax.Array) -> Moments:

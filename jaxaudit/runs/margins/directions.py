@@ -75,7 +75,7 @@ def bracket(outcomes: Mapping[float, bool], floor: float = -math.inf) -> Bracket
 
 
 def envelope(outcomes: Mapping[float, bool], floor: float = -math.inf) -> Bracket:
-    """From below the mildest collapse to above the harshest survival: `bracket`, unless outcomes are contradictory."""
+    """Returns the interval from below the mildest collapse to above the harshest survival, usually `bracket`."""
     points = sorted(outcomes)
     first = next((i for i, u in enumerate(points) if outcomes[u]), len(points))
     last = next((i for i in reversed(range(len(points))) if not outcomes[points[i]]), -1)

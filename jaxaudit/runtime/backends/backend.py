@@ -106,7 +106,7 @@ class Workers:
 
     @staticmethod
     def parse(on: str, **others: Any) -> Workers:
-        """From the command line: `ENGINE[:ADDRESS]`; others that are None are the defaults."""
+        """Reads `ENGINE[:ADDRESS]` from the command line; options that are None have their defaults."""
         engine, _, address = on.partition(":")
         return Workers(engine, address, **{name: value for name, value in others.items() if value is not None})
 

@@ -138,7 +138,7 @@ class Instruments:
         return found
 
     def of_rows(self, scales: Mapping[str, rewards.Scale], experience: Experience) -> Statistics:
-        """Of all rows that were sampled, those too that nothing is learned from."""
+        """Returns statistics of all rows that were sampled, also of those that nothing is learned from."""
         drawn = experience.drawn
         rows, gold = drawn.rows, drawn.rows.gold
         groups = (-1, self.settings.group_size)
@@ -156,7 +156,9 @@ class Instruments:
     def of_tokens(
         self, before: Any, after: Any, reference: Any, base: Any, experience: Experience, later_hidden: Any
     ) -> Statistics:
-        """Of the policy on the rows learned from, before the first update and, with `later_hidden`, after the last."""
+        """Returns statistics of the policy on the rows learned from, before the first update and, with `later_hidden`,
+        after the last.
+        """
         rows, learnt, recomputed = experience.batch.rows, experience.batch.learnt, experience.recomputed
         masks = self.masks(rows.role, rows.own)
         counts = strata.counts_of(masks)
@@ -196,7 +198,9 @@ class Instruments:
         return found
 
     def of_ratios(self, whole: Any, experience: Experience, visited: UpdateStats, later_hidden: Any) -> Statistics:
-        """Of the ratios, over all minibatches as visited and, with `later_hidden`, of all rows after the last."""
+        """Returns statistics of the ratios in all minibatches and, with `later_hidden`, of all rows after the last
+        update.
+        """
         rows, learnt, coefficients = experience.batch.rows, experience.batch.learnt, experience.coefficients
         masks = self.masks(rows.role, learnt.own)
         clip = jnp.stack([coefficients.clip_low, coefficients.clip_high])
@@ -228,7 +232,7 @@ class Instruments:
         return policy.at_moments(both)
 
     def of_updates(self, visited: UpdateStats) -> Statistics:
-        """Of losses, gradients and what the optimizer did; updates without a gradient have no direction."""
+        """Returns statistics of losses, gradients and updates; an update without a gradient has no direction."""
         done, told = visited.done[POLICY], visited.told
         there = jnp.asarray(1)
         norms, moved = done.gradient_norm, done.gradient_norm != 0

@@ -221,7 +221,7 @@ def unfamiliarity(reference: jax.Array, bigrams: jax.Array, given: jax.Array) ->
 def ratio_statistics(
     log_ratio: jax.Array, advantage: jax.Array, weight: jax.Array, clip: jax.Array, masks: jax.Array
 ) -> Statistics:
-    """Of the ratios of an update, and of what a token weighs in it.
+    """Returns statistics of the ratios in an update, and of the weight that a token has in it.
 
     Args:
       log_ratio: log pi - log pi_old, before any clipping.
@@ -251,7 +251,7 @@ def ratio_statistics(
 
 
 def clip_fraction(log_ratio: jax.Array, advantage: jax.Array, clip: jax.Array, masks: jax.Array) -> Statistics:
-    """That of `ratio_statistics` alone: clip_fraction `[S, 2]`."""
+    """Returns the `clip_fraction` of `ratio_statistics` alone, `[S, 2]`."""
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_EXPONENT))
     low = (advantage < 0) & (ratio < 1.0 - clip[0])
     high = (advantage > 0) & (ratio > 1.0 + clip[1])

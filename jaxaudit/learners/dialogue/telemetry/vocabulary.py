@@ -43,7 +43,8 @@ class Bigrams:
         return Bigrams(self.counts + found.astype(jnp.int32))
 
     def log_probability(self, rows: Rows) -> jax.Array:
-        """Of each token given the one before it, as if every pair had been counted once more: float32 `[N, T]`.
+        """Returns the log-probability of each token given the one before it, with one count added to every pair:
+        float32 `[N, T]`.
 
         0 at the first slot.
         """
