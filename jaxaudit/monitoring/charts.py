@@ -44,7 +44,7 @@ class ChartReference(NamedTuple):
 
     @classmethod
     def of(cls, y: np.ndarray, seen: np.ndarray) -> ChartReference:
-        """Returns the reference of clean runs' standardised telemetry `[n, T, d]`; `seen` is 1 where there is a value."""
+        """Returns the reference of clean runs' standardised telemetry `[n, T, d]`; `seen` is 1 where a value is."""
         telemetry = latest(y, seen)
         usual = StepwiseStats.of(telemetry)
         matrix = whitening(usual.standardise(telemetry), SHRINKAGE)

@@ -97,12 +97,12 @@ def iteration():
         hidden = made_of.policy.hidden(after.policy.params, None, experience.batch.rows)
         embeddings = [x["wte"]["embedding"] for x in (models.policy, reference, after.policy.params)]
         first = visited.rows[0, 0]
-        share = jnp.sum(experience.batch.learnt.own)
-        tool = made_of.instruments.masks(experience.batch.rows.role, experience.batch.learnt.own)[1]
+        share = jnp.sum(experience.batch.loss_inputs.loss_mask)
+        tool = made_of.instruments.masks(experience.batch.rows.role, experience.batch.loss_inputs.loss_mask)[1]
         alone = dataclasses.replace(
             experience.batch,
-            learnt=dataclasses.replace(
-                experience.batch.learnt, advantage=jnp.where(tool, experience.batch.learnt.advantage, 0.0)
+            loss_inputs=dataclasses.replace(
+                experience.batch.loss_inputs, advantage=jnp.where(tool, experience.batch.loss_inputs.advantage, 0.0)
             ),
         )
         both = {"policy": state.policy, "critic": state.critic}
@@ -185,14 +185,14 @@ def test_strata_add_up(iteration):
 @pytest.mark.exhaustive
 def test_of_ratios_as_visited_and_after(iteration):
     experience, visited, hidden, embeddings, found = iteration
-    rows, learnt = experience.batch.rows, experience.batch.learnt
+    rows, loss_inputs = experience.batch.rows, experience.batch.loss_inputs
     new = log_of(log_softmax(hidden, embeddings[2]), rows)
-    last = np.exp(np.where(learnt.own, new - learnt.old, 0.0))
+    last = np.exp(np.where(loss_inputs.loss_mask, new - loss_inputs.old, 0.0))
     index, seen = visited.rows.reshape(-1), np.exp(visited.tokens.log_ratio.reshape(-1, rows.tokens.shape[1]))
     assert sorted(index) == sorted(list(range(8)) * 2)
     np.testing.assert_allclose(visited.tokens.log_ratio[0, 0], 0.0, atol=2e-6)  # nothing has moved yet
     for moment, (ratio, of) in enumerate([(seen, index), (last, np.arange(8))]):
-        own, advantage = learnt.own[of], learnt.advantage[of]
+        own, advantage = loss_inputs.loss_mask[of], loss_inputs.advantage[of]
         low, high = (advantage < 0) & (ratio < 0.8), (advantage > 0) & (ratio > 1.2)
         np.testing.assert_allclose(found["ratio_max"][0, moment], ratio[own].max(), rtol=1e-4)
         np.testing.assert_allclose(found["clip_fraction"][0, moment], [low[own].mean(), high[own].mean()], atol=1e-6)
@@ -219,19 +219,21 @@ def discounted(reward, own, gamma):
 @pytest.mark.exhaustive
 def test_of_rows_values_and_updates(iteration):
     experience, visited, _, _, found = iteration
-    rows, learnt, drawn = experience.batch.rows, experience.batch.learnt, experience.drawn
+    rows, loss_inputs, drawn = experience.batch.rows, experience.batch.loss_inputs, experience.drawn
     gold = drawn.rows.rewards["gold"]
     assert found["acting_performance"] == gold.mean()
     assert found["proxy"] == drawn.reward.mean()
     np.testing.assert_allclose(found["row_tokens"], (drawn.rows.role == OWN).sum(1).mean(), rtol=1e-6)
-    recomputed, own = experience.recomputed, learnt.own
-    reward = np.where(own, -0.3 * (recomputed.log_probability - learnt.reference), 0.0)
+    recomputed, own = experience.recomputed, loss_inputs.loss_mask
+    reward = np.where(own, -0.3 * (recomputed.log_probability - loss_inputs.reference), 0.0)
     assert np.abs(reward).max() > 0.01, "a KL in the reward that can be seen"
     returned, scored = (discounted(x + last_own(own) * recomputed.score[:, None], own, 0.9) for x in (reward, 0.0))
-    for name, wanted in (("value_bias", learnt.target), ("score_value_bias", scored)):
-        np.testing.assert_allclose(found[name], (learnt.value - wanted)[own].mean(), rtol=1e-4, atol=1e-6, err_msg=name)
-    for name, wanted in (("explained_variance", learnt.target), ("score_explained_variance", scored)):
-        explained = 1 - np.var((wanted - learnt.value)[own]) / np.var(wanted[own])
+    for name, wanted in (("value_bias", loss_inputs.target), ("score_value_bias", scored)):
+        np.testing.assert_allclose(
+            found[name], (loss_inputs.value - wanted)[own].mean(), rtol=1e-4, atol=1e-6, err_msg=name
+        )
+    for name, wanted in (("explained_variance", loss_inputs.target), ("score_explained_variance", scored)):
+        explained = 1 - np.var((wanted - loss_inputs.value)[own]) / np.var(wanted[own])
         np.testing.assert_allclose(found[name], explained, rtol=1e-3, atol=1e-5, err_msg=name)
     np.testing.assert_allclose(recomputed.returns[own], returned[own], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(
@@ -278,8 +280,8 @@ def test_what_follows_a_result_and_how_familiar_it_is(iteration):
 def test_weights_are_coefficients_of_scores_in_the_gradient(iteration):
     """Of whitened advantages under a mean over a minibatch's tokens, where nothing has moved yet."""
     experience, visited, _, _, _ = iteration
-    learnt, index = experience.batch.learnt, visited.rows[0, 0]
-    own, advantage = learnt.own[index], learnt.advantage[index]
+    loss_inputs, index = experience.batch.loss_inputs, visited.rows[0, 0]
+    own, advantage = loss_inputs.loss_mask[index], loss_inputs.advantage[index]
     np.testing.assert_allclose(visited.tokens.weight[0, 0][own], np.abs(advantage)[own] / own.sum(), rtol=1e-4)
     assert not visited.tokens.weight[0, 0][~own].any()
 
@@ -287,9 +289,9 @@ def test_weights_are_coefficients_of_scores_in_the_gradient(iteration):
 @pytest.mark.exhaustive
 def test_weights_after_the_last_update_are_by_its_ratios(iteration):
     experience, _, hidden, embeddings, found = iteration
-    rows, learnt = experience.batch.rows, experience.batch.learnt
-    ratio = np.exp(log_of(log_softmax(hidden, embeddings[2]), rows) - learnt.old)[learnt.own]
-    advantage = learnt.advantage[learnt.own]
+    rows, loss_inputs = experience.batch.rows, experience.batch.loss_inputs
+    ratio = np.exp(log_of(log_softmax(hidden, embeddings[2]), rows) - loss_inputs.old)[loss_inputs.loss_mask]
+    advantage = loss_inputs.advantage[loss_inputs.loss_mask]
     flat = ((advantage < 0) & (ratio < 0.8)) | ((advantage > 0) & (ratio > 1.2))
     weight = np.where(flat, 0.0, ratio * np.abs(advantage)) / ratio.size
     assert np.ptp(ratio) > 0.01, "the policy has moved"
@@ -454,7 +456,7 @@ def test_critic_errors_leave_out_held_out_rows_as_the_loss_would(masked):
     rows = Rows(nothing, jnp.full((2, 4), OWN), *[nothing] * 6, **of_rows)
     collector.critic = SimpleNamespace(values=lambda *_: nothing)
     experience = SimpleNamespace(
-        batch=SimpleNamespace(rows=rows, learnt=SimpleNamespace(own=rows.own)),
+        batch=SimpleNamespace(rows=rows, loss_inputs=SimpleNamespace(loss_mask=rows.own)),
         recomputed=SimpleNamespace(returns=nothing + 2.0),
     )
     found = held_out.critic(collector, Models(None), rows, learner.data.numbers, experience)

@@ -86,7 +86,7 @@ def ours(parts, coefficients, x, own, rows=6):
         told = []
         for half, constants in zip(halves(logits), halves((given, x["tokens"])), strict=True):
             batch, tokens = constants
-            counts = loss_terms.denominators(batch.own, batch.own.shape[1], jnp.sum(own) / 2)
+            counts = loss_terms.denominators(batch.loss_mask, batch.loss_mask.shape[1], jnp.sum(own) / 2)
             counts = dataclasses.replace(counts, rows=counts.rows if rows is None else rows)
             log_probability, entropy = of_tokens(half, tokens)
             told.append(policy_loss(parts, coefficients, Predictions(log_probability, entropy), batch, counts)[0])

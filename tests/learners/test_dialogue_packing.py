@@ -165,7 +165,7 @@ def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
             made.collector.collect(models, dialogue, numbers, key, Taps()) for made in (side_by_side, shared)
         )
         own = first.batch.rows.own & (jnp.arange(first.batch.rows.own.shape[0]) % 5 != 3)[:, None]
-        batch = first.batch.replace(learnt=first.batch.learnt.replace(own=own))
+        batch = first.batch.replace(loss_inputs=first.batch.loss_inputs.replace(loss_mask=own))
         moved = {label: Trained(jax.tree.map(lambda x: 1.05 * x, one.params), None) for label, one in trained.items()}
         return (first, second), tuple(
             made.gradient(moved, reference, None, first, batch, jnp.sum(own), Taps()) for made in (side_by_side, shared)
@@ -175,7 +175,9 @@ def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
     own = first.batch.rows.own
     lengths = np.where(own.any(1), dialogue.length - np.argmax(own[:, ::-1], axis=1), 0)
     assert np.ptp(lengths) > 8, "rows of several lengths"
-    for one, other in zip(jax.tree.leaves(first.batch.learnt), jax.tree.leaves(second.batch.learnt), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(first.batch.loss_inputs), jax.tree.leaves(second.batch.loss_inputs), strict=True
+    ):
         np.testing.assert_allclose(np.where(own, one, 0), np.where(own, other, 0), atol=1e-5)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted[0]))
     assert largest > 1e-3
@@ -199,7 +201,9 @@ def test_a_minibatch_without_own_tokens_has_no_gradient(monkeypatch):
     experience = jax.jit(lambda key: made.collector.collect(models, dialogue, settings.numbers(3.0), key, Taps()))(
         jax.random.key(0)
     )
-    batch = experience.batch.replace(learnt=experience.batch.learnt.replace(own=jnp.zeros((16, dialogue.length), bool)))
+    batch = experience.batch.replace(
+        loss_inputs=experience.batch.loss_inputs.replace(loss_mask=jnp.zeros((16, dialogue.length), bool))
+    )
     found = jax.jit(
         lambda batch: made.gradient({"policy": Trained(params, None)}, None, None, experience, batch, 1.0, Taps())
     )(batch)

@@ -338,9 +338,9 @@ def compare_collected(it):
     same("all token drawn", drawn.rows.tokens, found["all token drawn"], own)
     for name in ("scored", "reward", "kept"):
         same(f"all {name}", getattr(drawn, name), found[f"all {name}"])
-    learnt, rows, recomputed = it.experience.batch.learnt, it.experience.batch.rows, it.experience.recomputed
+    loss_inputs, rows, recomputed = it.experience.batch.loss_inputs, it.experience.batch.rows, it.experience.recomputed
     own = found["own"]
-    same("the rows that are learned from, by their own tokens that count", learnt.own, own)
+    same("the rows that are learned from, by their own tokens that count", loss_inputs.loss_mask, own)
     for name in ("tokens", "position", "first"):
         same(f"chosen rows' {name}", getattr(rows, name), getattr(found["rows"], name), own)
     same("score", recomputed.score, found["score"], own.any(-1))
@@ -349,16 +349,16 @@ def compare_collected(it):
         same("recomputed log-probability", recomputed.log_probability, found["recomputed"], own)
         same("entropy", recomputed.entropy, found["entropy"], own)
     if it.settings.correction != "none" or it.settings.old_log_probability == "sampled":
-        same("sampled log-probability as learned from", learnt.sampled, found["sampled"], own)
+        same("sampled log-probability as learned from", loss_inputs.sampled, found["sampled"], own)
     if it.settings.kl != "none" or it.settings.objective == "preference":
-        same("reference's log-probability", learnt.reference, found["reference"], own)
+        same("reference's log-probability", loss_inputs.reference, found["reference"], own)
     if found["value"] is not None:
-        same("value", learnt.value, found["value"], own)
+        same("value", loss_inputs.value, found["value"], own)
         same("returns", recomputed.returns, found["returns"])
-        same("target", learnt.target, found["target"])
+        same("target", loss_inputs.target, found["target"])
     if it.settings.objective == "policy":
-        same("old log-probability", learnt.old, found["old"], own)
-        same("advantage", learnt.advantage, found["advantage"], atol=2e-5)
+        same("old log-probability", loss_inputs.old, found["old"], own)
+        same("advantage", loss_inputs.advantage, found["advantage"], atol=2e-5)
     return found
 
 

@@ -430,7 +430,7 @@ def test_tokens_treated_apart_have_no_gradient_or_that_of_their_log_ratio_and_no
     new = np.where(own, old + 0.8 * np.random.default_rng(7).normal(size=own.shape), np.nan)
     apart = chosen(how, 0.15, own, advantage, old)
     rows = jax.tree.map(jnp.asarray, LossInputs(own, old, advantage, covarying=apart))
-    counts = denominators(rows.own, SLOTS)
+    counts = denominators(rows.loss_mask, SLOTS)
 
     def loss(new):
         return policy_loss(parts, coefficients, Predictions(new), rows, counts)
@@ -588,7 +588,7 @@ def test_corrections_weigh_the_gradient_of_each_token_as_a_loop_does(one):
     own, advantage, old = batch()
     gap = 0.4 * np.random.default_rng(16).normal(size=own.shape)
     rows = jax.tree.map(jnp.asarray, LossInputs(own, old, advantage, sampled=old - gap))
-    counts = denominators(rows.own, SLOTS)
+    counts = denominators(rows.loss_mask, SLOTS)
     gradient = jax.grad(
         lambda new: policy_loss(settings.parts, settings.coefficients, Predictions(new), rows, counts)[0]
     )(rows.old)
@@ -876,10 +876,10 @@ def collected():
 
 def test_an_iteration_s_advantages_targets_and_tokens_apart_are_those_of_loops(collected):
     experience, _ = collected(0.0, 0.85, 0.28)
-    learnt = experience.batch.learnt
-    own, value = learnt.own, np.float64(learnt.value)
+    loss_inputs = experience.batch.loss_inputs
+    own, value = loss_inputs.loss_mask, np.float64(loss_inputs.value)
     assert 0 < own.any(1).mean() < 1, "rows that do not count"
-    penalty = np.where(own, np.float64(learnt.old) - learnt.reference, 0)
+    penalty = np.where(own, np.float64(loss_inputs.old) - loss_inputs.reference, 0)
     reward = -0.3 * penalty
     for row, slots in enumerate(map(np.flatnonzero, own)):
         reward[row, slots[-1:]] += experience.recomputed.score[row]
@@ -887,17 +887,19 @@ def test_an_iteration_s_advantages_targets_and_tokens_apart_are_those_of_loops(c
     assert len(np.unique(lambdas)) > 3
     close = {"rtol": 1e-4, "atol": 1e-5}
     advantage = by_loop(reward, value, own, 0.9, lambdas)
-    np.testing.assert_allclose(learnt.advantage, advantage, **close)
+    np.testing.assert_allclose(loss_inputs.advantage, advantage, **close)
     target = by_loop(reward, value, own, 0.9, np.full(len(own), 0.85)) + np.where(own, value, 0)
-    np.testing.assert_allclose(learnt.target, target, **close)
+    np.testing.assert_allclose(loss_inputs.target, target, **close)
     returned = by_loop(reward, 0 * value, own, 0.9, np.ones(len(own)))
     np.testing.assert_allclose(experience.recomputed.returns, returned, **close)
-    values = covariances(own, advantage, np.float64(learnt.old))
+    values = covariances(own, advantage, np.float64(loss_inputs.old))
     most = math.floor(0.2 * own.sum())
     assert 1 < most < 0.2 * own.sum() - 0.25, "rounded down"
     ordered = np.sort(values[own])[::-1]
     assert ordered[most - 1] - ordered[most] > 1e-4, "no decision hangs on rounding"
-    np.testing.assert_array_equal(learnt.covarying, own & (np.nan_to_num(values, nan=-np.inf) >= ordered[most - 1]))
+    np.testing.assert_array_equal(
+        loss_inputs.covarying, own & (np.nan_to_num(values, nan=-np.inf) >= ordered[most - 1])
+    )
 
 
 def test_an_iteration_s_coefficients_are_what_remedies_at_their_sites_make_of_them(collected):

@@ -81,15 +81,15 @@ def iteration(made: DialogueLearner, data: Any, state: Any, turn: Any) -> tuple[
     models = Models(state.policy.params, reference=state.reference)
     experience = made.collector.collect(models, made.dialogue.bind(data.dialogue), numbers, collect_key, taps)
     after, _ = made.improved(state, None, numbers, experience, order_key, taps)
-    rows, learnt = experience.batch.rows, experience.batch.learnt
+    rows, loss_inputs = experience.batch.rows, experience.batch.loss_inputs
 
     def logits(params: Any) -> jax.Array:
         found = gpt2.logits(params, made.policy.hidden(params, None, rows))[:, :-1]
         return jnp.pad(found, ((0, 0), (1, 0), (0, 0))) / experience.temperature
 
-    sampled = learnt.advantage, experience.recomputed.log_probability
+    sampled = loss_inputs.advantage, experience.recomputed.log_probability
     coefficient = numbers.objective.entropy_coefficient
-    found = told(logits(state.policy.params), logits(after.policy.params), learnt.own, sampled, coefficient)
+    found = told(logits(state.policy.params), logits(after.policy.params), loss_inputs.loss_mask, sampled, coefficient)
     return after, found | {"reward": jnp.mean(experience.drawn.reward)}
 
 

@@ -126,14 +126,14 @@ class Collector:
         drawn = Rollout(rows, scored, reward, kept)
         index, kept = self._chosen(reward, kept)
         rows, sampled, score = jax.tree.map(lambda x: x[index], (rows, sampled, score))
-        learnt, recomputed = self._learnt(models, rows, sampled, score, kept, coefficients, temperature, taps)
+        loss_inputs, recomputed = self._loss_inputs(models, rows, sampled, score, kept, coefficients, temperature, taps)
         if self.parts.covariance != "none":
             share, choice = coefficients.covariance_share, jax.random.fold_in(key, COVARIANCE)
             apart = loss_terms.select_tokens(
-                self.parts.covariance, share, learnt.advantage, learnt.old, learnt.own, choice
+                self.parts.covariance, share, loss_inputs.advantage, loss_inputs.old, loss_inputs.loss_mask, choice
             )
-            learnt = dataclasses.replace(learnt, covarying=apart)
-        return Experience(TrainingBatch(rows, learnt), coefficients, temperature, drawn, recomputed)
+            loss_inputs = dataclasses.replace(loss_inputs, covarying=apart)
+        return Experience(TrainingBatch(rows, loss_inputs), coefficients, temperature, drawn, recomputed)
 
     def kept(self, rows: Rows) -> jax.Array:
         """Whether rows count in the loss and the baselines, as truncated ones may not: bool `[N]`."""
@@ -195,7 +195,7 @@ class Collector:
         packed = packing.arranged(rows, rows.own, settings.packs)
         return packing.read(packed, settings.pieces_of(rows.tokens.shape[0]), what)
 
-    def _learnt(
+    def _loss_inputs(
         self,
         models: Models,
         rows: Rows,
@@ -236,10 +236,16 @@ class Collector:
             if self.parts.critic:
                 returns = discounted_returns(coefficients, score, own, penalty)
         old = sampled if self.parts.follows_sampler else recomputed
-        learnt = policy_loss.LossInputs(
-            own=own, old=old, advantage=advantage, sampled=sampled, reference=reference, value=value, target=target
+        loss_inputs = policy_loss.LossInputs(
+            loss_mask=own,
+            old=old,
+            advantage=advantage,
+            sampled=sampled,
+            reference=reference,
+            value=value,
+            target=target,
         )
-        return learnt, Recomputed(recomputed, entropy, hidden, reference_hidden, score, returns)
+        return loss_inputs, Recomputed(recomputed, entropy, hidden, reference_hidden, score, returns)
 
     def _penalty(self, log_probability: jax.Array | None, reference: jax.Array | None) -> jax.Array | None:
         """The KL estimate of each token that is in the reward, `[N, T]`; None where none is."""

@@ -116,7 +116,7 @@ def critic(collector: Collector, models: Models, rows: Rows, numbers: Numbers, e
     batch = experience.batch
     collected = collector.critic.values(models.critic, models.base, batch.rows) - experience.recomputed.returns
     held = collector.critic.values(models.critic, models.base, rows) - collector.returns(models, rows, numbers)
-    return policy.critic_errors(collected, batch.learnt.own, held, rows.own & collector.kept(rows)[:, None])
+    return policy.critic_errors(collected, batch.loss_inputs.loss_mask, held, rows.own & collector.kept(rows)[:, None])
 
 
 def separation(collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, pairs: int) -> Statistics:

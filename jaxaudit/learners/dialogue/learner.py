@@ -307,7 +307,7 @@ class DialogueLearner:
     ) -> tuple[DialogueState, UpdateStats]:
         """The state after epochs of minibatches, and what the updates tell."""
         settings = self.settings
-        share = jnp.sum(experience.batch.learnt.own) / settings.minibatches
+        share = jnp.sum(experience.batch.loss_inputs.loss_mask) / settings.minibatches
         size = settings.units // settings.minibatches
 
         def update(taps: Taps, carry: Any, units: jax.Array) -> tuple[Any, Any]:
@@ -396,7 +396,7 @@ class DialogueLearner:
         Beside it what the objective is made of by name, what is looked at of tokens, and, where `splits_gradients`, the
         policy's gradient of tokens soon after a tool's result alone.
         """
-        own, full = batch.learnt.own, self.settings.telemetry == "full"
+        own, full = batch.loss_inputs.loss_mask, self.settings.telemetry == "full"
         tool = self.instruments.masks(batch.rows.role, own)[TOOL_STRATUM] if self.splits_gradients else None
         counts = Denominators(
             tokens=jnp.sum(own), rows=jnp.sum(jnp.any(own, -1)), share=share, longest=longest(self.dialogue)
@@ -411,21 +411,21 @@ class DialogueLearner:
             )
             return jax.tree.map(piece.back, found)
 
-        def loss(now: Predictions, learnt: policy_loss.LossInputs, taps: Taps) -> tuple[jax.Array, Any]:
-            objective, told = policy_loss.policy_loss(self.parts, experience.coefficients, now, learnt, counts)
+        def loss(now: Predictions, loss_inputs: policy_loss.LossInputs, taps: Taps) -> tuple[jax.Array, Any]:
+            objective, told = policy_loss.policy_loss(self.parts, experience.coefficients, now, loss_inputs, counts)
             objective = taps("objective", objective)
             return objective, told | {"loss": objective}
 
         def of_piece(taps: Taps, piece: packing.PackedPiece) -> Any:
             now, pulled = jax.vjp(lambda params: predicted(params, piece), params)
-            learnt = dataclasses.replace(batch.learnt, own=own & piece.here)
-            slope, told = jax.grad(loss, has_aux=True)(now, learnt, taps)
+            loss_inputs = dataclasses.replace(batch.loss_inputs, loss_mask=own & piece.here)
+            slope, told = jax.grad(loss, has_aux=True)(now, loss_inputs, taps)
             tokens = of_tool = None
             if self.parts.objective == "policy":
                 weight = None
                 if full:
-                    weight = policy_loss.weights(self.parts, experience.coefficients, now, learnt, counts)
-                tokens = Tokens(self.log_ratio(now, learnt), weight)
+                    weight = policy_loss.weights(self.parts, experience.coefficients, now, loss_inputs, counts)
+                tokens = Tokens(self.log_ratio(now, loss_inputs), weight)
             if tool is not None:
                 (of_tool,) = pulled(jax.tree.map(lambda x: jnp.where(tool, x, 0), slope))
                 of_tool = of_tool[POLICY]
@@ -435,11 +435,11 @@ class DialogueLearner:
         packed = packing.arranged(batch.rows, own, self.settings.packs)
         return packing.total(packed, self.settings.pieces_of(own.shape[0]), of_piece, taps)
 
-    def log_ratio(self, now: Predictions, learnt: policy_loss.LossInputs) -> jax.Array:
+    def log_ratio(self, now: Predictions, loss_inputs: policy_loss.LossInputs) -> jax.Array:
         """Returns the log ratio of each token before clipping, `[n, T]`, without a gradient."""
-        new, old = (jnp.where(learnt.own, x, 0.0) for x in (now.log_probability, learnt.old))
-        found = loss_terms.RATIOS[self.parts.ratio](new, old, learnt.own)
-        return jax.lax.stop_gradient(jnp.broadcast_to(found, learnt.own.shape))
+        new, old = (jnp.where(loss_inputs.loss_mask, x, 0.0) for x in (now.log_probability, loss_inputs.old))
+        found = loss_terms.RATIOS[self.parts.ratio](new, old, loss_inputs.loss_mask)
+        return jax.lax.stop_gradient(jnp.broadcast_to(found, loss_inputs.loss_mask.shape))
 
     def exact_kl(
         self, params: Any, reference: Any, base: Any, sequences: packing.Sequences, temperature: jax.Array

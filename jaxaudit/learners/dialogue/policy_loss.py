@@ -37,7 +37,7 @@ class LossInputs:
     """A minibatch's constants, `[N, T]`. None: not asked for.
 
     Attributes:
-      own: bool, the policy's own tokens in rows that count.
+      loss_mask: bool, tokens that the policy wrote, in rows that count.
       old: old log-probabilities.
       advantage: of each token.
       sampled: the sampler's log-probabilities, for corrections, whose numerator is `old`.
@@ -47,7 +47,7 @@ class LossInputs:
       covarying: bool, tokens that are treated apart for their covariance.
     """
 
-    own: Any
+    loss_mask: Any
     old: Any = None
     advantage: Any = None
     sampled: Any = None
@@ -74,8 +74,8 @@ class TokenTerms:
 
 def tokens(parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs) -> TokenTerms:
     """Ratios, the surrogate and weights of a policy objective."""
-    now, rows = _masked(now, rows.own), _masked(rows, rows.own)
-    log_ratio = loss_terms.RATIOS[parts.ratio](now.log_probability, rows.old, rows.own)
+    now, rows = _masked(now, rows.loss_mask), _masked(rows, rows.loss_mask)
+    log_ratio = loss_terms.RATIOS[parts.ratio](now.log_probability, rows.old, rows.loss_mask)
     bounds = coefficients.clip_low, coefficients.clip_high, coefficients.dual_clip
     if parts.covariance == "kl":
         bounds = jnp.inf, jnp.inf, jnp.inf  # in the place of clipping there is a penalty
@@ -91,8 +91,8 @@ def surrogate_loss(
 ) -> tuple[jax.Array, TokenTerms]:
     """The clipped, corrected and aggregated surrogate of a policy objective, negative, and what it is made of."""
     made = tokens(parts, coefficients, now, rows)
-    gain = jnp.broadcast_to(made.surrogate.objective, rows.own.shape) * made.weight
-    return aggregate(parts.aggregation, -gain, rows.own, counts), made
+    gain = jnp.broadcast_to(made.surrogate.objective, rows.loss_mask.shape) * made.weight
+    return aggregate(parts.aggregation, -gain, rows.loss_mask, counts), made
 
 
 def weights(
@@ -119,13 +119,15 @@ def policy_loss(
     are means over own tokens whichever it is, so that their coefficients mean the same with all. With several
     parts of a minibatch and the `counts` of the whole, losses and statistics add up.
     """
-    now, rows = _masked(now, rows.own), _masked(rows, rows.own)
+    now, rows = _masked(now, rows.loss_mask), _masked(rows, rows.loss_mask)
     if parts.objective == "preference":
         return _preference(coefficients, now, rows, counts)
     loss, made = surrogate_loss(parts, coefficients, now, rows, counts)
 
     def mean(x: jax.Array) -> jax.Array:
-        return token_minibatch(jnp.broadcast_to(x, rows.own.shape).astype(rows.old.dtype), rows.own, counts.tokens)
+        return token_minibatch(
+            jnp.broadcast_to(x, rows.loss_mask.shape).astype(rows.old.dtype), rows.loss_mask, counts.tokens
+        )
 
     ratio = jax.lax.stop_gradient(jnp.exp(made.log_ratio))
     told = {
@@ -141,7 +143,7 @@ def policy_loss(
         told["correction_zero"] = mean(made.weight == 0)
     if parts.kl_in_loss:
         estimate = _kl(parts, now, rows)
-        term = aggregate(parts.aggregation, estimate, rows.own, counts)
+        term = aggregate(parts.aggregation, estimate, rows.loss_mask, counts)
         loss = loss + coefficients.kl_coefficient * term
         told["kl_loss"] = term
     if parts.entropy:
@@ -165,8 +167,8 @@ def _correction(parts: Parts, coefficients: Coefficients, rows: LossInputs) -> j
         return loss_terms.no_correction(rows.old)
     log_weight, level = rows.old - rows.sampled, parts.correction_level
     if parts.correction == "tis":
-        return loss_terms.tis(log_weight, rows.own, coefficients.tis_cap, level)
-    return loss_terms.mis(log_weight, rows.own, coefficients.mis_low, coefficients.mis_high, level)
+        return loss_terms.tis(log_weight, rows.loss_mask, coefficients.tis_cap, level)
+    return loss_terms.mis(log_weight, rows.loss_mask, coefficients.mis_low, coefficients.mis_high, level)
 
 
 def _kl(parts: Parts, now: Predictions, rows: LossInputs) -> jax.Array:
@@ -175,13 +177,13 @@ def _kl(parts: Parts, now: Predictions, rows: LossInputs) -> jax.Array:
         return now.exact_kl
     estimate = loss_terms.KL_ESTIMATORS[parts.kl](now.log_probability, rows.reference)
     return loss_terms.weighted_kl(
-        estimate, loss_terms.token_ratio(now.log_probability, rows.old, rows.own), parts.kl_weight
+        estimate, loss_terms.token_ratio(now.log_probability, rows.old, rows.loss_mask), parts.kl_weight
     )
 
 
 def _value(parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs) -> tuple[jax.Array, jax.Array]:
     if not parts.clip_value:
-        return loss_terms.squared_value_loss(now.value, rows.target), jnp.zeros_like(rows.own)
+        return loss_terms.squared_value_loss(now.value, rows.target), jnp.zeros_like(rows.loss_mask)
     return loss_terms.clipped_value_loss(now.value, rows.value, rows.target, coefficients.value_clip)
 
 
@@ -190,9 +192,9 @@ def _preference(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """DPO's loss, a mean over the pairs both of whose rows count."""
     pairs = loss_terms.pairs_of_rows(
-        now.log_probability, rows.reference, rows.own, coefficients.beta, coefficients.label_smoothing
+        now.log_probability, rows.reference, rows.loss_mask, coefficients.beta, coefficients.label_smoothing
     )
-    whole = jnp.all(jnp.any(rows.own, -1).reshape(-1, 2), -1)
+    whole = jnp.all(jnp.any(rows.loss_mask, -1).reshape(-1, 2), -1)
 
     def mean(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(whole, x, 0)) / jnp.maximum(counts.rows / 2, 1)

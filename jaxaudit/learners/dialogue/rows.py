@@ -79,11 +79,11 @@ class TrainingBatch:
 
     Attributes:
       rows: what was written.
-      learnt: the objective's constants.
+      loss_inputs: the objective's constants.
     """
 
     rows: Rows
-    learnt: policy_loss.LossInputs
+    loss_inputs: policy_loss.LossInputs
 
     def picked(self, index: jax.Array) -> TrainingBatch:
         """Returns the rows at the positions `index`."""

@@ -270,7 +270,7 @@ def channels_of(dialogue: Dialogue, settings: DialogueSettings, policy: Network)
 
 
 def features_of(dialogue: Dialogue, settings: DialogueSettings, parts: bool) -> list[str]:
-    """Returns the features of `channels.FEATURES` that a run has; `parts` says whether the reward has any beside gold."""
+    """Returns those of `channels.FEATURES` that a run has; `parts` says whether the reward has any beside gold."""
     objective, policy = settings.parts, settings.objective == "policy"
     had = {
         "tools": bool(dialogue.result_tokens),

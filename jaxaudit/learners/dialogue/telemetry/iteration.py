@@ -125,16 +125,18 @@ class Instruments:
         found |= self.of_tokens(before.policy, after.policy, before.reference, base, experience, later)
         if self.settings.objective == "policy":
             found |= self.of_ratios(self.policy.whole(after.policy, base), experience, visited, later)
-        learnt, rows = experience.batch.learnt, experience.batch.rows
-        if learnt.value is not None:
-            found |= policy.value_statistics(learnt.value, learnt.target, learnt.own)
-            reward = advantages.terminal(experience.recomputed.score, learnt.own)
-            scored = advantages.discounted_sum(reward, learnt.own, experience.coefficients.gamma)
-            found |= policy.of_scores(learnt.value, scored, learnt.own)
+        loss_inputs, rows = experience.batch.loss_inputs, experience.batch.rows
+        if loss_inputs.value is not None:
+            found |= policy.value_statistics(loss_inputs.value, loss_inputs.target, loss_inputs.loss_mask)
+            reward = advantages.terminal(experience.recomputed.score, loss_inputs.loss_mask)
+            scored = advantages.discounted_sum(reward, loss_inputs.loss_mask, experience.coefficients.gamma)
+            found |= policy.of_scores(loss_inputs.value, scored, loss_inputs.loss_mask)
             if self.full:
-                found |= policy.correlation_by_distance(learnt.value, experience.recomputed.returns, learnt.own)
+                found |= policy.correlation_by_distance(
+                    loss_inputs.value, experience.recomputed.returns, loss_inputs.loss_mask
+                )
         if results is not None:
-            found |= policy.unfamiliarity(learnt.reference, results.log_probability(rows), rows.role == TOOL)
+            found |= policy.unfamiliarity(loss_inputs.reference, results.log_probability(rows), rows.role == TOOL)
         return found
 
     def of_rows(self, scales: Mapping[str, rewards.Scale], experience: Experience) -> Statistics:
@@ -159,7 +161,7 @@ class Instruments:
         """Returns statistics of the policy on the rows learned from, before the first update and, with `later_hidden`,
         after the last.
         """
-        rows, learnt, recomputed = experience.batch.rows, experience.batch.learnt, experience.recomputed
+        rows, loss_inputs, recomputed = experience.batch.rows, experience.batch.loss_inputs, experience.recomputed
         masks = self.masks(rows.role, rows.own)
         counts = strata.counts_of(masks)
         entropy = rows.entropy if self.settings.parts.follows_sampler else recomputed.entropy
@@ -181,50 +183,52 @@ class Instruments:
         exact = slots.back(vocabulary.divergence(now, logs(reference, recomputed.reference_hidden)))
         if not self.full:
             return found | {"kl": by_stratum(mean, known, exact)}
-        found |= policy.reference_statistics(recomputed.log_probability, learnt.reference, exact, masks)
+        found |= policy.reference_statistics(recomputed.log_probability, loss_inputs.reference, exact, masks)
         found |= {"kl": by_stratum(mean, known, exact), "kl_largest": by_stratum(policy.largest, known, exact)}
         later = logs(after, later_hidden)
         first, then = (slots.back(jnp.argmax(x, axis=-1)) for x in (now, later))
         collision = slots.back(jnp.sum(jnp.exp(2 * now), axis=-1))
         slope = policy.saturation(recomputed.log_probability, collision)
-        weight = slope if learnt.advantage is None else slope * learnt.advantage
+        weight = slope if loss_inputs.advantage is None else slope * loss_inputs.advantage
         found |= strata.token_means(
             known, saturation=slope, update_kl=slots.back(vocabulary.divergence(now, later)), mass_cut=rows.cut
         )
         found |= policy.churn(first, then, known)
         found |= policy.score_share(recomputed.entropy, weight**2, known)
         if self.settings.objective == "policy" or self.settings.online:
-            found |= policy.mismatch(learnt.sampled, recomputed.log_probability, masks)
+            found |= policy.mismatch(loss_inputs.sampled, recomputed.log_probability, masks)
         return found
 
     def of_ratios(self, whole: Any, experience: Experience, visited: UpdateStats, later_hidden: Any) -> Statistics:
         """Returns statistics of the ratios in all minibatches and, with `later_hidden`, of all rows after the last
         update.
         """
-        rows, learnt, coefficients = experience.batch.rows, experience.batch.learnt, experience.coefficients
-        masks = self.masks(rows.role, learnt.own)
+        rows, loss_inputs, coefficients = experience.batch.rows, experience.batch.loss_inputs, experience.coefficients
+        masks = self.masks(rows.role, loss_inputs.loss_mask)
         clip = jnp.stack([coefficients.clip_low, coefficients.clip_high])
         index = visited.rows.reshape(-1)
         assert visited.tokens is not None, "a policy objective has ratios"
         log_ratio = visited.tokens.log_ratio.reshape(-1, masks.shape[-1])
         if not self.full:
-            low_high = policy.clip_fraction(log_ratio, learnt.advantage[index], clip, masks[:, index])
+            low_high = policy.clip_fraction(log_ratio, loss_inputs.advantage[index], clip, masks[:, index])
             return {
                 name: Measured(statistic.value[:, None], statistic.count[:, None])
                 for name, statistic in low_high.items()
             }
         new = self.policy.log_prob_and_entropy(later_hidden, whole, rows, experience.temperature)[0]
-        new, old = (jnp.where(learnt.own, x, 0.0) for x in (new, learnt.old))
-        last = jnp.broadcast_to(loss_terms.RATIOS[self.settings.ratio](new, old, learnt.own), learnt.own.shape)
-        counts = denominators(learnt.own, longest(self.dialogue))
-        weight = policy_loss.weights(self.settings.parts, coefficients, Predictions(new), learnt, counts)
+        new, old = (jnp.where(loss_inputs.loss_mask, x, 0.0) for x in (new, loss_inputs.old))
+        last = jnp.broadcast_to(
+            loss_terms.RATIOS[self.settings.ratio](new, old, loss_inputs.loss_mask), loss_inputs.loss_mask.shape
+        )
+        counts = denominators(loss_inputs.loss_mask, longest(self.dialogue))
+        weight = policy_loss.weights(self.settings.parts, coefficients, Predictions(new), loss_inputs, counts)
         visited_weight = visited.tokens.weight.reshape(log_ratio.shape)
         # Both moments are of one length, so that one program serves both.
         last, weight = (jnp.tile(x, (self.settings.epochs, 1)) for x in (last, weight))
-        every = jnp.tile(jnp.arange(learnt.own.shape[0]), self.settings.epochs)
+        every = jnp.tile(jnp.arange(loss_inputs.loss_mask.shape[0]), self.settings.epochs)
 
         def one(log_ratio: jax.Array, weight: jax.Array, index: jax.Array) -> Statistics:
-            return policy.ratio_statistics(log_ratio, learnt.advantage[index], weight, clip, masks[:, index])
+            return policy.ratio_statistics(log_ratio, loss_inputs.advantage[index], weight, clip, masks[:, index])
 
         both = jax.vmap(one)(
             jnp.stack([log_ratio, last]), jnp.stack([visited_weight, weight]), jnp.stack([index, every])
