@@ -43,7 +43,7 @@ _PACKAGES = {
     "tasks": "tasks",
     "text": "text",
 }
-"""Where the public modules are."""
+"""The public modules by name, with the modules of this package that they are."""
 
 _HOMES = {
     "Adam": "core.optimizer",

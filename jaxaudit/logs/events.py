@@ -1,4 +1,4 @@
-"""Reads TensorBoard's event files."""
+"""Reads the scalars in TensorBoard's event files, without TensorFlow."""
 
 from __future__ import annotations
 

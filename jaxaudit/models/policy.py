@@ -111,7 +111,7 @@ class Head(Protocol):
         """The distribution that an output `[..., outputs]` means under parameters that hold `init_params`'."""
 
     def sample(self, key: jax.Array, distribution: Distribution) -> jax.Array:
-        """Samples an action, before `to_task`."""
+        """Samples an action of the distribution; `to_task` makes the task's of it."""
 
     def mode(self, distribution: Distribution) -> jax.Array:
         """Returns the most likely action, before `to_task`."""
@@ -126,7 +126,7 @@ class Head(Protocol):
         """Of the distribution, `[...]`, or a scalar where it is the same for all."""
 
     def kl(self, old: Distribution, new: Distribution) -> jax.Array:
-        """Returns KL(old || new), `[...]`."""
+        """Returns the KL divergence of the old distribution from the new one, KL(old || new), `[...]`."""
 
     def fisher(self, distribution: Distribution, tangent: Distribution) -> Distribution:
         """The Hessian of the mean of `kl(distribution, new)` over all leading axes, at new = distribution, times a
@@ -174,7 +174,7 @@ class Gaussian:
         return Normal(output, params["log_std"])
 
     def sample(self, key: jax.Array, distribution: Normal) -> jax.Array:
-        """Samples an action, before `to_task`."""
+        """Samples an action of the distribution; `to_task` makes the task's of it."""
         mean, log_std = distribution
         return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 
@@ -258,7 +258,7 @@ class Categorical:
         return -jnp.sum(jnp.exp(logs) * logs, axis=-1)
 
     def kl(self, old: Choice, new: Choice) -> jax.Array:
-        """Returns KL(old || new), `[...]`."""
+        """Returns the KL divergence of the old distribution from the new one, KL(old || new), `[...]`."""
         logs, new_logs = jax.nn.log_softmax(old.logits), jax.nn.log_softmax(new.logits)
         return jnp.sum(jnp.exp(logs) * (logs - new_logs), axis=-1)
 

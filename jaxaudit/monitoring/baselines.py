@@ -45,7 +45,7 @@ class OneChannel(ABC):
 
     @property
     def name(self) -> str:
-        """The detector's name in tables."""
+        """The name of the detector in tables and figures."""
         return f"{self.label} of {self.channel}"
 
     @property
@@ -455,7 +455,7 @@ class MultichannelChart:
 
     @property
     def name(self) -> str:
-        """The detector's name in tables."""
+        """The name of the detector in tables and figures."""
         return self.title or self.chart.title
 
     @property

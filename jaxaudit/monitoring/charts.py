@@ -94,12 +94,12 @@ class Chart(Scanned):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the S scores."""
+        """The names of the S kinds of score, in their order."""
         return tuple(f"departure_{r:g}" for r in self.departure) + tuple(f"outlier_{r:g}" for r in self.outlier)
 
     @property
     def title(self) -> str:
-        """The scorer's name in tables."""
+        """The name of the scorer in tables and figures."""
         far = ["T2" if rate == 1 else f"MEWMA {rate:g}" for rate in self.departure]
         furthest = ["max |z|" if rate == 1 else f"max |EWMA {rate:g}|" for rate in self.outlier]
         return " + ".join(far + furthest)

@@ -33,7 +33,7 @@ class Detector(Protocol):
 
     @property
     def name(self) -> str:
-        """The detector's name in tables."""
+        """The name of the detector in tables and figures."""
 
     @property
     def family(self) -> str:
@@ -59,7 +59,7 @@ class MetaState:
 
     @property
     def name(self) -> str:
-        """The detector's name in tables."""
+        """The name of the detector in tables and figures."""
         return self.model.title
 
     @property

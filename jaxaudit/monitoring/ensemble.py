@@ -177,7 +177,7 @@ class Ensemble:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the S scores."""
+        """The names of the S kinds of score, in their order."""
         rates = {
             "departure": self.departure,
             "outlier": self.outlier,

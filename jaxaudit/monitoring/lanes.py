@@ -89,7 +89,7 @@ def _task(run: Run) -> Any:
         if not isinstance(simulated, Simulated) or simulated.engine != "auto":
             return task
         return task | {"physics": simulated.engine_on(platform)}
-    except (KeyError, TypeError, ValueError, registry.UnknownName):  # of a kind, or by a name, that is not known here
+    except (KeyError, TypeError, ValueError):  # of a kind, or by a name, that is not known here
         return task
 
 

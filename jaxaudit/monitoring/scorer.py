@@ -46,11 +46,11 @@ class Scorer(Protocol):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the S scores."""
+        """The names of the S kinds of score, in their order."""
 
     @property
     def title(self) -> str:
-        """The scorer's name in tables."""
+        """The name of the scorer in tables and figures."""
 
     def init(self, key: jax.Array, channels: int) -> Params:
         """Fresh parameters for d channels; no leaves where there is nothing to learn."""

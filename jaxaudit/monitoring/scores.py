@@ -172,12 +172,12 @@ class StateSpace(Scanned):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the S scores."""
+        """The names of the S kinds of score, in their order."""
         return SCORES
 
     @property
     def title(self) -> str:
-        """The scorer's name in tables."""
+        """The name of the scorer in tables and figures."""
         return f"meta-state ({type(self).__name__})"
 
     def fit(self: MetaStateModel, training: Training | None, y: np.ndarray, seen: np.ndarray, seed: int) -> Params:

@@ -139,7 +139,7 @@ def collect_garbage_seldom() -> None:
 
 
 def processor() -> str:
-    """Returns the processor's name."""
+    """Returns the name of the processor, as the operating system has it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
