@@ -1,6 +1,8 @@
 """The public names: each has a docstring, which is a sentence."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -44,3 +46,22 @@ def test_a_public_name_has_a_docstring(name):
 def test_the_public_modules_are_all_there():
     assert set(MODULES) <= set(dir(ja))
     assert len(NAMES) > 100
+
+
+def test_what_the_package_registers_is_known_in_a_process_that_has_imported_nothing_else():
+    """Other tests import modules that register something; a user's process does not."""
+    code = "from jaxaudit.runtime import registry; print(*registry.tasks, *registry.task_kinds, *registry.learners)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = {
+        "CartPole-v1",
+        "HalfCheetah-v5",
+        "brax",
+        "gymnax",
+        "playground",
+        "dialogue",
+        "text",
+        "ppo",
+        "grpo",
+        "sac",
+    }
+    assert expected <= set(done.stdout.split())
