@@ -18,7 +18,7 @@ import pandas as pd
 from jaxaudit.analysis import statistics
 from jaxaudit.analysis.metrics import Cadence, MetricSettings
 from jaxaudit.analysis.run_reader import Run, load
-from jaxaudit.runs.margins.pool import collapse_times
+from jaxaudit.runs.margins.search import collapse_times
 
 
 def main() -> None:

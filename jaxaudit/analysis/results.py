@@ -14,7 +14,7 @@ import xarray as xr
 
 from jaxaudit.analysis import metrics, statistics
 from jaxaudit.analysis.datasets import DIMS, cadence
-from jaxaudit.analysis.statistics.paired import Columns, excess_columns
+from jaxaudit.analysis.statistics.paired import ExcessColumns, excess_columns
 from jaxaudit.core.channel_names import ACTED, ACTING, PERFORMANCE
 from jaxaudit.runtime import registry
 
@@ -177,7 +177,7 @@ def _acting(lanes: xr.Dataset) -> dict[str, statistics.Estimate]:
     return {"acting_collapse_probability": statistics.proportion(collapsed)}
 
 
-def _excess(lanes: xr.Dataset, control: xr.Dataset, steps: int) -> dict[str, Columns]:
+def _excess(lanes: xr.Dataset, control: xr.Dataset, steps: int) -> dict[str, ExcessColumns]:
     """What a condition's collapses exceed its control's by."""
     times, undisturbed = (one["collapse_time"].values for one in (lanes, control))
     found = {

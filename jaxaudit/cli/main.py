@@ -342,7 +342,7 @@ def _margin(arguments: argparse.Namespace) -> int:
 
     spec, workers = load(arguments.spec) if arguments.spec else None, _workers(arguments, arguments.folder)
     _prepare(workers, arguments.folder)
-    from jaxaudit.runs.margins.folder import margin_of
+    from jaxaudit.runs.margins.folder import search_margins
     from jaxaudit.runs.margins.search import MarginSettings
 
     with placed("jaxaudit margin"):
@@ -352,7 +352,7 @@ def _margin(arguments: argparse.Namespace) -> int:
             criterion=arguments.criterion,
             lanes=arguments.lanes,
         )
-    print(margin_of(arguments.folder, spec, arguments.out, chosen, workers))
+    print(search_margins(arguments.folder, spec, arguments.out, chosen, workers))
     return 0
 
 

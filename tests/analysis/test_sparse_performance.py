@@ -13,7 +13,7 @@ from jaxaudit.analysis import datasets, metrics, results
 from jaxaudit.analysis.metrics import FEWEST, FEWEST_HELD, Cadence, MetricSettings
 from jaxaudit.analysis.run_reader import Run, load
 from jaxaudit.cli.main import main
-from jaxaudit.runs.margins.pool import collapse_times
+from jaxaudit.runs.margins.search import collapse_times
 from jaxaudit.runs.progress import performance_level
 from jaxaudit.runtime import registry
 

@@ -19,8 +19,7 @@ from jaxaudit.core.batches import as_json, from_json, layout
 from jaxaudit.execution import engine as engines
 from jaxaudit.execution import memory
 from jaxaudit.execution.engine import Engine
-from jaxaudit.runs.margins import pool
-from jaxaudit.runs.margins.search import MarginSettings, lay_out
+from jaxaudit.runs.margins.search import MarginSettings, configure_search, prepare_engine
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.spec.document import parse
 
@@ -156,11 +155,11 @@ def test_processes_beside_each_other_share_the_memory(monkeypatch):
 @pytest.mark.exhaustive
 def test_pools_of_margins_share_the_memory_too(monkeypatch):
     chosen = ja.plan(LEARNER, PERTURBATIONS[:1], seeds=2, steps=12, tail=0)
-    lines = lay_out(chosen, PERTURBATIONS[:1], MarginSettings(lanes=1_000_000))
+    config = configure_search(chosen, PERTURBATIONS[:1], MarginSettings(lanes=1_000_000))
 
     def lanes(free, beside):
         monkeypatch.setattr(memory, "available_memory", lambda devices: free)
-        return pool.fit(chosen, lines, 12, baseline=False, beside=beside)[2].lanes
+        return prepare_engine(chosen, config, 12, baseline=False, processes=beside)[2].lanes
 
     free = 64 << 20
     assert lanes(8 * free, 8) == lanes(free, 1) < lanes(8 * free, 1)

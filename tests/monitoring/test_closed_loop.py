@@ -22,7 +22,7 @@ from jaxaudit.monitoring.training import Training
 from jaxaudit.report.series import panels
 from jaxaudit.report.verdict import verdict
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runs.margins.folder import margin_of
+from jaxaudit.runs.margins.folder import search_margins
 from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.replay import replay
 from jaxaudit.runtime.errors import UserError
@@ -419,7 +419,12 @@ def test_what_goes_on_from_a_run_keeps_its_monitor(monitor, finished, tmp_path):
     refused(r"must keep the run's \[monitor\], .*/run/monitor.npz, and its alpha", durable.fork, finished,
             spec_with(monitor, tmp_path, alpha=0.1), out)  # fmt: skip
     refused(
-        r"must keep the run's \[monitor\]", margin_of, finished, load(tmp_path / "spec.toml"), out, MarginSettings()
+        r"must keep the run's \[monitor\]",
+        search_margins,
+        finished,
+        load(tmp_path / "spec.toml"),
+        out,
+        MarginSettings(),
     )
     other = dataclasses.replace(monitor, clean=monitor.clean + 1)
     refused("must keep the run's", durable.fork, finished, spec_with(other, tmp_path), out)
@@ -430,7 +435,7 @@ def test_what_goes_on_from_a_run_keeps_its_monitor(monitor, finished, tmp_path):
     other.save(tmp_path / "changed" / "monitor.npz")
     changed = tmp_path / "changed"
     refused("began with another monitor", durable.fork, changed, spec_with(monitor, tmp_path), out)
-    refused("began with another monitor", margin_of, changed, None, out, MarginSettings())
+    refused("began with another monitor", search_margins, changed, None, out, MarginSettings())
     refused("began with another monitor", replay, changed)
     refused("began with another monitor", durable.run, spec_with(other, tmp_path), out, None, changed)
     refused("must keep the run's", durable.run, spec_with(other, tmp_path), out, None, finished)

@@ -14,10 +14,26 @@ from scipy import stats
 import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.statistics import ranks, seeds_for
-from jaxaudit.runs.margins.directions import Axis, bracket, contradictory, directions, envelope
-from jaxaudit.runs.margins.pool import baseline, fit, in_turn, pending, rounds
-from jaxaudit.runs.margins.rounds import CONTROL, Probe, SearchConfig, found, next_round
-from jaxaudit.runs.margins.search import MarginSettings, lay_out
+from jaxaudit.runs.margins.bisection import (
+    CONTROL,
+    Probe,
+    SearchConfig,
+    estimate_margins,
+    fit_bracket,
+    is_contradictory,
+    next_round,
+    outer_bracket,
+)
+from jaxaudit.runs.margins.directions import Axis, directions
+from jaxaudit.runs.margins.search import (
+    MarginSettings,
+    configure_search,
+    pending_probes,
+    prepare_engine,
+    run_rounds,
+    sequential_trainer,
+    train_baseline,
+)
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runtime import registry
 
@@ -46,33 +62,33 @@ def test_the_ranks_cover_the_median_as_often_as_they_say(n):
 
 
 def test_a_bracket_is_the_step_that_contradicts_least():
-    assert bracket({1.0: False, 2.0: True, 3.0: True}) == (1, 2)
-    assert bracket({1.0: False, 2.0: False}) == (2, math.inf)
-    assert bracket({1.0: True}) == (-math.inf, 1)
-    assert bracket({1.0: True}, floor=0.0) == (0, 1)
+    assert fit_bracket({1.0: False, 2.0: True, 3.0: True}) == (1, 2)
+    assert fit_bracket({1.0: False, 2.0: False}) == (2, math.inf)
+    assert fit_bracket({1.0: True}) == (-math.inf, 1)
+    assert fit_bracket({1.0: True}, floor=0.0) == (0, 1)
     odd = {1.0: False, 2.0: True, 3.0: False, 4.0: True, 5.0: True}
-    assert bracket(odd) == (1, 2), "of two equally good steps the milder"
-    assert envelope(odd) == (1, 4)
-    assert contradictory(odd)
-    assert not contradictory({1.0: False, 2.0: True})
+    assert fit_bracket(odd) == (1, 2), "of two equally good steps the milder"
+    assert outer_bracket(odd) == (1, 4)
+    assert is_contradictory(odd)
+    assert not is_contradictory({1.0: False, 2.0: True})
     mostly = {1.0: True, 2.0: False, 3.0: False, 4.0: True}
-    assert bracket(mostly) == (3, 4)
-    assert envelope(mostly) == (-math.inf, 4)
+    assert fit_bracket(mostly) == (3, 4)
+    assert outer_bracket(mostly) == (-math.inf, 4)
 
 
 def simulated(thresholds, tolerance=0.02, lanes=16, reach=1000.0, standard=10.0):
     """A search on seeds with these thresholds (magnitudes of an amount), and no training."""
-    (ray,) = directions([ja.gradient_scale(standard, onset=20)], 100, len(thresholds), reach)
-    plan = SearchConfig((ray,), {20: 50.0}, tolerance, 0.95, lanes)
+    (direction,) = directions([ja.gradient_scale(standard, onset=20)], 100, len(thresholds), reach)
+    plan = SearchConfig((direction,), {20: 50.0}, tolerance, 0.95, lanes)
     probes = []
     for number in itertools.count(1):
         asked = next_round(plan, 20, probes)
         if not asked:
-            return plan, probes, found(plan, probes)[0], number
-        assert len({(p.seed, p.u) for p in asked}) == len(asked)
+            return plan, probes, estimate_margins(plan, probes)[0], number
+        assert len({(p.seed, p.log_scale) for p in asked}) == len(asked)
         for p in asked:
-            fell = p.ray != CONTROL and ray.magnitudes(p.u)[0] >= thresholds[p.seed]
-            p.time = 21.0 if fell or thresholds[p.seed] == 0 else math.inf
+            fell = p.direction != CONTROL and direction.magnitudes(p.log_scale)[0] >= thresholds[p.seed]
+            p.collapse_time = 21.0 if fell or thresholds[p.seed] == 0 else math.inf
         probes += asked
 
 
@@ -81,21 +97,23 @@ def simulated(thresholds, tolerance=0.02, lanes=16, reach=1000.0, standard=10.0)
 def test_a_search_finds_the_median_and_its_order_statistics(n, spread):
     thresholds = 3.0 * np.exp(spread * np.random.default_rng(n).standard_normal(n))
     plan, probes, one, number = simulated(thresholds)
-    ray = plan.rays[0]
-    ordered = np.sort(np.log(thresholds / ray.magnitudes(0.0)[0]))
-    inside = np.clip(ordered, ray.range.low, ray.range.high)
+    direction = plan.directions[0]
+    ordered = np.sort(np.log(thresholds / direction.magnitudes(0.0)[0]))
+    inside = np.clip(ordered, direction.range.low, direction.range.high)
     if (inside == ordered).all():
-        assert abs(one.middle.value - np.median(ordered)) <= plan.step / 2 + 1e-9
+        assert abs(one.median.value - np.median(ordered)) <= plan.log_tolerance / 2 + 1e-9
     if n > 1:
         low, high, _ = ranks(n)
-        assert one.middle.low <= ordered[low - 1] <= ordered[high - 1] <= one.middle.high
+        assert one.median.low <= ordered[low - 1] <= ordered[high - 1] <= one.median.high
         if inside[low - 1] == ordered[low - 1]:
-            assert one.middle.low >= ordered[low - 1] - max(plan.step, 0.15 * (np.median(ordered) - ordered[low - 1]))
-        if inside[high - 1] == ordered[high - 1]:
-            assert one.middle.high <= ordered[high - 1] + max(
-                plan.step, 0.15 * (ordered[high - 1] - np.median(ordered))
+            assert one.median.low >= ordered[low - 1] - max(
+                plan.log_tolerance, 0.15 * (np.median(ordered) - ordered[low - 1])
             )
-    assert one.contradictory == 0
+        if inside[high - 1] == ordered[high - 1]:
+            assert one.median.high <= ordered[high - 1] + max(
+                plan.log_tolerance, 0.15 * (ordered[high - 1] - np.median(ordered))
+            )
+    assert one.n_contradictory == 0
     assert number < 20
     assert len(probes) < 25 * n + 10 * plan.lanes
 
@@ -103,17 +121,17 @@ def test_a_search_finds_the_median_and_its_order_statistics(n, spread):
 def test_seeds_beyond_the_range_are_censored():
     thresholds = [0.0, 1e-9, 2.0, 3.0, 4.0, 5.0, 1e9, 1e9]
     plan, _, one, _ = simulated(thresholds)
-    assert one.fallen == 1
-    assert one.middle.low == -math.inf
-    assert one.middle.high == math.inf
-    assert plan.rays[0].magnitudes(one.middle.value)[0] == pytest.approx(math.sqrt(3 * 4), rel=0.02)
+    assert one.n_collapsed_undisturbed == 1
+    assert one.median.low == -math.inf
+    assert one.median.high == math.inf
+    assert plan.directions[0].magnitudes(one.median.value)[0] == pytest.approx(math.sqrt(3 * 4), rel=0.02)
     _, _, never, _ = simulated([1e9] * 8)
-    assert never.middle[:3] == (math.inf, plan.rays[0].range.high, math.inf)
+    assert never.median[:3] == (math.inf, plan.directions[0].range.high, math.inf)
     _, _, always, _ = simulated([1e-9] * 8)
-    assert always.middle[:2] == (-math.inf, -math.inf)
-    assert always.middle.high == pytest.approx(plan.rays[0].range.low)
+    assert always.median[:2] == (-math.inf, -math.inf)
+    assert always.median.high == pytest.approx(plan.directions[0].range.low)
     _, _, torn, _ = simulated([1e-9] * 4 + [1e9] * 4)
-    assert math.isnan(torn.middle.value)
+    assert math.isnan(torn.median.value)
 
 
 @pytest.mark.parametrize("n", [1, 4, 6, 7, 8, 20])
@@ -122,7 +140,7 @@ def test_how_many_collapse_at_the_margin_is_said_of_that_magnitude_or_of_none(n)
     thresholds = 3.0 * np.exp(0.3 * np.random.default_rng(n).standard_normal(n))
     plan, probes, *_ = simulated(thresholds)
     row = Margins(plan, tuple(probes), tuple(range(n)), "divergence", 100).table.iloc[0]
-    (tried,) = {plan.rays[0].magnitudes(p.u)[0] for p in probes if p.purpose == "check"}
+    (tried,) = {plan.directions[0].magnitudes(p.log_scale)[0] for p in probes if p.purpose == "check"}
     if tried == row.margin:
         assert (row.checked, row.reason) == (n, "")
         assert row.collapsed_at_margin == (thresholds <= row.margin).sum()
@@ -136,7 +154,7 @@ def test_how_many_collapse_at_the_margin_is_said_of_that_magnitude_or_of_none(n)
 def test_lanes_left_over_cut_the_widest_brackets_finer():
     few, many = (simulated([2.0] * 4, lanes=lanes) for lanes in (4, 64))
     assert many[3] < few[3]
-    assert few[2].middle.value == pytest.approx(many[2].middle.value, abs=0.02)
+    assert few[2].median.value == pytest.approx(many[2].median.value, abs=0.02)
 
 
 # Magnitudes and directions.
@@ -148,7 +166,7 @@ def test_every_perturbation_has_an_axis_on_which_harm_rises():
         if part.magnitude == part.neutral:
             continue
         axis = Axis(part)
-        assert axis.u(part.magnitude) == pytest.approx(0.0, abs=1e-12), name
+        assert axis.log_scale(part.magnitude) == pytest.approx(0.0, abs=1e-12), name
         assert axis.magnitude(0.0) == part.magnitude, name
         points = np.linspace(-3, 3, 25)
         distances = [abs(axis.magnitude(u) - part.neutral) for u in points]
@@ -157,7 +175,7 @@ def test_every_perturbation_has_an_axis_on_which_harm_rises():
         assert all(low <= axis.magnitude(u) <= high for u in points), name
         for u in map(axis.snap, points):
             if axis.lowest < u < axis.highest:
-                assert axis.u(axis.magnitude(u)) == pytest.approx(u, abs=1e-9), name
+                assert axis.log_scale(axis.magnitude(u)) == pytest.approx(u, abs=1e-9), name
 
 
 @pytest.mark.parametrize(
@@ -182,7 +200,7 @@ def test_twice_as_harsh(perturbation, at, magnitude):
     assert Axis(perturbation).magnitude(math.log(at)) == pytest.approx(magnitude)
 
 
-def test_rays_of_sweeps_and_chains():
+def test_directions_of_sweeps_and_chains():
     asked = [
         ja.lr_spike(ja.sweep(0.5, 1.0, 3.0, 30.0), onset=20),
         ja.lr_spike(3.0, onset=20, duration="end"),
@@ -191,7 +209,7 @@ def test_rays_of_sweeps_and_chains():
         ja.chain(ja.lr_spike(5.0, onset=20), ja.weight_noise(ja.sweep(0.1, 0.2), onset=20)),
     ]
     found = directions(asked, 100, 4, 10.0)
-    assert [ray.name for ray in found] == [
+    assert [direction.name for direction in found] == [
         "lr_spike below 1",
         "lr_spike above 1 for 10 steps",
         "lr_spike above 1 for 80 steps",
@@ -202,25 +220,25 @@ def test_rays_of_sweeps_and_chains():
     ]
     swept = found[1]
     assert swept.magnitudes(0.0) == (10.0,), "the standard, though it was not asked for"
-    assert [swept.magnitudes(u)[0] for u in swept.points] == [3.0, 30.0]
+    assert [swept.magnitudes(u)[0] for u in swept.initial] == [3.0, 30.0]
     assert swept.magnitudes(swept.range.low) == (1.0,)
     assert swept.magnitudes(swept.range.high) == (300.0,)
     assert found[5].magnitudes(math.log(2)) == (10.0, 0.2)
     assert found[5].magnitudes(math.log(0.1)) == (1.0, 0.01), "a part at neutral stays there"
     onsets = directions([ja.weight_noise(0.1, onset=o) for o in (20, 30)], 100, 4, 10.0)
-    assert [ray.name for ray in onsets] == ["weight_noise @20", "weight_noise @30"]
+    assert [direction.name for direction in onsets] == ["weight_noise @20", "weight_noise @30"]
 
 
-def test_an_intervention_grows_no_harsher_on_a_ray():
+def test_an_intervention_grows_no_harsher_in_a_direction():
     helped = ja.chain(ja.lr_spike(5.0, onset=20), ja.roll_back(ja.sweep(4, 8), onset=20))
     found = directions([helped, ja.roll_back(4, onset=20)], 100, 4, 10.0)
-    assert [ray.name for ray in found] == ["lr_spike 5 + roll_back 4", "lr_spike 5 + roll_back 8"]
+    assert [direction.name for direction in found] == ["lr_spike 5 + roll_back 4", "lr_spike 5 + roll_back 8"]
     assert found[1].magnitudes(math.log(2)) == (10.0, 8.0)
     assert found[1].magnitudes(found[1].range.low) == (1.0, 8.0)
     assert found[1].magnitudes(found[1].range.high) == (50.0, 8.0)
     ran = found[1].condition(math.log(2))
-    assert found[1].position(ran, 100) == pytest.approx(math.log(2))
-    assert found[0].position(ran, 100) is None
+    assert found[1].log_scale(ran, 100) == pytest.approx(math.log(2))
+    assert found[0].log_scale(ran, 100) is None
 
 
 @pytest.mark.parametrize(
@@ -235,15 +253,17 @@ def test_an_intervention_grows_no_harsher_on_a_ray():
 def test_whole_magnitudes_stay_whole(first, low, safety, verdict):
     """Of four seeds that all survive below `first`, and collapse from there on."""
     late = ja.Kind("late", "data", "observation", lambda *_: None, 4.0, limits=(0.0, 32.0), whole=True)
-    (ray,) = directions([late(onset=20, duration="end")], 100, 4, 100.0)
-    assert ray.magnitudes(ray.range.low) == (1.0,)
-    assert ray.magnitudes(ray.range.high) == (32.0,)
-    assert ray.magnitudes(ray.range.snap(math.log(1.1))) == (5.0,)
-    plan = SearchConfig((ray,), {20: 50.0}, 0.02, 0.95, 8)
+    (direction,) = directions([late(onset=20, duration="end")], 100, 4, 100.0)
+    assert direction.magnitudes(direction.range.low) == (1.0,)
+    assert direction.magnitudes(direction.range.high) == (32.0,)
+    assert direction.magnitudes(direction.range.snap(math.log(1.1))) == (5.0,)
+    plan = SearchConfig((direction,), {20: 50.0}, 0.02, 0.95, 8)
     probes = []
     while asked := next_round(plan, 20, probes):
         for p in asked:
-            p.time = 21.0 if p.ray != CONTROL and ray.magnitudes(p.u)[0] >= first else math.inf
+            p.collapse_time = (
+                21.0 if p.direction != CONTROL and direction.magnitudes(p.log_scale)[0] >= first else math.inf
+            )
         probes += asked
     row = Margins(plan, tuple(probes), (0, 1, 2, 3), "divergence", 100).table.iloc[0]
     assert (row.low, row.high) == (low, first)
@@ -254,14 +274,14 @@ def test_whole_magnitudes_stay_whole(first, low, safety, verdict):
 
 
 def test_a_margin_that_not_all_seeds_were_trained_at_is_not_checked():
-    (ray,) = directions([spike(10.0)], 100, 4, 100.0)
-    plan, u = SearchConfig((ray,), {20: 50.0}, 0.02, 0.95, 8), math.log(2)
+    (direction,) = directions([spike(10.0)], 100, 4, 100.0)
+    plan, u = SearchConfig((direction,), {20: 50.0}, 0.02, 0.95, 8), math.log(2)
     controls = [Probe(1, CONTROL, 20, seed, -math.inf, "control", math.inf) for seed in range(4)]
     tried = [Probe(1, 0, 20, seed, u, "bracket", 21.0) for seed in range(3)]
     before = [Probe(0, 0, 20, seed, u / 2, "run", math.inf) for seed in range(4)]
     probes = (*controls, *before, *tried)
-    (one,) = found(plan, probes)
-    at_u = dataclasses.replace(one, middle=one.middle._replace(value=u))
+    (one,) = estimate_margins(plan, probes)
+    at_u = dataclasses.replace(one, median=one.median._replace(value=u))
     margins = Margins(plan, probes, (0, 1, 2, 3), "divergence", 100)
     told = margins._check(at_u)
     assert math.isnan(told["collapsed_at_margin"])
@@ -272,7 +292,7 @@ def test_a_margin_that_not_all_seeds_were_trained_at_is_not_checked():
 def test_what_is_planned_and_not_trained_is_pending_at_its_own_onset():
     waiting, later = (Probe(1, 0, onset, 0, 0.0, "scan") for onset in (20, 40))
     trained = Probe(1, 0, 20, 1, 0.0, "scan", 21.0)
-    assert pending([waiting, trained, later], 20) == [waiting]
+    assert pending_probes([waiting, trained, later], 20) == [waiting]
 
 
 # Against theory.
@@ -334,14 +354,18 @@ def test_the_interval_covers_the_true_median_in_at_least_90_of_100_audits():
     repetitions, seeds = 100, 8
     asked = [spike(30.0)]
     grid = ja.plan(VARIED, asked, seeds=repetitions * seeds, steps=200, tail=0)
-    lines = lay_out(grid, asked, MarginSettings(lanes=repetitions * seeds))
+    config = configure_search(grid, asked, MarginSettings(lanes=repetitions * seeds))
     groups = np.arange(repetitions * seeds).reshape(repetitions, seeds).tolist()
-    lines = dataclasses.replace(lines, rays=tuple(dataclasses.replace(lines.rays[0], seeds=tuple(g)) for g in groups))
-    engine, batches, lines = fit(grid, lines, rows=200, baseline=True)
+    config = dataclasses.replace(
+        config, directions=tuple(dataclasses.replace(config.directions[0], seeds=tuple(g)) for g in groups)
+    )
+    engine, batches, config = prepare_engine(grid, config, chunk=200, baseline=True)
     probes = []
-    for _ in rounds(grid, lines, probes, in_turn(engine, lines, baseline(engine, batches, SHORT).__getitem__)):
+    for _ in run_rounds(
+        grid, config, probes, sequential_trainer(engine, config, train_baseline(engine, batches, SHORT).__getitem__)
+    ):
         pass
-    table = Margins(lines, tuple(probes), grid.seeds, "divergence", 200).table
+    table = Margins(config, tuple(probes), grid.seeds, "divergence", 200).table
     covered = (table.low <= CRITICAL) & (table.high >= CRITICAL)
     print(f"covered in {covered.sum()} of {repetitions}; median width {np.median(table.high / table.low):.2f}")
     assert covered.sum() >= 90
@@ -483,7 +507,9 @@ def test_no_round_compiles_anything():
     """Magnitudes, windows, seeds: all data. Whatever a round asks for runs the programs of the first."""
     asked = [spike(3.0), ja.weight_noise(onset=20), ja.gradient_sign_flip(onset=20, duration=7)]
     grid = ja.plan(LEARNER, asked, seeds=3, steps=100, tail=0)
-    engine, batches, lines = fit(grid, lay_out(grid, asked, MarginSettings()), rows=30, baseline=True)
+    engine, batches, config = prepare_engine(
+        grid, configure_search(grid, asked, MarginSettings()), chunk=30, baseline=True
+    )
     compiled = []
 
     def listen(name, *_, **__):
@@ -493,7 +519,9 @@ def test_no_round_compiles_anything():
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         probes, seen = [], {}
-        for batch in rounds(grid, lines, probes, in_turn(engine, lines, baseline(engine, batches, SHORT).__getitem__)):
+        for batch in run_rounds(
+            grid, config, probes, sequential_trainer(engine, config, train_baseline(engine, batches, SHORT).__getitem__)
+        ):
             seen[batch[0].round] = len(compiled)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,10 +1,11 @@
-"""Population statistics over seeds, each figure with its interval."""
+"""Statistics over seeds, each with its confidence interval."""
 
 from jaxaudit.analysis.statistics.critical import FALLEN, critical_beside, critical_magnitude, harm_rises, isotonic
 from jaxaudit.analysis.statistics.intervals import (
     Estimate,
     Ranks,
     bootstrap,
+    collapsed,
     divergence,
     interquartile_mean,
     median,
@@ -14,7 +15,7 @@ from jaxaudit.analysis.statistics.intervals import (
     seeds_for,
     wilson,
 )
-from jaxaudit.analysis.statistics.paired import Excess, collapsed, excess, paired_proportions
+from jaxaudit.analysis.statistics.paired import Excess, excess, paired_proportions
 from jaxaudit.analysis.statistics.whitening import whitening
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The magnitude at which half of the seeds collapse, from the outcomes at several."""
+"""The critical magnitude: where the probability of collapse crosses one half, by isotonic regression."""
 
 from __future__ import annotations
 
@@ -11,43 +11,40 @@ from jaxaudit.analysis.statistics.intervals import (
     Missing,
     check_level,
     check_missing,
-    read_tails,
-    tails,
+    outer_quantiles,
+    tail_probabilities,
+    undefined,
     wilson,
 )
 
 
 def isotonic(means: Any, weights: Any) -> np.ndarray:
-    """The non-decreasing sequence nearest to `means` in weighted least squares.
+    """Returns the non-decreasing sequence that is nearest to `means` in weighted least squares, `[..., M]`.
 
-    By the min-max formula: fit_k is the maximum over i <= k of the minimum over j >= k of the mean of i..j.
+    It uses the min-max formula: fit_k is the maximum over i <= k of the minimum over j >= k of the mean of i..j.
 
     Args:
         means: `[..., M]`; ignored where the weight is zero.
         weights: `[..., M]`, not negative, at least one positive.
-
-    Returns:
-        `[..., M]`.
     """
-    # SciPy's isotonic_regression takes one sequence and no zero weights; over a bootstrap's it is 3 to 10 times slower.
+    # SciPy's isotonic_regression takes one sequence and no zero weights. Calling it once for every bootstrap resample
+    # is 3 to 10 times slower.
     w = np.asarray(weights, np.float64)
-    total = np.where(w > 0, np.asarray(means, np.float64) * w, 0)
+    weighted = np.where(w > 0, np.asarray(means, np.float64) * w, 0)
     zero = np.zeros((*w.shape[:-1], 1))
-    sums, counts = (np.concatenate([zero, part.cumsum(-1)], -1) for part in (total, w))
-    count = counts[..., None, 1:] - counts[..., :-1, None]
-    block = np.divide(
-        sums[..., None, 1:] - sums[..., :-1, None], count, where=count > 0, out=np.full(count.shape, np.nan)
-    )
-    size = w.shape[-1]
+    sums, totals = (np.concatenate([zero, values.cumsum(-1)], -1) for values in (weighted, w))
+    block_weight = totals[..., None, 1:] - totals[..., :-1, None]
+    block_sum = sums[..., None, 1:] - sums[..., :-1, None]
+    block_mean = np.divide(block_sum, block_weight, where=block_weight > 0, out=np.full(block_weight.shape, np.nan))
     fit = np.empty(w.shape)
-    for k in range(size):
-        lowest = np.fmin.reduce(block[..., : k + 1, k:], axis=-1)
-        fit[..., k] = np.fmax.reduce(lowest, axis=-1)
+    for k in range(w.shape[-1]):
+        smallest = np.fmin.reduce(block_mean[..., : k + 1, k:], axis=-1)
+        fit[..., k] = np.fmax.reduce(smallest, axis=-1)
     return fit
 
 
 class _Crossings(NamedTuple):
-    """Where fits pass one half on the magnitude axis, `[R]`: the point and the bounds the data put on it."""
+    """Where fitted curves cross one half on the magnitude axis, each `[R]`: the point, and the bounds from the data."""
 
     point: np.ndarray
     low: np.ndarray
@@ -55,36 +52,37 @@ class _Crossings(NamedTuple):
 
 
 def _crossings(axis: np.ndarray, fit: np.ndarray) -> _Crossings:
-    """Crossings of one half by non-decreasing fits `[R, M]` over the increasing `axis` `[M]`.
+    """Returns where non-decreasing fits `[R, M]` over the increasing `axis` `[M]` cross one half.
 
-    A jump from 0 to 1 between two neighbours says only that the threshold lies between them; a fit that does
-    not reach one half, or starts above it, bounds the threshold from one side and has no point.
+    A jump from 0 to 1 between two neighbours says only that the threshold lies between them. A fit that does not reach
+    one half, or starts above it, bounds the threshold on one side and has no point.
     """
     size = axis.size
     rows = np.arange(fit.shape[0])
 
-    def where_it_passes(right: np.ndarray) -> np.ndarray:
+    def interpolated(right: np.ndarray) -> np.ndarray:
         hi = np.clip(right, 1, size - 1)
         before, after = fit[rows, hi - 1], fit[rows, hi]
         share = np.divide(0.5 - before, after - before, where=after > before, out=np.zeros(before.shape))
         return axis[hi - 1] + np.clip(share, 0, 1) * (axis[hi] - axis[hi - 1])
 
-    reached, passed = (fit < 0.5).sum(-1), (fit <= 0.5).sum(-1)
-    first = np.where(reached == 0, axis[0], where_it_passes(reached))
-    last = np.where(passed == size, axis[-1], where_it_passes(passed))
-    never, already = reached == size, passed == 0
-    hi = np.clip(reached, 1, size - 1)
-    jump = ~never & (reached > 0) & (fit[rows, hi - 1] == 0) & (fit[rows, hi] == 1)
-    low = np.where(never, axis[-1], np.where(already, -np.inf, np.where(jump, axis[hi - 1], (first + last) / 2)))
-    high = np.where(never, np.inf, np.where(already, axis[0], np.where(jump, axis[hi], (first + last) / 2)))
-    return _Crossings(np.where(never | already, np.nan, (first + last) / 2), low, high)
+    n_below, n_not_above = (fit < 0.5).sum(-1), (fit <= 0.5).sum(-1)
+    first = np.where(n_below == 0, axis[0], interpolated(n_below))
+    last = np.where(n_not_above == size, axis[-1], interpolated(n_not_above))
+    middle = (first + last) / 2
+    never, always = n_below == size, n_not_above == 0
+    hi = np.clip(n_below, 1, size - 1)
+    jump = ~never & (n_below > 0) & (fit[rows, hi - 1] == 0) & (fit[rows, hi] == 1)
+    low = np.where(never, axis[-1], np.where(always, -np.inf, np.where(jump, axis[hi - 1], middle)))
+    high = np.where(never, np.inf, np.where(always, axis[0], np.where(jump, axis[hi], middle)))
+    return _Crossings(np.where(never | always, np.nan, middle), low, high)
 
 
 def harm_rises(magnitudes: Any, neutral: float) -> bool:
-    """Whether magnitudes do more harm the greater they are: all lie above the neutral one, or none does.
+    """Returns whether collapses become more likely with the magnitude: True if none lies below the neutral one.
 
     Raises:
-        ValueError: they lie on both sides of it.
+        ValueError: the magnitudes lie on both sides of the neutral one.
     """
     m = np.asarray(magnitudes, np.float64)
     if (m >= neutral).all():
@@ -104,99 +102,102 @@ def critical_magnitude(
     seed: int = 0,
     missing: Missing = "propagate",
 ) -> Estimate:
-    """The magnitude at which the probability of collapse crosses one half.
+    """Returns the magnitude at which the probability of collapse crosses one half.
 
-    Isotonic regression of the collapsed share on the logarithm of the magnitude, interpolated linearly at one
-    half (the middle of the stretch where the fit equals one half); the interval resamples seeds, whole rows,
-    with tails expanded as in `bootstrap`. A resample that jumps from 0 to 1 contributes the two magnitudes
-    around the jump, so a deterministic threshold gives their geometric mean with the two of them as the
-    interval. Seeds too few to tell a unanimous outcome from one half (under 4 at 95%) give [0, inf].
+    The share of seeds that collapse is fitted by isotonic regression on the logarithm of the magnitude, and
+    interpolated linearly at one half (the middle of the stretch where the fit equals one half). The interval resamples
+    seeds, whole rows, with tails expanded as in `bootstrap`. A resample that jumps from 0 to 1 contributes the two
+    magnitudes around the jump, so a deterministic threshold is estimated by their geometric mean, with these two as
+    the interval. Too few seeds to tell a unanimous outcome from one half (under 4 at 95%) give [0, inf].
 
     Args:
         magnitudes: `[M]`, positive, distinct, in any order, at least two.
         collapsed: `[seeds, M]`, bool or 0/1 with NaN for unknown.
-        increasing: whether harm grows with the magnitude; False for bits of precision and the like.
-        level: coverage.
-        resamples: bootstrap resamples.
-        seed: of the resampling.
-        missing: see `jaxaudit.analysis.statistics.intervals`; `n` and `n_missing` count seeds, a seed being missing
-            where any of its entries is NaN. With "count" its known entries still take part.
+        increasing: whether larger magnitudes are more harmful; False for bits of precision, for example.
+        level: the confidence level.
+        resamples: the number of bootstrap resamples.
+        seed: the random seed of the resampling.
+        missing: see `jaxaudit.analysis.statistics.intervals`; `n` and `n_missing` count seeds, and a seed is missing
+            where any of its entries is NaN. With "count" its known entries are still used.
 
     Returns:
-        estimate in units of the magnitude. Where one half is not crossed on the tested magnitudes the value
-        is NaN, the reason says which side it lies on, and the interval is one-sided (its other end 0 or inf).
+        the estimate in units of the magnitude. Where the fit does not cross one half between the tested magnitudes,
+        the value is NaN, the reason says on which side it lies, and the interval is one-sided (its other end is 0 or
+        inf).
 
     Raises:
-        ValueError: shapes, magnitudes or level out of range.
+        ValueError: shapes, magnitudes or level are out of range.
     """
     check_level(level)
     check_missing(missing)
-    m, table = _checked_grid(magnitudes, collapsed)
+    m, table = _validated(magnitudes, collapsed)
     axis = np.log(m) if increasing else -np.log(m)
     order = np.argsort(axis)
     axis, table = axis[order], table[:, order]
-    absent, seeds = int(np.isnan(table).any(1).sum()), table.shape[0]
+    unknown = np.isnan(table)
+    n_seeds, n_missing = table.shape[0], int(unknown.any(1).sum())
     reason = ""
-    if absent and missing == "propagate":
-        reason = f"{absent} of the {seeds} seeds have no value at some magnitude"
-    if np.isnan(table).all(0).any():
+    if n_missing and missing == "propagate":
+        reason = f"{n_missing} of the {n_seeds} seeds have no value at some magnitude"
+    if unknown.all(0).any():
         reason = "no seed has a value at some magnitude"
     if reason:
-        return Estimate(np.nan, np.nan, np.nan, seeds - absent, absent, reason)
-    point = _crossings(axis, _fit(table[None]))
-    rows = table[~np.isnan(table).all(1)]
+        return undefined(n_seeds - n_missing, n_missing, reason)
+    estimated = _crossings(axis, _fit(table[None]))
+    rows = table[~unknown.all(1)]
     ends = (-np.inf, np.inf)
     if wilson(0, len(rows), level=level).high < 0.5:
-        picks = np.random.default_rng(seed).integers(len(rows), size=(resamples, len(rows)))
-        drawn = _crossings(axis, _fit(rows[picks]))
-        ends = read_tails(drawn.low, drawn.high, *tails(level, len(rows), "expanded"))
-    value, low, high = (float(np.exp(v if increasing else -v)) for v in (point.point[0], *ends))
+        indices = np.random.default_rng(seed).integers(len(rows), size=(resamples, len(rows)))
+        resampled = _crossings(axis, _fit(rows[indices]))
+        ends = outer_quantiles(resampled.low, resampled.high, *tail_probabilities(level, len(rows), "expanded"))
+    value, low, high = (float(np.exp(v if increasing else -v)) for v in (estimated.point[0], *ends))
     if not increasing:
         low, high = high, low
-    side = "" if not np.isnan(value) else _side(point, m, increasing)
-    return Estimate(value, low, high, seeds - absent, absent, side)
+    if np.isnan(value):
+        reason = _one_sided_reason(estimated, m, increasing)
+    return Estimate(value, low, high, n_seeds - n_missing, n_missing, reason)
 
 
 FALLEN = "half of the seeds collapse undisturbed"
-"""Why there is no critical magnitude: a share of one half then says nothing of the perturbation."""
+"""The reason for a critical magnitude of NaN: a share of one half is then no effect of the perturbation."""
 
 
 def critical_beside(
     magnitudes: Any, collapsed: Any, control: Any, *, standing: bool = False, **options: Any
 ) -> Estimate:
-    """The critical magnitude, where fewer than half of the seeds collapse undisturbed.
+    """Returns the critical magnitude, if fewer than half of the seeds collapse undisturbed.
 
     Args:
         magnitudes: `[M]`.
         collapsed: `[seeds, M]`.
         control: whether each seed's control collapses, `[seeds]`, bool or 0/1 with NaN for unknown.
-        standing: whether only seeds count whose control is known not to collapse; then any share of others may.
+        standing: whether to use only the seeds whose control is known not to collapse, however few they are.
         options: as for `critical_magnitude`.
 
     Returns:
-        as `critical_magnitude`; NaN with the reason where at least half of the controls that are known collapse, or
-        none is left.
+        the estimate of `critical_magnitude`; NaN, with the reason, where at least half of the known controls collapse,
+        or no seed is left.
 
     Raises:
         ValueError: as `critical_magnitude`, or the shapes differ.
     """
-    m, table = _checked_grid(magnitudes, collapsed)
+    m, table = _validated(magnitudes, collapsed)
     undisturbed = np.asarray(control, np.float64)
     if undisturbed.shape != table.shape[:1]:
         raise ValueError(f"control must have shape [{table.shape[0]}], got {undisturbed.shape}")
-    fallen, known = int((undisturbed == 1).sum()), int((~np.isnan(undisturbed)).sum())
-    nothing = Estimate(np.nan, np.nan, np.nan, known, table.shape[0] - known)
+    n_collapsed, n_known = int((undisturbed == 1).sum()), int((~np.isnan(undisturbed)).sum())
+    n_missing = table.shape[0] - n_known
     if standing:
         rows = table[undisturbed == 0]
         if not len(rows):
-            return nothing._replace(n=0, reason="no seed's control is known to stand")
+            return undefined(0, n_missing, "no seed's control is known to stand")
         return critical_magnitude(m, rows, **options)
-    if known and 2 * fallen >= known:
-        return nothing._replace(reason=FALLEN)
+    if n_known and 2 * n_collapsed >= n_known:
+        return undefined(n_known, n_missing, FALLEN)
     return critical_magnitude(m, table, **options)
 
 
-def _checked_grid(magnitudes: Any, collapsed: Any) -> tuple[np.ndarray, np.ndarray]:
+def _validated(magnitudes: Any, collapsed: Any) -> tuple[np.ndarray, np.ndarray]:
     m, table = np.asarray(magnitudes, np.float64), np.asarray(collapsed, np.float64)
     if m.ndim != 1 or m.size < 2 or not (np.isfinite(m) & (m > 0)).all() or np.unique(m).size != m.size:
         raise ValueError(f"magnitudes must be at least two distinct positive numbers, got {m.tolist()}")
@@ -208,15 +209,14 @@ def _checked_grid(magnitudes: Any, collapsed: Any) -> tuple[np.ndarray, np.ndarr
 
 
 def _fit(tables: np.ndarray) -> np.ndarray:
-    """Isotonic collapse shares `[R, M]` of tables `[R, seeds, M]`."""
-    known = (~np.isnan(tables)).sum(1)
-    share = np.nansum(tables, axis=1) / np.maximum(known, 1)
-    return isotonic(share, known)
+    """Returns the isotonic fits `[R, M]` to the shares of seeds that collapse in the tables `[R, seeds, M]`."""
+    n_known = (~np.isnan(tables)).sum(1)
+    share = np.nansum(tables, axis=1) / np.maximum(n_known, 1)
+    return isotonic(share, n_known)
 
 
-def _side(point: _Crossings, m: np.ndarray, increasing: bool) -> str:
-    never = np.isposinf(point.high[0])
-    above = never == increasing
-    bound = f"above {m.max():g}" if above else f"below {m.min():g}"
+def _one_sided_reason(crossings: _Crossings, m: np.ndarray, increasing: bool) -> str:
+    never = np.isposinf(crossings.high[0])
+    bound = f"above {m.max():g}" if never == increasing else f"below {m.min():g}"
     side = "below" if never else "above"
     return f"critical magnitude {bound}: the fitted share stays {side} one half"

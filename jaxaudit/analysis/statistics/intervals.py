@@ -1,9 +1,11 @@
-"""Population statistics over seeds, each figure with its interval; host-side NumPy in float64.
+"""Statistics of a value over seeds, each with its confidence interval, computed with NumPy in float64.
 
-NaN among the seeds is a *missing* value, never dropped in silence: every `Estimate` says how many were used
-(`n`) and how many were missing, and by default (`missing="propagate"`) a missing value makes the figure NaN.
-`missing="count"` takes the figure over the values present; use it where NaN is part of a metric's definition
-(the recovery rate of a run that fully collapsed) and report `n_missing` beside it.
+NaN among the seeds is a *missing* value and is never dropped silently. Every `Estimate` counts the values that were
+used (`n`) and those that were missing (`n_missing`). The argument `missing` says what a missing value does:
+
+- "propagate", the default: the estimate is NaN.
+- "count": the estimate is computed from the values present. Use it where NaN is part of a metric's definition, as in
+  the recovery rate of a run that collapsed completely, and report `n_missing` beside the estimate.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ Statistic = Callable[..., Any]
 
 
 class Estimate(NamedTuple):
-    """A figure, its interval, and the values it stands on.
+    """A point estimate with its confidence interval and sample size.
 
     Fields:
-        value: the figure; NaN where it cannot be computed.
-        low, high: ends of the interval; NaN where the values are too few for one (under 5 at 95%).
-        n: values used.
-        n_missing: values that were NaN.
-        reason: why `value` is NaN, else empty.
+        value: the point estimate; NaN where it cannot be computed.
+        low, high: the ends of the interval; NaN where the sample is too small for one (under 5 values at 95%).
+        n: the number of values used.
+        n_missing: the number of values that were NaN.
+        reason: why `value` is NaN; empty otherwise.
     """
 
     value: float
@@ -39,93 +41,108 @@ class Estimate(NamedTuple):
     reason: str = ""
 
 
-def present(values: Any, missing: Missing) -> tuple[np.ndarray, int, str]:
-    """The values that are not NaN, how many were, and why no figure can be given ("" if one can)."""
+def undefined(n: int, n_missing: int, reason: str = "") -> Estimate:
+    """Returns an estimate whose value and interval are NaN, with the sample's sizes and the reason."""
+    return Estimate(np.nan, np.nan, np.nan, n, n_missing, reason)
+
+
+def drop_missing(values: Any, missing: Missing) -> tuple[np.ndarray, int, str]:
+    """Returns the values `[n]` that are not NaN, the number of NaN, and why there is no estimate ("" if there is one).
+
+    Raises:
+        ValueError: `values` is not one-dimensional, or `missing` is unknown.
+    """
     check_missing(missing)
     x = np.asarray(values, np.float64)
     if x.ndim != 1:
         raise ValueError(f"values must have shape [seeds], got {x.shape}")
     present = x[~np.isnan(x)]
-    absent = x.size - present.size
+    n_missing = x.size - present.size
+    reason = ""
     if present.size == 0:
-        return present, absent, f"none of the {x.size} seeds has a value"
-    if absent and missing == "propagate":
-        return present, absent, f"{absent} of the {x.size} seeds have no value"
-    return present, absent, ""
+        reason = f"none of the {x.size} seeds has a value"
+    elif n_missing and missing == "propagate":
+        reason = f"{n_missing} of the {x.size} seeds have no value"
+    return present, n_missing, reason
 
 
 def check_missing(missing: str) -> None:
-    """Raises ValueError for a way to treat missing values that there is not."""
+    """Raises ValueError unless the treatment of missing values is "propagate" or "count"."""
     if missing not in ("propagate", "count"):
         raise ValueError(f"missing = {missing!r}: must be 'propagate' or 'count'")
 
 
 def check_level(level: float) -> None:
-    """Raises ValueError for a coverage outside (0, 1)."""
+    """Raises ValueError unless the confidence level lies between 0 and 1, both excluded."""
     if not 0 < level < 1:
         raise ValueError(f"level = {level!r}: must lie between 0 and 1")
 
 
 @functools.lru_cache(maxsize=4096)
 def wilson(successes: int, n: int, *, level: float = 0.95) -> Estimate:
-    """A proportion with its Wilson score interval (Wilson, 1927).
+    """Returns a proportion with its Wilson score interval (Wilson, 1927).
 
     Args:
-        successes: events counted, 0 to `n`.
-        n: trials; 0 gives a NaN figure with the interval [0, 1].
-        level: coverage.
+        successes: the number of events, 0 to `n`.
+        n: the number of trials; with 0 the value is NaN and the interval [0, 1].
+        level: the confidence level.
 
     Raises:
-        ValueError: counts or level out of range.
+        ValueError: the counts or the level are out of range.
     """
     check_level(level)
     if not 0 <= successes <= n:
         raise ValueError(f"successes = {successes} of n = {n}: must be between 0 and n")
     if n == 0:
         return Estimate(np.nan, 0.0, 1.0, 0, 0, "there are no trials")
-    from scipy.stats import binomtest  # half a second, which a worker need not spend
+    # Importing scipy.stats takes half a second, which a worker process should not spend.
+    from scipy.stats import binomtest
 
-    ends = binomtest(successes, n).proportion_ci(level, method="wilson")
-    return Estimate(successes / n, float(ends.low), float(ends.high), n)
+    interval = binomtest(successes, n).proportion_ci(level, method="wilson")
+    return Estimate(successes / n, float(interval.low), float(interval.high), n)
 
 
 def proportion(events: Any, *, level: float = 0.95, missing: Missing = "propagate") -> Estimate:
-    """The share of seeds with an event, with its Wilson interval.
+    """Returns the share of seeds with an event, with its Wilson interval.
 
     Args:
-        events: `[seeds]`, bool or 0/1 with NaN for unknown.
-        level: coverage.
-        missing: see the module.
+        events: `[seeds]`, bool or 0/1, with NaN for unknown.
+        level: the confidence level.
+        missing: the treatment of NaN, see the module's docstring.
 
     Raises:
         ValueError: a value is neither 0, 1 nor NaN.
     """
-    x, absent, reason = present(events, missing)
+    x, n_missing, reason = drop_missing(events, missing)
     if not np.isin(x, (0, 1)).all():
         raise ValueError("events must be 0, 1 or NaN")
     if reason:
-        return Estimate(np.nan, np.nan, np.nan, x.size, absent, reason)
-    return wilson(int(x.sum()), x.size, level=level)._replace(n_missing=absent)
+        return undefined(x.size, n_missing, reason)
+    return wilson(int(x.sum()), x.size, level=level)._replace(n_missing=n_missing)
+
+
+def collapsed(collapse_times: Any, before: float = np.inf) -> np.ndarray:
+    """Returns 1 where the collapse time T_c lies before the step `before`, 0 where not, and NaN where T_c is NaN."""
+    times = np.asarray(collapse_times, np.float64)
+    return np.where(np.isnan(times), np.nan, times < before)
 
 
 def divergence(
     collapse_times: Any, total_steps: int, *, level: float = 0.95, missing: Missing = "propagate"
 ) -> Estimate:
-    """P_div (Table S5): the share of seeds with `T_c < total_steps / 2`, with its Wilson interval.
+    """Returns P_div (Table S5), the share of seeds with `T_c < total_steps / 2`, with its Wilson interval.
 
     Args:
-        collapse_times: `[seeds]`, steps; inf for never.
-        total_steps: T_max, steps.
-        level: coverage.
-        missing: see the module.
+        collapse_times: T_c of each seed, `[seeds]`, in steps; inf where the seed never collapses.
+        total_steps: T_max, the number of steps of a run.
+        level: the confidence level.
+        missing: the treatment of NaN, see the module's docstring.
     """
-    times = np.asarray(collapse_times, np.float64)
-    early = np.where(np.isnan(times), np.nan, times < total_steps / 2)
-    return proportion(early, level=level, missing=missing)
+    return proportion(collapsed(collapse_times, total_steps / 2), level=level, missing=missing)
 
 
 def interquartile_mean(values: Any, axis: int = -1) -> Any:
-    """Mean of the values left when the lowest and highest quarter, `floor(n / 4)` each, are taken away.
+    """Returns the mean of the values without the lowest and the highest quarter, of `floor(n / 4)` values each.
 
     Args:
         values: floats; inf is allowed.
@@ -140,11 +157,11 @@ def interquartile_mean(values: Any, axis: int = -1) -> Any:
     return np.where(np.isnan(x).any(-1), np.nan, middle)[()]
 
 
-def tails(level: float, n: int, method: Method) -> tuple[float, float]:
-    """Probabilities at which the bootstrap distribution is read.
+def tail_probabilities(level: float, n: int, method: Method) -> tuple[float, float]:
+    """Returns the lower and the upper probability whose quantiles of the bootstrap distribution are the interval.
 
-    "expanded" (Hesterberg, 2015) widens the percentile interval by what it lacks in small samples: the factor
-    n / (n - 1) of the variance, and Student's t for the normal.
+    The method "expanded" (Hesterberg, 2015) corrects the percentile interval, which is too narrow for small samples:
+    it multiplies the variance by n / (n - 1) and replaces the normal distribution by Student's t.
     """
     tail = (1 - level) / 2
     if method == "expanded":
@@ -154,19 +171,24 @@ def tails(level: float, n: int, method: Method) -> tuple[float, float]:
     return tail, 1 - tail
 
 
-def read_tails(lows: np.ndarray, highs: np.ndarray, low: float, high: float) -> tuple[float, float]:
-    """Outer order statistics at two probabilities; nothing is interpolated, so infinities are kept."""
+def outer_quantiles(lows: np.ndarray, highs: np.ndarray, low: float, high: float) -> tuple[float, float]:
+    """Returns the quantile `low` of `lows`, rounded down to a value, and the quantile `high` of `highs`, rounded up.
+
+    Nothing is interpolated, so infinite values are allowed.
+    """
     return float(np.quantile(lows, low, method="lower")), float(np.quantile(highs, high, method="higher"))
 
 
-def _bca_tails(x: np.ndarray, draws: np.ndarray, statistic: Statistic, level: float) -> tuple[float, float]:
-    value = statistic(x, axis=-1)
-    share = ((draws < value).mean() + (draws <= value).mean()) / 2
+def _bca_tail_probabilities(
+    x: np.ndarray, resampled: np.ndarray, statistic: Statistic, level: float
+) -> tuple[float, float]:
     from scipy.special import ndtr, ndtri
 
-    bias = ndtri(np.clip(share, 0.5 / draws.size, 1 - 0.5 / draws.size))
-    left_out = statistic(np.array([np.delete(x, i) for i in range(x.size)]), axis=-1)
-    spread = left_out.mean() - left_out
+    value = statistic(x, axis=-1)
+    share = ((resampled < value).mean() + (resampled <= value).mean()) / 2
+    bias = ndtri(np.clip(share, 0.5 / resampled.size, 1 - 0.5 / resampled.size))
+    jackknife = statistic(np.array([np.delete(x, i) for i in range(x.size)]), axis=-1)
+    spread = jackknife.mean() - jackknife
     scale = 6 * (spread**2).sum() ** 1.5
     acceleration = (spread**3).sum() / scale if scale > 0 else 0.0
     z = bias + ndtri(np.array([(1 - level) / 2, (1 + level) / 2]))
@@ -175,11 +197,11 @@ def _bca_tails(x: np.ndarray, draws: np.ndarray, statistic: Statistic, level: fl
 
 
 class Ranks(NamedTuple):
-    """Which order statistics of n values bound their population's median.
+    """The two order statistics of a sample that bound the median of its population.
 
     Attributes:
-      low, high: from 1 to n.
-      coverage: the probability that they do, whatever the distribution.
+      low, high: the ranks of the order statistics, counted from 1.
+      coverage: the probability that the median lies between them, for any continuous distribution.
     """
 
     low: int
@@ -188,53 +210,52 @@ class Ranks(NamedTuple):
 
 
 def ranks(n: int, level: float = 0.95) -> Ranks:
-    """The narrowest symmetric pair with at least coverage `level`, or the outermost pair if none has it.
+    """Returns the narrowest symmetric pair of ranks with a coverage of at least `level`, or else the outermost pair.
 
-    Exact: a value lies below the median with probability one half, so their number is binomial.
+    The coverage is exact: a value lies below the median with probability one half, so the number of values below it is
+    binomially distributed.
     """
     from scipy.special import bdtr
 
-    covers = [1 - 2 * float(bdtr(r - 1, n, 0.5)) for r in range(1, n // 2 + 1)]
-    best = max((r for r, cover in enumerate(covers, 1) if cover >= level), default=1)
-    return Ranks(best, n + 1 - best, covers[best - 1] if covers else 0.0)
+    coverages = [1 - 2 * float(bdtr(rank - 1, n, 0.5)) for rank in range(1, n // 2 + 1)]
+    low = max((rank for rank, coverage in enumerate(coverages, 1) if coverage >= level), default=1)
+    return Ranks(low, n + 1 - low, coverages[low - 1] if coverages else 0.0)
 
 
 def seeds_for(level: float) -> int:
-    """The fewest seeds that can bound a median with coverage `level`."""
+    """Returns the smallest number of seeds that can bound a median with coverage `level`."""
     return math.ceil(1 - math.log2(1 - level))
 
 
-SHORTFALL = 0.02
-"""By how much the coverage that few seeds allow may miss the one asked for; else there is no interval."""
+COVERAGE_TOLERANCE = 0.02
+"""How far the coverage that a small sample allows may fall below the confidence level before no interval is given."""
 
 
-def _too_few(n: int, level: float) -> bool:
-    """Whether n values cannot bound a figure: a median lies between the least and the greatest of five with
-    probability 0.94, and resampling does not get beyond them.
-    """
-    return ranks(n, level).coverage < level - SHORTFALL
+def _is_too_small(n: int, level: float) -> bool:
+    # Five values bound the median with probability 0.94, and no resample leaves the range of its sample.
+    return ranks(n, level).coverage < level - COVERAGE_TOLERANCE
 
 
 def median(values: Any, *, level: float = 0.95, missing: Missing = "propagate") -> Estimate:
-    """The lower median over seeds, a value that occurred, between two order statistics (see `ranks`).
+    """Returns the lower median over seeds, with an interval between two order statistics (see `ranks`).
 
-    Nothing is averaged, so values that stand for something (-1, inf) keep their meaning.
+    The lower median is one of the values. Nothing is averaged, so values with a special meaning (-1, inf) keep it.
 
     Args:
         values: `[seeds]`; inf is allowed.
-        level: coverage; the interval is NaN where the seeds are too few for it (under 5 at 95%).
-        missing: see the module.
+        level: the confidence level; the interval is NaN for too few seeds (under 5 at 95%).
+        missing: the treatment of NaN, see the module's docstring.
     """
     check_level(level)
-    x, absent, reason = present(values, missing)
+    x, n_missing, reason = drop_missing(values, missing)
     if reason:
-        return Estimate(np.nan, np.nan, np.nan, x.size, absent, reason)
+        return undefined(x.size, n_missing, reason)
     x = np.sort(x)
     value = float(x[(x.size - 1) // 2])
-    if _too_few(x.size, level):
-        return Estimate(value, np.nan, np.nan, x.size, absent)
+    if _is_too_small(x.size, level):
+        return Estimate(value, np.nan, np.nan, x.size, n_missing)
     low, high, _ = ranks(x.size, level)
-    return Estimate(value, float(x[low - 1]), float(x[high - 1]), x.size, absent)
+    return Estimate(value, float(x[low - 1]), float(x[high - 1]), x.size, n_missing)
 
 
 def bootstrap(
@@ -247,21 +268,21 @@ def bootstrap(
     method: Method = "expanded",
     missing: Missing = "propagate",
 ) -> Estimate:
-    """A statistic over seeds with its bootstrap interval, the same for the same `seed`.
+    """Returns a statistic over seeds with its bootstrap interval, which is the same for the same `seed`.
 
-    The default, "expanded", is the percentile interval corrected for the number of seeds: with 8 of them
-    plain percentile and BCa intervals for a mean cover about 90% where 95% is asked for. Interval ends are
-    order statistics of the resampled values; equal values give an interval of no width. Under 5 values (at
-    95%) there is none: resampling does not get beyond them, and with 3 would cover 75%.
+    The default method, "expanded", is the percentile interval corrected for the sample size: with 8 seeds, percentile
+    and BCa intervals of a mean cover about 90% at a nominal 95%. The interval's ends are order statistics of the
+    resampled statistics, and equal values give an interval of width zero. Under 5 values (at 95%) there is no interval:
+    resamples stay within the range of the sample, and 3 values would cover 75%.
 
     Args:
         values: `[seeds]`; inf is allowed (not with "bca").
         statistic: called as `statistic(x, axis=-1)` on `[seeds]` and `[resamples, seeds]`.
-        level: coverage.
-        resamples: bootstrap resamples.
-        seed: of the resampling.
+        level: the confidence level.
+        resamples: the number of bootstrap resamples.
+        seed: the random seed of the resampling.
         method: "expanded" (Hesterberg, 2015), "percentile" or "bca" (Efron, 1987).
-        missing: see the module.
+        missing: the treatment of NaN, see the module's docstring.
 
     Raises:
         ValueError: an argument is out of range.
@@ -269,31 +290,33 @@ def bootstrap(
     check_level(level)
     if method not in ("expanded", "percentile", "bca"):
         raise ValueError(f"method = {method!r}: must be 'expanded', 'percentile' or 'bca'")
-    x, absent, reason = present(values, missing)
+    x, n_missing, reason = drop_missing(values, missing)
     if reason:
-        return Estimate(np.nan, np.nan, np.nan, x.size, absent, reason)
+        return undefined(x.size, n_missing, reason)
     if method == "bca" and not np.isfinite(x).all():
         raise ValueError("method = 'bca' needs finite values; use 'expanded' or 'percentile'")
     value = float(statistic(x, axis=-1))
-    if _too_few(x.size, level):
-        return Estimate(value, np.nan, np.nan, x.size, absent)
-    draws = statistic(x[_drawn(x.size, resamples, seed)], axis=-1)
-    chosen = _bca_tails(x, draws, statistic, level) if method == "bca" else tails(level, x.size, method)
-    low, high = read_tails(draws, draws, *chosen)
-    return Estimate(value, low, high, x.size, absent)
+    if _is_too_small(x.size, level):
+        return Estimate(value, np.nan, np.nan, x.size, n_missing)
+    resampled = statistic(x[_resample_indices(x.size, resamples, seed)], axis=-1)
+    if method == "bca":
+        tails = _bca_tail_probabilities(x, resampled, statistic, level)
+    else:
+        tails = tail_probabilities(level, x.size, method)
+    low, high = outer_quantiles(resampled, resampled, *tails)
+    return Estimate(value, low, high, x.size, n_missing)
 
 
-@functools.lru_cache(maxsize=2)
-def _drawn(n: int, resamples: int, seed: int) -> np.ndarray:
-    """Which of n values each resample holds, `[resamples, n]`; the same for all conditions of a run."""
+@functools.lru_cache(maxsize=2)  # all conditions of a run share the indices
+def _resample_indices(n: int, resamples: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(n, size=(resamples, n))
 
 
 def paired_difference(lanes: Any, control: Any, **options: Any) -> Estimate:
-    """A statistic of `lanes - control`, differences taken seed by seed, with its bootstrap interval.
+    """Returns a statistic of the seeds' differences `lanes - control`, with its bootstrap interval.
 
-    It is the statistic of the differences, not the difference of two statistics: the randomness that lanes of
-    one seed share cancels. A seed with NaN on either side, or inf on both, is missing.
+    It is the statistic of the differences, not the difference of two statistics, so the randomness that lanes of the
+    same seed share cancels. A seed is missing where either value is NaN, or both are the same infinity.
 
     Args:
         lanes: `[seeds]`.

@@ -1,11 +1,10 @@
-"""Margins of a finished run, searched from the onsets it stored; killed at any instant, the search goes on."""
+"""The command `jaxaudit margin`: margins of a finished run, searched from its stored onsets and stored in a folder."""
 
 from __future__ import annotations
 
 import csv
 import functools
 import json
-import math
 import shutil
 import sys
 import time
@@ -16,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.grid import Grid
 from jaxaudit.execution.driver import chunk_size
@@ -24,9 +22,20 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import onset_paths
 from jaxaudit.runs.disk_sink import at_onset
-from jaxaudit.runs.margins.pool import Stage, Train, before, collapse_times, fit, in_turn, pending, rounds, train_pool
-from jaxaudit.runs.margins.rounds import CONTROL, Probe, SearchConfig, next_round
-from jaxaudit.runs.margins.search import MarginSettings, lay_out
+from jaxaudit.runs.margins.bisection import CONTROL, Probe, SearchConfig, next_round
+from jaxaudit.runs.margins.search import (
+    ForkPoint,
+    MarginSettings,
+    TrainPools,
+    baseline_steps,
+    collapse_times,
+    configure_search,
+    pending_probes,
+    prepare_engine,
+    run_rounds,
+    sequential_trainer,
+    train_pool,
+)
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder, software
 from jaxaudit.runs.run_opening import open_onsets
@@ -38,82 +47,94 @@ from jaxaudit.runtime.machine import platform_of
 from jaxaudit.spec.document import Spec, parse
 from jaxaudit.spec.sections import Asked
 
+SEARCH, OUTCOMES, TABLE = "search.json", "outcomes.csv", "margins.csv"
+
+JOBS = ".jobs"
+"""The folder in which an engine of workers keeps files about the pools it trains."""
+
 
 @dataclass(frozen=True)
-class Searched:
-    """A finished run, and what is to be searched in it.
+class SearchedRun:
+    """A finished run, and the grid of perturbations whose margins are searched in it.
 
     Attributes:
-      store: its folder.
-      spec, grid: what is searched.
-      ran: the grid of the run itself.
+      store: the run's folder.
+      spec: the spec of the search.
+      grid: the grid of the search.
+      run_grid: the grid of the run.
     """
 
     store: Folder
     spec: Spec
     grid: Grid
-    ran: Grid
+    run_grid: Grid
 
     @property
-    def windows(self) -> MetricSettings:
-        """The windows of the metrics, in steps."""
-        return self.spec.metrics
+    def chunk(self) -> int:
+        """The number of steps that a program advances at a time."""
+        return chunk_size(self.grid.steps, self.spec.run.chunk)
 
-    def lay_out(self, chosen: MarginSettings) -> SearchConfig:
-        """How it is searched. Raises UserError: there is nothing to search, or an onset's states are damaged."""
-        # Dimensions have been expanded.
-        perturbations = [e.perturbation for e in self.spec.perturbations if isinstance(e, Asked)]
+    def configure(self, settings: MarginSettings) -> SearchConfig:
+        """Returns the directions that are searched, and how.
+
+        Raises UserError if there is nothing to search, or the stored states of an onset are damaged.
+        """
+        # The dimensions of a spec's perturbations have been expanded.
+        perturbations = [entry.perturbation for entry in self.spec.perturbations if isinstance(entry, Asked)]
         with placed(self.spec.source):
-            lines = lay_out(self.grid, perturbations, chosen)
+            config = configure_search(self.grid, perturbations, settings)
         for fork in self.grid.forks:
             try:
                 for path in onset_paths(self.store, fork.onset, range(len(self.grid.seeds))):
                     checkpoint.verify(path)
             except checkpoint.Damaged as damage:
                 raise UserError(f"{damage}, so nothing can be searched from step {fork.onset}") from None
-        return lines
+        return config
 
-    def stage(self, engine: Engine, fork: int) -> Stage:
-        """Where the lanes of a fork group begin."""
-        onset = self.grid.forks[fork].onset
-        known = self.store.read_channel("baseline_performance", before(onset, self.grid, self.windows))
-        return Stage(fork, onset, at_onset(self.store, engine, onset), known, self.windows)
+    def fork_point(self, engine: Engine, fork: int) -> ForkPoint:
+        """Returns the stored states of a fork group, given by its index, and the baseline's performance before it."""
+        onset, settings = self.grid.forks[fork].onset, self.spec.metrics
+        performance = self.store.read_channel("baseline_performance", baseline_steps(onset, self.grid, settings))
+        return ForkPoint(fork, onset, at_onset(self.store, engine, onset), performance, settings)
 
-    def known(self, lines: SearchConfig) -> list[Probe]:
-        """What the run trained already: its controls, and the conditions that lie on a ray."""
+    def trained_probes(self, config: SearchConfig) -> list[Probe]:
+        """Returns the lanes of the run that belong to the search: controls, and conditions on one of its directions."""
         telemetry = self.store.read_telemetry([PERFORMANCE])
         performance = telemetry[PERFORMANCE].transpose("condition", "seed", "step").values
-        onsets = {ray.onset for ray in lines.rays}
+        onsets = {direction.onset for direction in config.directions}
+        cadence = self.grid.program.learner.cadence
         probes = []
-        for condition, series in zip(self.ran.conditions, performance, strict=True):
+        for condition, series in zip(self.run_grid.conditions, performance, strict=True):
             if condition.onset not in onsets:
                 continue
-            where = [(n, ray.position(condition, self.grid.steps)) for n, ray in enumerate(lines.rays)]
-            places = [(n, u) for n, u in where if u is not None] if condition.parts else [(CONTROL, -math.inf)]
-            if not places:
+            matches = [(CONTROL, -float("inf"))]
+            if condition.parts:
+                located = [direction.log_scale(condition, self.grid.steps) for direction in config.directions]
+                matches = [(index, scale) for index, scale in enumerate(located) if scale is not None]
+            if not matches:
                 continue
-            times = collapse_times(series, condition.onset, self.windows, self.grid.program.learner.cadence)
+            times = collapse_times(series, condition.onset, self.spec.metrics, cadence)
             probes += [
-                Probe(0, n, condition.onset, seed, u, "run", float(time))
-                for n, u in places
-                for seed, time in enumerate(times)
+                Probe(0, direction, condition.onset, seed, log_scale, "run", float(collapse_time))
+                for direction, log_scale in matches
+                for seed, collapse_time in enumerate(times)
             ]
         return probes
 
 
-def open_searched(folder: Path, spec: Spec | None) -> Searched:
-    """A finished run, to be searched at a spec's perturbations; None: its own.
+def open_searched_run(folder: Path, spec: Spec | None) -> SearchedRun:
+    """Opens a finished run in order to search the margins of a spec's perturbations; None: of the run's own.
 
-    Raises UserError: it is not finished, or the spec is not of this run.
+    Raises UserError if the run is not finished, or the spec changes more than perturbations, onsets and metrics.
     """
-    store, spec, grid, ran = open_onsets(folder, spec)
-    program = replace(grid.program, devices=ran.program.devices, model_devices=ran.program.model_devices)
-    return Searched(store, spec, replace(grid, program=program), ran)
+    store, spec, grid, run_grid = open_onsets(folder, spec)
+    program = replace(grid.program, devices=run_grid.program.devices, model_devices=run_grid.program.model_devices)
+    return SearchedRun(store, spec, replace(grid, program=program), run_grid)
 
 
 @contextmanager
-def trained_here(run: Searched, lines: SearchConfig) -> Iterator[tuple[SearchConfig, Train]]:
-    """As many lanes side by side as memory holds, pool after pool; Ctrl-C raises KeyboardInterrupt."""
+def local_trainer(run: SearchedRun, config: SearchConfig) -> Iterator[tuple[SearchConfig, TrainPools]]:
+    """Trains pools in this process, with as many lanes as memory holds; Ctrl-C raises KeyboardInterrupt."""
 
     def advance(*arguments: Any) -> Any:
         if stopping():
@@ -121,226 +142,242 @@ def trained_here(run: Searched, lines: SearchConfig) -> Iterator[tuple[SearchCon
         return interruptible(partial(engine.advance, *arguments))
 
     with stoppable() as stopping:
-        rows = chunk_size(run.grid.steps, run.spec.run.chunk)
-        engine, _, lines = interruptible(partial(fit, run.grid, lines, rows, baseline=False))
-        yield lines, in_turn(engine, lines, partial(run.stage, engine), advance)
+        engine, _, config = interruptible(partial(prepare_engine, run.grid, config, run.chunk, baseline=False))
+        yield config, sequential_trainer(engine, config, partial(run.fork_point, engine), advance)
 
 
 @contextmanager
-def trained_by_workers(
-    run: Searched, lines: SearchConfig, chosen: MarginSettings, workers: Workers, jobs: Path
-) -> Iterator[tuple[SearchConfig, Train]]:
-    """Pools by an engine's workers, each with a share of the lanes and as many as its memory holds."""
+def worker_trainer(
+    run: SearchedRun, config: SearchConfig, settings: MarginSettings, workers: Workers, jobs: Path
+) -> Iterator[tuple[SearchConfig, TrainPools]]:
+    """Trains pools by workers, among which the lanes are divided, with as many lanes as a worker's memory holds."""
     with opened(workers, jobs) as backend:
-        asked = {
+        lanes = settings.lanes or -(-config.lanes // backend.workers)
+        arguments = {
             "folder": str(run.store.path.absolute()),
             "spec": run.spec.to_toml(),
-            "place": run.spec.source,
-            "chosen": vars(replace(chosen, lanes=chosen.lanes or -(-lines.lanes // backend.workers))),
+            "source": run.spec.source,
+            "settings": vars(replace(settings, lanes=lanes)),
         }
-        lanes = called(backend, f"{__name__}:lanes_that_fit", asked | {"beside": backend.beside})
-        yield replace(lines, lanes=lanes), _handed_out(backend, asked | {"lanes": lanes})
+        lanes = called(backend, f"{__name__}:lanes_that_fit", arguments | {"processes": backend.beside})
+        yield replace(config, lanes=lanes), _backend_trainer(backend, arguments | {"lanes": lanes})
 
 
-def _handed_out(backend: Backend, asked: dict[str, Any]) -> Train:
+def _backend_trainer(backend: Backend, arguments: dict[str, Any]) -> TrainPools:
     def train(fork: int, pools: Sequence[list[Probe]]) -> Iterator[list[Probe]]:
-        call = f"{__name__}:collapse_times_of"
-        calls = [
-            (call, asked | {"fork": fork, "probes": [(p.ray, p.seed, p.u, p.purpose) for p in pool]}) for pool in pools
-        ]
-        for position, times in values(backend, calls):
-            for probe, collapse_time in zip(pools[position], times, strict=True):
-                probe.time = collapse_time
-            yield pools[position]
+        calls = []
+        for pool in pools:
+            probes = [(p.direction, p.seed, p.log_scale, p.purpose) for p in pool]
+            calls.append((f"{__name__}:collapse_times_of", arguments | {"fork": fork, "probes": probes}))
+        for index, times in values(backend, calls):
+            for probe, collapse_time in zip(pools[index], times, strict=True):
+                probe.collapse_time = collapse_time
+            yield pools[index]
 
     return train
 
 
-def lanes_that_fit(folder: str, spec: str, place: str, chosen: dict[str, Any], beside: int) -> int:
-    """What a worker says: how many lanes its memory holds, of those wanted side by side."""
-    run, lines = _opened(folder, spec, place, MarginSettings(**chosen))
-    rows = chunk_size(run.grid.steps, run.spec.run.chunk)
-    return fit(run.grid, lines, rows, baseline=False, beside=beside)[2].lanes
+def lanes_that_fit(folder: str, spec: str, source: str, settings: dict[str, Any], processes: int) -> int:
+    """Returns how many of the lanes side by side fit in this worker's memory, which several processes share."""
+    run, config = _open_once(folder, spec, source, MarginSettings(**settings))
+    return prepare_engine(run.grid, config, run.chunk, baseline=False, processes=processes)[2].lanes
 
 
 def collapse_times_of(
     folder: str,
     spec: str,
-    place: str,
-    chosen: dict[str, Any],
+    source: str,
+    settings: dict[str, Any],
     lanes: int,
     fork: int,
     probes: Sequence[tuple[int, int, float, str]],
 ) -> list[float]:
-    """What a worker does: trains a pool of `lanes` lanes, and gives the collapse times of those asked for.
+    """Trains a pool of probes in this worker and returns their collapse times.
 
     Args:
-      folder, spec, place: the run, and what is searched.
-      chosen: the fields of `MarginSettings`.
-      lanes: side by side.
-      fork: position of the fork group.
-      probes: ray, seed, u and purpose of each.
+      folder, spec, source: the run, and the spec of the search as TOML with the name of its file.
+      settings: the fields of `MarginSettings`.
+      lanes: the number of lanes side by side.
+      fork: the index of the fork group.
+      probes: direction, seed, log scale and purpose of each probe.
     """
-    run, lines = _opened(folder, spec, place, MarginSettings(**chosen))
+    run, config = _open_once(folder, spec, source, MarginSettings(**settings))
     onset = run.grid.forks[fork].onset
-    asked = [Probe(0, ray, onset, seed, u, purpose) for ray, seed, u, purpose in probes]
-    engine = Engine(run.grid, chunk_size(run.grid.steps, run.spec.run.chunk))
-    train_pool(engine, replace(lines, lanes=lanes), run.stage(engine, fork), asked, engine.advance)
-    return [float("nan") if p.time is None else p.time for p in asked]
+    pool = [Probe(0, direction, onset, seed, log_scale, purpose) for direction, seed, log_scale, purpose in probes]
+    engine = Engine(run.grid, run.chunk)
+    train_pool(engine, replace(config, lanes=lanes), run.fork_point(engine, fork), pool, engine.advance)
+    return [float("nan") if p.collapse_time is None else p.collapse_time for p in pool]
 
 
-@functools.lru_cache(maxsize=1)
-def _opened(folder: str, spec: str, place: str, chosen: MarginSettings) -> tuple[Searched, SearchConfig]:
-    """A run to be searched, the same for all pools that a process trains: they share compiled programs."""
-    run = open_searched(Path(folder), parse(spec, place))
-    return run, run.lay_out(chosen)
+@functools.lru_cache(maxsize=1)  # the pools that a process trains share its compiled programs
+def _open_once(folder: str, spec: str, source: str, settings: MarginSettings) -> tuple[SearchedRun, SearchConfig]:
+    run = open_searched_run(Path(folder), parse(spec, source))
+    return run, run.configure(settings)
 
 
-SEARCH, OUTCOMES, TABLE = "search.json", "outcomes.csv", "margins.csv"
-
-JOBS = ".jobs"
-"""Where an engine keeps what it must of the pools it has trained."""
-
-
-def margin_of(
-    folder: Path, spec: Spec | None, out: Path | None, chosen: MarginSettings, workers: Workers | None = None
+def search_margins(
+    folder: Path, spec: Spec | None, out: Path | None, settings: MarginSettings, workers: Workers | None = None
 ) -> Margins:
     """Searches the margins of a finished run's perturbations, or of a spec's, and writes them to `out`.
 
-    What the run itself trained at the spec's perturbations is used, not trained again; a search that stopped, or is
-    asked for with a finer tolerance, goes on from the outcomes in `out`.
+    Lanes that the run has trained at the spec's perturbations are used and not trained again. A search that was
+    stopped, or is repeated with a finer tolerance, continues from the outcomes in `out`.
 
     Args:
-      folder: of a finished run.
-      spec: as for `fork`: the run's, with other perturbations, onsets or metrics; None: the run's.
+      folder: the folder of a finished run.
+      spec: the run's spec with other perturbations, onsets or metrics, as for `fork`; None: the run's own.
       out: `folder`/margins by default; gets `margins.csv`, `outcomes.csv` and `search.json`.
-      chosen: how.
-      workers: who trains, pools of lanes side by side; None: this process.
+      settings: how margins are searched.
+      workers: the processes that train pools of lanes side by side; None: this process.
 
     Raises:
-      UserError: the run is not finished, the spec is not of this run, an onset is not stored, `out` is taken, or
-        there is nothing to search; nothing is created or changed then.
+      UserError: the run is not finished, the spec is of another run, an onset is not stored, `out` holds something
+        else, or there is nothing to search; nothing is created or changed then.
       Interrupted: Ctrl-C.
     """
-    run = open_searched(folder, spec)
-    lines = run.lay_out(chosen)
-    place = _Place(Folder(out or folder / "margins"), run, chosen)
-    place.read(lines)  # or it is refused before anything is made
+    run = open_searched_run(folder, spec)
+    config = run.configure(settings)
+    search = _SearchFolder(Folder(out or folder / "margins"), run, settings)
+    search.read(config)  # raises before anything is created
 
     def result() -> Margins:
-        return Margins(lines, tuple(probes), run.grid.seeds, chosen.criterion, run.grid.steps)
+        return Margins(config, tuple(probes), run.grid.seeds, settings.criterion, run.grid.steps)
 
-    with place.locked():
-        probes = place.read(lines) or run.known(lines)
-        jobs = place.store.path / JOBS
-        _search(run, lines, chosen, probes, lambda: place.write(result()), workers, jobs)
+    with search.locked():
+        probes = search.read(config) or run.trained_probes(config)
+        jobs = search.store.path / JOBS
+        _search(run, config, settings, probes, lambda: search.write(result()), workers, jobs)
         shutil.rmtree(jobs, ignore_errors=True)
-        place.write(result())
-        write_text(place.store.path / TABLE, result().table.to_csv(index=False))
+        search.write(result())
+        write_text(search.store.path / TABLE, result().table.to_csv(index=False))
     return result()
 
 
 def _search(
-    run: Searched,
-    lines: SearchConfig,
-    chosen: MarginSettings,
+    run: SearchedRun,
+    config: SearchConfig,
+    settings: MarginSettings,
     probes: list[Probe],
-    keep: Callable[[], None],
+    store: Callable[[], None],
     workers: Workers | None,
     jobs: Path,
 ) -> None:
     onsets = [fork.onset for fork in run.grid.forks]
-    if not any(pending(probes, onset) or next_round(lines, onset, probes) for onset in onsets):
-        return  # and so nothing is compiled
-    trainer = trained_here(run, lines) if workers is None else trained_by_workers(run, lines, chosen, workers, jobs)
-    told, begun = 0, time.monotonic()
+    if not any(pending_probes(probes, onset) or next_round(config, onset, probes) for onset in onsets):
+        return  # before anything is compiled
+    if workers is None:
+        trainer = local_trainer(run, config)
+    else:
+        trainer = worker_trainer(run, config, settings, workers, jobs)
+    printed, start = 0, time.monotonic()
     try:
-        with trainer as (lines, train):
-            for batch in rounds(run.grid, lines, probes, train):
-                keep()
-                if batch[0].round > told:
-                    told = batch[0].round
-                    _tell(lines, batch, time.monotonic() - begun)
+        with trainer as (config, train):
+            for batch in run_rounds(run.grid, config, probes, train):
+                store()
+                if batch[0].round > printed:
+                    printed = batch[0].round
+                    _print_round(config, batch, time.monotonic() - start)
     except KeyboardInterrupt:
         raise Interrupted("stopped; the same command goes on from the lanes that are trained") from None
 
 
-def _tell(lines: SearchConfig, batch: Sequence[Probe], seconds: float) -> None:
-    names = dict.fromkeys("control" if p.ray == CONTROL else lines.rays[p.ray].name for p in batch)
+def _print_round(config: SearchConfig, batch: Sequence[Probe], seconds: float) -> None:
+    names = dict.fromkeys("control" if p.direction == CONTROL else config.directions[p.direction].name for p in batch)
     print(f"{seconds:.0f} s: round {batch[0].round}, {len(batch)} lanes ({', '.join(names)})", file=sys.stderr)
 
 
-class _Place:
-    """The folder a search is kept in."""
+def stored_names(folder: Path, marker: str) -> list[str]:
+    """Returns the names in an output folder, without unfinished files; none if there is no folder.
 
-    def __init__(self, store: Folder, run: Searched, chosen: MarginSettings):
+    Raises UserError if the path is not a folder, or the folder has contents but not the file `marker`.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} exists and is not a folder")
+    stored = [name for name in names(folder) if not name.startswith(UNFINISHED)] if folder.exists() else []
+    if stored:
+        check_contents(folder)
+        if marker not in stored:
+            raise UserError(f"the folder {folder} exists and is not empty; give another with -o")
+    return stored
+
+
+@contextmanager
+def created_and_locked(folder: Path, what: str) -> Iterator[None]:
+    """Creates an output folder if there is none, and locks it until the block ends.
+
+    Raises UserError if the folder cannot be created, or another process has locked it; `what` says what it holds.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from None
+    with locked(folder, f"{what} in {folder}"):
+        yield
+
+
+class _SearchFolder:
+    """The folder in which a search is stored."""
+
+    def __init__(self, store: Folder, run: SearchedRun, settings: MarginSettings):
         self.store = store
         self._run = run
-        # Not the run's place, which may change: a spec has but one run, wherever it lies.
-        self._asked = {
-            "criterion": chosen.criterion,
-            "reach": chosen.reach,
+        # The run's path is not among the keys, since it may change: a spec has only one run, wherever it is stored.
+        self._keys = {
+            "criterion": settings.criterion,
+            "reach": settings.reach,
             "spec": run.spec.to_toml().splitlines(),
         }
-        self._how = {"run": str(run.store.path), "tolerance": chosen.tolerance, "environment": software(run.grid)}
+        self._details = {"run": str(run.store.path), "tolerance": settings.tolerance, "environment": software(run.grid)}
 
-    def read(self, lines: SearchConfig) -> list[Probe]:
-        """What an earlier search of the same kind left; raises UserError if something else is there."""
+    def read(self, config: SearchConfig) -> list[Probe]:
+        """Returns the probes of an earlier search of the same kind. Raises UserError if the folder holds another."""
         path = self.store.path
-        if path.exists() and not path.is_dir():
-            raise UserError(f"{path} exists and is not a folder")
-        found = [name for name in names(path) if not name.startswith(UNFINISHED)] if path.exists() else []
-        if not found:
+        stored = stored_names(path, SEARCH)
+        if not stored:
             return []
-        check_contents(path)
-        if SEARCH not in found:
-            raise UserError(f"the folder {path} exists and is not empty; give another with -o")
-        asked = self._read_search()
-        differing = [key for key, value in self._asked.items() if key != "spec" and asked.get(key) != value]
-        differing += ["spec"] if _spec(asked) != self._run.spec else []
+        search = read_object(path / SEARCH)
+        differing = [key for key, value in self._keys.items() if key != "spec" and search.get(key) != value]
+        if _stored_spec(search) != self._run.spec:
+            differing.append("spec")
         if differing:
             raise UserError(
                 f"{path} holds a search with another {' and '.join(differing)}; give another folder with -o"
             )
-        return _read_probes(path / OUTCOMES, lines, self._run.grid.seeds) if OUTCOMES in found else []
-
-    def _read_search(self) -> dict[str, Any]:
-        return read_object(self.store.path / SEARCH)
+        return _read_probes(path / OUTCOMES, config, self._run.grid.seeds) if OUTCOMES in stored else []
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Makes the folder and says in it what is searched; while inside, no other process searches here."""
-        try:
-            self.store.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the folder {self.store.path}: {error.strerror or error}") from None
-        with locked(self.store.path, f"the search in {self.store.path}"):
+        """Creates the folder with `search.json`, and locks it until the block ends."""
+        with created_and_locked(self.store.path, "the search"):
             self.store.sweep()
-            write_text(self.store.path / SEARCH, json.dumps(self._asked | self._how, indent=2) + "\n")
+            write_text(self.store.path / SEARCH, json.dumps(self._keys | self._details, indent=2) + "\n")
             yield
 
     def write(self, margins: Margins) -> None:
-        """Writes all outcomes so far."""
+        """Writes the outcomes of all lanes trained so far to `outcomes.csv`."""
         write_text(self.store.path / OUTCOMES, margins.outcomes.to_csv(index=False))
 
 
-def _spec(asked: dict[str, Any]) -> Spec | None:
-    """What an earlier search was of; physics "auto", which earlier versions kept, are those that its devices had."""
+def _stored_spec(search: dict[str, Any]) -> Spec | None:
+    """Returns the spec of a stored search; None if it cannot be read.
+
+    Earlier versions stored physics = "auto", which is resolved by the devices that the search ran on.
+    """
     try:
-        spec = parse("\n".join(asked["spec"]))
-        return spec.resolved(platform_of(asked.get("environment", {})))
+        spec = parse("\n".join(search["spec"]))
+        return spec.resolved(platform_of(search.get("environment", {})))
     except (KeyError, TypeError, AttributeError, UserError):
         return None
 
 
-def _read_probes(path: Path, lines: SearchConfig, seeds: Sequence[int]) -> list[Probe]:
-    names = {ray.name: number for number, ray in enumerate(lines.rays)} | {"control": CONTROL}
+def _read_probes(path: Path, config: SearchConfig, seeds: Sequence[int]) -> list[Probe]:
+    indices = {direction.name: index for index, direction in enumerate(config.directions)} | {"control": CONTROL}
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return [
                 Probe(
                     int(row["round"]),
-                    names[row["perturbation"]],
+                    indices[row["perturbation"]],
                     int(row["onset"]),
                     seeds.index(int(row["seed"])),
                     float(row["u"]),

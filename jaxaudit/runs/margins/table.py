@@ -1,4 +1,4 @@
-"""What a search for margins found: one row for every perturbation, and a verdict in words."""
+"""The result of a margin search: one row for every perturbation, with a verdict."""
 
 from __future__ import annotations
 
@@ -11,68 +11,66 @@ from typing import Any
 import pandas as pd
 
 from jaxaudit.analysis.statistics import FALLEN, seeds_for
+from jaxaudit.runs.margins.bisection import CONTROL, MarginEstimate, Probe, SearchConfig, estimate_margins
 from jaxaudit.runs.margins.directions import Direction
-from jaxaudit.runs.margins.rounds import CONTROL, MarginEstimate, Probe, SearchConfig, found
 from jaxaudit.runtime.registry import aligned
 
-
-def text(ray: Direction, u: float) -> str:
-    """Returns the magnitudes of the parts, as text."""
-    return "+".join(f"{m:.3g}" for m in ray.magnitudes(u))
+HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
 
 
-def verdict(ray: Direction, one: MarginEstimate) -> str:
-    """Returns a sentence on the margin."""
-    value, low, high, _ = one.middle
-    mildest, harshest = text(ray, ray.range.low), text(ray, ray.range.high)
-    if not one.seeds:
+def format_magnitudes(direction: Direction, log_scale: float) -> str:
+    """Returns the magnitudes of the parts at a log scale, as text."""
+    return "+".join(f"{magnitude:.3g}" for magnitude in direction.magnitudes(log_scale))
+
+
+def verdict(direction: Direction, estimate: MarginEstimate) -> str:
+    """Returns a sentence that compares the margin in a direction with the standard magnitude."""
+    value, low, high, _ = estimate.median
+    mildest, harshest = (format_magnitudes(direction, end) for end in (direction.range.low, direction.range.high))
+    if not estimate.seeds:
         return "unknown: no seed has a collapse time"
-    if one.fallen * 2 >= len(one.seeds):
+    if estimate.half_collapse_undisturbed:
         return FALLEN
     if math.isnan(value):
         return f"half of the seeds collapse at {mildest} already, the others not at {harshest}"
     if value == math.inf:
-        half = sorted(b.middle for b in one.brackets)[(len(one.seeds) - 1) // 2]
+        half = sorted(b.middle for b in estimate.brackets)[(len(estimate.seeds) - 1) // 2]
         if math.isfinite(half):
-            return f"half of the seeds collapse from {text(ray, half)} on, the others not up to {harshest}"
+            magnitudes = format_magnitudes(direction, half)
+            return f"half of the seeds collapse from {magnitudes} on, the others not up to {harshest}"
         return f"not reached up to {harshest}"
     if value == -math.inf:
         return f"collapses at the mildest magnitude tried, {mildest}"
-    # A threshold lies above its bracket's low end, which was survived, and at its high end at most.
+    # A seed survives at its bracket's low end, and collapses at the high end.
     if high <= 0:
-        return f"collapses at {_up(math.exp(high)) + ' of ' if high else ''}the standard magnitude or less"
+        return f"collapses at {_round_up(math.exp(high)) + ' of ' if high else ''}the standard magnitude or less"
     if low >= 0:
-        return f"holds {f'to at least {_down(math.exp(low))} times' if low else 'at'} the standard magnitude"
+        return f"holds {f'to at least {_round_down(math.exp(low))} times' if low else 'at'} the standard magnitude"
     if math.isnan(low):
         return f"{'collapses below' if value < 0 else 'holds at'} the standard magnitude, on one seed"
     return "too close to the standard magnitude to tell"
 
 
-def _down(value: float) -> str:
-    """Three digits, and not more than the value but for rounding."""
+def _round_down(value: float) -> str:
     return _to_three_digits(value, math.floor)
 
 
-def _up(value: float) -> str:
-    """Three digits, and not less than the value but for rounding."""
+def _round_up(value: float) -> str:
     return _to_three_digits(value, math.ceil)
 
 
-def _to_three_digits(value: float, towards: Callable[[float], int]) -> str:
+def _to_three_digits(value: float, rounding: Callable[[float], int]) -> str:
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return f"{towards(round(value / unit, 6)) * unit:.3g}"
-
-
-HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
+    return f"{rounding(round(value / unit, 6)) * unit:.3g}"  # the inner rounding removes floating-point errors
 
 
 @dataclass(frozen=True)
 class Margins:
-    """The stability margins that a search has found, and how certain they are.
+    """The stability margins that a search has found, with their intervals.
 
     Attributes:
-      plan: what was searched, and how.
-      probes: every lane that was trained, those of an earlier run among them.
+      plan: the directions that were searched, and how.
+      probes: every lane that was trained, including those of an earlier run.
       seeds: the seeds' numbers.
       criterion: "divergence" or "collapse".
       steps: the length of a run.
@@ -85,16 +83,16 @@ class Margins:
     steps: int
 
     @cached_property
-    def found(self) -> list[MarginEstimate]:
-        """Returns the estimates of all directions."""
-        return found(self.plan, self.probes)
+    def estimates(self) -> list[MarginEstimate]:
+        """The margin estimate of each direction, as log scales."""
+        return estimate_margins(self.plan, self.probes)
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """One row for every perturbation.
+        """The table of margins, with one row for every perturbation.
 
         Columns: `perturbation`, `onset` and `limit` (steps; a collapse before the limit counts, inf: any), `standard`
-        (magnitude), `margin` with `low` and `high` (magnitudes of the interval, by rising harm) and `coverage`,
+        (magnitude), `margin` with `low` and `high` (magnitudes of the interval, from mild to harsh) and `coverage`,
         `safety_factor` with `safety_low` and `safety_high` (how many times the standard; inf where not reached, 0
         where all that was tried collapses), `searched_from` and `searched_to` (magnitudes), `seeds`, of which
         `collapse_undisturbed`, `collapse_at_all_magnitudes`, `never_collapse`, `contradictory` (they survive a
@@ -102,55 +100,59 @@ class Margins:
         `collapsed_at_margin` (of them; NaN unless all were, with its `reason`), `evaluations` (lanes trained),
         `verdict`. A chain's magnitudes are its first part's.
         """
-        return pd.DataFrame([self._row(one) for one in self.found])
+        return pd.DataFrame([self._row(estimate) for estimate in self.estimates])
 
     @cached_property
     def outcomes(self) -> pd.DataFrame:
-        """One row for every lane, in the order of training.
+        """The outcomes of all lanes, with one row for every lane, in the order of training.
 
         Columns: `round` (0: of the run that is searched), `perturbation` ("control" where undisturbed), `onset`,
-        `seed`, `magnitude` (of the first part), `u` (log of the safety factor), `purpose` (control, scan of the
-        magnitudes given, bracket, check of the margin, or run), `trained` (0: planned), `collapse_time` (steps; inf
-        where there was none as far as the lane was trained: to the last step at which one that counts shows, or, in
-        round 0, to the end; NaN where it cannot be known), `collapsed` (1 where it counts).
+        `seed`, `magnitude` (of the first part), `u` (the log scale, which is the log of the safety factor), `purpose`
+        (control, scan of the magnitudes given, bracket, check of the margin, or run), `trained` (0: planned),
+        `collapse_time` (steps; inf if the lane did not collapse while it was trained: in round 0 to the run's end, in
+        others until a collapse that counts would have been recognised; NaN where it cannot be known), `collapsed` (1 if
+        the collapse counts).
         """
         rows = []
         for p in self.probes:
-            ray = None if p.ray == CONTROL else self.plan.rays[p.ray]
-            time = math.nan if p.time is None else p.time
-            fell = math.nan if math.isnan(time) else float(time < self.plan.limits[p.onset])
+            direction = None if p.direction == CONTROL else self.plan.directions[p.direction]
+            time = math.nan if p.collapse_time is None else p.collapse_time
             rows.append(
                 {
                     "round": p.round,
-                    "perturbation": ray.name if ray else "control",
+                    "perturbation": direction.name if direction else "control",
                     "onset": p.onset,
                     "seed": self.seeds[p.seed],
-                    "magnitude": ray.magnitudes(p.u)[0] if ray else math.nan,
-                    "u": p.u,
+                    "magnitude": direction.magnitudes(p.log_scale)[0] if direction else math.nan,
+                    "u": p.log_scale,
                     "purpose": p.purpose,
-                    "trained": int(p.time is not None),
+                    "trained": int(p.collapse_time is not None),
                     "collapse_time": time,
-                    "collapsed": fell,
+                    "collapsed": math.nan if math.isnan(time) else float(time < self.plan.limits[p.onset]),
                 }
             )
         return pd.DataFrame(rows)
 
     def __str__(self) -> str:
-        rows = [_cells(self.plan.rays[one.ray], one, row) for row, one in zip(self._rows, self.found, strict=True)]
+        rows = [
+            _cells(self.plan.directions[estimate.direction], estimate, row)
+            for row, estimate in zip(self._rows, self.estimates, strict=True)
+        ]
         return "\n".join([*aligned([HEADINGS, *rows]), "", *self.notes])
 
     @property
     def notes(self) -> list[str]:
-        """Returns sentences on how to read the table."""
+        """The notes below the table: the definitions of its columns, and warnings about seeds."""
         level = self.plan.level
-        notes = [f"margin: the magnitude from which half of the seeds collapse; {self._counted()}"]
+        notes = [f"margin: the magnitude from which half of the seeds collapse; {self._criterion_note()}"]
+        coverages = sorted({row["coverage"] for row in self._rows})
+        ends = dict.fromkeys((coverages[0], coverages[-1])) if coverages else {}
+        coverage = " to ".join(f"{100 * end:.3g}%" for end in ends)
+        notes.append(f"interval: order statistics of the seeds' thresholds, exact coverage {coverage}")
         fewest = min((row["seeds"] - row["unknown"] for row in self._rows), default=0)
-        covers = sorted({row["coverage"] for row in self._rows})
-        reach = " to ".join(f"{100 * c:.3g}%" for c in dict.fromkeys((covers[0], covers[-1]))) if covers else ""
-        notes.append(f"interval: order statistics of the seeds' thresholds, exact coverage {reach}")
         if fewest < seeds_for(level):
             notes[-1] += f" ({fewest} seeds allow no more; {100 * level:g}% takes {seeds_for(level)})"
-        late = sorted({str(o) for o, limit in self.plan.limits.items() if math.isinf(limit)}, key=int)
+        late = [str(onset) for onset, limit in sorted(self.plan.limits.items()) if math.isinf(limit)]
         if self.criterion == "divergence" and late:
             notes.append(f"onset {', '.join(late)}: no step of the run's first half follows, so any collapse counts")
         for row in self._rows:
@@ -163,100 +165,108 @@ class Margins:
                 notes.append(f"{row['perturbation']}: for {row['unknown']} seeds no collapse time can be computed")
         return notes
 
-    def _counted(self) -> str:
-        limits = sorted(set(self.plan.limits.values()))
-        if self.criterion == "collapse" or all(map(math.isinf, limits)):
+    def _criterion_note(self) -> str:
+        first = min(self.plan.limits.values(), default=math.inf)
+        if self.criterion == "collapse" or math.isinf(first):
             return "any collapse counts"
-        return f"a collapse counts if it begins before step {limits[0]:g}, half of the run (P_div)"
+        return f"a collapse counts if it begins before step {first:g}, half of the run (P_div)"
 
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:
         return self.table.to_dict("records")
 
-    def _row(self, one: MarginEstimate) -> dict[str, Any]:
-        ray, middle, plan = self.plan.rays[one.ray], one.middle, self.plan
-        always = sum(-math.inf < b.high <= ray.range.low for b in one.brackets)
+    def _row(self, estimate: MarginEstimate) -> dict[str, Any]:
+        direction, median = self.plan.directions[estimate.direction], estimate.median
+        low, high = direction.range.low, direction.range.high
         row: dict[str, Any] = {
-            "perturbation": ray.name,
-            "onset": ray.onset,
-            "limit": plan.limits[ray.onset],
-            "standard": ray.magnitudes(0.0)[0],
+            "perturbation": direction.name,
+            "onset": direction.onset,
+            "limit": self.plan.limits[direction.onset],
+            "standard": direction.magnitudes(0.0)[0],
         }
-        for name, u in zip(("margin", "low", "high"), middle[:3], strict=True):
-            row[name] = _magnitude(ray, u)
-        if middle.value == -math.inf and one.fallen * 2 < len(one.seeds):
-            row["margin"] = math.nan  # somewhere between neutral and the mildest that was tried
-        row["coverage"] = middle.coverage
-        for name, u in zip(("safety_factor", "safety_low", "safety_high"), middle[:3], strict=True):
-            row[name] = math.exp(_snapped(ray, u))
+        for name, log_scale in zip(("margin", "low", "high"), median[:3], strict=True):
+            row[name] = _first_magnitude(direction, log_scale)
+        if median.value == -math.inf and not estimate.half_collapse_undisturbed:
+            row["margin"] = math.nan  # it lies between neutral and the mildest magnitude that was tried
+        row["coverage"] = median.coverage
+        for name, log_scale in zip(("safety_factor", "safety_low", "safety_high"), median[:3], strict=True):
+            row[name] = math.exp(_snapped(direction, log_scale))
         return row | {
-            "searched_from": ray.magnitudes(ray.range.low)[0],
-            "searched_to": ray.magnitudes(ray.range.high)[0],
-            "seeds": len(ray.seeds),
-            "collapse_undisturbed": one.fallen,
-            "collapse_at_all_magnitudes": always,
-            "never_collapse": sum(ray.range.high <= b.low for b in one.brackets),
-            "contradictory": one.contradictory,
-            "unknown": one.unknown,
-            **self._check(one),
-            "evaluations": sum(p.ray == one.ray and p.round > 0 for p in self.probes),
-            "verdict": verdict(ray, one),
+            "searched_from": direction.magnitudes(low)[0],
+            "searched_to": direction.magnitudes(high)[0],
+            "seeds": len(direction.seeds),
+            "collapse_undisturbed": estimate.n_collapsed_undisturbed,
+            "collapse_at_all_magnitudes": sum(-math.inf < b.high <= low for b in estimate.brackets),
+            "never_collapse": sum(high <= b.low for b in estimate.brackets),
+            "contradictory": estimate.n_contradictory,
+            "unknown": estimate.n_unknown,
+            **self._check(estimate),
+            "evaluations": sum(p.direction == estimate.direction and p.round > 0 for p in self.probes),
+            "verdict": verdict(direction, estimate),
         }
 
-    def _check(self, one: MarginEstimate) -> dict[str, Any]:
-        """How many seeds were trained at exactly the margin and collapsed, or why that cannot be said."""
-        ray, value, n = self.plan.rays[one.ray], one.middle.value, len(one.seeds)
-        if value == -math.inf and one.fallen * 2 >= n:
-            return {"checked": n, "collapsed_at_margin": one.fallen, "reason": ""}  # the margin is neutral
-        there = _at(ray, one, value) if math.isfinite(value) else []
-        if there and len(there) == n:
-            return {"checked": n, "collapsed_at_margin": sum(there), "reason": ""}
-        reason = "there is no margin among the magnitudes tried"
-        if math.isfinite(value):
-            reason = f"{len(there)} of {n} seeds were trained at it"
-            checks = [p.u for p in self.probes if p.ray == one.ray and p.purpose == "check" and p.time is not None]
-            if checks and len(nearby := _at(ray, one, checks[-1])) == n:
-                reason = (
-                    f"it moved when seeds were tried at {text(ray, checks[-1])}, where {sum(nearby)} of {n} collapse"
-                )
-        return {"checked": len(there), "collapsed_at_margin": math.nan, "reason": reason}
+    def _check(self, estimate: MarginEstimate) -> dict[str, Any]:
+        """Returns how many seeds were trained at exactly the margin and collapsed, or why that is unknown."""
+        direction, margin, n = self.plan.directions[estimate.direction], estimate.median.value, len(estimate.seeds)
+        if margin == -math.inf and estimate.half_collapse_undisturbed:
+            # The margin is the neutral magnitude.
+            return {"checked": n, "collapsed_at_margin": estimate.n_collapsed_undisturbed, "reason": ""}
+        if not math.isfinite(margin):
+            reason = "there is no margin among the magnitudes tried"
+            return {"checked": 0, "collapsed_at_margin": math.nan, "reason": reason}
+        at_margin = _outcomes_at(direction, estimate, margin)
+        if at_margin and len(at_margin) == n:
+            return {"checked": n, "collapsed_at_margin": sum(at_margin), "reason": ""}
+        reason = f"{len(at_margin)} of {n} seeds were trained at it"
+        checks = [
+            p.log_scale
+            for p in self.probes
+            if p.direction == estimate.direction and p.purpose == "check" and p.collapse_time is not None
+        ]
+        if checks and len(at_check := _outcomes_at(direction, estimate, checks[-1])) == n:
+            magnitudes = format_magnitudes(direction, checks[-1])
+            reason = f"it moved when seeds were tried at {magnitudes}, where {sum(at_check)} of {n} collapse"
+        return {"checked": len(at_margin), "collapsed_at_margin": math.nan, "reason": reason}
 
 
-def _magnitude(ray: Direction, u: float) -> float:
-    """The first part's magnitude: neutral at -inf; NaN at inf, for none is known there."""
-    return math.nan if math.isnan(u) or u == math.inf else ray.magnitudes(u)[0]
+def _first_magnitude(direction: Direction, log_scale: float) -> float:
+    """Returns the first part's magnitude: the neutral one at -inf, and NaN at inf, where no magnitude is known."""
+    return math.nan if math.isnan(log_scale) or log_scale == math.inf else direction.magnitudes(log_scale)[0]
 
 
-def _at(ray: Direction, one: MarginEstimate, u: float) -> list[bool]:
-    """Whether they collapsed, of the seeds trained at the magnitudes of u."""
-    there = ray.magnitudes(u)
-    known = ([fell for tried, fell in seen.items() if ray.magnitudes(tried) == there] for seen in one.outcomes)
-    return [fell[0] for fell in known if fell]
+def _outcomes_at(direction: Direction, estimate: MarginEstimate, log_scale: float) -> list[bool]:
+    """Returns whether each seed that was trained at the magnitudes of a log scale collapsed."""
+    magnitudes = direction.magnitudes(log_scale)
+    collapsed_at = []
+    for outcomes in estimate.outcomes:
+        matches = [collapsed for other, collapsed in outcomes.items() if direction.magnitudes(other) == magnitudes]
+        collapsed_at += matches[:1]
+    return collapsed_at
 
 
-def _snapped(ray: Direction, u: float) -> float:
-    """The u of the magnitude that is meant, which may have to be a whole number."""
-    return ray.range.snap(u) if math.isfinite(u) else u
+def _snapped(direction: Direction, log_scale: float) -> float:
+    return direction.range.snap(log_scale) if math.isfinite(log_scale) else log_scale
 
 
-def _cells(ray: Direction, one: MarginEstimate, row: dict[str, Any]) -> list[str]:
-    value, low, high, _ = one.middle
+def _cells(direction: Direction, estimate: MarginEstimate, row: dict[str, Any]) -> list[str]:
+    value, low, high, _ = estimate.median
     return [
-        ray.name,
-        text(ray, 0.0),
-        text(ray, value) if math.isfinite(value) else "-",
-        _interval(ray, low, high),
-        f"{math.exp(_snapped(ray, value)):.3g}" if math.isfinite(value) else "-",
+        direction.name,
+        format_magnitudes(direction, 0.0),
+        format_magnitudes(direction, value) if math.isfinite(value) else "-",
+        _interval_cell(direction, low, high),
+        f"{math.exp(_snapped(direction, value)):.3g}" if math.isfinite(value) else "-",
         str(row["seeds"]),
         str(row["evaluations"]),
         row["verdict"],
     ]
 
 
-def _interval(ray: Direction, low: float, high: float) -> str:
+def _interval_cell(direction: Direction, low: float, high: float) -> str:
     if math.isnan(low):
         return "-"
-    if low >= ray.range.high:
-        return f"beyond {text(ray, ray.range.high)}"
-    beyond = f"beyond {text(ray, ray.range.high)}"
-    return f"{text(ray, low)} to {text(ray, high) if math.isfinite(high) else beyond}"
+    beyond = f"beyond {format_magnitudes(direction, direction.range.high)}"
+    if low >= direction.range.high:
+        return beyond
+    end = format_magnitudes(direction, high) if math.isfinite(high) else beyond
+    return f"{format_magnitudes(direction, low)} to {end}"

@@ -16,7 +16,7 @@ from jaxaudit.analysis.run_reader import table
 from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.core.remedied_learner import same_beginning
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runs.margins.folder import margin_of
+from jaxaudit.runs.margins.folder import search_margins
 from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder
@@ -236,7 +236,7 @@ def _perturbations(spec: Spec) -> list[Perturbation | Chain]:
 def _margins(spec: Spec, folder: Path, workers: Workers | None) -> Margins:
     _run(spec, folder, workers)
     chosen = MarginSettings(tolerance=TOLERANCE, reach=REACH, criterion="collapse")
-    return margin_of(folder, None, None, chosen, workers)
+    return search_margins(folder, None, None, chosen, workers)
 
 
 def _at(spec: Spec, name: str, some: Sequence[Ladder], seeds: Sequence[int] | None) -> Spec:
