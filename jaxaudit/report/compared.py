@@ -14,8 +14,8 @@ from jaxaudit.report import style
 from jaxaudit.report.page import Details, Page, Section, Summary, TextBlock
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Cell, Column, Table, estimate, figures, number, table, word
+from jaxaudit.runs.variants.compare import magnitude_cells, verdict
 from jaxaudit.runs.variants.folder import ACTED, BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
-from jaxaudit.runs.variants.words import magnitude_cells, verdict
 from jaxaudit.runtime.files import check_contents, parse_toml, read_object
 
 LEVEL = 0.95

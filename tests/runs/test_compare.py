@@ -24,10 +24,9 @@ from jaxaudit.analysis.results import lane_table
 from jaxaudit.analysis.statistics.paired import holm, sign_flips
 from jaxaudit.cli.main import main
 from jaxaudit.runs.variants import scoring
-from jaxaudit.runs.variants.compare import others_than
-from jaxaudit.runs.variants.design import FACTORS, conditions_of, magnitude_ladders
+from jaxaudit.runs.variants.compare import fresh_seeds, verdict
 from jaxaudit.runs.variants.folder import load, parse
-from jaxaudit.runs.variants.words import verdict
+from jaxaudit.runs.variants.scoring import FACTORS, condition_indices, magnitude_ladders
 from jaxaudit.runtime.errors import Interrupted
 from jaxaudit.runtime.registry import learners
 
@@ -185,7 +184,7 @@ def test_the_known_ratio_of_thresholds_is_in_its_interval_and_the_difference_sho
     inside, shown, closed = {"rate": 0, "clip": 0}, {"rate": 0, "clip": 0}, 0
     for first in range(0, 800, 8):
         own = {name: relabelled(rows, first, 8) for name, rows in found.items()}
-        cells = scoring.bought(own["plain"], {"rate": own["rate"], "clip": own["clip"]}, tried)
+        cells = scoring.gain_table(own["plain"], {"rate": own["rate"], "clip": own["clip"]}, tried)
         for row in cells.itertuples():
             known = not np.isnan(row.ratio)
             closed += known
@@ -205,14 +204,14 @@ def test_two_equal_variants_on_independent_seeds_rarely_differ():
             relabelled(found["plain"], 2 * first % 800, 8),
             relabelled(found["plain"], (2 * first + 400) % 800, 8),
         )
-        (row,) = scoring.bought(one, {"other": other}, tried).itertuples()
+        (row,) = scoring.gain_table(one, {"other": other}, tried).itertuples()
         differ += row.difference_low > 0 or row.difference_high < 0
     assert differ <= 10
 
 
 def test_seeds_that_fall_undisturbed_are_counted_and_have_no_score():
     (ladder,) = magnitude_ladders([SPIKE], STEPS)
-    places = conditions_of([ladder])[0]
+    places = condition_indices([ladder])[0]
     names = [str(place) for place in places]
     never = dict.fromkeys(names, np.inf)
     rows = []
@@ -220,9 +219,9 @@ def test_seeds_that_fall_undisturbed_are_counted_and_have_no_score():
         [never, never | {"0": 30.0}, never | {"5": 25.0}, never | {"4": 25.0, "5": 25.0}, never | {"3": np.nan}]
     ):
         rows += [{"seed": seed, "condition": name, "collapse_time": times[name]} for name in names]
-    (found,) = scoring.score(pd.DataFrame(rows), [ladder])
+    (found,) = scoring.scores(pd.DataFrame(rows), [ladder])
     np.testing.assert_array_equal(found.survived, [5, np.nan, 4, 3, np.nan])
-    np.testing.assert_array_equal(found.fallen, [False, True, False, False, False])
+    np.testing.assert_array_equal(found.collapsed_undisturbed, [False, True, False, False, False])
     np.testing.assert_allclose(found.low, [400.0, np.nan, 200.0, 100.0, np.nan])
     np.testing.assert_allclose(found.high, [np.nan, np.nan, 400.0, 200.0, np.nan])
 
@@ -235,22 +234,22 @@ def test_what_is_paid_is_the_variants_undisturbed_performance_less_the_plain_lea
             [
                 {"seed": seed, "condition": str(place), "final_performance": value if place == 0 else -99.0}
                 for seed, value in enumerate(undisturbed)
-                for place in conditions_of([ladder])[0]
+                for place in condition_indices([ladder])[0]
             ]
         )
 
     plain = np.arange(8.0)
-    (row,) = scoring.paid(rows(plain), {"worse": rows(plain - 2.0)}, [ladder]).itertuples()
+    (row,) = scoring.cost_table(rows(plain), {"worse": rows(plain - 2.0)}, [ladder]).itertuples()
     assert (row.performance, row.plain_performance) == (1.5, 3.5)
     assert (row.performance_difference, row.performance_difference_low, row.performance_difference_high) == (-2, -2, -2)
-    (row,) = scoring.paid(rows(plain), {"lost": rows(np.r_[np.nan, plain[1:] + 1])}, [ladder]).itertuples()
+    (row,) = scoring.cost_table(rows(plain), {"lost": rows(np.r_[np.nan, plain[1:] + 1])}, [ladder]).itertuples()
     assert (row.performance_difference, row.performance_seeds) == (1, 7)
 
 
 def test_how_often_a_remedy_acted_is_told_apart_for_disturbed_and_undisturbed_lanes():
     tried = magnitude_ladders([SPIKE, ja.weight_noise(0.1, onset=ONSET)], STEPS)
     control, spiked, noisy = 0, range(1, 6), range(6, 11)
-    assert [set(places) for places in conditions_of(tried)] == [{control, *spiked}, {control, *noisy}]
+    assert [set(places) for places in condition_indices(tried)] == [{control, *spiked}, {control, *noisy}]
     rows = pd.DataFrame(
         {
             "seed": seed,
@@ -262,7 +261,7 @@ def test_how_often_a_remedy_acted_is_told_apart_for_disturbed_and_undisturbed_la
         for place in (control, *spiked, *noisy)
     )
     rows.loc[rows.condition == str(control), "acted_zclip"] = [0.0, np.nan]
-    found = scoring.acted({"helped": rows, "other": rows[["seed", "condition"]]}, tried)
+    found = scoring.activity_table({"helped": rows, "other": rows[["seed", "condition"]]}, tried)
     assert set(found.variant) == {"helped"}
     clipped = found[found.remedy == "zclip"].set_index("perturbation")
     np.testing.assert_allclose(clipped.acted, [0.6, 1.1])
@@ -274,7 +273,7 @@ def test_a_seed_that_survives_more_of_what_is_harsher_has_no_bracket():
     (ladder,) = magnitude_ladders([SPIKE], STEPS)
     times = {0: np.inf, 1: np.inf, 2: 25.0, 3: np.inf, 4: 25.0, 5: 25.0}
     rows = pd.DataFrame([{"seed": 0, "condition": str(c), "collapse_time": t} for c, t in times.items()])
-    (found,) = scoring.score(rows, [ladder])
+    (found,) = scoring.scores(rows, [ladder])
     assert found.survived[0] == 2
     assert np.isnan([found.low[0], found.high[0]]).all()
 
@@ -288,7 +287,7 @@ def test_what_stands_out_is_at_most_twelve_cells_the_clearest_first():
             "p": [0.02] * 13 + [0.001, 0.5],
         }
     )
-    chosen = scoring.standing_out(cells)
+    chosen = scoring.significant_gains(cells)
     assert len(chosen) == 12
     assert chosen.index[0] == 13
     assert 14 not in chosen.index
@@ -297,7 +296,7 @@ def test_what_stands_out_is_at_most_twelve_cells_the_clearest_first():
 
 def test_time_per_step_is_the_median_ratio_of_turns_with_its_order_statistics():
     plain = np.array([1.0, 2.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    found = scoring.relative(plain * np.linspace(1.0, 2.0, 11), plain)
+    found = scoring.relative_step_time(plain * np.linspace(1.0, 2.0, 11), plain)
     assert found["step_time"] == pytest.approx(1.5)
     assert (found["step_time_low"], found["step_time_high"]) == pytest.approx((1.1, 1.9))
 
@@ -355,7 +354,7 @@ def test_lanes_of_a_remedy_begin_as_the_plain_learners_and_those_of_another_stru
 
 
 def test_fresh_seeds_are_other_seeds(folder):
-    assert others_than([3, 9, 1], 2) == [10, 11]
+    assert fresh_seeds([3, 9, 1], 2) == [10, 11]
     for name in ("plain", "half-the-rate"):
         again = pd.read_csv(folder / "out" / "confirmation" / name / "metrics.csv")
         assert set(again.seed) == set(range(8, 16))
@@ -491,7 +490,7 @@ def test_a_comparison_that_is_interrupted_says_how_it_is_resumed(stop, tmp_path,
     def interrupted(*arguments):
         raise stop
 
-    monkeypatch.setattr("jaxaudit.runs.variants.folder._compared", interrupted)
+    monkeypatch.setattr("jaxaudit.runs.variants.folder._run_comparison", interrupted)
     (tmp_path / "spec.toml").write_text(SPEC)
     assert main(["compare", str(tmp_path / "spec.toml"), "-o", str(tmp_path / "out")]) == 130
     assert "the same command resumes the comparison" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""Ways of training compared: how much stability a remedy buys, and what is paid for it."""
+"""Comparison of training variants: how much stability each one gains, and what it costs."""

@@ -1,9 +1,10 @@
-"""`compare(...)`: how much stability variants of a learner gain, and what they cost."""
+"""`compare(...)`: how much stability variants of a learner gain, what they cost, and the result as text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,8 +21,8 @@ from jaxaudit.execution.audit import audit
 from jaxaudit.remedies import Remedy
 from jaxaudit.runs.margins.search import margin
 from jaxaudit.runs.variants import scoring
-from jaxaudit.runs.variants.design import REACH, Ladder, check_windows, magnitude_ladders
-from jaxaudit.runs.variants.words import cautions, text
+from jaxaudit.runs.variants.scoring import REACH, Ladder, check_windows, magnitude_ladders
+from jaxaudit.runtime.registry import aligned
 
 PLAIN = "plain"
 """The name of the learner without the variants' remedies."""
@@ -33,7 +34,17 @@ TOLERANCE = 0.1
 """The relative tolerance of the plain learner's margin, on which magnitudes are centred."""
 
 SCREENED, FRESH = 8, 16
-"""The default numbers of seeds on which all is screened, and of fresh seeds for confirmation."""
+"""The default numbers of seeds for screening all variants, and of fresh seeds for confirmation."""
+
+TrainLanes = Callable[[str, Sequence[Ladder], Sequence[int] | None], pd.DataFrame]
+"""Trains the learner of a name under ladders, on some fresh seeds or (None) those of the screening.
+
+Returns the table of its lanes, with the columns of a run's `metrics.csv`.
+"""
+
+GAIN_HEADINGS = ("variant", "perturbation", "score", "plain", "difference", "ratio of thresholds", "verdict")
+COST_HEADINGS = ("variant", "performance", "plain", "difference", "time per step")
+ACTIVITY_HEADINGS = ("variant", "remedy", "perturbation", "acted", "undisturbed")
 
 
 @dataclass(frozen=True)
@@ -41,16 +52,17 @@ class Comparison:
     """The tables of a comparison of variants with the plain learner.
 
     Attributes:
-      bought: one row for each variant and perturbation; see `scoring.bought`.
+      bought: the stability gained, one row for each variant and perturbation; see `scoring.gain_table`.
       confirmed: the rows whose interval excluded zero, measured again on fresh seeds, with `p_holm` and `confirmed`.
-      paid: one row for each variant; see `scoring.paid`; and, where steps were timed,
+      paid: the costs, one row for each variant; see `scoring.cost_table`; and, where steps were timed,
         `step_time`, the time of an undisturbed step divided by the plain learner's, with `_low` and `_high`.
-      acted: one row for each variant, remedy and perturbation; see `scoring.acted`.
+      acted: how often remedies acted, one row for each variant, remedy and perturbation; see
+        `scoring.activity_table`.
       ladders: the perturbations and magnitudes that were tried.
       structures: names of the variants with other networks or settings, whose lanes share only the seed with the plain
         learner's.
-      lanes: the lanes of every variant, "plain" among them, by name: columns as in a run's `metrics.csv`.
-      level: coverage of the intervals.
+      lanes: the lanes of every variant and of "plain", by name: columns as in a run's `metrics.csv`.
+      level: the confidence level of the intervals.
     """
 
     bought: pd.DataFrame
@@ -65,13 +77,24 @@ class Comparison:
     def json(self) -> dict[str, Any]:
         """Returns the tables as lists of rows, with None for NaN, and warnings under "cautions"."""
         tables = {"bought": self.bought, "confirmed": self.confirmed, "paid": self.paid, "acted": self.acted}
-        found = {name: json.loads(rows.to_json(orient="records")) for name, rows in tables.items()}
+        rows = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
         tried = [ladder.json() for ladder in self.ladders]
-        return found | {"tried": tried, "cautions": cautions(self.bought, self.structures)}
+        return rows | {"tried": tried, "cautions": _cautions(self.bought, self.structures)}
 
     def __str__(self) -> str:
-        tables = (self.bought, self.confirmed, self.paid, self.acted)
-        return text(*tables, [ladder.json() for ladder in self.ladders], self.structures, self.level)
+        gains, costs, activity = (table.to_dict("records") for table in (self.bought, self.paid, self.acted))
+        lines = ["magnitudes tried", *aligned([magnitude_cells(ladder.json()) for ladder in self.ladders]), ""]
+        rows = [_gain_cells(row, verdict(row, self.confirmed, self.level)) for row in gains]
+        lines += ["bought: magnitudes survived, of those tried", *aligned([GAIN_HEADINGS, *rows]), ""]
+        lines += ["paid: undisturbed", *aligned([COST_HEADINGS, *map(_cost_cells, costs)]), ""]
+        if activity:
+            lines += [
+                "acted: share of a remedy's applications, from the onset on, in which it changed something",
+                *aligned([ACTIVITY_HEADINGS, *map(_activity_cells, activity)]),
+                "",
+            ]
+        lines += _explanations(self.bought, self.confirmed, self.level)
+        return "\n".join([*lines, *_cautions(self.bought, self.structures)])
 
 
 def compare(
@@ -102,10 +125,10 @@ def compare(
       seeds: the number of seeds, or the seeds, on which all variants are screened.
       fresh: the number of other seeds for confirmation; 0: no difference is measured again.
       steps: the length of a run.
-      centre: "margin": magnitudes are centred on the plain learner's margin, or on the magnitude given where no margin
-        is found; "given": on the magnitude given, without a search.
+      centre: "margin": magnitudes are centred on the plain learner's margin, or on the given magnitude where no margin
+        is found; "given": on the given magnitude, without a search.
       settings: windows of the metrics.
-      level: coverage of the intervals.
+      level: the confidence level of the intervals.
       turns: how many times steps are timed; 0: they are not.
       **how: how lanes run, as in `audit`: execution, devices, model_devices, matmul_precision.
 
@@ -116,85 +139,217 @@ def compare(
         raise ValueError(f"centre must be {' or '.join(map(repr, CENTRES))}, not {centre!r}")
     if isinstance(fresh, bool) or not isinstance(fresh, int) or fresh < 0:
         raise ValueError(f"fresh must be a number of seeds, not {fresh!r}")
-    learners = {PLAIN: learner} | learners_of(learner, variants)
-    chosen: Any = range(seeds) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
+    learners = {PLAIN: learner} | _variant_learners(learner, variants)
+    screened: Any = range(seeds) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
     options: dict[str, Any] = {"steps": steps, "settings": settings, **how}
     check_windows(magnitude_ladders(perturbations, steps), steps, settings or MetricSettings())
-    found = None
+    margins = None
     if centre == "margin":
         search: dict[str, Any] = {"tolerance": TOLERANCE, "reach": REACH, "criterion": "collapse", "level": level}
-        found = margin(learner, perturbations, seeds=seeds, **options, **search)
-    tried = magnitude_ladders(perturbations, steps, found)
+        margins = margin(learner, perturbations, seeds=seeds, **options, **search)
 
-    def lanes_of(name: str, some: Sequence[Ladder], seeds: Sequence[int]) -> pd.DataFrame:
-        acting = [one for ladder in some for one in ladder.perturbations]
-        return lane_table(audit(learners[name], acting, seeds=seeds, **options).lanes)
+    def train(name: str, ladders: Sequence[Ladder], fresh_seeds: Sequence[int] | None) -> pd.DataFrame:
+        applied = [perturbation for ladder in ladders for perturbation in ladder.perturbations]
+        lane_seeds = screened if fresh_seeds is None else fresh_seeds
+        return lane_table(audit(learners[name], applied, seeds=lane_seeds, **options).lanes)
 
-    lanes = {name: lanes_of(name, tried, chosen) for name in learners}
-    plain, others = lanes[PLAIN], {name: own for name, own in lanes.items() if name != PLAIN}
-    bought = scoring.bought(plain, others, tried, level)
-    confirmed = confirm(bought, tried, others_than(chosen, fresh), lanes_of, level)
-    paid = scoring.paid(plain, others, tried, level)
-    if turns:
-        grids = {name: plan(one, [], seeds=chosen, steps=steps, tail=steps, **how) for name, one in learners.items()}
-        times = scoring.step_seconds(grids, turns)
-        ratios = [scoring.relative(times[name], times[PLAIN], level) for name in others]
-        paid = paid.assign(**pd.DataFrame(ratios))
-    structures = tuple(name for name in others if not same_beginning(learners[name], learner))
-    return Comparison(bought, confirmed, paid, scoring.acted(others, tried), tuple(tried), structures, lanes, level)
+    def time_steps() -> Mapping[str, Sequence[float]] | None:
+        if not turns:
+            return None
+        grids = {name: plan(one, [], seeds=screened, steps=steps, tail=steps, **how) for name, one in learners.items()}
+        return scoring.time_steps(grids, turns)
+
+    return compare_learners(
+        learners, magnitude_ladders(perturbations, steps, margins), fresh, train, time_steps, level=level
+    )
 
 
-def learners_of(learner: Learner, variants: Mapping[str, Learner | Remedy | Sequence[Remedy]]) -> dict[str, Learner]:
+def _variant_learners(
+    learner: Learner, variants: Mapping[str, Learner | Remedy | Sequence[Remedy]]
+) -> dict[str, Learner]:
     """Returns the variants as learners, by name. Raises ValueError if one cannot be made."""
     if not variants:
         raise ValueError("there are no variants to compare with the plain learner")
     if PLAIN in variants:
         raise ValueError(f"a variant cannot be called '{PLAIN}', which is the learner without remedies")
-    found = {}
+    learners = {}
     for name, variant in variants.items():
         if isinstance(variant, Learner):
-            found[name] = variant
+            learners[name] = variant
             continue
         remedies = (variant,) if isinstance(variant, Remedy) else tuple(variant)
         try:
-            found[name] = remedied(learner, *remedies)
+            learners[name] = remedied(learner, *remedies)
         except ValueError as error:
             raise ValueError(f"variant '{name}': {error}") from None
-    return found
+    return learners
 
 
-def others_than(seeds: Sequence[int], count: int) -> list[int]:
+def compare_learners(
+    learners: Mapping[str, Learner],
+    ladders: Sequence[Ladder],
+    fresh: int,
+    train: TrainLanes,
+    time_steps: Callable[[], Mapping[str, Any] | None],
+    *,
+    level: float,
+    store: Callable[[str, pd.DataFrame], None] = lambda name, table: None,
+) -> Comparison:
+    """Trains the plain learner and its variants under perturbations, and returns the tables of their comparison.
+
+    Args:
+      learners: by name, the plain one as `PLAIN`.
+      ladders: the perturbations and magnitudes that are tried.
+      fresh: the number of fresh seeds for confirmation.
+      train: trains one of the learners.
+      time_steps: returns the seconds per step of each learner in several turns, or None if steps are not timed.
+      level: the confidence level of the intervals.
+      store: is called with each table when it is complete, and the name of its field in `Comparison`.
+    """
+    lanes = {name: train(name, ladders, None) for name in learners}
+    plain, variants = lanes[PLAIN], {name: rows for name, rows in lanes.items() if name != PLAIN}
+    gains = scoring.gain_table(plain, variants, ladders, level)
+    store("bought", gains)
+    confirmed = _confirm(gains, ladders, fresh_seeds(plain.seed, fresh), train, level)
+    store("confirmed", confirmed)
+    costs = scoring.cost_table(plain, variants, ladders, level)
+    times = time_steps()
+    if times is not None:
+        ratios = [scoring.relative_step_time(times[name], times[PLAIN], level) for name in variants]
+        costs = costs.assign(**pd.DataFrame(ratios))
+    store("paid", costs)
+    activity = scoring.activity_table(variants, ladders)
+    store("acted", activity)
+    structures = tuple(name for name in variants if not same_beginning(learners[name], learners[PLAIN]))
+    return Comparison(gains, confirmed, costs, activity, tuple(ladders), structures, lanes, level)
+
+
+def fresh_seeds(seeds: Sequence[int] | pd.Series, count: int) -> list[int]:
     """Returns `count` seeds above the largest of `seeds`."""
     first = int(np.max(seeds)) + 1
     return list(range(first, first + count))
 
 
-def confirm(
-    bought: pd.DataFrame,
-    tried: Sequence[Ladder],
-    seeds: Sequence[int],
-    lanes_of: Callable[[str, Sequence[Ladder], Sequence[int]], pd.DataFrame],
-    level: float,
+def _confirm(
+    gains: pd.DataFrame, ladders: Sequence[Ladder], seeds: Sequence[int], train: TrainLanes, level: float
 ) -> pd.DataFrame:
-    """Measures the rows of `bought` whose interval excludes zero again, on fresh seeds.
+    """Measures the significant gains again on fresh seeds, and adjusts their p-values for multiplicity.
 
-    Args:
-      bought: the table of `scoring.bought`.
-      tried: the ladders of that table.
-      seeds: the fresh seeds; with none, nothing is measured.
-      lanes_of: `lanes_of(name, ladders, seeds)` trains a variant, or `PLAIN`, and returns its lanes' table.
-      level: coverage of the intervals.
-
-    Returns:
-      the table of `scoring.confirmed`; no rows where no interval excludes zero.
+    Returns a table without rows if no gain is significant or there are no seeds.
     """
-    standing = scoring.standing_out(bought) if seeds else bought.head(0)
-    if not len(standing):
-        return scoring.confirmed(bought.head(0), level)
-    some = [ladder for ladder in tried if ladder.name in set(standing.perturbation)]
-    plain = lanes_of(PLAIN, some, seeds)
-    variants = {name: lanes_of(name, some, seeds) for name in dict.fromkeys(standing.variant)}
-    cells = scoring.bought(plain, variants, some, level)
-    wanted = set(zip(standing.variant, standing.perturbation, strict=True))
-    keep = [pair in wanted for pair in zip(cells.variant, cells.perturbation, strict=True)]
-    return scoring.confirmed(cells[keep].reset_index(drop=True), level)
+    significant = scoring.significant_gains(gains) if seeds else gains.head(0)
+    if not len(significant):
+        return scoring.adjust_for_multiplicity(gains.head(0), level)
+    repeated = [ladder for ladder in ladders if ladder.name in set(significant.perturbation)]
+    plain = train(PLAIN, repeated, seeds)
+    variants = {name: train(name, repeated, seeds) for name in dict.fromkeys(significant.variant)}
+    repeated_gains = scoring.gain_table(plain, variants, repeated, level)
+    repeated_gains = repeated_gains.merge(significant[["variant", "perturbation"]], on=["variant", "perturbation"])
+    return scoring.adjust_for_multiplicity(repeated_gains, level)
+
+
+def verdict(row: dict[str, Any], confirmed: pd.DataFrame, level: float) -> str:
+    """Returns a short verdict on a variant under a perturbation, from its row of gains."""
+    if not row["seeds"]:
+        return "every seed collapses undisturbed, in the variant or in the plain learner"
+    matches = confirmed[(confirmed.variant == row["variant"]) & (confirmed.perturbation == row["perturbation"])]
+    if len(matches):
+        fresh = matches.iloc[0]
+        if fresh.confirmed and (fresh.difference > 0) == (row["difference"] > 0):
+            return f"{'helps' if fresh.difference > 0 else 'harms'} ({fresh.difference:+.2g} on fresh seeds)"
+        return f"not confirmed ({fresh.difference:+.2g} on fresh seeds)"
+    if row["difference_low"] > 0 or row["difference_high"] < 0:
+        return f"{'helps' if row['difference'] > 0 else 'harms'}, on the seeds screened"
+    if row["score"] == row["plain_score"] == row["magnitudes"]:
+        return "both survive every magnitude: too mild to tell"
+    if row["score"] == row["plain_score"] == 0:
+        return "both survive no magnitude: too harsh to tell"
+    if math.isnan(row["difference_low"]):
+        return "too few seeds to tell"
+    detectable = row["detectable"]
+    return "no difference detected" + ("" if math.isnan(detectable) else f" ({detectable:.2g} would)")
+
+
+def _explanations(gains: pd.DataFrame, confirmed: pd.DataFrame, level: float) -> list[str]:
+    sentences = [
+        "difference: score of the variant minus the plain learner's, mean over the seeds whose undisturbed lanes "
+        f"collapse in neither, with its exact {100 * level:g}% interval (a sign-flip permutation test)"
+    ]
+    if gains.detectable.notna().any():
+        sentences.append(
+            "(... would): the true difference that this comparison would have detected with a probability of 0.8"
+        )
+    if len(confirmed):
+        sentences.append(
+            f"fresh seeds: the differences whose interval excluded zero ({len(confirmed)}), measured again; confirmed "
+            f"where the p-value, adjusted by Holm's method, is at most {1 - level:.2g}"
+        )
+    else:
+        sentences.append("no difference was measured again on fresh seeds")
+    return sentences
+
+
+def _cautions(gains: pd.DataFrame, structures: Collection[str]) -> list[str]:
+    """Returns sentences on what limits the comparison, such as seeds without a score."""
+    sentences = []
+    with_collapses = gains[(gains.fallen > 0) | (gains.plain_fallen > 0)]
+    for row in with_collapses.drop_duplicates(["variant", "onset"]).to_dict("records"):
+        sentences.append(
+            f"{row['variant']}: {row['fallen']} of its seeds and {row['plain_fallen']} of the plain learner's collapse "
+            "undisturbed; they have no score"
+        )
+    without_margin = list(dict.fromkeys(gains[gains.centre == "given"].perturbation))
+    if without_margin:
+        sentences.append(f"magnitudes are centred on the one given, not on a margin: {', '.join(without_margin)}")
+    if structures:
+        sentences.append(
+            f"{', '.join(structures)}: another network or other settings, so that lanes share only the seed with the "
+            "plain learner's, not its randomness, and differences are less precise"
+        )
+    return sentences
+
+
+def magnitude_cells(ladder: Mapping[str, Any]) -> list[str]:
+    """Returns the cells of a ladder, given as `Ladder.json`: perturbation, onset, magnitudes, and the central one."""
+    magnitudes = ", ".join(f"{magnitude:.3g}" for magnitude in ladder["magnitudes"])
+    centre = "the plain learner's margin" if ladder["centre"] == "margin" else "the magnitude given"
+    return [ladder["perturbation"], f"from step {ladder['onset']}", magnitudes, f"(centred on {centre})"]
+
+
+def _gain_cells(row: dict[str, Any], row_verdict: str) -> list[str]:
+    return [
+        row["variant"],
+        row["perturbation"],
+        _number(row["score"]),
+        _number(row["plain_score"]),
+        _with_interval(row, "difference", "+.2g"),
+        _with_interval(row, "ratio", ".2g"),
+        row_verdict,
+    ]
+
+
+def _cost_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["variant"],
+        _number(row["performance"]),
+        _number(row["plain_performance"]),
+        _with_interval(row, "performance_difference", "+.3g"),
+        _with_interval(row, "step_time", ".3g") if "step_time" in row else "-",
+    ]
+
+
+def _activity_cells(row: dict[str, Any]) -> list[str]:
+    shares = (row["acted"], row["acted_undisturbed"])
+    cells = ["-" if math.isnan(share) else f"{share:.1%}" for share in shares]
+    return [row["variant"], row["remedy"], row["perturbation"], *cells]
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def _with_interval(row: dict[str, Any], name: str, spec: str) -> str:
+    value, low, high = (row[name + end] for end in ("", "_low", "_high"))
+    if math.isnan(value):
+        return "-"
+    return f"{value:{spec}}" if math.isnan(low) else f"{value:{spec}} [{low:{spec}}, {high:{spec}}]"

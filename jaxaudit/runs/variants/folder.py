@@ -1,4 +1,4 @@
-"""A comparison in a folder: an ordinary run of each variant, and tables; a comparison that was stopped is resumed."""
+"""The command `jaxaudit compare`: a comparison of variants in a folder, with an ordinary run of each, and tables."""
 
 from __future__ import annotations
 
@@ -7,31 +7,42 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
 from jaxaudit.analysis.run_reader import table
+from jaxaudit.core.learner import Learner
 from jaxaudit.core.perturbation import Chain, Perturbation
-from jaxaudit.core.remedied_learner import same_beginning
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runs.margins.folder import search_margins
+from jaxaudit.runs.margins.folder import created_and_locked, search_margins, stored_names
 from jaxaudit.runs.margins.search import MarginSettings
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import is_finished
 from jaxaudit.runs.variants import scoring
-from jaxaudit.runs.variants.compare import FRESH, PLAIN, TOLERANCE, Comparison, confirm, others_than
-from jaxaudit.runs.variants.design import REACH, Ladder, check_windows, magnitude_ladders
+from jaxaudit.runs.variants.compare import FRESH, PLAIN, TOLERANCE, Centre, Comparison, compare_learners
+from jaxaudit.runs.variants.scoring import REACH, Ladder, check_windows, magnitude_ladders
 from jaxaudit.runtime.backends.backend import Workers
 from jaxaudit.runtime.errors import Interrupted, UserError, placed
-from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, parse_toml, write_text
+from jaxaudit.runtime.files import parse_toml, write_text
 from jaxaudit.spec.document import Spec, listed, read, remedy_values, spec_text
 from jaxaudit.spec.sections import Asked
 from jaxaudit.spec.tables import TomlTable, given, section, to_text
 
 MOST_FRESH = 1000
+"""The largest number of fresh seeds that a spec may ask for."""
+
+SPEC, PILOT, VARIANTS, CONFIRMATION = "compare.toml", "pilot", "variants", "confirmation"
+SUMMARY, TIMES = "compare.json", "step_times.csv"
+
+BOUGHT, CONFIRMED, PAID, ACTED = "bought.csv", "confirmed.csv", "paid.csv", "acted.csv"
+"""The files of the tables of `Comparison`, each named as its field."""
+
+LEVEL = 0.95
+"""The confidence level of the intervals in the tables."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +65,23 @@ class ComparisonSpec:
     """The spec of a comparison.
 
     Attributes:
-      spec: the plain learner's.
-      variants: what is compared with the plain learner.
+      spec: the plain learner's spec.
+      variants: the variants that are compared with the plain learner.
       centre, fresh: as in `jaxaudit.compare`.
       source: the file it was read from, for error messages; equality ignores it.
     """
 
     spec: Spec
     variants: tuple[VariantSpec, ...]
-    centre: Literal["margin", "given"] = "margin"
+    centre: Centre = "margin"
     fresh: int = FRESH
     source: str = field(default="spec", compare=False)
 
     def to_toml(self) -> str:
-        """TOML text with every default written out; `parse` gives the same again."""
-        own = len(self.spec.remedies)
+        """Returns TOML text with every default written out, which `parse` reads as an equal spec."""
+        n_plain = len(self.spec.remedies)
         variants = [
-            {"name": v.name, "learner": dict(v.learner) or None, "remedy": remedy_values(v.spec.remedies[own:])}
+            {"name": v.name, "learner": dict(v.learner) or None, "remedy": remedy_values(v.spec.remedies[n_plain:])}
             for v in self.variants
         ]
         compare = {"centre": self.centre, "fresh": self.fresh}
@@ -78,71 +89,73 @@ class ComparisonSpec:
 
 
 def load(path: Path) -> ComparisonSpec:
-    """Reads the spec of a comparison from a file. Raises UserError if the file cannot be read or is not one."""
+    """Reads the spec of a comparison from a file. Raises UserError if the file cannot be read or is not valid."""
     return parse(spec_text(path), str(path), path.parent)
 
 
 def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonSpec:
-    """Reads a comparison from TOML text; `source` begins the sentence of every UserError."""
+    """Reads the spec of a comparison from TOML text.
+
+    Args:
+      text: the TOML document.
+      source: the name of the document, with which the message of every UserError begins.
+      folder: the folder to which paths in the spec are relative.
+
+    Raises:
+      UserError: the text is not TOML, or not a valid spec.
+    """
     document = parse_toml(text, source)
-    own = {name: document.pop(name) for name in ("compare", "variant") if name in document}
-    if "variant" not in own:
+    own_tables = {name: document.pop(name) for name in ("compare", "variant") if name in document}
+    if "variant" not in own_tables:
         raise UserError(f"{source}: there is no table [[variant]], so there is nothing to compare with")
     spec = read(document, source, folder)
-    sections = TomlTable(own, source, ("compare", "variant"))
-    table = section(sections, "compare", ["centre", "fresh"], {})
-    fresh = table.get("fresh", int, FRESH)
+    sections = TomlTable(own_tables, source, ("compare", "variant"))
+    options = section(sections, "compare", ["centre", "fresh"], {})
+    fresh = options.get("fresh", int, FRESH)
     if not 0 <= fresh <= MOST_FRESH:
-        raise UserError(f"{table.place}: fresh must be from 0 to {MOST_FRESH} seeds, not {fresh}")
+        raise UserError(f"{options.place}: fresh must be from 0 to {MOST_FRESH} seeds, not {fresh}")
     variants = tuple(_variant(values, place, document, folder) for values, place in listed(sections, "variant"))
     _check_names(variants, source)
     if not spec.perturbations:
         raise UserError(f"{source}: there is no table [[perturbation]], so there is nothing to compare under")
-    centre = table.get("centre", Literal["margin", "given"], "margin")
-    return ComparisonSpec(spec, variants, centre, fresh, source)
+    return ComparisonSpec(spec, variants, options.get("centre", Centre, "margin"), fresh, source)
 
 
 def _variant(values: Any, place: str, document: dict[str, Any], folder: Path) -> VariantSpec:
-    table = TomlTable(values, place, ("name", "learner", "remedy"))
-    name = table.get("name", str)
-    changed = table.raw("learner")
-    changed = {} if changed is None else changed
-    if not isinstance(changed, dict):
-        raise UserError(f"{place}: learner must be a table of settings, not {given(changed)}")
-    if "kind" in changed and changed["kind"] != document["learner"].get("kind"):
+    variant = TomlTable(values, place, ("name", "learner", "remedy"))
+    name = variant.get("name", str)
+    settings = variant.raw("learner")
+    settings = {} if settings is None else settings
+    if not isinstance(settings, dict):
+        raise UserError(f"{place}: learner must be a table of settings, not {given(settings)}")
+    if "kind" in settings and settings["kind"] != document["learner"].get("kind"):
         raise UserError(f"{place}: a variant has other settings of the same kind of learner, not another kind")
-    remedies = table.raw("remedy")
-    if not changed and not remedies:
+    remedies = variant.raw("remedy")
+    if not settings and not remedies:
         raise UserError(f"{place}: '{name}' has neither a [[variant.remedy]] nor other settings in 'learner'")
     if remedies is not None and not isinstance(remedies, list):
         raise UserError(f"{place}: remedies must be tables [[variant.remedy]], not {given(remedies)}")
-    own = document | {"learner": document["learner"] | changed}
+    variant_document = document | {"learner": document["learner"] | settings}
     if remedies:
-        own["remedy"] = [*document.get("remedy", []), *remedies]
-    return VariantSpec(name, changed, read(own, f"{place} ('{name}')", folder))
+        variant_document["remedy"] = [*document.get("remedy", []), *remedies]
+    return VariantSpec(name, settings, read(variant_document, f"{place} ('{name}')", folder))
 
 
 def _check_names(variants: tuple[VariantSpec, ...], source: str) -> None:
-    seen: dict[str, str] = {slug_of(PLAIN): PLAIN}
+    name_of: dict[str, str] = {slug_of(PLAIN): PLAIN}
     for variant in variants:
         if not (0 < len(variant.name) <= 100 and variant.name.isprintable() and variant.name.strip()):
             raise UserError(f"{source}: a variant's name must be 1 to 100 printable characters")
         slug = slug_of(variant.name)
-        if slug in seen:
-            raise UserError(f"{source}: a variant cannot be called '{variant.name}', since there is '{seen[slug]}'")
-        seen[slug] = variant.name
+        if slug in name_of:
+            raise UserError(f"{source}: a variant cannot be called '{variant.name}', since there is '{name_of[slug]}'")
+        name_of[slug] = variant.name
 
 
 def slug_of(name: str) -> str:
-    """Returns a folder's name for a variant's name."""
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
-    return kept.strip("-.").lower() or "variant"
-
-
-SPEC, PILOT, VARIANTS, CONFIRMATION = "compare.toml", "pilot", "variants", "confirmation"
-BOUGHT, CONFIRMED, PAID, TIMES = "bought.csv", "confirmed.csv", "paid.csv", "step_times.csv"
-ACTED = "acted.csv"
-SUMMARY = "compare.json"
+    """Returns the name of a variant's folder: lower-case ASCII letters, digits, dots, underscores and hyphens."""
+    slug = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
+    return slug.strip("-.").lower() or "variant"
 
 
 def compare_in(comparison: ComparisonSpec, folder: Path, workers: Workers | None = None) -> Comparison:
@@ -153,78 +166,65 @@ def compare_in(comparison: ComparisonSpec, folder: Path, workers: Workers | None
       folder: a new folder, or one of the same comparison. It gets `compare.toml`; `pilot`, a run of the plain learner
         for its margins; `variants/NAME`, a run of each variant; `confirmation/NAME`, runs on fresh seeds; and the
         tables of `Comparison` as CSV files.
-      workers: processes that train; None: this process.
+      workers: the processes that train; None: this process.
 
     Raises:
       UserError: the folder holds something else, or a spec cannot be run; nothing is created then.
       Interrupted: Ctrl-C; the same command resumes the comparison.
     """
     specs = {PLAIN: comparison.spec} | {variant.name: variant.spec for variant in comparison.variants}
-    learners = {name: spec.build().program.learner for name, spec in specs.items()}  # or a mistake shows hours later
-    _check(comparison, folder)
+    # All learners are built before anything is trained, or an error in a spec would show hours later.
+    learners = {name: spec.build().program.learner for name, spec in specs.items()}
+    _check_folder(comparison, folder)
     with placed(comparison.source):
         steps, metrics = comparison.spec.audit.steps, comparison.spec.metrics
         check_windows(magnitude_ladders(_perturbations(comparison.spec), steps), steps, metrics)
     with _locked_folder(comparison, folder):
         try:
-            return _compared(specs, learners, comparison, folder, workers)
+            return _run_comparison(specs, learners, comparison, folder, workers)
         except (Interrupted, KeyboardInterrupt):
             raise Interrupted("stopped; the same command resumes the comparison") from None
 
 
-def _check(comparison: ComparisonSpec, folder: Path) -> None:
+def _check_folder(comparison: ComparisonSpec, folder: Path) -> None:
     """Raises UserError if a folder holds anything but this comparison."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} exists and is not a folder")
-    found = [name for name in names(folder) if not name.startswith(UNFINISHED)] if folder.exists() else []
-    if not found:
+    if not stored_names(folder, SPEC):
         return
-    check_contents(folder)
-    if SPEC not in found:
-        raise UserError(f"the folder {folder} exists and is not empty; give another with -o")
     if parse((folder / SPEC).read_text(encoding="utf-8"), str(folder / SPEC)).to_toml() != comparison.to_toml():
         raise UserError(f"{folder} holds another comparison; give another folder with -o")
 
 
 @contextmanager
 def _locked_folder(comparison: ComparisonSpec, folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {folder}: {error.strerror or error}") from None
-    with locked(folder, f"the comparison in {folder}"):
+    with created_and_locked(folder, "the comparison"):
         write_text(folder / SPEC, comparison.to_toml())
         yield
 
 
-def _compared(
-    specs: dict[str, Spec], learners: dict[str, Any], comparison: ComparisonSpec, folder: Path, workers: Workers | None
+def _run_comparison(
+    specs: dict[str, Spec],
+    learners: dict[str, Learner],
+    comparison: ComparisonSpec,
+    folder: Path,
+    workers: Workers | None,
 ) -> Comparison:
-    level = 0.95
-    found = _margins(comparison.spec, folder / PILOT, workers) if comparison.centre == "margin" else None
-    tried = magnitude_ladders(_perturbations(comparison.spec), comparison.spec.audit.steps, found)
+    margins = _margins(comparison.spec, folder / PILOT, workers) if comparison.centre == "margin" else None
+    ladders = magnitude_ladders(_perturbations(comparison.spec), comparison.spec.audit.steps, margins)
 
-    def lanes_of(name: str, place: str, some: Sequence[Ladder], seeds: Sequence[int] | None = None) -> pd.DataFrame:
-        spec = _at(specs[name], name, some, seeds)
-        return _lanes(spec, folder / place / slug_of(name), workers)
+    def train(name: str, ladders: Sequence[Ladder], fresh_seeds: Sequence[int] | None) -> pd.DataFrame:
+        spec = _under(specs[name], name, ladders, fresh_seeds)
+        runs = folder / (VARIANTS if fresh_seeds is None else CONFIRMATION)
+        return _lanes(spec, runs / slug_of(name), workers)
 
-    lanes = {name: lanes_of(name, VARIANTS, tried) for name in specs}
-    others = {name: own for name, own in lanes.items() if name != PLAIN}
-    bought = scoring.bought(lanes[PLAIN], others, tried, level)
-    _write(folder / BOUGHT, bought)
-    fresh = others_than(sorted(set(lanes[PLAIN].seed)), comparison.fresh)
-    confirmed = confirm(
-        bought, tried, fresh, lambda name, some, seeds: lanes_of(name, CONFIRMATION, some, seeds), level
+    result = compare_learners(
+        learners,
+        ladders,
+        comparison.fresh,
+        train,
+        partial(_step_times, specs, folder / TIMES),
+        level=LEVEL,
+        store=lambda name, rows: _write(folder / f"{name}.csv", rows),
     )
-    _write(folder / CONFIRMED, confirmed)
-    paid = scoring.paid(lanes[PLAIN], others, tried, level)
-    times = _step_times(specs, folder / TIMES)
-    paid = paid.assign(**pd.DataFrame([scoring.relative(times[name], times[PLAIN], level) for name in others]))
-    _write(folder / PAID, paid)
-    acted = scoring.acted(others, tried)
-    _write(folder / ACTED, acted)
-    structures = tuple(name for name in others if not same_beginning(learners[name], learners[PLAIN]))
-    result = Comparison(bought, confirmed, paid, acted, tuple(tried), structures, lanes, level)
     write_text(folder / SUMMARY, json.dumps(result.json(), indent=2) + "\n")
     return result
 
@@ -235,13 +235,13 @@ def _perturbations(spec: Spec) -> list[Perturbation | Chain]:
 
 def _margins(spec: Spec, folder: Path, workers: Workers | None) -> Margins:
     _run(spec, folder, workers)
-    chosen = MarginSettings(tolerance=TOLERANCE, reach=REACH, criterion="collapse")
-    return search_margins(folder, None, None, chosen, workers)
+    settings = MarginSettings(tolerance=TOLERANCE, reach=REACH, criterion="collapse")
+    return search_margins(folder, None, None, settings, workers)
 
 
-def _at(spec: Spec, name: str, some: Sequence[Ladder], seeds: Sequence[int] | None) -> Spec:
+def _under(spec: Spec, name: str, ladders: Sequence[Ladder], seeds: Sequence[int] | None) -> Spec:
     """Returns a variant's spec with the perturbations of some ladders, and with other seeds if given."""
-    entries = tuple(Asked(one) for ladder in some for one in ladder.perturbations)
+    entries = tuple(Asked(perturbation) for ladder in ladders for perturbation in ladder.perturbations)
     audit = replace(spec.audit, name=f"{spec.audit.name}: {name}"[:100])
     if seeds is not None:
         audit = replace(audit, seeds=tuple(seeds))
@@ -250,18 +250,19 @@ def _at(spec: Spec, name: str, some: Sequence[Ladder], seeds: Sequence[int] | No
 
 def _lanes(spec: Spec, folder: Path, workers: Workers | None) -> pd.DataFrame:
     _run(spec, folder, workers)
-    found = table(folder / "metrics.csv", ("condition", "perturbation", "dimension", "site", "target", "reason"))
-    if found is None:
+    lanes = table(folder / "metrics.csv", ("condition", "perturbation", "dimension", "site", "target", "reason"))
+    if lanes is None:
         raise UserError(f"the run in {folder} has lost its metrics.csv; remove its folder, and it is trained again")
-    return found
+    return lanes
 
 
 def _run(spec: Spec, folder: Path, workers: Workers | None) -> None:
     store = Folder(folder)
-    if store.spec.exists() and is_finished(store):
+    exists = store.spec.exists()
+    if exists and is_finished(store):
         return
     print(f"{folder}:", file=sys.stderr)
-    if store.spec.exists():
+    if exists:
         durable.resume(folder, workers)
     else:
         folder.parent.mkdir(exist_ok=True)
@@ -269,12 +270,12 @@ def _run(spec: Spec, folder: Path, workers: Workers | None) -> None:
 
 
 def _step_times(specs: dict[str, Spec], path: Path) -> pd.DataFrame:
-    """Returns seconds per step, a column for each variant and a row for each turn, measured once for a folder."""
+    """Returns seconds per step, `[turns, variants]`, which are measured once and stored at `path`."""
     if path.exists():
         return pd.read_csv(path)
     print("time of a step: all variants, in turns", file=sys.stderr)
     grids = {name: replace(spec, perturbations=()).build() for name, spec in specs.items()}
-    times = pd.DataFrame(scoring.step_seconds({name: replace(grid, tail=grid.steps) for name, grid in grids.items()}))
+    times = pd.DataFrame(scoring.time_steps({name: replace(grid, tail=grid.steps) for name, grid in grids.items()}))
     _write(path, times)
     return times
 

@@ -1,96 +1,149 @@
-"""Scores of variants, paired by seed with the plain learner's, and what the variants cost, with exact intervals."""
+"""Magnitudes at which variants are compared, their scores paired by seed with the plain learner's, and their costs."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from jaxaudit.analysis.statistics import ranks, seeds_for
-from jaxaudit.analysis.statistics.paired import collapsed, holm, sign_flips
+from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.statistics import collapsed, ranks, seeds_for
+from jaxaudit.analysis.statistics.paired import holm, sign_flips
 from jaxaudit.core.batches import Batch, Plan, layout
 from jaxaudit.core.channel_names import ACTED
 from jaxaudit.core.grid import Grid
+from jaxaudit.core.perturbation import Chain, Perturbation, Sweep
 from jaxaudit.core.program import LaneState
 from jaxaudit.execution import memory
-from jaxaudit.runs.variants.design import Ladder, conditions_of
+from jaxaudit.runs.margins.directions import Direction, directions
+from jaxaudit.runs.margins.table import Margins
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""The magnitudes at which variants are compared, as multiples of the plain learner's margin or the given magnitude."""
+
+REACH = 100.0
+"""How many times beyond the given magnitude the plain learner's margin is searched."""
+
+MAX_CONFIRMED = 12
+"""The largest number of pairs of variant and perturbation that are measured again on fresh seeds."""
 
 TURNS = 11
 """How many times every program is timed; with 11 the interval of the median has a coverage of 0.99."""
 
-SECONDS = 0.3
-"""The least duration of one timing, as far as the number of steps in a run allows."""
+MIN_SECONDS = 0.3
+"""The shortest duration of one timing, as far as the number of steps in a run allows."""
 
 
-def step_seconds(grids: Mapping[str, Grid], turns: int = TURNS) -> dict[str, list[float]]:
-    """Times the undisturbed lanes of several grids, one grid after the other in each turn.
+@dataclass(frozen=True)
+class Ladder:
+    """A perturbation at several magnitudes, from mild to harsh.
+
+    Attributes:
+      name: the perturbation's name, unique among the ladders of a comparison.
+      onset: the step at which it begins.
+      perturbations: what is audited: one perturbation with a sweep of magnitudes, or a chain for each magnitude.
+      magnitudes: the magnitudes of the perturbation, or of a chain's first part, from the mildest to the harshest.
+      factors: each magnitude divided by the central one.
+      centre: what the central magnitude is: "margin", the plain learner's, or "given", the one in the spec.
+    """
+
+    name: str
+    onset: int
+    perturbations: tuple[Perturbation | Chain, ...]
+    magnitudes: tuple[float, ...]
+    factors: tuple[float, ...]
+    centre: str
+
+    def json(self) -> dict[str, Any]:
+        """Returns the perturbation and its magnitudes as JSON types."""
+        return {
+            "perturbation": self.name,
+            "onset": self.onset,
+            "centre": self.centre,
+            "magnitudes": list(self.magnitudes),
+        }
+
+
+def magnitude_ladders(
+    perturbations: Sequence[Perturbation | Chain], steps: int, margins: Margins | None = None
+) -> list[Ladder]:
+    """Returns a ladder of magnitudes for each perturbation.
+
+    Magnitudes that are neutral or outside the range of the perturbation are left out.
 
     Args:
-      grids: by name; all have the same number of seeds.
-      turns: how many times each is timed.
+      perturbations: each with its window, target and given magnitude.
+      steps: the length of the runs.
+      margins: the plain learner's margins; None: each ladder is centred on the given magnitude.
 
-    Returns:
-      for each name, seconds per step of all its lanes together, one number for each turn.
+    Raises:
+      ValueError: a perturbation has only neutral or infinite magnitudes, or there is no perturbation.
     """
-    timed = {name: _Timed(grid) for name, grid in grids.items()}
-    found: dict[str, list[float]] = {name: [] for name in grids}
-    for _ in range(turns):
-        for name, one in timed.items():
-            found[name].append(one.turn())
-    return found
+    if margins is None:
+        ladders = [_ladder(direction, math.nan) for direction in directions(perturbations, steps, 1, REACH)]
+    else:
+        ladders = [
+            _ladder(direction, estimate.median.value)
+            for direction, estimate in zip(margins.plan.directions, margins.estimates, strict=True)
+        ]
+    if not ladders:
+        raise ValueError("there is no perturbation to compare variants under")
+    return ladders
 
 
-def relative(times: Sequence[float], plain: Sequence[float], level: float = 0.95) -> dict[str, float]:
-    """Returns the median over turns of the ratio of two times, `step_time`, with its interval `_low` and `_high`."""
-    ratios = np.sort(np.asarray(times) / np.asarray(plain))
-    low, high, coverage = ranks(ratios.size, level)
-    bounds = (ratios[low - 1], ratios[high - 1]) if coverage >= level else (math.nan, math.nan)
-    names = ("step_time", "step_time_low", "step_time_high")
-    return dict(zip(names, map(float, (np.median(ratios), *bounds)), strict=True))
+def _ladder(direction: Direction, margin: float) -> Ladder:
+    """Returns the ladder around a margin, a log scale; around the given magnitude if the margin is not finite."""
+    centre = "margin" if math.isfinite(margin) else "given"
+    middle = margin if centre == "margin" else direction.initial[(len(direction.initial) - 1) // 2]
+    factors: dict[tuple[float, ...], float] = {}
+    for factor in FACTORS:
+        magnitudes = direction.magnitudes(middle + math.log(factor))
+        if magnitudes[0] != direction.axes[0].perturbation.neutral:
+            factors.setdefault(magnitudes, factor)
+    first_magnitudes = tuple(magnitudes[0] for magnitudes in factors)
+    perturbations: tuple[Perturbation | Chain, ...]
+    if len(direction.axes) == 1:
+        perturbations = (replace(direction.axes[0].perturbation, magnitude=Sweep(first_magnitudes)),)
+    else:
+        perturbations = tuple(
+            Chain(
+                tuple(
+                    replace(axis.perturbation, magnitude=magnitude)
+                    for axis, magnitude in zip(direction.axes, magnitudes, strict=True)
+                )
+            )
+            for magnitudes in factors
+        )
+    return Ladder(direction.name, direction.onset, perturbations, first_magnitudes, tuple(factors.values()), centre)
 
 
-class _Timed:
-    """The undisturbed program of a grid, compiled, and the state of its lanes."""
-
-    def __init__(self, grid: Grid):
-        def undisturbed(most: int | None) -> Plan:
-            return [batch for batch in layout(grid, most) if not batch.disturbed]
-
-        self._engine, plan, _ = memory.fit(grid, grid.steps, undisturbed)
-        self._batch: Batch = max(plan, key=lambda batch: len(batch.seeds))
-        self._steps = grid.steps
-        self._each = 1
-        self._begin()
-        self._go()
-        once = self._go()
-        self._each = max(1, min(math.ceil(SECONDS / once), grid.steps - 1))
-        self._begin()
-
-    def _begin(self) -> None:
-        self._states: LaneState = self._engine.initial(self._batch)
-        self._at = 0
-
-    def _go(self) -> float:
-        start, stop = self._at, min(self._at + self._each, self._steps)
-        begun = time.perf_counter()
-        self._states, _ = self._engine.advance(self._batch, self._states, start, stop)
-        self._at = stop
-        return (time.perf_counter() - begun) / (stop - start)
-
-    def turn(self) -> float:
-        """Trains some steps further, or from the beginning at the end of the run, and returns seconds per step."""
-        if self._at + self._each > self._steps:
-            self._begin()
-        return self._go()
+def check_windows(ladders: Sequence[Ladder], steps: int, settings: MetricSettings) -> None:
+    """Raises ValueError if a run is too short for a collapse to be recognised."""
+    for ladder in ladders:
+        left = steps - ladder.onset
+        if left < settings.hold:
+            raise ValueError(
+                f"no collapse could be recognised: only {left} steps follow the onset of {ladder.name}, fewer than "
+                f"hold = {settings.hold} in the metrics' windows"
+            )
 
 
-MOST_CONFIRMED = 12
-"""How many pairs of variant and perturbation are tried again on fresh seeds, at most."""
+def condition_indices(ladders: Sequence[Ladder]) -> list[tuple[int, ...]]:
+    """Returns, for each ladder, the indices of its control and its conditions in the grid of all ladders."""
+    indices: list[tuple[int, ...]] = [()] * len(ladders)
+    position = 0
+    for onset in sorted({ladder.onset for ladder in ladders}):
+        control, position = position, position + 1
+        for i, ladder in enumerate(ladders):
+            if ladder.onset == onset:
+                indices[i] = (control, *range(position, position + len(ladder.magnitudes)))
+                position += len(ladder.magnitudes)
+    return indices
 
 
 @dataclass(frozen=True)
@@ -100,98 +153,56 @@ class Scores:
     Attributes:
       survived: for each seed, the number of magnitudes at which its lane does not collapse, float `[seeds]`; NaN where
         the undisturbed lane collapses or a collapse time is unknown.
-      fallen: bool `[seeds]`, whether the undisturbed lane collapses.
-      low, high: `[seeds]`, the harshest magnitude that a seed survives and the mildest at which it collapses, which
-        bracket its threshold; NaN where there is none, or a seed survives a magnitude harsher than one at which it
-        collapses.
+      collapsed_undisturbed: whether the undisturbed lane collapses, bool `[seeds]`.
+      low, high: the bracket of each seed's threshold, `[seeds]`: the harshest magnitude that it survives, and the
+        mildest at which it collapses; NaN where there is none, or the seed survives a magnitude harsher than one at
+        which it collapses.
     """
 
     survived: np.ndarray
-    fallen: np.ndarray
+    collapsed_undisturbed: np.ndarray
     low: np.ndarray
     high: np.ndarray
 
 
-def score(lanes: pd.DataFrame, ladders: Sequence[Ladder]) -> list[Scores]:
+def scores(lanes: pd.DataFrame, ladders: Sequence[Ladder]) -> list[Scores]:
     """Returns the scores of a run's lanes for each ladder, seeds in ascending order."""
-    times = _wide(lanes, "collapse_time")
-    return [_scores(times, ladder, places) for ladder, places in zip(ladders, conditions_of(ladders), strict=True)]
+    times = _by_seed_and_condition(lanes, "collapse_time")
+    pairs = zip(ladders, condition_indices(ladders), strict=True)
+    return [_scores(times[list(indices)].to_numpy(float), ladder) for ladder, indices in pairs]
 
 
-def _wide(lanes: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Returns a column of the lanes' table with a row for each seed, ascending, and a column for each condition."""
+def _by_seed_and_condition(lanes: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Returns a column of a lane table as `[seeds, conditions]`: seeds ascending, conditions numbered in order."""
     wide = lanes.pivot(index="seed", columns="condition", values=column).sort_index()
-    in_order = wide[list(dict.fromkeys(lanes.condition))]
-    return in_order.set_axis(range(in_order.shape[1]), axis=1)
+    ordered = wide[list(dict.fromkeys(lanes.condition))]
+    return ordered.set_axis(range(ordered.shape[1]), axis=1)
 
 
-def _scores(times: pd.DataFrame, ladder: Ladder, places: tuple[int, ...]) -> Scores:
-    control = collapsed(times[places[0]])
-    fell = np.stack([collapsed(times[place]) for place in places[1:]], axis=1)
-    survived = np.where(control == 0, (1.0 - fell).sum(axis=1), np.nan)
-    magnitudes = np.array(ladder.magnitudes)
-    low, high = np.full(len(fell), np.nan), np.full(len(fell), np.nan)
-    for seed, row in enumerate(fell):
+def _scores(times: np.ndarray, ladder: Ladder) -> Scores:
+    """Returns the scores from collapse times `[seeds, 1 + magnitudes]`, the control's first."""
+    control, outcomes = collapsed(times[:, 0]), collapsed(times[:, 1:])
+    survived = np.where(control == 0, (1.0 - outcomes).sum(axis=1), np.nan)
+    low, high = np.full(len(outcomes), np.nan), np.full(len(outcomes), np.nan)
+    for seed, row in enumerate(outcomes):
         if control[seed] or np.isnan(row).any() or (np.diff(row) < 0).any():
             continue
         count = int((row == 0).sum())
-        low[seed] = magnitudes[count - 1] if count else np.nan
-        high[seed] = magnitudes[count] if count < len(magnitudes) else np.nan
+        low[seed] = ladder.magnitudes[count - 1] if count else np.nan
+        high[seed] = ladder.magnitudes[count] if count < len(ladder.magnitudes) else np.nan
     return Scores(survived, control == 1, low, high)
 
 
-def cell(plain: Scores, variant: Scores, ladder: Ladder, level: float) -> dict[str, Any]:
-    """Compares a variant with the plain learner on the same seeds, under one perturbation; columns as in `bought`."""
-    both = ~np.isnan(plain.survived) & ~np.isnan(variant.survived)
-    found = sign_flips(variant.survived[both] - plain.survived[both], level=level)
-    ratio = ratio_of_thresholds(plain, variant, level)
-    return {
-        "magnitudes": len(ladder.magnitudes),
-        "centre": ladder.centre,
-        "score": _mean(variant.survived[both]),
-        "plain_score": _mean(plain.survived[both]),
-        "difference": found.value,
-        "difference_low": found.low,
-        "difference_high": found.high,
-        "p": found.p,
-        "seeds": found.n,
-        "detectable": found.detectable,
-        "fallen": int(variant.fallen.sum()),
-        "plain_fallen": int(plain.fallen.sum()),
-        **ratio,
-    }
-
-
-def ratio_of_thresholds(plain: Scores, variant: Scores, level: float) -> dict[str, float]:
-    """Returns the median ratio of the variant's threshold to the plain learner's, with an interval.
-
-    Only seeds whose threshold is bracketed in both count. The ends of the brackets bound each seed's ratio, and order
-    statistics of these bounds are the interval of the median. The estimate is the median ratio of the brackets'
-    geometric means. NaN where there are too few of these seeds for an interval.
-    """
-    with np.errstate(invalid="ignore", divide="ignore"):
-        least, most = np.log(variant.low / plain.high), np.log(variant.high / plain.low)
-    closed = np.isfinite(least) & np.isfinite(most)
-    n = int(closed.sum())
-    names = ("ratio", "ratio_low", "ratio_high", "ratio_seeds")
-    if n < seeds_for(level):
-        return dict(zip(names, (math.nan, math.nan, math.nan, n), strict=True))
-    lows, highs = np.sort(np.minimum(least, most)[closed]), np.sort(np.maximum(least, most)[closed])
-    middle = np.median((least + most)[closed] / 2)
-    first, last, _ = ranks(n, level)
-    return dict(zip(names, (*np.exp([middle, lows[first - 1], highs[last - 1]]).tolist(), n), strict=True))
-
-
-def bought(
+def gain_table(
     plain: pd.DataFrame, variants: Mapping[str, pd.DataFrame], ladders: Sequence[Ladder], level: float = 0.95
 ) -> pd.DataFrame:
     """Returns how many more magnitudes each variant survives than the plain learner, for each perturbation.
 
     Args:
         plain, variants: lanes of the plain learner and, by name, of variants on the same seeds: columns seed, condition
-            and collapse_time, the conditions in the order of `design.conditions_of`.
+            and collapse_time, the conditions in the order of `condition_indices`.
         ladders: the perturbations and magnitudes that were tried.
-        level: coverage of the intervals.
+        level: the confidence level of the intervals.
 
     Returns:
         columns `variant`, `perturbation`, `onset`; `score` and `plain_score`, means over the seeds whose undisturbed
@@ -200,70 +211,115 @@ def bought(
         collapses; `ratio` of thresholds with `_low`, `_high` and `ratio_seeds`; `magnitudes`, how many were tried, and
         their `centre`.
     """
-    before = score(plain, ladders)
-    rows = []
-    for name, lanes in variants.items():
-        for ladder, one, other in zip(ladders, before, score(lanes, ladders), strict=True):
-            rows.append(
-                {"variant": name, "perturbation": ladder.name, "onset": ladder.onset, **cell(one, other, ladder, level)}
-            )
-    return pd.DataFrame(rows)
+    plain_scores = scores(plain, ladders)
+    return pd.DataFrame(
+        [
+            {
+                "variant": name,
+                "perturbation": ladder.name,
+                "onset": ladder.onset,
+                **_gain(plain_score, variant_score, ladder, level),
+            }
+            for name, lanes in variants.items()
+            for ladder, plain_score, variant_score in zip(ladders, plain_scores, scores(lanes, ladders), strict=True)
+        ]
+    )
 
 
-def standing_out(cells: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows whose interval excludes zero, at most `MOST_CONFIRMED`, by p and then by size."""
-    apart = cells[(cells.difference_low > 0) | (cells.difference_high < 0)]
-    order = np.lexsort((-apart.difference.abs(), apart.p))
-    return apart.iloc[order[:MOST_CONFIRMED]]
+def _gain(plain: Scores, variant: Scores, ladder: Ladder, level: float) -> dict[str, Any]:
+    in_both = ~np.isnan(plain.survived) & ~np.isnan(variant.survived)
+    gain = sign_flips(variant.survived[in_both] - plain.survived[in_both], level=level)
+    return {
+        "magnitudes": len(ladder.magnitudes),
+        "centre": ladder.centre,
+        "score": _nan_mean(variant.survived[in_both]),
+        "plain_score": _nan_mean(plain.survived[in_both]),
+        "difference": gain.value,
+        "difference_low": gain.low,
+        "difference_high": gain.high,
+        "p": gain.p,
+        "seeds": gain.n,
+        "detectable": gain.detectable,
+        "fallen": int(variant.collapsed_undisturbed.sum()),
+        "plain_fallen": int(plain.collapsed_undisturbed.sum()),
+        **_threshold_ratio(plain, variant, level),
+    }
 
 
-def confirmed(cells: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
+def _threshold_ratio(plain: Scores, variant: Scores, level: float) -> dict[str, float]:
+    """Returns the median ratio of the variant's threshold to the plain learner's, with an interval.
+
+    Only seeds whose threshold is bracketed in both count. The ends of the brackets bound each seed's ratio, and order
+    statistics of these bounds are the interval of the median. The estimate is the median ratio of the brackets'
+    geometric means. All are NaN where there are too few of these seeds for an interval.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        least, most = np.log(variant.low / plain.high), np.log(variant.high / plain.low)
+    bracketed = np.isfinite(least) & np.isfinite(most)
+    n = int(bracketed.sum())
+    if n < seeds_for(level):
+        return {"ratio": math.nan, "ratio_low": math.nan, "ratio_high": math.nan, "ratio_seeds": n}
+    lows, highs = np.sort(np.minimum(least, most)[bracketed]), np.sort(np.maximum(least, most)[bracketed])
+    middle = np.median((least + most)[bracketed] / 2)
+    first, last, _ = ranks(n, level)
+    ratio, low, high = np.exp([middle, lows[first - 1], highs[last - 1]]).tolist()
+    return {"ratio": ratio, "ratio_low": low, "ratio_high": high, "ratio_seeds": n}
+
+
+def significant_gains(gains: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows whose interval excludes zero, at most `MAX_CONFIRMED`, by p and then by size."""
+    significant = gains[(gains.difference_low > 0) | (gains.difference_high < 0)]
+    order = np.lexsort((-significant.difference.abs(), significant.p))
+    return significant.iloc[order[:MAX_CONFIRMED]]
+
+
+def adjust_for_multiplicity(gains: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
     """Adds `p_holm`, the p-value adjusted for the number of rows, and `confirmed`, whether it is at most 1 - level."""
-    adjusted = holm(cells.p) if len(cells) else np.array([])
-    return cells.assign(p_holm=adjusted, confirmed=adjusted <= 1 - level)
+    adjusted = holm(gains.p)
+    return gains.assign(p_holm=adjusted, confirmed=adjusted <= 1 - level)
 
 
-def paid(
+def cost_table(
     plain: pd.DataFrame, variants: Mapping[str, pd.DataFrame], ladders: Sequence[Ladder], level: float = 0.95
 ) -> pd.DataFrame:
     """Returns what each variant costs in undisturbed performance, paired by seed; one row for each.
 
-    Args: as for `bought`, with the column final_performance.
+    Args: as for `gain_table`, with the column final_performance.
 
     Returns:
         columns `variant`; `performance` and `plain_performance`, means over seeds at the end of undisturbed lanes;
-        `performance_difference` with `_low`, `_high`, `performance_p`, and `performance_seeds`, those that are finite
-        in both.
+        `performance_difference` with `_low`, `_high`, `performance_p`, and `performance_seeds`, the number of seeds
+        that are finite in both.
     """
-    control = min(places[0] for places in conditions_of(ladders))
+    control = min(indices[0] for indices in condition_indices(ladders))
 
-    def last(lanes: pd.DataFrame) -> np.ndarray:
-        return _wide(lanes, "final_performance")[control].to_numpy(float)
+    def undisturbed(lanes: pd.DataFrame) -> np.ndarray:
+        return _by_seed_and_condition(lanes, "final_performance")[control].to_numpy(float)
 
-    rows, before = [], last(plain)
+    rows, plain_performance = [], undisturbed(plain)
     for name, lanes in variants.items():
-        after = last(lanes)
-        finite = np.isfinite(after) & np.isfinite(before)
-        found = sign_flips(after[finite] - before[finite], level=level)
+        performance = undisturbed(lanes)
+        finite = np.isfinite(performance) & np.isfinite(plain_performance)
+        difference = sign_flips(performance[finite] - plain_performance[finite], level=level)
         rows.append(
             {
                 "variant": name,
-                "performance": _mean(after[finite]),
-                "plain_performance": _mean(before[finite]),
-                "performance_difference": found.value,
-                "performance_difference_low": found.low,
-                "performance_difference_high": found.high,
-                "performance_p": found.p,
-                "performance_seeds": found.n,
+                "performance": _nan_mean(performance[finite]),
+                "plain_performance": _nan_mean(plain_performance[finite]),
+                "performance_difference": difference.value,
+                "performance_difference_low": difference.low,
+                "performance_difference_high": difference.high,
+                "performance_p": difference.p,
+                "performance_seeds": difference.n,
             }
         )
     return pd.DataFrame(rows)
 
 
-def acted(variants: Mapping[str, pd.DataFrame], ladders: Sequence[Ladder]) -> pd.DataFrame:
+def activity_table(variants: Mapping[str, pd.DataFrame], ladders: Sequence[Ladder]) -> pd.DataFrame:
     """Returns how often remedies acted: a row for each variant, remedy that acts while it trains, and perturbation.
 
-    Args: as for `bought`, with columns acted_NAME where lanes have remedies.
+    Args: as for `gain_table`, with columns acted_NAME where lanes have remedies.
 
     Returns:
         columns `variant`, `remedy`, `perturbation`; `acted`, the share of the remedy's applications from the onset on
@@ -272,20 +328,82 @@ def acted(variants: Mapping[str, pd.DataFrame], ladders: Sequence[Ladder]) -> pd
     rows = []
     for variant, lanes in variants.items():
         for column in (str(name) for name in lanes if str(name).startswith(ACTED)):
-            shares = _wide(lanes, column)
-            for ladder, (control, *disturbed) in zip(ladders, conditions_of(ladders), strict=True):
+            shares = _by_seed_and_condition(lanes, column)
+            for ladder, (control, *disturbed) in zip(ladders, condition_indices(ladders), strict=True):
                 rows.append(
                     {
                         "variant": variant,
                         "remedy": column.removeprefix(ACTED),
                         "perturbation": ladder.name,
-                        "acted": _mean(shares[disturbed].to_numpy(float)),
-                        "acted_undisturbed": _mean(shares[control].to_numpy(float)),
+                        "acted": _nan_mean(shares[disturbed].to_numpy(float)),
+                        "acted_undisturbed": _nan_mean(shares[control].to_numpy(float)),
                     }
                 )
     return pd.DataFrame(rows, columns=["variant", "remedy", "perturbation", "acted", "acted_undisturbed"])
 
 
-def _mean(values: np.ndarray) -> float:
+def _nan_mean(values: np.ndarray) -> float:
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else math.nan
+
+
+def time_steps(grids: Mapping[str, Grid], turns: int = TURNS) -> dict[str, list[float]]:
+    """Times the undisturbed lanes of several grids, one grid after the other in each turn.
+
+    Args:
+      grids: by name; all have the same number of seeds.
+      turns: how many times each grid is timed.
+
+    Returns:
+      for each name, the seconds per step of all its lanes together, one number for each turn.
+    """
+    timers = {name: _StepTimer(grid) for name, grid in grids.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in grids}
+    for _ in range(turns):
+        for name, timer in timers.items():
+            seconds[name].append(timer.measure())
+    return seconds
+
+
+def relative_step_time(times: Sequence[float], plain: Sequence[float], level: float = 0.95) -> dict[str, float]:
+    """Returns the median over turns of the ratio of two times, `step_time`, with its interval `_low` and `_high`."""
+    ratios = np.sort(np.asarray(times) / np.asarray(plain))
+    low, high, coverage = ranks(ratios.size, level)
+    ends = (ratios[low - 1], ratios[high - 1]) if coverage >= level else (math.nan, math.nan)
+    names = ("step_time", "step_time_low", "step_time_high")
+    return dict(zip(names, map(float, (np.median(ratios), *ends)), strict=True))
+
+
+class _StepTimer:
+    """The compiled program of a grid's undisturbed lanes, and the state of its lanes."""
+
+    def __init__(self, grid: Grid):
+        def undisturbed(most: int | None) -> Plan:
+            return [batch for batch in layout(grid, most) if not batch.disturbed]
+
+        self._engine, plan, _ = memory.fit(grid, grid.steps, undisturbed)
+        self._batch: Batch = max(plan, key=lambda batch: len(batch.seeds))
+        self._steps = grid.steps
+        self._steps_per_turn = 1
+        self._restart()
+        self._advance()  # a warm-up
+        seconds = self._advance()
+        self._steps_per_turn = max(1, min(math.ceil(MIN_SECONDS / seconds), grid.steps - 1))
+        self._restart()
+
+    def _restart(self) -> None:
+        self._states: LaneState = self._engine.initial(self._batch)
+        self._step = 0
+
+    def _advance(self) -> float:
+        start, stop = self._step, min(self._step + self._steps_per_turn, self._steps)
+        begin = time.perf_counter()
+        self._states, _ = self._engine.advance(self._batch, self._states, start, stop)
+        self._step = stop
+        return (time.perf_counter() - begin) / (stop - start)
+
+    def measure(self) -> float:
+        """Trains some more steps, after the run's end from its beginning again, and returns the seconds per step."""
+        if self._step + self._steps_per_turn > self._steps:
+            self._restart()
+        return self._advance()
