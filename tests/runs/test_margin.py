@@ -99,7 +99,7 @@ def test_a_search_finds_the_median_and_its_order_statistics(n, spread):
     plan, probes, one, number = simulated(thresholds)
     direction = plan.directions[0]
     ordered = np.sort(np.log(thresholds / direction.magnitudes(0.0)[0]))
-    inside = np.clip(ordered, direction.range.low, direction.range.high)
+    inside = np.clip(ordered, direction.low, direction.high)
     if (inside == ordered).all():
         assert abs(one.median.value - np.median(ordered)) <= plan.log_tolerance / 2 + 1e-9
     if n > 1:
@@ -126,10 +126,10 @@ def test_seeds_beyond_the_range_are_censored():
     assert one.median.high == math.inf
     assert plan.directions[0].magnitudes(one.median.value)[0] == pytest.approx(math.sqrt(3 * 4), rel=0.02)
     _, _, never, _ = simulated([1e9] * 8)
-    assert never.median[:3] == (math.inf, plan.directions[0].range.high, math.inf)
+    assert never.median[:3] == (math.inf, plan.directions[0].high, math.inf)
     _, _, always, _ = simulated([1e-9] * 8)
     assert always.median[:2] == (-math.inf, -math.inf)
-    assert always.median.high == pytest.approx(plan.directions[0].range.low)
+    assert always.median.high == pytest.approx(plan.directions[0].low)
     _, _, torn, _ = simulated([1e-9] * 4 + [1e9] * 4)
     assert math.isnan(torn.median.value)
 
@@ -221,8 +221,8 @@ def test_directions_of_sweeps_and_chains():
     swept = found[1]
     assert swept.magnitudes(0.0) == (10.0,), "the standard, though it was not asked for"
     assert [swept.magnitudes(u)[0] for u in swept.initial] == [3.0, 30.0]
-    assert swept.magnitudes(swept.range.low) == (1.0,)
-    assert swept.magnitudes(swept.range.high) == (300.0,)
+    assert swept.magnitudes(swept.low) == (1.0,)
+    assert swept.magnitudes(swept.high) == (300.0,)
     assert found[5].magnitudes(math.log(2)) == (10.0, 0.2)
     assert found[5].magnitudes(math.log(0.1)) == (1.0, 0.01), "a part at neutral stays there"
     onsets = directions([ja.weight_noise(0.1, onset=o) for o in (20, 30)], 100, 4, 10.0)
@@ -234,8 +234,8 @@ def test_an_intervention_grows_no_harsher_in_a_direction():
     found = directions([helped, ja.roll_back(4, onset=20)], 100, 4, 10.0)
     assert [direction.name for direction in found] == ["lr_spike 5 + roll_back 4", "lr_spike 5 + roll_back 8"]
     assert found[1].magnitudes(math.log(2)) == (10.0, 8.0)
-    assert found[1].magnitudes(found[1].range.low) == (1.0, 8.0)
-    assert found[1].magnitudes(found[1].range.high) == (50.0, 8.0)
+    assert found[1].magnitudes(found[1].low) == (1.0, 8.0)
+    assert found[1].magnitudes(found[1].high) == (50.0, 8.0)
     ran = found[1].condition(math.log(2))
     assert found[1].log_scale(ran, 100) == pytest.approx(math.log(2))
     assert found[0].log_scale(ran, 100) is None
@@ -254,9 +254,9 @@ def test_whole_magnitudes_stay_whole(first, low, safety, verdict):
     """Of four seeds that all survive below `first`, and collapse from there on."""
     late = ja.Kind("late", "data", "observation", lambda *_: None, 4.0, limits=(0.0, 32.0), whole=True)
     (direction,) = directions([late(onset=20, duration="end")], 100, 4, 100.0)
-    assert direction.magnitudes(direction.range.low) == (1.0,)
-    assert direction.magnitudes(direction.range.high) == (32.0,)
-    assert direction.magnitudes(direction.range.snap(math.log(1.1))) == (5.0,)
+    assert direction.magnitudes(direction.low) == (1.0,)
+    assert direction.magnitudes(direction.high) == (32.0,)
+    assert direction.magnitudes(direction.snap(math.log(1.1))) == (5.0,)
     plan = SearchConfig((direction,), {20: 50.0}, 0.02, 0.95, 8)
     probes = []
     while asked := next_round(plan, 20, probes):
@@ -362,7 +362,7 @@ def test_the_interval_covers_the_true_median_in_at_least_90_of_100_audits():
     engine, batches, config = prepare_engine(grid, config, chunk=200, baseline=True)
     probes = []
     for _ in run_rounds(
-        grid, config, probes, sequential_trainer(engine, config, train_baseline(engine, batches, SHORT).__getitem__)
+        grid, config, probes, sequential_trainer(engine, config, train_baseline(engine, batches, SHORT))
     ):
         pass
     table = Margins(config, tuple(probes), grid.seeds, "divergence", 200).table
@@ -520,7 +520,7 @@ def test_no_round_compiles_anything():
     try:
         probes, seen = [], {}
         for batch in run_rounds(
-            grid, config, probes, sequential_trainer(engine, config, train_baseline(engine, batches, SHORT).__getitem__)
+            grid, config, probes, sequential_trainer(engine, config, train_baseline(engine, batches, SHORT))
         ):
             seen[batch[0].round] = len(compiled)
     finally:

@@ -95,7 +95,7 @@ def test_a_second_call_trains_nothing_and_a_finer_one_goes_on(finished, run, cap
     before = (run / "margins/outcomes.csv").read_bytes()
     table = (run / "margins/margins.csv").read_bytes()
     with monkeypatch.context() as closed:
-        closed.setattr(folder, "prepare_engine", lambda *a, **k: pytest.fail("something was trained"))
+        closed.setattr(folder.search, "prepare_engine", lambda *a, **k: pytest.fail("something was trained"))
         assert cli.main(["margin", "run"]) == 0
     assert capsys.readouterr().out.startswith("perturbation")
     assert (run / "margins/outcomes.csv").read_bytes() == before
@@ -113,7 +113,7 @@ def test_a_search_that_kept_auto_is_one_with_the_physics_its_devices_had(finishe
     assert 'physics = "c"' in told["spec"]
     told["spec"] = [line.replace('physics = "c"', 'physics = "auto"') for line in told["spec"]]
     kept.write_text(json.dumps(told))
-    monkeypatch.setattr(folder, "prepare_engine", lambda *a, **k: pytest.fail("something was trained"))
+    monkeypatch.setattr(folder.search, "prepare_engine", lambda *a, **k: pytest.fail("something was trained"))
     assert cli.main(["margin", "run"]) == 0
     capsys.readouterr()
     told["environment"]["device_kind"] = "NVIDIA H200"

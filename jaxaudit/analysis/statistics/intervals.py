@@ -46,6 +46,11 @@ def undefined(n: int, n_missing: int, reason: str = "") -> Estimate:
     return Estimate(np.nan, np.nan, np.nan, n, n_missing, reason)
 
 
+def interval_columns(name: str, value: float, low: float, high: float) -> dict[str, float]:
+    """Returns an estimate as columns of a table: `name`, `name_low` and `name_high`."""
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
 def drop_missing(values: Any, missing: Missing) -> tuple[np.ndarray, int, str]:
     """Returns the values `[n]` that are not NaN, the number of NaN, and why there is no estimate ("" if there is one).
 

@@ -13,6 +13,7 @@ from jaxaudit.analysis.statistics.intervals import (
     check_level,
     check_missing,
     collapsed,
+    interval_columns,
     undefined,
     wilson,
 )
@@ -156,11 +157,9 @@ def excess(lanes: Any, control: Any, *, level: float = 0.95, missing: Missing = 
         raise ValueError("events must be 0, 1 or NaN")
     known = ~np.isnan(a) & ~np.isnan(b)
     event, control_event = a[known] == 1, b[known] == 1
-    both, lost, spared, neither = (
-        int(cell.sum())
-        for cell in (event & control_event, event & ~control_event, ~event & control_event, ~event & ~control_event)
-    )
-    n = int(known.sum())
+    lost, spared = int((event & ~control_event).sum()), int((~event & control_event).sum())
+    neither, n = int((~event & ~control_event).sum()), int(known.sum())
+    both = n - lost - spared - neither
     n_missing = a.size - n
     if n == 0:
         difference = undefined(n, n_missing, "no seed has a value")
@@ -224,13 +223,6 @@ def excess_columns(
         `excess_KIND_standing` (see `Excess`); and the reason for a probability of NaN, or "".
     """
     counts = excess(collapsed(collapse_times, before), collapsed(control, before))
-    name, difference = f"excess_{kind}", counts.difference
-    columns: dict[str, float | int] = {
-        f"{name}_probability": difference.value,
-        f"{name}_probability_low": difference.low,
-        f"{name}_probability_high": difference.high,
-        f"{name}_lost": counts.lost,
-        f"{name}_spared": counts.spared,
-        f"{name}_standing": counts.standing,
-    }
-    return ExcessColumns(columns, difference.reason)
+    name, (value, low, high, *_, reason) = f"excess_{kind}", counts.difference
+    columns = {f"{name}_lost": counts.lost, f"{name}_spared": counts.spared, f"{name}_standing": counts.standing}
+    return ExcessColumns({**interval_columns(f"{name}_probability", value, low, high), **columns}, reason)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxaudit.analysis.statistics import ranks
-from jaxaudit.runs.margins.directions import Direction, Range
+from jaxaudit.runs.margins.directions import Direction
 
 DECADE = math.log(10.0)
 
@@ -87,7 +88,7 @@ def is_contradictory(outcomes: Outcomes) -> bool:
     return collapsed != sorted(collapsed)
 
 
-def proposals(bracket: Bracket, count: int, allowed: Range) -> list[float]:
+def proposals(bracket: Bracket, count: int, direction: Direction) -> list[float]:
     """Returns at most `count` log scales to try inside a bracket.
 
     They are evenly spaced, or one decade apart where the bracket is unbounded on one side.
@@ -96,12 +97,12 @@ def proposals(bracket: Bracket, count: int, allowed: Range) -> list[float]:
     if bracket.is_bounded:
         scales = [bracket.low + bracket.width * i / (count + 1) for i in steps]
     elif math.isfinite(bracket.low):
-        scales = [min(bracket.low + DECADE * i, allowed.high) for i in steps]
+        scales = [min(bracket.low + DECADE * i, direction.high) for i in steps]
     elif math.isfinite(bracket.high):
-        scales = [max(bracket.high - DECADE * i, allowed.low) for i in steps]
+        scales = [max(bracket.high - DECADE * i, direction.low) for i in steps]
     else:
         scales = []
-    return sorted({scale for scale in map(allowed.snap, scales) if bracket.low < scale < bracket.high})
+    return sorted({scale for scale in map(direction.snap, scales) if bracket.low < scale < bracket.high})
 
 
 class MedianEstimate(NamedTuple):
@@ -148,19 +149,14 @@ def affects_median(brackets: Sequence[Bracket], tolerance: float, level: float =
     low, middle, next_middle, high = (
         Bracket(lows[rank - 1], highs[rank - 1]) for rank in (low_rank, (n + 1) // 2, n // 2 + 1, high_rank)
     )
-    distances = [
-        (middle, 0.0),
-        (next_middle, 0.0),
-        (low, middle.low - low.high),
-        (high, high.low - next_middle.high),
-    ]
+    distances = [(middle, 0.0), (next_middle, 0.0), (low, middle.low - low.high), (high, high.low - next_middle.high)]
     wide = [span for span, distance in distances if span.width > max(tolerance, END_TOLERANCE * distance)]
     return [any(b.low < span.high and span.low < b.high for span in wide) for b in brackets]
 
 
-def searchable_width(bracket: Bracket, allowed: Range, tolerance: float) -> tuple[float, int]:
+def searchable_width(bracket: Bracket, direction: Direction, tolerance: float) -> tuple[float, int]:
     """Returns a bracket's width within the range that can be tried, and the largest useful number of `proposals`."""
-    width = Bracket(max(bracket.low, allowed.low), min(bracket.high, allowed.high)).width
+    width = Bracket(max(bracket.low, direction.low), min(bracket.high, direction.high)).width
     count = bracket.width / tolerance - 1 if bracket.is_bounded else width / DECADE
     return width, max(1, math.ceil(count - 1e-9))
 
@@ -238,9 +234,8 @@ class MarginEstimate:
     """The margin in one direction, estimated from trained probes.
 
     Attributes:
-      direction: the index of the direction.
+      index, direction: the direction, and its index in the search.
       seeds: the indices of the seeds whose control has a known outcome.
-      n_unknown: the number of the other seeds.
       outcomes: for each of `seeds`, whether it collapsed, by log scale; checks are included.
       brackets: for each of `seeds`, the bracket of its threshold; checks are not included.
       n_collapsed_undisturbed: how many of `seeds` collapse undisturbed.
@@ -248,11 +243,11 @@ class MarginEstimate:
       median: the median threshold with all outcomes, checks included.
     """
 
-    direction: int
+    index: int
+    direction: Direction
     seeds: tuple[int, ...]
-    n_unknown: int
-    outcomes: tuple[dict[float, bool], ...]
-    brackets: tuple[Bracket, ...]
+    outcomes: list[dict[float, bool]]
+    brackets: list[Bracket]
     n_collapsed_undisturbed: int
     bisected: MedianEstimate
     median: MedianEstimate
@@ -270,48 +265,44 @@ class MarginEstimate:
 
 def estimate_margins(config: SearchConfig, probes: Iterable[Probe]) -> list[MarginEstimate]:
     """Returns the margin estimate of every direction, from the probes that were trained."""
-    controls: dict[tuple[int, int], bool | None] = {}
-    bisected: dict[tuple[int, int], dict[float, bool]] = {}
-    checks: dict[tuple[int, int], dict[float, bool]] = {}
+    controls: dict[tuple[int, int], bool] = {}
+    bisected: defaultdict[tuple[int, int], dict[float, bool]] = defaultdict(dict)
+    checks: defaultdict[tuple[int, int], dict[float, bool]] = defaultdict(dict)
     for probe in probes:
-        if probe.collapse_time is None:
+        if probe.collapse_time is None or math.isnan(probe.collapse_time):
             continue
-        collapsed = None if math.isnan(probe.collapse_time) else probe.collapse_time < config.limits[probe.onset]
+        collapsed = probe.collapse_time < config.limits[probe.onset]
         if probe.direction == CONTROL:
             controls[probe.onset, probe.seed] = collapsed
-        elif collapsed is not None:
+        else:
             outcomes = checks if probe.purpose == "check" else bisected
-            outcomes.setdefault((probe.direction, probe.seed), {})[probe.log_scale] = collapsed
-    return [_estimate(config, index, controls, bisected, checks) for index in range(len(config.directions))]
+            outcomes[probe.direction, probe.seed][probe.log_scale] = collapsed
+    estimates = []
+    for index, direction in enumerate(config.directions):
+        seeds = tuple(seed for seed in direction.seeds if (direction.onset, seed) in controls)
+        undisturbed = [controls[direction.onset, seed] for seed in seeds]
+        without_checks = [bisected[index, seed] for seed in seeds]
+        with_checks = [bisected[index, seed] | checks[index, seed] for seed in seeds]
+        brackets = _brackets(fit_bracket, direction, undisturbed, without_checks)
+        all_brackets = _brackets(fit_bracket, direction, undisturbed, with_checks)
+        outer_brackets = _brackets(outer_bracket, direction, undisturbed, with_checks)
+        # All seeds are checked at the median of `brackets`, so checks must not move it.
+        median_bisected = median_threshold(brackets, brackets, config.level)
+        median = median_threshold(all_brackets, outer_brackets, config.level)
+        estimates.append(
+            MarginEstimate(index, direction, seeds, with_checks, brackets, sum(undisturbed), median_bisected, median)
+        )
+    return estimates
 
 
-def _estimate(config: SearchConfig, index: int, controls: dict, bisected: dict, checks: dict) -> MarginEstimate:
-    direction = config.directions[index]
-    seeds = tuple(s for s in direction.seeds if controls.get((direction.onset, s)) is not None)
-    collapsed_undisturbed = {s for s in seeds if controls[direction.onset, s]}
-    without_checks = {s: bisected.get((index, s), {}) for s in seeds}
-    outcomes = {s: {**without_checks[s], **checks.get((index, s), {})} for s in seeds}
-
-    def brackets_of(bracket_of: Callable[..., Bracket], outcomes: dict[int, dict[float, bool]]) -> tuple[Bracket, ...]:
-        floor = direction.range.floor
-        return tuple(BELOW_ALL if s in collapsed_undisturbed else bracket_of(outcomes[s], floor) for s in seeds)
-
-    brackets = brackets_of(fit_bracket, without_checks)
-    return MarginEstimate(
-        index,
-        seeds,
-        len(direction.seeds) - len(seeds),
-        tuple(outcomes.values()),
-        brackets,
-        len(collapsed_undisturbed),
-        # All seeds are checked at this median, so checks must not move it.
-        median_threshold(brackets, brackets, config.level),
-        median_threshold(brackets_of(fit_bracket, outcomes), brackets_of(outer_bracket, outcomes), config.level),
-    )
-
-
-NewProbe = Callable[[int, int, float, str], Probe]
-"""Returns a probe of the next round, from direction, seed, log scale and purpose."""
+def _brackets(
+    bracket_of: Callable[[Outcomes, float], Bracket],
+    direction: Direction,
+    collapsed_undisturbed: Sequence[bool],
+    outcomes: Sequence[Outcomes],
+) -> list[Bracket]:
+    pairs = zip(collapsed_undisturbed, outcomes, strict=True)
+    return [BELOW_ALL if collapsed else bracket_of(seed, direction.floor) for collapsed, seed in pairs]
 
 
 def next_round(config: SearchConfig, onset: int, probes: Sequence[Probe]) -> list[Probe]:
@@ -320,66 +311,53 @@ def next_round(config: SearchConfig, onset: int, probes: Sequence[Probe]) -> lis
     The first round trains the controls and the magnitudes that were given. The next ones narrow brackets, each divided
     into as many pieces as there are lanes for. At last every seed is trained at the margin itself.
     """
-    indices = [index for index, direction in enumerate(config.directions) if direction.onset == onset]
+    at_onset = {index: direction for index, direction in enumerate(config.directions) if direction.onset == onset}
     probed = {(p.direction, p.seed, p.log_scale) for p in probes if p.onset == onset}
     number = 1 + max((p.round for p in probes), default=0)
-
-    def new_probe(direction: int, seed: int, log_scale: float, purpose: str) -> Probe:
-        return Probe(number, direction, onset, seed, log_scale, purpose)
-
-    seeds = sorted({s for index in indices for s in config.directions[index].seeds})
-    first = [new_probe(CONTROL, s, -math.inf, "control") for s in seeds if (CONTROL, s, -math.inf) not in probed]
-    for index in indices:
-        direction = config.directions[index]
-        first += [
-            new_probe(index, s, log_scale, "scan")
-            for log_scale in direction.initial
-            for s in direction.seeds
-            if (index, s, log_scale) not in probed
-        ]
+    seeds = sorted({seed for direction in at_onset.values() for seed in direction.seeds})
+    first = [Probe(number, CONTROL, onset, seed, -math.inf, "control") for seed in seeds]
+    for index, direction in at_onset.items():
+        pairs = [(scale, seed) for scale in direction.initial for seed in direction.seeds]
+        first += [Probe(number, index, onset, seed, scale, "scan") for scale, seed in pairs]
+    first = [p for p in first if (p.direction, p.seed, p.log_scale) not in probed]
     if first:
         return first
-    estimates = [estimate for estimate in estimate_margins(config, probes) if estimate.direction in indices]
-    return _bracket_probes(config, estimates, new_probe) or _check_probes(config, estimates, probes, new_probe)
+    estimates = [estimate for estimate in estimate_margins(config, probes) if estimate.index in at_onset]
+    return _bracket_probes(config, estimates, number) or _check_probes(config, estimates, probes, number)
 
 
-def _bracket_probes(config: SearchConfig, estimates: list[MarginEstimate], new_probe: NewProbe) -> list[Probe]:
+def _bracket_probes(config: SearchConfig, estimates: list[MarginEstimate], number: int) -> list[Probe]:
     tolerance = config.log_tolerance
     open_brackets = []
     for estimate in estimates:
         if not estimate.seeds:
             continue
-        allowed = config.directions[estimate.direction].range
         affects = affects_median(estimate.brackets, tolerance, config.level)
-        open_brackets += [
-            (estimate.direction, seed, bracket, allowed)
-            for seed, bracket, matters in zip(estimate.seeds, estimate.brackets, affects, strict=True)
-            if matters and bracket.width > tolerance and proposals(bracket, 1, allowed)
-        ]
+        for seed, bracket, matters in zip(estimate.seeds, estimate.brackets, affects, strict=True):
+            if matters and bracket.width > tolerance and proposals(bracket, 1, estimate.direction):
+                open_brackets.append((estimate, seed, bracket))
     lanes = -(-len(open_brackets) // config.lanes) * config.lanes
-    widths = [searchable_width(bracket, allowed, tolerance) for _, _, bracket, allowed in open_brackets]
+    widths = [searchable_width(bracket, estimate.direction, tolerance) for estimate, _, bracket in open_brackets]
     return [
-        new_probe(direction, seed, log_scale, "bracket")
-        for (direction, seed, bracket, allowed), count in zip(open_brackets, allocate_lanes(widths, lanes), strict=True)
-        for log_scale in proposals(bracket, count, allowed)
+        Probe(number, estimate.index, estimate.direction.onset, seed, scale, "bracket")
+        for (estimate, seed, bracket), count in zip(open_brackets, allocate_lanes(widths, lanes), strict=True)
+        for scale in proposals(bracket, count, estimate.direction)
     ]
 
 
 def _check_probes(
-    config: SearchConfig, estimates: list[MarginEstimate], probes: Sequence[Probe], new_probe: NewProbe
+    config: SearchConfig, estimates: list[MarginEstimate], probes: Sequence[Probe], number: int
 ) -> list[Probe]:
     new = []
     for estimate in estimates:
-        margin = estimate.bisected.value
+        index, direction = estimate.index, estimate.direction
+        margin = direction.snap(estimate.bisected.value)
         if not math.isfinite(margin):
             continue
-        log_scale = config.directions[estimate.direction].range.snap(margin)
-        checked = [p.log_scale for p in probes if p.direction == estimate.direction and p.purpose == "check"]
-        if any(abs(log_scale - other) < config.log_tolerance / 2 for other in checked):
+        checked = [p.log_scale for p in probes if p.direction == index and p.purpose == "check"]
+        if any(abs(margin - scale) < config.log_tolerance / 2 for scale in checked):
             continue
-        new += [
-            new_probe(estimate.direction, seed, log_scale, "check")
-            for seed, outcomes in zip(estimate.seeds, estimate.outcomes, strict=True)
-            if log_scale not in outcomes
-        ]
+        pairs = zip(estimate.seeds, estimate.outcomes, strict=True)
+        untrained = [seed for seed, outcomes in pairs if margin not in outcomes]
+        new += [Probe(number, index, direction.onset, seed, margin, "check") for seed in untrained]
     return new

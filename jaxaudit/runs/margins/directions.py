@@ -4,37 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jaxaudit.core.perturbation import INTERVENTION
 from jaxaudit.perturbations import Chain, Condition, Perturbation
 from jaxaudit.runtime import registry
-
-
-def _identity(log_scale: float) -> float:
-    return log_scale
-
-
-@dataclass(frozen=True)
-class Range:
-    """The log scales that can be tried in a direction.
-
-    Attributes:
-      low, high: the mildest and the harshest log scale.
-      neutral: whether `low` is the neutral magnitude, so that its outcome is the control's.
-      snap: maps a log scale to the mildest one, from there on, that can be tried.
-    """
-
-    low: float
-    high: float
-    neutral: bool = False
-    snap: Callable[[float], float] = _identity
-
-    @property
-    def floor(self) -> float:
-        """The log scale at which a seed is known not to collapse if its control does not."""
-        return self.low if self.neutral else -math.inf
 
 
 @dataclass(frozen=True)
@@ -143,7 +119,7 @@ class Direction:
       axes: one axis for each part.
       onset: the step at which the perturbation's window opens.
       initial: the log scales of the magnitudes that were given, where the search begins.
-      range: the log scales that can be tried.
+      reach: how many times beyond its initial magnitudes the search extends.
       seeds: indices of the seeds on which the margin is searched.
     """
 
@@ -151,17 +127,43 @@ class Direction:
     axes: tuple[Axis, ...]
     onset: int
     initial: tuple[float, ...]
-    range: Range
+    reach: float
     seeds: tuple[int, ...]
+
+    @cached_property
+    def floor(self) -> float:
+        """The log scale of the neutral magnitude, at which seeds collapse only if their control does; often -inf."""
+        return min(axis.lowest for axis in self._scaled_axes)
+
+    @cached_property
+    def low(self) -> float:
+        """The mildest log scale that can be tried, which is `floor` if that is finite."""
+        return self.floor if math.isfinite(self.floor) else self.snap(min(self.initial) - self._log_reach)
+
+    @cached_property
+    def high(self) -> float:
+        """The harshest log scale that can be tried."""
+        return min(max(self.initial) + self._log_reach, max(axis.highest for axis in self._scaled_axes))
+
+    def snap(self, log_scale: float) -> float:
+        """Returns the mildest log scale, from this one on, that can be tried; it may be infinite."""
+        return self.axes[0].snap(log_scale) if len(self.axes) == 1 and math.isfinite(log_scale) else log_scale
 
     def magnitudes(self, log_scale: float) -> tuple[float, ...]:
         """Returns the magnitude of each part at a log scale."""
         return tuple(axis.magnitude(log_scale) for axis in self.axes)
 
+    def format(self, log_scale: float) -> str:
+        """Returns the magnitudes of the parts at a log scale, as text."""
+        return "+".join(f"{magnitude:.3g}" for magnitude in self.magnitudes(log_scale))
+
+    def parts(self, log_scale: float) -> tuple[Perturbation, ...]:
+        """Returns the perturbation, or the parts of the chain, at a log scale."""
+        return tuple(replace(axis.perturbation, magnitude=axis.magnitude(log_scale)) for axis in self.axes)
+
     def condition(self, log_scale: float) -> Condition:
-        """Returns the perturbation at a log scale as a condition of a grid."""
-        parts = tuple(replace(axis.perturbation, magnitude=axis.magnitude(log_scale)) for axis in self.axes)
-        return Condition(parts, self.onset, self.name, "")
+        """Returns the perturbation or chain at a log scale as a condition of a grid."""
+        return Condition(self.parts(log_scale), self.onset, self.name, "")
 
     def log_scale(self, condition: Condition, steps: int) -> float | None:
         """Returns the log scale at which this direction is a condition of a run of `steps`; None if there is none."""
@@ -171,9 +173,19 @@ class Direction:
         if not all(axis.covers(part, steps) for axis, part in pairs):
             return None
         scales = [axis.log_scale(_single_magnitude(part)) for axis, part in pairs if not axis.is_fixed]
-        if max(scales) - min(scales) > 1e-9 or self.range.snap(scales[0]) - scales[0] > 1e-9:
+        if max(scales) - min(scales) > 1e-9 or self.snap(scales[0]) - scales[0] > 1e-9:
             return None
         return scales[0]
+
+    @property
+    def _scaled_axes(self) -> list[Axis]:
+        return [axis for axis in self.axes if not axis.is_fixed]
+
+    @property
+    def _log_reach(self) -> float:
+        if any(axis.perturbation.kind.sized for axis in self._scaled_axes):
+            return 0.0  # lanes have room for the largest magnitude that was given, and no larger one
+        return math.log(self.reach)
 
 
 def directions(
@@ -195,24 +207,24 @@ def directions(
     Raises:
       ValueError: all magnitudes of a perturbation are neutral or infinite, so that they have no direction.
     """
-    disturbing = [perturbation for perturbation in perturbations if perturbation.dimension != INTERVENTION]
-    seeds = tuple(range(n_seeds))
-    unnamed = [direction for p in disturbing for direction in _directions_of(p, steps, seeds, reach)]
-    return [
-        replace(direction, name=name) for direction, name in zip(unnamed, _unique_names(unnamed, steps), strict=True)
-    ]
+    found = []
+    for perturbation in perturbations:
+        if perturbation.dimension == INTERVENTION:
+            continue
+        onset = min(part.when.resolve(steps)[0] for part in perturbation.parts)
+        for name, axes, initial in _axes(perturbation):
+            found.append(Direction(name, axes, onset, initial, reach, tuple(range(n_seeds))))
+    names = _unique_names(found, steps)
+    return [replace(direction, name=name) for direction, name in zip(found, names, strict=True)]
 
 
-def _directions_of(
-    perturbation: Perturbation | Chain, steps: int, seeds: tuple[int, ...], reach: float
-) -> Iterator[Direction]:
-    onset = min(part.when.resolve(steps)[0] for part in perturbation.parts)
+def _axes(perturbation: Perturbation | Chain) -> Iterator[tuple[str, tuple[Axis, ...], tuple[float, ...]]]:
+    """Yields the name, the axes and the initial log scales of each direction of a perturbation or chain."""
     magnitudes = [_searchable_magnitudes(part) for part in perturbation.parts]
     if isinstance(perturbation, Chain):
         for values in itertools.product(*magnitudes):
-            axes = tuple(Axis(replace(p, magnitude=v)) for p, v in zip(perturbation.parts, values, strict=True))
-            name = " + ".join(f"{part.name} {value:g}" for part, value in zip(perturbation.parts, values, strict=True))
-            yield Direction(name, axes, onset, (0.0,), _search_range(axes, (0.0,), reach), seeds)
+            parts = [replace(p, magnitude=value) for p, value in zip(perturbation.parts, values, strict=True)]
+            yield " + ".join(f"{p.name} {p.magnitude:g}" for p in parts), tuple(map(Axis, parts)), (0.0,)
         return
     sides: dict[tuple[bool, bool], list[float]] = {}
     for magnitude in magnitudes[0]:
@@ -221,8 +233,7 @@ def _directions_of(
     for side, on_side in sides.items():
         reference = standard if standard is not None and _side(perturbation, standard) == side else on_side[0]
         axis = Axis(replace(perturbation, magnitude=reference))
-        initial = tuple(sorted({axis.log_scale(magnitude) for magnitude in on_side}))
-        yield Direction(perturbation.name, (axis,), onset, initial, _search_range((axis,), initial, reach), seeds)
+        yield perturbation.name, (axis,), tuple(sorted({axis.log_scale(magnitude) for magnitude in on_side}))
 
 
 def _searchable_magnitudes(part: Perturbation) -> list[float]:
@@ -258,20 +269,6 @@ def _standard_magnitude(part: Perturbation) -> float | None:
 
 def _single_magnitude(part: Perturbation) -> float:
     return float(part.magnitude)  # type: ignore[arg-type]  # a sweep has been unrolled
-
-
-def _search_range(axes: tuple[Axis, ...], initial: tuple[float, ...], reach: float) -> Range:
-    free = [axis for axis in axes if not axis.is_fixed]
-    if any(axis.perturbation.kind.sized for axis in free):
-        reach = 1.0  # lanes have room for the largest magnitude that was given, and no larger one
-    neutral = min(axis.lowest for axis in free)
-    has_neutral = math.isfinite(neutral)
-    low = neutral if has_neutral else min(initial) - math.log(reach)
-    high = min(max(initial) + math.log(reach), max(axis.highest for axis in free))
-    if len(axes) > 1:
-        return Range(low, high, has_neutral)
-    snap = axes[0].snap
-    return Range(low if has_neutral else snap(low), high, has_neutral, snap)
 
 
 def _unique_names(found: Sequence[Direction], steps: int) -> list[str]:

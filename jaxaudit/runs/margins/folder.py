@@ -22,24 +22,13 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import onset_paths
 from jaxaudit.runs.disk_sink import at_onset
+from jaxaudit.runs.margins import search
 from jaxaudit.runs.margins.bisection import CONTROL, Probe, SearchConfig, next_round
-from jaxaudit.runs.margins.search import (
-    ForkPoint,
-    MarginSettings,
-    TrainPools,
-    baseline_steps,
-    collapse_times,
-    configure_search,
-    pending_probes,
-    prepare_engine,
-    run_rounds,
-    sequential_trainer,
-    train_pool,
-)
+from jaxaudit.runs.margins.search import ForkPoint, MarginSettings, TrainPools
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder, software
 from jaxaudit.runs.run_opening import open_onsets
-from jaxaudit.runtime.backends.backend import Backend, Workers, called, opened, values
+from jaxaudit.runtime.backends.backend import Workers, called, opened, values
 from jaxaudit.runtime.errors import Interrupted, UserError, placed
 from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, read_object, write_text
 from jaxaudit.runtime.interrupts import interruptible, stoppable
@@ -82,7 +71,7 @@ class SearchedRun:
         # The dimensions of a spec's perturbations have been expanded.
         perturbations = [entry.perturbation for entry in self.spec.perturbations if isinstance(entry, Asked)]
         with placed(self.spec.source):
-            config = configure_search(self.grid, perturbations, settings)
+            config = search.configure_search(self.grid, perturbations, settings)
         for fork in self.grid.forks:
             try:
                 for path in onset_paths(self.store, fork.onset, range(len(self.grid.seeds))):
@@ -94,7 +83,7 @@ class SearchedRun:
     def fork_point(self, engine: Engine, fork: int) -> ForkPoint:
         """Returns the stored states of a fork group, given by its index, and the baseline's performance before it."""
         onset, settings = self.grid.forks[fork].onset, self.spec.metrics
-        performance = self.store.read_channel("baseline_performance", baseline_steps(onset, self.grid, settings))
+        performance = self.store.read_channel("baseline_performance", search.baseline_steps(onset, self.grid, settings))
         return ForkPoint(fork, onset, at_onset(self.store, engine, onset), performance, settings)
 
     def trained_probes(self, config: SearchConfig) -> list[Probe]:
@@ -113,7 +102,7 @@ class SearchedRun:
                 matches = [(index, scale) for index, scale in enumerate(located) if scale is not None]
             if not matches:
                 continue
-            times = collapse_times(series, condition.onset, self.spec.metrics, cadence)
+            times = search.collapse_times(series, condition.onset, self.spec.metrics, cadence)
             probes += [
                 Probe(0, direction, condition.onset, seed, log_scale, "run", float(collapse_time))
                 for direction, log_scale in matches
@@ -142,8 +131,8 @@ def local_trainer(run: SearchedRun, config: SearchConfig) -> Iterator[tuple[Sear
         return interruptible(partial(engine.advance, *arguments))
 
     with stoppable() as stopping:
-        engine, _, config = interruptible(partial(prepare_engine, run.grid, config, run.chunk, baseline=False))
-        yield config, sequential_trainer(engine, config, partial(run.fork_point, engine), advance)
+        engine, _, config = interruptible(partial(search.prepare_engine, run.grid, config, run.chunk, baseline=False))
+        yield config, search.sequential_trainer(engine, config, partial(run.fork_point, engine), advance)
 
 
 @contextmanager
@@ -153,34 +142,31 @@ def worker_trainer(
     """Trains pools by workers, among which the lanes are divided, with as many lanes as a worker's memory holds."""
     with opened(workers, jobs) as backend:
         lanes = settings.lanes or -(-config.lanes // backend.workers)
-        arguments = {
+        arguments: dict[str, Any] = {
             "folder": str(run.store.path.absolute()),
             "spec": run.spec.to_toml(),
             "source": run.spec.source,
             "settings": vars(replace(settings, lanes=lanes)),
         }
-        lanes = called(backend, f"{__name__}:lanes_that_fit", arguments | {"processes": backend.beside})
-        yield replace(config, lanes=lanes), _backend_trainer(backend, arguments | {"lanes": lanes})
+        arguments["lanes"] = called(backend, f"{__name__}:lanes_that_fit", arguments | {"processes": backend.beside})
 
+        def train(fork: int, pools: Sequence[list[Probe]]) -> Iterator[list[Probe]]:
+            calls = []
+            for pool in pools:
+                probes = [(p.direction, p.seed, p.log_scale, p.purpose) for p in pool]
+                calls.append((f"{__name__}:collapse_times_of", arguments | {"fork": fork, "probes": probes}))
+            for index, times in values(backend, calls):
+                for probe, collapse_time in zip(pools[index], times, strict=True):
+                    probe.collapse_time = collapse_time
+                yield pools[index]
 
-def _backend_trainer(backend: Backend, arguments: dict[str, Any]) -> TrainPools:
-    def train(fork: int, pools: Sequence[list[Probe]]) -> Iterator[list[Probe]]:
-        calls = []
-        for pool in pools:
-            probes = [(p.direction, p.seed, p.log_scale, p.purpose) for p in pool]
-            calls.append((f"{__name__}:collapse_times_of", arguments | {"fork": fork, "probes": probes}))
-        for index, times in values(backend, calls):
-            for probe, collapse_time in zip(pools[index], times, strict=True):
-                probe.collapse_time = collapse_time
-            yield pools[index]
-
-    return train
+        yield replace(config, lanes=arguments["lanes"]), train
 
 
 def lanes_that_fit(folder: str, spec: str, source: str, settings: dict[str, Any], processes: int) -> int:
     """Returns how many of the lanes side by side fit in this worker's memory, which several processes share."""
     run, config = _open_once(folder, spec, source, MarginSettings(**settings))
-    return prepare_engine(run.grid, config, run.chunk, baseline=False, processes=processes)[2].lanes
+    return search.prepare_engine(run.grid, config, run.chunk, baseline=False, processes=processes)[2].lanes
 
 
 def collapse_times_of(
@@ -205,7 +191,7 @@ def collapse_times_of(
     onset = run.grid.forks[fork].onset
     pool = [Probe(0, direction, onset, seed, log_scale, purpose) for direction, seed, log_scale, purpose in probes]
     engine = Engine(run.grid, run.chunk)
-    train_pool(engine, replace(config, lanes=lanes), run.fork_point(engine, fork), pool, engine.advance)
+    search.train_pool(engine, replace(config, lanes=lanes), run.fork_point(engine, fork), pool, engine.advance)
     return [float("nan") if p.collapse_time is None else p.collapse_time for p in pool]
 
 
@@ -237,19 +223,19 @@ def search_margins(
     """
     run = open_searched_run(folder, spec)
     config = run.configure(settings)
-    search = _SearchFolder(Folder(out or folder / "margins"), run, settings)
-    search.read(config)  # raises before anything is created
+    store = _SearchFolder(Folder(out or folder / "margins"), run, settings)
+    store.read(config)  # raises before anything is created
 
     def result() -> Margins:
         return Margins(config, tuple(probes), run.grid.seeds, settings.criterion, run.grid.steps)
 
-    with search.locked():
-        probes = search.read(config) or run.trained_probes(config)
-        jobs = search.store.path / JOBS
-        _search(run, config, settings, probes, lambda: search.write(result()), workers, jobs)
+    with store.locked():
+        probes = store.read(config) or run.trained_probes(config)
+        jobs = store.folder.path / JOBS
+        _search(run, config, settings, probes, lambda: store.write(result()), workers, jobs)
         shutil.rmtree(jobs, ignore_errors=True)
-        search.write(result())
-        write_text(search.store.path / TABLE, result().table.to_csv(index=False))
+        store.write(result())
+        write_text(store.folder.path / TABLE, result().table.to_csv(index=False))
     return result()
 
 
@@ -263,7 +249,7 @@ def _search(
     jobs: Path,
 ) -> None:
     onsets = [fork.onset for fork in run.grid.forks]
-    if not any(pending_probes(probes, onset) or next_round(config, onset, probes) for onset in onsets):
+    if not any(search.pending_probes(probes, onset) or next_round(config, onset, probes) for onset in onsets):
         return  # before anything is compiled
     if workers is None:
         trainer = local_trainer(run, config)
@@ -272,7 +258,7 @@ def _search(
     printed, start = 0, time.monotonic()
     try:
         with trainer as (config, train):
-            for batch in run_rounds(run.grid, config, probes, train):
+            for batch in search.run_rounds(run.grid, config, probes, train):
                 store()
                 if batch[0].round > printed:
                     printed = batch[0].round
@@ -318,26 +304,22 @@ def created_and_locked(folder: Path, what: str) -> Iterator[None]:
 class _SearchFolder:
     """The folder in which a search is stored."""
 
-    def __init__(self, store: Folder, run: SearchedRun, settings: MarginSettings):
-        self.store = store
+    def __init__(self, folder: Folder, run: SearchedRun, settings: MarginSettings):
+        self.folder = folder
         self._run = run
         # The run's path is not among the keys, since it may change: a spec has only one run, wherever it is stored.
-        self._keys = {
-            "criterion": settings.criterion,
-            "reach": settings.reach,
-            "spec": run.spec.to_toml().splitlines(),
-        }
+        self._keys = {"criterion": settings.criterion, "reach": settings.reach, "spec": run.spec.to_toml().splitlines()}
         self._details = {"run": str(run.store.path), "tolerance": settings.tolerance, "environment": software(run.grid)}
 
     def read(self, config: SearchConfig) -> list[Probe]:
         """Returns the probes of an earlier search of the same kind. Raises UserError if the folder holds another."""
-        path = self.store.path
+        path = self.folder.path
         stored = stored_names(path, SEARCH)
         if not stored:
             return []
-        search = read_object(path / SEARCH)
-        differing = [key for key, value in self._keys.items() if key != "spec" and search.get(key) != value]
-        if _stored_spec(search) != self._run.spec:
+        earlier = read_object(path / SEARCH)
+        differing = [key for key, value in self._keys.items() if key != "spec" and earlier.get(key) != value]
+        if _stored_spec(earlier) != self._run.spec:
             differing.append("spec")
         if differing:
             raise UserError(
@@ -348,24 +330,24 @@ class _SearchFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Creates the folder with `search.json`, and locks it until the block ends."""
-        with created_and_locked(self.store.path, "the search"):
-            self.store.sweep()
-            write_text(self.store.path / SEARCH, json.dumps(self._keys | self._details, indent=2) + "\n")
+        with created_and_locked(self.folder.path, "the search"):
+            self.folder.sweep()
+            write_text(self.folder.path / SEARCH, json.dumps(self._keys | self._details, indent=2) + "\n")
             yield
 
     def write(self, margins: Margins) -> None:
         """Writes the outcomes of all lanes trained so far to `outcomes.csv`."""
-        write_text(self.store.path / OUTCOMES, margins.outcomes.to_csv(index=False))
+        write_text(self.folder.path / OUTCOMES, margins.outcomes.to_csv(index=False))
 
 
-def _stored_spec(search: dict[str, Any]) -> Spec | None:
+def _stored_spec(stored: dict[str, Any]) -> Spec | None:
     """Returns the spec of a stored search; None if it cannot be read.
 
     Earlier versions stored physics = "auto", which is resolved by the devices that the search ran on.
     """
     try:
-        spec = parse("\n".join(search["spec"]))
-        return spec.resolved(platform_of(search.get("environment", {})))
+        spec = parse("\n".join(stored["spec"]))
+        return spec.resolved(platform_of(stored.get("environment", {})))
     except (KeyError, TypeError, AttributeError, UserError):
         return None
 

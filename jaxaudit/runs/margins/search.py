@@ -128,9 +128,9 @@ def margin(
     grid, _ = autotune(grid, chunk_size(steps))
     config = configure_search(grid, perturbations, margin_settings)
     engine, batches, config = prepare_engine(grid, config, chunk_size(steps), baseline=True)
-    fork_points = train_baseline(engine, batches, settings or MetricSettings())
+    fork_point_of = train_baseline(engine, batches, settings or MetricSettings())
     probes: list[Probe] = []
-    for _ in run_rounds(grid, config, probes, sequential_trainer(engine, config, fork_points.__getitem__)):
+    for _ in run_rounds(grid, config, probes, sequential_trainer(engine, config, fork_point_of)):
         pass
     return Margins(config, tuple(probes), grid.seeds, margin_settings.criterion, steps)
 
@@ -145,17 +145,11 @@ def configure_search(
     found = directions(perturbations, grid.steps, len(grid.seeds), settings.reach)
     if not found:
         raise ValueError("nothing is disturbed, so there is no margin to search")
-    limits = {fork.onset: collapse_limit(settings.criterion, fork.onset, grid.steps) for fork in grid.forks}
+    # No step after an onset in the run's second half counts for P_div, so any collapse counts there.
+    last = grid.steps / 2 if settings.criterion == "divergence" else 0
+    limits = {fork.onset: last if fork.onset < last else math.inf for fork in grid.forks}
     lanes = settings.lanes or _default_lanes(grid, len(found) * len(grid.seeds))
     return SearchConfig(tuple(found), limits, settings.tolerance, settings.level, lanes)
-
-
-def collapse_limit(criterion: Criterion, onset: int, steps: int) -> float:
-    """Returns the step before which a collapse counts: half of the run by P_div, or inf.
-
-    No step after an onset in the run's second half counts for P_div, so any collapse counts there.
-    """
-    return steps / 2 if criterion == "divergence" and onset < steps / 2 else math.inf
 
 
 def _default_lanes(grid: Grid, thresholds: int) -> int:
@@ -212,22 +206,19 @@ class ForkPoint:
     settings: MetricSettings
 
 
-def train_baseline(engine: Engine, batches: Sequence[Batch], settings: MetricSettings) -> list[ForkPoint]:
-    """Trains the baseline up to the last onset, and returns the fork point of each onset."""
+def train_baseline(engine: Engine, batches: Sequence[Batch], settings: MetricSettings) -> Callable[[int], ForkPoint]:
+    """Trains the baseline up to the last onset, and returns a function that maps a fork group's index to its point."""
     grid = engine.grid
     sink = MemorySink(grid, telemetry=False)
     for batch in batches:
         run_batch(engine, batch, sink)
-    return [
-        ForkPoint(
-            index,
-            fork.onset,
-            sink.source(fork.onset),
-            sink.trained[:, baseline_steps(fork.onset, grid, settings)],
-            settings,
-        )
-        for index, fork in enumerate(grid.forks)
-    ]
+
+    def fork_point(fork: int) -> ForkPoint:
+        onset = grid.forks[fork].onset
+        performance = sink.trained[:, baseline_steps(onset, grid, settings)]
+        return ForkPoint(fork, onset, sink.source(onset), performance, settings)
+
+    return fork_point
 
 
 def baseline_steps(onset: int, grid: Grid, settings: MetricSettings) -> slice:

@@ -18,15 +18,10 @@ from jaxaudit.runtime.registry import aligned
 HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
 
 
-def format_magnitudes(direction: Direction, log_scale: float) -> str:
-    """Returns the magnitudes of the parts at a log scale, as text."""
-    return "+".join(f"{magnitude:.3g}" for magnitude in direction.magnitudes(log_scale))
-
-
-def verdict(direction: Direction, estimate: MarginEstimate) -> str:
-    """Returns a sentence that compares the margin in a direction with the standard magnitude."""
-    value, low, high, _ = estimate.median
-    mildest, harshest = (format_magnitudes(direction, end) for end in (direction.range.low, direction.range.high))
+def verdict(estimate: MarginEstimate) -> str:
+    """Returns a sentence that compares a margin with the standard magnitude."""
+    direction, (value, low, high, _) = estimate.direction, estimate.median
+    mildest, harshest = direction.format(direction.low), direction.format(direction.high)
     if not estimate.seeds:
         return "unknown: no seed has a collapse time"
     if estimate.half_collapse_undisturbed:
@@ -36,8 +31,7 @@ def verdict(direction: Direction, estimate: MarginEstimate) -> str:
     if value == math.inf:
         half = sorted(b.middle for b in estimate.brackets)[(len(estimate.seeds) - 1) // 2]
         if math.isfinite(half):
-            magnitudes = format_magnitudes(direction, half)
-            return f"half of the seeds collapse from {magnitudes} on, the others not up to {harshest}"
+            return f"half of the seeds collapse from {direction.format(half)} on, the others not up to {harshest}"
         return f"not reached up to {harshest}"
     if value == -math.inf:
         return f"collapses at the mildest magnitude tried, {mildest}"
@@ -134,10 +128,7 @@ class Margins:
         return pd.DataFrame(rows)
 
     def __str__(self) -> str:
-        rows = [
-            _cells(self.plan.directions[estimate.direction], estimate, row)
-            for row, estimate in zip(self._rows, self.estimates, strict=True)
-        ]
+        rows = [_cells(estimate, row) for estimate, row in zip(self.estimates, self._rows, strict=True)]
         return "\n".join([*aligned([HEADINGS, *rows]), "", *self.notes])
 
     @property
@@ -176,56 +167,53 @@ class Margins:
         return self.table.to_dict("records")
 
     def _row(self, estimate: MarginEstimate) -> dict[str, Any]:
-        direction, median = self.plan.directions[estimate.direction], estimate.median
-        low, high = direction.range.low, direction.range.high
-        row: dict[str, Any] = {
+        direction, median = estimate.direction, estimate.median
+        margin, low, high = (_first_magnitude(direction, log_scale) for log_scale in median[:3])
+        if median.value == -math.inf and not estimate.half_collapse_undisturbed:
+            margin = math.nan  # it lies between neutral and the mildest magnitude that was tried
+        safety, safety_low, safety_high = (math.exp(direction.snap(log_scale)) for log_scale in median[:3])
+        return {
             "perturbation": direction.name,
             "onset": direction.onset,
             "limit": self.plan.limits[direction.onset],
             "standard": direction.magnitudes(0.0)[0],
-        }
-        for name, log_scale in zip(("margin", "low", "high"), median[:3], strict=True):
-            row[name] = _first_magnitude(direction, log_scale)
-        if median.value == -math.inf and not estimate.half_collapse_undisturbed:
-            row["margin"] = math.nan  # it lies between neutral and the mildest magnitude that was tried
-        row["coverage"] = median.coverage
-        for name, log_scale in zip(("safety_factor", "safety_low", "safety_high"), median[:3], strict=True):
-            row[name] = math.exp(_snapped(direction, log_scale))
-        return row | {
-            "searched_from": direction.magnitudes(low)[0],
-            "searched_to": direction.magnitudes(high)[0],
+            "margin": margin,
+            "low": low,
+            "high": high,
+            "coverage": median.coverage,
+            "safety_factor": safety,
+            "safety_low": safety_low,
+            "safety_high": safety_high,
+            "searched_from": direction.magnitudes(direction.low)[0],
+            "searched_to": direction.magnitudes(direction.high)[0],
             "seeds": len(direction.seeds),
             "collapse_undisturbed": estimate.n_collapsed_undisturbed,
-            "collapse_at_all_magnitudes": sum(-math.inf < b.high <= low for b in estimate.brackets),
-            "never_collapse": sum(high <= b.low for b in estimate.brackets),
+            "collapse_at_all_magnitudes": sum(-math.inf < b.high <= direction.low for b in estimate.brackets),
+            "never_collapse": sum(direction.high <= b.low for b in estimate.brackets),
             "contradictory": estimate.n_contradictory,
-            "unknown": estimate.n_unknown,
+            "unknown": len(direction.seeds) - len(estimate.seeds),
             **self._check(estimate),
-            "evaluations": sum(p.direction == estimate.direction and p.round > 0 for p in self.probes),
-            "verdict": verdict(direction, estimate),
+            "evaluations": sum(p.direction == estimate.index and p.round > 0 for p in self.probes),
+            "verdict": verdict(estimate),
         }
 
     def _check(self, estimate: MarginEstimate) -> dict[str, Any]:
         """Returns how many seeds were trained at exactly the margin and collapsed, or why that is unknown."""
-        direction, margin, n = self.plan.directions[estimate.direction], estimate.median.value, len(estimate.seeds)
+        margin, n = estimate.median.value, len(estimate.seeds)
         if margin == -math.inf and estimate.half_collapse_undisturbed:
             # The margin is the neutral magnitude.
             return {"checked": n, "collapsed_at_margin": estimate.n_collapsed_undisturbed, "reason": ""}
-        if not math.isfinite(margin):
-            reason = "there is no margin among the magnitudes tried"
-            return {"checked": 0, "collapsed_at_margin": math.nan, "reason": reason}
-        at_margin = _outcomes_at(direction, estimate, margin)
+        at_margin = _outcomes_at(estimate, margin) if math.isfinite(margin) else []
         if at_margin and len(at_margin) == n:
             return {"checked": n, "collapsed_at_margin": sum(at_margin), "reason": ""}
-        reason = f"{len(at_margin)} of {n} seeds were trained at it"
-        checks = [
-            p.log_scale
-            for p in self.probes
-            if p.direction == estimate.direction and p.purpose == "check" and p.collapse_time is not None
-        ]
-        if checks and len(at_check := _outcomes_at(direction, estimate, checks[-1])) == n:
-            magnitudes = format_magnitudes(direction, checks[-1])
-            reason = f"it moved when seeds were tried at {magnitudes}, where {sum(at_check)} of {n} collapse"
+        reason = "there is no margin among the magnitudes tried"
+        if math.isfinite(margin):
+            reason = f"{len(at_margin)} of {n} seeds were trained at it"
+            probes = [p for p in self.probes if p.direction == estimate.index and p.collapse_time is not None]
+            checks = [p.log_scale for p in probes if p.purpose == "check"]
+            if checks and len(at_check := _outcomes_at(estimate, checks[-1])) == n:
+                magnitudes = estimate.direction.format(checks[-1])
+                reason = f"it moved when seeds were tried at {magnitudes}, where {sum(at_check)} of {n} collapse"
         return {"checked": len(at_margin), "collapsed_at_margin": math.nan, "reason": reason}
 
 
@@ -234,39 +222,25 @@ def _first_magnitude(direction: Direction, log_scale: float) -> float:
     return math.nan if math.isnan(log_scale) or log_scale == math.inf else direction.magnitudes(log_scale)[0]
 
 
-def _outcomes_at(direction: Direction, estimate: MarginEstimate, log_scale: float) -> list[bool]:
+def _outcomes_at(estimate: MarginEstimate, log_scale: float) -> list[bool]:
     """Returns whether each seed that was trained at the magnitudes of a log scale collapsed."""
-    magnitudes = direction.magnitudes(log_scale)
-    collapsed_at = []
+    magnitudes_at = estimate.direction.magnitudes
+    magnitudes, collapsed_at = magnitudes_at(log_scale), []
     for outcomes in estimate.outcomes:
-        matches = [collapsed for other, collapsed in outcomes.items() if direction.magnitudes(other) == magnitudes]
+        matches = [collapsed for other, collapsed in outcomes.items() if magnitudes_at(other) == magnitudes]
         collapsed_at += matches[:1]
     return collapsed_at
 
 
-def _snapped(direction: Direction, log_scale: float) -> float:
-    return direction.range.snap(log_scale) if math.isfinite(log_scale) else log_scale
-
-
-def _cells(direction: Direction, estimate: MarginEstimate, row: dict[str, Any]) -> list[str]:
-    value, low, high, _ = estimate.median
-    return [
-        direction.name,
-        format_magnitudes(direction, 0.0),
-        format_magnitudes(direction, value) if math.isfinite(value) else "-",
-        _interval_cell(direction, low, high),
-        f"{math.exp(_snapped(direction, value)):.3g}" if math.isfinite(value) else "-",
-        str(row["seeds"]),
-        str(row["evaluations"]),
-        row["verdict"],
-    ]
-
-
-def _interval_cell(direction: Direction, low: float, high: float) -> str:
-    if math.isnan(low):
-        return "-"
-    beyond = f"beyond {format_magnitudes(direction, direction.range.high)}"
-    if low >= direction.range.high:
-        return beyond
-    end = format_magnitudes(direction, high) if math.isfinite(high) else beyond
-    return f"{format_magnitudes(direction, low)} to {end}"
+def _cells(estimate: MarginEstimate, row: dict[str, Any]) -> list[str]:
+    direction, (value, low, high, _) = estimate.direction, estimate.median
+    margin = safety_factor = interval = "-"
+    if math.isfinite(value):
+        margin, safety_factor = direction.format(value), f"{row['safety_factor']:.3g}"
+    beyond = f"beyond {direction.format(direction.high)}"
+    if low >= direction.high:
+        interval = beyond
+    elif not math.isnan(low):
+        interval = f"{direction.format(low)} to {direction.format(high) if math.isfinite(high) else beyond}"
+    counts = [str(row["seeds"]), str(row["evaluations"])]
+    return [direction.name, direction.format(0.0), margin, interval, safety_factor, *counts, row["verdict"]]

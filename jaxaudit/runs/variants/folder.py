@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.margins.folder import created_and_locked, search_margins, stored_names
 from jaxaudit.runs.margins.search import MarginSettings
-from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import is_finished
 from jaxaudit.runs.variants import scoring
@@ -175,30 +173,19 @@ def compare_in(comparison: ComparisonSpec, folder: Path, workers: Workers | None
     specs = {PLAIN: comparison.spec} | {variant.name: variant.spec for variant in comparison.variants}
     # All learners are built before anything is trained, or an error in a spec would show hours later.
     learners = {name: spec.build().program.learner for name, spec in specs.items()}
-    _check_folder(comparison, folder)
+    if stored_names(folder, SPEC):
+        stored = parse((folder / SPEC).read_text(encoding="utf-8"), str(folder / SPEC))
+        if stored.to_toml() != comparison.to_toml():
+            raise UserError(f"{folder} holds another comparison; give another folder with -o")
     with placed(comparison.source):
         steps, metrics = comparison.spec.audit.steps, comparison.spec.metrics
         check_windows(magnitude_ladders(_perturbations(comparison.spec), steps), steps, metrics)
-    with _locked_folder(comparison, folder):
+    with created_and_locked(folder, "the comparison"):
+        write_text(folder / SPEC, comparison.to_toml())
         try:
             return _run_comparison(specs, learners, comparison, folder, workers)
         except (Interrupted, KeyboardInterrupt):
             raise Interrupted("stopped; the same command resumes the comparison") from None
-
-
-def _check_folder(comparison: ComparisonSpec, folder: Path) -> None:
-    """Raises UserError if a folder holds anything but this comparison."""
-    if not stored_names(folder, SPEC):
-        return
-    if parse((folder / SPEC).read_text(encoding="utf-8"), str(folder / SPEC)).to_toml() != comparison.to_toml():
-        raise UserError(f"{folder} holds another comparison; give another folder with -o")
-
-
-@contextmanager
-def _locked_folder(comparison: ComparisonSpec, folder: Path) -> Iterator[None]:
-    with created_and_locked(folder, "the comparison"):
-        write_text(folder / SPEC, comparison.to_toml())
-        yield
 
 
 def _run_comparison(
@@ -208,52 +195,37 @@ def _run_comparison(
     folder: Path,
     workers: Workers | None,
 ) -> Comparison:
-    margins = _margins(comparison.spec, folder / PILOT, workers) if comparison.centre == "margin" else None
+    margins = None
+    if comparison.centre == "margin":
+        _run(comparison.spec, folder / PILOT, workers)
+        settings = MarginSettings(tolerance=TOLERANCE, reach=REACH, criterion="collapse")
+        margins = search_margins(folder / PILOT, None, None, settings, workers)
     ladders = magnitude_ladders(_perturbations(comparison.spec), comparison.spec.audit.steps, margins)
 
     def train(name: str, ladders: Sequence[Ladder], fresh_seeds: Sequence[int] | None) -> pd.DataFrame:
-        spec = _under(specs[name], name, ladders, fresh_seeds)
-        runs = folder / (VARIANTS if fresh_seeds is None else CONFIRMATION)
-        return _lanes(spec, runs / slug_of(name), workers)
+        spec = specs[name]
+        audit = replace(spec.audit, name=f"{spec.audit.name}: {name}"[:100])
+        if fresh_seeds is not None:
+            audit = replace(audit, seeds=tuple(fresh_seeds))
+        entries = tuple(Asked(perturbation) for ladder in ladders for perturbation in ladder.perturbations)
+        path = folder / (VARIANTS if fresh_seeds is None else CONFIRMATION) / slug_of(name)
+        _run(replace(spec, perturbations=entries, audit=audit), path, workers)
+        lanes = table(path / "metrics.csv", ("condition", "perturbation", "dimension", "site", "target", "reason"))
+        if lanes is None:
+            raise UserError(f"the run in {path} has lost its metrics.csv; remove its folder, and it is trained again")
+        return lanes
 
-    result = compare_learners(
-        learners,
-        ladders,
-        comparison.fresh,
-        train,
-        partial(_step_times, specs, folder / TIMES),
-        level=LEVEL,
-        store=lambda name, rows: _write(folder / f"{name}.csv", rows),
-    )
+    def store(name: str, rows: pd.DataFrame) -> None:
+        write_text(folder / f"{name}.csv", rows.to_csv(index=False))
+
+    time_steps = partial(_step_times, specs, folder / TIMES)
+    result = compare_learners(learners, ladders, comparison.fresh, train, time_steps, level=LEVEL, store=store)
     write_text(folder / SUMMARY, json.dumps(result.json(), indent=2) + "\n")
     return result
 
 
 def _perturbations(spec: Spec) -> list[Perturbation | Chain]:
     return [entry.perturbation for entry in spec.expanded().perturbations if isinstance(entry, Asked)]
-
-
-def _margins(spec: Spec, folder: Path, workers: Workers | None) -> Margins:
-    _run(spec, folder, workers)
-    settings = MarginSettings(tolerance=TOLERANCE, reach=REACH, criterion="collapse")
-    return search_margins(folder, None, None, settings, workers)
-
-
-def _under(spec: Spec, name: str, ladders: Sequence[Ladder], seeds: Sequence[int] | None) -> Spec:
-    """Returns a variant's spec with the perturbations of some ladders, and with other seeds if given."""
-    entries = tuple(Asked(perturbation) for ladder in ladders for perturbation in ladder.perturbations)
-    audit = replace(spec.audit, name=f"{spec.audit.name}: {name}"[:100])
-    if seeds is not None:
-        audit = replace(audit, seeds=tuple(seeds))
-    return replace(spec, perturbations=entries, audit=audit)
-
-
-def _lanes(spec: Spec, folder: Path, workers: Workers | None) -> pd.DataFrame:
-    _run(spec, folder, workers)
-    lanes = table(folder / "metrics.csv", ("condition", "perturbation", "dimension", "site", "target", "reason"))
-    if lanes is None:
-        raise UserError(f"the run in {folder} has lost its metrics.csv; remove its folder, and it is trained again")
-    return lanes
 
 
 def _run(spec: Spec, folder: Path, workers: Workers | None) -> None:
@@ -276,9 +248,5 @@ def _step_times(specs: dict[str, Spec], path: Path) -> pd.DataFrame:
     print("time of a step: all variants, in turns", file=sys.stderr)
     grids = {name: replace(spec, perturbations=()).build() for name, spec in specs.items()}
     times = pd.DataFrame(scoring.time_steps({name: replace(grid, tail=grid.steps) for name, grid in grids.items()}))
-    _write(path, times)
+    write_text(path, times.to_csv(index=False))
     return times
-
-
-def _write(path: Path, rows: pd.DataFrame) -> None:
-    write_text(path, rows.to_csv(index=False))

@@ -13,6 +13,7 @@ import pandas as pd
 
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.statistics import collapsed, ranks, seeds_for
+from jaxaudit.analysis.statistics.intervals import interval_columns
 from jaxaudit.analysis.statistics.paired import holm, sign_flips
 from jaxaudit.core.batches import Batch, Plan, layout
 from jaxaudit.core.channel_names import ACTED
@@ -48,7 +49,6 @@ class Ladder:
       onset: the step at which it begins.
       perturbations: what is audited: one perturbation with a sweep of magnitudes, or a chain for each magnitude.
       magnitudes: the magnitudes of the perturbation, or of a chain's first part, from the mildest to the harshest.
-      factors: each magnitude divided by the central one.
       centre: what the central magnitude is: "margin", the plain learner's, or "given", the one in the spec.
     """
 
@@ -56,7 +56,6 @@ class Ladder:
     onset: int
     perturbations: tuple[Perturbation | Chain, ...]
     magnitudes: tuple[float, ...]
-    factors: tuple[float, ...]
     centre: str
 
     def json(self) -> dict[str, Any]:
@@ -100,26 +99,16 @@ def _ladder(direction: Direction, margin: float) -> Ladder:
     """Returns the ladder around a margin, a log scale; around the given magnitude if the margin is not finite."""
     centre = "margin" if math.isfinite(margin) else "given"
     middle = margin if centre == "margin" else direction.initial[(len(direction.initial) - 1) // 2]
-    factors: dict[tuple[float, ...], float] = {}
+    rungs: dict[tuple[float, ...], tuple[Perturbation, ...]] = {}
     for factor in FACTORS:
-        magnitudes = direction.magnitudes(middle + math.log(factor))
-        if magnitudes[0] != direction.axes[0].perturbation.neutral:
-            factors.setdefault(magnitudes, factor)
-    first_magnitudes = tuple(magnitudes[0] for magnitudes in factors)
-    perturbations: tuple[Perturbation | Chain, ...]
+        parts = direction.parts(middle + math.log(factor))
+        if parts[0].magnitude != parts[0].neutral:
+            rungs[direction.magnitudes(middle + math.log(factor))] = parts
+    magnitudes = tuple(first for first, *_ in rungs)
+    perturbations: tuple[Perturbation | Chain, ...] = tuple(map(Chain, rungs.values()))
     if len(direction.axes) == 1:
-        perturbations = (replace(direction.axes[0].perturbation, magnitude=Sweep(first_magnitudes)),)
-    else:
-        perturbations = tuple(
-            Chain(
-                tuple(
-                    replace(axis.perturbation, magnitude=magnitude)
-                    for axis, magnitude in zip(direction.axes, magnitudes, strict=True)
-                )
-            )
-            for magnitudes in factors
-        )
-    return Ladder(direction.name, direction.onset, perturbations, first_magnitudes, tuple(factors.values()), centre)
+        perturbations = (replace(direction.axes[0].perturbation, magnitude=Sweep(magnitudes)),)
+    return Ladder(direction.name, direction.onset, perturbations, magnitudes, centre)
 
 
 def check_windows(ladders: Sequence[Ladder], steps: int, settings: MetricSettings) -> None:
@@ -168,8 +157,10 @@ class Scores:
 def scores(lanes: pd.DataFrame, ladders: Sequence[Ladder]) -> list[Scores]:
     """Returns the scores of a run's lanes for each ladder, seeds in ascending order."""
     times = _by_seed_and_condition(lanes, "collapse_time")
-    pairs = zip(ladders, condition_indices(ladders), strict=True)
-    return [_scores(times[list(indices)].to_numpy(float), ladder) for ladder, indices in pairs]
+    return [
+        _scores(collapsed(times[control]), collapsed(times[disturbed]), np.array(ladder.magnitudes))
+        for ladder, (control, *disturbed) in zip(ladders, condition_indices(ladders), strict=True)
+    ]
 
 
 def _by_seed_and_condition(lanes: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -179,17 +170,14 @@ def _by_seed_and_condition(lanes: pd.DataFrame, column: str) -> pd.DataFrame:
     return ordered.set_axis(range(ordered.shape[1]), axis=1)
 
 
-def _scores(times: np.ndarray, ladder: Ladder) -> Scores:
-    """Returns the scores from collapse times `[seeds, 1 + magnitudes]`, the control's first."""
-    control, outcomes = collapsed(times[:, 0]), collapsed(times[:, 1:])
+def _scores(control: np.ndarray, outcomes: np.ndarray, magnitudes: np.ndarray) -> Scores:
     survived = np.where(control == 0, (1.0 - outcomes).sum(axis=1), np.nan)
+    bounds = np.r_[np.nan, magnitudes, np.nan]
     low, high = np.full(len(outcomes), np.nan), np.full(len(outcomes), np.nan)
     for seed, row in enumerate(outcomes):
-        if control[seed] or np.isnan(row).any() or (np.diff(row) < 0).any():
-            continue
-        count = int((row == 0).sum())
-        low[seed] = ladder.magnitudes[count - 1] if count else np.nan
-        high[seed] = ladder.magnitudes[count] if count < len(ladder.magnitudes) else np.nan
+        if not (control[seed] or np.isnan(row).any() or (np.diff(row) < 0).any()):
+            count = int((row == 0).sum())
+            low[seed], high[seed] = bounds[count], bounds[count + 1]
     return Scores(survived, control == 1, low, high)
 
 
@@ -234,9 +222,7 @@ def _gain(plain: Scores, variant: Scores, ladder: Ladder, level: float) -> dict[
         "centre": ladder.centre,
         "score": _nan_mean(variant.survived[in_both]),
         "plain_score": _nan_mean(plain.survived[in_both]),
-        "difference": gain.value,
-        "difference_low": gain.low,
-        "difference_high": gain.high,
+        **interval_columns("difference", *gain[:3]),
         "p": gain.p,
         "seeds": gain.n,
         "detectable": gain.detectable,
@@ -258,12 +244,12 @@ def _threshold_ratio(plain: Scores, variant: Scores, level: float) -> dict[str, 
     bracketed = np.isfinite(least) & np.isfinite(most)
     n = int(bracketed.sum())
     if n < seeds_for(level):
-        return {"ratio": math.nan, "ratio_low": math.nan, "ratio_high": math.nan, "ratio_seeds": n}
+        return interval_columns("ratio", math.nan, math.nan, math.nan) | {"ratio_seeds": n}
     lows, highs = np.sort(np.minimum(least, most)[bracketed]), np.sort(np.maximum(least, most)[bracketed])
     middle = np.median((least + most)[bracketed] / 2)
     first, last, _ = ranks(n, level)
-    ratio, low, high = np.exp([middle, lows[first - 1], highs[last - 1]]).tolist()
-    return {"ratio": ratio, "ratio_low": low, "ratio_high": high, "ratio_seeds": n}
+    ratio = np.exp([middle, lows[first - 1], highs[last - 1]]).tolist()
+    return interval_columns("ratio", *ratio) | {"ratio_seeds": n}
 
 
 def significant_gains(gains: pd.DataFrame) -> pd.DataFrame:
@@ -306,9 +292,7 @@ def cost_table(
                 "variant": name,
                 "performance": _nan_mean(performance[finite]),
                 "plain_performance": _nan_mean(plain_performance[finite]),
-                "performance_difference": difference.value,
-                "performance_difference_low": difference.low,
-                "performance_difference_high": difference.high,
+                **interval_columns("performance_difference", *difference[:3]),
                 "performance_p": difference.p,
                 "performance_seeds": difference.n,
             }
@@ -370,8 +354,7 @@ def relative_step_time(times: Sequence[float], plain: Sequence[float], level: fl
     ratios = np.sort(np.asarray(times) / np.asarray(plain))
     low, high, coverage = ranks(ratios.size, level)
     ends = (ratios[low - 1], ratios[high - 1]) if coverage >= level else (math.nan, math.nan)
-    names = ("step_time", "step_time_low", "step_time_high")
-    return dict(zip(names, map(float, (np.median(ratios), *ends)), strict=True))
+    return interval_columns("step_time", *map(float, (np.median(ratios), *ends)))
 
 
 class _StepTimer:
