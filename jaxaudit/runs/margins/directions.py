@@ -207,15 +207,15 @@ def directions(
     Raises:
       ValueError: all magnitudes of a perturbation are neutral or infinite, so that they have no direction.
     """
-    found = []
+    unnamed = []
     for perturbation in perturbations:
         if perturbation.dimension == INTERVENTION:
             continue
         onset = min(part.when.resolve(steps)[0] for part in perturbation.parts)
         for name, axes, initial in _axes(perturbation):
-            found.append(Direction(name, axes, onset, initial, reach, tuple(range(n_seeds))))
-    names = _unique_names(found, steps)
-    return [replace(direction, name=name) for direction, name in zip(found, names, strict=True)]
+            unnamed.append(Direction(name, axes, onset, initial, reach, tuple(range(n_seeds))))
+    names = _unique_names(unnamed, steps)
+    return [replace(direction, name=name) for direction, name in zip(unnamed, names, strict=True)]
 
 
 def _axes(perturbation: Perturbation | Chain) -> Iterator[tuple[str, tuple[Axis, ...], tuple[float, ...]]]:
@@ -271,15 +271,15 @@ def _single_magnitude(part: Perturbation) -> float:
     return float(part.magnitude)  # type: ignore[arg-type]  # a sweep has been unrolled
 
 
-def _unique_names(found: Sequence[Direction], steps: int) -> list[str]:
+def _unique_names(unnamed: Sequence[Direction], steps: int) -> list[str]:
     """Returns names with the details (onset, target, side, duration) by which directions of the same name differ."""
-    several_onsets = len({direction.onset for direction in found}) > 1
-    names = [f"{direction.name} @{direction.onset}" if several_onsets else direction.name for direction in found]
+    several_onsets = len({direction.onset for direction in unnamed}) > 1
+    names = [f"{direction.name} @{direction.onset}" if several_onsets else direction.name for direction in unnamed]
     for suffix in (_target_suffix, _side_suffix, lambda direction: _duration_suffix(direction, steps)):
         namesakes = [[i for i, name in enumerate(names) if name == own_name] for own_name in names]
         for i, indices in enumerate(namesakes):
-            if len({suffix(found[j]) for j in indices}) > 1:
-                names[i] += suffix(found[i])
+            if len({suffix(unnamed[j]) for j in indices}) > 1:
+                names[i] += suffix(unnamed[i])
     occurrences: dict[str, int] = {}
     for i, name in enumerate(names):
         occurrences[name] = occurrences.get(name, 0) + 1

@@ -142,14 +142,14 @@ def configure_search(
     early = [fork.onset for fork in grid.forks if fork.onset < 2]
     if early:
         raise ValueError(f"onset {early[0]} leaves no steps to measure J_pre on, which takes 2; take a later one")
-    found = directions(perturbations, grid.steps, len(grid.seeds), settings.reach)
-    if not found:
+    searched = directions(perturbations, grid.steps, len(grid.seeds), settings.reach)
+    if not searched:
         raise ValueError("nothing is disturbed, so there is no margin to search")
     # No step after an onset in the run's second half counts for P_div, so any collapse counts there.
     last = grid.steps / 2 if settings.criterion == "divergence" else 0
     limits = {fork.onset: last if fork.onset < last else math.inf for fork in grid.forks}
-    lanes = settings.lanes or _default_lanes(grid, len(found) * len(grid.seeds))
-    return SearchConfig(tuple(found), limits, settings.tolerance, settings.level, lanes)
+    lanes = settings.lanes or _default_lanes(grid, len(searched) * len(grid.seeds))
+    return SearchConfig(tuple(searched), limits, settings.tolerance, settings.level, lanes)
 
 
 def _default_lanes(grid: Grid, thresholds: int) -> int:
