@@ -36,7 +36,7 @@ from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, re
 from jaxaudit.runtime.interrupts import interruptible, stoppable
 from jaxaudit.runtime.machine import platform_of
 from jaxaudit.spec.document import Spec, parse
-from jaxaudit.spec.sections import Asked
+from jaxaudit.spec.sections import PerturbationEntry
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Searched:
     def lay_out(self, chosen: MarginSettings) -> SearchConfig:
         """How it is searched. Raises UserError: there is nothing to search, or an onset's states are damaged."""
         # Dimensions have been expanded.
-        perturbations = [e.perturbation for e in self.spec.perturbations if isinstance(e, Asked)]
+        perturbations = [e.perturbation for e in self.spec.perturbations if isinstance(e, PerturbationEntry)]
         with placed(self.spec.source):
             lines = lay_out(self.grid, perturbations, chosen)
         for fork in self.grid.forks:

@@ -27,9 +27,9 @@ from jaxaudit.runs.variants.design import REACH, Ladder, check_windows, magnitud
 from jaxaudit.runtime.backends.backend import Workers
 from jaxaudit.runtime.errors import Interrupted, UserError, placed
 from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, parse_toml, write_text
-from jaxaudit.spec.document import Spec, listed, read, remedy_values, spec_text
-from jaxaudit.spec.sections import Asked
-from jaxaudit.spec.tables import TomlTable, given, section, to_text
+from jaxaudit.spec.document import Spec, read_spec, read_spec_text, remedy_tables
+from jaxaudit.spec.sections import PerturbationEntry
+from jaxaudit.spec.tables import TomlTable, describe_value, read_section, read_table_list, to_toml_text
 
 MOST_FRESH = 1000
 
@@ -70,16 +70,16 @@ class ComparisonSpec:
         """TOML text with every default written out; `parse` gives the same again."""
         own = len(self.spec.remedies)
         variants = [
-            {"name": v.name, "learner": dict(v.learner) or None, "remedy": remedy_values(v.spec.remedies[own:])}
+            {"name": v.name, "learner": dict(v.learner) or None, "remedy": remedy_tables(v.spec.remedies[own:])}
             for v in self.variants
         ]
         compare = {"centre": self.centre, "fresh": self.fresh}
-        return to_text(self.spec.tables() | {"compare": compare, "variant": variants})
+        return to_toml_text(self.spec.tables() | {"compare": compare, "variant": variants})
 
 
 def load(path: Path) -> ComparisonSpec:
     """Reads the spec of a comparison from a file. Raises UserError if the file cannot be read or is not one."""
-    return parse(spec_text(path), str(path), path.parent)
+    return parse(read_spec_text(path), str(path), path.parent)
 
 
 def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonSpec:
@@ -88,13 +88,15 @@ def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonS
     own = {name: document.pop(name) for name in ("compare", "variant") if name in document}
     if "variant" not in own:
         raise UserError(f"{source}: there is no table [[variant]], so there is nothing to compare with")
-    spec = read(document, source, folder)
+    spec = read_spec(document, source, folder)
     sections = TomlTable(own, source, ("compare", "variant"))
-    table = section(sections, "compare", ["centre", "fresh"], {})
+    table = read_section(sections, "compare", ["centre", "fresh"], {})
     fresh = table.get("fresh", int, FRESH)
     if not 0 <= fresh <= MOST_FRESH:
         raise UserError(f"{table.place}: fresh must be from 0 to {MOST_FRESH} seeds, not {fresh}")
-    variants = tuple(_variant(values, place, document, folder) for values, place in listed(sections, "variant"))
+    variants = tuple(
+        _variant(values, place, document, folder) for values, place in read_table_list(sections, "variant")
+    )
     _check_names(variants, source)
     if not spec.perturbations:
         raise UserError(f"{source}: there is no table [[perturbation]], so there is nothing to compare under")
@@ -108,18 +110,18 @@ def _variant(values: Any, place: str, document: dict[str, Any], folder: Path) ->
     changed = table.raw("learner")
     changed = {} if changed is None else changed
     if not isinstance(changed, dict):
-        raise UserError(f"{place}: learner must be a table of settings, not {given(changed)}")
+        raise UserError(f"{place}: learner must be a table of settings, not {describe_value(changed)}")
     if "kind" in changed and changed["kind"] != document["learner"].get("kind"):
         raise UserError(f"{place}: a variant has other settings of the same kind of learner, not another kind")
     remedies = table.raw("remedy")
     if not changed and not remedies:
         raise UserError(f"{place}: '{name}' has neither a [[variant.remedy]] nor other settings in 'learner'")
     if remedies is not None and not isinstance(remedies, list):
-        raise UserError(f"{place}: remedies must be tables [[variant.remedy]], not {given(remedies)}")
+        raise UserError(f"{place}: remedies must be tables [[variant.remedy]], not {describe_value(remedies)}")
     own = document | {"learner": document["learner"] | changed}
     if remedies:
         own["remedy"] = [*document.get("remedy", []), *remedies]
-    return VariantSpec(name, changed, read(own, f"{place} ('{name}')", folder))
+    return VariantSpec(name, changed, read_spec(own, f"{place} ('{name}')", folder))
 
 
 def _check_names(variants: tuple[VariantSpec, ...], source: str) -> None:
@@ -230,7 +232,7 @@ def _compared(
 
 
 def _perturbations(spec: Spec) -> list[Perturbation | Chain]:
-    return [entry.perturbation for entry in spec.expanded().perturbations if isinstance(entry, Asked)]
+    return [entry.perturbation for entry in spec.expanded().perturbations if isinstance(entry, PerturbationEntry)]
 
 
 def _margins(spec: Spec, folder: Path, workers: Workers | None) -> Margins:
@@ -241,7 +243,7 @@ def _margins(spec: Spec, folder: Path, workers: Workers | None) -> Margins:
 
 def _at(spec: Spec, name: str, some: Sequence[Ladder], seeds: Sequence[int] | None) -> Spec:
     """Returns a variant's spec with the perturbations of some ladders, and with other seeds if given."""
-    entries = tuple(Asked(one) for ladder in some for one in ladder.perturbations)
+    entries = tuple(PerturbationEntry(one) for ladder in some for one in ladder.perturbations)
     audit = replace(spec.audit, name=f"{spec.audit.name}: {name}"[:100])
     if seeds is not None:
         audit = replace(audit, seeds=tuple(seeds))
