@@ -270,7 +270,7 @@ def read_spec_text(path: str | Path) -> str:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > MOST_BYTES:
-        raise UserError(f"{path} is too large for a spec: it has more than {MOST_BYTES >> 20} MiB")
+        raise UserError(f"{path} is larger than {MOST_BYTES >> 20} MiB, the most that a spec may have")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
