@@ -137,7 +137,7 @@ SPECS = {
     ),
     "widths of text": (('"quadratic"', '"ppo"\nhidden = ["64"]'), "hidden must be a list of whole numbers"),
     "a setting that is nan": (('"quadratic"', '"ppo"\ngamma = nan'), "gamma must be a number, not nan"),
-    "a window of one step": (("window = 4", "window = 1"), "[metrics] window = 1"),
+    "a window of one step": (("window = 4", "window = 1"), "[metrics]: window must be an integer of at least 2, not 1"),
     "a negative hold": (("hold = 4", "hold = -4"), "[metrics]: hold must be from 1"),
     "a negative chunk": (("[metrics]", "[run]\nchunk = -1\n[metrics]"), "[run]: chunk must be from 0"),
     "checkpoints never": (
