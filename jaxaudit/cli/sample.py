@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxaudit.analysis.datasets import position
+from jaxaudit.analysis.datasets import find_index
 from jaxaudit.analysis.run_reader import CONTROL, HeldOutRow, Run, Word, has_rows, load, measured_near, rows_at
 from jaxaudit.runtime.errors import UserError
 
@@ -36,9 +36,9 @@ def sample(folder: Path, seed: int | None = None, condition: str | None = None, 
         )
     seeds = [str(value) for value in run.telemetry["seed"].values]
     labels = list(run.conditions["condition"])
-    lane = 0 if seed is None else position("seed", seed, seeds)
+    lane = 0 if seed is None else find_index("seed", seed, seeds)
     controls = [i for i, name in enumerate(run.conditions["perturbation"]) if name == CONTROL]
-    column = next(iter(controls), 0) if condition is None else position("condition", condition, labels)
+    column = next(iter(controls), 0) if condition is None else find_index("condition", condition, labels)
     last = int(run.computed[column]) - 1
     if last < 0:
         raise UserError(f"condition '{labels[column]}' has not been trained yet; go on with: jaxaudit resume {folder}")
