@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from jaxaudit.analysis.run_reader import table
+from jaxaudit.analysis.run_reader import read_table
 from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.core.remedied_learner import same_beginning
 from jaxaudit.runs import lifecycle as durable
@@ -252,7 +252,7 @@ def _at(spec: Spec, name: str, some: Sequence[Ladder], seeds: Sequence[int] | No
 
 def _lanes(spec: Spec, folder: Path, workers: Workers | None) -> pd.DataFrame:
     _run(spec, folder, workers)
-    found = table(folder / "metrics.csv", ("condition", "perturbation", "dimension", "site", "target", "reason"))
+    found = read_table(folder / "metrics.csv", ("condition", "perturbation", "dimension", "site", "target", "reason"))
     if found is None:
         raise UserError(f"the run in {folder} has lost its metrics.csv; remove its folder, and it is trained again")
     return found
