@@ -66,17 +66,6 @@ def _coordinates(grid: Grid) -> dict[str, Any]:
     }
 
 
-def _attributes(grid: Grid) -> dict[str, Any]:
-    learner = grid.program.learner
-    return {
-        "learner": learner.name,
-        "performance_name": learner.performance_name,
-        "performance_every": learner.cadence.every,
-        "step_unit": learner.step_unit,
-        "samples_per_step": learner.samples_per_step,
-    }
-
-
 def channel_cadence(data: xr.Dataset, channel: str = PERFORMANCE) -> metrics.Cadence:
     """Returns when the performance or acting performance is measured, from the attributes of a telemetry dataset."""
     return metrics.Cadence(int(data.attrs.get("performance_every", 1)), bool(data[channel].attrs.get("sparse", 0)))
@@ -98,7 +87,14 @@ def telemetry_dataset(grid: Grid, arrays: dict[str, np.ndarray]) -> xr.Dataset:
     for channel in learner.channels.values():
         for dim, labels in channel.dims:
             coordinates[dim] = (dim, np.array(labels, dtype=object))
-    return xr.Dataset(data, coordinates, _attributes(grid))
+    attributes = {
+        "learner": learner.name,
+        "performance_name": learner.performance_name,
+        "performance_every": learner.cadence.every,
+        "step_unit": learner.step_unit,
+        "samples_per_step": learner.samples_per_step,
+    }
+    return xr.Dataset(data, coordinates, attributes)
 
 
 def channel_dims(grid: Grid, channel: str, shape: tuple[int, ...]) -> tuple[str, ...]:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxaudit.logs import events, printed, structured
-from jaxaudit.logs.log import Attempt as Attempt
-from jaxaudit.logs.log import Log as Log
-from jaxaudit.logs.log import LogRun as LogRun
-from jaxaudit.logs.log import Series as Series
+from jaxaudit.logs.log import Attempt, Log, LogRun, Series
 from jaxaudit.logs.records import Records
 from jaxaudit.runtime.errors import UserError
+
+__all__ = ["Attempt", "Log", "LogRun", "Series", "read"]
 
 _BY_SUFFIX: dict[str, Callable[[Path], Records]] = {
     ".csv": structured.read_csv,

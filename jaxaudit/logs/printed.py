@@ -150,7 +150,7 @@ _BLANKS = re.compile(r"[ \t]{2,}|\t")
 _NUMBER = r"(?>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf|NaN|Inf|NAN|INF))"
 """Matches atomically, so that a long number is not tried with fewer digits."""
 _VERL_LINE = re.compile(r"(?<![\w/])step:(\d+) - (.+)")
-_VERL_VALUE = re.compile(rf"(\S+?):\s*({_NUMBER})")
+_VERL_METRIC = re.compile(rf"\S+?:\s*{_NUMBER}")
 _NUMPY_SCALAR = re.compile(r"np\.\w+\((.*)\)")
 _STEP = re.compile(
     r"(?:^|[\s\[|(,])(?:global[ _]?step|train[ _]?step|step|iteration|iter|update|epoch|episode|it|s)"
@@ -232,20 +232,14 @@ def _parse_verl(lines: Iterable[Line]) -> Iterator[Row]:
     for number, line in lines:
         if match := _VERL_LINE.search(line):
             row: dict[str, Any] = {"step": int(match[1])}
-            *parts, last = match[2].split(" - ")
-            for part in parts:
-                _add_verl_metric(row, *part.strip().rpartition(":"))
-            if metric := _VERL_VALUE.match(last.strip()):  # a progress bar may follow
-                _add_verl_metric(row, metric[1], ":", metric[2])
-            else:
-                _add_verl_metric(row, *last.strip().rpartition(":"))
+            *metrics, last = match[2].split(" - ")
+            last_metric = _VERL_METRIC.match(last.strip())  # a progress bar may follow it
+            for metric in (*metrics, last_metric[0] if last_metric else last):
+                name, colon, value = metric.strip().rpartition(":")
+                if colon and name:
+                    wrapped = _NUMPY_SCALAR.fullmatch(value.strip())
+                    row[name] = wrapped[1] if wrapped else value
             yield number, row
-
-
-def _add_verl_metric(row: dict[str, Any], name: str, colon: str, value: str) -> None:
-    if colon and name:
-        wrapped = _NUMPY_SCALAR.fullmatch(value.strip())
-        row[name] = wrapped[1] if wrapped else value
 
 
 def _parse_dicts(lines: Iterable[Line]) -> Iterator[Row]:

@@ -245,7 +245,7 @@ def _kind(name: str) -> Kind:
     return kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AuditSpec:
     """The section [audit]: the size of the audit, and how it is computed.
 
@@ -261,7 +261,7 @@ class AuditSpec:
       matmul_precision: The precision of float32 matrix products on GPUs and TPUs: "float32", or "tf32" in networks.
     """
 
-    name: str
+    name: str = "audit"
     seeds: int | tuple[int, ...]
     steps: int
     telemetry: Literal["basic", "full"] = "full"
@@ -335,30 +335,14 @@ class MonitorSpec:
 def read_audit(sections: TomlTable) -> AuditSpec:
     """Reads the section [audit]. Raises UserError if it is not valid."""
     table = read_section(sections, "audit", field_names(AuditSpec))
-    spec = AuditSpec(
-        name=table.get("name", str, "audit"),
-        seeds=table.get("seeds", int | tuple[int, ...]),
-        steps=table.get("steps", int),
-        telemetry=table.get("telemetry", Literal["basic", "full"], AuditSpec.telemetry),
-        execution=table.get("execution", int | Literal["auto", "vmap", "map"], AuditSpec.execution),
-        lanes=table.get("lanes", int | Literal["auto"], AuditSpec.lanes),
-        model_devices=table.get("model_devices", int, AuditSpec.model_devices),
-        matmul_precision=table.get("matmul_precision", MatmulPrecision, AuditSpec.matmul_precision),
-    )
-    _check_audit(table, spec)
-    return spec
-
-
-def _check_audit(table: TomlTable, spec: AuditSpec) -> None:
+    spec = read_dataclass(table, AuditSpec)
     if not (0 < len(spec.name) <= 100 and spec.name.isprintable() and spec.name.strip()):
         raise UserError(f"{table.place}: name must be 1 to 100 printable characters, not {describe_value(spec.name)}")
     _check_seeds(table, spec.seeds)
-    _check_range(table, "steps", spec.steps, 1)
-    if isinstance(spec.execution, int):
-        _check_range(table, "execution", spec.execution, 1)
-    if isinstance(spec.lanes, int):
-        _check_range(table, "lanes", spec.lanes, 1)
-    _check_range(table, "model_devices", spec.model_devices, 1)
+    for key in ("steps", "execution", "lanes", "model_devices"):
+        if isinstance(value := getattr(spec, key), int):
+            _check_range(table, key, value, 1)
+    return spec
 
 
 def _check_seeds(table: TomlTable, seeds: int | tuple[int, ...]) -> None:
@@ -461,7 +445,7 @@ def read_monitor(sections: TomlTable, folder: Path) -> MonitorSpec | None:
     if "monitor" not in sections:
         return None
     table = read_section(sections, "monitor", ["file", "alpha"])
-    spec = MonitorSpec(table.get("file", str), table.get("alpha", float, MonitorSpec.alpha), folder)
+    spec = read_dataclass(table, MonitorSpec, folder=folder)
     if not spec.file or not spec.file.isprintable():
         raise UserError(f"{table.place}: file must be the path of a monitor, not {describe_value(spec.file)}")
     if not 0 < spec.alpha < 1:

@@ -198,7 +198,7 @@ def to_toml_text(document: Mapping[str, Any]) -> str:
 
     Unlike tomli_w, it writes every table of a list under its own header [[name]], however short the table is.
     """
-    return "\n".join(text for text in _table_texts(_without_none(document), "") if text)
+    return "\n".join(text for text in _table_texts(_without_none(document)) if text)
 
 
 def _without_none(value: Any) -> Any:
@@ -207,23 +207,21 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _table_texts(table: dict[str, Any], prefix: str) -> Iterator[str]:
+def _table_texts(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Yields a table's text without its header, then the texts of its inner tables and lists of tables."""
-    lists = {
-        key: value
-        for key, value in table.items()
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
-    }
-    # tomli_w writes the tables of the document itself.
-    inner = {key: value for key, value in table.items() if isinstance(value, dict)} if prefix else {}
-    yield tomli_w.dumps({key: value for key, value in table.items() if key not in lists and key not in inner})
-    for key, value in inner.items():
-        yield f"[{prefix}{key}]\n{tomli_w.dumps(value)}"
-    for key, tables in lists.items():
-        for item in tables:
+    tables = {key: [value] for key, value in table.items() if isinstance(value, dict)}
+    lists = {key: value for key, value in table.items() if _is_table_list(value)}
+    yield tomli_w.dumps({key: value for key, value in table.items() if key not in tables and key not in lists})
+    for key, items in (tables | lists).items():
+        name = f"[{prefix}{key}]"
+        for item in items:
             first, *rest = _table_texts(item, f"{prefix}{key}.")
-            yield f"[[{prefix}{key}]]\n{first}"
+            yield f"{name if key in tables else f'[{name}]'}\n{first}"
             yield from rest
+
+
+def _is_table_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def read_section(sections: TomlTable, name: str, allowed: Collection[str] | None, default: Any = None) -> TomlTable:
