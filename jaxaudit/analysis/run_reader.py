@@ -68,7 +68,7 @@ def held_out_cadence(telemetry: xr.Dataset) -> int:
     return int(telemetry[TOKENS].attrs.get("every", 1))
 
 
-def nearest_measured(telemetry: xr.Dataset, index: int, last: int) -> int:
+def nearest_step(telemetry: xr.Dataset, index: int, last: int) -> int:
     """Returns the index of the step nearest to `index` at which held-out rows were measured.
 
     Args:

@@ -15,7 +15,7 @@ from jaxaudit.analysis.run_reader import (
     has_held_out_rows,
     held_out_rows,
     load,
-    nearest_measured,
+    nearest_step,
 )
 from jaxaudit.runtime.errors import UserError
 
@@ -55,7 +55,7 @@ def sample(folder: Path, seed: int | None = None, condition: str | None = None, 
     if not 0 <= asked <= last:
         raise UserError(f"step must be from 0 to {last}, the last that '{labels[column]}' was trained to, not {step}")
     try:
-        place = nearest_measured(run.telemetry, asked, last)
+        place = nearest_step(run.telemetry, asked, last)
     except ValueError as error:
         raise UserError(f"{error}, the last that '{labels[column]}' was trained to") from None
     near = "" if place == asked else f" (the measured step nearest to {asked})"

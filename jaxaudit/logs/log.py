@@ -130,7 +130,7 @@ def describe_missing(kind: str, name: str, available: Iterable[str]) -> str:
     return f"has no {kind} '{shorten(name)}'{hint}; it has: {join_names(available)}"
 
 
-def median_spacing(steps: np.ndarray) -> int:
+def step_spacing(steps: np.ndarray) -> int:
     """Returns the lower median of the differences of at least two increasing int64 steps `[T]`."""
     spacings = np.sort(np.diff(steps))
     return int(spacings[(len(spacings) - 1) // 2])
@@ -167,7 +167,7 @@ def _series_summary(series: Series) -> dict[str, Any]:
         "first": int(series.steps[0]),
         "last": int(series.steps[-1]),
         "values": len(series.values),
-        "every": median_spacing(series.steps) if len(series.steps) > 1 else None,
+        "every": step_spacing(series.steps) if len(series.steps) > 1 else None,
         "not_finite": int((~np.isfinite(series.values)).sum()),
     }
 

@@ -10,17 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxaudit.logs.cells import MISSING, STEP_BOUND, LogColumn, is_number, parse_whole_number
-from jaxaudit.logs.log import (
-    Attempt,
-    LeftOut,
-    Log,
-    LogRun,
-    Series,
-    describe_missing,
-    join_names,
-    median_spacing,
-    shorten,
-)
+from jaxaudit.logs.log import Attempt, LeftOut, Log, LogRun, Series, describe_missing, join_names, step_spacing, shorten
 from jaxaudit.runtime.errors import UserError
 
 STEP_COLUMNS = (
@@ -257,7 +247,7 @@ def gap_notes(steps: np.ndarray) -> Iterator[str]:
     """
     if len(steps) < 3:
         return
-    spacings, usual = np.diff(steps), median_spacing(steps)
+    spacings, usual = np.diff(steps), step_spacing(steps)
     if 2 * (spacings == usual).sum() < len(spacings):
         return
     (before,) = np.nonzero(spacings // usual >= 2)

@@ -10,14 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from jaxaudit.analysis.run_reader import (
-    CONTROL,
-    Run,
-    has_held_out_rows,
-    held_out_cadence,
-    held_out_rows,
-    nearest_measured,
-)
+from jaxaudit.analysis.run_reader import CONTROL, Run, has_held_out_rows, held_out_cadence, held_out_rows, nearest_step
 from jaxaudit.core.channel_names import PERFORMANCE_ERROR
 from jaxaudit.monitoring.channels import measured, repeated, series
 from jaxaudit.monitoring.envelope import StepwiseStats, forward_filled
@@ -214,7 +207,7 @@ def _moments(run: Run, label: str, line: PlotLine, onset: int) -> RowsSection | 
     places["at the end"] = last
     moments, errors = [], run.channel(PERFORMANCE_ERROR)
     for name, asked in places.items():
-        place = nearest_measured(run.telemetry, asked, last)
+        place = nearest_step(run.telemetry, asked, last)
         rows = [_row(row) for row in held_out_rows(run.telemetry, seed, line.index, place)]
         told = f"{name}: step {int(run.step[place])}, performance {number(float(mine[place]), digits=3)}"
         if errors is not None:

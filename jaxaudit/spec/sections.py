@@ -108,14 +108,13 @@ def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
     Raises:
       UserError: The table is not a valid perturbation, chain or dimension.
     """
-    if not isinstance(values, dict):
-        raise UserError(f"{place} must be a table, not {describe_value(values)}")
+    table = TomlTable(values, place)
     forms: dict[str, tuple[tuple[str, ...], Callable[[TomlTable], list[Entry]]]] = {
         "kind": (_SINGLE_KEYS, _read_single),
         "chain": (_CHAIN_KEYS, _read_chain),
         "dimension": (_DIMENSION_KEYS, _read_dimension),
     }
-    matches = [form for form in forms if form in values]
+    matches = [form for form in forms if form in table]
     if not matches:
         # One of the three keys may be misspelt, in which case the error about an unknown key suggests the right one.
         TomlTable(values, place, dict.fromkeys(_SINGLE_KEYS + _CHAIN_KEYS + _DIMENSION_KEYS))
@@ -123,10 +122,9 @@ def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
         given = " and ".join(f"'{form}'" for form in matches) or "none of them"
         raise UserError(f"{place} must have exactly one of 'kind', 'chain' and 'dimension', not {given}")
     allowed, read = forms[matches[0]]
-    table = TomlTable(values, place, allowed)
     with placed(place):
-        entries = read(table)
-        _check_entries(entries, steps, values.get("onset"))
+        entries = read(TomlTable(values, place, allowed))
+        _check_entries(entries, steps, table.raw("onset"))
     return entries
 
 
