@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxaudit.logs.cells import MISSING, STEP_BOUND, LogColumn, is_number, parse_whole_number
-from jaxaudit.logs.log import Attempt, LeftOut, Log, LogRun, Series, describe_missing, join_names, step_spacing, shorten
+from jaxaudit.logs.log import Attempt, LeftOut, Log, LogRun, Series, describe_missing, join_names, shorten, step_spacing
 from jaxaudit.runtime.errors import UserError
 
 STEP_COLUMNS = (
