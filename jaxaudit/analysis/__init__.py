@@ -1,1 +1,1 @@
-"""Metrics and statistics of telemetry: datasets, tables, and reading a stored run."""
+"""Metrics and statistics of telemetry, labelled datasets and tables of them, and the reader of stored runs."""

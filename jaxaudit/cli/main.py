@@ -455,12 +455,12 @@ def _monitor(arguments: argparse.Namespace) -> int:
 def _read(arguments: argparse.Namespace) -> int:
     import json
 
-    from jaxaudit.logs.log import contents, table
-    from jaxaudit.logs.reading import read
+    from jaxaudit.logs import read
+    from jaxaudit.logs.log import as_json, as_lines
 
     for path in arguments.files:
         log = read(path, arguments.step)
-        for line in [json.dumps(contents(log))] if arguments.json else table(log):
+        for line in [json.dumps(as_json(log))] if arguments.json else as_lines(log):
             print(line)
     return 0
 

@@ -9,7 +9,7 @@ from jaxaudit.perturbations import Kind
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.registry import aligned, summary
 from jaxaudit.spec.sections import learner_settings
-from jaxaudit.spec.tables import to_value
+from jaxaudit.spec.tables import to_toml_value
 
 TABLE_S5 = (
     "collapse_time",
@@ -78,7 +78,7 @@ def metrics() -> list[str]:
 
 def _default(setting: dataclasses.Field) -> str:
     if setting.default is not dataclasses.MISSING:
-        return to_value(setting.default)
+        return to_toml_value(setting.default)
     if setting.default_factory is not dataclasses.MISSING:
-        return to_value(setting.default_factory())
+        return to_toml_value(setting.default_factory())
     return "(must be given)"

@@ -89,13 +89,13 @@ def audit(
     held = MemorySink(grid)
     for batch in batches:
         run_batch(engine, batch, held)
-    arrays = held.arrays | datasets.derived(held.arrays[PERFORMANCE], chosen, learner.cadence)
-    data = datasets.telemetry(grid, arrays)
+    arrays = held.arrays | datasets.derived_channels(held.arrays[PERFORMANCE], chosen, learner.cadence)
+    data = datasets.telemetry_dataset(grid, arrays)
     data["baseline_performance"] = (("seed", "step"), held.trained)
     data.attrs["execution"] = grid.program.execution
     if measured:
         data.attrs["measured"] = measured
     data.attrs["noise_floor"] = results.noise_floor(data, held.trained, grid.forks[-1].onset)
-    if gaps := results.undeclared_gaps(data):
+    if gaps := results.undeclared_gap_warning(data):
         warnings.warn(gaps, stacklevel=2)
     return results.Result(data, chosen)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxaudit.logs.log import Attempt, Series, has_no, listed, shown
+from jaxaudit.logs.log import Attempt, Series, describe_missing, join_names, shorten
 from jaxaudit.monitoring.channels import ROUNDING
 from jaxaudit.runtime.errors import UserError
 
@@ -123,20 +123,20 @@ def channels_of(clean: Sequence[Named], asked: Sequence[str] | None) -> tuple[li
         for name in asked:
             if name not in common:
                 without = next(run for run in clean if name not in run.attempt.series)
-                raise UserError(f"{without.name} {has_no('channel', name, without.attempt.series)}")
+                raise UserError(f"{without.name} {describe_missing('channel', name, without.attempt.series)}")
         return list(dict.fromkeys(asked)), []
     if not common:
-        each = "; ".join(f"{run.name} has {listed(run.attempt.series)}" for run in _different(clean))
+        each = "; ".join(f"{run.name} has {join_names(run.attempt.series)}" for run in _different(clean))
         raise UserError(f"no channel is in all clean runs: {each}")
     notes = []
     partly = [name for name in every if name not in common]
     if partly:
-        notes.append(f"not read, as not in all clean runs: {listed(partly)}")
+        notes.append(f"not read, as not in all clean runs: {join_names(partly)}")
     kept = common
     for reason, is_so in _REASONS:
         found = [name for name in kept if is_so(name, [run.attempt.series[name] for run in clean])]
         if found and len(found) < len(kept):
-            notes.append(f"left out, {reason}: {listed(found)}; --channels can name them")
+            notes.append(f"left out, {reason}: {join_names(found)}; --channels can name them")
             kept = [name for name in kept if name not in found]
     return kept, notes
 
@@ -209,7 +209,9 @@ def moved(new: Sequence[Named], clean: Sequence[Named]) -> list[str]:
             other = np.flatnonzero(one.values != usual)
             if len(other):
                 step, value = one.steps[other[0]], one.values[other[0]]
-                notes.append(f"{run.name}: {shown(name)} is {value:g} at step {step}, and {usual:g} in every clean run")
+                notes.append(
+                    f"{run.name}: {shorten(name)} is {value:g} at step {step}, and {usual:g} in every clean run"
+                )
     return notes
 
 

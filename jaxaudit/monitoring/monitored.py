@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxaudit.logs import Log, read
-from jaxaudit.logs.log import listed
+from jaxaudit.logs.log import join_names
 from jaxaudit.monitoring import alignment
 from jaxaudit.monitoring.alignment import Named, in_files
 from jaxaudit.monitoring.calibration import rank, threshold
@@ -213,7 +213,7 @@ def _certain(
         assert broken is not None
         return Alarm(run.name, broken[0], np.inf, NOT_FINITE, _not_finite(broken[1]))
     are = "is" if len(silent[1]) == 1 else "are"
-    return Alarm(run.name, silent[0], np.inf, SILENT, f"{listed(silent[1])} {are} silent")
+    return Alarm(run.name, silent[0], np.inf, SILENT, f"{join_names(silent[1])} {are} silent")
 
 
 def _not_finite(kinds: Mapping[str, str]) -> str:
@@ -221,7 +221,7 @@ def _not_finite(kinds: Mapping[str, str]) -> str:
     found = []
     for kind in dict.fromkeys(kinds.values()):
         names = [name for name, one in kinds.items() if one == kind]
-        found.append(f"{listed(names)} {'is' if len(names) == 1 else 'are'} {kind}")
+        found.append(f"{join_names(names)} {'is' if len(names) == 1 else 'are'} {kind}")
     return ", ".join(found)
 
 
@@ -265,7 +265,7 @@ def _groups(new: Sequence[Named], clean: Sequence[Named], channels: Sequence[str
     notes += [f"{in_files(names)}: {note}" for note, names in unread.items()]
     for group in groups.values():
         if not group.at:
-            there = listed(group.runs[0].attempt.series)
+            there = join_names(group.runs[0].attempt.series)
             notes.append(
                 f"{in_files([run.name for run in group.runs])}: no channel in common with the clean runs; has {there}"
             )

@@ -9,7 +9,7 @@ import altair as alt
 import pandas as pd
 from markupsafe import Markup
 
-from jaxaudit.analysis.run_reader import table as stored
+from jaxaudit.analysis.run_reader import read_table as stored
 from jaxaudit.report import style
 from jaxaudit.report.page import Details, Page, Section, Summary, TextBlock
 from jaxaudit.report.panel import Figure

@@ -15,7 +15,7 @@ import pandas as pd
 import xarray as xr
 from markupsafe import Markup
 
-from jaxaudit.analysis.run_reader import table as stored
+from jaxaudit.analysis.run_reader import read_table as stored
 from jaxaudit.monitoring.comparison import CLEAN, best_chart
 from jaxaudit.monitoring.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED
 from jaxaudit.report import lines, monitored, scored, style

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from jaxaudit.analysis.run_reader import CONTROL, Run, cadence, has_rows, measured_near, rows_at
+from jaxaudit.analysis.run_reader import CONTROL, Run, has_held_out_rows, held_out_cadence, held_out_rows, nearest_step
 from jaxaudit.core.channel_names import PERFORMANCE_ERROR
 from jaxaudit.monitoring.channels import measured, repeated, series
 from jaxaudit.monitoring.envelope import StepwiseStats, forward_filled
@@ -145,7 +145,7 @@ CHANNELS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
 
 def sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
     """What is added to the page of a run on a dialogue; nothing to that of another."""
-    if not has_rows(run.telemetry):
+    if not has_held_out_rows(run.telemetry):
         return []
     figures = lines.aligned(run, list(groups), dict(_series(run.telemetry)), "tokens", zeros=True)
     hint = (
@@ -168,7 +168,7 @@ def _rows(run: Run, groups: Sequence[Panel]) -> list[Block]:
     blocks = [block for each in conditions if (block := _moments(run, *each)) is not None]
     if not blocks:
         return []
-    every = cadence(run.telemetry)
+    every = held_out_cadence(run.telemetry)
     measured = "" if every == 1 else f", which are measured every {every} steps"
     hint = (
         "Stored rows of those that tell the performance, of the seed whose final one is the median: right before the "
@@ -192,7 +192,7 @@ def _legend() -> ShownRow:
 
 def _moments(run: Run, label: str, line: PlotLine, onset: int) -> RowsSection | None:
     last = int(run.computed[line.index]) - 1
-    if last < cadence(run.telemetry) - 1:
+    if last < held_out_cadence(run.telemetry) - 1:
         return None
     performance = run.performance[:, line.index]
     final = np.where(np.isfinite(performance[:, last]), performance[:, last], -np.inf)
@@ -207,8 +207,8 @@ def _moments(run: Run, label: str, line: PlotLine, onset: int) -> RowsSection | 
     places["at the end"] = last
     moments, errors = [], run.channel(PERFORMANCE_ERROR)
     for name, asked in places.items():
-        place = measured_near(run.telemetry, asked, last)
-        rows = [_row(row) for row in rows_at(run.telemetry, seed, line.index, place)]
+        place = nearest_step(run.telemetry, asked, last)
+        rows = [_row(row) for row in held_out_rows(run.telemetry, seed, line.index, place)]
         told = f"{name}: step {int(run.step[place])}, performance {number(float(mine[place]), digits=3)}"
         if errors is not None:
             told += f" (standard error {float(errors[seed, line.index, place]):.2g})"
@@ -218,12 +218,12 @@ def _moments(run: Run, label: str, line: PlotLine, onset: int) -> RowsSection | 
 
 
 def _row(row) -> ShownRow:
-    return ShownRow(f"{row.reward:.3g}", [_shown(one) for one in row.words])
+    return ShownRow(f"{row.reward:.3g}", [_shown(one) for one in row.tokens])
 
 
 def _shown(one) -> ShownWord:
     text = "".join(c if c.isprintable() else "\N{OPEN BOX}" for c in one.text)
-    if not one.own:
+    if not one.is_own:
         return ShownWord(text, f"given {one.role}", "")
     probability = math.exp(min(one.log_probability, 0.0))
     shade = sum(probability < end for end in PROBABILITIES)

@@ -13,7 +13,7 @@ import pandas as pd
 import xarray as xr
 from markupsafe import Markup
 
-from jaxaudit.analysis.run_reader import table as stored
+from jaxaudit.analysis.run_reader import read_table as stored
 from jaxaudit.monitoring.calibration import fewest_runs, rate_interval
 from jaxaudit.report import lines, scored, style
 from jaxaudit.report.page import HANDLING, Page, Section, Summary, listing

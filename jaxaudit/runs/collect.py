@@ -190,7 +190,7 @@ def finish(store: Folder, spec: Spec, grid: Grid, plan: Plan, rows: int) -> dict
     read = [name for name in known if name in (PERFORMANCE, ACTING) or name.startswith(ACTED)]
     data = store.read_telemetry([*read, "baseline_performance"])
     when = grid.program.learner.cadence
-    for name, values in datasets.derived(data[PERFORMANCE].values, spec.metrics, when).items():
+    for name, values in datasets.derived_channels(data[PERFORMANCE].values, spec.metrics, when).items():
         store.write_channel(name, values)
     floor = results.noise_floor(data, data["baseline_performance"].values, grid.forks[-1].onset)
     store.write_attributes(noise_floor=floor)
@@ -200,7 +200,7 @@ def finish(store: Folder, spec: Spec, grid: Grid, plan: Plan, rows: int) -> dict
     learner = grid.program.learner
     samples = sum(len(batch.seeds) * (batch.stop - batch.onset) for batch in plan) * learner.samples_per_step
     begun = remarks(grid, _first_chunk(store, grid, rows, plan[0]))
-    if gaps := results.undeclared_gaps(data):
+    if gaps := results.undeclared_gap_warning(data):
         print(f"note: {gaps}", file=sys.stderr)
         begun.append(gaps)
     return {"samples": samples, "sample": learner.sample} | ({"remarks": begun} if begun else {})

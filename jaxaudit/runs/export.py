@@ -43,9 +43,9 @@ def export(folder: Path, out: Path, seed: int | None = None, condition: str | No
     learner = grid.program.learner
     if learner.save is None:
         raise UserError(f"learner '{learner.name}' has nothing to export: language models have")
-    labels = datasets.labels(grid)
-    place = 0 if seed is None else datasets.position("seed", seed, [str(s) for s in grid.seeds])
-    column = 0 if condition is None else datasets.position("condition", condition, labels)
+    labels = datasets.condition_labels(grid)
+    place = 0 if seed is None else datasets.find_index("seed", seed, [str(s) for s in grid.seeds])
+    column = 0 if condition is None else datasets.find_index("condition", condition, labels)
     plan = store.read_plan(grid)
     with claimed(out) as claim:
         engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))

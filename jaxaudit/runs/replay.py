@@ -70,9 +70,9 @@ def replay(folder: Path, seed: int | None = None, condition: str | None = None) 
     store, spec, grid = open_finished(folder)
     recorded = store.read_environment()
     plan = store.read_plan(grid)
-    names, labels = [str(s) for s in grid.seeds], datasets.labels(grid)
-    seeds = list(range(len(names))) if seed is None else [datasets.position("seed", seed, names)]
-    members = list(range(len(labels))) if condition is None else [datasets.position("condition", condition, labels)]
+    names, labels = [str(s) for s in grid.seeds], datasets.condition_labels(grid)
+    seeds = list(range(len(names))) if seed is None else [datasets.find_index("seed", seed, names)]
+    members = list(range(len(labels))) if condition is None else [datasets.find_index("condition", condition, labels)]
     engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
     compared = _Comparison(store, engine, seeds, members)
     for batch in plan:

@@ -135,7 +135,7 @@ class Folder:
         Or fewer, where the values are so large that a lane's would be out of the compressor's sight (`SIGHT`). Every
         lane has its prefix, which is the baseline's, and a file has it once for each seed, and references to it.
         """
-        empty = datasets.telemetry(grid, {})
+        empty = datasets.telemetry_dataset(grid, {})
         channels = dict.fromkeys([*sorted(shapes), *DERIVED])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

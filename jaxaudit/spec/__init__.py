@@ -1,1 +1,1 @@
-"""Specs in TOML: a document, read and checked into a grid."""
+"""Reads specs in TOML, checks them, and expands them into grids."""

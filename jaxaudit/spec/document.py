@@ -1,12 +1,12 @@
-"""A spec: TOML text to validated dataclasses, back to TOML with every default written out, and on to a grid.
+"""Reads a spec from TOML text, writes it back with every default, and builds its grid.
 
-Nothing in a spec runs code: names are looked up in the registries, and values have the types written here.
+Nothing in a spec runs code: names are looked up in the registries, and values are checked for their types.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,15 @@ from jaxaudit.runtime.errors import UserError, placed
 from jaxaudit.runtime.files import MOST_BYTES, parse_toml
 from jaxaudit.runtime.paths import paths_of
 from jaxaudit.spec.sections import (
-    MOST_CONDITIONS,
-    Asked,
-    AskedDimension,
+    MAX_CONDITIONS,
     AuditSpec,
+    DimensionEntry,
     Entry,
     LearnerSpec,
     MonitorSpec,
+    PerturbationEntry,
     RunSpec,
-    count_of,
+    condition_count,
     read_audit,
     read_entries,
     read_learner,
@@ -47,20 +47,25 @@ from jaxaudit.spec.sections import (
     read_remedy,
     read_run,
     read_task,
-    task_values,
+    task_table,
 )
-from jaxaudit.spec.tables import TomlTable, given, to_text
+from jaxaudit.spec.tables import TomlTable, field_names, read_table_list, to_toml_text
 
 
 @dataclass
-class _Trial(Recorder):
-    """Taps that try perturbations on the values that pass, and pass the values on as they are."""
+class _TrialTaps(Recorder):
+    """Taps that apply perturbations to the values that pass, note which are refused, and return the values unchanged.
+
+    Attributes:
+      perturbations: The perturbations to try.
+      refused: The error message of each perturbation that failed, by its index.
+    """
 
     perturbations: Sequence[Perturbation] = ()
     refused: dict[int, str] = field(default_factory=dict)
 
     def disturb(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
-        """Tries every perturbation of the site that the tap's context suffices for."""
+        """Tries every perturbation of the site whose needs the context of the tap satisfies."""
         for index, perturbation in enumerate(self.perturbations):
             needs = set(perturbation.kind.needs) - set(OFFERED)
             if perturbation.site == site and needs <= set(context) and index not in self.refused:
@@ -70,9 +75,8 @@ class _Trial(Recorder):
     def _try(self, index: int, perturbation: Perturbation, value: Any, label: str, context: dict) -> None:
         selected = jnp.ones(len(paths_of(value, label)), bool)
         offered = {"selected": selected, "elapsed": jnp.float32(1.0), "alarm": jnp.bool_(True), **context}
-        given = {name: offered[name] for name in perturbation.kind.needs}
         try:
-            perturbation.apply(value, **given)
+            perturbation.apply(value, **{name: offered[name] for name in perturbation.kind.needs})
         except ValueError as error:
             self.refused[index] = str(error)
 
@@ -80,33 +84,52 @@ class _Trial(Recorder):
 def misfits(
     learner: Learner, perturbations: Sequence[Perturbation | Chain], steps: int, monitored: bool = False
 ) -> list[str | None]:
-    """For each perturbation None, or a sentence on why the learner cannot be disturbed by it.
+    """Checks which perturbations can disturb a learner, by one traced step.
 
-    `monitored` says whether there are alarms for interventions to wait for.
+    Args:
+      learner: The learner.
+      perturbations: Perturbations and chains.
+      steps: The number of steps of the run.
+      monitored: Whether a monitor raises alarms that interventions can wait for.
+
+    Returns:
+      For each perturbation None, or a sentence on why it cannot disturb the learner.
     """
     parts = [part for perturbation in perturbations for part in perturbation.parts]
-    trial = _Trial(steps=steps, perturbations=parts)
+    trial = _TrialTaps(steps=steps, perturbations=parts)
     trace(learner, trial)
     sites = trial.sites.with_bounds_of(learner)
     reasons = iter(
         [
-            trial.refused.get(i) or site_misfit(part, sites) or (None if monitored else _waits(part))
+            trial.refused.get(i) or site_misfit(part, sites) or (None if monitored else _alarm_misfit(part))
             for i, part in enumerate(parts)
         ]
     )
-    by_perturbation = [[next(reasons) for _ in perturbation.parts] for perturbation in perturbations]
-    return [next(filter(None, found), None) for found in by_perturbation]
+    reasons_by_perturbation = [[next(reasons) for _ in perturbation.parts] for perturbation in perturbations]
+    return [next(filter(None, part_reasons), None) for part_reasons in reasons_by_perturbation]
 
 
-def _waits(part: Perturbation) -> str | None:
+def _alarm_misfit(part: Perturbation) -> str | None:
     if "alarm" not in part.kind.needs:
         return None
-    return f"'{part.name}' waits for a monitor's alarm, which a spec has none of without a table [monitor]"
+    return f"'{part.name}' waits for a monitor's alarm, so the spec must have a table [monitor]"
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A whole audit. `source` is where it was read, for messages; it does not count in comparisons."""
+    """A whole audit.
+
+    Attributes:
+      audit: The section [audit].
+      task: The task of the section [task], or None.
+      learner: The section [learner].
+      perturbations: The tables [[perturbation]], one entry for each onset.
+      metrics: The section [metrics].
+      run: The section [run].
+      monitor: The section [monitor], or None.
+      remedies: The tables [[remedy]].
+      source: The file that the spec was read from, for error messages. Equality ignores it.
+    """
 
     audit: AuditSpec
     task: Task | None
@@ -119,48 +142,54 @@ class Spec:
     source: str = field(default="spec", compare=False)
 
     def to_toml(self) -> str:
-        """TOML text with every default written out; `parse` gives the same spec again."""
-        return to_text(self.tables())
+        """Returns TOML text with every default, from which `parse` reads an equal spec."""
+        return to_toml_text(self.tables())
 
     def tables(self) -> dict[str, Any]:
-        """The tables of its TOML text, by name; None where there is none."""
+        """Returns the tables of the TOML text by name; None stands for a table that is left out."""
         settings = dataclasses.asdict(self.learner.settings)
         settings.pop("telemetry", None)
         return {
             "audit": dataclasses.asdict(self.audit),
-            "task": task_values(self.task),
+            "task": task_table(self.task),
             "learner": {"kind": self.learner.kind, **settings},
             "metrics": dataclasses.asdict(self.metrics),
-            "remedy": remedy_values(self.remedies),
+            "remedy": remedy_tables(self.remedies),
             "monitor": {"file": m.file, "alpha": m.alpha} if (m := self.monitor) else None,
             "run": dataclasses.asdict(self.run),
-            "perturbation": [entry.values() for entry in self.perturbations] or None,
+            "perturbation": [entry.to_table() for entry in self.perturbations] or None,
         }
 
     def resolved(self, platform: str = "") -> Spec:
-        """The spec with the engine of its task named, where `physics = "auto"` leaves that to the device.
+        """Returns the spec with the physics engine that `physics = "auto"` chooses on a platform.
 
-        `platform`: JAX's name of the kind of device; empty: the kind there is here.
+        Args:
+          platform: JAX's name of the kind of device; by default that of this process.
         """
         return dataclasses.replace(self, task=resolved(self.task, platform or jax.default_backend()))
 
     def resolved_like(self, other: Spec) -> Spec:
-        """The spec with the engine of another's task, where `physics = "auto"` leaves it open."""
+        """Returns the spec with the physics engine of another spec in the place of `physics = "auto"`."""
         return dataclasses.replace(self, task=resolved_like(self.task, other.task))
 
     def expanded(self) -> Spec:
-        """The spec with every `dimension` entry replaced by the kinds it stands for.
+        """Returns the spec with every dimension replaced by those of its kinds that fit the learner.
 
-        Raises UserError if the learner cannot be made, or allows none of a dimension's kinds.
+        Raises:
+          UserError: The learner cannot be made, or no kind of a dimension fits it.
         """
-        if not any(isinstance(entry, AskedDimension) for entry in self.perturbations):
+        if not any(isinstance(entry, DimensionEntry) for entry in self.perturbations):
             return self
-        return dataclasses.replace(self, perturbations=tuple(self._fitting(self._learner())))
+        return dataclasses.replace(self, perturbations=tuple(self._fitting_entries(self._learner())))
 
     def build(self) -> Grid:
-        """Makes the learner and lays out the grid. Raises UserError, with the place in the spec."""
+        """Makes the learner and returns the grid of the audit.
+
+        Raises:
+          UserError: The learner or the monitor cannot be made, or a perturbation does not fit the learner.
+        """
         learner, audit = self._learner(), self.audit
-        perturbations = [entry.perturbation for entry in self._fitting(learner)]
+        perturbations = [entry.perturbation for entry in self._fitting_entries(learner)]
         with placed(self.source):
             return plan(
                 learner,
@@ -177,22 +206,25 @@ class Spec:
 
     def _learner(self) -> Learner:
         settings = self.learner.settings
-        chosen = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.init}
+        arguments = {name: getattr(settings, name) for name in field_names(type(settings))}
         with placed(f"{self.source}: [task] and [learner]"):
             task = () if self.task is None else (self.task,)
-            learner = registry.learners[self.learner.kind](*task, **chosen)
+            learner = registry.learners[self.learner.kind](*task, **arguments)
         if not self.remedies:
             return learner
         with placed(f"{self.source}: [[remedy]]"):
             return remedied(learner, *self.remedies)
 
     def _watch(self) -> Callable[..., MonitorWatch] | None:
-        """What makes the monitor the watch of a learner's telemetry. Raises UserError, as it does itself."""
+        """Returns a function that makes the monitor score a learner's telemetry, or None without a monitor.
+
+        Both this method and the function raise UserError if that is impossible.
+        """
         if self.monitor is None:
             return None
         place, alpha = f"{self.source}: [monitor]", self.monitor.alpha
         with placed(place):
-            monitor = self.monitor.read()
+            monitor = self.monitor.load()
 
         def watch(*telemetry: Any) -> MonitorWatch:
             with placed(place):
@@ -200,62 +232,67 @@ class Spec:
 
         return watch
 
-    def _fitting(self, learner: Learner) -> list[Asked]:
-        """The entries, dimensions replaced by what the learner's sites allow. Raises UserError."""
-        options = [(e, e.candidates() if isinstance(e, AskedDimension) else [e]) for e in self.perturbations]
-        tried = [one.perturbation for _, ones in options for one in ones]
+    def _fitting_entries(self, learner: Learner) -> list[PerturbationEntry]:
+        """Returns the entries, with each dimension replaced by those of its kinds that fit the learner.
+
+        Raises:
+          UserError: A perturbation does not fit the learner, or no kind of a dimension does.
+        """
+        candidates = [entry.candidates() for entry in self.perturbations]
+        perturbations = [candidate.perturbation for group in candidates for candidate in group]
         with placed(self.source):
-            reasons = iter(misfits(learner, tried, self.audit.steps, monitored=self.monitor is not None))
-        fitting: list[Asked] = []
-        for entry, ones in options:
-            judged = [(one, next(reasons)) for one in ones]
-            found = [one for one, reason in judged if reason is None]
-            if not found and isinstance(entry, AskedDimension):
-                raise UserError(f"{entry.place}: no perturbation of '{entry.dimension}' fits the learner's sites")
-            if not found:
-                raise UserError(f"{entry.place}: {judged[0][1]}")
-            fitting += found
+            reasons = iter(misfits(learner, perturbations, self.audit.steps, monitored=self.monitor is not None))
+        fitting: list[PerturbationEntry] = []
+        for entry, group in zip(self.perturbations, candidates, strict=True):
+            group_reasons = [next(reasons) for _ in group]
+            if None not in group_reasons:
+                if isinstance(entry, DimensionEntry):
+                    raise UserError(f"{entry.place}: no perturbation of '{entry.dimension}' fits the learner's sites")
+                raise UserError(f"{entry.place}: {group_reasons[0]}")
+            fitting += [c for c, reason in zip(group, group_reasons, strict=True) if reason is None]
         return fitting
 
 
 def load(path: str | Path) -> Spec:
-    """Reads a spec file. Raises UserError if it cannot be read, is not TOML, or is not a spec."""
-    return parse(spec_text(path), str(path), Path(path).parent)
+    """Reads a spec from a file. Raises UserError if it cannot be read or is not a spec."""
+    return parse(read_spec_text(path), str(path), Path(path).parent)
 
 
-def spec_text(path: str | Path) -> str:
-    """What a spec file holds. Raises UserError if it cannot be read."""
+def read_spec_text(path: str | Path) -> str:
+    """Returns the text of a spec file, without a byte order mark. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise UserError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no spec is")
-        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder, not a spec file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: byte {error.start} cannot be read") from None
-    except UserError:
-        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return text
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{path} is larger than {MOST_BYTES >> 20} MiB, the most that a spec may have")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start} cannot be read") from None
 
 
 def parse(text: str, source: str = "spec", folder: Path = Path()) -> Spec:
-    """Reads a spec from TOML text; `source` begins the sentence of every UserError, `folder` a monitor's path."""
-    return read(parse_toml(text, source), source, folder)
+    """Reads a spec from TOML text.
+
+    Args:
+      text: The TOML text.
+      source: The name of the spec at the beginning of error messages.
+      folder: The folder that the path of a monitor is relative to.
+
+    Raises:
+      UserError: The text is not TOML, or not a spec.
+    """
+    return read_spec(parse_toml(text, source), source, folder)
 
 
-def remedy_values(remedies: Sequence[Remedy]) -> list[dict[str, Any]] | None:
-    """Tables [[remedy]], as TOML has them; None of none."""
-    return [{"kind": one.name, "strength": one.strength} for one in remedies] or None
-
-
-def read(document: dict[str, Any], source: str = "spec", folder: Path = Path()) -> Spec:
-    """Reads a spec from the tables of its TOML text; see `parse`."""
+def read_spec(document: dict[str, Any], source: str = "spec", folder: Path = Path()) -> Spec:
+    """Reads a spec from its TOML tables; the other arguments and errors are those of `parse`."""
     tables = ("audit", "task", "learner", "remedy", "metrics", "run", "monitor", "perturbation")
     sections = TomlTable(document, source, tables)
     audit = read_audit(sections)
@@ -263,32 +300,29 @@ def read(document: dict[str, Any], source: str = "spec", folder: Path = Path()) 
         audit=audit,
         task=read_task(sections),
         learner=read_learner(sections, audit),
-        perturbations=_read_entries(sections, audit.steps),
+        perturbations=_read_perturbations(sections, audit.steps),
         metrics=read_metrics(sections),
         run=read_run(sections),
         monitor=read_monitor(sections, folder),
-        remedies=tuple(read_remedy(values, place) for values, place in listed(sections, "remedy")),
+        remedies=tuple(read_remedy(values, place) for values, place in read_table_list(sections, "remedy")),
         source=source,
     )
 
 
-def listed(sections: TomlTable, name: str) -> Iterator[tuple[Any, str]]:
-    """The tables of a list [[name]], which may be missing, each with its place. Raises UserError if it is no list."""
-    tables = sections.raw(name)
-    if isinstance(tables, dict):
-        raise UserError(f"{sections.place}: [{name}] must be written [[{name}]], in two brackets")
-    if tables is not None and not isinstance(tables, list):
-        raise UserError(f"{sections.place}: {name} must be tables [[{name}]], not {given(tables)}")
-    for number, values in enumerate(tables or (), 1):
-        yield values, f"{sections.place}: [[{name}]] {number}"
+def remedy_tables(remedies: Sequence[Remedy]) -> list[dict[str, Any]] | None:
+    """Returns the keys and values of the tables [[remedy]], or None without remedies."""
+    return [{"kind": remedy.name, "strength": remedy.strength} for remedy in remedies] or None
 
 
-def _read_entries(sections: TomlTable, steps: int) -> tuple[Entry, ...]:
-    found: list[Entry] = []
+def _read_perturbations(sections: TomlTable, steps: int) -> tuple[Entry, ...]:
+    entries: list[Entry] = []
     count = 0
-    for values, place in listed(sections, "perturbation"):
-        found += (new := read_entries(values, place, steps))
-        count += sum(map(count_of, new))
-        if count > MOST_CONDITIONS:
-            raise UserError(f"{sections.place}: there are more than the {MOST_CONDITIONS} conditions a spec may have")
-    return tuple(found)
+    for values, place in read_table_list(sections, "perturbation"):
+        table_entries = read_entries(values, place, steps)
+        entries += table_entries
+        count += sum(map(condition_count, table_entries))
+        if count > MAX_CONDITIONS:
+            raise UserError(
+                f"{place}: a spec may have at most {MAX_CONDITIONS} conditions, and its tables up to here make {count}"
+            )
+    return tuple(entries)

@@ -1,4 +1,4 @@
-"""A spec's tables [audit], [task], [learner], [metrics], [monitor] and [run], each with its reader."""
+"""The sections of a spec as dataclasses, each with the function that reads it from its TOML table."""
 
 from __future__ import annotations
 
@@ -19,132 +19,146 @@ from jaxaudit.remedies import Remedy, RemedyKind
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError, placed
 from jaxaudit.runtime.precision import MatmulPrecision
-from jaxaudit.spec.tables import TomlTable, given, keys, read, section
+from jaxaudit.spec.tables import TomlTable, describe_value, field_names, read_dataclass, read_section
 
 Onset = int | float
 Onsets = int | float | tuple[int | float, ...]
 Duration = int | Literal["once", "end"]
 
-MOST_CONDITIONS = 100_000
-"""The most conditions that the entries of a spec may unroll to, all together."""
+MAX_CONDITIONS = 100_000
+"""The most conditions that all entries of a spec may expand to."""
 
-_SINGLE = ("kind", "magnitude", "onset", "duration", "period", "target")
-_CHAIN = ("chain", "onset", "duration")
-_DIMENSION = ("dimension", "onset", "duration")
+MAX_STEPS = 10_000_000
+MAX_SEEDS = 100_000
+
+_SINGLE_KEYS = ("kind", "magnitude", "onset", "duration", "period", "target")
+_CHAIN_KEYS = ("chain", "onset", "duration")
+_DIMENSION_KEYS = ("dimension", "onset", "duration")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A perturbation that a spec asks for, at one onset.
+class PerturbationEntry:
+    """A perturbation or chain of a spec, at one onset.
 
     Attributes:
-      perturbation: with all its magnitudes.
-      place: the table it was read from, in words; it does not count in comparisons.
+      perturbation: The perturbation with all its magnitudes.
+      place: Where its table stands in the spec, for messages. Equality ignores it.
     """
 
     perturbation: Perturbation | Chain
     place: str = field(default="", compare=False)
 
-    def values(self) -> dict[str, Any]:
-        """A table's keys and values, as TOML has them, from which it is read again."""
+    def candidates(self) -> list[PerturbationEntry]:
+        """Returns this entry as the only candidate, like `DimensionEntry.candidates`."""
+        return [self]
+
+    def to_table(self) -> dict[str, Any]:
+        """Returns the keys and values of a TOML table from which the entry can be read again."""
         if isinstance(self.perturbation, Chain):
-            return {"chain": [_values(part) for part in self.perturbation.parts]}
-        return _values(self.perturbation)
+            return {"chain": [_single_table(part) for part in self.perturbation.parts]}
+        return _single_table(self.perturbation)
 
 
 @dataclass(frozen=True)
-class AskedDimension:
-    """All kinds of a dimension that the learner's sites allow, at one onset; None: each kind's own."""
+class DimensionEntry:
+    """All perturbation kinds of a dimension that the learner's sites allow, at one onset.
+
+    Attributes:
+      dimension: The name of the dimension.
+      onset: The onset of all kinds; None is the default of each kind.
+      duration: The duration of all kinds; None is the default of each kind.
+      place: Where the table stands in the spec, for messages. Equality ignores it.
+    """
 
     dimension: str
     onset: Onset | None = None
     duration: int | str | None = None
     place: str = field(default="", compare=False)
 
-    def candidates(self) -> list[Asked]:
-        """All registered kinds of the dimension at their standard magnitudes."""
+    def candidates(self) -> list[PerturbationEntry]:
+        """Returns all registered kinds of the dimension at their standard magnitudes."""
         kinds = [registry.perturbations[name] for name in registry.perturbations]
         return [
-            Asked(kind(onset=self.onset, duration=self.duration), self.place)
+            PerturbationEntry(kind(onset=self.onset, duration=self.duration), self.place)
             for kind in kinds
             if isinstance(kind, Kind) and kind.dimension == self.dimension
         ]
 
-    def values(self) -> dict[str, Any]:
-        """The table's keys and values, as TOML has them."""
+    def to_table(self) -> dict[str, Any]:
+        """Returns the keys and values of a TOML table from which the entry can be read again."""
         return {"dimension": self.dimension, "onset": self.onset, "duration": self.duration}
 
 
-Entry = Asked | AskedDimension
+Entry = PerturbationEntry | DimensionEntry
 
 
-def _values(part: Perturbation) -> dict[str, Any]:
+def _single_table(part: Perturbation) -> dict[str, Any]:
     magnitude = part.magnitude.values if isinstance(part.magnitude, Sweep) else part.magnitude
-    when = part.when
-    return dict(zip(_SINGLE, (part.name, magnitude, when.onset, when.duration, when.period, part.target), strict=True))
+    window = part.when
+    values = (part.name, magnitude, window.onset, window.duration, window.period, part.target)
+    return dict(zip(_SINGLE_KEYS, values, strict=True))
 
 
 def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
-    """The entries of one table in a run of `steps`, one for every onset, checked as far as it goes without the learner.
+    """Reads one table [[perturbation]] of a run of `steps`, and checks what can be checked without the learner.
 
-    Raises UserError.
+    Returns:
+      One entry for each onset.
+
+    Raises:
+      UserError: The table is not a valid perturbation, chain or dimension.
     """
-    if not isinstance(values, dict):
-        raise UserError(f"{place} must be a table, not {given(values)}")
+    table = TomlTable(values, place)
     forms: dict[str, tuple[tuple[str, ...], Callable[[TomlTable], list[Entry]]]] = {
-        "kind": (_SINGLE, _read_single),
-        "chain": (_CHAIN, _read_chain),
-        "dimension": (_DIMENSION, _read_dimension),
+        "kind": (_SINGLE_KEYS, _read_single),
+        "chain": (_CHAIN_KEYS, _read_chain),
+        "dimension": (_DIMENSION_KEYS, _read_dimension),
     }
-    found = [form for form in forms if form in values]
-    if len(found) > 1:
-        raise UserError(f"{place} has both '{found[0]}' and '{found[1]}'; it must have one of them")
-    # Without any of the three, a misspelt one is the likely mistake, and the table names it.
-    keys, read = forms[found[0]] if found else (tuple(dict.fromkeys(_SINGLE + _CHAIN + _DIMENSION)), None)
-    table = TomlTable(values, place, keys)
-    if read is None:
-        raise UserError(f"{place} needs one of 'kind', 'chain' and 'dimension'")
-    try:
-        entries = read(table)
-        _check(entries, steps, values.get("onset"))
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{place}: {error}") from None
+    matches = [form for form in forms if form in table]
+    if not matches:
+        # One of the three keys may be misspelt, in which case the error about an unknown key suggests the right one.
+        TomlTable(values, place, dict.fromkeys(_SINGLE_KEYS + _CHAIN_KEYS + _DIMENSION_KEYS))
+    if len(matches) != 1:
+        given = " and ".join(f"'{form}'" for form in matches) or "none of them"
+        raise UserError(f"{place} must have exactly one of 'kind', 'chain' and 'dimension', not {given}")
+    allowed, read = forms[matches[0]]
+    with placed(place):
+        entries = read(TomlTable(values, place, allowed))
+        _check_entries(entries, steps, table.raw("onset"))
     return entries
 
 
 def read_remedy(values: Any, place: str) -> Remedy:
-    """The remedy of one table [[remedy]]. Raises UserError."""
+    """Reads one table [[remedy]]. Raises UserError if it is not valid."""
     table = TomlTable(values, place, ("kind", "strength"))
     name = table.get("kind", str)
     if name not in registry.remedies:
         if name in registry.perturbations or name in registry.interventions:
-            raise UserError(f"{place}: '{name}' is a perturbation, which belongs into a table [[perturbation]]")
+            raise UserError(f"{place}: kind '{name}' is a perturbation, which belongs in a table [[perturbation]]")
         raise UserError(f"{place}: {registry.unknown('remedy', name, list(registry.remedies))}")
     kind = registry.remedies[name]
     if not isinstance(kind, RemedyKind):
-        raise UserError(f"{place}: remedy '{name}' was not made by the decorators `remedy` and `setting`")
+        raise UserError(f"{place}: kind '{name}' was not made by one of the decorators `remedy` and `setting`")
     strength = table.get("strength", float, None)
     with placed(place):
         return kind(strength)
 
 
 def _read_single(table: TomlTable) -> list[Entry]:
-    onsets = _each(_distinct(table, "onset", Onsets, None))
-    return [Asked(_single(table, onset), table.place) for onset in onsets]
+    onsets = _each_onset(_get_distinct(table, "onset", Onsets))
+    return [PerturbationEntry(_perturbation(table, onset), table.place) for onset in onsets]
 
 
-def _single(table: TomlTable, onset: Onset | None, duration: int | str | None = None) -> Perturbation:
-    try:
+def _perturbation(table: TomlTable, onset: Onset | None, duration: int | str | None = None) -> Perturbation:
+    """Returns the perturbation of a table at an onset; the duration is the default of a missing one."""
+    with placed(table.place):
         kind = _kind(table.get("kind", str))
-    except ValueError as error:
-        raise UserError(f"{table.place}: {error}") from None
-    magnitude = _distinct(table, "magnitude", float | tuple[float, ...], None)
-    if isinstance(magnitude, tuple) and len(magnitude) > MOST_CONDITIONS:
-        raise ValueError(f"{len(magnitude)} conditions are more than the {MOST_CONDITIONS} a spec may have")
+    magnitude = _get_distinct(table, "magnitude", float | tuple[float, ...])
+    if isinstance(magnitude, tuple):
+        _check_condition_count(len(magnitude))
+        magnitude = sweep(*magnitude)
     return kind(
-        sweep(*magnitude) if isinstance(magnitude, tuple) else magnitude,
+        magnitude,
         onset=onset,
         duration=table.get("duration", Duration, duration),
         period=table.get("period", int, None),
@@ -153,23 +167,23 @@ def _single(table: TomlTable, onset: Onset | None, duration: int | str | None = 
 
 
 def _read_chain(table: TomlTable) -> list[Entry]:
-    listed = table.raw("chain")
-    if not isinstance(listed, list) or not listed:
-        raise UserError(f"{table.place}: chain must be a list of tables, not {given(listed)}")
-    onsets = _distinct(table, "onset", Onsets, None)
+    tables = table.raw("chain")
+    if not isinstance(tables, list) or not tables:
+        raise UserError(f"{table.place}: chain must be a list of tables, not {describe_value(tables)}")
+    onsets = _get_distinct(table, "onset", Onsets)
     duration = table.get("duration", Duration, None)
-    parts = [TomlTable(values, f"{table.place}, chain part {n}", _SINGLE) for n, values in enumerate(listed, 1)]
-    for key, outer in (("duration", duration), ("onset", onsets)):
-        if outer is not None and all(key in part for part in parts):
+    parts = [TomlTable(values, f"{table.place}, chain part {n}", _SINGLE_KEYS) for n, values in enumerate(tables, 1)]
+    for key, value in (("duration", duration), ("onset", onsets)):
+        if value is not None and all(key in part for part in parts):
             raise UserError(
-                f"{table.place}: {key} says nothing, since every part of the chain has "
-                f"{'an' if key == 'onset' else 'a'} {key} of its own"
+                f"{table.place}: {key} has no effect, because every part of the chain has its own {key}; "
+                "remove it here, or from a part"
             )
 
-    def at(onset: Onset | None) -> Chain:
-        return chain(*(_single(part, part.get("onset", Onset, onset), duration) for part in parts))
+    def chain_at(onset: Onset | None) -> Chain:
+        return chain(*(_perturbation(part, part.get("onset", Onset, onset), duration) for part in parts))
 
-    return [Asked(at(onset), table.place) for onset in _each(onsets)]
+    return [PerturbationEntry(chain_at(onset), table.place) for onset in _each_onset(onsets)]
 
 
 def _read_dimension(table: TomlTable) -> list[Entry]:
@@ -177,75 +191,75 @@ def _read_dimension(table: TomlTable) -> list[Entry]:
     if dimension not in DIMENSIONS:
         raise UserError(f"{table.place}: {registry.unknown('dimension', dimension, list(DIMENSIONS))}")
     duration = table.get("duration", Duration, None)
-    onsets = _each(_distinct(table, "onset", Onsets, None))
-    return [AskedDimension(dimension, onset, duration, table.place) for onset in onsets]
+    onsets = _each_onset(_get_distinct(table, "onset", Onsets))
+    return [DimensionEntry(dimension, onset, duration, table.place) for onset in onsets]
 
 
-def _distinct(table: TomlTable, key: str, wanted: Any, default: Any) -> Any:
-    value = table.get(key, wanted, default)
+def _get_distinct(table: TomlTable, key: str, expected: Any) -> Any:
+    """Returns the value of a key, or None; a list must have at least one number, and none twice."""
+    value = table.get(key, expected, None)
     if isinstance(value, tuple) and (not value or len(set(value)) < len(value)):
         raise UserError(f"{table.place}: {key} must list at least one number, and each once, not {list(value)}")
     return value
 
 
-def _each(onsets: Onsets | None) -> tuple[Onset | None, ...]:
+def _each_onset(onsets: Onsets | None) -> tuple[Onset | None, ...]:
     return onsets if isinstance(onsets, tuple) else (onsets,)
 
 
-def _check(entries: list[Entry], steps: int, onsets: Any) -> None:
-    """Raises ValueError where the entries of a table are too many, or do not fit into a run of `steps`."""
-    asked = [e.candidates() if isinstance(e, AskedDimension) else [e] for e in entries]
-    parts = [[part for one in each for part in one.perturbation.parts] for each in asked]
-    if (count := sum(count_of(entry) for entry in entries)) > MOST_CONDITIONS:
-        raise ValueError(f"{count} conditions are more than the {MOST_CONDITIONS} a spec may have")
-    starts = [min(part.when.resolve(steps)[0] for part in each) for each in parts]
+def _check_entries(entries: list[Entry], steps: int, onsets: Any) -> None:
+    """Raises ValueError if the entries of a table are too many, or do not fit into a run of `steps`."""
+    _check_condition_count(sum(map(condition_count, entries)))
+    parts_by_entry = [[part for c in entry.candidates() for part in c.perturbation.parts] for entry in entries]
+    starts = [min(part.when.resolve(steps)[0] for part in parts) for parts in parts_by_entry]
     if len(set(starts)) < len(starts):
-        raise ValueError(f"onsets {onsets} are steps {starts}, of which each must be another")
-    for part in (part for each in parts for part in each):
+        raise ValueError(f"onset = {onsets} stands for the steps {starts}, which must all be different")
+    for part in (part for parts in parts_by_entry for part in parts):
         if part.when.period is not None and part.when.period > steps:
-            raise ValueError(f"period {part.when.period} is longer than the run of {steps} steps")
+            raise ValueError(f"period must be at most {steps}, the steps of the run, not {part.when.period}")
 
 
-def count_of(entry: Entry) -> int:
-    """How many conditions an entry unrolls to, all kinds of a dimension among them."""
-    ones = entry.candidates() if isinstance(entry, AskedDimension) else [entry]
-    return sum(math.prod(len(part.magnitudes) for part in one.perturbation.parts) for one in ones)
+def _check_condition_count(count: int) -> None:
+    if count > MAX_CONDITIONS:
+        raise ValueError(f"a spec may have at most {MAX_CONDITIONS} conditions, not {count}")
+
+
+def condition_count(entry: Entry) -> int:
+    """Returns the number of conditions that an entry expands to, including all kinds of a dimension."""
+    return sum(math.prod(len(part.magnitudes) for part in c.perturbation.parts) for c in entry.candidates())
 
 
 def _kind(name: str) -> Kind:
-    kinds = (registry.perturbations, registry.interventions)
-    known = next((registered for registered in kinds if name in registered), None)
-    if known is None and name in registry.remedies:
-        raise ValueError(f"'{name}' is a remedy, which is a part of the learner: it belongs into a table [[remedy]]")
-    if known is None:
-        raise registry.UnknownName(registry.unknown("perturbation", name, [name for known in kinds for name in known]))
-    kind = known[name]
+    registries = (registry.perturbations, registry.interventions)
+    found = next((kinds for kinds in registries if name in kinds), None)
+    if found is None:
+        if name in registry.remedies:
+            raise ValueError(f"kind '{name}' is a remedy, which belongs in a table [[remedy]]")
+        known = [known_name for kinds in registries for known_name in kinds]
+        raise registry.UnknownName(registry.unknown("perturbation", name, known))
+    kind = found[name]
     if not isinstance(kind, Kind):
-        raise ValueError(f"perturbation '{name}' was not made by the decorator `perturbation`")
+        raise ValueError(f"kind '{name}' was not made by the decorator `perturbation`")
     return kind
 
 
-MOST_STEPS = 10_000_000
-MOST_SEEDS = 100_000
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AuditSpec:
-    """[audit]: what is measured.
+    """The section [audit]: the size of the audit, and how it is computed.
 
     Attributes:
-      name: what the report calls it.
-      seeds: how many (0, 1, 2, ...), or which.
-      steps: of a run.
-      telemetry: which channels the learner gives.
-      execution: how the lanes of a device run: "vmap", "map" (one after the other), a batch size, or "auto", what is
-        fastest in a measurement at the run's beginning.
-      lanes: the most lanes that are in memory at a time, or "auto": as many as it can hold.
-      model_devices: how many devices share a lane, whose parameters are split among them.
-      matmul_precision: of float32 products on GPUs and TPUs: "float32", or "tf32" for networks alone.
+      name: The title of the report.
+      seeds: The number of seeds (0, 1, 2, ...), or a tuple of seeds.
+      steps: The number of steps of a run.
+      telemetry: The set of channels that the learner returns.
+      execution: How a device runs its lanes: "vmap", "map" (one after the other), a batch size, or "auto" for the
+        fastest, which is measured when the run begins.
+      lanes: The most lanes in memory at a time, or "auto" for as many as fit.
+      model_devices: The number of devices that the parameters of a lane are split among.
+      matmul_precision: The precision of float32 matrix products on GPUs and TPUs: "float32", or "tf32" in networks.
     """
 
-    name: str
+    name: str = "audit"
     seeds: int | tuple[int, ...]
     steps: int
     telemetry: Literal["basic", "full"] = "full"
@@ -256,14 +270,19 @@ class AuditSpec:
 
     @property
     def slug(self) -> str:
-        """The audit's name, as a folder may be called."""
+        """The audit's name as the name of a folder."""
         plain = unicodedata.normalize("NFKD", self.name).encode("ascii", "ignore").decode()
         return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-.").lower() or "audit"
 
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """[learner]: a registered learner and its settings, an instance of the dataclass its factory names."""
+    """The section [learner].
+
+    Attributes:
+      kind: The name of a registered learner.
+      settings: An instance of the settings dataclass of the learner's factory.
+    """
 
     kind: str
     settings: Any
@@ -271,11 +290,11 @@ class LearnerSpec:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """[run]: durable execution.
+    """The section [run]: how a stored run advances and is checkpointed.
 
     Attributes:
-      chunk: steps between one look at the run and the next; 0: chosen by the runner.
-      checkpoint_every: chunks between one checkpoint and the next; 0: as often as takes a twentieth of the time.
+      chunk: Steps that a compiled program advances at a time; 0 lets the runner choose.
+      checkpoint_every: Chunks between two checkpoints; 0 spends about a twentieth of the time on checkpoints.
     """
 
     chunk: int = 0
@@ -284,12 +303,12 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class MonitorSpec:
-    """[monitor]: what follows every lane, and raises the alarms that interventions wait for.
+    """The section [monitor]: the monitor that scores every lane, and raises the alarms that interventions wait for.
 
     Attributes:
-      file: what `Monitor.save` wrote; a relative path begins at `folder`.
-      alpha: false alarms per clean run, at most.
-      folder: the spec's.
+      file: The path of a file written by `Monitor.save`, relative to `folder` if it is not absolute.
+      alpha: The false-alarm rate per clean run.
+      folder: The folder of the spec.
     """
 
     file: str
@@ -301,8 +320,8 @@ class MonitorSpec:
         """The path of the monitor's file."""
         return self.folder / self.file
 
-    def read(self) -> Monitor:
-        """The monitor. Raises ValueError if it cannot be read."""
+    def load(self) -> Monitor:
+        """Returns the monitor. Raises ValueError if its file cannot be read."""
         try:
             return Monitor.load(self.path)
         except FileNotFoundError:
@@ -312,137 +331,135 @@ class MonitorSpec:
 
 
 def read_audit(sections: TomlTable) -> AuditSpec:
-    """Reads the table [audit] of a spec. Raises UserError."""
-    table = section(sections, "audit", keys(AuditSpec))
-    spec = AuditSpec(
-        name=table.get("name", str, "audit"),
-        seeds=table.get("seeds", int | tuple[int, ...]),
-        steps=table.get("steps", int),
-        telemetry=table.get("telemetry", Literal["basic", "full"], AuditSpec.telemetry),
-        execution=table.get("execution", int | Literal["auto", "vmap", "map"], AuditSpec.execution),
-        lanes=table.get("lanes", int | Literal["auto"], AuditSpec.lanes),
-        model_devices=table.get("model_devices", int, AuditSpec.model_devices),
-        matmul_precision=table.get("matmul_precision", MatmulPrecision, AuditSpec.matmul_precision),
-    )
-    _check_audit(table, spec)
+    """Reads the section [audit]. Raises UserError if it is not valid."""
+    table = read_section(sections, "audit", field_names(AuditSpec))
+    spec = read_dataclass(table, AuditSpec)
+    if not (0 < len(spec.name) <= 100 and spec.name.isprintable() and spec.name.strip()):
+        raise UserError(f"{table.place}: name must be 1 to 100 printable characters, not {describe_value(spec.name)}")
+    _check_seeds(table, spec.seeds)
+    for key in ("steps", "execution", "lanes", "model_devices"):
+        if isinstance(value := getattr(spec, key), int):
+            _check_range(table, key, value, 1)
     return spec
 
 
-def _check_audit(table: TomlTable, spec: AuditSpec) -> None:
-    if not (0 < len(spec.name) <= 100 and spec.name.isprintable() and spec.name.strip()):
-        raise UserError(f"{table.place}: name must be 1 to 100 printable characters, not {given(spec.name)}")
-    if isinstance(spec.seeds, int) and not 1 <= spec.seeds <= MOST_SEEDS:
-        raise UserError(f"{table.place}: seeds must be from 1 to {MOST_SEEDS}, or a list, not {spec.seeds}")
-    if isinstance(spec.seeds, tuple) and len(spec.seeds) > MOST_SEEDS:
-        raise UserError(f"{table.place}: seeds must list at most {MOST_SEEDS} seeds, not {len(spec.seeds)}")
-    if isinstance(spec.seeds, tuple) and (
-        not spec.seeds or min(spec.seeds) < 0 or len(set(spec.seeds)) < len(spec.seeds)
-    ):
+def _check_seeds(table: TomlTable, seeds: int | tuple[int, ...]) -> None:
+    if isinstance(seeds, int):
+        if not 1 <= seeds <= MAX_SEEDS:
+            raise UserError(f"{table.place}: seeds must be from 1 to {MAX_SEEDS}, or a list, not {seeds}")
+        return
+    if len(seeds) > MAX_SEEDS:
+        raise UserError(f"{table.place}: seeds must list at most {MAX_SEEDS} seeds, not {len(seeds)}")
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise UserError(
             f"{table.place}: seeds must list at least one seed, all different and none negative, "
-            f"not {given(list(spec.seeds))}"
+            f"not {describe_value(list(seeds))}"
         )
-    _at_least(table, "steps", spec.steps, 1)
-    if isinstance(spec.execution, int):
-        _at_least(table, "execution", spec.execution, 1)
-    if isinstance(spec.lanes, int):
-        _at_least(table, "lanes", spec.lanes, 1)
-    _at_least(table, "model_devices", spec.model_devices, 1)
 
 
 def read_task(sections: TomlTable) -> Task | None:
-    """Reads [task]; None if there is none. Raises UserError."""
+    """Reads the section [task], or returns None if there is none. Raises UserError if it is not valid."""
     if "task" not in sections:
         return None
-    table = section(sections, "task", None)
+    table = read_section(sections, "task", None)
     kind = table.get("kind", str)
     if kind not in (known := registry.task_kinds):
         raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, list(known))}")
-    if not hasattr(known[kind], "named"):
-        return read(section(sections, "task", ["kind", *keys(known[kind])]), known[kind])
+    task_kind = known[kind]
+    if not hasattr(task_kind, "named"):
+        return read_dataclass(read_section(sections, "task", ["kind", *field_names(task_kind)]), task_kind)
     name = table.get("name", str)
     with placed(table.place):
-        settings = known[kind].named(name)
-    return known[kind](name, read(section(sections, "task", ["kind", "name", *keys(settings)]), settings))
+        settings = task_kind.named(name)
+    table = read_section(sections, "task", ["kind", "name", *field_names(settings)])
+    return task_kind(name, read_dataclass(table, settings))
 
 
-def task_values(task: Task | None) -> dict[str, Any] | None:
-    """[task] as `read_task` reads it, every default written out."""
+def task_table(task: Task | None) -> dict[str, Any] | None:
+    """Returns the keys and values of [task] with every default, from which `read_task` reads the same task."""
     if task is None:
         return None
-    chosen: Any = task
-    apart = {"name": task.name} if hasattr(task, "named") else {}
-    of = chosen.settings if apart else chosen
-    return {"kind": task.kind, **apart, **{key: getattr(of, key) for key in keys(type(of))}}
+    settings: Any = task
+    table = {"kind": task.kind}
+    if hasattr(task, "named"):
+        settings = settings.settings
+        table["name"] = task.name
+    return table | {key: getattr(settings, key) for key in field_names(type(settings))}
 
 
 @dataclass(frozen=True)
 class NoSettings:
-    """The settings of a learner whose factory names none."""
+    """The settings of a learner whose factory has no settings dataclass."""
 
 
 def takes_task(kind: str) -> bool:
-    """Whether a registered learner's factory is called with a task, before its settings by name."""
-    wanted = inspect.signature(registry.learners[kind]).parameters.values()
-    return any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL) for one in wanted)
+    """Whether the factory of a registered learner has a positional argument, which is the task."""
+    parameters = inspect.signature(registry.learners[kind]).parameters.values()
+    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
 
 
 def learner_settings(kind: str) -> type:
-    """The settings' dataclass of a registered learner. Raises ValueError for an unknown name."""
+    """Returns the settings dataclass of a registered learner. Raises ValueError if the name is unknown."""
     return getattr(registry.learners[kind], "settings", NoSettings)
 
 
 def read_learner(sections: TomlTable, audit: AuditSpec) -> LearnerSpec:
-    """Reads [learner], with the telemetry that [audit] wants. Raises UserError."""
-    table = section(sections, "learner", None)
+    """Reads the section [learner], with the telemetry that [audit] asks for. Raises UserError if it is not valid."""
+    table = read_section(sections, "learner", None)
     kind = table.get("kind", str)
     with placed(table.place):
         settings = learner_settings(kind)
     if takes_task(kind) and "task" not in sections:
-        raise UserError(f"{sections.place}: the table [task] is missing, which learner '{kind}' is made for")
+        raise UserError(f"{sections.place}: the table [task] is missing, which learner '{kind}' needs")
     if not takes_task(kind) and "task" in sections:
-        raise UserError(f"{sections.place}: [task]: learner '{kind}' is made for no task")
-    apart = {"telemetry": audit.telemetry} if "telemetry" in keys(settings) else {}
-    table = section(sections, "learner", ["kind", *(key for key in keys(settings) if key != "telemetry")])
-    chosen = read(table, settings, **apart)
-    if not apart and audit.telemetry != AuditSpec.telemetry:
+        raise UserError(f"{sections.place}: the table [task] must be left out, because learner '{kind}' takes no task")
+    names = field_names(settings)
+    fixed = {"telemetry": audit.telemetry} if "telemetry" in names else {}
+    if not fixed and audit.telemetry != AuditSpec.telemetry:
         raise UserError(
-            f"{sections.place}: [audit]: learner '{kind}' has one kind of telemetry, not {audit.telemetry!r}"
+            f"{sections.place}: [audit]: telemetry must be '{AuditSpec.telemetry}' for learner '{kind}', "
+            f"not '{audit.telemetry}'"
         )
-    return LearnerSpec(kind, chosen)
+    table = read_section(sections, "learner", ["kind", *(name for name in names if name != "telemetry")])
+    return LearnerSpec(kind, read_dataclass(table, settings, **fixed))
 
 
 def read_metrics(sections: TomlTable) -> MetricSettings:
-    """Reads the table [metrics] of a spec. Raises UserError."""
-    table = section(sections, "metrics", keys(MetricSettings), {})
-    for name in keys(MetricSettings):
+    """Reads the section [metrics]. Raises UserError if it is not valid."""
+    names = field_names(MetricSettings)
+    table = read_section(sections, "metrics", names, {})
+    for name in names:
         if name in table:
-            _at_least(table, name, table.get(name, int), 1)
-    return read(table, MetricSettings)
+            _check_range(table, name, table.get(name, int), 1)
+    return read_dataclass(table, MetricSettings)
 
 
 def read_monitor(sections: TomlTable, folder: Path) -> MonitorSpec | None:
-    """Reads [monitor] of a spec in a folder; None if it has none. Raises UserError."""
+    """Reads the section [monitor] of a spec in `folder`, or returns None if there is none.
+
+    Raises:
+      UserError: The section is not valid.
+    """
     if "monitor" not in sections:
         return None
-    table = section(sections, "monitor", ["file", "alpha"])
-    spec = MonitorSpec(table.get("file", str), table.get("alpha", float, MonitorSpec.alpha), folder)
+    table = read_section(sections, "monitor", ["file", "alpha"])
+    spec = read_dataclass(table, MonitorSpec, folder=folder)
     if not spec.file or not spec.file.isprintable():
-        raise UserError(f"{table.place}: file must be a path, not {given(spec.file)}")
+        raise UserError(f"{table.place}: file must be the path of a monitor, not {describe_value(spec.file)}")
     if not 0 < spec.alpha < 1:
         raise UserError(f"{table.place}: alpha must lie between 0 and 1, not {spec.alpha:g}")
     return spec
 
 
 def read_run(sections: TomlTable) -> RunSpec:
-    """Reads the table [run] of a spec. Raises UserError."""
-    table = section(sections, "run", keys(RunSpec), {})
-    spec = read(table, RunSpec)
-    _at_least(table, "chunk", spec.chunk, 0)
-    _at_least(table, "checkpoint_every", spec.checkpoint_every, 0)
+    """Reads the section [run]. Raises UserError if it is not valid."""
+    table = read_section(sections, "run", field_names(RunSpec), {})
+    spec = read_dataclass(table, RunSpec)
+    _check_range(table, "chunk", spec.chunk, 0)
+    _check_range(table, "checkpoint_every", spec.checkpoint_every, 0)
     return spec
 
 
-def _at_least(table: TomlTable, key: str, value: int, least: int) -> None:
-    if not least <= value <= MOST_STEPS:
-        raise UserError(f"{table.place}: {key} must be from {least} to {MOST_STEPS}, not {value}")
+def _check_range(table: TomlTable, key: str, value: int, lowest: int) -> None:
+    if not lowest <= value <= MAX_STEPS:
+        raise UserError(f"{table.place}: {key} must be from {lowest} to {MAX_STEPS}, not {value}")

@@ -1,4 +1,4 @@
-"""TOML tables read with types, and written back: a spec's syntax, nothing of its meaning."""
+"""Reads TOML tables with typed values, and writes them back: the syntax of a spec, independent of its meaning."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import tomli_w
 from jaxaudit.runtime.errors import UserError, placed
 from jaxaudit.runtime.registry import unknown
 
-LARGEST = 2**32 - 1
-"""The largest whole number a spec may hold: seeds are uint32."""
+MAX_INTEGER = 2**32 - 1
+"""The largest magnitude of a whole number in a spec; seeds are uint32."""
 
 _REQUIRED = object()
-_WORDS = {
+_TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -27,68 +27,80 @@ _WORDS = {
     tuple: "a list",
 }
 _PLURALS = {"a whole number": "whole numbers", "a number": "numbers", "a string": "strings"}
-_GIVEN = {bool: "", int: "the number ", float: "the number "}
 
 
 class TomlTable:
-    """One table of a spec, and the words for where it stands.
+    """One table of a spec.
 
-    Raises UserError if it is no table, or for keys that are not `allowed` (None: all are).
+    Attributes:
+      place: Where the table stands in the spec, at the beginning of every error message.
+
+    Raises:
+      UserError: `values` is not a table, or has a key that is not `allowed`; None allows all keys.
     """
 
     def __init__(self, values: Any, place: str, allowed: Iterable[str] | None = None):
         if not isinstance(values, dict):
-            raise UserError(f"{place} must be a table, not {given(values)}")
+            raise UserError(f"{place} must be a table, not {describe_value(values)}")
         self.place = place
         self._values = values
-        keys = list(values if allowed is None else allowed)
+        allowed = list(values if allowed is None else allowed)
         for key in values:
-            if key not in keys:
-                raise UserError(f"{place}: {unknown('key', key, keys)}")
+            if key not in allowed:
+                raise UserError(f"{place}: {unknown('key', key, allowed)}")
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def get(self, key: str, wanted: Any, default: Any = _REQUIRED) -> Any:
-        """The key's value as the type `wanted`, or `default`. Raises UserError if it is neither."""
-        if key in self._values:
-            return convert(self._values[key], wanted, f"{self.place}: {key}")
-        if default is _REQUIRED:
-            raise UserError(f"{self.place}: '{key}' is missing; it must be {words(wanted)}")
-        return default
+    def get(self, key: str, expected: Any, default: Any = _REQUIRED) -> Any:
+        """Returns the value of a key as the expected type, or the default if the key is missing.
+
+        Args:
+          key: The key.
+          expected: A type built of int, float, bool, str, tuples, unions and literals of strings. A whole number is
+            accepted for a float; a bool is never accepted for a number, and neither is NaN.
+          default: The value of a missing key; without it, the key is required.
+
+        Raises:
+          UserError: The value has another type, or a required key is missing.
+        """
+        if key not in self._values:
+            if default is _REQUIRED:
+                raise UserError(f"{self.place}: '{key}' is missing; it must be {describe_type(expected)}")
+            return default
+        value = self._values[key]
+        try:
+            return _cast(value, expected)
+        except TypeError:
+            message = f"{key} must be {describe_type(expected)}, not {describe_value(value)}"
+            raise UserError(f"{self.place}: {message}") from None
+        except (ValueError, OverflowError) as error:
+            raise UserError(f"{self.place}: {key} {error}") from None
 
     def raw(self, key: str) -> Any:
-        """The key's value as TOML gave it, or None."""
+        """Returns the value of a key as TOML gives it, or None if the key is missing."""
         return self._values.get(key)
 
 
-def convert(value: Any, wanted: Any, place: str) -> Any:
-    """A TOML value as the type `wanted`; `place` begins the sentence of the UserError otherwise.
+def _cast(value: Any, expected: Any) -> Any:
+    """Returns a TOML value as a type.
 
-    `wanted` is built of int, float, bool, str, tuples, unions and literals. A whole number is accepted for a
-    float, a bool never for a number, and NaN never.
+    Raises:
+      TypeError: The value has another type.
+      ValueError: The type is right, but not the value; the message continues the sentence "KEY ...".
     """
-    try:
-        return _cast(value, wanted)
-    except TypeError:
-        raise UserError(f"{place} must be {words(wanted)}, not {given(value)}") from None
-    except (ValueError, OverflowError) as error:
-        raise UserError(f"{place} {error}") from None
-
-
-def _cast(value: Any, wanted: Any) -> Any:
-    origin = typing.get_origin(wanted)
+    origin = typing.get_origin(expected)
     if origin in (typing.Union, types.UnionType):
-        return _cast_union(value, typing.get_args(wanted))
+        return _cast_union(value, typing.get_args(expected))
     if origin is Literal:
-        if not isinstance(value, str) or value not in typing.get_args(wanted):
+        if not isinstance(value, str) or value not in typing.get_args(expected):
             raise TypeError
         return value
-    if wanted is tuple or origin is tuple:
-        return _cast_tuple(value, typing.get_args(wanted))
-    if wanted in (int, float) and type(value) in (int, float):
-        return _cast_number(value, wanted)
-    if wanted in (bool, str) and type(value) is wanted:
+    if expected is tuple or origin is tuple:
+        return _cast_tuple(value, typing.get_args(expected))
+    if expected in (int, float) and type(value) in (int, float):
+        return _cast_number(value, expected)
+    if expected in (bool, str) and type(value) is expected:
         return value
     raise TypeError
 
@@ -103,67 +115,71 @@ def _cast_union(value: Any, options: tuple[Any, ...]) -> Any:
     raise TypeError
 
 
-def _cast_tuple(value: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+def _cast_tuple(value: Any, item_types: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise TypeError
-    if not parts:
+    if not item_types:
         return tuple(_cast(item, bool | int | float | str) for item in value)
-    if len(parts) == 2 and parts[1] is Ellipsis:
-        return tuple(_cast(item, parts[0]) for item in value)
-    if len(parts) != len(value):
-        raise ValueError(f"must have {len(parts)} entries, not {len(value)}")
-    return tuple(_cast(item, part) for item, part in zip(value, parts, strict=True))
+    if len(item_types) == 2 and item_types[1] is Ellipsis:
+        return tuple(_cast(item, item_types[0]) for item in value)
+    if len(item_types) != len(value):
+        raise ValueError(f"must have {len(item_types)} entries, not {len(value)}")
+    return tuple(_cast(item, item_type) for item, item_type in zip(value, item_types, strict=True))
 
 
-def _cast_number(value: int | float, wanted: type) -> int | float:
+def _cast_number(value: int | float, expected: type) -> int | float:
     if value != value:
         raise ValueError("must be a number, not nan")
-    if wanted is float:
+    if expected is float:
         try:
             return float(value)
         except OverflowError:
-            raise ValueError("is too large for a number") from None
+            raise ValueError(f"must be a number of float64, not {_shorten(to_toml_value(value))}") from None
     if isinstance(value, float):
         raise TypeError
-    if abs(value) > LARGEST:
-        raise ValueError(f"must be a whole number of at most {LARGEST}, not {_short(to_value(value))}")
+    if abs(value) > MAX_INTEGER:
+        number = _shorten(to_toml_value(value))
+        raise ValueError(f"must be a whole number of at most {MAX_INTEGER} in magnitude, not {number}")
     return value
 
 
-def words(wanted: Any) -> str:
-    """A type in words, e.g. "a number or a list of numbers"."""
-    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
+def describe_type(expected: Any) -> str:
+    """Describes a type for messages, for example "a number or a list of numbers"."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
-        told = [part for part in parts if part is not type(None) and not (part is int and float in parts)]
-        return " or ".join(words(part) for part in told)
+        # A whole number is also accepted as a float, so it is not named beside it.
+        options = [a for a in arguments if a is not type(None) and not (a is int and float in arguments)]
+        return " or ".join(map(describe_type, options))
     if origin is Literal:
-        return " or ".join(f'"{part}"' for part in parts)
+        return " or ".join(f'"{value}"' for value in arguments)
     if origin is tuple:
-        kinds = dict.fromkeys(words(part) for part in parts if part is not Ellipsis)
-        return "a list of " + " or ".join(_PLURALS.get(kind, kind) for kind in kinds)
-    return _WORDS.get(wanted, str(wanted))
+        items = dict.fromkeys(describe_type(item) for item in arguments if item is not Ellipsis)
+        return "a list of " + " or ".join(_PLURALS.get(item, item) for item in items)
+    return _TYPE_NAMES.get(expected, str(expected))
 
 
-def given(value: Any) -> str:
-    """A value the user wrote, in words and short."""
+def describe_value(value: Any) -> str:
+    """Describes a TOML value for messages in a few words, for example "the number 3"."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list):
-        return f"the list {_short(to_value(value))}"
+        return f"the list {_shorten(to_toml_value(value))}"
     if isinstance(value, str):
-        return f"the string {_short(repr(value))}"
-    if type(value) in _GIVEN:
-        return _GIVEN[type(value)] + _short(to_value(value))
+        return f"the string {_shorten(repr(value))}"
+    if isinstance(value, bool):
+        return to_toml_value(value)
+    if isinstance(value, int | float):
+        return f"the number {_shorten(to_toml_value(value))}"
     return f"the date or time {value}"
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= 60 else f"{line[:57]}..."
 
 
-def to_value(value: Any) -> str:
-    """A value as TOML writes it, in one line."""
+def to_toml_value(value: Any) -> str:
+    """Returns a value as TOML writes it, on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -171,79 +187,106 @@ def to_value(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 1000:
         return hex(value)  # Python refuses to write very long decimals
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{k} = {to_value(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {to_toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(to_value, value))}]"
+        return f"[{', '.join(map(to_toml_value, value))}]"
     return str(value)
 
 
-def to_text(document: Mapping[str, Any]) -> str:
-    """TOML text; None is left out, and every table of a list has its own header, [[name]], however short it is."""
-    return "\n".join(part for part in _parts(_known(document), "") if part)
+def to_toml_text(document: Mapping[str, Any]) -> str:
+    """Returns TOML text without keys whose value is None.
+
+    Unlike tomli_w, it writes every table of a list under its own header [[name]], however short the table is.
+    """
+    return "\n".join(text for text in _table_texts(_without_none(document)) if text)
 
 
-def _known(value: Any) -> Any:
+def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _known(v) for k, v in value.items() if v is not None}
-    return [_known(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _parts(values: dict[str, Any], place: str) -> Iterator[str]:
-    """A table without its header, then the tables and the lists of tables in it."""
-    lists = {k: v for k, v in values.items() if isinstance(v, list) and v and all(isinstance(one, dict) for one in v)}
-    inner = {k: v for k, v in values.items() if isinstance(v, dict)} if place else {}
-    yield tomli_w.dumps({k: v for k, v in values.items() if k not in lists and k not in inner})
-    for key, one in inner.items():
-        yield f"[{place}{key}]\n{tomli_w.dumps(one)}"
-    for key, tables in lists.items():
-        for table in tables:
-            first, *rest = _parts(table, f"{place}{key}.")
-            yield f"[[{place}{key}]]\n{first}"
+def _table_texts(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields a table's text without its header, then the texts of its inner tables and lists of tables."""
+    tables = {key: [value] for key, value in table.items() if isinstance(value, dict)}
+    lists = {key: value for key, value in table.items() if _is_table_list(value)}
+    yield tomli_w.dumps({key: value for key, value in table.items() if key not in tables and key not in lists})
+    for key, items in (tables | lists).items():
+        name = f"[{prefix}{key}]"
+        for item in items:
+            first, *rest = _table_texts(item, f"{prefix}{key}.")
+            yield f"{name if key in tables else f'[{name}]'}\n{first}"
             yield from rest
 
 
-def section(sections: TomlTable, name: str, keys: Collection[str] | None, default: Any = None) -> TomlTable:
-    """A table of a spec, which has no other keys than these (None: any). Raises UserError if it is missing."""
+def _is_table_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def read_section(sections: TomlTable, name: str, allowed: Collection[str] | None, default: Any = None) -> TomlTable:
+    """Returns the table [name] of a spec, or one made of the default if it is missing.
+
+    Raises:
+      UserError: The table is missing without a default, is not a table, or has a key that is not `allowed`.
+    """
     values = sections.raw(name) if name in sections else default
     if values is None:
         raise UserError(f"{sections.place}: the table [{name}] is missing")
-    return TomlTable(values, f"{sections.place}: [{name}]", keys)
+    return TomlTable(values, f"{sections.place}: [{name}]", allowed)
 
 
-def keys(of: type) -> list[str]:
-    """The names of the fields that make an instance of a dataclass."""
-    return [f.name for f in dataclasses.fields(of) if f.init]
-
-
-def read(table: TomlTable, of: type, **set_apart: Any) -> Any:
-    """An instance of a dataclass, from the values that a table gives for its fields.
-
-    A value has its field's type. Where the field's metadata has a true "path", it is made absolute if something is
-    there, for a run may be gone on with from another folder; not if it is one of the metadata's "words".
-
-    Args:
-      table: has the values; other keys than the fields' are not looked at.
-      of: the dataclass.
-      **set_apart: values of fields that the table does not give.
+def read_table_list(sections: TomlTable, name: str) -> Iterator[tuple[Any, str]]:
+    """Yields the values of each table [[name]], of which there may be none, and its place in the spec.
 
     Raises:
-      UserError: for a value of another type, a missing one, or one that the dataclass refuses.
+      UserError: `name` is not a list. Its entries are not checked.
     """
-    types = typing.get_type_hints(of)
-    values = dict(set_apart)
-    for f in dataclasses.fields(of):
-        if f.init and f.name not in set_apart and (f.name in table or _required(f)):
-            value = table.get(f.name, types[f.name])
-            values[f.name] = _absolute(value, f.metadata.get("words", ())) if f.metadata.get("path") else value
+    tables = sections.raw(name)
+    if isinstance(tables, dict):
+        raise UserError(f"{sections.place}: [{name}] must be written [[{name}]], in double brackets")
+    if tables is not None and not isinstance(tables, list):
+        raise UserError(f"{sections.place}: {name} must be tables [[{name}]], not {describe_value(tables)}")
+    for number, values in enumerate(tables or (), 1):
+        yield values, f"{sections.place}: [[{name}]] {number}"
+
+
+def field_names(dataclass: type) -> list[str]:
+    """Returns the names of the fields that a dataclass is constructed with."""
+    return [field.name for field in dataclasses.fields(dataclass) if field.init]
+
+
+def read_dataclass(table: TomlTable, dataclass: type, **fixed: Any) -> Any:
+    """Returns an instance of a dataclass with the values that a table has for its fields, converted to their types.
+
+    A path whose field has a true "path" in its metadata is made absolute if it exists, because a run may be resumed in
+    another working directory. The metadata's "words" are values of the field that are not paths.
+
+    Args:
+      table: The table; its keys that are not fields are ignored.
+      dataclass: The dataclass.
+      **fixed: Values of fields that are not read from the table.
+
+    Raises:
+      UserError: A value has another type, a required one is missing, or the dataclass refuses one.
+    """
+    types = typing.get_type_hints(dataclass)
+    values = dict(fixed)
+    for field in dataclasses.fields(dataclass):
+        if field.init and field.name not in fixed and (field.name in table or _is_required(field)):
+            value = table.get(field.name, types[field.name])
+            if field.metadata.get("path"):
+                value = _absolute_path(value, field.metadata.get("words", ()))
+            values[field.name] = value
     with placed(table.place):
-        return of(**values)
+        return dataclass(**values)
 
 
-def _absolute(path: str, words: Collection[str]) -> str:
+def _absolute_path(path: str, words: Collection[str]) -> str:
     if not path or path in words or not Path(path).exists():
         return path
     return str(Path(path).absolute())
 
 
-def _required(f: dataclasses.Field) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -81,7 +81,7 @@ def test_levels_are_those_of_the_measurements():
     ("settings", "onset", "name", "why"),
     [
         (MetricSettings(window=35, hold=50), 200, "collapse_time", "measured 7 times in the 35 steps .* needs 8"),
-        (MetricSettings(window=50, hold=14), 200, "collapse_time", "hold 2 measurements of J, and a collapse needs 3"),
+        (MetricSettings(window=50, hold=14), 200, "collapse_time", "2 measurements of J, and a collapse needs 3"),
     ],
 )
 def test_too_few_measurements_are_a_reason(settings, onset, name, why):

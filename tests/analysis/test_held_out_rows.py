@@ -13,7 +13,7 @@ from small_runs import header
 from synthetic_runs import grid, outside_scripts, simulate, write
 
 from jaxaudit import report
-from jaxaudit.analysis.run_reader import load, measured_near
+from jaxaudit.analysis.run_reader import load, nearest_step
 from jaxaudit.cli import main as cli
 from jaxaudit.core.learner import Channel
 from jaxaudit.monitoring.envelope import StepwiseStats
@@ -113,10 +113,10 @@ def test_the_nearest_measured_step_is_shown_and_said(stored, capsys, asked, show
 def test_of_two_as_near_the_later_is_shown(stored):
     data = stored[2]["shown_token"].copy()
     data.attrs["every"] = 2
-    assert measured_near(xr.Dataset({"shown_token": data}), 2, 9) == 3
-    assert measured_near(xr.Dataset({"shown_token": data}), 4, 4) == 3
+    assert nearest_step(xr.Dataset({"shown_token": data}), 2, 9) == 3
+    assert nearest_step(xr.Dataset({"shown_token": data}), 4, 4) == 3
     with pytest.raises(ValueError, match="measured every 2 steps, and none is up to step 0"):
-        measured_near(xr.Dataset({"shown_token": data}), 0, 0)
+        nearest_step(xr.Dataset({"shown_token": data}), 0, 0)
 
 
 @pytest.mark.parametrize(

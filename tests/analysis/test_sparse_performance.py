@@ -167,7 +167,7 @@ def test_what_is_sparse_has_no_other_cadence():
 
 def test_smoothed_performance_moves_where_it_is_measured():
     series = np.array([[np.nan, 1.0, np.nan, 3.0, np.nan]])
-    found = datasets.derived(series, MetricSettings(window=3, hold=2), Cadence(1, True))["x_gen"][0]
+    found = datasets.derived_channels(series, MetricSettings(window=3, hold=2), Cadence(1, True))["x_gen"][0]
     np.testing.assert_allclose(found, [np.nan, 1, 1, 2, 2])
 
 
@@ -276,7 +276,7 @@ def test_a_stored_run_draws_what_was_measured_until_it_is_again():
     assert list(Run(None, {}, "", {"status": "interrupted"}, half, None, None).computed) == [80, 80]
     alone = Run(None, {}, "", {"status": "finished"}, unmeasured[["performance"]], None, None)
     assert alone.finished, "no episode ended in its last steps"
-    assert results.undeclared_gaps(telemetry) == ""
+    assert results.undeclared_gap_warning(telemetry) == ""
 
 
 SPEC = """

@@ -61,7 +61,7 @@ SPECS = {
     ),
     "an intervention": (
         ('kind = "lr_spike"', 'kind = "lower_learning_rate"'),
-        "'lower_learning_rate' waits for a monitor's alarm, which a spec has none of",
+        "'lower_learning_rate' waits for a monitor's alarm, so the spec must have a table [monitor]",
     ),
     "unknown intervention": (("lr_spike", "rollback"), "unknown perturbation 'rollback' (did you mean 'roll_back'?)"),
     "a monitor without a file": (("[metrics]", "[monitor]\n[metrics]"), "[monitor]: 'file' is missing; it must be a s"),
@@ -137,7 +137,7 @@ SPECS = {
     ),
     "widths of text": (('"quadratic"', '"ppo"\nhidden = ["64"]'), "hidden must be a list of whole numbers"),
     "a setting that is nan": (('"quadratic"', '"ppo"\ngamma = nan'), "gamma must be a number, not nan"),
-    "a window of one step": (("window = 4", "window = 1"), "[metrics] window = 1"),
+    "a window of one step": (("window = 4", "window = 1"), "[metrics]: window must be an integer of at least 2, not 1"),
     "a negative hold": (("hold = 4", "hold = -4"), "[metrics]: hold must be from 1"),
     "a negative chunk": (("[metrics]", "[run]\nchunk = -1\n[metrics]"), "[run]: chunk must be from 0"),
     "checkpoints never": (
@@ -147,7 +147,7 @@ SPECS = {
     "an onset past the end": (("onset = 10", "onset = 20"), "onset 20 is outside the run of 20 steps"),
     "a negative onset": (("onset = 10", "onset = -1"), "onset -1 is negative"),
     "a fraction above one": (("onset = 10", "onset = 1.5"), "onset 1.5 as a fraction must lie in [0, 1)"),
-    "the same onset twice": (("onset = 10", "onset = [10, 0.5]"), "onsets [10, 0.5] are steps [10, 10]"),
+    "the same onset twice": (("onset = 10", "onset = [10, 0.5]"), "onset = [10, 0.5] stands for the steps [10, 10]"),
     "no onset": (("onset = 10", "onset = []"), "onset must list at least one number"),
     "a window past the end": (
         ("duration = 2", "duration = 11"),
@@ -162,7 +162,10 @@ SPECS = {
         ("duration = 2", "duration = 2\nperiod = 1"),
         "period 1 is shorter than the duration 2",
     ),
-    "a period too long": (("duration = 2", "duration = 2\nperiod = 21"), "period 21 is longer than the run"),
+    "a period too long": (
+        ("duration = 2", "duration = 2\nperiod = 21"),
+        "period must be at most 20, the steps of the run, not 21",
+    ),
     "magnitudes of text": (
         ("[3, 30]", '["3", "30"]'),
         "magnitude must be a number or a list of numbers, not the list",
@@ -193,7 +196,10 @@ SPECS = {
         ('"quadratic"', '"quadratic"\nadam = false\n[[perturbation]]\nkind = "momentum_noise"'),
         "[[perturbation]] 1: the optimizer state has no mu",
     ),
-    "two forms": (('kind = "lr', 'dimension = "data"\nkind = "lr'), "has both 'kind' and 'dimension'"),
+    "two forms": (
+        ('kind = "lr', 'dimension = "data"\nkind = "lr'),
+        "must have exactly one of 'kind', 'chain' and 'dimension', not 'kind' and 'dimension'",
+    ),
     "an empty chain": (
         ("[[perturbation]]", "[[perturbation]]\nchain = []\n[[perturbation]]"),
         "chain must be a list of tables",
@@ -215,7 +221,7 @@ SPECS = {
             "[[perturbation]]",
             '[[perturbation]]\nonset = 1\nchain = [{kind = "lr_spike", onset = 2}]\n[[perturbation]]',
         ),
-        "onset says nothing",
+        "onset has no effect",
     ),
     "not TOML": (("[audit]", "[audit"), "spec.toml is not TOML: "),
     "a key given twice": (

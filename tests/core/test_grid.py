@@ -369,7 +369,7 @@ def test_the_critical_magnitude_is_looked_for_in_the_direction_of_harm():
 def test_the_critical_magnitude_is_that_of_one_onset_and_one_target():
     late = told(0.0, 1.0, 2.0, 8.0, 16.0, onset=80)
     found = collapses(steady(5.0, True), told(0.0, 2.0, 4.0, 8.0, 16.0), late)
-    with pytest.raises(ValueError, match="'told' was tried at several onsets, give one of them: 60, 80"):
+    with pytest.raises(ValueError, match="'told' has several onsets, so onset must be one of them: 60, 80"):
         found.critical_magnitude("told")
     assert found.critical_magnitude("told", onset=80).value == pytest.approx(4.0)
     with pytest.raises(ValueError, match="no condition of 'told'"):

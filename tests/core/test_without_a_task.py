@@ -40,6 +40,8 @@ def test_a_spec_needs_no_task_where_its_learner_takes_none(tmp_path, monkeypatch
 
 def test_a_task_that_is_missing_or_too_much_is_one_sentence():
     with_task = SPEC.replace("[learner]", '[task]\nkind = "registered"\nname = "CartPole-v1"\n[learner]')
-    assert refusal(lambda: parse(with_task)).endswith("[task]: learner 'taskless' is made for no task")
+    assert refusal(lambda: parse(with_task)).endswith(
+        "the table [task] must be left out, because learner 'taskless' takes no task"
+    )
     other = SPEC.replace('kind = "taskless"\nsize = 2', 'kind = "ppo"')
-    assert refusal(lambda: parse(other)).endswith("the table [task] is missing, which learner 'ppo' is made for")
+    assert refusal(lambda: parse(other)).endswith("the table [task] is missing, which learner 'ppo' needs")

@@ -59,7 +59,7 @@ def test_words_for_numbers_and_for_none(tmp_path):
 def test_columns_that_are_not_of_numbers_are_left_out_and_named(tmp_path):
     log = log_of(tmp_path, "step,loss,phase,host\n0,1.0,warm,a\n1,2.0,3,b\n")
     assert log.channels == ("loss",)
-    assert log.notes == ("left out, as not of numbers: phase, host",)
+    assert log.notes == ("left out because they are not numeric: phase, host",)
 
 
 def test_the_index_of_a_table_is_no_channel(tmp_path):
@@ -124,7 +124,7 @@ def test_lists_and_texts_are_left_out_null_is_none(tmp_path):
     log = log_of(tmp_path, lines(*rows), "a.jsonl")
     assert log.channels == ("b", "c")
     np.testing.assert_array_equal(log.values, [[1, math.nan], [math.nan, 2]])
-    assert log.notes == ("left out, as not of numbers: a, d",)
+    assert log.notes == ("left out because they are not numeric: a, d",)
 
 
 def test_numbers_beyond_float64_are_infinite(tmp_path):
@@ -136,7 +136,7 @@ def test_lines_without_a_step_are_left_out(tmp_path):
     rows = [{"lr": 0.1, "seed": 3}, {"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}, {"train_runtime": 12.0}]
     log = log_of(tmp_path, lines(*rows), "a.jsonl")
     np.testing.assert_array_equal(log.steps, [0, 1])
-    assert log.notes == ("left out, as without 'step': 2 of 4 lines",)
+    assert log.notes == ("left out because they have no 'step': 2 of 4 lines",)
 
 
 def test_a_line_of_texts_alone_is_no_row(tmp_path):
@@ -202,7 +202,7 @@ def test_what_is_not_a_scalar_is_left_out(tmp_path):
     write_events(tmp_path, [(k, [scalar("loss", k), histogram, text, vector]) for k in range(3)])
     log = read(tmp_path)
     assert log.channels == ("loss",)
-    assert log.notes == ("left out, as not of numbers: weights, notes, vector",)
+    assert log.notes == ("left out because they are not numeric: weights, notes, vector",)
 
 
 def test_files_of_a_folder_follow_each_other_as_they_were_begun(tmp_path):
@@ -230,7 +230,7 @@ def test_an_event_file_that_is_being_written(tmp_path):
         path.write_bytes(whole[:-cut])
         log = read(path)
         np.testing.assert_array_equal(log.values[:, 0], range(4))
-        assert log.notes == (f"event 6 of {path.name} is cut off, as one that is being written, and is left out",)
+        assert log.notes == (f"event 6 of {path.name} is cut off, as if it were still being written, and is left out",)
 
 
 def test_a_damaged_event_file(tmp_path):
@@ -242,12 +242,12 @@ def test_a_damaged_event_file(tmp_path):
     path.write_bytes(whole + record(b"\xff" * 9))
     assert "event 5 is damaged" in refusal(read, path)
     path.write_bytes(b"step,loss\n0,1\n1,2\n")
-    assert "event 1 is damaged, or this is no event file" in refusal(read, path)
+    assert "event 1 is damaged, or this is not a TensorBoard event file" in refusal(read, path)
     path.write_bytes(b"")
     for place in (path, tmp_path):
-        assert refusal(read, place) == f"{place} has no event that is complete"
+        assert refusal(read, place) == f"{place} has no complete event"
     path.write_bytes(whole[:30])
-    assert refusal(read, path) == f"{path} has no event that is complete"
+    assert refusal(read, path) == f"{path} has no complete event"
 
 
 def test_without_the_package(tmp_path, monkeypatch):

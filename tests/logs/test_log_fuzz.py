@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from log_files import lines, scalar, tensor, write_events, written
 from test_log_kinds import PRINTED
 
-from jaxaudit.logs import delimited, read
+from jaxaudit.logs import read, structured
 from jaxaudit.monitoring.alignment import Named, channels_of, grid_of
 from jaxaudit.runtime.errors import UserError
 
@@ -59,21 +59,21 @@ SEPARATED = st.text(st.sampled_from('ab1.,;\t\n\r# \x00\x0b\x85"\N{LINE SEPARATO
 def test_separated_values_without_quotes_are_what_the_csv_module_reads(text):
     path = Path("a.csv")
     try:
-        quickly = delimited._unquoted(path, text)
+        quickly = structured._split_unquoted(path, text)
     except UserError as error:
         with pytest.raises(UserError, match=re.escape(str(error))):
-            delimited._parsed(path, text)
+            structured._parse_csv(path, text)
         return
     if quickly is not None:
-        assert quickly == delimited._parsed(path, text)
+        assert quickly == structured._parse_csv(path, text)
 
 
 def test_most_separated_values_need_no_csv_module():
     text = "# created by a trainer\n" + separated(("step", "loss"), *((i, i / 7) for i in range(100)))
-    assert delimited._unquoted(Path("a.csv"), text) == delimited._parsed(Path("a.csv"), text) is not None
-    assert delimited._unquoted(Path("a.csv"), text.replace("0", '"0"')) is None
+    assert structured._split_unquoted(Path("a.csv"), text) == structured._parse_csv(Path("a.csv"), text) is not None
+    assert structured._split_unquoted(Path("a.csv"), text.replace("0", '"0"')) is None
     for end in ("\n", "\n\n", "1\n", "1,2,3\n"):
-        assert delimited._unquoted(Path("a.csv"), text + end) is None
+        assert structured._split_unquoted(Path("a.csv"), text + end) is None
 
 
 @FUZZ

@@ -10,7 +10,7 @@ from log_files import lines, refusal, written
 
 from jaxaudit import logs
 from jaxaudit.cli.main import main
-from jaxaudit.logs.printed import dict_in
+from jaxaudit.logs.printed import find_dict
 
 
 def series(folder, text, name="a.log", step=None):
@@ -195,11 +195,11 @@ def test_digits_without_end_take_no_time(tmp_path, line):
 
 def test_dicts_are_read_by_a_grammar():
     text = """ 5%| {"a": [1, -2.5e3, (True, None)], 'it\\'s': {'b': -inf}, 'c': tensor([1.0, 2.0]), } rest"""
-    value, begin, end = dict_in(text)
+    value, begin, end = find_dict(text)
     assert value == {"a": [1, -2500.0, [True, None]], "it's": {"b": -math.inf}, "c": [1.0, 2.0]}
     assert (text[begin], text[end:]) == ("{", " rest")
     for wrong in ("{", "{'a'}", "{'a': }", "{'a': b}", "{'a': 1 2}", "{1: [}", "{}"):
-        assert dict_in(wrong) is None
+        assert find_dict(wrong) is None
 
 
 # Documents and folders
@@ -249,7 +249,7 @@ def test_verls_file_writes_nan_as_null_and_others_do_not(tmp_path):
 def test_headers_after_a_comments_sign_and_again(tmp_path):
     log = logs.read(written(tmp_path, "# step,loss\n0,1\n1,2\n# step,loss\n2,3\n"))
     assert log.runs[0].latest.series["loss"].values.tolist() == [1, 2, 3]
-    assert log.notes == ("line 4 is the header again, as where a run was resumed",)
+    assert log.notes == ("line 4 repeats the header, as after a run was resumed",)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_rows_whose_step_is_in_another_column_are_left_out(tmp_path):
     for text, name in ((table, "a.csv"), (null, "a.jsonl")):
         log = logs.read(written(tmp_path, text, name), "train/step")
         assert log.runs[0].latest.series["train/loss"].steps.tolist() == [0, 1]
-        assert str(log.left_out[0]).startswith("left out, as without 'train/step': 2 of 4")
+        assert str(log.left_out[0]).startswith("left out because they have no 'train/step': 2 of 4")
 
 
 def test_a_value_that_is_there_twice_is_said_where_the_second_differs(tmp_path):
@@ -287,13 +287,13 @@ def test_a_value_that_is_there_twice_is_said_where_the_second_differs(tmp_path):
     assert logs.read(written(tmp_path, lines(*rows), "a.jsonl")).notes == ()
     rows[-1]["epoch"] = 1
     assert logs.read(written(tmp_path, lines(*rows), "a.jsonl")).notes == (
-        "step 4 is there twice; the last value counts",
+        "step 4 occurs more than once with different values; the last value is used",
     )
 
 
 def test_steps_that_are_missing_are_said_where_there_is_a_usual_spacing(tmp_path):
     notes = {
-        (0, 10, 20, 50, 60): ("no telemetry from step 30 to 40; those steps count as not seen",),
+        (0, 10, 20, 50, 60): ("there is no telemetry from step 30 to 40; those steps count as missing",),
         (3, 40, 52, 111, 130, 131, 190): (),
     }
     for steps, expected in notes.items():
@@ -326,7 +326,7 @@ def test_a_word_in_a_column_of_numbers_is_a_value_that_is_not_finite(tmp_path, w
         loss = log.runs[0].latest.series["loss"]
         assert (loss.steps.tolist(), np.isfinite(loss.values).tolist()) == ([0, 1, 2, 3], [True, True, False, True])
         odd = word in ("OVERFLOW", "1,234.5", "No Log")
-        assert any(f"'{word}', which is no number" in note for note in log.notes) == odd
+        assert any(f"'{word}', which is not a number" in note for note in log.notes) == odd
 
 
 @pytest.mark.parametrize("cell", ["", " ", "None", "null", "n/a"])
@@ -402,7 +402,7 @@ def test_what_is_read_is_said(tmp_path, capsys):
         ["loss", "0", "1", "2", "1", "1"],
         ["loss", "0", "2", "3", "1", "1"],
     ]
-    assert any("left out, as not of numbers: host" in line for line in said)
+    assert any("left out because they are not numeric: host" in line for line in said)
     assert main(["read", "--json", str(path), str(path)]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == second

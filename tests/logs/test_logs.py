@@ -66,20 +66,20 @@ def test_steps_that_are_not_whole_are_refused_in_json(tmp_path, step):
         ("a", "", "{} is empty"),
         ("a.csv", "step,loss\n", "{} has no complete line after its header"),
         ("a.csv", "step,loss", "{} has no complete line"),
-        ("a.csv", "step,loss\n0,1\n1\n2,3\n", "{}: line 3 has 1 fields, and the header 2"),
-        ("a.csv", "step,loss\n0,1\n1,2,3\n", "{}: line 3 has 3 fields, and the header 2"),
-        ("a.csv", "# x\n\nstep,loss\n0,1\n1,2,3\n", "{}: line 5 has 3 fields, and the header 2"),
-        ("a.csv", 'step,loss\n0,1\n1,"2\n', "{}: line 3 is not of separated values: unexpected end of data"),
-        ("a.csv", "0,1\n1,2\n", "{}: line 1 must be a header, the names of the columns, and has numbers alone"),
+        ("a.csv", "step,loss\n0,1\n1\n2,3\n", "{}: line 3 has 1 fields, but the header has 2"),
+        ("a.csv", "step,loss\n0,1\n1,2,3\n", "{}: line 3 has 3 fields, but the header has 2"),
+        ("a.csv", "# x\n\nstep,loss\n0,1\n1,2,3\n", "{}: line 5 has 3 fields, but the header has 2"),
+        ("a.csv", 'step,loss\n0,1\n1,"2\n', "{}: line 3 is not separated values: unexpected end of data"),
+        ("a.csv", "0,1\n1,2\n", "{}: line 1 must be a header with the names of the columns, but has only numbers"),
         ("a.csv", "step,loss,loss\n0,1,2\n", "{}: line 1, the header, has two columns 'loss'"),
-        ("a.csv", "step,name\n0,a\n1,b\n", "{} has no column of numbers beside its steps; it has: step, name"),
-        ("a.csv", "step,loss\n5,1\n5,2\n5,3\n", "{}: all 3 rows have step 5, where steps must differ"),
-        ("a.csv", "step,loss\n0,1\n1,\xff\n".encode("latin1"), "{}: line 3 is not text in UTF-8"),
-        ("a.csv", "step,loss\n0,1\n".encode("utf-16"), "{}: line 1 is not text in UTF-8"),
+        ("a.csv", "step,name\n0,a\n1,b\n", "{} has no numeric column besides its steps; it has: step, name"),
+        ("a.csv", "step,loss\n5,1\n5,2\n5,3\n", "{}: all 3 rows have step 5, but steps must differ"),
+        ("a.csv", "step,loss\n0,1\n1,\xff\n".encode("latin1"), "{}: line 3 is not UTF-8 text"),
+        ("a.csv", "step,loss\n0,1\n".encode("utf-16"), "{}: line 1 is not UTF-8 text"),
         ("a.jsonl", '{"step": 0, "a": 1}\n{"step": 1,\n', "{}: line 2 is not a JSON object: '{{\"step\": 1,'"),
         ("a.jsonl", '{"step": 0, "a": 1}\n[1, 2]\n', "{}: line 2 is not a JSON object: '[1, 2]'"),
         ("a.jsonl", '{"step": 0', "{} has no complete line"),
-        ("a.jsonl", '{"step": 0}\n', "{} has no column of numbers beside its steps; it has: step"),
+        ("a.jsonl", '{"step": 0}\n', "{} has no numeric column besides its steps; it has: step"),
         ("a.jsonl", '{"a":' * 100_000 + "\n", "{}: line 1 is not a JSON object: '" + '{{"a":' * 12 + "..."),
     ],
 )
@@ -114,7 +114,7 @@ def test_names_and_values_stay_on_one_line_and_short(tmp_path):
 def test_a_last_line_of_separated_values_that_is_being_written(tmp_path, cut):
     log = log_of(tmp_path, f"step,loss\n0,1\n1,2\n{cut}")
     np.testing.assert_array_equal(log.steps, [0, 1])
-    assert log.notes == ("the last line has no line end, as one that is being written, and is left out",)
+    assert log.notes == ("the last line has no line end, as if it were still being written, and is left out",)
 
 
 def test_a_last_line_of_json_that_is_being_written(tmp_path):
@@ -124,7 +124,7 @@ def test_a_last_line_of_json_that_is_being_written(tmp_path):
     for end in range(first + 1, len(whole) - 1):
         log = log_of(tmp_path, whole[:end], "a.jsonl")
         np.testing.assert_array_equal(log.steps, [0])
-        assert log.notes == ("line 2 is cut off, as one that is being written, and is left out",)
+        assert log.notes == ("line 2 is cut off, as if it were still being written, and is left out",)
     log = log_of(tmp_path, whole[:-1], "a.jsonl")
     np.testing.assert_array_equal(log.steps, [0, 1])
     assert log.notes == ()
@@ -134,11 +134,11 @@ def test_of_a_step_that_is_there_twice_the_last_value_counts(tmp_path):
     rows = [(100, 1), (110, 2), (120, 3), (120, 4), (130, 5)]
     log = log_of(tmp_path, "step,loss\n" + "".join(f"{s},{v}\n" for s, v in rows))
     np.testing.assert_array_equal(log.values[:, 0], [1, 2, 4, 5])
-    assert log.notes == ("step 120 is there twice; the last value counts",)
+    assert log.notes == ("step 120 occurs more than once with different values; the last value is used",)
     rows = [(step, 2 * step + again) for step in range(120, 130) for again in range(2 if step < 124 else 1)]
     log = log_of(tmp_path, "step,loss\n" + "".join(f"{s},{v}\n" for s, v in rows))
     np.testing.assert_array_equal(log.values[:, 0], [2 * step + (step < 124) for step in range(120, 130)])
-    assert log.notes == ("step 120 and 3 more are there twice; the last value counts",)
+    assert log.notes == ("step 120 and 3 more occur more than once with different values; the last value is used",)
 
 
 def test_after_a_restart_the_later_rows_of_the_first_attempt_are_replaced(tmp_path):
@@ -150,12 +150,13 @@ def test_after_a_restart_the_later_rows_of_the_first_attempt_are_replaced(tmp_pa
     np.testing.assert_array_equal(log.values[:, 0], [1.0] * 10 + [2.0] * 2)
     assert np.isnan(log.values[:, 1]).all()
     note = (
-        "the log goes back from step 120 to 100{}, as after a restart from a checkpoint; each attempt is read by itself"
+        "the log goes back {}from step 120 to 100, as after a restart from a checkpoint; "
+        "each attempt is read separately"
     )
     assert log.notes == (note.format(""),)
     log = log_of(tmp_path, lines(*first, *second, {"step": 50, "loss": 3.0}, *second), "a.jsonl")
     np.testing.assert_array_equal(log.steps, [0, 10, 20, 30, 40, 50, 100, 110])
-    assert log.notes[0] == note.format(" and 1 times more")
+    assert log.notes[0] == note.format("2 times, first ")
 
 
 def test_a_restart_may_log_more_than_before(tmp_path):
@@ -176,11 +177,12 @@ def test_stretches_without_telemetry_are_noted(tmp_path):
     steps = [*range(0, 400, 10), *range(600, 700, 10)]
     log = log_of(tmp_path, "step,loss\n" + "".join(f"{s},1\n" for s in steps))
     np.testing.assert_array_equal(log.steps, steps)
-    assert log.notes == ("no telemetry from step 400 to 590; those steps count as not seen",)
+    assert log.notes == ("there is no telemetry from step 400 to 590; those steps count as missing",)
     steps = [step for step in range(30) if step not in (3, 7, 8, 12, 20, 24, 25)]
     log = log_of(tmp_path, "step,loss\n" + "".join(f"{s},1\n" for s in steps))
     assert log.notes == (
-        "no telemetry at step 3, from step 7 to 8, at step 12 and in 2 more stretches; those steps count as not seen",
+        "there is no telemetry at step 3, from step 7 to 8, at step 12 and in 2 more stretches; "
+        "those steps count as missing",
     )
 
 

@@ -85,11 +85,12 @@ def test_a_document_is_read_however_it_is_laid_out(tmp_path, indent):
     [
         (
             '{\n"a": 1\n}',
-            "{} is one JSON object without a list 'log_history' or another of rows, where each line must be an object",
+            "{} is one JSON object without a list 'log_history' or exactly one other list of objects; "
+            "otherwise, each line must be an object",
         ),
         (
             '{"log_history": 3}',
-            "{} is one JSON object whose 'log_history' is not a list, where each line must be an object",
+            "{} is one JSON object whose 'log_history' is not a list of objects",
         ),
         ('{"log_history": []}', "{} has no entries"),
         ('{"log_history": [{"step": 1}, 2]}', "{}: entry 2 is not a JSON object: '2'"),
@@ -190,7 +191,7 @@ def test_what_verl_is_printing(tmp_path):
     cut = whole[: whole.rindex("val-core")]  # the last step's line, without its last value
     log = log_of(tmp_path, cut[: cut.rindex(":")], "run.log")
     np.testing.assert_array_equal(log.steps, STEPS[:-1])
-    assert log.notes == ("the last line has no line end, as one that is being written, and is left out",)
+    assert log.notes == ("the last line has no line end, as if it were still being written, and is left out",)
     path = written(tmp_path, "step:1 - actor/lr:0.1 - actor/ent", "begun.log")
     assert refusal(read, path) == f"{path} has no complete line"
 

@@ -266,8 +266,8 @@ def test_by_another_process(server, copied):
 
 def test_a_condition_is_named_by_its_label_or_its_place_and_a_seed_by_itself_alone():
     labels = ["control", "1", "spike"]
-    assert [datasets.position("condition", given, labels) for given in ("spike", "1", "0", 2)] == [2, 1, 0, 2]
-    assert datasets.position("seed", 7, ["5", "7"]) == 1
+    assert [datasets.find_index("condition", given, labels) for given in ("spike", "1", "0", 2)] == [2, 1, 0, 2]
+    assert datasets.find_index("seed", 7, ["5", "7"]) == 1
     for what, given, allowed in (("condition", 3, labels), ("condition", "-1", labels), ("seed", 0, ["5", "7"])):
         with pytest.raises(UserError, match=f"unknown {what} .?{given}"):
-            datasets.position(what, given, allowed)
+            datasets.find_index(what, given, allowed)

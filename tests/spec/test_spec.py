@@ -16,8 +16,8 @@ from jaxaudit.core.grid import Grid
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.spec.document import load, parse
-from jaxaudit.spec.sections import Asked, AskedDimension
-from jaxaudit.spec.tables import to_text
+from jaxaudit.spec.sections import DimensionEntry, PerturbationEntry
+from jaxaudit.spec.tables import to_toml_text
 
 HEAD = """
 [audit]
@@ -107,7 +107,7 @@ def test_a_wrong_dialogue(task, message):
 
 def test_tables_of_a_list_have_headers_and_none_is_left_out():
     entries = [{"kind": "a", "target": None}, {"onset": 1, "chain": [{"kind": "b", "sweep": (1.0, 2.0)}, {"x": None}]}]
-    text = to_text({"audit": {"steps": 9, "lanes": None}, "monitor": None, "entry": entries})
+    text = to_toml_text({"audit": {"steps": 9, "lanes": None}, "monitor": None, "entry": entries})
     assert [line for line in text.splitlines() if line.startswith("[")] == [
         "[audit]", "[[entry]]", "[[entry]]", "[[entry.chain]]", "[[entry.chain]]"
     ]  # fmt: skip
@@ -224,14 +224,14 @@ def test_chain():
 @pytest.mark.parametrize("key", ["onset", "duration"])
 def test_a_chains_time_that_no_part_takes_is_refused(key):
     entry = f'[[perturbation]]\n{key} = 5\nchain = [{{kind = "lr_spike", onset = 3, duration = 4}}]'
-    with pytest.raises(UserError, match=f"{key} says nothing, since every part of the chain has"):
+    with pytest.raises(UserError, match=f"{key} has no effect, because every part of the chain has"):
         spec_of(entry)
 
 
 def test_telemetry_that_a_learner_does_not_choose_is_refused(monkeypatch):
     monkeypatch.setitem(registry.learners._entries, "bare", lambda task: None)
     text = HEAD.format(learner="bare").replace("steps", 'telemetry = "basic"\nsteps') + ENTRY
-    with pytest.raises(UserError, match="learner 'bare' has one kind of telemetry, not 'basic'"):
+    with pytest.raises(UserError, match="telemetry must be 'full' for learner 'bare', not 'basic'"):
         parse(text)
 
 
@@ -257,9 +257,9 @@ def test_a_dimension_is_what_the_learner_allows():
 
 def test_a_dimension_and_its_expansion_are_one_grid():
     spec = spec_of('[[perturbation]]\ndimension = "parametric"\n' + ENTRY)
-    assert isinstance(spec.perturbations[0], AskedDimension)
+    assert isinstance(spec.perturbations[0], DimensionEntry)
     expanded = spec.expanded()
-    assert all(isinstance(entry, Asked) for entry in expanded.perturbations)
+    assert all(isinstance(entry, PerturbationEntry) for entry in expanded.perturbations)
     assert conditions_of(spec) == conditions_of(expanded)
     assert expanded.expanded() == expanded
 

@@ -34,7 +34,7 @@ from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, re
 from jaxaudit.runtime.interrupts import interruptible, stoppable
 from jaxaudit.runtime.machine import platform_of
 from jaxaudit.spec.document import Spec, parse
-from jaxaudit.spec.sections import Asked
+from jaxaudit.spec.sections import PerturbationEntry
 
 SEARCH, OUTCOMES, TABLE = "search.json", "outcomes.csv", "margins.csv"
 
@@ -69,7 +69,9 @@ class SearchedRun:
         Raises UserError if there is nothing to search, or the stored states of an onset are damaged.
         """
         # The dimensions of a spec's perturbations have been expanded.
-        perturbations = [entry.perturbation for entry in self.spec.perturbations if isinstance(entry, Asked)]
+        perturbations = [
+            entry.perturbation for entry in self.spec.perturbations if isinstance(entry, PerturbationEntry)
+        ]
         with placed(self.spec.source):
             config = search.configure_search(self.grid, perturbations, settings)
         for fork in self.grid.forks:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from jaxaudit.analysis.run_reader import table
+from jaxaudit.analysis.run_reader import read_table
 from jaxaudit.core.learner import Learner
 from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.runs import lifecycle as durable
@@ -26,9 +26,9 @@ from jaxaudit.runs.variants.scoring import REACH, Ladder, check_windows, magnitu
 from jaxaudit.runtime.backends.backend import Workers
 from jaxaudit.runtime.errors import Interrupted, UserError, placed
 from jaxaudit.runtime.files import parse_toml, write_text
-from jaxaudit.spec.document import Spec, listed, read, remedy_values, spec_text
-from jaxaudit.spec.sections import Asked
-from jaxaudit.spec.tables import TomlTable, given, section, to_text
+from jaxaudit.spec.document import Spec, read_spec, read_spec_text, remedy_tables
+from jaxaudit.spec.sections import PerturbationEntry
+from jaxaudit.spec.tables import TomlTable, describe_value, read_section, read_table_list, to_toml_text
 
 MOST_FRESH = 1000
 """The largest number of fresh seeds that a spec may ask for."""
@@ -79,16 +79,16 @@ class ComparisonSpec:
         """Returns TOML text with every default written out, which `parse` reads as an equal spec."""
         n_plain = len(self.spec.remedies)
         variants = [
-            {"name": v.name, "learner": dict(v.learner) or None, "remedy": remedy_values(v.spec.remedies[n_plain:])}
+            {"name": v.name, "learner": dict(v.learner) or None, "remedy": remedy_tables(v.spec.remedies[n_plain:])}
             for v in self.variants
         ]
         compare = {"centre": self.centre, "fresh": self.fresh}
-        return to_text(self.spec.tables() | {"compare": compare, "variant": variants})
+        return to_toml_text(self.spec.tables() | {"compare": compare, "variant": variants})
 
 
 def load(path: Path) -> ComparisonSpec:
     """Reads the spec of a comparison from a file. Raises UserError if the file cannot be read or is not valid."""
-    return parse(spec_text(path), str(path), path.parent)
+    return parse(read_spec_text(path), str(path), path.parent)
 
 
 def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonSpec:
@@ -106,13 +106,15 @@ def parse(text: str, source: str = "spec", folder: Path = Path()) -> ComparisonS
     own_tables = {name: document.pop(name) for name in ("compare", "variant") if name in document}
     if "variant" not in own_tables:
         raise UserError(f"{source}: there is no table [[variant]], so there is nothing to compare with")
-    spec = read(document, source, folder)
+    spec = read_spec(document, source, folder)
     sections = TomlTable(own_tables, source, ("compare", "variant"))
-    options = section(sections, "compare", ["centre", "fresh"], {})
+    options = read_section(sections, "compare", ["centre", "fresh"], {})
     fresh = options.get("fresh", int, FRESH)
     if not 0 <= fresh <= MOST_FRESH:
         raise UserError(f"{options.place}: fresh must be from 0 to {MOST_FRESH} seeds, not {fresh}")
-    variants = tuple(_variant(values, place, document, folder) for values, place in listed(sections, "variant"))
+    variants = tuple(
+        _variant(values, place, document, folder) for values, place in read_table_list(sections, "variant")
+    )
     _check_names(variants, source)
     if not spec.perturbations:
         raise UserError(f"{source}: there is no table [[perturbation]], so there is nothing to compare under")
@@ -125,18 +127,18 @@ def _variant(values: Any, place: str, document: dict[str, Any], folder: Path) ->
     settings = variant.raw("learner")
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
-        raise UserError(f"{place}: learner must be a table of settings, not {given(settings)}")
+        raise UserError(f"{place}: learner must be a table of settings, not {describe_value(settings)}")
     if "kind" in settings and settings["kind"] != document["learner"].get("kind"):
         raise UserError(f"{place}: a variant has other settings of the same kind of learner, not another kind")
     remedies = variant.raw("remedy")
     if not settings and not remedies:
         raise UserError(f"{place}: '{name}' has neither a [[variant.remedy]] nor other settings in 'learner'")
     if remedies is not None and not isinstance(remedies, list):
-        raise UserError(f"{place}: remedies must be tables [[variant.remedy]], not {given(remedies)}")
+        raise UserError(f"{place}: remedies must be tables [[variant.remedy]], not {describe_value(remedies)}")
     variant_document = document | {"learner": document["learner"] | settings}
     if remedies:
         variant_document["remedy"] = [*document.get("remedy", []), *remedies]
-    return VariantSpec(name, settings, read(variant_document, f"{place} ('{name}')", folder))
+    return VariantSpec(name, settings, read_spec(variant_document, f"{place} ('{name}')", folder))
 
 
 def _check_names(variants: tuple[VariantSpec, ...], source: str) -> None:
@@ -207,10 +209,10 @@ def _run_comparison(
         audit = replace(spec.audit, name=f"{spec.audit.name}: {name}"[:100])
         if fresh_seeds is not None:
             audit = replace(audit, seeds=tuple(fresh_seeds))
-        entries = tuple(Asked(perturbation) for ladder in ladders for perturbation in ladder.perturbations)
+        entries = tuple(PerturbationEntry(perturbation) for ladder in ladders for perturbation in ladder.perturbations)
         path = folder / (VARIANTS if fresh_seeds is None else CONFIRMATION) / slug_of(name)
         _run(replace(spec, perturbations=entries, audit=audit), path, workers)
-        lanes = table(path / "metrics.csv", ("condition", "perturbation", "dimension", "site", "target", "reason"))
+        lanes = read_table(path / "metrics.csv", ("condition", "perturbation", "dimension", "site", "target", "reason"))
         if lanes is None:
             raise UserError(f"the run in {path} has lost its metrics.csv; remove its folder, and it is trained again")
         return lanes
@@ -225,7 +227,7 @@ def _run_comparison(
 
 
 def _perturbations(spec: Spec) -> list[Perturbation | Chain]:
-    return [entry.perturbation for entry in spec.expanded().perturbations if isinstance(entry, Asked)]
+    return [entry.perturbation for entry in spec.expanded().perturbations if isinstance(entry, PerturbationEntry)]
 
 
 def _run(spec: Spec, folder: Path, workers: Workers | None) -> None:
