@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxaudit.runtime import source_tree
+from jaxaudit.runtime import machine
 from jaxaudit.runtime.errors import TRACEBACK, Undrawn, UserError, explain
-from jaxaudit.runtime.interrupts import interrupt
+from jaxaudit.runtime.errors import interrupt
 from jaxaudit.runtime.machine import collect_garbage_seldom, occupy, planned_threads, prepare_jax, use_cpus
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
@@ -112,7 +112,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxaudit", description="How stable is this training run?", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"jaxaudit {source_tree.version()}")
+    parser.add_argument("--version", action="version", version=f"jaxaudit {machine.installed_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="name")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
@@ -243,7 +243,7 @@ def _join(arguments: argparse.Namespace) -> None:
 
 
 def _workers(arguments: argparse.Namespace, like: Path | None = None) -> Any:
-    """Who trains, `jaxaudit.runtime.backends.backend.Workers`; None: this process.
+    """Who trains, `jaxaudit.runtime.backends.Workers`; None: this process.
 
     Of a run that is there, `like`, workers have as many cores as it was planned for, unless another number is asked.
     """
@@ -255,7 +255,7 @@ def _workers(arguments: argparse.Namespace, like: Path | None = None) -> Any:
         if given:
             raise UserError(f"--{given[0].replace('count', 'workers')} says how workers are, and needs --on")
         return None
-    from jaxaudit.runtime.backends.backend import Workers
+    from jaxaudit.runtime.backends import Workers
 
     if like is not None and (planned := planned_threads(like)):
         if asked["cpus"] not in (None, planned):
@@ -412,7 +412,7 @@ def _sample(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     _prepare(None, arguments.folder)
-    from jaxaudit.runs.export import export
+    from jaxaudit.runs.replay import export
 
     print(export(arguments.folder, arguments.out, arguments.seed, arguments.condition))
     return 0

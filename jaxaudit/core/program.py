@@ -20,7 +20,7 @@ from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.learner import Learner, State, Telemetry, with_lasting, without_lasting
 from jaxaudit.core.sites import find_sites, initial_states, step_telemetry
 from jaxaudit.core.taps import STATE, Disturbance, Slot, States, Taps, forget
-from jaxaudit.runtime import precision
+from jaxaudit.runtime import tracing
 from jaxaudit.runtime.sharding import AXIS, EVERYWHERE, LANES, ROWS, on_devices, split
 
 Execution = str | int
@@ -95,7 +95,7 @@ class Program:
     """Everything a compiled audit depends on but arrays and the shapes of lanes: equal ones share a compilation.
 
     The learner is one `without_data`; `watch` is what interventions wait for; `model_devices` share each lane;
-    `matmul_precision` is what `jaxaudit.runtime.precision.resolve` gave.
+    `matmul_precision` is what `jaxaudit.runtime.tracing.resolve_precision` gave.
     """
 
     learner: Learner
@@ -163,7 +163,7 @@ def initial(program: Program, data: Any, seeds: jax.Array) -> LaneState:
 
 def first_state(program: Program, data: Any, key: jax.Array) -> LaneState:
     """A lane of the baseline before its first step."""
-    with precision.tracing(program.matmul_precision):
+    with tracing.with_precision(program.matmul_precision):
         return _unperturbed(program, program.learner.begin(key, data))
 
 
@@ -228,12 +228,12 @@ def lane_step(
         branch_in_loops=not program.on_gpus,
     )
     begin = with_lasting(taps(STATE, without_lasting(state.learner)), of=state.learner)
-    with precision.tracing(program.matmul_precision):
+    with tracing.with_precision(program.matmul_precision):
         learner, telemetry = program.learner.advance(begin, learner_key, taps)
     watched = state.watched
     if watched is not None:
         assert program.watch is not None, "or there would be nothing watched"
-        with precision.tracing(program.matmul_precision), precision.in_float32():
+        with tracing.with_precision(program.matmul_precision), tracing.in_float32():
             following, unusual = program.watch.follow(watched.following, telemetry)
         telemetry |= {SCORE: unusual, ALARM: watched.alarm.astype(jnp.float32)}
         watched = Watched(following, unusual > 0)

@@ -34,7 +34,7 @@ from jaxaudit.monitoring.lanes import LabelledLanes, gather
 from jaxaudit.monitoring.monitor import Expectation, Monitor
 from jaxaudit.monitoring.transfer import transfer
 from jaxaudit.monitoring.view import QUANTILES, over_lanes, plane, write
-from jaxaudit.runtime.backends.backend import Workers, opened, values
+from jaxaudit.runtime.backends import Workers, opened, values
 from jaxaudit.runtime.errors import UserError, placed
 from jaxaudit.runtime.files import UNFINISHED, claimed
 from jaxaudit.runtime.machine import written_whole

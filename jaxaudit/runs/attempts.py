@@ -29,7 +29,8 @@ from jaxaudit.core.program import LaneState
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime import hosts, npz
+from jaxaudit.runtime import hosts
+from jaxaudit.runtime import array_store
 from jaxaudit.runtime.files import UNFINISHED, read_object, write_text
 
 KEPT_STATES = 2
@@ -96,7 +97,7 @@ class LaneAttempt:
         """The telemetry kept, by chunk: (rows, start, stop); from a step on."""
         for start, stop, path in self._rows():
             if start >= after:
-                stored: Any = npz.read(path)
+                stored: Any = array_store.read_npz(path)
                 yield stored, start, stop
 
     def covers(self, step: int) -> bool:

@@ -21,7 +21,7 @@ from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import onset_paths
 from jaxaudit.runs.collect import Gathered, finish
-from jaxaudit.runs.follower_host import follow
+from jaxaudit.runs.local_trainer import follow
 from jaxaudit.runs.local_trainer import train_here
 from jaxaudit.runs.run_folder import Folder, check_space, differences, environment
 from jaxaudit.runs.run_opening import (
@@ -35,10 +35,10 @@ from jaxaudit.runs.run_opening import (
 )
 from jaxaudit.runs.workers import train_by_workers
 from jaxaudit.runtime import hosts
-from jaxaudit.runtime.backends.backend import Backend, Workers, called, opened
+from jaxaudit.runtime.backends import Backend, Workers, called, opened
 from jaxaudit.runtime.errors import Interrupted, UserError
 from jaxaudit.runtime.files import write_text
-from jaxaudit.runtime.interrupts import interruptible
+from jaxaudit.runtime.errors import interruptible
 from jaxaudit.spec.document import Spec, parse
 
 

@@ -29,7 +29,8 @@ from jaxaudit.core.learner import Channel, Telemetry
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.telemetry_layout import place
-from jaxaudit.runtime import source_tree, zarr_store
+from jaxaudit.runtime import array_store
+from jaxaudit.runtime import machine
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import UNFINISHED, locked, read_object, remove, write_text
 from jaxaudit.runtime.machine import cores, processor, read_environment, readable
@@ -42,7 +43,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-VERSION = source_tree.version()
+VERSION = machine.installed_version()
 
 DERIVED = ("x_inst", "x_gen")
 """Channels computed from the telemetry when a run ends."""
@@ -139,8 +140,8 @@ class Folder:
         channels = dict.fromkeys([*sorted(shapes), *DERIVED])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            empty.to_zarr(self.telemetry, mode="w", consolidated=False, zarr_format=zarr_store.FORMAT)
-            group = zarr_store.open_group(self.telemetry, "r+")
+            empty.to_zarr(self.telemetry, mode="w", consolidated=False, zarr_format=array_store.FORMAT)
+            group = array_store.open_group(self.telemetry, "r+")
             lanes = (len(grid.seeds), len(grid.conditions))
             for name in channels:
                 own = tuple(shapes.get(name, ()))
@@ -163,7 +164,7 @@ class Folder:
     def copy_prefix(self, source: Folder, theirs: Fork, ours: Fork) -> None:
         """Copies the steps before an onset from another run of the same seeds and channels."""
         first, count, onset = ours.conditions[0], len(ours.conditions), ours.onset
-        for name in zarr_store.open_group(self.telemetry, "r").array_keys():
+        for name in array_store.open_group(self.telemetry, "r").array_keys():
             array = self._channel(name, "r+")
             if array.ndim >= len(datasets.DIMS) and name not in DERIVED:
                 prefix = source.read_channel(name, slice(theirs.conditions[0], theirs.conditions[0] + 1), slice(onset))
@@ -174,7 +175,7 @@ class Folder:
         """The telemetry in memory, all or some channels, with dims (seed, condition, step)."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with zarr_store.open_dataset(self.telemetry) as data:
+            with array_store.open_dataset(self.telemetry) as data:
                 return (data if channels is None else data[list(channels)]).load()
 
     def read_channel(self, name: str, *columns: slice) -> np.ndarray:
@@ -186,11 +187,11 @@ class Folder:
         self._channel(name, "r+")[...] = values
 
     def _channel(self, name: str, mode: Literal["r", "r+"]) -> zarr.Array:
-        return zarr_store.open_array(self.telemetry / name, mode)
+        return array_store.open_array(self.telemetry / name, mode)
 
     def write_attributes(self, **attributes: Any) -> None:
         """Adds attributes to the stored telemetry."""
-        group = zarr_store.open_group(self.telemetry, "r+")
+        group = array_store.open_group(self.telemetry, "r+")
         group.attrs.update(attributes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -246,7 +247,7 @@ def software(grid: Grid) -> dict[str, Any]:
     """What a grid is trained with: software, device and flags, and what it depends on besides."""
     devices = grid.program.devices
     return {
-        "jaxaudit": source_tree.version(),
+        "jaxaudit": machine.installed_version(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),

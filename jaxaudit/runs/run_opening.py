@@ -13,7 +13,7 @@ import jax
 from jaxaudit.core.grid import Grid
 from jaxaudit.core.task_kinds import Simulated
 from jaxaudit.runs.run_folder import STARTING, VERSION, Folder
-from jaxaudit.runtime import zarr_store
+from jaxaudit.runtime import array_store
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import UNFINISHED, Claim, check_contents, check_name, claimed, names
 from jaxaudit.runtime.machine import platform_of
@@ -69,7 +69,7 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
         raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
     check_contents(store.path)
     if store.telemetry.exists():
-        zarr_store.check(store.telemetry)
+        array_store.check(store.telemetry)
     recorded = store.read_environment()
     made = str(recorded.get("jaxaudit", VERSION))
     _check_version(folder, made, made.startswith(EARLIER))

@@ -22,9 +22,9 @@ from jaxaudit.runs.disk_sink import InFolder
 from jaxaudit.runs.progress import ProgressBar, Teller
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import check_provenance, open_run
-from jaxaudit.runtime.backends.backend import Backend, Job
+from jaxaudit.runtime.backends import Backend, Job
 from jaxaudit.runtime.errors import Failed, Interrupted, UserError, error_of
-from jaxaudit.runtime.interrupts import stoppable
+from jaxaudit.runtime.errors import stoppable
 from jaxaudit.spec.document import Spec
 
 POLL_SECONDS = 0.5

@@ -18,7 +18,7 @@ from jaxaudit.perturbations import DIMENSIONS, Chain, Kind, Perturbation, Sweep,
 from jaxaudit.remedies import Remedy, RemedyKind
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError, placed
-from jaxaudit.runtime.precision import MatmulPrecision
+from jaxaudit.runtime.tracing import MatmulPrecision
 from jaxaudit.spec.tables import TomlTable, given, keys, read, section
 
 Onset = int | float

@@ -19,7 +19,7 @@ from places import HELPERS, ROOT
 from small_runs import header
 
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runtime.backends.backend import Ended
+from jaxaudit.runtime.backends import Ended
 from jaxaudit.spec.document import parse
 
 PAUSED = (

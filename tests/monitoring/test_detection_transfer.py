@@ -22,7 +22,7 @@ from jaxaudit.monitoring.training import Training
 from jaxaudit.monitoring.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED, transfer
 from jaxaudit.report import detection as report
 from jaxaudit.report.detection import told as told_of
-from jaxaudit.runtime.backends.backend import Workers
+from jaxaudit.runtime.backends import Workers
 
 SETTINGS = DetectionSettings(folds=2, alpha=0.1, fitted=0.5)
 MONITOR = MetaState(LRU(size=2, hidden=(8,)), Training(iterations=40))

@@ -42,7 +42,7 @@ from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.disk_sink import InFolder
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.interrupts import interrupt
+from jaxaudit.runtime.errors import interrupt
 from jaxaudit.spec.document import parse
 
 pytestmark = [pytest.mark.long, pytest.mark.default_compilation]

@@ -29,7 +29,7 @@ from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.disk_sink import InFolder
 from jaxaudit.runs.replay import replay
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime import files, npz, zarr_store
+from jaxaudit.runtime import files, array_store
 from jaxaudit.runtime.errors import Undrawn, UserError
 from jaxaudit.spec.document import parse
 
@@ -123,7 +123,7 @@ def savez(path, **arrays):
 
 def test_a_pickle_in_an_archive_is_not_read(payload, stopped, tmp_path):
     savez(tmp_path / "monitor.npz", description=np.array([payload], object))
-    refused("Python objects, which are never unpickled", npz.read, tmp_path / "monitor.npz")
+    refused("Python objects, which are never unpickled", array_store.read_npz, tmp_path / "monitor.npz")
     with pytest.raises(ValueError, match="is not a monitor's file"):
         Monitor.load(tmp_path / "monitor.npz")
     for rows in stopped.glob("batches/*/*/rows-*.npz"):
@@ -142,7 +142,7 @@ def test_archives_are_read_as_numpy_reads_them(tmp_path):
         "flags": np.array([True, False]),
     }
     savez(tmp_path / "a.npz", **arrays)
-    found = npz.read(tmp_path / "a.npz")
+    found = array_store.read_npz(tmp_path / "a.npz")
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
@@ -189,7 +189,7 @@ def no_array(path):
 )
 def test_archives_that_are_refused(make, words, tmp_path):
     make(tmp_path / "a.npz")
-    refused(words, npz.read, tmp_path / "a.npz")
+    refused(words, array_store.read_npz, tmp_path / "a.npz")
 
 
 def frame(size, *, ended=True):
@@ -231,10 +231,10 @@ def test_what_is_said_of_a_frame_is_what_numcodecs_makes_of_it(tmp_path):
         for content in (bytes(size), rng.bytes(size)):
             (tmp_path / "chunk").write_bytes(coded := Zstd(level=0).encode(content))
             with (tmp_path / "chunk").open("rb") as file:
-                assert zarr_store._inflated(file, len(coded)) == size
+                assert array_store._inflated(file, len(coded)) == size
     (tmp_path / "chunk").write_bytes(coded := Zstd(level=3, checksum=True).encode(bytes(1000)))
     with (tmp_path / "chunk").open("rb") as file:
-        assert zarr_store._inflated(file, len(coded)) == 1000
+        assert array_store._inflated(file, len(coded)) == 1000
     assert len(Zstd().decode(frame(2**20))) == 2**20, "the bombs above are what they are meant to be"
 
 
@@ -287,7 +287,7 @@ def test_stores_that_are_refused(change, words, run):
 
 
 def test_a_stores_own_arrays_pass(run):
-    zarr_store.check(run / "telemetry.zarr")
+    array_store.check(run / "telemetry.zarr")
     assert load(run).performance.shape == (3, 8, 20)
 
 
@@ -472,7 +472,7 @@ def test_names_are_no_markup_in_a_report(run, monkeypatch):
 
     edit(store / "zarr.json", rename)
     for name in ("condition", "perturbation"):
-        labels = zarr_store.open_array(store / name, "r+")
+        labels = array_store.open_array(store / name, "r+")
         labels[:] = np.array([str(label).replace("weight_noise", payload) for label in labels[:]], object)
     for name in ("metrics", "summary"):
         table = pd.read_csv(run / f"{name}.csv", keep_default_na=False, dtype=str)
@@ -576,4 +576,4 @@ def test_a_run_that_finished_meanwhile_is_not_begun_again(stopped, made, monkeyp
 
 
 def test_stores_are_written_in_the_format_that_is_read(run):
-    assert zarr.open_group(run / "telemetry.zarr", mode="r").metadata.zarr_format == zarr_store.FORMAT
+    assert zarr.open_group(run / "telemetry.zarr", mode="r").metadata.zarr_format == array_store.FORMAT

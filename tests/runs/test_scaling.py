@@ -26,7 +26,7 @@ from jaxaudit.execution import driver
 from jaxaudit.models import gpt2
 from jaxaudit.runs import attempts, workers
 from jaxaudit.runs import disk_sink as trained
-from jaxaudit.runtime.backends import backend
+from jaxaudit.runtime import backends
 
 ROOT = ROOT
 SCALING = ROOT / "experiments" / "scaling"
@@ -389,7 +389,7 @@ def test_the_commands_in_files_for_clusters_are_commands(name):
         words = shlex.split(command)[1:]
         arguments = cli._parser().parse_args([re.sub(r"\$\{?\w+\}?", "7", word) for word in words])
         if "--on" in words:
-            assert cli._workers(arguments).engine in backend.ENGINES
+            assert cli._workers(arguments).engine in backends.ENGINES
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "slurm_hosts.sh"])

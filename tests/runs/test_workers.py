@@ -15,7 +15,7 @@ from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.attempts import LaneAttempt, onset_lanes, onset_paths
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.workers import train_batch
-from jaxaudit.runtime.backends.backend import Ended, values
+from jaxaudit.runtime.backends import Ended, values
 from jaxaudit.runtime.errors import Failed, UserError, explain
 from jaxaudit.spec.document import parse
 

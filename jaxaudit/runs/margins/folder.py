@@ -30,10 +30,10 @@ from jaxaudit.runs.margins.search import MarginSettings, lay_out
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder, software
 from jaxaudit.runs.run_opening import open_onsets
-from jaxaudit.runtime.backends.backend import Backend, Workers, called, opened, values
+from jaxaudit.runtime.backends import Backend, Workers, called, opened, values
 from jaxaudit.runtime.errors import Interrupted, UserError, placed
 from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, read_object, write_text
-from jaxaudit.runtime.interrupts import interruptible, stoppable
+from jaxaudit.runtime.errors import interruptible, stoppable
 from jaxaudit.runtime.machine import platform_of
 from jaxaudit.spec.document import Spec, parse
 from jaxaudit.spec.sections import Asked

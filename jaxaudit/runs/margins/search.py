@@ -20,7 +20,7 @@ from jaxaudit.runs.margins.directions import directions
 from jaxaudit.runs.margins.pool import baseline, fit, in_turn, rounds
 from jaxaudit.runs.margins.rounds import Probe, SearchConfig
 from jaxaudit.runs.margins.table import Margins
-from jaxaudit.runtime.precision import MatmulPrecision
+from jaxaudit.runtime.tracing import MatmulPrecision
 
 Criterion = Literal["divergence", "collapse"]
 CRITERIA: tuple[Criterion, ...] = ("divergence", "collapse")

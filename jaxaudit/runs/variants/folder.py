@@ -24,7 +24,7 @@ from jaxaudit.runs.run_opening import is_finished
 from jaxaudit.runs.variants import scoring
 from jaxaudit.runs.variants.compare import FRESH, PLAIN, TOLERANCE, Comparison, confirm, others_than
 from jaxaudit.runs.variants.design import REACH, Ladder, check_windows, magnitude_ladders
-from jaxaudit.runtime.backends.backend import Workers
+from jaxaudit.runtime.backends import Workers
 from jaxaudit.runtime.errors import Interrupted, UserError, placed
 from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, parse_toml, write_text
 from jaxaudit.spec.document import Spec, listed, read, remedy_values, spec_text
