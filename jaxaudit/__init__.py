@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # for type checkers and editors; in a program a name is impor
 
 __version__ = "0.3.0"
 
-machine.find_kernels()
+machine.install_kernels_finder()
 
 _PACKAGES = {
     "dialogues": "dialogues",

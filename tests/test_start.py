@@ -71,7 +71,7 @@ def test_an_unknown_name():
 def ours(tmp_path, monkeypatch):
     """The folder that programs go to where the caller has said nothing."""
     before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setattr(engine, "program_cache", lambda: tmp_path / "ours")
+    monkeypatch.setattr(engine, "compilation_cache_folder", lambda: tmp_path / "ours")
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     yield tmp_path / "ours"

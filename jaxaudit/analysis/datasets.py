@@ -15,7 +15,7 @@ from jaxaudit.analysis import metrics
 from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.grid import Grid
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.registry import unknown
+from jaxaudit.runtime.registry import unknown_name_message
 
 DIMS = ("seed", "condition", "step")
 
@@ -45,7 +45,7 @@ def position(what: str, given: int | str, allowed: list[str]) -> int:
         return allowed.index(str(given))
     if what == "condition" and str(given).isdigit() and int(given) < len(allowed):
         return int(given)
-    raise UserError(unknown(what, given, allowed))
+    raise UserError(unknown_name_message(what, given, allowed))
 
 
 def coordinates(grid: Grid) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxaudit.runtime import machine
-from jaxaudit.runtime.errors import TRACEBACK, Undrawn, UserError, explain
-from jaxaudit.runtime.errors import interrupt
-from jaxaudit.runtime.machine import collect_garbage_seldom, occupy, planned_threads, prepare_jax, use_cpus
+from jaxaudit.runtime.errors import TRACEBACK, DrawingFailed, UserError, explain, interrupt_handler
+from jaxaudit.runtime.machine import claim_cores, collect_garbage_rarely, configure_jax, planned_threads, use_cpu_only
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
 
@@ -68,8 +67,8 @@ def entry() -> NoReturn:
     After Ctrl-C or a failure at once: a computation still running is not waited for, and no library has a word after
     the sentence (what Orbax leaves of a save that failed speaks when the interpreter takes it apart).
     """
-    collect_garbage_seldom()
-    signal.signal(signal.SIGINT, interrupt)
+    collect_garbage_rarely()
+    signal.signal(signal.SIGINT, interrupt_handler)
     sys.stdout, sys.stderr = _Printable(sys.stdout), _Printable(sys.stderr)  # type: ignore[assignment]
     code = main()
     if code:
@@ -237,7 +236,7 @@ def _join(arguments: argparse.Namespace) -> None:
         return
     from jaxaudit.runtime import hosts
 
-    hosts.join(arguments.coordinator, arguments.processes, arguments.process)
+    hosts.join_processes(arguments.coordinator, arguments.processes, arguments.process)
     if not hosts.is_leader():
         sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
@@ -272,13 +271,13 @@ def _prepare(workers: Any, like: Path | None = None, joined: argparse.Namespace 
     """
     if workers is None:
         if like is not None and (threads := planned_threads(like)):
-            occupy(threads)
-        prepare_jax()
+            claim_cores(threads)
+        configure_jax()
         if joined is not None:
             _join(joined)
     else:
-        use_cpus()
-        prepare_jax()
+        use_cpu_only()
+        configure_jax()
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:
@@ -337,7 +336,7 @@ def _fork(arguments: argparse.Namespace) -> int:
 
 def _margin(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    from jaxaudit.runtime.errors import placed
+    from jaxaudit.runtime.errors import error_prefix
     from jaxaudit.spec.document import load
 
     spec, workers = load(arguments.spec) if arguments.spec else None, _workers(arguments, arguments.folder)
@@ -345,7 +344,7 @@ def _margin(arguments: argparse.Namespace) -> int:
     from jaxaudit.runs.margins.folder import margin_of
     from jaxaudit.runs.margins.search import MarginSettings
 
-    with placed("jaxaudit margin"):
+    with error_prefix("jaxaudit margin"):
         chosen = MarginSettings(
             tolerance=arguments.tolerance,
             reach=arguments.reach,
@@ -370,7 +369,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     print(json.dumps(found.json(), indent=2) if arguments.json else found)
     try:
         undrawn = _write_report(out, quiet=arguments.json)
-    except Undrawn as error:
+    except DrawingFailed as error:
         undrawn = str(error)
     if undrawn:
         later = shlex.join(["jaxaudit", "report", str(out)])
@@ -426,14 +425,14 @@ def _detect(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         _check_run(folder)
     workers = _workers(arguments)
-    prepare_jax()
+    configure_jax()
     from jaxaudit.monitoring.comparison import DetectionSettings
     from jaxaudit.monitoring.detector import MetaState
     from jaxaudit.monitoring.folder import detect
     from jaxaudit.monitoring.monitor import scorer
-    from jaxaudit.runtime.errors import placed
+    from jaxaudit.runtime.errors import error_prefix
 
-    with placed("jaxaudit detect"):
+    with error_prefix("jaxaudit detect"):
         settings = DetectionSettings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
     detector = MetaState(scorer(arguments.model))
     for folder in detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers):
@@ -443,7 +442,7 @@ def _detect(arguments: argparse.Namespace) -> int:
 
 def _monitor(arguments: argparse.Namespace) -> int:
     if arguments.model != MODELS[0]:  # which is NumPy alone
-        prepare_jax()
+        configure_jax()
     from jaxaudit.monitoring.monitored import Options, monitor
 
     options = Options(arguments.channels, arguments.step, arguments.alpha, arguments.model)
@@ -495,7 +494,7 @@ def _end(folder: Path) -> int:
     later = shlex.join(["jaxaudit", "report", str(folder)])
     try:
         undrawn = _write_report(folder)
-    except Undrawn as error:
+    except DrawingFailed as error:
         undrawn = str(error)
     if undrawn:
         _note(f"the run is finished and stored in {folder}, but not drawn: {undrawn}, and draw it with: {later}")
@@ -531,7 +530,7 @@ def _draw_detection(folder: Path) -> None:
         return
     try:
         print(f"report: {build(folder)}")
-    except Undrawn as error:
+    except DrawingFailed as error:
         _note(f"the results are stored in {folder}, but not drawn: {error}")
 
 

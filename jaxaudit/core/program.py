@@ -21,7 +21,7 @@ from jaxaudit.core.learner import Learner, State, Telemetry, with_lasting, witho
 from jaxaudit.core.sites import find_sites, initial_states, step_telemetry
 from jaxaudit.core.taps import STATE, Disturbance, Slot, States, Taps, forget
 from jaxaudit.runtime import tracing
-from jaxaudit.runtime.sharding import AXIS, EVERYWHERE, LANES, ROWS, on_devices, split
+from jaxaudit.runtime.sharding import LANE_AXIS, LANES, REPLICATED, ROWS, constrain_tree, map_over_devices
 
 Execution = str | int
 """How the lanes of one device run: "vmap", "map" (one after the other), or a batch size (above 16 in whole eights).
@@ -303,22 +303,22 @@ def advance(
         return jax.lax.fori_loop(start, stop, body, (split_states(program, states), rows))
 
     bounds = (jnp.int32(start), jnp.int32(stop), jnp.int32(first))
-    specs = (EVERYWHERE, LANES, LANES, EVERYWHERE, EVERYWHERE, ROWS, EVERYWHERE)
-    dealt = on_devices(program.devices, shard, specs, (LANES, ROWS), program.model_devices)
+    specs = (REPLICATED, LANES, LANES, REPLICATED, REPLICATED, ROWS, REPLICATED)
+    dealt = map_over_devices(program.devices, shard, specs, (LANES, ROWS), program.model_devices)
     return dealt(data, states, lanes, bounds[0], bounds[1], rows, bounds[2])
 
 
 def split_states(program: Program, states: LaneState) -> LaneState:
     """States of lanes, each split among the devices that share it; as they are where none do."""
     partition = program.learner.partition
-    return states if partition is None or program.model_devices == 1 else split(states, partition, leading=1)
+    return states if partition is None or program.model_devices == 1 else constrain_tree(states, partition, leading=1)
 
 
 def _in_step(program: Program, idle: jax.Array | None) -> jax.Array | None:
     """The least over all rows of devices that share a lane: they take the same branches, or wait for one another."""
     if idle is None or program.model_devices == 1 or program.groups == 1:
         return idle
-    return jax.lax.pmin(idle, AXIS)
+    return jax.lax.pmin(idle, LANE_AXIS)
 
 
 def _each_lane(function: Callable, execution: Execution) -> Callable:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.machine import host_memory, readable
+from jaxaudit.runtime.machine import available_host_memory, format_bytes
 
 CELLS = 10
 """Bytes in memory for a byte of text whose cells are Python's strings, at most."""
@@ -24,9 +24,9 @@ def text_of(path: Path) -> tuple[str, str]:
     Raises:
       UserError: it is empty, not of UTF-8, or larger than what fits in memory.
     """
-    size, free = path.stat().st_size, host_memory()
+    size, free = path.stat().st_size, available_host_memory()
     if CELLS * size > free:
-        raise UserError(f"{path} has {readable(size)}, and {readable(free)} of memory are too few to read it")
+        raise UserError(f"{path} has {format_bytes(size)}, and {format_bytes(free)} of memory are too few to read it")
     data = path.read_bytes()
     if not data.strip():
         raise UserError(f"{path} is empty")

@@ -29,13 +29,12 @@ from jaxaudit.core.program import LaneState
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime import hosts
-from jaxaudit.runtime import array_store
+from jaxaudit.runtime import array_store, hosts
 from jaxaudit.runtime.files import UNFINISHED, read_object, write_text
 
-KEPT_STATES = 2
+MAX_STATES = 2
 
-TURNS = 3
+MAX_TRIES = 3
 """How often an attempt tries to take over an earlier one that is not as it was a moment ago."""
 
 BEGUN, ENDED = "begun.json", "ended.json"
@@ -44,7 +43,7 @@ COMPLETE, STOPPED, LOST = "complete", "stopped", "lost"
 """How an attempt ended: it came to the end of its batch, it was told to stop, or nobody knows."""
 
 
-class LaneAttempt:
+class Attempt:
     """The files of one attempt at a batch: telemetry of its chunks, its latest states, the baseline's at the onsets.
 
     Every file appears complete or not at all. Rows of steps after the latest states are trained again, to the same
@@ -112,7 +111,7 @@ class LaneAttempt:
         checkpoint.save(self.state(step), engine.pieces(self._batch, states), self._note(step))
         if not hosts.is_leader():
             return
-        kept = [known for known in self.states() if known <= step][-KEPT_STATES:]  # a later one was damaged
+        kept = [known for known in self.states() if known <= step][-MAX_STATES:]  # a later one was damaged
         for known in self.states():
             if known not in kept:
                 checkpoint.remove(self.state(known))
@@ -133,15 +132,15 @@ class LaneAttempt:
         """Returns the steps whose states are stored."""
         return sorted(int(path.name.removeprefix("state-")) for path in self.path.glob("state-*"))
 
-    def take_over(self, earlier: LaneAttempt, step: int) -> None:
+    def take_over(self, earlier: Attempt, step: int) -> None:
         """Makes an earlier attempt's telemetry and states up to a step its own, as links where these are possible."""
         for start, stop, path in earlier._rows():
             if stop <= step and start < step:
-                _link(path, self.path / path.name)
+                _link_or_copy(path, self.path / path.name)
         for path in (earlier.state(step), *(p for p in earlier.path.glob("onset-*") if onset_step(p) <= step)):
             if path.exists():
                 unfinished = self.path / f"{UNFINISHED}{path.name}"
-                shutil.copytree(path, unfinished, copy_function=_link)
+                shutil.copytree(path, unfinished, copy_function=_link_or_copy)
                 unfinished.rename(self.path / path.name)
 
     def latest(self) -> float:
@@ -177,7 +176,7 @@ class LaneAttempt:
             return None
 
 
-def _link(source: Any, target: Any) -> None:
+def _link_or_copy(source: Any, target: Any) -> None:
     try:
         os.link(source, target)
     except OSError:  # a file system without links
@@ -185,7 +184,7 @@ def _link(source: Any, target: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ResumePoint:
     """How far a batch has been trained.
 
     Attributes:
@@ -196,7 +195,7 @@ class Standing:
 
     step: int
     states: Path
-    attempt: LaneAttempt
+    attempt: Attempt
 
 
 class BatchFolder:
@@ -206,15 +205,15 @@ class BatchFolder:
         self.path = store.batches / f"{batch.id:04d}"
         self._store, self._batch = store, batch
 
-    def attempts(self) -> list[LaneAttempt]:
+    def attempts(self) -> list[Attempt]:
         """Returns all attempts at the batch, in order."""
-        return [LaneAttempt(path, self._batch) for path in sorted(self.path.glob("attempt-*"))]
+        return [Attempt(path, self._batch) for path in sorted(self.path.glob("attempt-*"))]
 
-    def accepted(self) -> LaneAttempt | None:
+    def accepted(self) -> Attempt | None:
         """The first that has come to its end."""
         return next((attempt for attempt in self.attempts() if attempt.complete), None)
 
-    def newest(self) -> LaneAttempt | None:
+    def newest(self) -> Attempt | None:
         """Returns the attempt that began last; None where there is none."""
         return next((attempt for attempt in reversed(self.attempts()) if attempt.begun), None)
 
@@ -225,13 +224,13 @@ class BatchFolder:
         standing = self.standing(grid)
         return self._batch.onset if standing is None else standing.step
 
-    def begin(self, grid: Grid, worker: str, begun: float) -> tuple[LaneAttempt, Standing | None]:
+    def begin(self, grid: Grid, worker: str, begun: float) -> tuple[Attempt, ResumePoint | None]:
         """A new attempt, and where it goes on from; None where the batch begins.
 
         Meanwhile earlier attempts, not as dead as they seemed, may forget states, and the run take them.
         """
         attempt = self._make()
-        for turn in range(TURNS):
+        for turn in range(MAX_TRIES):
             standing = self.standing(grid)
             if standing is None:
                 attempt.begin(self._batch.onset, worker, begun, None)
@@ -240,37 +239,37 @@ class BatchFolder:
             try:
                 attempt.take_over(earlier, step)
             except OSError:
-                if turn == TURNS - 1:
+                if turn == MAX_TRIES - 1:
                     raise
                 attempt.clear()
                 continue
             attempt.begin(step, worker, begun, earlier.number)
-            return attempt, Standing(step, self._states(attempt, step) or standing.states, attempt)
+            return attempt, ResumePoint(step, self._states(attempt, step) or standing.states, attempt)
         raise AssertionError
 
-    def _states(self, attempt: LaneAttempt, step: int) -> Path | None:
+    def _states(self, attempt: Attempt, step: int) -> Path | None:
         """Where an attempt finds the states at a step; None where there are none."""
         places = (attempt.state(step), attempt.onset(step), self._store.checkpoints / attempt.onset(step).name)
         return next((path for path in places if path.exists()), None)
 
-    def joined(self, number: int, step: int) -> tuple[LaneAttempt, Path | None]:
+    def joined(self, number: int, step: int) -> tuple[Attempt, Path | None]:
         """The attempt of a number, which another process began, and the states at the step it goes on from.
 
         A step below zero: it begins where the batch does.
         """
-        attempt = LaneAttempt(self.path / f"attempt-{number:03d}", self._batch)
+        attempt = Attempt(self.path / f"attempt-{number:03d}", self._batch)
         return attempt, self._states(attempt, step) if step >= 0 else None
 
-    def _make(self) -> LaneAttempt:
+    def _make(self) -> Attempt:
         self.path.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(len(self.attempts()) + 1):
             path = self.path / f"attempt-{number:03d}"
             with suppress(FileExistsError):
                 path.mkdir()
-                return LaneAttempt(path, self._batch)
+                return Attempt(path, self._batch)
         raise AssertionError
 
-    def standing(self, grid: Grid) -> Standing | None:
+    def standing(self, grid: Grid) -> ResumePoint | None:
         """The latest undamaged states of all attempts; None where the batch begins.
 
         Damaged ones are passed over, and removed, with a word on stderr. The baseline does not go on beyond an onset
@@ -284,10 +283,10 @@ class BatchFolder:
                     print(f"note: {damage}; going back to the one before it", file=sys.stderr)
                     checkpoint.remove(path)
             else:
-                return Standing(step, path, attempt)
+                return ResumePoint(step, path, attempt)
         return None
 
-    def _candidates(self, grid: Grid) -> list[tuple[int, Path, LaneAttempt]]:
+    def _candidates(self, grid: Grid) -> list[tuple[int, Path, Attempt]]:
         """(step, states, attempt with telemetry of all steps before), the latest first."""
         attempts = self.attempts()[::-1]
         found = [(step, attempt.state(step), attempt) for attempt in attempts for step in attempt.states()]
@@ -295,7 +294,7 @@ class BatchFolder:
             lost = None
             for onset in (fork.onset for fork in grid.forks):
                 paths = [self._store.checkpoints / onset_name(onset, self._batch), *(a.onset(onset) for a in attempts)]
-                sound = next((path for path in paths if undamaged(path)), None)
+                sound = next((path for path in paths if is_undamaged(path)), None)
                 if sound is None:
                     lost = onset
                     break
@@ -309,7 +308,7 @@ class BatchFolder:
         for attempt in self.attempts():
             for path in sorted(attempt.path.glob("onset-*")):
                 target = self._store.checkpoints / path.name
-                if undamaged(target):  # another attempt's, of the same bits
+                if is_undamaged(target):  # another attempt's, of the same bits
                     checkpoint.remove(path)
                 else:
                     checkpoint.remove(target)
@@ -326,7 +325,7 @@ class BatchFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def undamaged(path: Path) -> bool:
+def is_undamaged(path: Path) -> bool:
     """Whether a checkpoint is there and is what was written."""
     with suppress(checkpoint.Damaged):
         checkpoint.verify(path)
@@ -358,10 +357,10 @@ def onset_paths(store: Folder, onset: int, seeds: Collection[int]) -> list[Path]
     return [path for path, numbers in held.items() if set(numbers) & set(seeds)]
 
 
-def onset_lanes(store: Folder, onset: int) -> set[int]:
+def seeds_at_onset(store: Folder, onset: int) -> set[int]:
     """The positions of the seeds whose states at an onset the run has: those are where they stay."""
     found: set[int] = set()
-    for path in _at(store.checkpoints, onset):
+    for path in _glob_onset(store.checkpoints, onset):
         with suppress(checkpoint.Damaged):  # a fork that needs it will say so
             found |= checkpoint.lanes(path)
     return found
@@ -370,18 +369,18 @@ def onset_lanes(store: Folder, onset: int) -> set[int]:
 def _onset_checkpoints(store: Folder, onset: int) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for place in (store.checkpoints, *sorted(store.batches.glob("*/attempt-*"))):
-        for path in _at(place, onset):
+        for path in _glob_onset(place, onset):
             found.setdefault(path.name, path)
     return found
 
 
-def _at(place: Path, onset: int) -> Iterator[Path]:
+def _glob_onset(place: Path, onset: int) -> Iterator[Path]:
     """The checkpoints of an onset in a folder: what `onset_name` calls them, whichever batch's."""
     name = re.compile(rf"{onset_name(onset)}(-\d+)?")
     return (path for path in place.glob(f"{onset_name(onset)}*") if name.fullmatch(path.name))
 
 
-def forget_lost(store: Folder, grid: Grid, batch: Batch) -> bool:
+def discard_if_onset_lost(store: Folder, grid: Grid, batch: Batch) -> bool:
     """Whether one of the baseline's batches that is trained has lost its states at an onset, with a word on stderr."""
     lost = []
     for onset in (fork.onset for fork in grid.forks):

@@ -31,15 +31,15 @@ from jaxaudit.core.grid import MOST_LANES
 from jaxaudit.execution.engine import ProgramPiece
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.files import UNFINISHED, read_object
-from jaxaudit.runtime.machine import give_back, host_memory, readable
+from jaxaudit.runtime.machine import available_host_memory, format_bytes, release_memory
 
 FILE_CHUNK = 2**26
 """Bytes of an array that are read or written at once; large enough that malloc has the system clear them away."""
 
-BESIDE, BESIDE_EACH = 2**18, 2**10
+FOLDER_OVERHEAD_BYTES, ARRAY_OVERHEAD_BYTES = 2**18, 2**10
 """Bytes that a checkpoint takes besides its arrays, and besides each of them: more than ever seen."""
 
-GRAIN = 50_000_000
+TIMESTAMP_RESOLUTION_NS = 50_000_000
 """Nanoseconds in which a file may be changed twice and tell the same time of its change."""
 
 DIGEST = "digest.json"
@@ -64,20 +64,20 @@ def save(path: Path, pieces: Iterable[ProgramPiece], note: dict[str, Any]) -> No
             _clear(unfinished)
             unfinished.mkdir()
         hosts.broadcast()
-        with _context():
+        with _orbax_context():
             for piece in pieces:
                 if hosts.is_leader():
                     _reserve(unfinished / "room", jax.tree.leaves(piece.states))
-                ocp.save(unfinished / _name(piece.first), piece.states)
-                content["leaves"] = _describe(piece.states)
+                ocp.save(unfinished / _piece_name(piece.first), piece.states)
+                content["leaves"] = _shapes_and_dtypes(piece.states)
                 content["pieces"].append([piece.first, piece.lanes])
                 large = piece.large
                 del piece
                 if large:
-                    give_back(1)
+                    release_memory(1)
         if hosts.is_leader():
-            content["files"] = _digests(unfinished)
-            (unfinished / DIGEST).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
+            content["files"] = _file_digests(unfinished)
+            (unfinished / DIGEST).write_text(json.dumps(content | {"digest": _json_digest(content)}, indent=1))
     except OSError:
         _clear(unfinished)
         raise
@@ -107,20 +107,20 @@ def load(path: Path, like: Any, wanted: Container[int] | None = None) -> Iterato
     Raises:
       Damaged: files are missing or changed, or hold another structure; before the first piece.
     """
-    content = _verified(path)
-    if content["leaves"] != json.loads(json.dumps(_describe(_templates(like, 1)))):
+    content = _read_verified(path)
+    if content["leaves"] != json.loads(json.dumps(_shapes_and_dtypes(_templates(like, 1)))):
         raise Damaged(f"checkpoint {path} holds another learner's state")
     pieces = _pieces(path, content)
     lane = sum(leaf.nbytes for leaf in jax.tree.leaves(_templates(like, 1)))
-    if (size := lane * max(count for _, count in pieces)) > (free := host_memory()):
-        raise Damaged(f"checkpoint {path} needs {readable(size)} in memory, and {readable(free)} are available")
+    if (size := lane * max(count for _, count in pieces)) > (free := available_host_memory()):
+        raise Damaged(f"checkpoint {path} needs {format_bytes(size)} in memory, and {format_bytes(free)} are available")
     chosen = [(a, n) for a, n in pieces if wanted is None or any(i in wanted for i in range(a, a + n))]
-    return (ProgramPiece(first, count, _read(path / _name(first), like, count)) for first, count in chosen)
+    return (ProgramPiece(first, count, _read(path / _piece_name(first), like, count)) for first, count in chosen)
 
 
 def lanes(path: Path) -> set[int]:
     """The numbers of the lanes under `path`, without a look at their states; raises `Damaged` if it cannot be told."""
-    return {first + i for first, count in _pieces(path, _content(path)) for i in range(count)}
+    return {first + i for first, count in _pieces(path, _read_digest_file(path)) for i in range(count)}
 
 
 def _pieces(path: Path, content: dict[str, Any]) -> list[tuple[int, int]]:
@@ -142,13 +142,13 @@ def _pieces(path: Path, content: dict[str, Any]) -> list[tuple[int, int]]:
 
 def verify(path: Path) -> dict[str, Any]:
     """The note of an undamaged checkpoint; raises `Damaged` otherwise."""
-    return _verified(path)["note"]
+    return _read_verified(path)["note"]
 
 
-def _verified(path: Path) -> dict[str, Any]:
-    content = _content(path)
+def _read_verified(path: Path) -> dict[str, Any]:
+    content = _read_digest_file(path)
     try:
-        if content.pop("digest") == _digest(content) and content["files"] == _digests(path):
+        if content.pop("digest") == _json_digest(content) and content["files"] == _file_digests(path):
             content["note"], content["leaves"]
             return content
     except (OSError, KeyError, RecursionError):
@@ -156,7 +156,7 @@ def _verified(path: Path) -> dict[str, Any]:
     raise Damaged(f"checkpoint {path} is damaged")
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _read_digest_file(path: Path) -> dict[str, Any]:
     try:
         content = read_object(path / DIGEST)
     except (OSError, ValueError):
@@ -182,7 +182,7 @@ def _reserve(path: Path, leaves: Sequence[Any]) -> None:
     """
     if not hasattr(os, "posix_fallocate"):
         return
-    size = sum(x.nbytes for x in leaves) + BESIDE + BESIDE_EACH * len(leaves)
+    size = sum(x.nbytes for x in leaves) + FOLDER_OVERHEAD_BYTES + ARRAY_OVERHEAD_BYTES * len(leaves)
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -192,33 +192,33 @@ def _reserve(path: Path, leaves: Sequence[Any]) -> None:
     path.unlink()
 
 
-def _digest(content: dict[str, Any]) -> str:
+def _json_digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def _file_digests(folder: Path) -> dict[str, str]:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != DIGEST)
     digests = {}
     for path in files:
         state = path.stat()
-        settled = time.time_ns() - state.st_mtime_ns > GRAIN
-        digest_of = _digest_of if settled else _digest_of.__wrapped__
+        settled = time.time_ns() - state.st_mtime_ns > TIMESTAMP_RESOLUTION_NS
+        digest_of = _file_digest if settled else _file_digest.__wrapped__
         digests[str(path.relative_to(folder))] = digest_of(path, state.st_ino, state.st_size, state.st_mtime_ns)
     return digests
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest_of(path: Path, inode: int, size: int, changed: int) -> str:
+def _file_digest(path: Path, inode: int, size: int, changed: int) -> str:
     """The digest of a file, whose state tells it from what was there before."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _name(first: int) -> str:
+def _piece_name(first: int) -> str:
     return f"lanes-{first:06d}"
 
 
-def _describe(arrays: Any) -> list:
+def _shapes_and_dtypes(arrays: Any) -> list:
     return [[list(x.shape[1:]), str(x.dtype)] for x in jax.tree.leaves(arrays)]
 
 
@@ -239,7 +239,7 @@ def _read(path: Path, like: Any, count: int) -> Any:
         stored = sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(metadata))
         if stored != sorted((count, *leaf.shape) for leaf in jax.tree.leaves(like)):  # Orbax would fill up or cut off
             raise ValueError("arrays have other shapes")
-        with _context():
+        with _orbax_context():
             return ocp.load(path, _templates(like, count))
     except (OSError, MemoryError):
         raise
@@ -276,7 +276,7 @@ def _ignore_reports_to_closed_loops() -> None:
     sys.unraisablehook = hook
 
 
-def _context() -> ocp.Context:
+def _orbax_context() -> ocp.Context:
     """Orbax without copies of whole arrays: states stay as they are until they are written. Floats hardly compress."""
     context = ocp.Context()
     context.array.saving.use_compression = False

@@ -18,12 +18,12 @@ from jaxaudit.core.grid import Grid
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution.driver import spans
-from jaxaudit.runs.attempts import LOST, BatchFolder, LaneAttempt, forget_lost
+from jaxaudit.runs.attempts import LOST, Attempt, BatchFolder, discard_if_onset_lost
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime.files import write_text
 from jaxaudit.spec.document import Spec
 
-COLUMNS = (
+SHARD_COLUMNS = (
     "batch",
     "fork",
     "onset",
@@ -45,7 +45,7 @@ COLUMNS = (
 """
 
 
-def write_shards(store: Folder, batch: Batch, attempts: Sequence[LaneAttempt]) -> None:
+def write_shards(store: Folder, batch: Batch, attempts: Sequence[Attempt]) -> None:
     """Adds the attempts at a batch to shards.csv."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
     if store.shards.exists():
@@ -55,16 +55,16 @@ def write_shards(store: Folder, batch: Batch, attempts: Sequence[LaneAttempt]) -
     went_on = {known["from_attempt"]: known["step"] for known in begun.values() if known}
     for attempt in attempts:
         if first := begun[attempt.number]:
-            row = _row(batch, attempt, first, went_on.get(attempt.number, first["step"]))
+            row = _shard_row(batch, attempt, first, went_on.get(attempt.number, first["step"]))
             known[str(batch.id), str(attempt.number)] = row
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, SHARD_COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(known.values())
     write_text(store.shards, text.getvalue())
 
 
-def _row(batch: Batch, attempt: LaneAttempt, begun: dict[str, Any], kept: int) -> dict[str, Any]:
+def _shard_row(batch: Batch, attempt: Attempt, begun: dict[str, Any], kept: int) -> dict[str, Any]:
     ended = attempt.ended or {"outcome": LOST, "ended": attempt.latest(), "compile_seconds": ""}
     return {
         "batch": batch.id,
@@ -83,39 +83,39 @@ def _row(batch: Batch, attempt: LaneAttempt, begun: dict[str, Any], kept: int) -
     }
 
 
-GATHERED_BYTES = 2**26
+MAX_WRITE_BYTES = 2**26
 """Of telemetry that is put into its place at once: a file of it holds all lanes, and is read and written each time."""
 
 
-def gather(store: Folder, grid: Grid, batch: Batch, attempt: LaneAttempt, after: int = 0) -> int:
+def gather(store: Folder, grid: Grid, batch: Batch, attempt: Attempt, after: int = 0) -> int:
     """Puts what an attempt has trained from a step on into the run's telemetry; returns the step it has come to."""
-    for rows, start, stop in _joined(attempt.rows(after)):
+    for rows, start, stop in _join_chunks(attempt.rows(after)):
         store.write_rows(grid, batch, rows, start, stop)
         after = stop
     return after
 
 
-def _joined(chunks: Iterable[tuple[Telemetry, int, int]]) -> Iterator[tuple[Telemetry, int, int]]:
+def _join_chunks(chunks: Iterable[tuple[Telemetry, int, int]]) -> Iterator[tuple[Telemetry, int, int]]:
     """Chunks of telemetry that follow each other as one, as far as `GATHERED_BYTES` allow."""
     held: list[Telemetry] = []
     begin = end = size = 0
     for rows, start, stop in chunks:
         bytes_here = sum(x.nbytes for x in rows.values())
-        if held and (start != end or size + bytes_here > GATHERED_BYTES):
-            yield _concatenated(held), begin, end
+        if held and (start != end or size + bytes_here > MAX_WRITE_BYTES):
+            yield _concatenate(held), begin, end
             held, size = [], 0
         begin = begin if held else start
         held.append(rows)
         end, size = stop, size + bytes_here
     if held:
-        yield _concatenated(held), begin, end
+        yield _concatenate(held), begin, end
 
 
-def _concatenated(parts: Sequence[Telemetry]) -> dict[str, Any]:
+def _concatenate(parts: Sequence[Telemetry]) -> dict[str, Any]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-class Gathered:
+class GatheredBatches:
     """The batches of a run that are trained and gathered.
 
     Attributes:
@@ -135,7 +135,7 @@ class Gathered:
                 folder = BatchFolder(store, batch)
                 folder.publish()
                 trained = batch.id in self._done or folder.accepted() is not None
-                if trained and forget_lost(store, grid, batch):
+                if trained and discard_if_onset_lost(store, grid, batch):
                     self._done.discard(batch.id)
 
     def left(self, plan: Plan) -> list[Batch]:
@@ -181,7 +181,7 @@ def _first_chunk(store: Folder, grid: Grid, rows: int, first: Batch) -> dict[str
     return {name: store.read_channel(name, slice(0, 1), slice(0, stop))[:, 0] for name in known}
 
 
-def finish(store: Folder, spec: Spec, grid: Grid, plan: Plan, rows: int) -> dict[str, Any]:
+def write_results(store: Folder, spec: Spec, grid: Grid, plan: Plan, rows: int) -> dict[str, Any]:
     """Writes derived channels, metrics.csv and summary.csv from the finished telemetry; returns facts of the run.
 
     `rows`: steps of a chunk.

@@ -14,16 +14,16 @@ from jaxaudit.core.program import LaneState
 from jaxaudit.execution.driver import is_onset
 from jaxaudit.execution.engine import Engine, ProgramPiece, Source
 from jaxaudit.runs import checkpoint
-from jaxaudit.runs.attempts import COMPLETE, BatchFolder, LaneAttempt, onset_paths
+from jaxaudit.runs.attempts import COMPLETE, Attempt, BatchFolder, onset_paths
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.errors import UserError
 
-KEEPING = 0.05
+CHECKPOINT_TIME_SHARE = 0.05
 """The share of a run's time that keeping states may take, where nobody says how often they are to be kept."""
 
 
-class InFolder:
+class FolderSink:
     """The place of a run's batches: a `jaxaudit.execution.driver.BatchSink` on disk.
 
     Attributes:
@@ -36,7 +36,7 @@ class InFolder:
       begun: when this process began with it, in seconds since the epoch; None: when a batch begins.
     """
 
-    attempt: LaneAttempt
+    attempt: Attempt
 
     def __init__(self, store: Folder, engine: Engine, every: int = 0, begun: float | None = None):
         self.store = store
@@ -49,7 +49,7 @@ class InFolder:
 
     def source(self, onset: int) -> Source:
         """The baseline's stored states at an onset."""
-        return at_onset(self.store, self._engine, onset)
+        return onset_source(self.store, self._engine, onset)
 
     def restored(self, engine: Engine, batch: Batch) -> tuple[int, LaneState] | None:
         """The latest undamaged states of a batch; a new attempt goes on from them."""
@@ -76,7 +76,7 @@ class InFolder:
         self._chunks += 1
         if self._every:
             return self._chunks % self._every == 0
-        return KEEPING * (time.monotonic() - self._kept) >= self._cost
+        return CHECKPOINT_TIME_SHARE * (time.monotonic() - self._kept) >= self._cost
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         self.attempt.write_rows(rows, start, stop)
@@ -86,12 +86,12 @@ class InFolder:
         self.attempt.end(outcome, time.time(), self._engine.compile_seconds - self._compiled)
 
 
-def at_onset(store: Folder, engine: Engine, onset: int) -> Source:
+def onset_source(store: Folder, engine: Engine, onset: int) -> Source:
     """The baseline's stored states at an onset. Raises UserError, when they are taken, if they are damaged."""
-    return partial(_stored, store, engine, onset)
+    return partial(_load_onset, store, engine, onset)
 
 
-def _stored(store: Folder, engine: Engine, onset: int, seeds: set[int]) -> Iterator[ProgramPiece]:
+def _load_onset(store: Folder, engine: Engine, onset: int, seeds: set[int]) -> Iterator[ProgramPiece]:
     try:
         for path in onset_paths(store, onset, seeds):
             yield from checkpoint.load(path, engine.onset_shapes(), seeds)

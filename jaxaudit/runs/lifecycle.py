@@ -20,30 +20,28 @@ from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import onset_paths
-from jaxaudit.runs.collect import Gathered, finish
-from jaxaudit.runs.local_trainer import follow
-from jaxaudit.runs.local_trainer import train_here
+from jaxaudit.runs.collect import GatheredBatches, write_results
+from jaxaudit.runs.local_trainer import follow, train_locally
 from jaxaudit.runs.run_folder import Folder, check_space, differences, environment
 from jaxaudit.runs.run_opening import (
-    beginning,
-    check_kept,
-    check_monitor,
     check_provenance,
+    check_same_monitor,
+    check_unchanged,
+    claim_new_run,
     is_finished,
     open_onsets,
     open_run,
 )
 from jaxaudit.runs.workers import train_by_workers
 from jaxaudit.runtime import hosts
-from jaxaudit.runtime.backends import Backend, Workers, called, opened
-from jaxaudit.runtime.errors import Interrupted, UserError
+from jaxaudit.runtime.backends import Backend, Workers, call_worker, open_backend
+from jaxaudit.runtime.errors import Interrupted, UserError, interruptible
 from jaxaudit.runtime.files import write_text
-from jaxaudit.runtime.errors import interruptible
 from jaxaudit.spec.document import Spec, parse
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlanOptions:
     """How the lanes of a new run are dealt out.
 
     Attributes:
@@ -81,7 +79,7 @@ def run(
       Interrupted: Ctrl-C; see `resume`.
     """
     theirs = None if like is None else str(Path(like).absolute())
-    _begin_and_do(spec, Path(folder), workers, Layout(like=theirs, map_is_for_cpus=map_is_for_cpus))
+    _start_and_train(spec, Path(folder), workers, PlanOptions(like=theirs, map_is_for_cpus=map_is_for_cpus))
 
 
 def resume(folder: Path, workers: Workers | None = None) -> None:
@@ -92,19 +90,19 @@ def resume(folder: Path, workers: Workers | None = None) -> None:
       Interrupted: Ctrl-C.
     """
     with ExitStack() as stack:
-        begun = hosts.on_leader(lambda: stack.enter_context(_stopped(folder)))
-        store, spec, grid, plan = begun or _standing(folder)
+        begun = hosts.on_leader(lambda: stack.enter_context(_lock_stopped(folder)))
+        store, spec, grid, plan = begun or _open_with_plan(folder)
         if workers is not None:
-            with opened(workers, _jobs(store.path)) as backend:
-                _go_on_elsewhere(store, spec, grid, plan, backend)
+            with open_backend(workers, _jobs_folder(store.path)) as backend:
+                _train_by_workers(store, spec, grid, plan, backend)
             return
         if hosts.is_leader():
-            _tell_differences(store, grid, plan)
-        _go_on_here(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan)
+            _report_differences(store, grid, plan)
+        _train_here(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan)
 
 
 @contextmanager
-def _stopped(folder: Path) -> Iterator[tuple[Folder, Spec, Grid, Plan]]:
+def _lock_stopped(folder: Path) -> Iterator[tuple[Folder, Spec, Grid, Plan]]:
     """A run that stopped, locked while inside."""
     store, spec, grid = open_run(folder)
     if is_finished(store):
@@ -120,13 +118,13 @@ def _stopped(folder: Path) -> Iterator[tuple[Folder, Spec, Grid, Plan]]:
         yield store, spec, grid, plan
 
 
-def _standing(folder: Path) -> tuple[Folder, Spec, Grid, Plan]:
+def _open_with_plan(folder: Path) -> tuple[Folder, Spec, Grid, Plan]:
     """A run that is there, and its plan."""
     store, spec, grid = open_run(folder)
     return store, spec, grid, store.read_plan(grid)
 
 
-def _tell_differences(store: Folder, grid: Grid, plan: Plan) -> None:
+def _report_differences(store: Folder, grid: Grid, plan: Plan) -> None:
     """What is not as when a run began, on stderr and in its folder."""
     changed = differences(store.read_environment(), grid, plan)
     for what, then, now in changed:
@@ -143,35 +141,35 @@ def fork(folder: Path, spec: Spec, out: Path, workers: Workers | None = None) ->
         stored.
       Interrupted: Ctrl-C; `resume` then needs the new folder alone.
     """
-    _begin_and_do(spec, Path(out), workers, Layout(), Path(folder))
+    _start_and_train(spec, Path(out), workers, PlanOptions(), Path(folder))
 
 
-def _begin_and_do(
-    spec: Spec, folder: Path, workers: Workers | None, lay_out: Layout, source: Path | None = None
+def _start_and_train(
+    spec: Spec, folder: Path, workers: Workers | None, lay_out: PlanOptions, source: Path | None = None
 ) -> None:
     if workers is None:
         with ExitStack() as stack:
-            begun = hosts.on_leader(lambda: stack.enter_context(_begun(spec, folder, lay_out, source)))
-            store, spec, engine, plan = begun or _begun_by_the_first(folder)
-            _go_on_here(store, spec, engine, plan)
+            begun = hosts.on_leader(lambda: stack.enter_context(_start(spec, folder, lay_out, source)))
+            store, spec, engine, plan = begun or _open_as_follower(folder)
+            _train_here(store, spec, engine, plan)
         return
-    with beginning(folder) as claim, opened(workers, _jobs(folder)) as backend:
+    with claim_new_run(folder) as claim, open_backend(workers, _jobs_folder(folder)) as backend:
         arguments = {
-            "spec": _portable(spec).to_toml(),
+            "spec": _with_absolute_paths(spec).to_toml(),
             "place": spec.source,
             "folder": str(folder.absolute()),
             "lay_out": vars(replace(lay_out, parts=backend.workers, beside=backend.beside)),
             "source": None if source is None else str(source.absolute()),
         }
-        called(backend, f"{__name__}:begin", arguments)
+        call_worker(backend, f"{__name__}:begin", arguments)
         claim.keep()
-        store, spec, grid, plan = _standing(folder)
-        _go_on_elsewhere(store, spec, grid, plan, backend)
+        store, spec, grid, plan = _open_with_plan(folder)
+        _train_by_workers(store, spec, grid, plan, backend)
 
 
-def _begun_by_the_first(folder: Path) -> tuple[Folder, Spec, Engine, Plan]:
+def _open_as_follower(folder: Path) -> tuple[Folder, Spec, Engine, Plan]:
     """A run that this process trains together with the one that has begun it."""
-    store, spec, grid, plan = _standing(folder)
+    store, spec, grid, plan = _open_with_plan(folder)
     return store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan
 
 
@@ -185,22 +183,22 @@ def begin(spec: str, place: str, folder: str, lay_out: dict, source: str | None 
       lay_out: the fields of `Layout`.
       source: the run that is forked.
     """
-    _fill(parse(spec, place), Folder(Path(folder)), Layout(**lay_out), None if source is None else Path(source))
+    _fill(parse(spec, place), Folder(Path(folder)), PlanOptions(**lay_out), None if source is None else Path(source))
 
 
 @contextmanager
-def _begun(
-    spec: Spec, folder: Path, lay_out: Layout, source: Path | None = None
+def _start(
+    spec: Spec, folder: Path, lay_out: PlanOptions, source: Path | None = None
 ) -> Iterator[tuple[Folder, Spec, Engine, Plan]]:
     """A new run, whose folder is locked while inside."""
-    with beginning(folder) as claim:
+    with claim_new_run(folder) as claim:
         store = Folder(folder)
         filled = _fill(spec, store, lay_out, source)
         claim.keep()
         yield store, *filled
 
 
-def _fill(spec: Spec, store: Folder, lay_out: Layout, source: Path | None) -> tuple[Spec, Engine, Plan]:
+def _fill(spec: Spec, store: Folder, lay_out: PlanOptions, source: Path | None) -> tuple[Spec, Engine, Plan]:
     """Writes what a new run needs into its folder: copies of what it needs from a `source`, and its spec last.
 
     The spec says which engine simulates the task: the one of these devices, or of the run that it goes on from.
@@ -220,14 +218,14 @@ def _fill(spec: Spec, store: Folder, lay_out: Layout, source: Path | None) -> tu
     _announce(spec, grid)
     deal: Callable[..., Plan] = partial(layout, baseline=baseline, parts=lay_out.parts)
     measured: dict[str, float] = {}
-    if hosts.several() and grid.program.execution == "auto":  # to measure takes all
+    if hosts.is_distributed() and grid.program.execution == "auto":  # to measure takes all
         grid = replace(grid, program=replace(grid.program, execution="vmap"))
     if like is None:
-        grid = _mapped(grid, deal(grid, grid.batch), lay_out)
+        grid = _resolve_map_execution(grid, deal(grid, grid.batch), lay_out)
         grid, measured = interruptible(partial(autotune, grid, rows, deal, beside=lay_out.beside))
-        _tell_choice(grid, measured)
+        _print_choice(grid, measured)
     else:
-        grid, taken = _planned_like(like, spec, grid)
+        grid, taken = _take_plan(like, spec, grid)
         deal = partial(_given, taken)
     engine, plan, _ = interruptible(partial(memory.fit, grid, rows, partial(deal, grid), beside=lay_out.beside))
     check_space(grid, plan, engine, store.path)
@@ -237,12 +235,12 @@ def _fill(spec: Spec, store: Folder, lay_out: Layout, source: Path | None) -> tu
     store.write_plan(plan)
     if forked:
         _copy_onsets(forked, ran, store, grid)
-    spec = _with_its_execution(_with_its_monitor(spec, store), grid)
+    spec = _with_stored_execution(_with_stored_monitor(spec, store), grid)
     write_text(store.spec, spec.to_toml())
     return spec, engine, plan
 
 
-def _mapped(grid: Grid, plan: Plan, lay_out: Layout) -> Grid:
+def _resolve_map_execution(grid: Grid, plan: Plan, lay_out: PlanOptions) -> Grid:
     """A grid that runs its lanes one after the other, or side by side where that is meant; said on stderr.
 
     It is seen here, where the plan is made, for a driver of workers has no devices of their kind.
@@ -260,7 +258,7 @@ def _mapped(grid: Grid, plan: Plan, lay_out: Layout) -> Grid:
     return replace(grid, program=replace(grid.program, execution="vmap"))
 
 
-def _with_its_execution(spec: Spec, grid: Grid) -> Spec:
+def _with_stored_execution(spec: Spec, grid: Grid) -> Spec:
     """The spec as it is stored: with how its lanes run, so that whoever goes on with the run has them run so."""
     if spec.audit.execution == "auto":  # the environment has what was found
         return spec
@@ -272,12 +270,12 @@ def _given(plan: Plan, *_: object) -> Plan:
     return plan
 
 
-def _planned_like(like: tuple[Folder, Spec, Grid], spec: Spec, grid: Grid) -> tuple[Grid, Plan]:
+def _take_plan(like: tuple[Folder, Spec, Grid], spec: Spec, grid: Grid) -> tuple[Grid, Plan]:
     """A grid with the execution and devices of another run, which is opened, and that run's plan."""
     store, old, ran = like
-    check_kept(spec, old, f"to take the plan of {store.path}, the spec must keep its", "perturbations")
+    check_unchanged(spec, old, f"to take the plan of {store.path}, the spec must keep its", "perturbations")
     check_provenance(store, ran)
-    check_monitor(store.path, ran, grid)
+    check_same_monitor(store.path, ran, grid)
     plan = store.read_plan(ran)
     theirs = ran.program
     program = replace(
@@ -286,19 +284,19 @@ def _planned_like(like: tuple[Folder, Spec, Grid], spec: Spec, grid: Grid) -> tu
     return replace(grid, program=program, batch=max(len(batch.seeds) for batch in plan)), plan
 
 
-def _jobs(folder: Path) -> Path:
+def _jobs_folder(folder: Path) -> Path:
     """Where an engine keeps what it must of a run's jobs: beside the run's folder, on what the workers share."""
     return folder.absolute().with_name(f".{folder.name}.jobs")
 
 
-def _portable(spec: Spec) -> Spec:
+def _with_absolute_paths(spec: Spec) -> Spec:
     """A spec that can be read elsewhere: its monitor's path is absolute."""
     if spec.monitor is None:
         return spec
     return replace(spec, monitor=replace(spec.monitor, file=str(spec.monitor.path.absolute())))
 
 
-def _with_its_monitor(spec: Spec, store: Folder) -> Spec:
+def _with_stored_monitor(spec: Spec, store: Folder) -> Spec:
     """The spec as it is stored: its monitor, if it has one, is a copy in the run's folder."""
     if spec.monitor is None:
         return spec
@@ -322,30 +320,32 @@ def _copy_onsets(source: Folder, ran: Grid, store: Folder, grid: Grid) -> None:
         store.copy_prefix(source, stored[f.onset], f)
 
 
-def _go_on_here(store: Folder, spec: Spec, engine: Engine, plan: Plan) -> None:
+def _train_here(store: Folder, spec: Spec, engine: Engine, plan: Plan) -> None:
     if not hosts.is_leader():
         follow(store, engine, plan)
         hosts.broadcast()  # the first has written what there is to write
         return
-    gathered = Gathered(store, engine.grid, plan, lambda: engine.compile_seconds)
-    _execute(store, spec, engine.grid, plan, gathered, lambda: train_here(store, spec, engine, plan, gathered))
+    gathered = GatheredBatches(store, engine.grid, plan, lambda: engine.compile_seconds)
+    _execute(store, spec, engine.grid, plan, gathered, lambda: train_locally(store, spec, engine, plan, gathered))
     hosts.broadcast()
 
 
-def _go_on_elsewhere(store: Folder, spec: Spec, grid: Grid, plan: Plan, backend: Backend) -> None:
-    gathered = Gathered(store, grid, plan)
+def _train_by_workers(store: Folder, spec: Spec, grid: Grid, plan: Plan, backend: Backend) -> None:
+    gathered = GatheredBatches(store, grid, plan)
     train = partial(train_by_workers, store, spec, grid, plan, gathered, backend)
     _execute(store, spec, grid, plan, gathered, train)
-    shutil.rmtree(_jobs(store.path), ignore_errors=True)
+    shutil.rmtree(_jobs_folder(store.path), ignore_errors=True)
 
 
-def _execute(store: Folder, spec: Spec, grid: Grid, plan: Plan, gathered: Gathered, train: Callable[[], None]) -> None:
+def _execute(
+    store: Folder, spec: Spec, grid: Grid, plan: Plan, gathered: GatheredBatches, train: Callable[[], None]
+) -> None:
     """Does what is left of a run that is held, from each batch's latest undamaged states to the run's tables."""
     try:
         store.sweep()
         store.update_environment(status="running")
         train()
-        facts = finish(store, spec, grid, plan, chunk_size(grid.steps, spec.run.chunk))
+        facts = write_results(store, spec, grid, plan, chunk_size(grid.steps, spec.run.chunk))
         store.update_environment(status="finished", **gathered.clock(), **facts)
         shutil.rmtree(store.batches, ignore_errors=True)
     except KeyboardInterrupt:
@@ -372,7 +372,7 @@ def _announce(spec: Spec, grid: Grid) -> None:
         print('measuring how the lanes run fastest (execution = "auto")', file=sys.stderr)
 
 
-def _tell_choice(grid: Grid, measured: dict[str, float]) -> None:
+def _print_choice(grid: Grid, measured: dict[str, float]) -> None:
     """What was found to be fastest, on stderr."""
     if measured:
         speeds = ", ".join(f"{name} {speed:.3g}" for name, speed in measured.items())

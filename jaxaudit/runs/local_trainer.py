@@ -14,57 +14,41 @@ from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import LaneState
 from jaxaudit.execution import memory
 from jaxaudit.execution.driver import is_onset, run_batch
-from jaxaudit.execution.engine import Engine
-from jaxaudit.runs.attempts import COMPLETE, STOPPED, BatchFolder
-from jaxaudit.runs.collect import Gathered, gather
-from jaxaudit.runs.disk_sink import InFolder
-from jaxaudit.runs.progress import ProgressBar, Teller, chunks_of
+from jaxaudit.execution.engine import Engine, Source
+from jaxaudit.runs import checkpoint
+from jaxaudit.runs.attempts import COMPLETE, STOPPED, Attempt, BatchFolder
+from jaxaudit.runs.collect import GatheredBatches, gather
+from jaxaudit.runs.disk_sink import FolderSink, onset_source
+from jaxaudit.runs.progress import ProgressBar, ProgressReporter, count_chunks
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime import hosts
-from jaxaudit.runtime.errors import Interrupted
-from jaxaudit.runtime.errors import interruptible, stoppable
-from jaxaudit.runtime.machine import give_back, resident
+from jaxaudit.runtime.errors import Interrupted, interruptible, stoppable
+from jaxaudit.runtime.machine import release_memory, resident_memory
 from jaxaudit.spec.document import Spec
 
 
-from functools import partial
-
-from jaxaudit.core.batches import Batch, Plan
-from jaxaudit.core.learner import Telemetry
-from jaxaudit.core.program import LaneState
-from jaxaudit.execution.driver import is_onset, run_batch
-from jaxaudit.execution.engine import Engine, Source
-from jaxaudit.runs import checkpoint
-from jaxaudit.runs.attempts import BatchFolder, LaneAttempt
-from jaxaudit.runs.disk_sink import at_onset
-from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime import hosts
-from jaxaudit.runtime.errors import Interrupted
-from jaxaudit.runtime.errors import interruptible, stoppable
-
-
 def follow(store: Folder, engine: Engine, plan: Plan) -> None:
-    """Trains what `jaxaudit.runs.local_trainer.train_here` trains in the leading process, on this process's devices.
+    """Trains what `jaxaudit.runs.local_trainer.train_locally` trains in the leading process, on this process's devices.
 
     Raises Interrupted: the first process was told to stop; Ctrl-C here is its affair.
     """
-    place = _Following(store, engine)
+    place = _FollowerSink(store, engine)
     with stoppable():
         for batch in plan:
             if hosts.broadcast(False)[0]:
                 run_batch(engine, batch, place, lambda *arguments: interruptible(partial(engine.advance, *arguments)))
 
 
-class _Following:
+class _FollowerSink:
     """A `jaxaudit.execution.driver.BatchSink` that does as the first process does."""
 
-    attempt: LaneAttempt
+    attempt: Attempt
 
     def __init__(self, store: Folder, engine: Engine):
         self._store, self._engine = store, engine
 
     def source(self, onset: int) -> Source:
-        return at_onset(self._store, self._engine, onset)
+        return onset_source(self._store, self._engine, onset)
 
     def restored(self, engine: Engine, batch: Batch) -> tuple[int, LaneState] | None:
         number, step = hosts.broadcast(0, 0)
@@ -89,7 +73,7 @@ GATHER_SECONDS = 30.0
 """Between one time that telemetry is gathered from a batch in training and the next."""
 
 
-def train_here(store: Folder, spec: Spec, engine: Engine, plan: Plan, gathered: Gathered) -> None:
+def train_locally(store: Folder, spec: Spec, engine: Engine, plan: Plan, gathered: GatheredBatches) -> None:
     """Trains the batches that are not gathered yet, and gathers each.
 
     Raises Interrupted: Ctrl-C.
@@ -97,23 +81,23 @@ def train_here(store: Folder, spec: Spec, engine: Engine, plan: Plan, gathered: 
     grid = engine.grid
     left = gathered.left(plan)
     begun = {batch.id: BatchFolder(store, batch).reached(grid) for batch in left}
-    _tell(engine, left, plan, begun)
+    _print_plan(engine, left, plan, begun)
     with stoppable() as stopping, ProgressBar(grid, plan, engine.rows, begun) as progress:
-        place = _Watched(store, engine, spec, plan, gathered, stopping, progress)
+        place = _LocalSink(store, engine, spec, plan, gathered, stopping, progress)
         for batch in plan:
             waiting = batch in left
             if hosts.broadcast(waiting and BatchFolder(store, batch).accepted() is None)[0]:
-                run_batch(engine, batch, place, partial(_interruptible, engine))
+                run_batch(engine, batch, place, partial(_advance_interruptibly, engine))
                 place.end()
             if waiting:
                 gathered.accept(batch, progress.chunks_done)
 
 
-def _interruptible(engine: Engine, *arguments: Any) -> Any:
+def _advance_interruptibly(engine: Engine, *arguments: Any) -> Any:
     return interruptible(partial(engine.advance, *arguments))
 
 
-class _Watched(InFolder):
+class _LocalSink(FolderSink):
     """A run's batches in its folder, with progress told, telemetry gathered now and then, and a stop when asked."""
 
     def __init__(
@@ -122,13 +106,13 @@ class _Watched(InFolder):
         engine: Engine,
         spec: Spec,
         plan: Plan,
-        gathered: Gathered,
+        gathered: GatheredBatches,
         stopping: Callable[[], bool],
         progress: ProgressBar,
     ):
         super().__init__(store, engine, spec.run.checkpoint_every)
         self._plan, self._done, self._stopping, self._progress = plan, gathered, stopping, progress
-        self._teller = Teller(store, engine.grid, spec.metrics.window, progress)
+        self._teller = ProgressReporter(store, engine.grid, spec.metrics.window, progress)
         self._rows: dict[int, int] = {}
         self._latest = time.monotonic()
 
@@ -166,23 +150,23 @@ class _Watched(InFolder):
             raise Interrupted(f"{after}; go on with: jaxaudit resume {self.store.path}")
 
 
-def _tell(engine: Engine, left: Plan, plan: Plan, begun: dict[int, int]) -> None:
+def _print_plan(engine: Engine, left: Plan, plan: Plan, begun: dict[int, int]) -> None:
     """How what is left is about to run, on stderr; its programs are compiled for it."""
     if not left:
         return
     grid = engine.grid
     needed = interruptible(partial(memory.needs, engine, left))
-    give_back()
+    release_memory()
     groups = Counter(batch.fork for batch in left)
     most = max(len(batch.seeds) for batch in left)
     shares = f"{most} lanes at a time" if max(groups.values()) > 1 else "all lanes at a time"
     free = memory.available_memory(grid.program.devices)
-    short = "" if free is None or needed.total <= free else f"; only {memory.readable(free)} are available"
-    host = f" and {memory.readable(needed.host)} of the host's" if needed.host else ""
-    held = resident() if grid.program.devices[0].platform == "cpu" else 0
-    total, lane = memory.readable(held + needed.total), memory.readable(needed.lane)
-    already = f" ({memory.readable(held)} of it in use now)" if held else ""
+    short = "" if free is None or needed.total <= free else f"; only {memory.format_bytes(free)} are available"
+    host = f" and {memory.format_bytes(needed.host)} of the host's" if needed.host else ""
+    held = resident_memory() if grid.program.devices[0].platform == "cpu" else 0
+    total, lane = memory.format_bytes(held + needed.total), memory.format_bytes(needed.lane)
+    already = f" ({memory.format_bytes(held)} of it in use now)" if held else ""
     print(f"expected memory: {total}{already}{host}, {lane} a lane, {shares}{short}", file=sys.stderr)
-    done, chunks = chunks_of(grid, plan, engine.rows, begun)
+    done, chunks = count_chunks(grid, plan, engine.rows, begun)
     if done:
         print(f"going on after {done} of {chunks} chunks", file=sys.stderr)

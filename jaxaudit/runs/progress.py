@@ -18,7 +18,7 @@ from jaxaudit.execution.driver import spans
 from jaxaudit.runs.collect import remarks
 from jaxaudit.runs.run_folder import Folder
 
-BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 def performance_level(before: np.ndarray, window: int, when: Cadence | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +38,7 @@ def performance_level(before: np.ndarray, window: int, when: Cadence | None = No
     return np.where(count < 2, np.nan, mean), np.where(count < 2, np.nan, std)
 
 
-def collapsed(
+def count_collapsed(
     grid: Grid,
     batch: Batch,
     rows: Telemetry,
@@ -60,7 +60,7 @@ def collapsed(
     return int(((now < mean - 2 * std) | lost).sum())
 
 
-def chunks_of(grid: Grid, plan: Plan, size: int, begun: Mapping[int, int]) -> tuple[int, int]:
+def count_chunks(grid: Grid, plan: Plan, size: int, begun: Mapping[int, int]) -> tuple[int, int]:
     """How many chunks of a plan are done, and how many there are; `begun` says where batches not done stand."""
     ends = [(stop, begun.get(batch.id, batch.stop)) for batch in plan for _, stop in spans(grid, batch, size)]
     return sum(stop <= at for stop, at in ends), len(ends)
@@ -74,12 +74,14 @@ class ProgressBar:
     """
 
     def __init__(self, grid: Grid, plan: Plan, size: int, begun: Mapping[int, int]):
-        self.chunks_done, self.chunks = chunks_of(grid, plan, size, begun)
+        self.chunks_done, self.chunks = count_chunks(grid, plan, size, begun)
         samples = grid.program.learner.samples_per_step
         self._unit = samples or 1
         self._collapsed: dict[int, int] = {}
         self._batches = Counter(batch.fork for batch in plan)
-        self._order = {batch.id: number for f in self._batches for number, batch in enumerate(_of(plan, f), 1)}
+        self._order = {
+            batch.id: number for f in self._batches for number, batch in enumerate(_fork_batches(plan, f), 1)
+        }
         terminal = sys.stderr.isatty()
         done = ((batch, begun.get(batch.id, batch.stop)) for batch in plan)
         self._bar = tqdm(
@@ -91,7 +93,7 @@ class ProgressBar:
             smoothing=0.1,
             mininterval=0.1 if terminal else 10.0,
             dynamic_ncols=terminal,
-            bar_format=BAR,
+            bar_format=BAR_FORMAT,
         )
 
     def advance(self, batch: Batch, start: int, stop: int, collapsed: int | None) -> None:
@@ -116,11 +118,11 @@ class ProgressBar:
         self._bar.close()
 
 
-def _of(plan: Plan, fork: int | None) -> list[Batch]:
+def _fork_batches(plan: Plan, fork: int | None) -> list[Batch]:
     return [batch for batch in plan if batch.fork == fork]
 
 
-class Teller:
+class ProgressReporter:
     """Tells of telemetry as it comes: what the learner has to say of the beginning, and how lanes fare."""
 
     def __init__(self, store: Folder, grid: Grid, window: int, progress: ProgressBar):
@@ -136,7 +138,7 @@ class Teller:
             before = self._store.read_channel("baseline_performance")[:, : batch.onset]
             self._levels[batch.onset] = performance_level(before, self._window, self._grid.program.learner.cadence)
         level = self._levels.get(batch.onset) if batch.disturbed else None
-        self.progress.advance(batch, start, stop, collapsed(self._grid, batch, rows, start, stop, level))
+        self.progress.advance(batch, start, stop, count_collapsed(self._grid, batch, rows, start, stop, level))
 
     def _tell_remarks(self, batch: Batch, rows: Telemetry, count: int) -> None:
         """On stderr, and kept for a report."""

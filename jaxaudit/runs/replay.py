@@ -5,23 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import numpy as np
-
-from jaxaudit.analysis import datasets
-from jaxaudit.core.batches import Batch
-from jaxaudit.core.channel_names import PERFORMANCE
-from jaxaudit.core.learner import Telemetry
-from jaxaudit.core.program import LaneState
-from jaxaudit.execution.driver import chunk_size, run_batch
-from jaxaudit.execution.engine import Engine
-from jaxaudit.runs.disk_sink import at_onset
-from jaxaudit.runs.run_folder import Folder, differences
-from jaxaudit.runs.run_opening import open_finished
-
-
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,12 +13,13 @@ import numpy as np
 from jaxaudit.analysis import datasets
 from jaxaudit.core import contract
 from jaxaudit.core.batches import Batch
+from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.learner import State, Telemetry
 from jaxaudit.core.program import LaneState
 from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
-from jaxaudit.runs.disk_sink import at_onset
-from jaxaudit.runs.run_folder import Folder
+from jaxaudit.runs.disk_sink import onset_source
+from jaxaudit.runs.run_folder import Folder, differences
 from jaxaudit.runs.run_opening import open_finished
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import claimed
@@ -70,14 +54,14 @@ def export(folder: Path, out: Path, seed: int | None = None, condition: str | No
         for batch in plan:
             mine = np.flatnonzero((batch.seeds == place) & (batch.columns == column))
             if batch.disturbed and mine.size:
-                last = _Last(store, engine, int(batch.numbers[mine[0]]))
+                last = _LastState(store, engine, int(batch.numbers[mine[0]]))
                 run_batch(engine, batch, last)
                 learner.save(out, contract.functions_as_leaves(last.state), grid.data)
         claim.keep()
     return f"{out}: seed {grid.seeds[place]}, {labels[column]}, after {grid.steps} steps"
 
 
-class _Last:
+class _LastState:
     """The place of a batch that begins from the stored onset, and of which one lane's last state is kept.
 
     Attributes:
@@ -85,7 +69,7 @@ class _Last:
     """
 
     def __init__(self, store: Folder, engine: Engine, number: int):
-        self.source = partial(at_onset, store, engine)
+        self.source = partial(onset_source, store, engine)
         self.state: State = None
         self._number = number
 
@@ -181,7 +165,7 @@ class _Comparison:
         self.deviations: dict[str, float] = {}
         self.steps = 0
         self._store, self._grid, self._seeds, self._members = store, engine.grid, seeds, members
-        self.source = partial(at_onset, store, engine)
+        self.source = partial(onset_source, store, engine)
 
     def lanes(self, batch: Batch) -> np.ndarray:
         """Which of a batch's lanes are compared."""

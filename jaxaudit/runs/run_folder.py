@@ -29,14 +29,13 @@ from jaxaudit.core.learner import Channel, Telemetry
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.telemetry_layout import place
-from jaxaudit.runtime import array_store
-from jaxaudit.runtime import machine
+from jaxaudit.runtime import array_store, machine
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import UNFINISHED, locked, read_object, remove, write_text
-from jaxaudit.runtime.machine import cores, processor, read_environment, readable
+from jaxaudit.runtime.machine import core_count, format_bytes, processor_name, read_environment
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -45,16 +44,16 @@ def _version(package: str) -> str:
 
 VERSION = machine.installed_version()
 
-DERIVED = ("x_inst", "x_gen")
+DERIVED_CHANNELS = ("x_inst", "x_gen")
 """Channels computed from the telemetry when a run ends."""
 
-SIGHT = 2**20
+COMPRESSION_WINDOW_BYTES = 2**20
 """Bytes after which the compressor (Zstandard, whose window is 2 MiB) still finds that values are there already."""
 
 STARTING = "starting"
 """The status of a run until its spec is written, which is what makes the folder a run."""
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "brax", "mujoco", "mujoco-mjx", "orbax-checkpoint", "numpy")
+RECORDED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "brax", "mujoco", "mujoco-mjx", "orbax-checkpoint", "numpy")
 
 
 class Folder:
@@ -121,7 +120,7 @@ class Folder:
 
     def write_plan(self, plan: Plan) -> None:
         """Keeps how lanes are batched, and on how many threads they began to be trained."""
-        write_text(self.plan, json.dumps({"threads": cores(), "batches": as_json(plan)}) + "\n")
+        write_text(self.plan, json.dumps({"threads": core_count(), "batches": as_json(plan)}) + "\n")
 
     def read_plan(self, grid: Grid) -> list[Batch]:
         """How the lanes of a run's grid are batched. Raises UserError if it cannot be told."""
@@ -137,7 +136,7 @@ class Folder:
         lane has its prefix, which is the baseline's, and a file has it once for each seed, and references to it.
         """
         empty = datasets.telemetry(grid, {})
-        channels = dict.fromkeys([*sorted(shapes), *DERIVED])
+        channels = dict.fromkeys([*sorted(shapes), *DERIVED_CHANNELS])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             empty.to_zarr(self.telemetry, mode="w", consolidated=False, zarr_format=array_store.FORMAT)
@@ -147,10 +146,10 @@ class Folder:
                 own = tuple(shapes.get(name, ()))
                 dims = datasets.DIMS + datasets.channel_dims(grid, name, own)
                 known = grid.program.learner.channel(name)
-                steps = _steps_in_sight(chunk, math.prod(own) * np.dtype(known.dtype).itemsize)
-                _empty_array(group, name, known, (*lanes, grid.steps, *own), (*lanes, steps, *own), dims)
+                steps = _steps_per_file(chunk, math.prod(own) * np.dtype(known.dtype).itemsize)
+                _create_array(group, name, known, (*lanes, grid.steps, *own), (*lanes, steps, *own), dims)
             shape = (lanes[0], grid.steps)
-            _empty_array(group, "baseline_performance", Channel(), shape, (lanes[0], chunk), ("seed", "step"))
+            _create_array(group, "baseline_performance", Channel(), shape, (lanes[0], chunk), ("seed", "step"))
             zarr.consolidate_metadata(self.telemetry)
 
     def write_rows(self, grid: Grid, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
@@ -166,7 +165,7 @@ class Folder:
         first, count, onset = ours.conditions[0], len(ours.conditions), ours.onset
         for name in array_store.open_group(self.telemetry, "r").array_keys():
             array = self._channel(name, "r+")
-            if array.ndim >= len(datasets.DIMS) and name not in DERIVED:
+            if array.ndim >= len(datasets.DIMS) and name not in DERIVED_CHANNELS:
                 prefix = source.read_channel(name, slice(theirs.conditions[0], theirs.conditions[0] + 1), slice(onset))
                 shape = (prefix.shape[0], count, *prefix.shape[2:])
                 array[:, first : first + count, :onset] = np.broadcast_to(prefix, shape)
@@ -198,12 +197,16 @@ class Folder:
             zarr.consolidate_metadata(self.telemetry)
 
 
-def _steps_in_sight(chunk: int, size: int) -> int:
+def _steps_per_file(chunk: int, size: int) -> int:
     """Steps of a file: a divisor of the chunk's, so that a lane's values of `size` bytes a step are within `SIGHT`."""
-    return next(steps for steps in range(chunk, 0, -1) if steps == 1 or (chunk % steps == 0 and steps * size <= SIGHT))
+    return next(
+        steps
+        for steps in range(chunk, 0, -1)
+        if steps == 1 or (chunk % steps == 0 and steps * size <= COMPRESSION_WINDOW_BYTES)
+    )
 
 
-def _empty_array(
+def _create_array(
     group: zarr.Group, name: str, channel: Channel, shape: tuple, chunks: tuple, dims: tuple[str, ...]
 ) -> None:
     chunks = tuple(min(c, s) for c, s in zip(chunks, shape, strict=True))
@@ -220,7 +223,7 @@ def _empty_array(
 
 def check_space(grid: Grid, plan: Plan, engine: Engine, folder: Path) -> None:
     """Raises UserError, with the numbers, where a run's telemetry and checkpoints would fill the disk."""
-    values = 4 * (sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values()) + len(DERIVED))
+    values = 4 * (sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values()) + len(DERIVED_CHANNELS))
     telemetry = values * len(grid.seeds) * len(grid.conditions) * grid.steps
     kept = len(grid.forks) * len(grid.seeds) * engine.onset_lane_bytes()
     latest = max(
@@ -230,7 +233,9 @@ def check_space(grid: Grid, plan: Plan, engine: Engine, folder: Path) -> None:
     existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
     needed, free = telemetry + kept + latest, shutil.disk_usage(existing).free
     if needed > free:
-        raise UserError(f"the run needs about {readable(needed)} on disk and {existing} has {readable(free)} free")
+        raise UserError(
+            f"the run needs about {format_bytes(needed)} on disk and {existing} has {format_bytes(free)} free"
+        )
 
 
 def environment(grid: Grid, plan: Plan) -> dict[str, Any]:
@@ -249,9 +254,9 @@ def software(grid: Grid) -> dict[str, Any]:
     return {
         "jaxaudit": machine.installed_version(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _package_version(name) for name in RECORDED_PACKAGES},
         "platform": platform.platform(),
-        "cpu": processor(),
+        "cpu": processor_name(),
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
         "model_devices": grid.program.model_devices,

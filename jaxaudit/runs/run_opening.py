@@ -15,13 +15,13 @@ from jaxaudit.core.task_kinds import Simulated
 from jaxaudit.runs.run_folder import STARTING, VERSION, Folder
 from jaxaudit.runtime import array_store
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.files import UNFINISHED, Claim, check_contents, check_name, claimed, names
-from jaxaudit.runtime.machine import platform_of
+from jaxaudit.runtime.files import UNFINISHED, Claim, check_contents, check_path_encoding, claimed, entry_names
+from jaxaudit.runtime.machine import recorded_platform
 from jaxaudit.spec.document import Spec, load
 
 
 @contextmanager
-def beginning(folder: Path) -> Iterator[Claim]:
+def claim_new_run(folder: Path) -> Iterator[Claim]:
     """Claims a folder for a new run, see `jaxaudit.runtime.files.claimed`; it is locked until the block ends.
 
     The block keeps the claim when the run's spec is written. What a process that was killed before left there is
@@ -44,14 +44,14 @@ def _is_leftover(folder: Path) -> bool:
     """Whether a folder holds a run that was killed before its spec was written, and nothing else."""
     store = Folder(folder)
     ours = {path.name for path in (store.environment, store.plan, store.checkpoints, store.telemetry, store.monitor)}
-    found = {name for name in names(folder) if not name.startswith(UNFINISHED)}
+    found = {name for name in entry_names(folder) if not name.startswith(UNFINISHED)}
     return not found or (found <= ours and store.read_environment().get("status") == STARTING)
 
 
-EARLIER = "0.1."
+UNRESUMABLE_PREFIX = "0.1."
 """How versions begin whose runs cannot be gone on with."""
 
-BEFORE_0_3 = "0.2."
+PREFIX_0_2 = "0.2."
 """How versions begin whose runs on dialogues, or in bfloat16, had other numbers, and cannot be gone on with either."""
 
 
@@ -64,7 +64,7 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     Raises UserError if there is none, it is damaged or an earlier version's, or its physics cannot run here.
     """
     store = Folder(Path(folder))
-    check_name(store.path)
+    check_path_encoding(store.path)
     if not store.spec.is_file():
         raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
     check_contents(store.path)
@@ -72,9 +72,9 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
         array_store.check(store.telemetry)
     recorded = store.read_environment()
     made = str(recorded.get("jaxaudit", VERSION))
-    _check_version(folder, made, made.startswith(EARLIER))
-    spec = load(store.spec).resolved(platform_of(recorded))
-    _check_version(folder, made, made.startswith(BEFORE_0_3) and _computed_otherwise_before_0_3(spec))
+    _check_version(folder, made, made.startswith(UNRESUMABLE_PREFIX))
+    spec = load(store.spec).resolved(recorded_platform(recorded))
+    _check_version(folder, made, made.startswith(PREFIX_0_2) and _computed_otherwise_before_0_3(spec))
     _check_engine(folder, spec)
     grid = spec.build()
     devices = recorded.get("devices")
@@ -111,10 +111,10 @@ def open_onsets(folder: Path, spec: Spec | None = None) -> tuple[Folder, Spec, G
     if spec is None:
         return store, replace(old, source=str(store.spec)), replace(ran, tail=0), ran
     spec = spec.resolved_like(old)
-    check_kept(spec, old, "the spec must keep the run's")
+    check_unchanged(spec, old, "the spec must keep the run's")
     spec = spec.expanded()
     grid = replace(spec.build(), tail=0)
-    check_monitor(folder, ran, grid)
+    check_same_monitor(folder, ran, grid)
     stored = [fork.onset for fork in ran.forks]
     for onset in (fork.onset for fork in grid.forks):
         if onset not in stored:
@@ -123,7 +123,7 @@ def open_onsets(folder: Path, spec: Spec | None = None) -> tuple[Folder, Spec, G
     return store, spec, grid, ran
 
 
-def check_kept(spec: Spec, old: Spec, must: str, *also: str) -> None:
+def check_unchanged(spec: Spec, old: Spec, must: str, *also: str) -> None:
     """Raises UserError where a spec differs from another in what is trained."""
     differing = [t for t in ("task", "learner", "remedies", *also) if getattr(old, t) != getattr(spec, t)]
     if "task" in differing and isinstance(old.task, Simulated) and isinstance(spec.task, Simulated):
@@ -169,7 +169,7 @@ def check_provenance(store: Folder, grid: Grid) -> None:
             raise UserError(f"the run in {store.path} began with another {what}: {then.get(what)}, and now it is {now}")
 
 
-def check_monitor(folder: Path, ran: Grid, grid: Grid) -> None:
+def check_same_monitor(folder: Path, ran: Grid, grid: Grid) -> None:
     """Raises UserError where a grid that goes on from a run's onsets has another monitor than the run."""
     then, now = (one.provenance.get("monitor") for one in (ran, grid))
     if then is None and now is not None:

@@ -16,15 +16,14 @@ from jaxaudit.core.grid import Grid
 from jaxaudit.core.program import LaneState
 from jaxaudit.execution.driver import chunk_size, run_batch
 from jaxaudit.execution.engine import Engine
-from jaxaudit.runs.attempts import COMPLETE, STOPPED, BatchFolder, onset_lanes
-from jaxaudit.runs.collect import Gathered, gather
-from jaxaudit.runs.disk_sink import InFolder
-from jaxaudit.runs.progress import ProgressBar, Teller
+from jaxaudit.runs.attempts import COMPLETE, STOPPED, BatchFolder, seeds_at_onset
+from jaxaudit.runs.collect import GatheredBatches, gather
+from jaxaudit.runs.disk_sink import FolderSink
+from jaxaudit.runs.progress import ProgressBar, ProgressReporter
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import check_provenance, open_run
 from jaxaudit.runtime.backends import Backend, Job
-from jaxaudit.runtime.errors import Failed, Interrupted, UserError, error_of
-from jaxaudit.runtime.errors import stoppable
+from jaxaudit.runtime.errors import Failed, Interrupted, UserError, error_from_exit_code, stoppable
 from jaxaudit.spec.document import Spec
 
 POLL_SECONDS = 0.5
@@ -33,7 +32,7 @@ POLL_SECONDS = 0.5
 STOP_SECONDS = 30.0
 """For workers to keep their states when they are told to stop."""
 
-TRAIN = f"{__name__}:train_batch"
+TRAIN_BATCH = f"{__name__}:train_batch"
 
 
 def train_batch(folder: str, number: int, driver: str | None = None) -> None:
@@ -51,25 +50,25 @@ def train_batch(folder: str, number: int, driver: str | None = None) -> None:
       Interrupted: it is told to stop.
     """
     begun = time.time()
-    store, spec, grid = _opened(folder, (Path(folder) / "spec.toml").stat().st_mtime_ns)
+    store, spec, grid = _open_run(folder, (Path(folder) / "spec.toml").stat().st_mtime_ns)
     plan = {batch.id: batch for batch in store.read_plan(grid)}
     if number not in plan:
         raise UserError(f"the run in {folder} has no batch {number}; it has 0 to {max(plan)}")
     check_provenance(store, grid)
     if BatchFolder(store, plan[number]).accepted() is None:
         engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
-        place = _Told(store, engine, spec.run.checkpoint_every, begun, driver)
+        place = _WorkerSink(store, engine, spec.run.checkpoint_every, begun, driver)
         run_batch(engine, plan[number], place)
         place.end(COMPLETE)
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(folder: str, written: int) -> tuple[Folder, Spec, Grid]:
+def _open_run(folder: str, written: int) -> tuple[Folder, Spec, Grid]:
     """A run, the same grid for each of its batches that a process trains: they share compiled programs."""
     return open_run(Path(folder))
 
 
-class _Told(InFolder):
+class _WorkerSink(FolderSink):
     """A run's batches in its folder, and a stop when their driver is there no more, or another is."""
 
     def __init__(self, store: Folder, engine: Engine, every: int, begun: float, driver: str | None):
@@ -106,7 +105,9 @@ class _Task:
     died: list[int] = field(default_factory=list)
 
 
-def train_by_workers(store: Folder, spec: Spec, grid: Grid, plan: Plan, gathered: Gathered, backend: Backend) -> None:
+def train_by_workers(
+    store: Folder, spec: Spec, grid: Grid, plan: Plan, gathered: GatheredBatches, backend: Backend
+) -> None:
     """Has the batches that are not gathered yet trained by an engine's workers, and gathers each.
 
     The baseline's come first, and a fork group's as soon as the states they begin from are there. One whose worker was
@@ -122,7 +123,7 @@ def train_by_workers(store: Folder, spec: Spec, grid: Grid, plan: Plan, gathered
     rows = chunk_size(grid.steps, spec.run.chunk)
     print(f"{len(left)} of {len(plan)} batches to train, {backend.workers} at a time", file=sys.stderr)
     with stoppable() as stopping, ProgressBar(grid, plan, rows, begun) as progress:
-        driver = _Driver(store, grid, gathered, backend, Teller(store, grid, spec.metrics.window, progress))
+        driver = _Driver(store, grid, gathered, backend, ProgressReporter(store, grid, spec.metrics.window, progress))
         try:
             driver.train([_Task(batch, seen=begun[batch.id]) for batch in left], stopping)
         finally:
@@ -140,7 +141,9 @@ class _Driver:
       waiting, running: those not trained yet.
     """
 
-    def __init__(self, store: Folder, grid: Grid, gathered: Gathered, backend: Backend, teller: Teller):
+    def __init__(
+        self, store: Folder, grid: Grid, gathered: GatheredBatches, backend: Backend, teller: ProgressReporter
+    ):
         self.waiting: list[_Task] = []
         self.running: list[_Task] = []
         self._store, self._grid, self._gathered = store, grid, gathered
@@ -181,13 +184,13 @@ class _Driver:
             if len(self.running) >= self._backend.workers:
                 return
             if batch.disturbed and batch.onset not in held:
-                held[batch.onset] = onset_lanes(self._store, batch.onset)
+                held[batch.onset] = seeds_at_onset(self._store, batch.onset)
             if not batch.disturbed or held[batch.onset].issuperset(batch.seeds.tolist()):
                 self.waiting.remove(task)
                 self.running.append(task)
                 if BatchFolder(self._store, batch).accepted() is None:
                     arguments = {"folder": str(self._store.path), "number": batch.id, "driver": self._name}
-                    task.job = self._backend.submit(TRAIN, arguments)
+                    task.job = self._backend.submit(TRAIN_BATCH, arguments)
 
     def _look(self, task: _Task) -> bool:
         """Tells of what a worker has done since; whether its batch is trained to its end."""
@@ -212,7 +215,7 @@ class _Driver:
         if ended is not None and ended.lost is not None:
             self._lost(task, ended.lost)
         elif ended is not None:
-            raise error_of(ended.code or 1, ended.error or f"a worker left batch {batch.id} untrained")
+            raise error_from_exit_code(ended.code or 1, ended.error or f"a worker left batch {batch.id} untrained")
         return False
 
     def _lost(self, task: _Task, why: str) -> None:

@@ -26,8 +26,8 @@ from jaxaudit.monitoring.watch import MonitorWatch
 from jaxaudit.perturbations import Chain, Perturbation
 from jaxaudit.remedies import Remedy
 from jaxaudit.runtime import registry
-from jaxaudit.runtime.errors import UserError, placed
-from jaxaudit.runtime.files import MOST_BYTES, parse_toml
+from jaxaudit.runtime.errors import UserError, error_prefix
+from jaxaudit.runtime.files import MAX_FILE_BYTES, parse_toml
 from jaxaudit.runtime.paths import paths_of
 from jaxaudit.spec.sections import (
     MOST_CONDITIONS,
@@ -161,7 +161,7 @@ class Spec:
         """Makes the learner and lays out the grid. Raises UserError, with the place in the spec."""
         learner, audit = self._learner(), self.audit
         perturbations = [entry.perturbation for entry in self._fitting(learner)]
-        with placed(self.source):
+        with error_prefix(self.source):
             return plan(
                 learner,
                 perturbations,
@@ -178,12 +178,12 @@ class Spec:
     def _learner(self) -> Learner:
         settings = self.learner.settings
         chosen = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.init}
-        with placed(f"{self.source}: [task] and [learner]"):
+        with error_prefix(f"{self.source}: [task] and [learner]"):
             task = () if self.task is None else (self.task,)
             learner = registry.learners[self.learner.kind](*task, **chosen)
         if not self.remedies:
             return learner
-        with placed(f"{self.source}: [[remedy]]"):
+        with error_prefix(f"{self.source}: [[remedy]]"):
             return remedied(learner, *self.remedies)
 
     def _watch(self) -> Callable[..., MonitorWatch] | None:
@@ -191,11 +191,11 @@ class Spec:
         if self.monitor is None:
             return None
         place, alpha = f"{self.source}: [monitor]", self.monitor.alpha
-        with placed(place):
+        with error_prefix(place):
             monitor = self.monitor.read()
 
         def watch(*telemetry: Any) -> MonitorWatch:
-            with placed(place):
+            with error_prefix(place):
                 return MonitorWatch.of(monitor, alpha, *telemetry)
 
         return watch
@@ -204,7 +204,7 @@ class Spec:
         """The entries, dimensions replaced by what the learner's sites allow. Raises UserError."""
         options = [(e, e.candidates() if isinstance(e, AskedDimension) else [e]) for e in self.perturbations]
         tried = [one.perturbation for _, ones in options for one in ones]
-        with placed(self.source):
+        with error_prefix(self.source):
             reasons = iter(misfits(learner, tried, self.audit.steps, monitored=self.monitor is not None))
         fitting: list[Asked] = []
         for entry, ones in options:
@@ -227,9 +227,9 @@ def spec_text(path: str | Path) -> str:
     """What a spec file holds. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise UserError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no spec is")
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB, which no spec is")
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None

@@ -17,7 +17,7 @@ from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.perturbations import DIMENSIONS, Chain, Kind, Perturbation, Sweep, chain, sweep
 from jaxaudit.remedies import Remedy, RemedyKind
 from jaxaudit.runtime import registry
-from jaxaudit.runtime.errors import UserError, placed
+from jaxaudit.runtime.errors import UserError, error_prefix
 from jaxaudit.runtime.tracing import MatmulPrecision
 from jaxaudit.spec.tables import TomlTable, given, keys, read, section
 
@@ -121,12 +121,12 @@ def read_remedy(values: Any, place: str) -> Remedy:
     if name not in registry.remedies:
         if name in registry.perturbations or name in registry.interventions:
             raise UserError(f"{place}: '{name}' is a perturbation, which belongs into a table [[perturbation]]")
-        raise UserError(f"{place}: {registry.unknown('remedy', name, list(registry.remedies))}")
+        raise UserError(f"{place}: {registry.unknown_name_message('remedy', name, list(registry.remedies))}")
     kind = registry.remedies[name]
     if not isinstance(kind, RemedyKind):
         raise UserError(f"{place}: remedy '{name}' was not made by the decorators `remedy` and `setting`")
     strength = table.get("strength", float, None)
-    with placed(place):
+    with error_prefix(place):
         return kind(strength)
 
 
@@ -175,7 +175,7 @@ def _read_chain(table: TomlTable) -> list[Entry]:
 def _read_dimension(table: TomlTable) -> list[Entry]:
     dimension = table.get("dimension", str)
     if dimension not in DIMENSIONS:
-        raise UserError(f"{table.place}: {registry.unknown('dimension', dimension, list(DIMENSIONS))}")
+        raise UserError(f"{table.place}: {registry.unknown_name_message('dimension', dimension, list(DIMENSIONS))}")
     duration = table.get("duration", Duration, None)
     onsets = _each(_distinct(table, "onset", Onsets, None))
     return [AskedDimension(dimension, onset, duration, table.place) for onset in onsets]
@@ -218,7 +218,9 @@ def _kind(name: str) -> Kind:
     if known is None and name in registry.remedies:
         raise ValueError(f"'{name}' is a remedy, which is a part of the learner: it belongs into a table [[remedy]]")
     if known is None:
-        raise registry.UnknownName(registry.unknown("perturbation", name, [name for known in kinds for name in known]))
+        raise registry.UnknownName(
+            registry.unknown_name_message("perturbation", name, [name for known in kinds for name in known])
+        )
     kind = known[name]
     if not isinstance(kind, Kind):
         raise ValueError(f"perturbation '{name}' was not made by the decorator `perturbation`")
@@ -357,11 +359,11 @@ def read_task(sections: TomlTable) -> Task | None:
     table = section(sections, "task", None)
     kind = table.get("kind", str)
     if kind not in (known := registry.task_kinds):
-        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, list(known))}")
+        raise UserError(f"{table.place}: {registry.unknown_name_message('kind of task', kind, list(known))}")
     if not hasattr(known[kind], "named"):
         return read(section(sections, "task", ["kind", *keys(known[kind])]), known[kind])
     name = table.get("name", str)
-    with placed(table.place):
+    with error_prefix(table.place):
         settings = known[kind].named(name)
     return known[kind](name, read(section(sections, "task", ["kind", "name", *keys(settings)]), settings))
 
@@ -396,7 +398,7 @@ def read_learner(sections: TomlTable, audit: AuditSpec) -> LearnerSpec:
     """Reads [learner], with the telemetry that [audit] wants. Raises UserError."""
     table = section(sections, "learner", None)
     kind = table.get("kind", str)
-    with placed(table.place):
+    with error_prefix(table.place):
         settings = learner_settings(kind)
     if takes_task(kind) and "task" not in sections:
         raise UserError(f"{sections.place}: the table [task] is missing, which learner '{kind}' is made for")

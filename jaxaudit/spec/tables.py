@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import tomli_w
 
-from jaxaudit.runtime.errors import UserError, placed
-from jaxaudit.runtime.registry import unknown
+from jaxaudit.runtime.errors import UserError, error_prefix
+from jaxaudit.runtime.registry import unknown_name_message
 
 LARGEST = 2**32 - 1
 """The largest whole number a spec may hold: seeds are uint32."""
@@ -44,7 +44,7 @@ class TomlTable:
         keys = list(values if allowed is None else allowed)
         for key in values:
             if key not in keys:
-                raise UserError(f"{place}: {unknown('key', key, keys)}")
+                raise UserError(f"{place}: {unknown_name_message('key', key, keys)}")
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -235,7 +235,7 @@ def read(table: TomlTable, of: type, **set_apart: Any) -> Any:
         if f.init and f.name not in set_apart and (f.name in table or _required(f)):
             value = table.get(f.name, types[f.name])
             values[f.name] = _absolute(value, f.metadata.get("words", ())) if f.metadata.get("path") else value
-    with placed(table.place):
+    with error_prefix(table.place):
         return of(**values)
 
 

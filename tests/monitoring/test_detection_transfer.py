@@ -125,7 +125,7 @@ def test_workers_write_what_one_process_writes(learners, tmp_path, monkeypatch):
     backend, told = Calls(), []
     compared = [in_common(lanes) for lanes in learners[:2]]
     monkeypatch.setattr(folder, "gather", lambda runs, channels: compared)
-    monkeypatch.setattr(folder, "opened", backend.opened)
+    monkeypatch.setattr(folder, "open_backend", backend.opened)
     there = folder.detect([tmp_path], tmp_path / "theirs", MONITOR, SETTINGS, None, Workers("local"), told.append)
     here = folder.detect([tmp_path], tmp_path / "ours", MONITOR, SETTINGS, say=lambda _: None)
     assert [arguments["number"] for _, arguments in backend.made] == [0, 1]

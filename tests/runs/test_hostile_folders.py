@@ -26,11 +26,11 @@ from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.report import build, page
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runs.disk_sink import InFolder
+from jaxaudit.runs.disk_sink import FolderSink
 from jaxaudit.runs.replay import replay
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime import files, array_store
-from jaxaudit.runtime.errors import Undrawn, UserError
+from jaxaudit.runtime import array_store, files
+from jaxaudit.runtime.errors import DrawingFailed, UserError
 from jaxaudit.spec.document import parse
 
 
@@ -39,13 +39,13 @@ def made(tmp_path_factory):
     """A finished run, and what a kill leaves of it in the middle."""
     place = tmp_path_factory.mktemp("made")
 
-    def reached(self, *arguments, before=InFolder.reached):
+    def reached(self, *arguments, before=FolderSink.reached):
         before(self, *arguments)
         if self._progress.chunks_done == 10 and not (place / "stopped").exists():
             shutil.copytree(self.store.path, place / "stopped")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InFolder, "reached", reached)
+        patch.setattr(FolderSink, "reached", reached)
         durable.run(parse(SPEC), place / "run")
     return place
 
@@ -231,10 +231,10 @@ def test_what_is_said_of_a_frame_is_what_numcodecs_makes_of_it(tmp_path):
         for content in (bytes(size), rng.bytes(size)):
             (tmp_path / "chunk").write_bytes(coded := Zstd(level=0).encode(content))
             with (tmp_path / "chunk").open("rb") as file:
-                assert array_store._inflated(file, len(coded)) == size
+                assert array_store._decompressed_bytes(file, len(coded)) == size
     (tmp_path / "chunk").write_bytes(coded := Zstd(level=3, checksum=True).encode(bytes(1000)))
     with (tmp_path / "chunk").open("rb") as file:
-        assert array_store._inflated(file, len(coded)) == 1000
+        assert array_store._decompressed_bytes(file, len(coded)) == 1000
     assert len(Zstd().decode(frame(2**20))) == 2**20, "the bombs above are what they are meant to be"
 
 
@@ -398,7 +398,7 @@ def test_what_tensorstore_tells_a_closed_loop_is_not_printed(monkeypatch):
 
 
 def test_checkpoints_that_do_not_fit_in_memory_are_refused(run, monkeypatch):
-    monkeypatch.setattr(checkpoint, "host_memory", lambda: 10)
+    monkeypatch.setattr(checkpoint, "available_host_memory", lambda: 10)
     refused(r"needs .* in memory, and 10 B are available", replay, run, condition="1")
 
 
@@ -522,7 +522,7 @@ def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatc
         )
     assert not (run / "report.html").exists()
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
-    with pytest.raises(Undrawn):
+    with pytest.raises(DrawingFailed):
         page.script()
 
 

@@ -240,7 +240,7 @@ def cluster_of(draw):
 def test_the_rules_are_the_drivers():
     assert simulator.POLL == workers.POLL_SECONDS
     assert simulator.PATIENCE == workers.STOP_SECONDS
-    assert engine.KEEPING == trained.KEEPING
+    assert engine.KEEPING == trained.CHECKPOINT_TIME_SHARE
     assert recorded.CHUNKS_PER_RUN == driver.CHUNKS_PER_RUN
 
 
@@ -365,7 +365,7 @@ def predicted(run, rows, recorded_by, among):
 
 
 def test_a_lost_attempt_ended_when_it_last_had_telemetry(tmp_path):
-    attempt = attempts.LaneAttempt(tmp_path / "attempt-001", SimpleNamespace(seeds=[0]))
+    attempt = attempts.Attempt(tmp_path / "attempt-001", SimpleNamespace(seeds=[0]))
     attempt.path.mkdir()
     attempt.begin(0, "here:1", 1.0, None)
     attempt.write_rows({"performance": np.zeros((10, 1))}, 0, 10)

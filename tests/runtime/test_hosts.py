@@ -129,7 +129,7 @@ def test_what_is_wrong_is_told_once(spec, tmp_path):
     assert not (tmp_path / "run").exists()
     codes, said = ended([started("run", spec, "-o", tmp_path / "run", "--distributed")])
     assert codes == [2]
-    assert "jaxaudit: --distributed finds its place under srun, mpirun or Kubernetes alone" in said[0]
+    assert "jaxaudit: --distributed determines its processes under srun, mpirun or Kubernetes alone" in said[0]
 
 
 @pytest.mark.slow
@@ -199,6 +199,6 @@ def test_an_audit_in_memory_is_one_process(monkeypatch):
     ],
 )
 def test_places_that_cannot_be(given, words, spec, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
+    monkeypatch.setattr(cli, "configure_jax", lambda: None)
     assert cli.main(["run", str(spec), *given]) == 2
     assert words in capsys.readouterr().err

@@ -67,7 +67,7 @@ def slurm(tmp_path, monkeypatch):
         script.write_text(begin + text)
         script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(backends, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(backends, "SLURM_POLL_SECONDS", 1.0)
     for name, value in plug_in(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
     return place

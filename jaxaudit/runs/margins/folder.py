@@ -23,18 +23,17 @@ from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import onset_paths
-from jaxaudit.runs.disk_sink import at_onset
+from jaxaudit.runs.disk_sink import onset_source
 from jaxaudit.runs.margins.pool import Stage, Train, before, collapse_times, fit, in_turn, pending, rounds, train_pool
 from jaxaudit.runs.margins.rounds import CONTROL, Probe, SearchConfig, next_round
 from jaxaudit.runs.margins.search import MarginSettings, lay_out
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder, software
 from jaxaudit.runs.run_opening import open_onsets
-from jaxaudit.runtime.backends import Backend, Workers, called, opened, values
-from jaxaudit.runtime.errors import Interrupted, UserError, placed
-from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, read_object, write_text
-from jaxaudit.runtime.errors import interruptible, stoppable
-from jaxaudit.runtime.machine import platform_of
+from jaxaudit.runtime.backends import Backend, Workers, call_worker, open_backend, run_calls
+from jaxaudit.runtime.errors import Interrupted, UserError, error_prefix, interruptible, stoppable
+from jaxaudit.runtime.files import UNFINISHED, check_contents, entry_names, locked, read_object, write_text
+from jaxaudit.runtime.machine import recorded_platform
 from jaxaudit.spec.document import Spec, parse
 from jaxaudit.spec.sections import Asked
 
@@ -63,7 +62,7 @@ class Searched:
         """How it is searched. Raises UserError: there is nothing to search, or an onset's states are damaged."""
         # Dimensions have been expanded.
         perturbations = [e.perturbation for e in self.spec.perturbations if isinstance(e, Asked)]
-        with placed(self.spec.source):
+        with error_prefix(self.spec.source):
             lines = lay_out(self.grid, perturbations, chosen)
         for fork in self.grid.forks:
             try:
@@ -77,7 +76,7 @@ class Searched:
         """Where the lanes of a fork group begin."""
         onset = self.grid.forks[fork].onset
         known = self.store.read_channel("baseline_performance", before(onset, self.grid, self.windows))
-        return Stage(fork, onset, at_onset(self.store, engine, onset), known, self.windows)
+        return Stage(fork, onset, onset_source(self.store, engine, onset), known, self.windows)
 
     def known(self, lines: SearchConfig) -> list[Probe]:
         """What the run trained already: its controls, and the conditions that lie on a ray."""
@@ -131,14 +130,14 @@ def trained_by_workers(
     run: Searched, lines: SearchConfig, chosen: MarginSettings, workers: Workers, jobs: Path
 ) -> Iterator[tuple[SearchConfig, Train]]:
     """Pools by an engine's workers, each with a share of the lanes and as many as its memory holds."""
-    with opened(workers, jobs) as backend:
+    with open_backend(workers, jobs) as backend:
         asked = {
             "folder": str(run.store.path.absolute()),
             "spec": run.spec.to_toml(),
             "place": run.spec.source,
             "chosen": vars(replace(chosen, lanes=chosen.lanes or -(-lines.lanes // backend.workers))),
         }
-        lanes = called(backend, f"{__name__}:lanes_that_fit", asked | {"beside": backend.beside})
+        lanes = call_worker(backend, f"{__name__}:lanes_that_fit", asked | {"beside": backend.workers_per_machine})
         yield replace(lines, lanes=lanes), _handed_out(backend, asked | {"lanes": lanes})
 
 
@@ -148,7 +147,7 @@ def _handed_out(backend: Backend, asked: dict[str, Any]) -> Train:
         calls = [
             (call, asked | {"fork": fork, "probes": [(p.ray, p.seed, p.u, p.purpose) for p in pool]}) for pool in pools
         ]
-        for position, times in values(backend, calls):
+        for position, times in run_calls(backend, calls):
             for probe, collapse_time in zip(pools[position], times, strict=True):
                 probe.time = collapse_time
             yield pools[position]
@@ -289,7 +288,7 @@ class _Place:
         path = self.store.path
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} exists and is not a folder")
-        found = [name for name in names(path) if not name.startswith(UNFINISHED)] if path.exists() else []
+        found = [name for name in entry_names(path) if not name.startswith(UNFINISHED)] if path.exists() else []
         if not found:
             return []
         check_contents(path)
@@ -328,7 +327,7 @@ def _spec(asked: dict[str, Any]) -> Spec | None:
     """What an earlier search was of; physics "auto", which earlier versions kept, are those that its devices had."""
     try:
         spec = parse("\n".join(asked["spec"]))
-        return spec.resolved(platform_of(asked.get("environment", {})))
+        return spec.resolved(recorded_platform(asked.get("environment", {})))
     except (KeyError, TypeError, AttributeError, UserError):
         return None
 

@@ -13,7 +13,7 @@ import pandas as pd
 from jaxaudit.analysis.statistics import FALLEN, seeds_for
 from jaxaudit.runs.margins.directions import Direction
 from jaxaudit.runs.margins.rounds import CONTROL, MarginEstimate, Probe, SearchConfig, found
-from jaxaudit.runtime.registry import aligned
+from jaxaudit.runtime.registry import align_columns
 
 
 def text(ray: Direction, u: float) -> str:
@@ -137,7 +137,7 @@ class Margins:
 
     def __str__(self) -> str:
         rows = [_cells(self.plan.rays[one.ray], one, row) for row, one in zip(self._rows, self.found, strict=True)]
-        return "\n".join([*aligned([HEADINGS, *rows]), "", *self.notes])
+        return "\n".join([*align_columns([HEADINGS, *rows]), "", *self.notes])
 
     @property
     def notes(self) -> list[str]:

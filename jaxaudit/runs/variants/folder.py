@@ -25,8 +25,8 @@ from jaxaudit.runs.variants import scoring
 from jaxaudit.runs.variants.compare import FRESH, PLAIN, TOLERANCE, Comparison, confirm, others_than
 from jaxaudit.runs.variants.design import REACH, Ladder, check_windows, magnitude_ladders
 from jaxaudit.runtime.backends import Workers
-from jaxaudit.runtime.errors import Interrupted, UserError, placed
-from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, parse_toml, write_text
+from jaxaudit.runtime.errors import Interrupted, UserError, error_prefix
+from jaxaudit.runtime.files import UNFINISHED, check_contents, entry_names, locked, parse_toml, write_text
 from jaxaudit.spec.document import Spec, listed, read, remedy_values, spec_text
 from jaxaudit.spec.sections import Asked
 from jaxaudit.spec.tables import TomlTable, given, section, to_text
@@ -162,7 +162,7 @@ def compare_in(comparison: ComparisonSpec, folder: Path, workers: Workers | None
     specs = {PLAIN: comparison.spec} | {variant.name: variant.spec for variant in comparison.variants}
     learners = {name: spec.build().program.learner for name, spec in specs.items()}  # or a mistake shows hours later
     _check(comparison, folder)
-    with placed(comparison.source):
+    with error_prefix(comparison.source):
         steps, metrics = comparison.spec.audit.steps, comparison.spec.metrics
         check_windows(magnitude_ladders(_perturbations(comparison.spec), steps), steps, metrics)
     with _locked_folder(comparison, folder):
@@ -176,7 +176,7 @@ def _check(comparison: ComparisonSpec, folder: Path) -> None:
     """Raises UserError if a folder holds anything but this comparison."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} exists and is not a folder")
-    found = [name for name in names(folder) if not name.startswith(UNFINISHED)] if folder.exists() else []
+    found = [name for name in entry_names(folder) if not name.startswith(UNFINISHED)] if folder.exists() else []
     if not found:
         return
     check_contents(folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from jaxaudit.runtime.registry import aligned
+from jaxaudit.runtime.registry import align_columns
 
 BOUGHT = ("variant", "perturbation", "score", "plain", "difference", "ratio of thresholds", "verdict")
 ACTED = ("variant", "remedy", "perturbation", "acted", "undisturbed")
@@ -26,14 +26,14 @@ def text(
 ) -> str:
     """Returns the tables with verdicts, followed by explanations, for a terminal."""
     rows = [bought_cells(row, verdict(row, confirmed, level)) for row in bought.to_dict("records")]
-    lines = ["magnitudes tried", *aligned([magnitude_cells(one) for one in tried]), ""]
-    lines += ["bought: magnitudes survived, of those tried", *aligned([BOUGHT, *rows]), ""]
-    lines += ["paid: undisturbed", *aligned([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
+    lines = ["magnitudes tried", *align_columns([magnitude_cells(one) for one in tried]), ""]
+    lines += ["bought: magnitudes survived, of those tried", *align_columns([BOUGHT, *rows]), ""]
+    lines += ["paid: undisturbed", *align_columns([PAID, *(paid_cells(row) for row in paid.to_dict("records"))]), ""]
     if len(acted):
         shares = [acted_cells(row) for row in acted.to_dict("records")]
         lines += [
             "acted: share of a remedy's applications, from the onset on, in which it changed something",
-            *aligned([ACTED, *shares]),
+            *align_columns([ACTED, *shares]),
             "",
         ]
     return "\n".join([*lines, *explanations(bought, confirmed, level), *cautions(bought, structures)])
