@@ -201,7 +201,7 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
             (Engine, "advance", "training"),
             (Engine, "begin", "training"),
             (Batch, "lanes", "planning"),
-            *((here._LocalSink, name, "storing") for name in ("restored", "rows", "reached")),
+            *((here._LeaderSink, name, "storing") for name in ("restored", "rows", "reached")),
             *((trained.FolderSink, name, "storing") for name in ("end", "source")),
             (trained, "_load_onset", "storing"),
             (GatheredBatches, "__init__", "storing"),

@@ -1,4 +1,4 @@
-"""The place of a run's batches on disk: where they begin, and where what is trained of them goes."""
+"""The sink of a run's batches on disk: reads the states they start from, and stores what is trained."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from jaxaudit.runtime import hosts
 from jaxaudit.runtime.errors import UserError
 
 CHECKPOINT_TIME_SHARE = 0.05
-"""The share of a run's time that keeping states may take, where nobody says how often they are to be kept."""
+"""The share of a run's time that writing checkpoints may take if the spec does not say how often to write them."""
 
 
 class FolderSink:
-    """The place of a run's batches: a `jaxaudit.execution.driver.BatchSink` on disk.
+    """A `jaxaudit.execution.driver.BatchSink` that stores what is trained in the run's folder.
 
     Attributes:
       store: the run.
-      attempt: at the batch that was begun last.
+      attempt: the attempt at the batch that was started last.
 
     Args:
-      engine: trains them.
-      every: chunks between one time that states are kept and the next; 0: as `KEEPING` says.
-      begun: when this process began with it, in seconds since the epoch; None: when a batch begins.
+      store: the run.
+      engine: the engine that trains the batches.
+      every: the number of chunks from one checkpoint to the next; 0 for as often as `CHECKPOINT_TIME_SHARE` allows.
+      begun: when this process began to work on the batch, in seconds since the epoch; None for the time at which a
+        batch starts.
     """
 
     attempt: Attempt
@@ -43,51 +45,54 @@ class FolderSink:
         self._engine = engine
         self._every = every
         self._chunks = 0
-        self._kept, self._cost = time.monotonic(), 0.0
-        self._compiled = 0.0
+        self._last_checkpoint, self._checkpoint_seconds = time.monotonic(), 0.0
+        self._compiled_before = 0.0
         self._begun = begun
 
     def source(self, onset: int) -> Source:
-        """The baseline's stored states at an onset."""
+        """Returns the baseline's stored states at an onset."""
         return onset_source(self.store, self._engine, onset)
 
     def restored(self, engine: Engine, batch: Batch) -> tuple[int, LaneState] | None:
-        """The latest undamaged states of a batch; a new attempt goes on from them."""
-        self._compiled = engine.compile_seconds
+        """Begins an attempt at a batch; returns the latest undamaged states and their step, None if there are none."""
+        self._compiled_before = engine.compile_seconds
         worker = f"{platform.node()}:{os.getpid()}"
-        self.attempt, standing = BatchFolder(self.store, batch).begin(engine.grid, worker, self._begun or time.time())
-        hosts.broadcast(self.attempt.number, -1 if standing is None else standing.step)
-        if standing is None:
+        self.attempt, point = BatchFolder(self.store, batch).begin(engine.grid, worker, self._begun or time.time())
+        hosts.broadcast(self.attempt.number, -1 if point is None else point.step)
+        if point is None:
             return None
-        return standing.step, engine.restored(checkpoint.load(standing.states, engine.lane_shapes(batch)), batch)
+        return point.step, engine.restored(checkpoint.load(point.states, engine.lane_shapes(batch)), batch)
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
-        """Keeps the baseline's states at onsets, and others as often as they are to be kept."""
+        """Stores the baseline's states at onsets, and other states when a checkpoint is due."""
         if is_onset(engine.grid, batch, step):
             self.attempt.save_onset(engine, states, step)
-        elif batch.onset < step < batch.stop and hosts.broadcast(self.due())[0]:
-            begun = time.monotonic()
+        elif batch.onset < step < batch.stop and hosts.broadcast(self.checkpoint_due())[0]:
+            start = time.monotonic()
             self.attempt.save(engine, states, step)
-            self._kept = time.monotonic()
-            self._cost = self._kept - begun
+            self._last_checkpoint = time.monotonic()
+            self._checkpoint_seconds = self._last_checkpoint - start
 
-    def due(self) -> bool:
-        """Whether states are to be kept now: after so many chunks, or as often as takes `KEEPING` of the time."""
+    def checkpoint_due(self) -> bool:
+        """Returns whether to write a checkpoint after the present chunk."""
         self._chunks += 1
         if self._every:
             return self._chunks % self._every == 0
-        return CHECKPOINT_TIME_SHARE * (time.monotonic() - self._kept) >= self._cost
+        return CHECKPOINT_TIME_SHARE * (time.monotonic() - self._last_checkpoint) >= self._checkpoint_seconds
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         self.attempt.write_rows(rows, start, stop)
 
     def end(self, outcome: str = COMPLETE) -> None:
-        """Says how the attempt ended: at the end of the batch, or it was told to stop."""
-        self.attempt.end(outcome, time.time(), self._engine.compile_seconds - self._compiled)
+        """Records how the attempt ended: `COMPLETE` or `STOPPED`."""
+        self.attempt.end(outcome, time.time(), self._engine.compile_seconds - self._compiled_before)
 
 
 def onset_source(store: Folder, engine: Engine, onset: int) -> Source:
-    """The baseline's stored states at an onset. Raises UserError, when they are taken, if they are damaged."""
+    """Returns a function that loads the baseline's stored states at an onset.
+
+    The function takes the positions of the seeds to load and raises UserError if their states are damaged.
+    """
     return partial(_load_onset, store, engine, onset)
 
 
@@ -96,4 +101,4 @@ def _load_onset(store: Folder, engine: Engine, onset: int, seeds: set[int]) -> I
         for path in onset_paths(store, onset, seeds):
             yield from checkpoint.load(path, engine.onset_shapes(), seeds)
     except checkpoint.Damaged as damage:
-        raise UserError(f"{damage}, and what follows from it cannot be computed") from None
+        raise UserError(f"{damage}, so the lanes that start from it cannot be trained") from None

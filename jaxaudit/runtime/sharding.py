@@ -109,7 +109,7 @@ def _with_local_empty_arrays(
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Returns the path of each leaf; a leaf of a `Stack` has one for all layers, such as "h/layers/attention/kernel"."""
+    """Returns each leaf's path; a leaf of a `Stack` has one for all layers, such as "h/layers/attention/kernel"."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
 

@@ -159,5 +159,5 @@ class Calls:
         return SimpleNamespace(poll=lambda: CallResult(value=pickle.loads(pickle.dumps(value))))
 
     def opened(self, *asked):
-        """In the place of `backend.open_backend`."""
+        """Replaces `backends.open_backend`."""
         return nullcontext(self)

@@ -314,7 +314,7 @@ class _Place:
         except OSError as error:
             raise UserError(f"cannot make the folder {self.store.path}: {error.strerror or error}") from None
         with locked(self.store.path, f"the search in {self.store.path}"):
-            self.store.sweep()
+            self.store.remove_unfinished()
             write_text(self.store.path / SEARCH, json.dumps(self._asked | self._how, indent=2) + "\n")
             yield
 
