@@ -71,7 +71,7 @@ def here(capsys, monkeypatch):
         code = cli.main([str(a) for a in argv])
         return Done(code, *capsys.readouterr(), 0.0)
 
-    monkeypatch.setattr(cli, "configure_jax", lambda: None)
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
     monkeypatch.setattr(cli, "claim_cores", lambda count: None)  # this process has other tests to run
     monkeypatch.setattr(jaxaudit.report, "build", lambda folder: folder)
     return command

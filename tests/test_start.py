@@ -37,7 +37,7 @@ def test_an_own_learner_needs_no_physics():
 def test_a_process_ends_without_taking_apart_what_it_has_but_for_what_was_asked_of_it():
     words = """if True:
         import atexit
-        from jaxaudit.runtime.machine import collect_garbage_seldom
+        from jaxaudit.runtime.machine import collect_garbage_rarely
 
         class Circle:
             def __init__(self):
@@ -46,7 +46,7 @@ def test_a_process_ends_without_taking_apart_what_it_has_but_for_what_was_asked_
             def __del__(self):
                 print("taken apart")
 
-        collect_garbage_seldom()
+        collect_garbage_rarely()
         atexit.register(print, "asked for")
         circle = Circle()
     """

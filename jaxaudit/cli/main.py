@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from jaxaudit.runtime import machine
 from jaxaudit.runtime.errors import TRACEBACK, DrawingFailed, UserError, explain, interrupt_handler
-from jaxaudit.runtime.machine import claim_cores, collect_garbage_rarely, configure_jax, planned_threads, use_cpu_only
+from jaxaudit.runtime.machine import claim_cores, collect_garbage_rarely, planned_threads, prepare_jax, use_cpu_only
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
 
@@ -272,12 +272,12 @@ def _prepare(workers: Any, like: Path | None = None, joined: argparse.Namespace 
     if workers is None:
         if like is not None and (threads := planned_threads(like)):
             claim_cores(threads)
-        configure_jax()
+        prepare_jax()
         if joined is not None:
             _join(joined)
     else:
         use_cpu_only()
-        configure_jax()
+        prepare_jax()
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:
@@ -425,7 +425,7 @@ def _detect(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         _check_run(folder)
     workers = _workers(arguments)
-    configure_jax()
+    prepare_jax()
     from jaxaudit.monitoring.comparison import DetectionSettings
     from jaxaudit.monitoring.detector import MetaState
     from jaxaudit.monitoring.folder import detect
@@ -442,7 +442,7 @@ def _detect(arguments: argparse.Namespace) -> int:
 
 def _monitor(arguments: argparse.Namespace) -> int:
     if arguments.model != MODELS[0]:  # which is NumPy alone
-        configure_jax()
+        prepare_jax()
     from jaxaudit.monitoring.monitored import Options, monitor
 
     options = Options(arguments.channels, arguments.step, arguments.alpha, arguments.model)

@@ -44,7 +44,7 @@ COMPLETE, STOPPED, LOST = "complete", "stopped", "lost"
 """How an attempt ended: at the end of its batch, because it was told to stop, or in an unknown way."""
 
 
-class Attempt:
+class BatchAttempt:
     """The files of one attempt at a batch: telemetry by chunk, latest states, and the baseline's states at onsets.
 
     Every file appears complete or not at all. Telemetry of steps after the latest states is trained again, to the same
@@ -140,7 +140,7 @@ class Attempt:
         """Returns the steps whose states are stored, in order."""
         return sorted(int(path.name.removeprefix("state-")) for path in self.path.glob("state-*"))
 
-    def take_over(self, earlier: Attempt, step: int) -> None:
+    def take_over(self, earlier: BatchAttempt, step: int) -> None:
         """Links an earlier attempt's telemetry and checkpoints up to a step; copies where links are not possible."""
         for start, stop, path in earlier._row_files():
             if stop <= step and start < step:
@@ -204,7 +204,7 @@ class ResumePoint:
 
     step: int
     states: Path
-    attempt: Attempt
+    attempt: BatchAttempt
 
 
 class BatchFolder:
@@ -214,15 +214,15 @@ class BatchFolder:
         self.path = store.batches / f"{batch.id:04d}"
         self._store, self._batch = store, batch
 
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[BatchAttempt]:
         """Returns all attempts at the batch, in order."""
-        return [Attempt(path, self._batch) for path in sorted(self.path.glob("attempt-*"))]
+        return [BatchAttempt(path, self._batch) for path in sorted(self.path.glob("attempt-*"))]
 
-    def accepted(self) -> Attempt | None:
+    def accepted(self) -> BatchAttempt | None:
         """Returns the first attempt that reached the end of the batch; None if there is none."""
         return next((attempt for attempt in self.attempts() if attempt.complete), None)
 
-    def newest(self) -> Attempt | None:
+    def newest(self) -> BatchAttempt | None:
         """Returns the attempt that began last; None if there is none."""
         return next((attempt for attempt in reversed(self.attempts()) if attempt.beginning), None)
 
@@ -233,7 +233,7 @@ class BatchFolder:
         point = self.resume_point(grid)
         return self._batch.onset if point is None else point.step
 
-    def begin(self, grid: Grid, worker: str, begun: float) -> tuple[Attempt, ResumePoint | None]:
+    def begin(self, grid: Grid, worker: str, begun: float) -> tuple[BatchAttempt, ResumePoint | None]:
         """Begins a new attempt; returns it and where it continues from, None where the batch begins.
 
         While earlier attempts are taken over, their processes may still remove states, and the run publish onsets.
@@ -256,26 +256,26 @@ class BatchFolder:
             return attempt, ResumePoint(step, self._find_states(attempt, step) or point.states, attempt)
         raise AssertionError
 
-    def _find_states(self, attempt: Attempt, step: int) -> Path | None:
+    def _find_states(self, attempt: BatchAttempt, step: int) -> Path | None:
         """Returns the path of the states at a step in an attempt or the run; None if there are none."""
         paths = (attempt.state(step), attempt.onset(step), self._store.checkpoints / attempt.onset(step).name)
         return next((path for path in paths if path.exists()), None)
 
-    def open_attempt(self, number: int, step: int) -> tuple[Attempt, Path | None]:
+    def open_attempt(self, number: int, step: int) -> tuple[BatchAttempt, Path | None]:
         """Returns an attempt that the leading process began, and the path of the states that it continues from.
 
         The path is None if `step` is negative, which means that the attempt starts where the batch begins.
         """
-        attempt = Attempt(self.path / f"attempt-{number:03d}", self._batch)
+        attempt = BatchAttempt(self.path / f"attempt-{number:03d}", self._batch)
         return attempt, self._find_states(attempt, step) if step >= 0 else None
 
-    def _create_attempt(self) -> Attempt:
+    def _create_attempt(self) -> BatchAttempt:
         self.path.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(len(self.attempts()) + 1):
             path = self.path / f"attempt-{number:03d}"
             with suppress(FileExistsError):
                 path.mkdir()
-                return Attempt(path, self._batch)
+                return BatchAttempt(path, self._batch)
         raise AssertionError
 
     def resume_point(self, grid: Grid) -> ResumePoint | None:
@@ -295,7 +295,7 @@ class BatchFolder:
                 return ResumePoint(step, path, attempt)
         return None
 
-    def _candidates(self, grid: Grid) -> list[tuple[int, Path, Attempt]]:
+    def _candidates(self, grid: Grid) -> list[tuple[int, Path, BatchAttempt]]:
         """Returns (step, states, attempt with the telemetry of all steps before), the latest first."""
         attempts = self.attempts()[::-1]
         candidates = [(step, attempt.state(step), attempt) for attempt in attempts for step in attempt.state_steps()]

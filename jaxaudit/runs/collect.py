@@ -18,7 +18,7 @@ from jaxaudit.core.grid import Grid
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution.driver import spans
-from jaxaudit.runs.attempts import LOST, Attempt, BatchFolder, discard_if_onset_lost
+from jaxaudit.runs.attempts import LOST, BatchAttempt, BatchFolder, discard_if_onset_lost
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime.files import write_text
 from jaxaudit.spec.document import Spec
@@ -48,7 +48,7 @@ MAX_WRITE_BYTES = 2**26
 """The bytes of telemetry that are written at once; each write reads and rewrites files with the rows of all lanes."""
 
 
-def write_shards(store: Folder, batch: Batch, attempts: Sequence[Attempt]) -> None:
+def write_shards(store: Folder, batch: Batch, attempts: Sequence[BatchAttempt]) -> None:
     """Adds the attempts at a batch to shards.csv."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     if store.shards.exists():
@@ -67,7 +67,7 @@ def write_shards(store: Folder, batch: Batch, attempts: Sequence[Attempt]) -> No
     write_text(store.shards, text.getvalue())
 
 
-def _shard_row(batch: Batch, attempt: Attempt, beginning: dict[str, Any], to_step: int) -> dict[str, Any]:
+def _shard_row(batch: Batch, attempt: BatchAttempt, beginning: dict[str, Any], to_step: int) -> dict[str, Any]:
     ending = attempt.ending or {"outcome": LOST, "ended": attempt.latest_write(), "compile_seconds": ""}
     return {
         "batch": batch.id,
@@ -86,7 +86,7 @@ def _shard_row(batch: Batch, attempt: Attempt, beginning: dict[str, Any], to_ste
     }
 
 
-def gather(store: Folder, grid: Grid, batch: Batch, attempt: Attempt, after: int = 0) -> int:
+def gather(store: Folder, grid: Grid, batch: Batch, attempt: BatchAttempt, after: int = 0) -> int:
     """Writes an attempt's telemetry from the step `after` on into the run's; returns the step after the last row."""
     for rows, start, stop in _join_chunks(attempt.read_rows(after)):
         store.write_rows(grid, batch, rows, start, stop)

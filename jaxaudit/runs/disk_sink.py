@@ -14,7 +14,7 @@ from jaxaudit.core.program import LaneState
 from jaxaudit.execution.driver import is_onset
 from jaxaudit.execution.engine import Engine, ProgramPiece, Source
 from jaxaudit.runs import checkpoint
-from jaxaudit.runs.attempts import COMPLETE, Attempt, BatchFolder, onset_paths
+from jaxaudit.runs.attempts import COMPLETE, BatchAttempt, BatchFolder, onset_paths
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.errors import UserError
@@ -38,7 +38,7 @@ class FolderSink:
         batch starts.
     """
 
-    attempt: Attempt
+    attempt: BatchAttempt
 
     def __init__(self, store: Folder, engine: Engine, every: int = 0, begun: float | None = None):
         self.store = store

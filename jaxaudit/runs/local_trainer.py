@@ -16,7 +16,7 @@ from jaxaudit.execution import memory
 from jaxaudit.execution.driver import is_onset, run_batch
 from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.runs import checkpoint
-from jaxaudit.runs.attempts import COMPLETE, STOPPED, Attempt, BatchFolder
+from jaxaudit.runs.attempts import COMPLETE, STOPPED, BatchAttempt, BatchFolder
 from jaxaudit.runs.collect import GatheredBatches, gather
 from jaxaudit.runs.disk_sink import FolderSink, onset_source
 from jaxaudit.runs.progress import ProgressBar, ProgressReporter, count_chunks
@@ -126,7 +126,7 @@ class _LeaderSink(FolderSink):
 class _FollowerSink:
     """A `jaxaudit.execution.driver.BatchSink` that does what the leader broadcasts."""
 
-    attempt: Attempt
+    attempt: BatchAttempt
 
     def __init__(self, store: Folder, engine: Engine):
         self._store, self._engine = store, engine

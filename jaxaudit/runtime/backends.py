@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxaudit.runtime.errors import TRACEBACK, Failed, UserError, error_from_exit_code, explain, interruptible
-from jaxaudit.runtime.machine import claim_cores, collect_garbage_rarely, configure_jax, core_count
+from jaxaudit.runtime.machine import claim_cores, collect_garbage_rarely, core_count, prepare_jax
 
 ENGINES = ("ray", "slurm", "local")
 """The names of the engines; "local" starts processes of this machine, by submitit."""
@@ -214,7 +214,7 @@ def perform(function: str, arguments: dict[str, Any], cpus: int, folder: str) ->
     claim_cores(cpus)
     os.chdir(folder)
     collect_garbage_rarely()
-    configure_jax()
+    prepare_jax()
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):

@@ -160,7 +160,7 @@ def use_cpu_only() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def configure_jax() -> None:
+def prepare_jax() -> None:
     """Configures JAX with one CPU device for each core and a persistent compilation cache.
 
     Environment variables that set the same take precedence. With CUDA, operations are made deterministic, which exact

@@ -62,7 +62,7 @@ def stored(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _jax_as_it_is(monkeypatch):
-    monkeypatch.setattr(cli, "configure_jax", lambda: None)
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
 
 
 def printed(capsys, folder, *options):

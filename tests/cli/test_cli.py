@@ -31,7 +31,7 @@ duration = 2
 def _workplace(tmp_path, monkeypatch):
     """An empty current folder, and a JAX left as the other tests want it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "configure_jax", lambda: None)
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
 
 
 SPECS = {

@@ -190,7 +190,7 @@ def test_on_cpus_a_map_is_a_map(tmp_path, capsys):
 def test_the_packaged_specs_alone_have_a_map_for_cpus(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(durable, "run", lambda *arguments: told.append(arguments))
-    monkeypatch.setattr(cli, "configure_jax", lambda: None)
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
     monkeypatch.setattr(cli, "_end", lambda folder: 0)
     (tmp_path / "my.toml").write_text(MAPPED)
     assert cli.main(["quickstart", "llm", "-o", str(tmp_path / "run")]) == 0

@@ -355,12 +355,12 @@ def test_states_are_kept_as_often_as_takes_a_twentieth_of_the_time(save, chunk, 
         kept.append(step)
 
     monkeypatch.setattr(trained, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(trained.Attempt, "save", saved)
+    monkeypatch.setattr(trained.BatchAttempt, "save", saved)
     one = np.zeros(1, int)
     batch = Batch(id=0, fork=0, onset=0, stop=5000, first=0, seeds=one, columns=one, conditions=(), width=1)
     trainer = SimpleNamespace(grid=None)
     place = FolderSink(Folder(Path("run")), trainer)
-    place.attempt = trained.Attempt(Path("attempt-001"), batch)
+    place.attempt = trained.BatchAttempt(Path("attempt-001"), batch)
     for step in range(1, 1000):
         now[0] += chunk
         place.reached(trainer, batch, None, step)

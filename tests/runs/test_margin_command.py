@@ -62,7 +62,7 @@ def run(finished, tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _as_it_is(monkeypatch):
-    monkeypatch.setattr(cli, "configure_jax", lambda: None)
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
 
 
 def test_margins_of_a_run(finished):

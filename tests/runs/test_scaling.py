@@ -365,7 +365,7 @@ def predicted(run, rows, recorded_by, among):
 
 
 def test_a_lost_attempt_ended_when_it_last_had_telemetry(tmp_path):
-    attempt = attempts.Attempt(tmp_path / "attempt-001", SimpleNamespace(seeds=[0]))
+    attempt = attempts.BatchAttempt(tmp_path / "attempt-001", SimpleNamespace(seeds=[0]))
     attempt.path.mkdir()
     attempt.begin(0, "here:1", 1.0, None)
     attempt.write_rows({"performance": np.zeros((10, 1))}, 0, 10)

@@ -12,7 +12,7 @@ from worker_runs import shards
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runs.attempts import Attempt, onset_paths, seeds_at_onset
+from jaxaudit.runs.attempts import BatchAttempt, onset_paths, seeds_at_onset
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.workers import train_batch
 from jaxaudit.runtime.backends import CallResult, run_calls
@@ -149,7 +149,7 @@ def test_a_full_disk_of_a_worker_is_told_and_the_run_goes_on(run, reference, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Attempt, "write_rows", full)
+        patch.setattr(BatchAttempt, "write_rows", full)
         with pytest.raises(Failed, match="the disk is full"):
             run(Here())
     assert_same(run(Here(), go_on=True), reference)

@@ -199,6 +199,6 @@ def test_an_audit_in_memory_is_one_process(monkeypatch):
     ],
 )
 def test_places_that_cannot_be(given, words, spec, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "configure_jax", lambda: None)
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
     assert cli.main(["run", str(spec), *given]) == 2
     assert words in capsys.readouterr().err

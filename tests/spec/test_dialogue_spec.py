@@ -42,7 +42,7 @@ name = "hop"
 def _workplace(tmp_path, monkeypatch):
     """An empty current folder, and a JAX left as the other tests want it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "configure_jax", lambda: None)
+    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
 
 
 def task(name, settings=""):
