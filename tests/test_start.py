@@ -99,7 +99,7 @@ def test_programs_are_kept_between_processes(ours):
 
 
 def test_not_where_the_caller_says_no(ours, monkeypatch):
-    monkeypatch.setenv(engine.CACHE, "off")
+    monkeypatch.setenv(engine.CACHE_VARIABLE, "off")
     an_audit(1.5)
     assert not ours.exists()
 

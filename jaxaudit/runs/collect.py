@@ -23,51 +23,38 @@ from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime.files import write_text
 from jaxaudit.spec.document import Spec
 
-SHARD_COLUMNS = (
-    "batch",
-    "fork",
-    "onset",
-    "stop",
-    "lanes",
-    "attempt",
-    "worker",
-    "from_step",
-    "to_step",
-    "begun",
-    "ended",
-    "compile_seconds",
-    "outcome",
-)
-"""The columns of shards.csv, which has a row for every attempt at a batch.
-
-`fork` is empty for the baseline. `worker` is a host and a process. `to_step` is the last step whose states were stored.
-`begun` and `ended` are seconds since the epoch; an attempt whose end is unknown ended when it last stored telemetry.
-"""
-
 MAX_WRITE_BYTES = 2**26
 """The bytes of telemetry that are written at once; each write reads and rewrites files with the rows of all lanes."""
 
 
 def write_shards(store: Folder, batch: Batch, attempts: Sequence[BatchAttempt]) -> None:
-    """Adds the attempts at a batch to shards.csv."""
+    """Adds the attempts at a batch, of which at least one has ended, to shards.csv."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     if store.shards.exists():
         with store.shards.open(encoding="utf-8", newline="") as file:
             rows = {(row["batch"], row["attempt"]): row for row in csv.DictReader(file)}
     beginnings = {attempt.number: attempt.beginning for attempt in attempts}
     continued_from = {record["from_attempt"]: record["step"] for record in beginnings.values() if record}
+    new_rows = {}
     for attempt in attempts:
         if beginning := beginnings[attempt.number]:
             to_step = continued_from.get(attempt.number, beginning["step"])
-            rows[str(batch.id), str(attempt.number)] = _shard_row(batch, attempt, beginning, to_step)
+            new_rows[str(batch.id), str(attempt.number)] = _shard_row(batch, attempt, beginning, to_step)
+    rows |= new_rows
     text = io.StringIO()
-    writer = csv.DictWriter(text, SHARD_COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, next(iter(new_rows.values())), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows.values())
     write_text(store.shards, text.getvalue())
 
 
 def _shard_row(batch: Batch, attempt: BatchAttempt, beginning: dict[str, Any], to_step: int) -> dict[str, Any]:
+    """Returns the row of an attempt in shards.csv.
+
+    `fork` is empty for the baseline. `worker` is a host and a process. `to_step` is the last step whose states were
+    stored. `begun` and `ended` are seconds since the epoch; an attempt whose end is unknown ended when it last stored
+    telemetry.
+    """
     ending = attempt.ending or {"outcome": LOST, "ended": attempt.latest_write(), "compile_seconds": ""}
     return {
         "batch": batch.id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from jaxaudit.core.batches import Batch
@@ -36,12 +36,21 @@ class FolderSink:
       every: the number of chunks from one checkpoint to the next; 0 for as often as `CHECKPOINT_TIME_SHARE` allows.
       begun: when this process began to work on the batch, in seconds since the epoch; None for the time at which a
         batch starts.
+      stop_requested: returns whether training is to stop, before which a checkpoint is written.
     """
 
     attempt: BatchAttempt
 
-    def __init__(self, store: Folder, engine: Engine, every: int = 0, begun: float | None = None):
+    def __init__(
+        self,
+        store: Folder,
+        engine: Engine,
+        every: int = 0,
+        begun: float | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ):
         self.store = store
+        self.stop_requested = stop_requested
         self._engine = engine
         self._every = every
         self._chunks = 0
@@ -67,18 +76,19 @@ class FolderSink:
         """Stores the baseline's states at onsets, and other states when a checkpoint is due."""
         if is_onset(engine.grid, batch, step):
             self.attempt.save_onset(engine, states, step)
-        elif batch.onset < step < batch.stop and hosts.broadcast(self.checkpoint_due())[0]:
+        elif batch.onset < step < batch.stop and hosts.broadcast(self._checkpoint_due())[0]:
             start = time.monotonic()
             self.attempt.save(engine, states, step)
             self._last_checkpoint = time.monotonic()
             self._checkpoint_seconds = self._last_checkpoint - start
 
-    def checkpoint_due(self) -> bool:
-        """Returns whether to write a checkpoint after the present chunk."""
+    def _checkpoint_due(self) -> bool:
         self._chunks += 1
         if self._every:
-            return self._chunks % self._every == 0
-        return CHECKPOINT_TIME_SHARE * (time.monotonic() - self._last_checkpoint) >= self._checkpoint_seconds
+            due = self._chunks % self._every == 0
+        else:
+            due = CHECKPOINT_TIME_SHARE * (time.monotonic() - self._last_checkpoint) >= self._checkpoint_seconds
+        return due or self.stop_requested()
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         self.attempt.write_rows(rows, start, stop)

@@ -91,7 +91,7 @@ def resume(folder: Path, workers: Workers | None = None) -> None:
       Interrupted: Ctrl-C was pressed.
     """
     with ExitStack() as stack:
-        opened = hosts.on_leader(lambda: stack.enter_context(_lock_stopped(folder)))
+        opened = hosts.on_leader(partial(_open_stopped, folder, stack))
         store, spec, grid, plan = opened or _open_with_plan(folder)
         if workers is not None:
             with open_backend(workers, _jobs_folder(store.path)) as backend:
@@ -102,19 +102,18 @@ def resume(folder: Path, workers: Workers | None = None) -> None:
         _train_here(store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan)
 
 
-@contextmanager
-def _lock_stopped(folder: Path) -> Iterator[tuple[Folder, Spec, Grid, Plan]]:
-    """Opens a run that stopped and locks it until the block ends."""
+def _open_stopped(folder: Path, stack: ExitStack) -> tuple[Folder, Spec, Grid, Plan]:
+    """Opens a run that stopped and locks it until `stack` is closed."""
     store, spec, grid = open_run(folder)
     _check_unfinished(store, folder)
     if not store.telemetry.exists():
         raise UserError(f"{folder} has lost its telemetry.zarr, so the run cannot go on; run its spec again")
     check_provenance(store, grid)
-    with store.locked():
-        _check_unfinished(store, folder)  # another process may have finished it before it was locked
-        plan = store.read_plan(grid)
-        _announce(spec, grid)
-        yield store, spec, grid, plan
+    stack.enter_context(store.locked())
+    _check_unfinished(store, folder)  # another process may have finished it before it was locked
+    plan = store.read_plan(grid)
+    _announce(spec, grid)
+    return store, spec, grid, plan
 
 
 def _check_unfinished(store: Folder, folder: Path) -> None:
@@ -158,8 +157,10 @@ def _start_and_train(
     if workers is None:
         with ExitStack() as stack:
             started = hosts.on_leader(lambda: stack.enter_context(_start(spec, folder, options, source)))
-            store, spec, engine, plan = started or _open_as_follower(folder)
-            _train_here(store, spec, engine, plan)
+            if started is None:  # in a process that follows the leader
+                store, spec, grid, plan = _open_with_plan(folder)
+                started = store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan
+            _train_here(*started)
         return
     with claim_new_run(folder) as claim, open_backend(workers, _jobs_folder(folder)) as backend:
         worker_options = replace(options, workers=backend.workers, workers_per_machine=backend.workers_per_machine)
@@ -174,12 +175,6 @@ def _start_and_train(
         claim.keep()
         store, spec, grid, plan = _open_with_plan(folder)
         _train_by_workers(store, spec, grid, plan, backend)
-
-
-def _open_as_follower(folder: Path) -> tuple[Folder, Spec, Engine, Plan]:
-    """Opens a run that the leading process has started."""
-    store, spec, grid, plan = _open_with_plan(folder)
-    return store, spec, Engine(grid, chunk_size(grid.steps, spec.run.chunk)), plan
 
 
 def begin(spec: str, spec_source: str, folder: str, options: dict, source: str | None = None) -> None:
@@ -198,7 +193,7 @@ def begin(spec: str, spec_source: str, folder: str, options: dict, source: str |
 
 @contextmanager
 def _start(
-    spec: Spec, folder: Path, options: PlanOptions, source: Path | None = None
+    spec: Spec, folder: Path, options: PlanOptions, source: Path | None
 ) -> Iterator[tuple[Folder, Spec, Engine, Plan]]:
     """Creates a new run, whose folder is locked until the block ends."""
     with claim_new_run(folder) as claim:

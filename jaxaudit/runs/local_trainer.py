@@ -83,9 +83,8 @@ class _LeaderSink(FolderSink):
         stop_requested: Callable[[], bool],
         progress: ProgressBar,
     ):
-        super().__init__(store, engine, spec.run.checkpoint_every)
-        self._plan, self._gathered = plan, gathered
-        self._stop_requested, self._progress = stop_requested, progress
+        super().__init__(store, engine, spec.run.checkpoint_every, stop_requested=stop_requested)
+        self._plan, self._gathered, self._progress = plan, gathered, progress
         self._reporter = ProgressReporter(store, engine.grid, spec.metrics.window, progress)
         self._gathered_until: dict[int, int] = {}
         self._latest_gathering = time.monotonic()
@@ -95,9 +94,6 @@ class _LeaderSink(FolderSink):
         restored = super().restored(engine, batch)
         BatchFolder(self.store, batch).remove_superseded_states()
         return restored
-
-    def checkpoint_due(self) -> bool:
-        return super().checkpoint_due() or self._stop_requested()
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         super().rows(batch, rows, start, stop)
@@ -110,7 +106,7 @@ class _LeaderSink(FolderSink):
             BatchFolder(self.store, batch).publish_onsets()
         if step == batch.onset:
             return
-        stopping = self._stop_requested() and not (batch is self._plan[-1] and step == batch.stop)
+        stopping = self.stop_requested() and not (batch is self._plan[-1] and step == batch.stop)
         hosts.broadcast(stopping)
         if stopping or time.monotonic() - self._latest_gathering > GATHER_SECONDS:
             after = self._gathered_until.get(batch.id, 0)

@@ -157,7 +157,7 @@ class Folder:
                 _create_array(group, name, channel, shape, chunks, dims)
             shape, chunks = (lanes[0], grid.steps), (lanes[0], chunk)
             _create_array(group, "baseline_performance", Channel(), shape, chunks, ("seed", "step"))
-            zarr.consolidate_metadata(self.telemetry)
+        array_store.consolidate(self.telemetry)
 
     def write_rows(self, grid: Grid, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
         """Writes the telemetry `[T, L, ...]` of a batch's steps `start` to `stop` into the run's."""
@@ -206,9 +206,7 @@ class Folder:
         """Adds attributes to the root group of the telemetry."""
         group = array_store.open_group(self.telemetry, "r+")
         group.attrs.update(attributes)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            zarr.consolidate_metadata(self.telemetry)
+        array_store.consolidate(self.telemetry)
 
 
 def _steps_per_file(chunk: int, size: int) -> int:

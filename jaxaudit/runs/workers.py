@@ -57,7 +57,11 @@ def train_batch(folder: str, number: int, driver: str | None = None) -> None:
     check_provenance(store, grid)
     if BatchFolder(store, batches[number]).accepted() is None:
         engine = Engine(grid, chunk_size(grid.steps, spec.run.chunk))
-        sink = _WorkerSink(store, engine, spec.run.checkpoint_every, begun, driver)
+
+        def driver_is_gone() -> bool:
+            return driver is not None and store.read_driver() != driver
+
+        sink = _WorkerSink(store, engine, spec.run.checkpoint_every, begun, driver_is_gone)
         run_batch(engine, batches[number], sink)
         sink.end(COMPLETE)
 
@@ -69,24 +73,14 @@ def _open_run(folder: str, spec_modified_ns: int) -> tuple[Folder, Spec, Grid]:
 
 
 class _WorkerSink(FolderSink):
-    """Stores what is trained, and stops when the run has no driver or another one."""
-
-    def __init__(self, store: Folder, engine: Engine, every: int, begun: float, driver: str | None):
-        super().__init__(store, engine, every, begun)
-        self._driver = driver
-
-    def checkpoint_due(self) -> bool:
-        return super().checkpoint_due() or self._stop_requested()
+    """Stores what is trained, and stops after a chunk on request."""
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
-        """Stores states as `FolderSink` does; raises Interrupted if the driver has stopped."""
+        """Stores states as `FolderSink` does; raises Interrupted if a stop is requested."""
         super().reached(engine, batch, states, step)
-        if batch.onset < step < batch.stop and self._stop_requested():
+        if batch.onset < step < batch.stop and self.stop_requested():
             self.end(STOPPED)
             raise Interrupted("told to stop")
-
-    def _stop_requested(self) -> bool:
-        return self._driver is not None and self.store.read_driver() != self._driver
 
 
 @dataclass

@@ -105,6 +105,11 @@ def write_arrays(path: Path, arrays: Mapping[str, LabelledArray]) -> None:
     for name, (dimensions, values) in arrays.items():
         data = values.astype(str).astype(np.dtypes.StringDType()) if values.dtype == object else values
         group.create_array(name, data=data, dimension_names=dimensions)
+    consolidate(path)
+
+
+def consolidate(path: Path) -> None:
+    """Copies the metadata of a store's arrays to its root, so that they are read at once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zarr warns that consolidated metadata are not part of the format yet
         zarr.consolidate_metadata(path, zarr_format=FORMAT)

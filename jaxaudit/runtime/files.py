@@ -16,7 +16,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def claimed(path: Path, *, is_leftover: Callable[[Path], bool] | None = None, hi
             if not claim.kept:
                 _remove_contents(path)
     finally:
-        lock.release()
+        lock.close()
         if not claim.kept:
             _remove_empty(missing)
 
@@ -152,28 +152,12 @@ def locked(path: Path, description: str) -> Iterator[None]:
       UserError: another process has locked it.
       OSError: the folder does not exist or is not writable.
     """
-    lock = _acquire_lock(path, description)
-    try:
+    with _acquire_lock(path, description):
         yield
-    finally:
-        lock.release()
 
 
-class _Lock:
-    """A lock that this process holds: an open file, and a bound socket where the file system has no locks."""
-
-    def __init__(self, path: Path, descriptor: int, bound_socket: socket.socket | None = None):
-        self._path, self._descriptor, self._socket = path, descriptor, bound_socket
-
-    def release(self) -> None:
-        with suppress(OSError):
-            self._path.unlink()
-        os.close(self._descriptor)
-        if self._socket is not None:
-            self._socket.close()
-
-
-def _acquire_lock(path: Path, description: str, create: bool = False) -> _Lock:
+def _acquire_lock(path: Path, description: str, create: bool = False) -> ExitStack:
+    """Locks a folder, which is created if `create`; returns a stack whose `close` releases the lock."""
     lock_path = path / LOCK
     for attempt in range(MAX_TRIES):
         try:
@@ -188,47 +172,44 @@ def _acquire_lock(path: Path, description: str, create: bool = False) -> _Lock:
             if error.errno == errno.ELOOP:
                 raise UserError(f"{lock_path} is a link, which jaxaudit does not follow") from None
             raise
-        lock = _lock_file(lock_path, descriptor, description)
-        if lock is not None:
-            return lock
+        with ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            _lock_file(lock_path, descriptor, description, stack)
+            with suppress(FileNotFoundError):
+                # Another process may have removed the file in between, and a third one may have locked a new file.
+                if os.path.samestat(os.fstat(descriptor), os.stat(lock_path, follow_symlinks=False)):
+                    stack.callback(_unlink, lock_path)
+                    return stack.pop_all()
     raise UserError(f"another process is at work on {description}")
 
 
-def _lock_file(path: Path, descriptor: int, description: str) -> _Lock | None:
-    """Locks an open file; returns None if the file was removed meanwhile, so that it has to be opened anew."""
+def _unlink(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def _lock_file(path: Path, descriptor: int, description: str, stack: ExitStack) -> None:
+    """Locks an open file, or binds a socket that `stack` closes where the file system has no locks."""
     try:
-        bound_socket = None
-        try:
-            if fcntl is None:
-                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is at work on {description}") from None
-        except OSError as error:
-            if error.errno not in LOCKS_UNSUPPORTED:
-                raise
-            bound_socket = _bind_socket(descriptor, description)
-            print(
-                f"note: the file system of {path.parent} has no locks, so processes of other machines are not kept "
-                "from working there at the same time",
-                file=sys.stderr,
-            )
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False)):
-                return _Lock(path, descriptor, bound_socket)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    if bound_socket is not None:
-        bound_socket.close()
-    return None
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is at work on {description}") from None
+    except OSError as error:
+        if error.errno not in LOCKS_UNSUPPORTED:
+            raise
+        if sys.platform.startswith("linux"):
+            stack.enter_context(_bind_socket(descriptor, description))
+        print(
+            f"note: the file system of {path.parent} has no locks, so processes of other machines are not kept "
+            "from working there at the same time",
+            file=sys.stderr,
+        )
 
 
-def _bind_socket(descriptor: int, description: str) -> socket.socket | None:
+def _bind_socket(descriptor: int, description: str) -> socket.socket:
     """Binds an abstract socket named by a file's device and inode, which one process of a Linux machine can do."""
-    if not sys.platform.startswith("linux"):
-        return None
     status = os.fstat(descriptor)
     unix_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import jax
 import numpy as np
 
 from jaxaudit.runtime.errors import UserError, error_from_exit_code, explain
@@ -35,8 +36,6 @@ def join_processes(coordinator: str | None = None, processes: int | None = None,
     Raises:
       UserError: the arguments are incomplete or out of range, JAX cannot determine them, or processes are missing.
     """
-    import jax
-
     arguments = coordinator, processes, process
     if any(value is not None for value in arguments) and None in arguments:
         raise UserError("--coordinator HOST:PORT, --processes N and --process I go together")
@@ -64,15 +63,11 @@ def join_processes(coordinator: str | None = None, processes: int | None = None,
 
 def is_distributed() -> bool:
     """Returns whether several processes train the run together."""
-    import jax
-
     return jax.process_count() > 1
 
 
 def is_leader() -> bool:
     """Returns whether this process is the leader, which writes files and prints messages."""
-    import jax
-
     return jax.process_index() == 0
 
 

@@ -191,13 +191,16 @@ def collect_garbage_rarely() -> None:
 
 def processor_name() -> str:
     """Returns the name of the processor, as the operating system reports it."""
+    return _cpuinfo("model name").partition(":")[2].strip() or platform.processor() or platform.machine()
+
+
+def _cpuinfo(field: str) -> str:
+    """Returns the first line of /proc/cpuinfo that starts with a field's name, "" if there is none."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return ""
+    return next((line for line in lines if line.startswith(field)), "")
 
 
 def has_cuda_plugin() -> bool:
@@ -220,10 +223,7 @@ CACHE_VARIABLE = "JAXAUDIT_CACHE"
 
 def compilation_cache_folder() -> Path:
     """Returns the folder of compiled programs for this kind of processor; machines may share a home folder."""
-    kind = processor_name()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        kind += next((line for line in lines if line.startswith("flags")), "")
+    kind = processor_name() + _cpuinfo("flags")
     return cache_folder() / f"xla-{zlib.crc32(kind.encode()):08x}"
 
 
