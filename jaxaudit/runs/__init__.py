@@ -1,1 +1,1 @@
-"""Runs that live in a folder: durable execution, resuming, forking, replaying, margins, comparisons."""
+"""Runs in folders: starting, resuming, forking, replaying and exporting them, margins, and comparisons."""

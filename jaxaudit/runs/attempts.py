@@ -239,7 +239,7 @@ class BatchFolder:
         While earlier attempts are taken over, their processes may still remove states, and the run publish onsets.
         """
         attempt = self._create_attempt()
-        for tries in range(MAX_TRIES):
+        for retry in range(MAX_TRIES):
             point = self.resume_point(grid)
             if point is None:
                 attempt.begin(self._batch.onset, worker, begun, None)
@@ -248,7 +248,7 @@ class BatchFolder:
             try:
                 attempt.take_over(earlier, step)
             except OSError:
-                if tries == MAX_TRIES - 1:
+                if retry == MAX_TRIES - 1:
                     raise
                 attempt.clear()
                 continue

@@ -188,8 +188,8 @@ def write_results(store: Folder, spec: Spec, grid: Grid, plan: Plan, chunk: int)
       Entries for environment.json: the number of samples, their unit, and remarks.
     """
     learner = grid.program.learner
-    known = telemetry_shapes(grid.program)
-    channels = [name for name in known if name in (PERFORMANCE, ACTING) or name.startswith(ACTED)]
+    shapes = telemetry_shapes(grid.program)
+    channels = [name for name in shapes if name in (PERFORMANCE, ACTING) or name.startswith(ACTED)]
     data = store.read_telemetry([*channels, "baseline_performance"])
     for name, values in datasets.derived(data[PERFORMANCE].values, spec.metrics, learner.cadence).items():
         store.write_channel(name, values)

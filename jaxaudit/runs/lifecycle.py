@@ -256,18 +256,13 @@ def _resolve_map_execution(grid: Grid, plan: Plan, map_is_for_cpus: bool) -> Gri
     if grid.program.execution != "map" or not many(grid, lanes):
         return grid
     devices = f"{len(grid.program.devices)} {grid.program.devices[0].platform} device(s)"
-    if not map_is_for_cpus:
-        print(
-            f'note: execution = "map" runs up to {lanes} lanes on {devices} one after the other; "vmap" runs them at '
-            "once",
-            file=sys.stderr,
-        )
-        return grid
-    print(
-        f'note: execution = "map" is meant for CPUs: up to {lanes} lanes run side by side ("vmap") on {devices}',
-        file=sys.stderr,
-    )
-    return replace(grid, program=replace(grid.program, execution="vmap"))
+    if map_is_for_cpus:
+        note = f'is meant for CPUs: up to {lanes} lanes run side by side ("vmap") on {devices}'
+        grid = replace(grid, program=replace(grid.program, execution="vmap"))
+    else:
+        note = f'runs up to {lanes} lanes on {devices} one after the other; "vmap" runs them at once'
+    print(f'note: execution = "map" {note}', file=sys.stderr)
+    return grid
 
 
 def _with_stored_execution(spec: Spec, grid: Grid) -> Spec:

@@ -50,13 +50,6 @@ def _is_leftover(folder: Path) -> bool:
     return not names or (names <= expected and store.read_environment().get("status") == STARTING)
 
 
-UNRESUMABLE_PREFIX = "0.1."
-"""The prefix of the versions whose runs cannot be resumed."""
-
-PREFIX_0_2 = "0.2."
-"""The prefix of the versions whose runs on dialogues or in bfloat16 gave other numbers and cannot be resumed either."""
-
-
 def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
     """Opens the run in a folder, with as many devices as it was begun with if this process has them.
 
@@ -75,9 +68,9 @@ def open_run(folder: Path) -> tuple[Folder, Spec, Grid]:
         array_store.check(store.telemetry)
     recorded = store.read_environment()
     version = str(recorded.get("jaxaudit", VERSION))
-    _check_version(folder, version, version.startswith(UNRESUMABLE_PREFIX))
+    _check_version(folder, version, version.startswith("0.1."))
     spec = load(store.spec).resolved(recorded_platform(recorded))
-    _check_version(folder, version, version.startswith(PREFIX_0_2) and _changed_since_0_2(spec))
+    _check_version(folder, version, version.startswith("0.2.") and _changed_since_0_2(spec))
     _check_engine(folder, spec)
     grid = spec.build()
     program = grid.program

@@ -1,1 +1,1 @@
-"""Files, processes, devices: what knows nothing of audits, and errors and registries."""
+"""Access to files, processes and devices, errors, and registries, which know nothing of audits."""

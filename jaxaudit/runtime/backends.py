@@ -153,15 +153,9 @@ def open_backend(workers: Workers, folder: Path) -> Iterator[Backend]:
     Raises:
       UserError: the engine is not installed, cannot be reached, or has no room for one worker.
     """
-    backend: Backend
-    if workers.engine == "ray":
-        backend = RayBackend(workers)
-    else:
-        backend = SubmititBackend(workers, folder, workers.count or max(1, core_count() // workers.cpus))
-    try:
+    backend: Backend = RayBackend(workers) if workers.engine == "ray" else SubmititBackend(workers, folder)
+    with contextlib.closing(backend):
         yield backend
-    finally:
-        backend.close()
 
 
 def call_worker(backend: Backend, function: str, arguments: dict[str, Any]) -> Any:
@@ -313,16 +307,17 @@ class _RayJob:
 class SubmititBackend:
     """Runs each call as a job of submitit, in Slurm or as a process of this machine."""
 
-    def __init__(self, options: Workers, folder: Path, workers: int):
+    def __init__(self, options: Workers, folder: Path):
         try:
             import submitit
         except ImportError:
             raise UserError(f"--on {options.engine} needs the extra 'slurm': pip install 'jaxaudit[slurm]'") from None
         if options.engine == "slurm" and shutil.which("sbatch") is None:
             raise UserError("--on slurm needs Slurm, and there is no sbatch on this machine")
-        self.errors, self._options, self.workers = submitit.core.utils, options, workers
+        self.errors, self._options = submitit.core.utils, options
         self.local = options.engine == "local"
-        self.workers_per_machine = workers if self.local else 1  # Slurm gives each job memory of its own
+        self.workers = options.count or max(1, core_count() // options.cpus)
+        self.workers_per_machine = self.workers if self.local else 1  # Slurm gives each job memory of its own
         # The caller decides how often a call is submitted again, so submitit has no limit.
         unlimited = {f"{options.engine}_max_num_timeout": sys.maxsize}
         self._executor = submitit.AutoExecutor(folder, cluster=options.engine, **unlimited)

@@ -67,16 +67,15 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, Failed):
         return 1, str(error)
     causes = list(_causes(error))
-    messages = [str(cause) for cause in causes]
-    if any(isinstance(cause, OSError) and cause.errno in NO_SPACE for cause in causes) or any(
-        text in message for message in messages for text in NO_SPACE.values()
-    ):
+
+    def mention(*texts: str) -> bool:
+        return any(text in str(cause) for cause in causes for text in texts)
+
+    if any(isinstance(cause, OSError) and cause.errno in NO_SPACE for cause in causes) or mention(*NO_SPACE.values()):
         return 1, "the disk is full; with more space, go on with: jaxaudit resume DIR"
-    if any(isinstance(cause, MemoryError) for cause in causes) or any(
-        "RESOURCE_EXHAUSTED" in message for message in messages
-    ):
+    if any(isinstance(cause, MemoryError) for cause in causes) or mention("RESOURCE_EXHAUSTED"):
         return 1, "out of memory; in [audit], lanes = N keeps at most N of them in memory at a time"
-    if any(text in message for message in messages for text in PEER_LOST):
+    if mention(*PEER_LOST):
         return 1, "another process of the run is gone; in as many as before, go on with: jaxaudit resume DIR"
     if isinstance(error, OSError):
         prefix = f"{error.filename}: " if error.filename else ""

@@ -273,11 +273,11 @@ def pointing_outside(store):
             "larger than its shape",
         ),
         (lambda store: edit(store / "performance" / "zarr.json", lambda a: a.update(shape=[9, 9, 9])), "differ|larger"),
-        (pointing_outside, "name arrays that are not there"),
+        (pointing_outside, "name arrays that it does not have"),
         (lambda store: edit(store / "zarr.json", lambda root: root.update(node_type="array")), "root is not a group"),
         (lambda store: edit(store / "zarr.json", lambda root: root.update(consolidated_metadata=7)), "incomplete"),
         (lambda store: (store / "zarr.json").write_text("[]"), "is not a JSON object"),
-        (lambda store: shutil.rmtree(store / "performance"), "not there"),
+        (lambda store: shutil.rmtree(store / "performance"), "does not have"),
     ],
 )
 def test_stores_that_are_refused(change, words, run):
