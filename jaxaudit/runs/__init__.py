@@ -1,1 +1,1 @@
-"""Runs in folders: starting, resuming, forking, replaying and exporting them, margins, and comparisons."""
+"""Runs that live in a folder: starting, resuming, forking, replaying and exporting them, margins, comparisons."""

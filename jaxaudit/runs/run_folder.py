@@ -128,7 +128,7 @@ class Folder:
         try:
             return from_json(read_object(self.plan)["batches"], grid)
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
-            raise UserError(f"{self.plan} is damaged: which lanes run together cannot be told ({error!r})") from None
+            raise UserError(f"{self.plan} is damaged: it is no plan of the run's lanes ({error!r})") from None
 
     def create_telemetry(self, grid: Grid, shapes: dict[str, tuple[int, ...]], chunk: int) -> None:
         """Creates telemetry.zarr with all values missing.

@@ -1,1 +1,1 @@
-"""Access to files, processes and devices, errors, and registries, which know nothing of audits."""
+"""Files, processes, devices: access to them, errors and registries, without knowledge of audits."""

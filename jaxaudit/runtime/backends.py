@@ -133,7 +133,7 @@ class Workers:
             if value is not None and value < least:
                 raise UserError(f"{name} must be at least {least}, not {value}")
         if self.engine == "slurm" and self.count is None:
-            raise UserError("--on slurm needs --workers, how many jobs may run side by side")
+            raise UserError("--on slurm needs --workers N, the number of jobs that may run side by side")
 
     @staticmethod
     def parse(on: str, **options: Any) -> Workers:

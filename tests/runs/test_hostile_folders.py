@@ -345,7 +345,7 @@ def widen(plan):
 )
 def test_plans_that_are_refused(change, run, stopped):
     edit(stopped / "plan.json", change)
-    refused("plan.json is damaged: which lanes run together cannot be told", durable.resume, stopped)
+    refused("plan.json is damaged: it is no plan of the run's lanes", durable.resume, stopped)
     edit(run / "plan.json", change)
     refused("plan.json is damaged", replay, run)
 

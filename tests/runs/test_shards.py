@@ -103,6 +103,6 @@ def test_a_damaged_plan_is_one_sentence(begun):
     whole = plan.read_text()
     for text in ("{", "[]", whole.replace('"lanes": [[0, -1]', '"lanes": [[9, -1]')):
         plan.write_text(text)
-        with pytest.raises(UserError, match=r"plan.json is damaged: which lanes run together cannot be told"):
+        with pytest.raises(UserError, match=r"plan.json is damaged: it is no plan of the run's lanes"):
             durable.resume(begun)
     shutil.rmtree(begun)
