@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from jaxaudit.runtime import source_tree
+from jaxaudit.runtime import machine
 
 # ruff: noqa: F401, F403
 if TYPE_CHECKING:  # for type checkers and editors; in a program a name is imported when it is first asked for
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # for type checkers and editors; in a program a name is impor
 
 __version__ = "0.3.0"
 
-source_tree.find_kernels()
+machine.install_kernels_finder()
 
 _PACKAGES = {
     "dialogues": "dialogues",

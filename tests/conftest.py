@@ -15,10 +15,10 @@ from server import Done, Server
 import jaxaudit.report
 from jaxaudit.cli import main as cli
 from jaxaudit.execution import engine
-from jaxaudit.runtime.machine import collect_garbage_seldom
+from jaxaudit.runtime.machine import collect_garbage_rarely
 from jaxaudit.text import Text
 
-collect_garbage_seldom()
+collect_garbage_rarely()
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # small programs, too: every file has the same ones
@@ -72,7 +72,7 @@ def here(capsys, monkeypatch):
         return Done(code, *capsys.readouterr(), 0.0)
 
     monkeypatch.setattr(cli, "prepare_jax", lambda: None)
-    monkeypatch.setattr(cli, "occupy", lambda count: None)  # this process has other tests to run
+    monkeypatch.setattr(cli, "claim_cores", lambda count: None)  # this process has other tests to run
     monkeypatch.setattr(jaxaudit.report, "build", lambda folder: folder)
     return command
 

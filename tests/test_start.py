@@ -37,7 +37,7 @@ def test_an_own_learner_needs_no_physics():
 def test_a_process_ends_without_taking_apart_what_it_has_but_for_what_was_asked_of_it():
     words = """if True:
         import atexit
-        from jaxaudit.runtime.machine import collect_garbage_seldom
+        from jaxaudit.runtime.machine import collect_garbage_rarely
 
         class Circle:
             def __init__(self):
@@ -46,7 +46,7 @@ def test_a_process_ends_without_taking_apart_what_it_has_but_for_what_was_asked_
             def __del__(self):
                 print("taken apart")
 
-        collect_garbage_seldom()
+        collect_garbage_rarely()
         atexit.register(print, "asked for")
         circle = Circle()
     """
@@ -71,7 +71,7 @@ def test_an_unknown_name():
 def ours(tmp_path, monkeypatch):
     """The folder that programs go to where the caller has said nothing."""
     before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setattr(engine, "program_cache", lambda: tmp_path / "ours")
+    monkeypatch.setattr(engine, "compilation_cache_folder", lambda: tmp_path / "ours")
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     yield tmp_path / "ours"
@@ -99,7 +99,7 @@ def test_programs_are_kept_between_processes(ours):
 
 
 def test_not_where_the_caller_says_no(ours, monkeypatch):
-    monkeypatch.setenv(engine.CACHE, "off")
+    monkeypatch.setenv(engine.CACHE_VARIABLE, "off")
     an_audit(1.5)
     assert not ours.exists()
 

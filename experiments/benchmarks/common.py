@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxaudit.runtime.machine import cores, processor
+from jaxaudit.runtime.machine import core_count, processor_name
 
 TASK = "HalfCheetah-v5"
 
@@ -30,7 +30,7 @@ def parser(description: str, repetitions: int = 5) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="a smoke run of seconds; its numbers mean nothing")
     made.add_argument("--json", type=Path, metavar="PATH", help="write the numbers here")
     made.add_argument("--repetitions", type=int, default=repetitions, help="timed rounds (%(default)s)")
-    made.add_argument("--devices", type=int, default=cores(), help="CPU devices (%(default)s, one per core)")
+    made.add_argument("--devices", type=int, default=core_count(), help="CPU devices (%(default)s, one per core)")
     return made
 
 
@@ -309,8 +309,8 @@ def machine() -> dict[str, Any]:
     """What a number depends on."""
     names = ("jaxaudit", "jax", "jaxlib", "flax", "optax", "mujoco")
     return {
-        "processor": processor(),
-        "cores": cores(),
+        "processor": processor_name(),
+        "cores": core_count(),
         "devices": [str(device) for device in jax.devices()],
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names},

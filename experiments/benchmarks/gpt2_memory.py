@@ -25,7 +25,7 @@ def main(size: str, length: int) -> None:
     from jaxaudit.core.batches import layout
     from jaxaudit.core.grid import plan
     from jaxaudit.execution.engine import Engine
-    from jaxaudit.runtime.machine import give_back
+    from jaxaudit.runtime.machine import release_memory
 
     learner, _ = language_model.learner_of(size, 1, length, False, remat=True)
     engine = Engine(plan(learner, [ja.lr_spike(10.0, onset=1, duration=1)], seeds=1, steps=4), 1)
@@ -33,7 +33,7 @@ def main(size: str, length: int) -> None:
     planned = engine.program_bytes(lane)
     states = jax.block_until_ready(engine.initial(lane))
     state_bytes = engine.lane_bytes(lane)
-    give_back()
+    release_memory()
     held = _bytes("VmRSS") - state_bytes
     CLEAR.write_text("5")  # the peak counts from here
     begun = time.perf_counter()

@@ -52,7 +52,7 @@ def training(arguments) -> tuple[str, dict]:
         "jaxaudit, training step": trainer(arguments, False),
         "jaxaudit, audited step": trainer(arguments, True),
         "PyTorch and transformers": functools.partial(
-            common.elsewhere, arguments.python, "../language_models/torch_gpt2.py", (common.cores(), *shape)
+            common.elsewhere, arguments.python, "../language_models/torch_gpt2.py", (common.core_count(), *shape)
         ),
     }
     timings = common.interleave(candidates, arguments.repetitions)

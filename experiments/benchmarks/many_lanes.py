@@ -184,7 +184,7 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
     from jaxaudit.runs import disk_sink as trained
     from jaxaudit.runs import lifecycle as durable
     from jaxaudit.runs import local_trainer as here
-    from jaxaudit.runs.collect import Gathered
+    from jaxaudit.runs.collect import GatheredBatches
     from jaxaudit.spec import document
 
     jax.devices()
@@ -201,17 +201,17 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
             (Engine, "advance", "training"),
             (Engine, "begin", "training"),
             (Batch, "lanes", "planning"),
-            *((here._Watched, name, "storing") for name in ("restored", "rows", "reached")),
-            *((trained.InFolder, name, "storing") for name in ("end", "source")),
-            (trained, "_stored", "storing"),
-            (Gathered, "__init__", "storing"),
-            (Gathered, "accept", "storing"),
-            (durable, "finish", "metrics"),
+            *((here._LeaderSink, name, "storing") for name in ("restored", "rows", "reached")),
+            *((trained.FolderSink, name, "storing") for name in ("end", "source")),
+            (trained, "_load_onset", "storing"),
+            (GatheredBatches, "__init__", "storing"),
+            (GatheredBatches, "accept", "storing"),
+            (durable, "write_results", "metrics"),
             (report, "build", "report"),
         ):
             clock.watch(owner, name, phase)
-        go_on = durable._go_on_here
-        durable._go_on_here = lambda *given: (clock.become("other"), go_on(*given))
+        go_on = durable._train_here
+        durable._train_here = lambda *given: (clock.become("other"), go_on(*given))
         durable.run(document.load(Path(place) / "spec.toml"), folder)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         report.build(folder)

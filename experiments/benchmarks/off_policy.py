@@ -67,7 +67,7 @@ def compare(arguments, name: str) -> dict:
     work[called] = max(arguments.lanes) * arguments.env_steps
     variants = [
         (processes, threads, envs)
-        for processes, threads in sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
+        for processes, threads in sorted({(1, 1), (1, common.core_count()), (common.core_count(), 1)})
         for envs in (1, 8)
     ]
     for processes, threads, envs in [] if arguments.no_sb3 else variants[: 1 if arguments.quick else None]:

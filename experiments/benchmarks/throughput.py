@@ -44,7 +44,7 @@ def main() -> None:
     grid, audit, compile_seconds = build(arguments)
     variants = {
         f"SB3: processes {processes}, threads {threads}, environments {envs}": (processes, threads, envs)
-        for processes, threads in sorted({(1, 1), (1, common.cores()), (common.cores(), 1)})
+        for processes, threads in sorted({(1, 1), (1, common.core_count()), (common.core_count(), 1)})
         for envs in (1, ENVS)
     }
     if arguments.quick or arguments.no_sb3:
@@ -118,7 +118,7 @@ def simulate(simulations: int) -> float:
     """Seconds that C MuJoCo takes for an iteration's env steps in every simulation, spread evenly over the cores."""
     env = make(common.TASK, "c")
     steps = ENV_STEPS // ENVS
-    shares = np.array_split(np.arange(simulations), common.cores())
+    shares = np.array_split(np.arange(simulations), common.core_count())
     actions = [np.random.default_rng(i).uniform(-1, 1, (steps, len(s), env.action_size)) for i, s in enumerate(shares)]
     batches = [Batch(env.model, len(share), nthread=1) for share in shares]
 

@@ -95,7 +95,7 @@ def side(folder: Path, part: str, quick: bool) -> None:
     sys.path[0] = str(folder / "experiments" / "benchmarks")  # in the place of this script's own
     import common
 
-    common.prepare_jax(1 if part == "gpt2" else common.cores())
+    common.prepare_jax(1 if part == "gpt2" else common.core_count())
     call = {"ppo": ppo, "lanes": lanes, "sac": sac, "td3": td3, "gpt2": gpt2, "grpo": grpo}[part](common, quick)
     call()
     print("> ready", flush=True)

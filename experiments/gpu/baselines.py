@@ -49,7 +49,7 @@ def sb3(part: Part) -> None:
     import common
 
     part.wait_for_turn()
-    cores = common.cores()
+    cores = common.core_count()
     for processes in (1,) if part.tiny else (cores, 1):
         steps = 2048 if part.tiny else 8192
         with common.WarmProcesses(sys.executable, "sb3.py", ("ppo", 1, 8, steps), processes, CPU_ONLY, None) as agents:
@@ -66,7 +66,9 @@ def cpu_ppo(part: Part) -> None:
 
     _on_cores(part)
     learner = speed.ppo_learner(part.tiny, "c")
-    lanes = common.Lanes(learner, 2 * common.cores() if part.tiny else 4 * common.cores(), 1 if part.tiny else 3)
+    lanes = common.Lanes(
+        learner, 2 * common.core_count() if part.tiny else 4 * common.core_count(), 1 if part.tiny else 3
+    )
     what = "PPO on HalfCheetah, C MuJoCo on the cores, Table S2"
     speed.measure_all(part, [lanes], learner.samples_per_step, what, "env steps/s", 3)
 
@@ -77,7 +79,7 @@ def cpu_grpo(part: Part) -> None:
     import speed
 
     _on_cores(part)
-    width = 2 * common.cores() if part.tiny else 8 * common.cores()
+    width = 2 * common.core_count() if part.tiny else 8 * common.core_count()
     lanes = common.Lanes(speed.grpo_learner(part.tiny), width, 2 if part.tiny else 10, execution="map")
     speed.measure_all(part, [lanes], 1, "GRPO on hop, 0.1M, on the cores", "lane iterations/s", 3)
 
@@ -89,7 +91,7 @@ def _on_cores(part: Part) -> None:
     import common
     import jax
 
-    jax.config.update("jax_num_cpu_devices", common.cores())
+    jax.config.update("jax_num_cpu_devices", common.core_count())
 
 
 def _threads() -> int:

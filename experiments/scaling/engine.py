@@ -13,7 +13,7 @@ from typing import NamedTuple
 from schedule import Cluster, Outcome, Shard, Work
 
 KEEPING = 0.05
-"""The share of its time for which a worker keeps states, where nobody says how often: that of `InFolder`."""
+"""The share of its time for which a worker keeps states, where nobody says how often: that of `FolderSink`."""
 
 
 class Reached(NamedTuple):

@@ -15,7 +15,7 @@ from jaxaudit.analysis import metrics
 from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.grid import Grid
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.registry import unknown
+from jaxaudit.runtime.registry import unknown_name_message
 
 DIMS = ("seed", "condition", "step")
 
@@ -43,7 +43,7 @@ def find_index(kind: str, value: int | str, labels: list[str]) -> int:
         return labels.index(str(value))
     if kind == "condition" and str(value).isdigit() and int(value) < len(labels):
         return int(value)
-    raise UserError(unknown(kind, value, labels))
+    raise UserError(unknown_name_message(kind, value, labels))
 
 
 def _coordinates(grid: Grid) -> dict[str, Any]:

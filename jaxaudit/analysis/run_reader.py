@@ -14,7 +14,7 @@ import pandas as pd
 import xarray as xr
 
 from jaxaudit.analysis.statistics.paired import excess_columns
-from jaxaudit.runtime import zarr_store
+from jaxaudit.runtime import array_store
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import check_contents, parse_toml, read_text
 from jaxaudit.runtime.machine import read_environment
@@ -284,8 +284,8 @@ def load(folder: Path) -> Run:
         raise FileNotFoundError(f"{folder} holds no telemetry.zarr, so there is nothing to report yet")
     spec_path = folder / "spec.toml"
     spec_text = read_text(spec_path) if spec_path.exists() else ""
-    zarr_store.check(store)
-    telemetry = zarr_store.open_dataset(store)
+    array_store.check(store)
+    telemetry = array_store.open_dataset(store)
     if "performance" not in telemetry or not set(_LANE_DIMS) <= set(telemetry["performance"].dims):
         raise UserError(f"{store} has no channel 'performance' with dims seed, condition, step")
     metrics = read_table(folder / "metrics.csv")

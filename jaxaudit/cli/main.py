@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxaudit.runtime import source_tree
-from jaxaudit.runtime.errors import TRACEBACK, Undrawn, UserError, explain
-from jaxaudit.runtime.interrupts import interrupt
-from jaxaudit.runtime.machine import collect_garbage_seldom, occupy, planned_threads, prepare_jax, use_cpus
+from jaxaudit.runtime import machine
+from jaxaudit.runtime.errors import TRACEBACK, DrawingFailed, UserError, explain, interrupt_handler
+from jaxaudit.runtime.machine import claim_cores, collect_garbage_rarely, planned_threads, prepare_jax, use_cpu_only
 
 # Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
 
@@ -68,8 +67,8 @@ def entry() -> NoReturn:
     After Ctrl-C or a failure at once: a computation still running is not waited for, and no library has a word after
     the sentence (what Orbax leaves of a save that failed speaks when the interpreter takes it apart).
     """
-    collect_garbage_seldom()
-    signal.signal(signal.SIGINT, interrupt)
+    collect_garbage_rarely()
+    signal.signal(signal.SIGINT, interrupt_handler)
     sys.stdout, sys.stderr = _Printable(sys.stdout), _Printable(sys.stderr)  # type: ignore[assignment]
     code = main()
     if code:
@@ -112,7 +111,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxaudit", description="How stable is this training run?", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"jaxaudit {source_tree.version()}")
+    parser.add_argument("--version", action="version", version=f"jaxaudit {machine.installed_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="name")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
@@ -237,13 +236,13 @@ def _join(arguments: argparse.Namespace) -> None:
         return
     from jaxaudit.runtime import hosts
 
-    hosts.join(arguments.coordinator, arguments.processes, arguments.process)
+    hosts.join_processes(arguments.coordinator, arguments.processes, arguments.process)
     if not hosts.is_leader():
         sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
 
 def _workers(arguments: argparse.Namespace, like: Path | None = None) -> Any:
-    """Who trains, `jaxaudit.runtime.backends.backend.Workers`; None: this process.
+    """Who trains, `jaxaudit.runtime.backends.Workers`; None: this process.
 
     Of a run that is there, `like`, workers have as many cores as it was planned for, unless another number is asked.
     """
@@ -255,7 +254,7 @@ def _workers(arguments: argparse.Namespace, like: Path | None = None) -> Any:
         if given:
             raise UserError(f"--{given[0].replace('count', 'workers')} says how workers are, and needs --on")
         return None
-    from jaxaudit.runtime.backends.backend import Workers
+    from jaxaudit.runtime.backends import Workers
 
     if like is not None and (planned := planned_threads(like)):
         if asked["cpus"] not in (None, planned):
@@ -272,12 +271,12 @@ def _prepare(workers: Any, like: Path | None = None, joined: argparse.Namespace 
     """
     if workers is None:
         if like is not None and (threads := planned_threads(like)):
-            occupy(threads)
+            claim_cores(threads)
         prepare_jax()
         if joined is not None:
             _join(joined)
     else:
-        use_cpus()
+        use_cpu_only()
         prepare_jax()
 
 
@@ -337,7 +336,7 @@ def _fork(arguments: argparse.Namespace) -> int:
 
 def _margin(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    from jaxaudit.runtime.errors import placed
+    from jaxaudit.runtime.errors import error_prefix
     from jaxaudit.spec.document import load
 
     spec, workers = load(arguments.spec) if arguments.spec else None, _workers(arguments, arguments.folder)
@@ -345,7 +344,7 @@ def _margin(arguments: argparse.Namespace) -> int:
     from jaxaudit.runs.margins.folder import search_margins
     from jaxaudit.runs.margins.search import MarginSettings
 
-    with placed("jaxaudit margin"):
+    with error_prefix("jaxaudit margin"):
         chosen = MarginSettings(
             tolerance=arguments.tolerance,
             reach=arguments.reach,
@@ -370,7 +369,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     print(json.dumps(found.json(), indent=2) if arguments.json else found)
     try:
         undrawn = _write_report(out, quiet=arguments.json)
-    except Undrawn as error:
+    except DrawingFailed as error:
         undrawn = str(error)
     if undrawn:
         later = shlex.join(["jaxaudit", "report", str(out)])
@@ -412,7 +411,7 @@ def _sample(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     _prepare(None, arguments.folder)
-    from jaxaudit.runs.export import export
+    from jaxaudit.runs.replay import export
 
     print(export(arguments.folder, arguments.out, arguments.seed, arguments.condition))
     return 0
@@ -431,9 +430,9 @@ def _detect(arguments: argparse.Namespace) -> int:
     from jaxaudit.monitoring.detector import MetaState
     from jaxaudit.monitoring.folder import detect
     from jaxaudit.monitoring.monitor import scorer
-    from jaxaudit.runtime.errors import placed
+    from jaxaudit.runtime.errors import error_prefix
 
-    with placed("jaxaudit detect"):
+    with error_prefix("jaxaudit detect"):
         settings = DetectionSettings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
     detector = MetaState(scorer(arguments.model))
     for folder in detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers):
@@ -495,7 +494,7 @@ def _end(folder: Path) -> int:
     later = shlex.join(["jaxaudit", "report", str(folder)])
     try:
         undrawn = _write_report(folder)
-    except Undrawn as error:
+    except DrawingFailed as error:
         undrawn = str(error)
     if undrawn:
         _note(f"the run is finished and stored in {folder}, but not drawn: {undrawn}, and draw it with: {later}")
@@ -531,7 +530,7 @@ def _draw_detection(folder: Path) -> None:
         return
     try:
         print(f"report: {build(folder)}")
-    except Undrawn as error:
+    except DrawingFailed as error:
         _note(f"the results are stored in {folder}, but not drawn: {error}")
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from jaxaudit.analysis import metrics as metric_functions
 from jaxaudit.perturbations import Kind
 from jaxaudit.runtime import registry
-from jaxaudit.runtime.registry import aligned, summary
+from jaxaudit.runtime.registry import align_columns, first_docstring_line
 from jaxaudit.spec.sections import learner_settings
 from jaxaudit.spec.tables import to_toml_value
 
@@ -27,7 +27,7 @@ def tasks() -> list[str]:
     lines = []
     for name in registry.task_kinds:
         kind = registry.task_kinds[name]
-        lines += [f"{name}  {summary(kind)}", *(f"  {line}" for line in aligned(kind.listing()))]
+        lines += [f"{name}  {first_docstring_line(kind)}", *(f"  {line}" for line in align_columns(kind.listing()))]
     return lines
 
 
@@ -35,9 +35,9 @@ def learners() -> list[str]:
     """The learners, each followed by its settings and their defaults."""
     lines = []
     for name in registry.learners:
-        lines.append(f"{name}  {summary(registry.learners[name])}")
+        lines.append(f"{name}  {first_docstring_line(registry.learners[name])}")
         fields = [f for f in dataclasses.fields(learner_settings(name)) if f.name != "telemetry"]
-        lines += aligned([(f"  {f.name}", _default(f)) for f in fields])
+        lines += align_columns([(f"  {f.name}", _default(f)) for f in fields])
     return lines
 
 
@@ -47,8 +47,8 @@ def remedies() -> list[str]:
     for name in registry.remedies:
         kind = registry.remedies[name]
         neutral = "" if kind.neutral is None else f"{kind.neutral:g}"
-        rows.append((name, kind.site or "settings", f"{kind.strength:g}", neutral, summary(kind)))
-    return aligned(rows)
+        rows.append((name, kind.site or "settings", f"{kind.strength:g}", neutral, first_docstring_line(kind)))
+    return align_columns(rows)
 
 
 def perturbations() -> list[str]:
@@ -66,14 +66,16 @@ def _kinds(known: registry.Registry) -> list[str]:
         kind = known[name]
         if isinstance(kind, Kind):
             magnitudes = ", ".join(f"{m:g}" for m in kind().magnitudes)
-            rows.append((name, kind.dimension, kind.site, magnitudes, str(kind.when.duration), summary(kind)))
-    return aligned(rows)
+            rows.append(
+                (name, kind.dimension, kind.site, magnitudes, str(kind.when.duration), first_docstring_line(kind))
+            )
+    return align_columns(rows)
 
 
 def metrics() -> list[str]:
     known = {name: getattr(metric_functions, name) for name in TABLE_S5}
     known |= {name: registry.metrics[name] for name in registry.metrics}
-    return aligned([(name, summary(known[name])) for name in known])
+    return align_columns([(name, first_docstring_line(known[name])) for name in known])
 
 
 def _default(setting: dataclasses.Field) -> str:

@@ -14,8 +14,8 @@ from jaxaudit.core.perturbation import Chain, Condition, Perturbation, condition
 from jaxaudit.core.program import Execution, InLoopMonitor, Program, telemetry_shapes
 from jaxaudit.core.sites import Sites, find_sites
 from jaxaudit.core.slots import site_misfit, slots_of
-from jaxaudit.runtime import precision
-from jaxaudit.runtime.precision import MatmulPrecision
+from jaxaudit.runtime import tracing
+from jaxaudit.runtime.tracing import MatmulPrecision
 
 MOST_LANES = 2**24
 """Seeds x conditions of the largest grid."""
@@ -141,7 +141,7 @@ def plan(
         _execution(execution),
         trained_on,
         model_devices=model_devices,
-        matmul_precision=precision.resolve(trained_on, matmul_precision),
+        matmul_precision=tracing.resolve_precision(trained_on, matmul_precision),
     )
     _check_shared(learner, program)
     if watch is not None:

@@ -20,8 +20,8 @@ from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.learner import Learner, State, Telemetry, with_lasting, without_lasting
 from jaxaudit.core.sites import find_sites, initial_states, step_telemetry
 from jaxaudit.core.taps import STATE, Disturbance, Slot, States, Taps, forget
-from jaxaudit.runtime import precision
-from jaxaudit.runtime.sharding import AXIS, EVERYWHERE, LANES, ROWS, on_devices, split
+from jaxaudit.runtime import tracing
+from jaxaudit.runtime.sharding import LANE_AXIS, LANES, REPLICATED, ROWS, constrain_tree, map_over_devices
 
 Execution = str | int
 """How the lanes of one device run: "vmap", "map" (one after the other), or a batch size (above 16 in whole eights).
@@ -95,7 +95,7 @@ class Program:
     """Everything a compiled audit depends on but arrays and the shapes of lanes: equal ones share a compilation.
 
     The learner is one `without_data`; `watch` is what interventions wait for; `model_devices` share each lane;
-    `matmul_precision` is what `jaxaudit.runtime.precision.resolve` gave.
+    `matmul_precision` is what `jaxaudit.runtime.tracing.resolve_precision` gave.
     """
 
     learner: Learner
@@ -163,7 +163,7 @@ def initial(program: Program, data: Any, seeds: jax.Array) -> LaneState:
 
 def first_state(program: Program, data: Any, key: jax.Array) -> LaneState:
     """A lane of the baseline before its first step."""
-    with precision.tracing(program.matmul_precision):
+    with tracing.with_precision(program.matmul_precision):
         return _unperturbed(program, program.learner.begin(key, data))
 
 
@@ -228,12 +228,12 @@ def lane_step(
         branch_in_loops=not program.on_gpus,
     )
     begin = with_lasting(taps(STATE, without_lasting(state.learner)), of=state.learner)
-    with precision.tracing(program.matmul_precision):
+    with tracing.with_precision(program.matmul_precision):
         learner, telemetry = program.learner.advance(begin, learner_key, taps)
     watched = state.watched
     if watched is not None:
         assert program.watch is not None, "or there would be nothing watched"
-        with precision.tracing(program.matmul_precision), precision.in_float32():
+        with tracing.with_precision(program.matmul_precision), tracing.in_float32():
             following, unusual = program.watch.follow(watched.following, telemetry)
         telemetry |= {SCORE: unusual, ALARM: watched.alarm.astype(jnp.float32)}
         watched = Watched(following, unusual > 0)
@@ -303,22 +303,22 @@ def advance(
         return jax.lax.fori_loop(start, stop, body, (split_states(program, states), rows))
 
     bounds = (jnp.int32(start), jnp.int32(stop), jnp.int32(first))
-    specs = (EVERYWHERE, LANES, LANES, EVERYWHERE, EVERYWHERE, ROWS, EVERYWHERE)
-    dealt = on_devices(program.devices, shard, specs, (LANES, ROWS), program.model_devices)
+    specs = (REPLICATED, LANES, LANES, REPLICATED, REPLICATED, ROWS, REPLICATED)
+    dealt = map_over_devices(program.devices, shard, specs, (LANES, ROWS), program.model_devices)
     return dealt(data, states, lanes, bounds[0], bounds[1], rows, bounds[2])
 
 
 def split_states(program: Program, states: LaneState) -> LaneState:
     """States of lanes, each split among the devices that share it; as they are where none do."""
     partition = program.learner.partition
-    return states if partition is None or program.model_devices == 1 else split(states, partition, leading=1)
+    return states if partition is None or program.model_devices == 1 else constrain_tree(states, partition, leading=1)
 
 
 def _in_step(program: Program, idle: jax.Array | None) -> jax.Array | None:
     """The least over all rows of devices that share a lane: they take the same branches, or wait for one another."""
     if idle is None or program.model_devices == 1 or program.groups == 1:
         return idle
-    return jax.lax.pmin(idle, AXIS)
+    return jax.lax.pmin(idle, LANE_AXIS)
 
 
 def _each_lane(function: Callable, execution: Execution) -> Callable:

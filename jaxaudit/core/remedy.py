@@ -177,4 +177,4 @@ def _stateless(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _registered(function: Callable[..., Any], **fields: Any) -> RemedyKind:
     name = function.__name__
-    return registry.remedies.register(name, registry.named_like(function, RemedyKind(name=name, **fields)))
+    return registry.remedies.register(name, registry.copy_function_metadata(function, RemedyKind(name=name, **fields)))

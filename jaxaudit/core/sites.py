@@ -68,7 +68,7 @@ class Recorder:
     helped: dict[str, dict[str, Helped]] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
     carried: bool = True
-    home: Any = field(default_factory=tracing.here)
+    home: Any = field(default_factory=tracing.current_trace)
     inner_states: Any = None
     inner_counts: Any = None
 
@@ -136,20 +136,20 @@ class Recorder:
 
     def fold_in(self, index: Any) -> Recorder:
         """A recorder of the same sites, at a place that keeps no state."""
-        return replace(self, carried=False, home=tracing.here())
+        return replace(self, carried=False, home=tracing.current_trace())
 
     def scan(self, body: Callable, init: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
         """`jax.lax.scan` whose body gets a recorder of the same sites."""
 
         def turn(carry: Any, x: Any) -> tuple[Any, Any]:
-            return body(replace(self, home=tracing.here()), carry, x)
+            return body(replace(self, home=tracing.current_trace()), carry, x)
 
         return jax.lax.scan(turn, init, xs, length)
 
     def repeat(self, body: Callable, init: Any, times: Any, until: Callable | None = None) -> Any:
         """`jax.lax.fori_loop` whose body gets a recorder of the same sites; what ends it early does not matter here."""
         return jax.lax.fori_loop(
-            0, times, lambda number, carry: body(replace(self, home=tracing.here()), carry, number), init
+            0, times, lambda number, carry: body(replace(self, home=tracing.current_trace()), carry, number), init
         )
 
     def cond(self, chosen: jax.Array, body: Callable, carry: Any) -> tuple[Any, Any]:
@@ -215,7 +215,7 @@ def trace(learner: Learner, recorder: Recorder) -> None:
 
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
     def traced(state, key, index, data):
-        recorder.step, recorder.data, recorder.home = index, data, tracing.here()
+        recorder.step, recorder.data, recorder.home = index, data, tracing.current_trace()
         recorder(STATE, without_lasting(state))
         return learner.advance(state, key, recorder)[1]  # type: ignore[arg-type]  # it stands in for taps
 

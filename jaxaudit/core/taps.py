@@ -21,7 +21,7 @@ from flax import struct
 from jaxaudit.core.perturbation import Kind
 from jaxaudit.core.remedy import RemedyKind
 from jaxaudit.runtime import tracing
-from jaxaudit.runtime.paths import along_paths, paths_of
+from jaxaudit.runtime.paths import paths_of, spread_over_leaves
 
 SITES = (
     "observation",
@@ -249,7 +249,7 @@ class Taps:
         self._in_loop = False
         self._turns: tuple[tuple[Any, Any], ...] = ()
         self._calls: dict[str, int] = {}
-        self._home = tracing.here()
+        self._home = tracing.current_trace()
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Passes `value` (any pytree) through the perturbations of `site`.
@@ -463,7 +463,7 @@ class Taps:
     def _here(self, key: jax.Array | None, kept: Kept) -> Taps:
         """The same taps at the place where this is called."""
         taps = copy.copy(self)
-        taps._key, taps._kept, taps._calls, taps._home = key, kept, dict(self._calls), tracing.here()
+        taps._key, taps._kept, taps._calls, taps._home = key, kept, dict(self._calls), tracing.current_trace()
         return taps
 
     def _apply_remedy(self, kind: RemedyKind, strength: jax.Array, value: Any, label: str, context: dict) -> Any:
@@ -568,8 +568,8 @@ def misplaced(site: str, home: Any, keeps_state: bool) -> str | None:
 
     Where a body runs several times, all turns would draw the same noise; and a state would be lost.
     """
-    around = tracing.between(home)
-    if loop := next((name for name in around if tracing.repeats(name)), None):
+    around = tracing.transformations_since(home)
+    if loop := next((name for name in around if tracing.may_repeat(name)), None):
         instead = INSIDE.get(loop, INSIDE["scan"])
         return f"cannot act at '{site}', which the learner taps inside {loop} with taps from outside; {instead}"
     return lost_state(site, home) if keeps_state else None
@@ -577,7 +577,7 @@ def misplaced(site: str, home: Any, keeps_state: bool) -> str | None:
 
 def lost_state(site: str, home: Any) -> str | None:
     """Returns what to say of a state that is kept at a tap called here whose taps were made at `home`; or None."""
-    around = tracing.between(home)
+    around = tracing.transformations_since(home)
     if not around:
         return None
     instead = ", or with the taps of taps.cond" if around[0] == "cond" else ""
@@ -644,4 +644,4 @@ def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
         new = jnp.asarray(new)
         return jnp.where(picked, new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
-    return jax.tree.map(one, along_paths(chosen, old), new, old)
+    return jax.tree.map(one, spread_over_leaves(chosen, old), new, old)

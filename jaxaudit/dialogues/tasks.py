@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit.dialogues.protocol import GOLD, Dialogue, has_changes
-from jaxaudit.runtime.registry import dialogues, summary, task_kinds, unknown
+from jaxaudit.runtime.registry import dialogues, first_docstring_line, task_kinds, unknown_name_message
 
 
 @task_kinds.register("dialogue")
@@ -49,7 +49,7 @@ class DialogueTask:
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
         """Returns the registered dialogues with a line on each."""
-        return [(name, summary(dialogues[name])) for name in dialogues]
+        return [(name, first_docstring_line(dialogues[name])) for name in dialogues]
 
 
 def named(name: str, **settings: Any) -> DialogueTask:
@@ -66,7 +66,7 @@ def named(name: str, **settings: Any) -> DialogueTask:
     fields = [f for f in dataclasses.fields(of) if f.init]  # type: ignore[arg-type]
     for key in settings:
         if key not in (known := [f.name for f in fields]):
-            raise ValueError(unknown(f"setting of dialogue '{name}'", key, known))
+            raise ValueError(unknown_name_message(f"setting of dialogue '{name}'", key, known))
     for f in fields:
         if f.name not in settings and f.default is f.default_factory is dataclasses.MISSING:
             raise ValueError(f"dialogue '{name}' needs the setting '{f.name}'")

@@ -23,7 +23,7 @@ from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
 from jaxaudit.dialogues.sampling import DEMONSTRATION, below, looked_up
 from jaxaudit.dialogues.tool_syntax import left_out
 from jaxaudit.dialogues.verifiers import VERIFIERS
-from jaxaudit.runtime.registry import check, dialogues
+from jaxaudit.runtime.registry import check_name, dialogues
 from jaxaudit.text import tokenizers
 from jaxaudit.text.tokenizers import Tokenizer
 
@@ -242,8 +242,8 @@ class TextDialogue(Dialogue):
                 "verifier must be a name, not a function: a reward in Python is that of a dialogue of one's own, "
                 'registered by register("dialogue", name)'
             )
-        check("verifier", self.verifier, VERIFIERS)
-        check("tool", self.tool, TOOLS)
+        check_name("verifier", self.verifier, VERIFIERS)
+        check_name("tool", self.tool, TOOLS)
         if not self.file or not self.tokenizer:
             raise ValueError("file and tokenizer must not be empty")
         if not self.prompt_field or not self.answer_field or self.prompt_field == self.answer_field:

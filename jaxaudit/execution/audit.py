@@ -21,7 +21,7 @@ from jaxaudit.execution.autotune import autotune
 from jaxaudit.execution.driver import MemorySink, run_batch
 from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.monitoring.watch import MonitorWatch
-from jaxaudit.runtime.precision import MatmulPrecision
+from jaxaudit.runtime.tracing import MatmulPrecision
 
 
 def audit(

@@ -13,7 +13,7 @@ from jaxaudit.core.batches import Plan, layout
 from jaxaudit.core.grid import Grid
 from jaxaudit.execution import memory
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.machine import give_back
+from jaxaudit.runtime.machine import release_memory
 
 TIMED = 3
 """Steps that are timed, after one that is not; the fastest counts."""
@@ -56,7 +56,7 @@ def autotune(
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             misfit = error
-        give_back()
+        release_memory()
     if not found:
         raise UserError(f"no way to run the lanes fits in memory: {misfit}")
     return tried[max(found, key=found.__getitem__)], found

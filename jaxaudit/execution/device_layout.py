@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxaudit.core.program import Program
-from jaxaudit.runtime.sharding import AXIS, MODEL, leaf_paths, mesh
+from jaxaudit.runtime.sharding import LANE_AXIS, MODEL_AXIS, device_mesh, leaf_paths
 
 
 def axes_of(program: Program, tree: Any, leading: int) -> list[tuple[str | None, ...]]:
@@ -60,8 +60,8 @@ def cut(tree: Any, shapes: Any, leading: int = 1) -> Any:
 
 def of_lanes(program: Program, tree: Any) -> Any:
     """How arrays `[L, ...]` lie on all devices."""
-    across = mesh(program.devices, program.model_devices)
-    return _over(lambda _, axes: NamedSharding(across, PartitionSpec(AXIS, *axes)), program, tree, 1)
+    across = device_mesh(program.devices, program.model_devices)
+    return _over(lambda _, axes: NamedSharding(across, PartitionSpec(LANE_AXIS, *axes)), program, tree, 1)
 
 
 def of_pieces(program: Program, tree: Any, full: bool) -> Any:
@@ -69,7 +69,7 @@ def of_pieces(program: Program, tree: Any, full: bool) -> Any:
 
     `full`: the lanes can.
     """
-    across, lanes = mesh(program.devices, program.model_devices), AXIS if full else None
+    across, lanes = device_mesh(program.devices, program.model_devices), LANE_AXIS if full else None
 
     def one(x: Any, axes: tuple[str | None, ...]) -> NamedSharding:
         odd = any(_missing(program, x.shape, axes, 1))
@@ -80,7 +80,7 @@ def of_pieces(program: Program, tree: Any, full: bool) -> Any:
 
 def of_data(program: Program, tree: Any) -> Any:
     """How arrays that all lanes read lie on all devices."""
-    across = mesh(program.devices, program.model_devices)
+    across = device_mesh(program.devices, program.model_devices)
     return _over(lambda _, axes: NamedSharding(across, PartitionSpec(*axes)), program, tree, 0)
 
 
@@ -89,7 +89,7 @@ def of_group(program: Program, tree: Any, group: int) -> Any:
     devices = group_devices(program, group)
     if len(devices) == 1:
         return jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), tree)
-    across = Mesh(np.array(devices), (MODEL,))
+    across = Mesh(np.array(devices), (MODEL_AXIS,))
     return _over(lambda _, axes: NamedSharding(across, PartitionSpec(None, *axes)), program, tree, 1)
 
 
@@ -142,14 +142,14 @@ def device_bytes(program: Program, lane: Any) -> int:
 
     def one(x: Any, axes: tuple[str | None, ...]) -> int:
         whole = math.prod(n + more for n, more in zip(x.shape, _missing(program, x.shape, axes, 0), strict=True))
-        return whole * x.dtype.itemsize // (program.model_devices if MODEL in axes else 1)
+        return whole * x.dtype.itemsize // (program.model_devices if MODEL_AXIS in axes else 1)
 
     return sum(jax.tree.leaves(_over(one, program, lane, 0)))
 
 
 def _missing(program: Program, shape: tuple[int, ...], axes: tuple[str | None, ...], leading: int) -> list[int]:
     """What each axis lacks to be divided evenly."""
-    split = [False] * leading + [axis == MODEL for axis in axes]
+    split = [False] * leading + [axis == MODEL_AXIS for axis in axes]
     split += [False] * (len(shape) - len(split))
     return [-n % program.model_devices if is_split else 0 for n, is_split in zip(shape, split, strict=True)]
 

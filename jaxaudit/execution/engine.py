@@ -37,8 +37,8 @@ from jaxaudit.core.program import (
 from jaxaudit.core.slots import disturbance
 from jaxaudit.execution import device_layout as shards
 from jaxaudit.runtime import hosts
-from jaxaudit.runtime.machine import CACHE, cores, give_back, program_cache
-from jaxaudit.runtime.sharding import EVERYWHERE, LANES, ROWS, laid, on_devices
+from jaxaudit.runtime.machine import CACHE_VARIABLE, compilation_cache_folder, core_count, release_memory
+from jaxaudit.runtime.sharding import LANES, REPLICATED, ROWS, map_over_devices, named_sharding
 
 COMPUTATION = re.compile(r"^%?(\S+) \(.*\) -> .* \{$")
 CALL = re.compile(r'kind=kCustom, calls=%?([^\s,]+).*"kind":"__ynn_fusion"')
@@ -124,7 +124,7 @@ def compiling(lowered: jax.stages.Lowered) -> Future[jax.stages.Compiled]:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(cores(), SIDE_BY_SIDE), "jaxaudit-compile")
+    return ThreadPoolExecutor(min(core_count(), SIDE_BY_SIDE), "jaxaudit-compile")
 
 
 class _Kept:
@@ -139,7 +139,7 @@ class _Kept:
         with self._lock:
             self._inside += 1
             if not self._ours and self._free():
-                self._ours = str(program_cache())
+                self._ours = str(compilation_cache_folder())
                 self._switch(self._ours)
 
     def leave(self) -> None:
@@ -154,7 +154,7 @@ class _Kept:
     def _free(self) -> bool:
         config: Any = jax.config
         chosen = config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache
-        return not chosen and os.environ.get(CACHE) != "off"
+        return not chosen and os.environ.get(CACHE_VARIABLE) != "off"
 
     def _switch(self, place: str | None) -> None:
         jax.config.update("jax_compilation_cache_dir", place)
@@ -358,7 +358,7 @@ class Engine:
         blocks = {group: _blank(program, each, batch.disturbed, group)() for group in here}
         for piece in pieces:
             if large := piece.large:
-                give_back()
+                release_memory()
             for index in here:
                 rows = wanted[index * each : (index + 1) * each] - piece.first
                 lanes = np.flatnonzero((rows >= 0) & (rows < piece.lanes))
@@ -370,7 +370,7 @@ class Engine:
                     del states
             del piece
             if large:
-                give_back()
+                release_memory()
 
         return shards.joined(program, len(wanted), list(blocks.values()))
 
@@ -405,7 +405,7 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Futur
         jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), shards.filled_shapes(program, shapes, 1), laid_out),
         jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
     )
-    rows_lie = EVERYWHERE if program.across_hosts else ROWS  # whoever writes them has all
+    rows_lie = REPLICATED if program.across_hosts else ROWS  # whoever writes them has all
     results = (laid_out, _sharding(program, rows_lie))
     # Data that no step reads lie on the devices as well, and count in what the program needs.
     jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
@@ -416,7 +416,7 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Futur
 def _initial(program: Program, width: int, disturbed: bool) -> Future[jax.stages.Compiled]:
     """The states at step 0 of lanes with some seeds `[width]`."""
     first = functools.partial(_first, program, disturbed)
-    dealt = on_devices(program.devices, first, (EVERYWHERE, LANES), LANES, program.model_devices)
+    dealt = map_over_devices(program.devices, first, (REPLICATED, LANES), LANES, program.model_devices)
 
     def begin(data: Any, seeds: jax.Array) -> LaneState:
         return shards.filled(program, dealt(_whole(program, data), seeds), 1)
@@ -517,8 +517,8 @@ def _shape(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.ShapeD
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _sharding(program: Program, spec: PartitionSpec = EVERYWHERE) -> NamedSharding:
-    return laid(program.devices, spec, program.model_devices)
+def _sharding(program: Program, spec: PartitionSpec = REPLICATED) -> NamedSharding:
+    return named_sharding(program.devices, spec, program.model_devices)
 
 
 def _by_lane(program: Program) -> NamedSharding:

@@ -13,7 +13,7 @@ from jaxaudit.core.grid import Grid
 from jaxaudit.core.program import VECTOR, WHOLE_VECTORS_FROM, telemetry_shapes
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.machine import host_memory, readable
+from jaxaudit.runtime.machine import available_host_memory, format_bytes
 
 SHARE = 0.9
 """How much of the free memory batches are made for: other processes come to need some, too."""
@@ -79,14 +79,14 @@ def fit(
             seen.append((width, least := needed.total))
         if grid.batch:
             raise UserError(
-                f"{width} lanes at a time need about {readable(least)} of memory and {readable(free or 0)} are "
+                f"{width} lanes at a time need about {format_bytes(least)} of memory and {format_bytes(free or 0)} are "
                 'available; take fewer, or lanes = "auto"'
             )
         if width <= groups:
             few = "one lane" if groups == 1 else f"{groups} lanes, one on {_each(grid)},"
             raise UserError(
-                f"{few} and what goes with it need about {readable(least)} of memory and {readable(free or 0)} are "
-                "available"
+                f"{few} and what goes with it need about {format_bytes(least)} of memory and "
+                f"{format_bytes(free or 0)} are available"
             )
         most = _fewer(seen or [(width, least)], width - 1, limit, groups)
 
@@ -97,10 +97,10 @@ def _each(grid: Grid) -> str:
 
 
 def _checked_on_host(needed: Needs) -> Needs:
-    free = host_memory() if needed.host else 0
+    free = available_host_memory() if needed.host else 0
     if needed.host > free:
         raise UserError(
-            f"the grid needs about {readable(needed.host)} of the host's memory and {readable(free)} are free"
+            f"the grid needs about {format_bytes(needed.host)} of the host's memory and {format_bytes(free)} are free"
         )
     return needed
 
@@ -161,7 +161,7 @@ def available_memory(devices: tuple[jax.Device, ...]) -> int | None:
     Other hosts' devices are taken to be as free as those here.
     """
     if devices[0].platform == "cpu":
-        return host_memory()
+        return available_host_memory()
     here = [device for device in devices if device in jax.local_devices()]
     stats = [device.memory_stats() or {} for device in here]
     if not all("bytes_limit" in s for s in stats):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.machine import host_memory, readable
+from jaxaudit.runtime.machine import available_host_memory, format_bytes
 
 MEMORY_PER_BYTE = 10
 """An upper bound on the bytes of memory per byte of a file whose cells become Python strings."""
@@ -37,9 +37,9 @@ def read_complete_lines(path: Path) -> tuple[str, str]:
     Raises:
       UserError: The file is empty, is not UTF-8 text, or does not fit in memory.
     """
-    size, free = path.stat().st_size, host_memory()
+    size, free = path.stat().st_size, available_host_memory()
     if MEMORY_PER_BYTE * size > free:
-        raise UserError(f"{path} has {readable(size)}, and {readable(free)} of memory are too few to read it")
+        raise UserError(f"{path} has {format_bytes(size)}, and {format_bytes(free)} of memory are too few to read it")
     data = path.read_bytes()
     if not data.strip():
         raise UserError(f"{path} is empty")

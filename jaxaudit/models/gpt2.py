@@ -17,7 +17,7 @@ from jaxaudit.kernels.layer_norm import layer_norm
 from jaxaudit.kernels.product import product
 from jaxaudit.models.lora import Adapted, joined
 from jaxaudit.runtime.paths import Stack
-from jaxaudit.runtime.sharding import MODEL, along, is_split, split
+from jaxaudit.runtime.sharding import MODEL_AXIS, constrain, constrain_tree, is_split
 
 Params = dict[str, Any]
 
@@ -74,7 +74,7 @@ def partition(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
     """How parameters, and what has their paths and axes, e.g. moments, are split where several devices share a lane."""
     for end, axis in SPLIT.items():
         if path.endswith(end) and len(shape) >= -axis:
-            return tuple(MODEL if i == len(shape) + axis else None for i in range(len(shape)))
+            return tuple(MODEL_AXIS if i == len(shape) + axis else None for i in range(len(shape)))
     return ()
 
 
@@ -119,12 +119,12 @@ class GPT2(nn.Module):
           first: int `[B, T]`, the first place that each one sees, at most itself; 0 unless given.
         """
         depth = self.size.depth
-        x = along(self._embedding("wte", self.vocabulary)(tokens), None, None, None)
+        x = constrain(self._embedding("wte", self.vocabulary)(tokens), None, None, None)
         of_positions = self._embedding("wpe", self.context)
         if positions is None:
-            x += along(of_positions.first(x.shape), None, None, None)
+            x += constrain(of_positions.first(x.shape), None, None, None)
         else:
-            x += along(of_positions(positions), None, None, None)
+            x += constrain(of_positions(positions), None, None, None)
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
         layers = nn.scan(
             layer,
@@ -199,8 +199,8 @@ class Attention(nn.Module):
             mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
         else:
             mixed = causal_attention(query, key, value, first=first)
-        mixed = along(mixed, None, None, MODEL, None).reshape(x.shape)
-        change = along(dense(width, self.output_std, self.dtype, "c_proj")(mixed), None, None, None)
+        mixed = constrain(mixed, None, None, MODEL_AXIS, None).reshape(x.shape)
+        change = constrain(dense(width, self.output_std, self.dtype, "c_proj")(mixed), None, None, None)
         return change, attention_entropy(query, key, first) if self.observe else jnp.zeros(())
 
 
@@ -212,8 +212,8 @@ class Perceptron(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        inner = _gelu(along(dense(4 * x.shape[-1], 0.02, self.dtype, "c_fc")(x), None, None, MODEL))
-        return along(dense(x.shape[-1], self.output_std, self.dtype, "c_proj")(inner), None, None, None)
+        inner = _gelu(constrain(dense(4 * x.shape[-1], 0.02, self.dtype, "c_fc")(x), None, None, MODEL_AXIS))
+        return constrain(dense(x.shape[-1], self.output_std, self.dtype, "c_proj")(inner), None, None, None)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -285,7 +285,7 @@ def over_rows(rows: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def by_heads(weights: jax.Array, heads: int) -> jax.Array:
     """Weights `[..., 3 width]` of queries, keys and values as `[..., 3, heads, d]`, dealt out by heads."""
     apart = weights.reshape(*weights.shape[:-1], 3, heads, -1)
-    return along(apart, *(None,) * (apart.ndim - 2), MODEL, None)
+    return constrain(apart, *(None,) * (apart.ndim - 2), MODEL_AXIS, None)
 
 
 def _times(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -326,13 +326,13 @@ def apply(
     first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states and attention entropies, as `GPT2.__call__`, of parameters as `init_params` makes them."""
-    whole: Params = split(joined(params), partition)
+    whole: Params = constrain_tree(joined(params), partition)
     return model.apply({"params": {**whole, "h": whole["h"].layers}}, tokens, positions, first)  # type: ignore[return-value]
 
 
 def embedding(params: Params | Adapted) -> jax.Array:
     """The tokens' embedding, float32 `[V, width]`, which is the output layer's weights too."""
-    return split(joined(params), partition)["wte"]["embedding"]
+    return constrain_tree(joined(params), partition)["wte"]["embedding"]
 
 
 def logits(params: Params | Adapted, hidden: jax.Array) -> jax.Array:

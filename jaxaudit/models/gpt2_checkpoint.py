@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 
 from jaxaudit.models.gpt2 import GPT2, Params, init_params
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.files import MOST_BYTES, read_json, read_object
-from jaxaudit.runtime.machine import written_whole
+from jaxaudit.runtime.files import MAX_FILE_BYTES, read_json, read_object
+from jaxaudit.runtime.machine import atomic_output
 from jaxaudit.runtime.paths import places_of
 
 WEIGHTS = "model.safetensors"
@@ -134,7 +134,7 @@ def header(file: Path) -> dict[str, Stored]:
     with open(file, "rb") as opened:
         try:
             (length,) = struct.unpack("<Q", opened.read(8))
-            told = json.loads(opened.read(length) if length < min(size, MOST_BYTES) else b"")
+            told = json.loads(opened.read(length) if length < min(size, MAX_FILE_BYTES) else b"")
             told.pop("__metadata__", None)
             offsets = {name: tuple(map(operator.index, one["data_offsets"])) for name, one in told.items()}
             tensors = {name: _stored(file, one) for name, one in told.items()}
@@ -252,9 +252,9 @@ def save(folder: str | Path, params: Params, model: GPT2, end_of_text: int | Non
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(model, model.vocabulary - 1 if end_of_text is None else end_of_text)
-    with written_whole(folder / WEIGHTS) as part:
+    with atomic_output(folder / WEIGHTS) as part:
         save_file(tensors(params), part, metadata={"format": "pt"})
-    with written_whole(folder / CONFIG) as part:
+    with atomic_output(folder / CONFIG) as part:
         part.write_text(json.dumps(config, indent=2) + "\n")
 
 

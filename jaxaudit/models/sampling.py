@@ -16,7 +16,7 @@ from jaxaudit.kernels.attention import causal_attention
 from jaxaudit.models import gpt2
 from jaxaudit.models.gpt2 import GPT2, Params, by_heads, partition
 from jaxaudit.models.lora import Adapted, joined
-from jaxaudit.runtime.sharding import MODEL, along, is_split, split
+from jaxaudit.runtime.sharding import MODEL_AXIS, constrain, constrain_tree, is_split
 
 BLOCK = 32
 """Slots whose attention is written out as one sum; more are read so many at a time, as far as they are written."""
@@ -44,7 +44,7 @@ def layers_of(params: Params | Adapted, heads: int = 0) -> Params:
     columns. Where several devices share a lane, queries, keys and values are dealt out by `heads`:
     `[3, heads, d, inputs]`.
     """
-    whole: Params = split(joined(params), partition)
+    whole: Params = constrain_tree(joined(params), partition)
     stacked = whole["h"].layers
     # All layers' at once: turned one by one they would be there twice.
     stacked = _inputs_last(_by_heads(stacked, heads) if is_split() else stacked)
@@ -202,12 +202,12 @@ def _projections(model: GPT2, params: Params, x: jax.Array) -> jax.Array:
     y = jnp.einsum("khdi,im->khdm", own["kernel"], x) + own["bias"][..., None]
     if "a" in own:
         y += jnp.einsum("khdi,im->khdm", own["b"], own["a"] @ x)
-    return along(y, None, MODEL, None, None)
+    return constrain(y, None, MODEL_AXIS, None, None)
 
 
 def _embedded(model: GPT2, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     of_tokens, of_positions = (params[name]["embedding"].astype(model.dtype) for name in ("wte", "wpe"))
-    return (along(of_tokens[tokens], None, None) + along(of_positions[positions], None, None)).T
+    return (constrain(of_tokens[tokens], None, None) + constrain(of_positions[positions], None, None)).T
 
 
 def _dense(model: GPT2, params: Params, x: jax.Array) -> jax.Array:

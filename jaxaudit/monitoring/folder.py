@@ -34,10 +34,10 @@ from jaxaudit.monitoring.lanes import LabelledLanes, gather
 from jaxaudit.monitoring.monitor import Expectation, Monitor
 from jaxaudit.monitoring.transfer import transfer
 from jaxaudit.monitoring.view import QUANTILES, over_lanes, plane, write
-from jaxaudit.runtime.backends.backend import Workers, opened, values
-from jaxaudit.runtime.errors import UserError, placed
+from jaxaudit.runtime.backends import Workers, open_backend, run_calls
+from jaxaudit.runtime.errors import UserError, error_prefix
 from jaxaudit.runtime.files import UNFINISHED, claimed
-from jaxaudit.runtime.machine import written_whole
+from jaxaudit.runtime.machine import atomic_output
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -155,8 +155,8 @@ def _detect(
         "detector": detector,
         "settings": settings,
     }
-    with opened(workers, jobs := out / f"{UNFINISHED}jobs") as backend:
-        for _, said in values(backend, [(COMPARE, asked | {"number": n}) for n in range(len(learners))]):
+    with open_backend(workers, jobs := out / f"{UNFINISHED}jobs") as backend:
+        for _, said in run_calls(backend, [(COMPARE, asked | {"number": n}) for n in range(len(learners))]):
             say(said)
     shutil.rmtree(jobs, ignore_errors=True)
     _transfer(out, learners, detector, settings, say)
@@ -220,7 +220,7 @@ def _told(lanes: LabelledLanes) -> str:
 def _check(lanes: LabelledLanes, settings: DetectionSettings) -> None:
     if lanes.table.clean.all():
         raise UserError(f"{lanes.learner}: no lane is disturbed, so there is nothing to detect")
-    with placed("jaxaudit detect"):
+    with error_prefix("jaxaudit detect"):
         splits(lanes, settings)
 
 
@@ -243,7 +243,7 @@ def _transfer(
 
 def _compare(folder: Path, lanes: LabelledLanes, detector: MetaState, settings: DetectionSettings) -> None:
     """Compares on one learner's lanes; the first worker to have done so is the one whose folder stays."""
-    with placed(lanes.learner), written_whole(folder) as place:
+    with error_prefix(lanes.learner), atomic_output(folder) as place:
         place.mkdir()
         _write_comparison(place, lanes, detector, settings)
 

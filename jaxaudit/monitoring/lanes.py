@@ -16,7 +16,7 @@ from jaxaudit.core.task_kinds import Simulated
 from jaxaudit.monitoring.channels import series
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.machine import platform_of
+from jaxaudit.runtime.machine import recorded_platform
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _same(run: Run) -> str:
 
 def _task(run: Run) -> Any:
     """A run's [task]; physics "auto", which earlier versions stored, are replaced by those that its devices had."""
-    task, platform = run.spec.get("task"), platform_of(run.environment)
+    task, platform = run.spec.get("task"), recorded_platform(run.environment)
     if not isinstance(task, dict) or task.get("physics") != "auto" or not platform:
         return task
     try:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.channels import Channels, series
 from jaxaudit.monitoring.scorer import Reference, ScoreNormalizer, Scorer, by_other_parts
-from jaxaudit.runtime import npz
+from jaxaudit.runtime import array_store
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -284,7 +284,7 @@ class Monitor:
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError(f"{path} is not a file")
         try:
-            arrays = npz.read(Path(path))
+            arrays = array_store.read_npz(Path(path))
             description = json.loads(str(arrays.pop("description")))
             version = description["version"]
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):

@@ -21,8 +21,8 @@ from jaxaudit.monitoring.channels import measured
 from jaxaudit.monitoring.envelope import forward_filled
 from jaxaudit.monitoring.monitor import DEFAULT, Monitor, Scored, calibrated_on
 from jaxaudit.monitoring.view import COMPONENTS, QUANTILES, over_lanes, plane
-from jaxaudit.runtime import zarr_store
-from jaxaudit.runtime.errors import UserError, placed
+from jaxaudit.runtime import array_store
+from jaxaudit.runtime.errors import UserError, error_prefix
 from jaxaudit.runtime.files import claimed
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def _thinned(run: Named, at: Mapping[str, np.ndarray | None]) -> Named:
 
 def _alpha(asked: float | None, runs: int, notes: list[str]) -> float:
     if asked is not None:
-        with placed("jaxaudit monitor"):
+        with error_prefix("jaxaudit monitor"):
             rank(runs, asked)
         return asked
     allowed = 1 / (runs + 1)
@@ -445,7 +445,7 @@ def _write(
         "attempts": any(ATTEMPT in run.name for run in new),
     }
     if largest is not None:
-        zarr_store.write_arrays(out / "monitored.zarr", _for_page(scored, largest))
+        array_store.write_arrays(out / "monitored.zarr", _for_page(scored, largest))
         largest.monitor.save(out / "monitor.npz")
         described |= {"threshold": largest.limit, "channels": list(largest.monitor.expectation.channels.names)}
     (out / "monitored.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -485,7 +485,7 @@ class _Axes:
         return self.spread(runs, found)
 
 
-def _for_page(scored: Sequence[_Scored], largest: _Scored) -> dict[str, zarr_store.Labelled]:
+def _for_page(scored: Sequence[_Scored], largest: _Scored) -> dict[str, array_store.LabelledArray]:
     """What a page shows: all groups' runs, whose scores have one threshold, and the largest group's clean runs."""
     clean = largest.clean
     axes = _Axes.of([group.new.runs for group in scored] + [clean.runs])

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxaudit.monitoring.model import Params
 from jaxaudit.monitoring.scorer import Carry, Scorer
-from jaxaudit.runtime.precision import float32_products
+from jaxaudit.runtime.tracing import float32_products
 
 
 def score_all(

@@ -23,7 +23,7 @@ from jaxaudit.monitoring.envelope import SHRINKAGE, StepwiseStats, filled, in_ga
 from jaxaudit.monitoring.model import Innovations, MetaStateModel, Params, State, follow
 from jaxaudit.monitoring.scanned import Scanned
 from jaxaudit.monitoring.training import Training, train_one
-from jaxaudit.runtime.precision import float32_products
+from jaxaudit.runtime.tracing import float32_products
 
 SURPRISE = (1.0, 0.1)
 SHIFT = (0.2, 0.05, 0.02)

@@ -13,7 +13,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jaxaudit.monitoring.model import MetaStateModel, Params, follow
-from jaxaudit.runtime.precision import float32_products
+from jaxaudit.runtime.tracing import float32_products
 
 
 @dataclass(frozen=True)

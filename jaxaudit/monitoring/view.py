@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxaudit.runtime.zarr_store import FORMAT
+from jaxaudit.runtime.array_store import FORMAT
 
 if TYPE_CHECKING:
     import xarray as xr

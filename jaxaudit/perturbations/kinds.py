@@ -97,4 +97,4 @@ def on_alarm(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _registered(known: registry.Registry, function: Callable[..., Any], apply: Callable[..., Any], **fields) -> Kind:
     name = function.__name__
-    return known.register(name, registry.named_like(function, Kind(name=name, apply=apply, **fields)))
+    return known.register(name, registry.copy_function_metadata(function, Kind(name=name, apply=apply, **fields)))

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxaudit.perturbations import transforms
 from jaxaudit.perturbations.kinds import perturbation
-from jaxaudit.runtime.paths import along_paths, places_of
+from jaxaudit.runtime.paths import places_of, spread_over_leaves
 
 
 @perturbation("parametric", "params", magnitude=0.01, neutral=0.0, duration="once", limits=(0.0, math.inf))
@@ -58,7 +58,7 @@ def layer_reset(key, value, magnitude, *, reinitialise, selected):
     earlier = np.tri(len(names), k=-1, dtype=bool)  # of equal draws
     before = (draw < draw[:, None]) | ((draw == draw[:, None]) & earlier)  # a sort takes longer to compile
     chosen = (before.sum(1) < magnitude) & drawn_from
-    picked = along_paths(chosen[position] & selected, value)
+    picked = spread_over_leaves(chosen[position] & selected, value)
     return jax.tree.map(jnp.where, picked, reinitialise(init_key), value)
 
 

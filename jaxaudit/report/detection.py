@@ -37,7 +37,7 @@ from jaxaudit.report.tables import (
     table,
     word,
 )
-from jaxaudit.runtime import zarr_store
+from jaxaudit.runtime import array_store
 from jaxaudit.runtime.files import check_contents, read_object
 
 SINGLE = "deviation of "
@@ -529,8 +529,8 @@ def _part(folder: Path, part: str, alone: bool) -> tuple[str, Summary, list[Sect
         add("transfer", "Fitted to other learners", "Other learners", TRANSFERRED, transfer_table(transfer[tested]))
     store = folder / "trajectories.zarr"
     if store.exists():
-        zarr_store.check(store)
-        seen = zarr_store.open_dataset(store)
+        array_store.check(store)
+        seen = array_store.open_dataset(store)
         if onset := around_onset(seen, slug):
             add("onset", "Around the onset", "Around the onset", HANDLING, onset)
         add("latents", "Latent trajectories", "Latent trajectories", latents(seen, slug))

@@ -21,7 +21,7 @@ from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
 from jaxaudit.report.scored import at_edge, distance_map, furthest, names_of, score_scale, steps, values
 from jaxaudit.report.series import CONTROL_KEY, Panel, PlotLine, thin
 from jaxaudit.report.tables import Table, figures, number, table, word
-from jaxaudit.runtime import zarr_store
+from jaxaudit.runtime import array_store
 from jaxaudit.runtime.files import read_object
 
 PICKED = 6
@@ -257,8 +257,8 @@ def build(folder: Path) -> Path:
     store = folder / "monitored.zarr"
     seen = None
     if store.exists():
-        zarr_store.check(store)
-        seen = zarr_store.open_dataset(store)
+        array_store.check(store)
+        seen = array_store.open_dataset(store)
     alarms = _alarms(folder)
     runs = [str(name) for name in about.get("runs", [])]
     runs = runs or ([] if seen is None else [str(name) for name in seen["run"].values])

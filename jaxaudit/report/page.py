@@ -24,8 +24,8 @@ from markupsafe import Markup
 from jaxaudit.report import style
 from jaxaudit.report.panel import Figure
 from jaxaudit.report.tables import Table, code, plain
-from jaxaudit.runtime.errors import Undrawn, UserError
-from jaxaudit.runtime.files import UNFINISHED, claimed, locked, names, remove, write_text
+from jaxaudit.runtime.errors import DrawingFailed, UserError
+from jaxaudit.runtime.files import UNFINISHED, claimed, entry_names, locked, remove, write_text
 
 if importlib.util.find_spec("vl_convert") is None:  # imported where it draws, but missed here
     raise ModuleNotFoundError("No module named 'vl_convert'", name="vl_convert")
@@ -42,14 +42,14 @@ def write_figures(folder: Path, figures: Iterable[Figure]) -> None:
     A figure's two files are known by their common name; other files in the folder are left alone.
 
     Raises:
-      Undrawn: the process that draws has failed; the files are as they were.
+      DrawingFailed: the process that draws has failed; the files are as they were.
     """
     folder.mkdir(exist_ok=True)
     _remove_leftovers(folder)
     place = folder.with_name(f"{UNFINISHED}{os.getpid()}-{folder.name}")
     with claimed(place):
         _draw(place, ({"file": one.file, "spec": style.static(one.spec, one.title)} for one in figures))
-        drawn = set(names(place))
+        drawn = set(entry_names(place))
         earlier = {path.name for path in folder.glob("*.svg") if path.with_suffix(".png").is_file()}
         for name in sorted(drawn):
             os.replace(place / name, folder / name)
@@ -71,7 +71,7 @@ def script() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script.
 
     Raises:
-      Undrawn: the process that makes it has failed.
+      DrawingFailed: the process that makes it has failed.
     """
     with tempfile.TemporaryDirectory() as place:
         _draw(Path(place), [{"bundle": "vega.js"}])
@@ -100,9 +100,11 @@ def _draw(folder: Path, asked: Iterable[Mapping[str, Any]]) -> None:
         errors.seek(0)
         said = errors.read().strip().splitlines()
     if code < 0:
-        raise Undrawn(f"the process that draws figures was ended by {signal.Signals(-code).name}: is memory short?")
+        raise DrawingFailed(
+            f"the process that draws figures was ended by {signal.Signals(-code).name}: is memory short?"
+        )
     if code:
-        raise Undrawn(f"the process that draws figures failed ({said[-1] if said else f'exit code {code}'})")
+        raise DrawingFailed(f"the process that draws figures failed ({said[-1] if said else f'exit code {code}'})")
 
 
 HANDLING = "Click a legend entry to single it out (shift-click for several). Drag to pan, ctrl + wheel to zoom, "
@@ -244,7 +246,7 @@ class Page:
         The page is one self-contained file that loads nothing, put in its place at once.
 
         Raises:
-          Undrawn: the process that draws has failed.
+          DrawingFailed: the process that draws has failed.
         """
         sections = [section for section in self.sections if section.placed]
         blocks = [block for section in sections for block, _ in section.placed]

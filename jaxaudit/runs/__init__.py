@@ -1,1 +1,1 @@
-"""Runs that live in a folder: durable execution, resuming, forking, replaying, margins, comparisons."""
+"""Runs that live in a folder: starting, resuming, forking, replaying and exporting them, margins, comparisons."""

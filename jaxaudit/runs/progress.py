@@ -1,10 +1,10 @@
-"""What a run tells while it trains: rate, time left, lanes collapsed so far, and what the learner has to say."""
+"""Reports a run's progress: rate, time left, lanes that have collapsed so far, and the learner's remarks."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -18,15 +18,21 @@ from jaxaudit.execution.driver import spans
 from jaxaudit.runs.collect import remarks
 from jaxaudit.runs.run_folder import Folder
 
-BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
-def performance_level(before: np.ndarray, window: int, when: Cadence | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each seed's performance in the last `window` steps before an onset, `[S, T]`.
+def performance_level(before: np.ndarray, window: int, cadence: Cadence | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mean and standard deviation of each seed's performance in the last `window` steps before an onset.
 
-    Of those at which it was measured; NaN where these are fewer than two.
+    Args:
+      before: the performance before the onset, `[S, T]`.
+      window: the number of steps.
+      cadence: the steps at which performance is measured; None for every step.
+
+    Returns:
+      Two arrays `[S]`, NaN for seeds with fewer than two measurements.
     """
-    every, sparse = when or Cadence()
+    every, sparse = cadence or Cadence()
     due = due_steps(before.shape[1], every)
     data = before[:, due[due >= before.shape[1] - window]]
     measured = ~np.isnan(data) if sparse else np.ones(data.shape, bool)
@@ -38,7 +44,7 @@ def performance_level(before: np.ndarray, window: int, when: Cadence | None = No
     return np.where(count < 2, np.nan, mean), np.where(count < 2, np.nan, std)
 
 
-def collapsed(
+def count_collapsed(
     grid: Grid,
     batch: Batch,
     rows: Telemetry,
@@ -46,68 +52,103 @@ def collapsed(
     stop: int,
     level: tuple[np.ndarray, np.ndarray] | None,
 ) -> int | None:
-    """Lanes of a batch that stood two deviations below their level, or at a non-finite value, when last measured.
+    """Returns how many lanes of a batch are two deviations below their level, or not finite, at the last measurement.
 
-    None where that was not in these steps.
+    Args:
+      grid: the grid of the batch.
+      batch: the batch.
+      rows: the telemetry `[T, L, ...]` of the steps `start` to `stop`.
+      start: the first step.
+      stop: the step after the last.
+      level: the mean and standard deviation of each seed's performance before the onset; None for the baseline.
+
+    Returns:
+      The number of lanes; None for the baseline, and if performance was not measured in these steps.
     """
     every, sparse = grid.program.learner.cadence
     latest = stop // every * every - 1
     if level is None or latest < start:
         return None
-    now = np.asarray(rows[PERFORMANCE])[latest - start, : len(batch.seeds)]
+    performance = np.asarray(rows[PERFORMANCE])[latest - start, : len(batch.seeds)]
     mean, std = level[0][batch.seeds], level[1][batch.seeds]
-    lost = np.isinf(now) if sparse else ~np.isfinite(now)
-    return int(((now < mean - 2 * std) | lost).sum())
+    not_finite = np.isinf(performance) if sparse else ~np.isfinite(performance)
+    return int(((performance < mean - 2 * std) | not_finite).sum())
 
 
-def chunks_of(grid: Grid, plan: Plan, size: int, begun: Mapping[int, int]) -> tuple[int, int]:
-    """How many chunks of a plan are done, and how many there are; `begun` says where batches not done stand."""
-    ends = [(stop, begun.get(batch.id, batch.stop)) for batch in plan for _, stop in spans(grid, batch, size)]
-    return sum(stop <= at for stop, at in ends), len(ends)
+def count_chunks(grid: Grid, plan: Plan, size: int, trained: Mapping[int, int]) -> tuple[int, int]:
+    """Returns how many chunks of a plan are done, and how many there are.
+
+    Args:
+      grid: the grid of the plan.
+      plan: the batches.
+      size: the steps of a chunk.
+      trained: the step up to which each batch that is not gathered is trained, by the batch's id.
+    """
+    ends = [(stop, trained.get(batch.id, batch.stop)) for batch in plan for _, stop in spans(grid, batch, size)]
+    return sum(stop <= reached for stop, reached in ends), len(ends)
 
 
 class ProgressBar:
-    """Counts samples (env steps, tokens; learner steps where a learner does not say) over all lanes.
+    """A progress bar that counts samples of all lanes: environment steps, tokens, or else the learner's steps.
 
     Attributes:
-      chunks_done, chunks: of the plan.
+      chunks_done: the number of chunks of the plan that are done.
+      chunks: the number of all chunks of the plan.
+
+    Args:
+      grid: the run's grid.
+      plan: the run's batches.
+      size: the steps of a chunk.
+      trained: the step up to which each batch that is not gathered is trained, by the batch's id.
     """
 
-    def __init__(self, grid: Grid, plan: Plan, size: int, begun: Mapping[int, int]):
-        self.chunks_done, self.chunks = chunks_of(grid, plan, size, begun)
+    def __init__(self, grid: Grid, plan: Plan, size: int, trained: Mapping[int, int]):
+        self.chunks_done, self.chunks = count_chunks(grid, plan, size, trained)
         samples = grid.program.learner.samples_per_step
-        self._unit = samples or 1
+        self._samples_per_step = samples or 1
         self._collapsed: dict[int, int] = {}
-        self._batches = Counter(batch.fork for batch in plan)
-        self._order = {batch.id: number for f in self._batches for number, batch in enumerate(_of(plan, f), 1)}
+        self._fork_batches: dict[int | None, list[int]] = {}
+        for batch in plan:
+            self._fork_batches.setdefault(batch.fork, []).append(batch.id)
         terminal = sys.stderr.isatty()
-        done = ((batch, begun.get(batch.id, batch.stop)) for batch in plan)
+        reached = ((batch, trained.get(batch.id, batch.stop)) for batch in plan)
         self._bar = tqdm(
             total=sum(self._samples(batch, batch.onset, batch.stop) for batch in plan),
-            initial=sum(self._samples(batch, batch.onset, at) for batch, at in done),
+            initial=sum(self._samples(batch, batch.onset, step) for batch, step in reached),
             unit=" samples" if samples else " steps",
             unit_scale=True,
             desc="baseline",
             smoothing=0.1,
             mininterval=0.1 if terminal else 10.0,
             dynamic_ncols=terminal,
-            bar_format=BAR,
+            bar_format=BAR_FORMAT,
         )
 
     def advance(self, batch: Batch, start: int, stop: int, collapsed: int | None) -> None:
-        """A chunk is done; `collapsed` lanes of its batch stand collapsed now, or, None, as many as before."""
+        """Counts the chunk of steps `start` to `stop` as done.
+
+        Args:
+          batch: the batch of the chunk.
+          start: the chunk's first step.
+          stop: the step after the chunk's last.
+          collapsed: how many lanes of the batch have collapsed; None if that is not known to have changed.
+        """
         self.chunks_done += 1
         group = f"fork at {batch.onset}" if batch.disturbed else "baseline"
-        batches = self._batches[batch.fork]
-        which = "" if batches == 1 else f", batch {self._order[batch.id]} of {batches}"
-        self._bar.set_description_str(group + which, refresh=False)
+        batches = self._fork_batches[batch.fork]
+        suffix = "" if len(batches) == 1 else f", batch {batches.index(batch.id) + 1} of {len(batches)}"
+        self._bar.set_description_str(group + suffix, refresh=False)
         if batch.disturbed:
             self._collapsed[batch.id] = self._collapsed.get(batch.id, 0) if collapsed is None else collapsed
             self._bar.set_postfix_str(f"{sum(self._collapsed.values())} lanes collapsed", refresh=False)
         self._bar.update(self._samples(batch, start, stop))
 
+    def stop_message(self, folder: Path) -> str:
+        """Returns the message for a run that stops before all chunks are done."""
+        return f"stopped after {self.chunks_done} of {self.chunks} chunks; go on with: jaxaudit resume {folder}"
+
     def _samples(self, batch: Batch, start: int, stop: int) -> int:
-        return len(batch.seeds) * (stop - start) * self._unit
+        return len(batch.seeds) * (stop - start) * self._samples_per_step
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -116,33 +157,29 @@ class ProgressBar:
         self._bar.close()
 
 
-def _of(plan: Plan, fork: int | None) -> list[Batch]:
-    return [batch for batch in plan if batch.fork == fork]
-
-
-class Teller:
-    """Tells of telemetry as it comes: what the learner has to say of the beginning, and how lanes fare."""
+class ProgressReporter:
+    """Reports a run's progress from the telemetry of its chunks, in the order in which they are trained."""
 
     def __init__(self, store: Folder, grid: Grid, window: int, progress: ProgressBar):
         self.progress = progress
         self._store, self._grid, self._window = store, grid, window
         self._levels: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def tell(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """Prints the progress after a chunk's telemetry `[T, L, ...]`."""
+    def report(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
+        """Updates the progress bar after a chunk with the telemetry `[T, L, ...]`."""
         if not batch.disturbed and start == batch.onset:
-            self._tell_remarks(batch, rows, stop - start)
+            self._report_remarks(batch, rows, stop - start)
         if batch.disturbed and batch.onset not in self._levels:
             before = self._store.read_channel("baseline_performance")[:, : batch.onset]
             self._levels[batch.onset] = performance_level(before, self._window, self._grid.program.learner.cadence)
         level = self._levels.get(batch.onset) if batch.disturbed else None
-        self.progress.advance(batch, start, stop, collapsed(self._grid, batch, rows, start, stop, level))
+        self.progress.advance(batch, start, stop, count_collapsed(self._grid, batch, rows, start, stop, level))
 
-    def _tell_remarks(self, batch: Batch, rows: Telemetry, count: int) -> None:
-        """On stderr, and kept for a report."""
+    def _report_remarks(self, batch: Batch, rows: Telemetry, count: int) -> None:
+        """Prints the learner's remarks on stderr and stores them in environment.json for the report."""
         lanes = {name: np.moveaxis(np.asarray(x)[:count, : len(batch.seeds)], 0, 1) for name, x in rows.items()}
-        said = remarks(self._grid, lanes)
-        for sentence in said:
+        sentences = remarks(self._grid, lanes)
+        for sentence in sentences:
             print(f"note: {sentence}", file=sys.stderr)
-        if said:
-            self._store.update_environment(remarks=said)
+        if sentences:
+            self._store.update_environment(remarks=sentences)

@@ -1,4 +1,4 @@
-"""A run's folder: spec, environment, telemetry, tables. Checkpoints are `checkpoint.py`'s."""
+"""A run's folder: the paths of its files, how telemetry is stored, and what environment.json records."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ from jaxaudit.core.learner import Channel, Telemetry
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution.engine import Engine
 from jaxaudit.execution.telemetry_layout import place
-from jaxaudit.runtime import source_tree, zarr_store
+from jaxaudit.runtime import array_store, machine
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import UNFINISHED, locked, read_object, remove, write_text
-from jaxaudit.runtime.machine import cores, processor, read_environment, readable
+from jaxaudit.runtime.machine import core_count, format_bytes, processor_name, read_environment
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-VERSION = source_tree.version()
+VERSION = machine.installed_version()
 
-DERIVED = ("x_inst", "x_gen")
-"""Channels computed from the telemetry when a run ends."""
+DERIVED_CHANNELS = ("x_inst", "x_gen")
+"""The channels that are computed from the telemetry when a run ends."""
 
-SIGHT = 2**20
-"""Bytes after which the compressor (Zstandard, whose window is 2 MiB) still finds that values are there already."""
+COMPRESSION_WINDOW_BYTES = 2**20
+"""The distance in bytes within which the compressor (Zstandard, with a window of 2 MiB) finds repeated values."""
 
 STARTING = "starting"
 """The status of a run until its spec is written, which is what makes the folder a run."""
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "brax", "mujoco", "mujoco-mjx", "orbax-checkpoint", "numpy")
+RECORDED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "brax", "mujoco", "mujoco-mjx", "orbax-checkpoint", "numpy")
 
 
 class Folder:
-    """Paths of a run, and how its files are read and written.
+    """The paths of a run's files, with methods that read and write them.
 
-    Every file appears complete or not at all (written beside its place, then renamed). One process at a time, the
-    driver, writes them, but for the attempts at batches (`jaxaudit.runs.attempts`), from which it gathers telemetry.
+    Every file appears complete or not at all. One process at a time, the driver, writes them, except for the attempts
+    at batches (`jaxaudit.runs.attempts`), from which the driver gathers telemetry.
     """
 
     def __init__(self, path: Path):
@@ -78,28 +78,29 @@ class Folder:
         self.shards = path / "shards.csv"
 
     def make(self, **facts: Any) -> None:
-        """Fills the folder of a run about to start, environment.json first, which tells it from other folders.
+        """Writes environment.json, which marks the folder as a run's, and creates the folder of checkpoints.
 
-        Raises FileExistsError if another process has filled it.
+        Raises:
+          FileExistsError: another process has created the checkpoints.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.update_environment(**facts, status=STARTING)
         self.checkpoints.mkdir()
 
     def read_environment(self) -> dict[str, Any]:
-        """What the run was made on; empty if that was never written. Raises UserError if it is damaged."""
+        """Returns the contents of environment.json, {} if there is none; raises UserError if it is damaged."""
         return read_environment(self.environment)
 
     def update_environment(self, **facts: Any) -> None:
-        """Adds entries to environment.json, or replaces them."""
+        """Adds entries to environment.json and replaces those that exist."""
         write_text(self.environment, json.dumps(self.read_environment() | facts, indent=2) + "\n")
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keeps other processes from working on this run while inside; raises UserError if one does."""
+        """Locks the run for other processes until the block ends; raises UserError if another one has locked it."""
         return locked(self.path, f"the run in {self.path}")
 
-    def sweep(self) -> None:
-        """Removes what a killed process left half written."""
+    def remove_unfinished(self) -> None:
+        """Removes the incomplete files that a killed process left."""
         for folder in (self.path, self.checkpoints):
             for path in folder.glob(f"{UNFINISHED}*"):
                 remove(path)
@@ -107,78 +108,91 @@ class Folder:
             path.unlink()
 
     def write_driver(self, name: str) -> None:
-        """Says who hands out the run's batches; workers of any other stop. Empty: nobody does."""
+        """Stores the name of the driver that distributes the run's batches; workers of others stop. "" for none."""
         self.batches.mkdir(exist_ok=True)
         write_text(self.batches / "driver", name)
 
     def read_driver(self) -> str:
-        """Who hands out the run's batches; empty if nobody does."""
+        """Returns the name of the driver that distributes the run's batches; "" if there is none."""
         try:
             return (self.batches / "driver").read_text(encoding="utf-8")
         except FileNotFoundError:
             return ""
 
     def write_plan(self, plan: Plan) -> None:
-        """Keeps how lanes are batched, and on how many threads they began to be trained."""
-        write_text(self.plan, json.dumps({"threads": cores(), "batches": as_json(plan)}) + "\n")
+        """Stores which lanes form which batch, and the number of threads of the process that planned them."""
+        write_text(self.plan, json.dumps({"threads": core_count(), "batches": as_json(plan)}) + "\n")
 
     def read_plan(self, grid: Grid) -> list[Batch]:
-        """How the lanes of a run's grid are batched. Raises UserError if it cannot be told."""
+        """Returns the batches of the run's grid; raises UserError if plan.json is damaged or of another grid."""
         try:
             return from_json(read_object(self.plan)["batches"], grid)
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
-            raise UserError(f"{self.plan} is damaged: which lanes run together cannot be told ({error!r})") from None
+            raise UserError(f"{self.plan} is damaged: it is no plan of the run's lanes ({error!r})") from None
 
     def create_telemetry(self, grid: Grid, shapes: dict[str, tuple[int, ...]], chunk: int) -> None:
-        """Lays out telemetry.zarr, all missing: channel -> shape of one value; a file holds all lanes' `chunk` steps.
+        """Creates telemetry.zarr with all values missing.
 
-        Or fewer, where the values are so large that a lane's would be out of the compressor's sight (`SIGHT`). Every
-        lane has its prefix, which is the baseline's, and a file has it once for each seed, and references to it.
+        A file holds `chunk` steps of all lanes, or fewer if values are so large that the compressor would not find
+        that the lanes of a seed repeat their prefix, the baseline's steps before the onset.
+
+        Args:
+          grid: the run's grid.
+          shapes: the shape of one value of each channel.
+          chunk: the steps of a chunk.
         """
         empty = datasets.telemetry_dataset(grid, {})
-        channels = dict.fromkeys([*sorted(shapes), *DERIVED])
+        channels = dict.fromkeys([*sorted(shapes), *DERIVED_CHANNELS])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            empty.to_zarr(self.telemetry, mode="w", consolidated=False, zarr_format=zarr_store.FORMAT)
-            group = zarr_store.open_group(self.telemetry, "r+")
+            empty.to_zarr(self.telemetry, mode="w", consolidated=False, zarr_format=array_store.FORMAT)
+            group = array_store.open_group(self.telemetry, "r+")
             lanes = (len(grid.seeds), len(grid.conditions))
             for name in channels:
-                own = tuple(shapes.get(name, ()))
-                dims = datasets.DIMS + datasets.channel_dims(grid, name, own)
-                known = grid.program.learner.channel(name)
-                steps = _steps_in_sight(chunk, math.prod(own) * np.dtype(known.dtype).itemsize)
-                _empty_array(group, name, known, (*lanes, grid.steps, *own), (*lanes, steps, *own), dims)
-            shape = (lanes[0], grid.steps)
-            _empty_array(group, "baseline_performance", Channel(), shape, (lanes[0], chunk), ("seed", "step"))
-            zarr.consolidate_metadata(self.telemetry)
+                value_shape = tuple(shapes.get(name, ()))
+                dims = datasets.DIMS + datasets.channel_dims(grid, name, value_shape)
+                channel = grid.program.learner.channel(name)
+                steps = _steps_per_file(chunk, math.prod(value_shape) * np.dtype(channel.dtype).itemsize)
+                shape, chunks = (*lanes, grid.steps, *value_shape), (*lanes, steps, *value_shape)
+                _create_array(group, name, channel, shape, chunks, dims)
+            shape, chunks = (lanes[0], grid.steps), (lanes[0], chunk)
+            _create_array(group, "baseline_performance", Channel(), shape, chunks, ("seed", "step"))
+        array_store.consolidate(self.telemetry)
 
     def write_rows(self, grid: Grid, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """Writes a batch's steps `start` to `stop`, rows `[T, L, ...]`, into the run's telemetry."""
+        """Writes the telemetry `[T, L, ...]` of a batch's steps `start` to `stop` into the run's."""
         if not batch.disturbed:
             performance = np.asarray(rows[PERFORMANCE])[: stop - start, : len(batch.seeds)]
             seeds = slice(batch.seeds[0], batch.seeds[-1] + 1)
             self._channel("baseline_performance", "r+")[seeds, start:stop] = performance.T
         place(partial(self._channel, mode="r+"), grid, batch, rows, start, stop)
 
-    def copy_prefix(self, source: Folder, theirs: Fork, ours: Fork) -> None:
-        """Copies the steps before an onset from another run of the same seeds and channels."""
-        first, count, onset = ours.conditions[0], len(ours.conditions), ours.onset
-        for name in zarr_store.open_group(self.telemetry, "r").array_keys():
+    def copy_prefix(self, source: Folder, source_fork: Fork, fork: Fork) -> None:
+        """Copies the steps before an onset from another run of the same seeds and channels.
+
+        Args:
+          source: the other run.
+          source_fork: its fork group of the same onset.
+          fork: the fork group of this run.
+        """
+        first, count, onset = fork.conditions[0], len(fork.conditions), fork.onset
+        column = source_fork.conditions[0]
+        for name in array_store.open_group(self.telemetry, "r").array_keys():
             array = self._channel(name, "r+")
-            if array.ndim >= len(datasets.DIMS) and name not in DERIVED:
-                prefix = source.read_channel(name, slice(theirs.conditions[0], theirs.conditions[0] + 1), slice(onset))
+            if array.ndim >= len(datasets.DIMS) and name not in DERIVED_CHANNELS:
+                prefix = source.read_channel(name, slice(column, column + 1), slice(onset))
                 shape = (prefix.shape[0], count, *prefix.shape[2:])
                 array[:, first : first + count, :onset] = np.broadcast_to(prefix, shape)
 
     def read_telemetry(self, channels: Collection[str] | None = None) -> xr.Dataset:
-        """The telemetry in memory, all or some channels, with dims (seed, condition, step)."""
+        """Returns some channels, by default all, in memory, with dims (seed, condition, step)."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with zarr_store.open_dataset(self.telemetry) as data:
+            with array_store.open_dataset(self.telemetry) as data:
                 return (data if channels is None else data[list(channels)]).load()
 
     def read_channel(self, name: str, *columns: slice) -> np.ndarray:
-        """One channel, all seeds, as far as it was written; `columns` slice the later dimensions."""
+        """Returns the values of a channel for all seeds; `columns` slice the dimensions after the seed."""
         return np.asarray(self._channel(name, "r")[(slice(None), *columns)])
 
     def write_channel(self, name: str, values: np.ndarray) -> None:
@@ -186,23 +200,27 @@ class Folder:
         self._channel(name, "r+")[...] = values
 
     def _channel(self, name: str, mode: Literal["r", "r+"]) -> zarr.Array:
-        return zarr_store.open_array(self.telemetry / name, mode)
+        return array_store.open_array(self.telemetry / name, mode)
 
     def write_attributes(self, **attributes: Any) -> None:
-        """Adds attributes to the stored telemetry."""
-        group = zarr_store.open_group(self.telemetry, "r+")
+        """Adds attributes to the root group of the telemetry."""
+        group = array_store.open_group(self.telemetry, "r+")
         group.attrs.update(attributes)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            zarr.consolidate_metadata(self.telemetry)
+        array_store.consolidate(self.telemetry)
 
 
-def _steps_in_sight(chunk: int, size: int) -> int:
-    """Steps of a file: a divisor of the chunk's, so that a lane's values of `size` bytes a step are within `SIGHT`."""
-    return next(steps for steps in range(chunk, 0, -1) if steps == 1 or (chunk % steps == 0 and steps * size <= SIGHT))
+def _steps_per_file(chunk: int, size: int) -> int:
+    """Returns the steps of a file of telemetry: the largest divisor of a chunk's that fits in the compressor's window.
+
+    Args:
+      chunk: the steps of a chunk.
+      size: the bytes of a lane's values at one step.
+    """
+    divisors = (steps for steps in range(chunk, 0, -1) if chunk % steps == 0)
+    return next(steps for steps in divisors if steps == 1 or steps * size <= COMPRESSION_WINDOW_BYTES)
 
 
-def _empty_array(
+def _create_array(
     group: zarr.Group, name: str, channel: Channel, shape: tuple, chunks: tuple, dims: tuple[str, ...]
 ) -> None:
     chunks = tuple(min(c, s) for c, s in zip(chunks, shape, strict=True))
@@ -218,22 +236,24 @@ def _empty_array(
 
 
 def check_space(grid: Grid, plan: Plan, engine: Engine, folder: Path) -> None:
-    """Raises UserError, with the numbers, where a run's telemetry and checkpoints would fill the disk."""
-    values = 4 * (sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values()) + len(DERIVED))
-    telemetry = values * len(grid.seeds) * len(grid.conditions) * grid.steps
-    kept = len(grid.forks) * len(grid.seeds) * engine.onset_lane_bytes()
-    latest = max(
-        3 * len(batch.seeds) * engine.lane_bytes(batch) + values * len(batch.seeds) * (batch.stop - batch.onset)
-        for batch in plan
+    """Raises UserError if a run's telemetry and checkpoints need more bytes than are free on the disk."""
+    values = sum(math.prod(shape) for shape in telemetry_shapes(grid.program).values()) + len(DERIVED_CHANNELS)
+    row_bytes = 4 * values
+    telemetry = row_bytes * len(grid.seeds) * len(grid.conditions) * grid.steps
+    onsets = len(grid.forks) * len(grid.seeds) * engine.onset_lane_bytes()
+    largest_batch = max(
+        len(batch.seeds) * (3 * engine.lane_bytes(batch) + row_bytes * (batch.stop - batch.onset)) for batch in plan
     )
     existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
-    needed, free = telemetry + kept + latest, shutil.disk_usage(existing).free
+    needed, free = telemetry + onsets + largest_batch, shutil.disk_usage(existing).free
     if needed > free:
-        raise UserError(f"the run needs about {readable(needed)} on disk and {existing} has {readable(free)} free")
+        raise UserError(
+            f"the run needs about {format_bytes(needed)} on disk and {existing} has {format_bytes(free)} free"
+        )
 
 
 def environment(grid: Grid, plan: Plan) -> dict[str, Any]:
-    """What decides a run's bits besides its spec: software, device, flags, and how lanes were laid out."""
+    """Returns what a run's bits depend on besides its spec: software, device, flags, and how lanes are batched."""
     layout = {
         "execution": grid.program.execution,
         "lanes": max(len(batch.seeds) for batch in plan),
@@ -243,14 +263,14 @@ def environment(grid: Grid, plan: Plan) -> dict[str, Any]:
 
 
 def software(grid: Grid) -> dict[str, Any]:
-    """What a grid is trained with: software, device and flags, and what it depends on besides."""
+    """Returns the software, device and flags that a grid is trained with, and the digests of its inputs."""
     devices = grid.program.devices
     return {
-        "jaxaudit": source_tree.version(),
+        "jaxaudit": VERSION,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _package_version(name) for name in RECORDED_PACKAGES},
         "platform": platform.platform(),
-        "cpu": processor(),
+        "cpu": processor_name(),
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
         "model_devices": grid.program.model_devices,
@@ -262,10 +282,12 @@ def software(grid: Grid) -> dict[str, Any]:
     }
 
 
-def differences(then: dict[str, Any], grid: Grid, plan: Plan) -> list[tuple[str, str, str]]:
-    """What is not as `then`, an earlier `environment`, says: (what, then, now)."""
-    now = environment(grid, plan)
-    then = {"model_devices": 1, "matmul_precision": now["matmul_precision"]} | then  # older runs say neither
-    pairs = {key: (then.get(key), value) for key, value in now.items() if key != "packages"}
-    pairs |= {f"package {k}": (then.get("packages", {}).get(k), v) for k, v in now["packages"].items()}
-    return [(what, str(a), str(b)) for what, (a, b) in pairs.items() if a != b]
+def differences(recorded: dict[str, Any], grid: Grid, plan: Plan) -> list[tuple[str, str, str]]:
+    """Returns (key, recorded value, present value) of each entry in which an `environment` differs from the present."""
+    present = environment(grid, plan)
+    defaults = {"model_devices": 1, "matmul_precision": present["matmul_precision"]}  # older runs record neither
+    recorded = defaults | recorded
+    pairs = {key: (recorded.get(key), value) for key, value in present.items() if key != "packages"}
+    packages = recorded.get("packages", {})
+    pairs |= {f"package {name}": (packages.get(name), version) for name, version in present["packages"].items()}
+    return [(key, str(old), str(new)) for key, (old, new) in pairs.items() if old != new]

@@ -1,1 +1,1 @@
-"""Files, processes, devices: what knows nothing of audits, and errors and registries."""
+"""Files, processes, devices: access to them, errors and registries, without knowledge of audits."""

@@ -1,7 +1,7 @@
-"""Files and folders on disk that other processes, and other people, may have written to.
+"""Safe access to files and folders that other processes and other people may write to.
 
-One process at a time fills a folder, every file appears whole, no symbolic link inside a folder is followed, and no
-more of a file is read than `MOST_BYTES`.
+One process at a time fills a folder, every file appears complete or not at all, no symbolic link inside a folder is
+followed, and no more of a file is read than `MAX_FILE_BYTES`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,25 +29,25 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 UNFINISHED = ".unfinished-"
-"""How the name of a file or folder begins while it is written. A killed process leaves such names behind."""
+"""The prefix of the name of a file or folder while it is written; a killed process leaves such names behind."""
 
 LOCK = ".lock"
-"""The file in a folder that is locked by the process at work there. Removed when that process is done."""
+"""The name of the file that a process locks while it works in a folder, and removes afterwards."""
 
-MOST_BYTES = 2**25
-"""The size of the largest text or JSON file that is read. The plan of a million lanes is a third as large."""
+MAX_FILE_BYTES = 2**25
+"""The size of the largest text or JSON file that is read; the plan of a million lanes is a third as large."""
 
-DEEPEST = 64
-"""Parts of a dotted key in TOML. A spec's keys have one."""
+MAX_KEY_PARTS = 64
+"""The most parts of a dotted key in TOML; a spec's keys have one."""
 
 _KEY_AND_DOT = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
-_DEEP_KEY = re.compile(rf"""(?<![\w"'-])(?:{_KEY_AND_DOT}){{{DEEPEST}}}""", re.ASCII)
+_DEEP_KEY = re.compile(rf"""(?<![\w"'-])(?:{_KEY_AND_DOT}){{{MAX_KEY_PARTS}}}""", re.ASCII)
 
-TURNS = 10
-"""How often a folder is made or locked again that other processes have removed meanwhile."""
+MAX_TRIES = 10
+"""How often a folder is created and locked anew if other processes remove it in between."""
 
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
-"""What a file system without locks answers when it is asked for one."""
+LOCKS_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
+"""Error codes with which file systems without locks refuse to lock a file."""
 
 
 @dataclass
@@ -55,85 +55,85 @@ class Claim:
     """A folder that this process has claimed.
 
     Attributes:
-      kept: whether what is in the folder stays there if an exception follows.
+      kept: whether the folder's contents stay if an exception follows.
     """
 
     kept: bool = False
 
     def keep(self) -> None:
-        """Keeps the folder even if an exception follows."""
+        """Makes the folder's contents stay even if an exception follows."""
         self.kept = True
 
 
 @contextmanager
 def claimed(path: Path, *, is_leftover: Callable[[Path], bool] | None = None, hint: str = "") -> Iterator[Claim]:
-    """Claims a new or empty folder for this process, which is locked until the block ends.
+    """Claims a new or empty folder for this process and locks it until the block ends.
 
     If the block ends before it has called the claim's `keep`, everything in the folder is removed, and so are the
-    folders that had to be made. Nothing that another process made is ever removed.
+    parent folders that were created for it. Nothing that another process created is ever removed.
 
     Args:
       path: the folder.
-      is_leftover: whether the contents of a folder that no process has locked were left by a killed process and can
-        be removed. By default: whether all names begin with `UNFINISHED`.
-      hint: the end of the sentence for a folder that is not empty.
+      is_leftover: returns whether the contents of a folder that no process has locked were left by a killed process
+        and can be removed. The default checks that all names start with `UNFINISHED`.
+      hint: the end of the error message for a folder that is not empty.
 
     Raises:
-      UserError: the folder cannot be made, is not empty, its name is not UTF-8, or another process is at work on it.
+      UserError: the folder cannot be created, is not empty, its name is not UTF-8, or another process works in it.
     """
-    check_name(path)
+    check_path_encoding(path)
     if os.path.exists(path) and not path.is_dir():
         raise UserError(f"{path} exists and is not a folder")
-    made = [p for p in (path.absolute(), *path.absolute().parents) if not os.path.exists(p)]
+    missing = [p for p in (path.absolute(), *path.absolute().parents) if not os.path.exists(p)]
     try:
-        lock = _lock(path, f"the folder {path}", make=True)
+        lock = _acquire_lock(path, f"the folder {path}", create=True)
     except OSError as error:
-        _remove_empty(made)
+        _remove_empty(missing)
         raise UserError(f"cannot make the folder {path}: {error.strerror or error}") from None
     claim = Claim()
     try:
-        _check_free(path, is_leftover or _only_unfinished, hint)
+        _remove_leftovers(path, is_leftover or _only_unfinished, hint)
         try:
             yield claim
         finally:
             if not claim.kept:
                 _remove_contents(path)
     finally:
-        lock.release()
+        lock.close()
         if not claim.kept:
-            _remove_empty(made)
+            _remove_empty(missing)
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
     for folder in folders:
-        with suppress(OSError):  # it was not made, or another process uses it by now
+        with suppress(OSError):  # it was not created, or another process uses it by now
             folder.rmdir()
 
 
-def _check_free(path: Path, is_leftover: Callable[[Path], bool], hint: str) -> None:
-    """Raises UserError unless a locked folder is empty or holds what a killed process left, which is removed."""
-    if names(path):
+def _remove_leftovers(path: Path, is_leftover: Callable[[Path], bool], hint: str) -> None:
+    """Removes the files that a killed process left in a locked folder; raises UserError if there are any others."""
+    if entry_names(path):
         if not is_leftover(path):
             raise UserError(f"the folder {path} exists and is not empty{hint}")
         _remove_contents(path)
 
 
 def _only_unfinished(path: Path) -> bool:
-    return all(name.startswith(UNFINISHED) for name in names(path))
+    return all(name.startswith(UNFINISHED) for name in entry_names(path))
 
 
-def names(path: Path) -> list[str]:
-    """The names in a folder, without its lock's."""
+def entry_names(path: Path) -> list[str]:
+    """Returns the names in a folder except that of its lock file."""
     return [name for name in os.listdir(path) if name != LOCK]
 
 
 def _remove_contents(path: Path) -> None:
-    for name in names(path):
+    for name in entry_names(path):
         remove(path / name)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder with all it holds; a link's target is left alone."""
+    """Removes a file, a link or a folder with its contents; the target of a link is not touched."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -141,110 +141,91 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Locks an existing folder while inside. The lock ends with the process, however that ends.
+def locked(path: Path, description: str) -> Iterator[None]:
+    """Locks an existing folder until the block ends; the system releases the lock if the process is killed.
 
     Args:
       path: the folder.
-      what: what the folder is, for the message.
+      description: what the folder is, for the error message.
 
     Raises:
       UserError: another process has locked it.
-      OSError: the folder is not there or cannot be written to.
+      OSError: the folder does not exist or is not writable.
     """
-    lock = _lock(path, what)
-    try:
+    with _acquire_lock(path, description):
         yield
-    finally:
-        lock.release()
 
 
-class _Lock:
-    """A lock that this process has: an open file, or a socket where the file system has no locks."""
-
-    def __init__(self, path: Path, descriptor: int, bound: socket.socket | None = None):
-        self._path, self._descriptor, self._bound = path, descriptor, bound
-
-    def release(self) -> None:
-        with suppress(OSError):
-            self._path.unlink()
-        os.close(self._descriptor)
-        if self._bound is not None:
-            self._bound.close()
-
-
-def _lock(path: Path, what: str, make: bool = False) -> _Lock:
-    place = path / LOCK
-    for turn in range(TURNS):
+def _acquire_lock(path: Path, description: str, create: bool = False) -> ExitStack:
+    """Locks a folder, which is created if `create`; returns a stack whose `close` releases the lock."""
+    lock_path = path / LOCK
+    for attempt in range(MAX_TRIES):
         try:
-            if make:
+            if create:
                 path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(place, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         except FileNotFoundError:
-            if make and turn < TURNS - 1:  # another process has just removed the folder
+            if create and attempt < MAX_TRIES - 1:  # another process has just removed the folder
                 continue
             raise
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise UserError(f"{place} is a link, which jaxaudit does not follow") from None
+                raise UserError(f"{lock_path} is a link, which jaxaudit does not follow") from None
             raise
-        lock = _lock_file(place, descriptor, what)
-        if lock is not None:
-            return lock
-    raise UserError(f"another process is at work on {what}")
+        with ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            _lock_file(lock_path, descriptor, description, stack)
+            with suppress(FileNotFoundError):
+                # Another process may have removed the file in between, and a third one may have locked a new file.
+                if os.path.samestat(os.fstat(descriptor), os.stat(lock_path, follow_symlinks=False)):
+                    stack.callback(_unlink, lock_path)
+                    return stack.pop_all()
+    raise UserError(f"another process is at work on {description}")
 
 
-def _lock_file(place: Path, descriptor: int, what: str) -> _Lock | None:
-    """The lock of an open file; None where that file has been removed meanwhile and another must be opened."""
+def _unlink(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def _lock_file(path: Path, descriptor: int, description: str, stack: ExitStack) -> None:
+    """Locks an open file, or binds a socket that `stack` closes where the file system has no locks."""
     try:
-        bound = None
-        try:
-            if fcntl is None:
-                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is at work on {what}") from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            bound = _bound(descriptor, what)
-            print(
-                f"note: the file system of {place.parent} has no locks, so processes of other machines are not kept "
-                "from working there at the same time",
-                file=sys.stderr,
-            )
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(place, follow_symlinks=False)):
-                return _Lock(place, descriptor, bound)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    if bound is not None:
-        bound.close()
-    return None
-
-
-def _bound(descriptor: int, what: str) -> socket.socket | None:
-    """A socket bound to a name made of a file's numbers, which one process of a machine can have at a time (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    state = os.fstat(descriptor)
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        bound.bind(f"\0jaxaudit-folder-{state.st_dev}-{state.st_ino}")
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is at work on {description}") from None
     except OSError as error:
-        bound.close()
+        if error.errno not in LOCKS_UNSUPPORTED:
+            raise
+        if sys.platform.startswith("linux"):
+            stack.enter_context(_bind_socket(descriptor, description))
+        print(
+            f"note: the file system of {path.parent} has no locks, so processes of other machines are not kept "
+            "from working there at the same time",
+            file=sys.stderr,
+        )
+
+
+def _bind_socket(descriptor: int, description: str) -> socket.socket:
+    """Binds an abstract socket named by a file's device and inode, which one process of a Linux machine can do."""
+    status = os.fstat(descriptor)
+    unix_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        unix_socket.bind(f"\0jaxaudit-folder-{status.st_dev}-{status.st_ino}")
+    except OSError as error:
+        unix_socket.close()
         if error.errno != errno.EADDRINUSE:
             raise
-        raise UserError(f"another process is at work on {what}") from None
-    return bound
+        raise UserError(f"another process is at work on {description}") from None
+    return unix_socket
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file beside its place, then puts it there: it appears whole or not at all.
+    """Writes a text file under a temporary name and renames it, so that it appears complete or not at all.
 
-    A link at `path` is replaced by the file, and its target is left alone.
+    A link at `path` is replaced by the file, and its target is not touched.
     """
     unfinished = path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")
     remove(unfinished)
@@ -253,18 +234,18 @@ def write_text(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
-def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """The text of a UTF-8 file of at most `most` bytes.
+def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Returns the text of a UTF-8 file.
 
     Raises:
-      UserError: it is larger, not UTF-8, or no regular file, whose end may never come.
-      OSError: it cannot be read.
+      UserError: the file has more than `max_bytes` bytes, is not UTF-8, or is not a regular file.
+      OSError: the file cannot be read.
     """
     check_regular(path)
     with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise UserError(f"{path} is larger than {most >> 20} MiB, which no such file is")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UserError(f"{path} is larger than {max_bytes >> 20} MiB, the most that is read of such a file")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -272,13 +253,13 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises as `read_text`, and UserError where it is not JSON."""
+    """Returns the value in a JSON file; raises as `read_text`, and UserError if the file is not JSON."""
     try:
         text = read_text(path)
-        found = json.loads(text)
-        if "\\ud" in text or "\\uD" in text:  # half a character cannot be written to any file
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:  # a lone surrogate cannot be written to any file later
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UserError:
         raise
     except RecursionError:
@@ -290,36 +271,43 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises as `read_json`."""
-    found = read_json(path)
-    if not isinstance(found, dict):
+    """Returns the JSON object in a file; raises as `read_json`, and UserError if the file holds another value."""
+    value = read_json(path)
+    if not isinstance(value, dict):
         raise UserError(f"{path} is damaged: it is not a JSON object")
-    return found
+    return value
 
 
-def parse_toml(text: str, place: str) -> dict[str, Any]:
-    """The tables of a TOML document; `place` begins the message of the UserError where it is none.
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """Returns the tables of a TOML document.
 
-    Keys of more than `DEEPEST` dotted parts are refused, for what parsing them takes grows with their square.
+    Keys of more than `MAX_KEY_PARTS` dotted parts are refused, since the time to parse them grows quadratically.
+
+    Args:
+      text: the document.
+      source: where the document was read, with which error messages start.
+
+    Raises:
+      UserError: the text is not TOML, is nested too deeply, or has a key of too many parts.
     """
     if _DEEP_KEY.search(text):
-        raise UserError(f"{place} has a key of more than {DEEPEST} dotted parts")
+        raise UserError(f"{source} has a key of more than {MAX_KEY_PARTS} dotted parts")
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise UserError(f"{place} is nested too deeply") from None
+        raise UserError(f"{source} is nested too deeply") from None
     except ValueError as error:
-        raise UserError(f"{place} is not TOML: {error}") from None
+        raise UserError(f"{source} is not TOML: {error}") from None
 
 
 def check_regular(path: Path) -> None:
-    """Raises UserError where there is something that is not a regular file: a folder, a pipe, a device."""
+    """Raises UserError if a path exists and is not a regular file but a folder, a pipe or a device."""
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a file")
 
 
-def check_name(path: Path) -> None:
-    """Raises UserError where a folder's path is not UTF-8: checkpoints cannot be written there."""
+def check_path_encoding(path: Path) -> None:
+    """Raises UserError if a folder's path is not UTF-8, since checkpoints cannot be written there."""
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError:
@@ -328,9 +316,9 @@ def check_name(path: Path) -> None:
 
 
 def check_contents(path: Path) -> None:
-    """Raises UserError where a folder has anything inside but files and folders: links, pipes, sockets, devices.
+    """Raises UserError if a folder contains links, pipes, sockets or devices, at any depth.
 
-    What is read from a folder, or written to it, then stays in it. The folder itself may be a link.
+    Reading from the folder and writing to it then never leaves it. The folder itself may be a link.
     """
     for entry in _walk(path):
         if entry.is_symlink():
@@ -341,13 +329,13 @@ def check_contents(path: Path) -> None:
 
 
 def _walk(path: Path | str) -> Iterator[os.DirEntry[str]]:
-    waiting = [os.fspath(path)]
-    while waiting:
+    folders = [os.fspath(path)]
+    while folders:
         try:
-            with os.scandir(waiting.pop()) as entries:
+            with os.scandir(folders.pop()) as entries:
                 for entry in entries:
                     yield entry
                     if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
+                        folders.append(entry.path)
         except FileNotFoundError:  # another process has just removed it
             continue

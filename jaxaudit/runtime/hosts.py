@@ -1,7 +1,7 @@
-"""Processes that train the same lanes together, each with devices of its own: JAX's distributed runtime.
+"""Several processes that train the same lanes together on devices of their own, by JAX's distributed runtime.
 
-All run the same command. The first leads: it alone writes files, but for checkpoints, and says what all do next. In a
-process by itself everything here is trivial.
+All processes run the same command. The first one, the leader, writes all files except checkpoints and decides what is
+done next. In a single process the functions of this module return at once.
 """
 
 from __future__ import annotations
@@ -9,36 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import jax
 import numpy as np
 
-from jaxaudit.runtime.errors import UserError, error_of, explain
+from jaxaudit.runtime.errors import UserError, error_from_exit_code, explain
 
 Result = TypeVar("Result")
 
-HEARTBEAT_SECONDS = 20
-"""After so long without a sign of life of one, the others end."""
+HEARTBEAT_TIMEOUT_SECONDS = 20
+"""The time without a sign of life from one process after which the others end."""
 
-PATIENCE_SECONDS = 300
-"""For all to come."""
+JOIN_TIMEOUT_SECONDS = 300
+"""The time within which all processes have to start."""
 
 
-def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Joins the others, before JAX is asked for anything; where nothing is given, JAX finds its place by itself.
+def join_processes(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
+    """Connects to the other processes of the run, which has to happen before JAX is used.
 
-    It does so under Slurm's srun, Open MPI's mpirun and Kubernetes.
+    Without arguments JAX determines them under Slurm's srun, Open MPI's mpirun and Kubernetes.
 
     Args:
-      coordinator: HOST:PORT of the first process.
-      processes: how many there are.
-      process: which this is, from 0.
+      coordinator: the address of the first process, HOST:PORT.
+      processes: the number of processes.
+      process: the index of this process, from 0.
 
     Raises:
-      UserError: its place is not known, or the others do not come.
+      UserError: the arguments are incomplete or out of range, JAX cannot determine them, or processes are missing.
     """
-    import jax
-
-    given = coordinator, processes, process
-    if any(value is not None for value in given) and None in given:
+    arguments = coordinator, processes, process
+    if any(value is not None for value in arguments) and None in arguments:
         raise UserError("--coordinator HOST:PORT, --processes N and --process I go together")
     if processes is not None and process is not None and not 0 <= process < processes:
         raise UserError(f"--process must be from 0 to {processes - 1}, not {process}")
@@ -47,46 +46,50 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
             coordinator,
             processes,
             process,
-            initialization_timeout=PATIENCE_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            initialization_timeout=JOIN_TIMEOUT_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
         )
     except ValueError:
         raise UserError(
-            "--distributed finds its place under srun, mpirun or Kubernetes alone; elsewhere give "
+            "--distributed determines its processes under srun, mpirun or Kubernetes alone; elsewhere give "
             "--coordinator HOST:PORT --processes N --process I"
         ) from None
     except RuntimeError as error:
-        raise UserError(f"not all of the run's processes came together: {str(error).splitlines()[0]}") from None
+        raise UserError(f"not all processes of the run connected: {str(error).splitlines()[0]}") from None
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    broadcast()  # connections are made now: later one may be long at something else, and for them Gloo waits 30 s
+    # Connections are made here: later a process may be busy for longer than the 30 s that Gloo waits for one.
+    broadcast()
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Returns whether several processes train the run together."""
-    import jax
-
     return jax.process_count() > 1
 
 
 def is_leader() -> bool:
-    """Returns whether this process leads: writes files and talks to the user."""
-    import jax
-
+    """Returns whether this process is the leader, which writes files and prints messages."""
     return jax.process_index() == 0
 
 
 def broadcast(*values: int) -> list[int]:
-    """What the first process says, in all of them; they wait for one another."""
-    if not several():
+    """Returns the leader's values in all processes, which wait for one another here."""
+    if not is_distributed():
         return list(values)
     from jax.experimental import multihost_utils
 
-    said = np.array([0, *values], np.int32)  # nothing at all would not be waited for
-    return multihost_utils.broadcast_one_to_all(said).tolist()[1:]
+    sent = np.array([0, *values], np.int32)  # JAX would not wait for the other processes with an empty array
+    return multihost_utils.broadcast_one_to_all(sent).tolist()[1:]
 
 
 def on_leader(work: Callable[[], Result]) -> Result | None:
-    """What some work gives in the first process, while the others wait; None in these. It fails in all or in none."""
+    """Runs `work` in the leader while the other processes wait.
+
+    Returns:
+      The result of `work` in the leader, None in the others.
+
+    Raises:
+      Whatever `work` raises, in the leader; in the others, an error with the same exit code and no message.
+    """
     result, failure = None, None
     if is_leader():
         try:
@@ -97,5 +100,5 @@ def on_leader(work: Callable[[], Result]) -> Result | None:
     if failure is not None:
         raise failure
     if code:
-        raise error_of(code, "")  # the first says why
+        raise error_from_exit_code(code, "")  # the leader prints the message
     return result

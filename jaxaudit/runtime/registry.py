@@ -1,4 +1,4 @@
-"""Names under which tasks, their kinds, learners, perturbations and metrics are found, here and in other packages."""
+"""Registries of tasks, learners, perturbations, metrics and others by name, in this package and in plug-ins."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ from types import ModuleType
 from typing import Any
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns one line for each row, whose cells are padded so that columns are aligned."""
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns one line for each row, with its cells padded to the width of their columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 class UnknownName(ValueError):
-    """A name that is not registered; the message says what was given and what is allowed."""
+    """A name that is not registered; the message names it and the names that are."""
 
 
 class Registry:
-    """Objects by name. Other packages add theirs through the entry-point group `jaxaudit.<what>s`: `jaxaudit.tasks`.
-    An entry point is an entry, or a module that registers one of its name when it is imported.
+    """Objects of one kind by name.
 
-    `own` are the modules of this package that register entries as they are imported, which is when one is asked for.
-    `plural` is of `what`, where it is not with an s.
+    Other packages add entries through the entry-point group of the kind, such as `jaxaudit.tasks`. An entry point is
+    an entry, or a module that registers an entry of the same name when it is imported.
+
+    Args:
+      kind: what the entries are, in the singular, for messages.
+      modules: the modules of this package that register entries, which are imported when the first one is looked up.
+      plural: the plural of `kind` if it is not formed with an s.
     """
 
-    def __init__(self, what: str, *own: str, plural: str = ""):
-        self.what = what
-        self._own = own
-        self._group = f"jaxaudit.{(plural or what + 's').replace(' ', '_')}"
+    def __init__(self, kind: str, *modules: str, plural: str = ""):
+        self.kind = kind
+        self._modules = modules
+        self._group = f"jaxaudit.{(plural or kind + 's').replace(' ', '_')}"
         self._entries: dict[str, Any] = {}
         self._complete = False
 
     def register(self, name: str, entry: Any = None) -> Any:
-        """Adds `entry` under `name`; without `entry`, a decorator. Raises ValueError if the name is taken."""
+        """Adds `entry` under `name`, or returns a decorator without `entry`; raises ValueError if the name is taken."""
         if entry is None:
             return lambda decorated: self.register(name, decorated)
         if self._entries.get(name, entry) is not entry:
-            raise ValueError(f"{self.what} '{name}' is already registered")
+            raise ValueError(f"{self.kind} '{name}' is already registered")
         self._entries[name] = entry
         return entry
 
     def __getitem__(self, name: str) -> Any:
         self._load()
         if name not in self._entries:
-            raise UnknownName(unknown(self.what, name, list(self)))
+            raise UnknownName(unknown_name_message(self.kind, name, list(self)))
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -62,42 +66,42 @@ class Registry:
     def _load(self) -> None:
         if not self._complete:
             self._complete = True
-            for module in self._own:
+            for module in self._modules:
                 import_module(f"jaxaudit.{module}")
             for point in entry_points(group=self._group):
-                found = point.load()
-                if not isinstance(found, ModuleType):
-                    self.register(point.name, found)
+                entry = point.load()
+                if not isinstance(entry, ModuleType):
+                    self.register(point.name, entry)
                 elif point.name not in self._entries:
                     raise ValueError(
                         f"the entry point '{point.name}' of {self._group} is the module "
-                        f"{found.__name__}, which registers no {self.what} of that name"
+                        f"{entry.__name__}, which registers no {self.kind} of that name"
                     )
 
 
-def unknown(what: str, given: object, allowed: list[str]) -> str:
-    """One sentence for a name that is not known, with the nearest known one."""
-    near = difflib.get_close_matches(str(given), allowed, n=1)
-    hint = f" (did you mean '{near[0]}'?)" if near else ""
-    return f"unknown {what} {given!r}{hint}; allowed: {', '.join(sorted(allowed)) or 'none'}"
+def unknown_name_message(kind: str, name: object, allowed: list[str]) -> str:
+    """Returns an error message for an unknown name of a kind of entry, with the most similar name that is allowed."""
+    similar = difflib.get_close_matches(str(name), allowed, n=1)
+    hint = f" (did you mean '{similar[0]}'?)" if similar else ""
+    return f"unknown {kind} {name!r}{hint}; allowed: {', '.join(sorted(allowed)) or 'none'}"
 
 
-def check(what: str, given: str, allowed: Collection[str] | Registry) -> None:
-    """Raises UnknownName for a name that is not allowed."""
-    if given not in allowed:
-        raise UnknownName(unknown(what, given, list(allowed)))
+def check_name(kind: str, name: str, allowed: Collection[str] | Registry) -> None:
+    """Raises UnknownName if a name of a kind of entry is not among those allowed."""
+    if name not in allowed:
+        raise UnknownName(unknown_name_message(kind, name, list(allowed)))
 
 
-def named_like(function: Callable[..., Any], entry: Any) -> Any:
-    """Returns a frozen entry with the name, module and docstring of a function, which help() and doctest read."""
+def copy_function_metadata(function: Callable[..., Any], entry: Any) -> Any:
+    """Gives a frozen entry the name, module and docstring of a function, which help() and doctest read; returns it."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         object.__setattr__(entry, name, getattr(function, name))
     object.__setattr__(entry, "__wrapped__", function)
     return entry
 
 
-def summary(entry: object) -> str:
-    """What an entry says of itself: the first line of its docstring."""
+def first_docstring_line(entry: object) -> str:
+    """Returns the first line of an entry's docstring, "" if it has none."""
     return (inspect.getdoc(entry) or "").partition("\n")[0]
 
 
@@ -114,7 +118,7 @@ metrics = Registry("metric")
 def register(kind: str, name: str) -> Callable[[Any], Any]:
     """Decorator that registers an entry of a kind, e.g. a learner: `@register("learner", "my_learner")`."""
     known = (tasks, task_kinds, dialogues, learners, perturbations, interventions, remedies, metrics)
-    registries = {r.what: r for r in known}
+    registries = {registry.kind: registry for registry in known}
     if kind not in registries:
-        raise UnknownName(unknown("kind of entry", kind, list(registries)))
+        raise UnknownName(unknown_name_message("kind of entry", kind, list(registries)))
     return registries[kind].register(name)

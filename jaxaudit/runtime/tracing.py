@@ -1,19 +1,92 @@
-"""Where in a program a function is being traced: in what it was begun in, or in a derivative, a loop or a batch of it.
+"""How functions are traced: the precision of matrix products, and the transformations around a value.
 
-JAX says so in no public function: this is the one place that looks at its traces.
+GPUs and TPUs can round the factors of float32 products to TF32 or bfloat16 first, which is fast and off by 1e-3, and
+JAX does so by default. Here products are computed in float32 unless the caller asks for less, and those of physics
+even then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 from jax._src import core
 from jax.extend.core import jaxprs_in_params
 
-PASSED = {"JVPTrace": "grad", "LinearizeTrace": "grad", "checkpoint / remat": "remat", "cond": "cond"}
-"""What runs its body once, with the values of the place around it: a trace's type, or what a function is traced for."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MatmulPrecision = Literal["float32", "tf32"]
+
+_USES_TF32: ContextVar[bool] = ContextVar("uses_tf32", default=False)
+
+
+def resolve_precision(devices: Sequence[jax.Device], requested: MatmulPrecision) -> str | None:
+    """Returns the precision of matrix products with which programs for some devices are traced.
+
+    Args:
+      devices: the devices that run the program.
+      requested: the precision that the caller asks for.
+
+    Returns:
+      The value of `jax.default_matmul_precision` if it was set, for example by JAX_DEFAULT_MATMUL_PRECISION; else None
+      on CPUs, whose products are in float32 anyway; else `requested`.
+
+    Raises:
+      ValueError: `requested` is neither "float32" nor "tf32".
+    """
+    if requested not in ("float32", "tf32"):
+        raise ValueError(f"matmul_precision must be 'float32' or 'tf32', not {requested!r}")
+    explicit = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if explicit is not None:
+        return str(explicit)
+    return None if all(device.platform == "cpu" for device in devices) else requested
+
+
+@contextlib.contextmanager
+def with_precision(precision: str | None) -> Iterator[None]:
+    """Traces its body with a precision that `resolve_precision` returned."""
+    if precision is None:
+        yield
+        return
+    token = _USES_TF32.set(precision == "tf32")
+    try:
+        with jax.default_matmul_precision("tensorfloat32" if precision == "tf32" else precision):
+            yield
+    finally:
+        _USES_TF32.reset(token)
+
+
+def float32_products(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function that is traced outside of a grid's program, so that its products are in float32."""
+
+    @functools.wraps(function)
+    def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+        with with_precision(resolve_precision(jax.devices(), "float32")):
+            return function(*args, **kwargs)
+
+    return traced
+
+
+@contextlib.contextmanager
+def in_float32() -> Iterator[None]:
+    """Traces its body with float32 products in a program whose other products are in TF32."""
+    if not _USES_TF32.get():
+        yield
+        return
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+RUN_ONCE = {"JVPTrace": "grad", "LinearizeTrace": "grad", "checkpoint / remat": "remat", "cond": "cond"}
+"""Transformations that run their body once, with the values around it.
+
+The keys are types of traces, or what JAX says a function is traced for; the values are the transformations' names.
+"""
 
 NOT_ELEMENTWISE = (
     *("cond", "while", "scan", "pure_callback", "io_callback"),
@@ -21,52 +94,53 @@ NOT_ELEMENTWISE = (
     *("sort", "top_k", "gather", "dynamic_slice", "dynamic_update_slice", "scatter", "concatenate"),
     *("reduce_", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
 )
-"""Beginnings of the names of primitives whose results are not computed entry by entry."""
+"""Prefixes of the names of primitives whose results are not computed entry by entry."""
 
-NAMES = {"BatchTrace": "vmap", "while_body": "while_loop", "while_cond": "while_loop"}
+PUBLIC_NAMES = {"BatchTrace": "vmap", "while_body": "while_loop", "while_cond": "while_loop"}
 
 
-def here() -> Any:
-    """The trace that values computed now belong to; kept by who wants to know later how far away it is."""
+def current_trace() -> Any:
+    """Returns the trace that values computed now belong to; JAX has no public function for this."""
     return core.trace_ctx.trace
 
 
-def between(home: Any) -> tuple[str, ...]:
-    """Names of the transformations between `home` and here, the innermost first: "scan", "vmap", "grad", ...
+def transformations_since(origin: Any) -> tuple[str, ...]:
+    """Returns the names of the transformations between the trace `origin` and the current one, the innermost first.
 
-    A home that is over, or of another function, is as far away as can be: all around here is named.
+    The names are "scan", "vmap", "grad" and so on. If `origin` has ended or belongs to another function, the names of
+    all transformations around the current trace are returned.
     """
-    found, trace = [], core.trace_ctx.trace
-    while trace is not None and trace is not home:
-        found.append(_name(trace))
+    names, trace = [], core.trace_ctx.trace
+    while trace is not None and trace is not origin:
+        names.append(_transformation_name(trace))
         trace = getattr(trace, "parent_trace", None)
-    return tuple(found)
+    return tuple(names)
 
 
-def repeats(name: str) -> bool:
-    """Whether a transformation may run its body more than once, or on several values at a time."""
-    return name not in PASSED.values()
+def may_repeat(name: str) -> bool:
+    """Returns whether a transformation may run its body more than once, or on several values at a time."""
+    return name not in RUN_ONCE.values()
 
 
 def is_elementwise(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether all that a function does with arrays is done entry by entry, so that a compiler makes one loop out of it.
+    """Returns whether a function computes its arrays entry by entry, so that XLA fuses it into one loop.
 
-    Random numbers are, as JAX computes them.
+    Random numbers count as elementwise, since JAX computes them so.
     """
 
-    def equations(jaxpr: Any) -> bool:
+    def all_elementwise(jaxpr: Any) -> bool:
         return all(
             not equation.primitive.name.startswith(NOT_ELEMENTWISE)
-            and all(equations(inner) for inner in jaxprs_in_params(equation.params))
+            and all(all_elementwise(inner) for inner in jaxprs_in_params(equation.params))
             for equation in jaxpr.eqns
         )
 
-    return equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return all_elementwise(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
-def _name(trace: Any) -> str:
+def _transformation_name(trace: Any) -> str:
     kind = type(trace).__name__
     if kind == "DynamicJaxprTrace":
         info = trace.frame.debug_info
         kind = "jit" if info is None else str(info.traced_for)
-    return PASSED.get(kind, NAMES.get(kind, kind))
+    return RUN_ONCE.get(kind, PUBLIC_NAMES.get(kind, kind))

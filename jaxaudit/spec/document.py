@@ -26,8 +26,8 @@ from jaxaudit.monitoring.watch import MonitorWatch
 from jaxaudit.perturbations import Chain, Perturbation
 from jaxaudit.remedies import Remedy
 from jaxaudit.runtime import registry
-from jaxaudit.runtime.errors import UserError, placed
-from jaxaudit.runtime.files import MOST_BYTES, parse_toml
+from jaxaudit.runtime.errors import UserError, error_prefix
+from jaxaudit.runtime.files import MAX_FILE_BYTES, parse_toml
 from jaxaudit.runtime.paths import paths_of
 from jaxaudit.spec.sections import (
     MAX_CONDITIONS,
@@ -190,7 +190,7 @@ class Spec:
         """
         learner, audit = self._learner(), self.audit
         perturbations = [entry.perturbation for entry in self._fitting_entries(learner)]
-        with placed(self.source):
+        with error_prefix(self.source):
             return plan(
                 learner,
                 perturbations,
@@ -207,12 +207,12 @@ class Spec:
     def _learner(self) -> Learner:
         settings = self.learner.settings
         arguments = {name: getattr(settings, name) for name in field_names(type(settings))}
-        with placed(f"{self.source}: [task] and [learner]"):
+        with error_prefix(f"{self.source}: [task] and [learner]"):
             task = () if self.task is None else (self.task,)
             learner = registry.learners[self.learner.kind](*task, **arguments)
         if not self.remedies:
             return learner
-        with placed(f"{self.source}: [[remedy]]"):
+        with error_prefix(f"{self.source}: [[remedy]]"):
             return remedied(learner, *self.remedies)
 
     def _watch(self) -> Callable[..., MonitorWatch] | None:
@@ -223,11 +223,11 @@ class Spec:
         if self.monitor is None:
             return None
         place, alpha = f"{self.source}: [monitor]", self.monitor.alpha
-        with placed(place):
+        with error_prefix(place):
             monitor = self.monitor.load()
 
         def watch(*telemetry: Any) -> MonitorWatch:
-            with placed(place):
+            with error_prefix(place):
                 return MonitorWatch.of(monitor, alpha, *telemetry)
 
         return watch
@@ -240,7 +240,7 @@ class Spec:
         """
         candidates = [entry.candidates() for entry in self.perturbations]
         perturbations = [candidate.perturbation for group in candidates for candidate in group]
-        with placed(self.source):
+        with error_prefix(self.source):
             reasons = iter(misfits(learner, perturbations, self.audit.steps, monitored=self.monitor is not None))
         fitting: list[PerturbationEntry] = []
         for entry, group in zip(self.perturbations, candidates, strict=True):
@@ -262,15 +262,15 @@ def read_spec_text(path: str | Path) -> str:
     """Returns the text of a spec file, without a byte order mark. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder, not a spec file") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{path} is larger than {MOST_BYTES >> 20} MiB, the most that a spec may have")
+    if len(content) > MAX_FILE_BYTES:
+        raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB, the most that a spec may have")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -17,8 +17,8 @@ from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.perturbations import DIMENSIONS, Chain, Kind, Perturbation, Sweep, chain, sweep
 from jaxaudit.remedies import Remedy, RemedyKind
 from jaxaudit.runtime import registry
-from jaxaudit.runtime.errors import UserError, placed
-from jaxaudit.runtime.precision import MatmulPrecision
+from jaxaudit.runtime.errors import UserError, error_prefix
+from jaxaudit.runtime.tracing import MatmulPrecision
 from jaxaudit.spec.tables import TomlTable, describe_value, field_names, read_dataclass, read_section
 
 Onset = int | float
@@ -122,7 +122,7 @@ def read_entries(values: Any, place: str, steps: int) -> list[Entry]:
         given = " and ".join(f"'{form}'" for form in matches) or "none of them"
         raise UserError(f"{place} must have exactly one of 'kind', 'chain' and 'dimension', not {given}")
     allowed, read = forms[matches[0]]
-    with placed(place):
+    with error_prefix(place):
         entries = read(TomlTable(values, place, allowed))
         _check_entries(entries, steps, table.raw("onset"))
     return entries
@@ -135,12 +135,12 @@ def read_remedy(values: Any, place: str) -> Remedy:
     if name not in registry.remedies:
         if name in registry.perturbations or name in registry.interventions:
             raise UserError(f"{place}: kind '{name}' is a perturbation, which belongs in a table [[perturbation]]")
-        raise UserError(f"{place}: {registry.unknown('remedy', name, list(registry.remedies))}")
+        raise UserError(f"{place}: {registry.unknown_name_message('remedy', name, list(registry.remedies))}")
     kind = registry.remedies[name]
     if not isinstance(kind, RemedyKind):
         raise UserError(f"{place}: kind '{name}' was not made by one of the decorators `remedy` and `setting`")
     strength = table.get("strength", float, None)
-    with placed(place):
+    with error_prefix(place):
         return kind(strength)
 
 
@@ -151,7 +151,7 @@ def _read_single(table: TomlTable) -> list[Entry]:
 
 def _perturbation(table: TomlTable, onset: Onset | None, duration: int | str | None = None) -> Perturbation:
     """Returns the perturbation of a table at an onset; the duration is the default of a missing one."""
-    with placed(table.place):
+    with error_prefix(table.place):
         kind = _kind(table.get("kind", str))
     magnitude = _get_distinct(table, "magnitude", float | tuple[float, ...])
     if isinstance(magnitude, tuple):
@@ -189,7 +189,7 @@ def _read_chain(table: TomlTable) -> list[Entry]:
 def _read_dimension(table: TomlTable) -> list[Entry]:
     dimension = table.get("dimension", str)
     if dimension not in DIMENSIONS:
-        raise UserError(f"{table.place}: {registry.unknown('dimension', dimension, list(DIMENSIONS))}")
+        raise UserError(f"{table.place}: {registry.unknown_name_message('dimension', dimension, list(DIMENSIONS))}")
     duration = table.get("duration", Duration, None)
     onsets = _each_onset(_get_distinct(table, "onset", Onsets))
     return [DimensionEntry(dimension, onset, duration, table.place) for onset in onsets]
@@ -236,7 +236,7 @@ def _kind(name: str) -> Kind:
         if name in registry.remedies:
             raise ValueError(f"kind '{name}' is a remedy, which belongs in a table [[remedy]]")
         known = [known_name for kinds in registries for known_name in kinds]
-        raise registry.UnknownName(registry.unknown("perturbation", name, known))
+        raise registry.UnknownName(registry.unknown_name_message("perturbation", name, known))
     kind = found[name]
     if not isinstance(kind, Kind):
         raise ValueError(f"kind '{name}' was not made by the decorator `perturbation`")
@@ -364,12 +364,12 @@ def read_task(sections: TomlTable) -> Task | None:
     table = read_section(sections, "task", None)
     kind = table.get("kind", str)
     if kind not in (known := registry.task_kinds):
-        raise UserError(f"{table.place}: {registry.unknown('kind of task', kind, list(known))}")
+        raise UserError(f"{table.place}: {registry.unknown_name_message('kind of task', kind, list(known))}")
     task_kind = known[kind]
     if not hasattr(task_kind, "named"):
         return read_dataclass(read_section(sections, "task", ["kind", *field_names(task_kind)]), task_kind)
     name = table.get("name", str)
-    with placed(table.place):
+    with error_prefix(table.place):
         settings = task_kind.named(name)
     table = read_section(sections, "task", ["kind", "name", *field_names(settings)])
     return task_kind(name, read_dataclass(table, settings))
@@ -407,7 +407,7 @@ def read_learner(sections: TomlTable, audit: AuditSpec) -> LearnerSpec:
     """Reads the section [learner], with the telemetry that [audit] asks for. Raises UserError if it is not valid."""
     table = read_section(sections, "learner", None)
     kind = table.get("kind", str)
-    with placed(table.place):
+    with error_prefix(table.place):
         settings = learner_settings(kind)
     if takes_task(kind) and "task" not in sections:
         raise UserError(f"{sections.place}: the table [task] is missing, which learner '{kind}' needs")

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import tomli_w
 
-from jaxaudit.runtime.errors import UserError, placed
-from jaxaudit.runtime.registry import unknown
+from jaxaudit.runtime.errors import UserError, error_prefix
+from jaxaudit.runtime.registry import unknown_name_message
 
 MAX_INTEGER = 2**32 - 1
 """The largest magnitude of a whole number in a spec; seeds are uint32."""
@@ -47,7 +47,7 @@ class TomlTable:
         allowed = list(values if allowed is None else allowed)
         for key in values:
             if key not in allowed:
-                raise UserError(f"{place}: {unknown('key', key, allowed)}")
+                raise UserError(f"{place}: {unknown_name_message('key', key, allowed)}")
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -278,7 +278,7 @@ def read_dataclass(table: TomlTable, dataclass: type, **fixed: Any) -> Any:
             if field.metadata.get("path"):
                 value = _absolute_path(value, field.metadata.get("words", ()))
             values[field.name] = value
-    with placed(table.place):
+    with error_prefix(table.place):
         return dataclass(**values)
 
 

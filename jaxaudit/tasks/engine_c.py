@@ -15,7 +15,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from mujoco import mjtState
 from mujoco.batch import Batch, SimulationError
 
-from jaxaudit.runtime.machine import cores
+from jaxaudit.runtime.machine import core_count
 from jaxaudit.tasks import engine
 from jaxaudit.tasks._brax import State
 from jaxaudit.tasks.engine import NAMES, SCALED, MujocoEnv, PhysicsState, load_model
@@ -149,7 +149,7 @@ def _borrowed(task: MujocoTask, size: int, varied: bool) -> Iterator[Batch]:
         batch = idle.pop()
     except IndexError:
         # All cores are shared evenly by JAX's devices, which each step a batch of their own.
-        batch = Batch(load_model(task), size, nthread=max(1, cores() // jax.local_device_count()))
+        batch = Batch(load_model(task), size, nthread=max(1, core_count() // jax.local_device_count()))
         for name in task.needs:
             if name != "cfrc_ext":
                 batch.bind(name)
@@ -195,7 +195,7 @@ idle_workers: dict[MujocoTask, collections.deque[_Worker]] = collections.default
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(cores(), "jaxaudit-physics")
+    return ThreadPoolExecutor(core_count(), "jaxaudit-physics")
 
 
 def _one_by_one(
@@ -226,7 +226,7 @@ def _one_by_one(
                 values[i] = getattr(worker.data, name)
         idle_workers[task].append(worker)
 
-    shares = np.array_split(np.flatnonzero(alive), 4 * cores())
+    shares = np.array_split(np.flatnonzero(alive), 4 * core_count())
     list(_threads().map(run, [share for share in shares if len(share)]))
     return moved
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.core.taps import ACTING_SITES, Taps
-from jaxaudit.runtime.precision import in_float32
+from jaxaudit.runtime.tracing import in_float32
 from jaxaudit.tasks._brax import Env, State
 
 

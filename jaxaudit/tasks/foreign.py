@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.runtime.registry import check, task_kinds
+from jaxaudit.runtime.registry import check_name, task_kinds
 from jaxaudit.tasks._brax import Env, State, brax_environments, make_brax
 
 
@@ -37,8 +37,8 @@ class ForeignTask(ABC):
     physics: str = "auto"
 
     def __post_init__(self):
-        check(f"{self.kind} task", self.bare, self.names())
-        check(f"physics of a {self.kind} task", self.physics, self.engines)
+        check_name(f"{self.kind} task", self.bare, self.names())
+        check_name(f"physics of a {self.kind} task", self.physics, self.engines)
         object.__setattr__(self, "name", f"{self.kind}:{self.bare}")
 
     @property

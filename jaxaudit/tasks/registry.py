@@ -10,7 +10,7 @@ import jax
 
 from jaxaudit.core.task_kinds import Task
 from jaxaudit.runtime import registry
-from jaxaudit.runtime.registry import check, summary, task_kinds, tasks
+from jaxaudit.runtime.registry import check_name, first_docstring_line, task_kinds, tasks
 from jaxaudit.tasks import gymnasium_v5
 from jaxaudit.tasks._brax import Env
 from jaxaudit.tasks.task import MujocoTask
@@ -45,8 +45,8 @@ class Registered:
     physics: Literal["auto", "c", "mjx"] = "auto"
 
     def __post_init__(self):
-        check("task", self.name, tasks)
-        check("physics", self.physics, PHYSICS)
+        check_name("task", self.name, tasks)
+        check_name("physics", self.physics, PHYSICS)
 
     def make(self) -> Env:
         """The environment. Raises ValueError for "c" where JAX does not run on a CPU."""
@@ -83,7 +83,7 @@ class Registered:
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
         """Returns the names of the kind's tasks, with a line on each."""
-        return [(name, summary(tasks[name])) for name in tasks if not isinstance(tasks[name], MujocoTask)]
+        return [(name, first_docstring_line(tasks[name])) for name in tasks if not isinstance(tasks[name], MujocoTask)]
 
 
 @task_kinds.register("mujoco")

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxaudit.runtime import machine
-from jaxaudit.runtime.registry import summary, task_kinds
+from jaxaudit.runtime.registry import first_docstring_line, task_kinds
 from jaxaudit.text import tokenizers
 from jaxaudit.text.tokenizers import TOKENIZERS, Tokenizer
 
@@ -196,7 +196,7 @@ class Text:
     @classmethod
     def listing(cls) -> list[tuple[str, str]]:
         """The corpora that need no download, and what others are."""
-        built_in = [(name, summary(read)) for name, read in BUILT_IN.items()]
+        built_in = [(name, first_docstring_line(read)) for name, read in BUILT_IN.items()]
         return [*built_in, ("<path>", "a file or folder of .txt, or of tokens .bin (nanoGPT's or llm.c's)")]
 
 
@@ -297,13 +297,13 @@ def _tokenised(tokenizer: Tokenizer, documents: Sequence[bytes]) -> _Row:
         return _Row([])
     content = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in documents))
     content.update(tokenizer.identity.encode())
-    kept = machine.caches() / "tokens" / f"{content.hexdigest()}.npy"
+    kept = machine.cache_folder() / "tokens" / f"{content.hexdigest()}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # nothing is there, or it is damaged
         tokens = np.load(kept, mmap_mode="r")
         if tokens.dtype == np.uint16 and tokens.ndim == 1:
             return _Row([tokens])
     tokens = tokenizer.encode(documents)
-    with contextlib.suppress(OSError), machine.written_whole(kept) as part:
+    with contextlib.suppress(OSError), machine.atomic_output(kept) as part:
         np.save(part, tokens)
     return _Row([tokens])
 
@@ -317,7 +317,7 @@ def _tokenizer(text: Text, documents: Sequence[bytes]) -> Tokenizer:
         return tokenizers.read(Path(text.tokenizer))
     content = hashlib.sha256(b"".join(hashlib.sha256(d).digest() for d in documents)).hexdigest()
     vocabulary = text.vocabulary or VOCABULARY
-    return tokenizers.trained(documents, vocabulary, machine.caches() / "tokenizers" / f"{content}-{vocabulary}")
+    return tokenizers.trained(documents, vocabulary, machine.cache_folder() / "tokenizers" / f"{content}-{vocabulary}")
 
 
 def _parted(row: _Row, validation: _Row, most: int) -> tuple[np.ndarray, np.ndarray, int]:

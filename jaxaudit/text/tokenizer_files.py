@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxaudit.runtime.files import MOST_BYTES, read_object
+from jaxaudit.runtime.files import MAX_FILE_BYTES, read_object
 
 WHOLE = "tokenizer.json"
 PARTS = ("vocab.json", "merges.txt")
@@ -73,8 +73,8 @@ def _of_parts(folder: Path, parts: tuple[Path, ...]) -> TokenizerFiles:
     from tokenizers import ByteLevelBPETokenizer
 
     for part in parts:
-        if part.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{part} is larger than {MOST_BYTES >> 20} MiB, which no such file is")
+        if part.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{part} is larger than {MAX_FILE_BYTES >> 20} MiB, which no such file is")
     try:
         encoder = ByteLevelBPETokenizer(*map(str, parts))
     except Exception as error:  # of the library's own kinds

@@ -149,7 +149,7 @@ def trained(documents: Sequence[bytes], vocabulary: int, kept: Path) -> BytePair
         return read(kept)
     with tempfile.TemporaryDirectory() as place:
         _train(documents, vocabulary).save_model(place)
-        with contextlib.suppress(OSError), machine.written_whole(kept) as part:
+        with contextlib.suppress(OSError), machine.atomic_output(kept) as part:
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(place, part)
         return read(Path(place))  # as every later run will

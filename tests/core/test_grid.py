@@ -244,11 +244,11 @@ def test_each_device_makes_arrays_of_size_zero_for_itself(monkeypatch):
         turns = jax.lax.fori_loop(0, 3, lambda i, now: jax.tree.map(lambda x: x + i, now), lanes | {"row": rows})
         return turns["x"] + data["none"].sum() + jnp.sum(constant + lanes["x"][0]), turns["none"], turns["row"]
 
-    specs, results = (sharding.EVERYWHERE, sharding.LANES, sharding.ROWS), (*[sharding.LANES] * 2, sharding.ROWS)
+    specs, results = (sharding.REPLICATED, sharding.LANES, sharding.ROWS), (*[sharding.LANES] * 2, sharding.ROWS)
     lanes = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "none": np.zeros((4, 0), np.float32)}
     given = {"none": np.zeros((0, 4), np.float32)}, lanes, np.zeros((0, 4), np.int32)
     monkeypatch.setattr(sharding, "EMPTY_ARGUMENTS_CRASH", True)
-    lowered = jax.jit(sharding.on_devices(tuple(jax.devices()), parts, specs, results)).lower(*given)
+    lowered = jax.jit(sharding.map_over_devices(tuple(jax.devices()), parts, specs, results)).lower(*given)
     assert lowered.as_text().count("sdy.manual_computation(%arg") == 1
     entered = lowered.as_text().split("manual_axes")[1].split("{", 2)[1].split(")")[0]  # what the function begins with
     assert entered.count("tensor<") == 1

@@ -167,23 +167,23 @@ def test_a_prefix_takes_the_room_of_one(many):
 
 
 def test_a_prefix_of_large_values_is_in_the_compressors_sight():
-    assert store._steps_in_sight(10, 4) == 10
-    assert store._steps_in_sight(10, 300_000) == 2
-    assert store._steps_in_sight(10, 2**22) == 1
-    assert store._steps_in_sight(7, 2**18) == 1
-    lane = np.random.default_rng(0).normal(size=store.SIGHT // 4).astype(np.float32)
+    assert store._steps_per_file(10, 4) == 10
+    assert store._steps_per_file(10, 300_000) == 2
+    assert store._steps_per_file(10, 2**22) == 1
+    assert store._steps_per_file(7, 2**18) == 1
+    lane = np.random.default_rng(0).normal(size=store.COMPRESSION_WINDOW_BYTES // 4).astype(np.float32)
     once, often = (len(Zstd(level=0).encode(np.tile(lane, count))) for count in (1, 6))
     assert often < 1.05 * once
 
 
 def test_chunks_are_joined_as_far_as_memory_allows(monkeypatch):
     chunks = [({"a": np.full((stop - start, 2), start, np.float32)}, start, stop) for start, stop in SPANS]
-    monkeypatch.setattr(gathering, "GATHERED_BYTES", 8 * 10)
-    joined = list(gathering._joined(chunks))
+    monkeypatch.setattr(gathering, "MAX_WRITE_BYTES", 8 * 10)
+    joined = list(gathering._join_chunks(chunks))
     assert [(start, stop) for _, start, stop in joined] == [(0, 10), (10, 14), (20, 32), (32, 33)]
     whole = np.concatenate([rows["a"] for rows, _, _ in joined])
     np.testing.assert_array_equal(whole, np.concatenate([rows["a"] for rows, _, _ in chunks]))
-    assert list(gathering._joined([])) == []
+    assert list(gathering._join_chunks([])) == []
 
 
 SPANS = [(0, 4), (4, 10), (10, 14), (20, 32), (32, 33)]
@@ -192,8 +192,8 @@ SPANS = [(0, 4), (4, 10), (10, 14), (20, 32), (32, 33)]
 
 @pytest.mark.exhaustive
 def test_states_at_an_onset_are_read_for_their_digest_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "GRAIN", -1)
-    checkpoint._digest_of.cache_clear()
+    monkeypatch.setattr(checkpoint, "TIMESTAMP_RESOLUTION_NS", -1)
+    checkpoint._file_digest.cache_clear()
     read = Counter()
     digest = checkpoint.hashlib.file_digest
     monkeypatch.setattr(
@@ -223,10 +223,10 @@ def test_damage_is_found_after_the_states_were_once_sound(tmp_path):
     past = time.time_ns() - 10**12
     for p in (tmp_path / "states").rglob("*"):
         os.utime(p, ns=(past, past))
-    before = checkpoint._digest_of.cache_info().hits
+    before = checkpoint._file_digest.cache_info().hits
     for _ in range(2):
         checkpoint.verify(tmp_path / "states")
-    assert checkpoint._digest_of.cache_info().hits > before, "or this tests nothing"
+    assert checkpoint._file_digest.cache_info().hits > before, "or this tests nothing"
     damaged(file)
     os.utime(file, ns=(past + 10**9, past + 10**9))
     with pytest.raises(checkpoint.Damaged):

@@ -26,7 +26,7 @@ from jaxaudit.models.sampling import generate
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.sharding import mesh
+from jaxaudit.runtime.sharding import device_mesh
 from jaxaudit.spec.document import parse
 
 pytestmark = pytest.mark.long
@@ -79,7 +79,7 @@ def assert_close(found, expected, within=1e-5):
 
 def shared_by(devices, function, *arguments):
     """A function of a lane's arrays, traced as where so many devices share it."""
-    with jax.sharding.set_mesh(mesh(tuple(jax.devices()[:devices]), devices)):
+    with jax.sharding.set_mesh(device_mesh(tuple(jax.devices()[:devices]), devices)):
         return jax.jit(function)(*arguments)
 
 

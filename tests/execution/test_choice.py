@@ -32,7 +32,7 @@ def grid(execution, devices=2):
 @pytest.fixture
 def quick(monkeypatch):
     """Collecting the garbage of all tests takes a while, and has no part in what is chosen."""
-    monkeypatch.setattr(choice, "give_back", lambda: None)
+    monkeypatch.setattr(choice, "release_memory", lambda: None)
 
 
 @pytest.mark.parametrize("fastest", ["vmap", "map", "map on one device"])
@@ -159,7 +159,7 @@ def test_a_map_that_is_for_cpus_is_none_on_a_gpu_and_whoever_goes_on_keeps_that(
     tmp_path, as_a_gpu, monkeypatch, capsys
 ):
     folder = tmp_path / "run"
-    durable.begin(MAPPED, "small.toml", str(folder), vars(durable.Layout(map_is_for_cpus=True)))
+    durable.begin(MAPPED, "small.toml", str(folder), vars(durable.PlanOptions(map_is_for_cpus=True)))
     noted = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: execution")]
     assert noted == [
         'note: execution = "map" is meant for CPUs: up to 12 lanes run side by side ("vmap") on 2 cpu device(s)'
@@ -175,14 +175,14 @@ def test_a_map_that_is_for_cpus_is_none_on_a_gpu_and_whoever_goes_on_keeps_that(
 
 
 def test_a_map_that_a_spec_asks_for_is_kept_and_what_it_costs_is_noted(tmp_path, as_a_gpu, capsys):
-    durable.begin(MAPPED, "small.toml", str(tmp_path / "run"), vars(durable.Layout()))
+    durable.begin(MAPPED, "small.toml", str(tmp_path / "run"), vars(durable.PlanOptions()))
     assert '"map" runs up to 12 lanes on 2 cpu device(s) one after the other; "vmap" runs' in capsys.readouterr().err
     assert load(tmp_path / "run" / "spec.toml").audit.execution == "map"
     assert Folder(tmp_path / "run").read_environment()["lane_layout"]["execution"] == "map"
 
 
 def test_on_cpus_a_map_is_a_map(tmp_path, capsys):
-    durable.begin(MAPPED, "small.toml", str(tmp_path / "run"), vars(durable.Layout(map_is_for_cpus=True)))
+    durable.begin(MAPPED, "small.toml", str(tmp_path / "run"), vars(durable.PlanOptions(map_is_for_cpus=True)))
     assert "note: execution" not in capsys.readouterr().err
     assert load(tmp_path / "run" / "spec.toml").audit.execution == "map"
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ring
 
 from jaxaudit.execution.engine import workspace_bytes
-from jaxaudit.runtime.machine import give_back
+from jaxaudit.runtime.machine import release_memory
 
 ROWS, WIDTH, TOKENS = 248, 768, 50_257
 
@@ -25,7 +25,7 @@ def head(hidden, embedding):
 def extra(compiled, arguments):
     """Bytes that a call took beyond what the compiler planned."""
     sizes = compiled.memory_analysis()
-    give_back()
+    release_memory()
     held = ring.status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     jax.block_until_ready(compiled(*arguments))

@@ -69,7 +69,7 @@ def main():
 
     registry.learners.register("ring", ring)
     before, lines = [], []
-    tell = here._tell
+    tell = here._print_plan
 
     def noting(*arguments):
         tell(*arguments)
@@ -86,7 +86,7 @@ def main():
         def isatty(self):
             return False
 
-    here._tell = noting
+    here._print_plan = noting
     sys.stderr, stderr = Lines(), sys.stderr
     spec = parse(SPEC.format(seeds=seeds, lanes=lanes, transitions=transitions))
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ from places import HELPERS, ROOT
 from small_runs import header
 
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runtime.backends.backend import Ended
+from jaxaudit.runtime.backends import CallResult
 from jaxaudit.spec.document import parse
 
 PAUSED = (
@@ -146,7 +146,7 @@ class Calls:
     """A backend whose workers are this process; what they are given and give goes through files, as with any other."""
 
     workers = 2
-    beside = 2
+    workers_per_machine = 2
 
     def __init__(self):
         self.made = []
@@ -156,8 +156,8 @@ class Calls:
         module, _, function = call.partition(":")
         given = pickle.loads(pickle.dumps(arguments))
         value = getattr(importlib.import_module(module), function)(**given)
-        return SimpleNamespace(ended=lambda: Ended(value=pickle.loads(pickle.dumps(value))))
+        return SimpleNamespace(poll=lambda: CallResult(value=pickle.loads(pickle.dumps(value))))
 
     def opened(self, *asked):
-        """In the place of `backend.opened`."""
+        """Replaces `backends.open_backend`."""
         return nullcontext(self)

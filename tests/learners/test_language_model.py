@@ -416,7 +416,7 @@ def test_a_run_that_is_gone_on_with_ends_as_one_that_never_stopped(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     durable.run(parse(RUN), tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("jaxaudit.runs.disk_sink.at_onset", stopping)
+        patch.setattr("jaxaudit.runs.disk_sink.onset_source", stopping)
         with pytest.raises(durable.Interrupted):
             durable.run(parse(RUN), folder)
     monkeypatch.chdir("/")

@@ -22,7 +22,7 @@ from jaxaudit.monitoring.training import Training
 from jaxaudit.monitoring.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED, transfer
 from jaxaudit.report import detection as report
 from jaxaudit.report.detection import told as told_of
-from jaxaudit.runtime.backends.backend import Workers
+from jaxaudit.runtime.backends import Workers
 
 SETTINGS = DetectionSettings(folds=2, alpha=0.1, fitted=0.5)
 MONITOR = MetaState(LRU(size=2, hidden=(8,)), Training(iterations=40))
@@ -125,7 +125,7 @@ def test_workers_write_what_one_process_writes(learners, tmp_path, monkeypatch):
     backend, told = Calls(), []
     compared = [in_common(lanes) for lanes in learners[:2]]
     monkeypatch.setattr(folder, "gather", lambda runs, channels: compared)
-    monkeypatch.setattr(folder, "opened", backend.opened)
+    monkeypatch.setattr(folder, "open_backend", backend.opened)
     there = folder.detect([tmp_path], tmp_path / "theirs", MONITOR, SETTINGS, None, Workers("local"), told.append)
     here = folder.detect([tmp_path], tmp_path / "ours", MONITOR, SETTINGS, say=lambda _: None)
     assert [arguments["number"] for _, arguments in backend.made] == [0, 1]

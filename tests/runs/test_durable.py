@@ -39,10 +39,9 @@ from jaxaudit.execution.engine import Engine, ProgramPiece
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import disk_sink as trained
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runs.disk_sink import InFolder
+from jaxaudit.runs.disk_sink import FolderSink
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.interrupts import interrupt
+from jaxaudit.runtime.errors import UserError, interrupt_handler
 from jaxaudit.spec.document import parse
 
 pytestmark = [pytest.mark.long, pytest.mark.default_compilation]
@@ -77,14 +76,14 @@ def runs(tmp_path_factory):
     """A run that nothing happened to, and what a kill leaves of it after so many chunks."""
     place = tmp_path_factory.mktemp("runs")
 
-    def reached(self, *arguments, before=InFolder.reached):
+    def reached(self, *arguments, before=FolderSink.reached):
         before(self, *arguments)
         done = self._progress.chunks_done
         if done in (EARLY, LATE) and not (place / str(done)).exists():
             shutil.copytree(self.store.path, place / str(done))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InFolder, "reached", reached)
+        patch.setattr(FolderSink, "reached", reached)
         durable.run(parse(SPEC), place / "run")
     return place
 
@@ -356,12 +355,12 @@ def test_states_are_kept_as_often_as_takes_a_twentieth_of_the_time(save, chunk, 
         kept.append(step)
 
     monkeypatch.setattr(trained, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(trained.LaneAttempt, "save", saved)
+    monkeypatch.setattr(trained.BatchAttempt, "save", saved)
     one = np.zeros(1, int)
     batch = Batch(id=0, fork=0, onset=0, stop=5000, first=0, seeds=one, columns=one, conditions=(), width=1)
     trainer = SimpleNamespace(grid=None)
-    place = InFolder(Folder(Path("run")), trainer)
-    place.attempt = trained.LaneAttempt(Path("attempt-001"), batch)
+    place = FolderSink(Folder(Path("run")), trainer)
+    place.attempt = trained.BatchAttempt(Path("attempt-001"), batch)
     for step in range(1, 1000):
         now[0] += chunk
         place.reached(trainer, batch, None, step)
@@ -477,7 +476,7 @@ def test_ctrl_c_in_the_midst_of_garbage_collection_is_not_lost():
             sent.append(os.kill(os.getpid(), signal.SIGINT))
 
     sent = []
-    previous = signal.signal(signal.SIGINT, interrupt)
+    previous = signal.signal(signal.SIGINT, interrupt_handler)
     gc.callbacks.append(collected)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -26,11 +26,11 @@ from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.report import build, page
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runs.disk_sink import InFolder
+from jaxaudit.runs.disk_sink import FolderSink
 from jaxaudit.runs.replay import replay
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime import files, npz, zarr_store
-from jaxaudit.runtime.errors import Undrawn, UserError
+from jaxaudit.runtime import array_store, files
+from jaxaudit.runtime.errors import DrawingFailed, UserError
 from jaxaudit.spec.document import parse
 
 
@@ -39,13 +39,13 @@ def made(tmp_path_factory):
     """A finished run, and what a kill leaves of it in the middle."""
     place = tmp_path_factory.mktemp("made")
 
-    def reached(self, *arguments, before=InFolder.reached):
+    def reached(self, *arguments, before=FolderSink.reached):
         before(self, *arguments)
         if self._progress.chunks_done == 10 and not (place / "stopped").exists():
             shutil.copytree(self.store.path, place / "stopped")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InFolder, "reached", reached)
+        patch.setattr(FolderSink, "reached", reached)
         durable.run(parse(SPEC), place / "run")
     return place
 
@@ -123,7 +123,7 @@ def savez(path, **arrays):
 
 def test_a_pickle_in_an_archive_is_not_read(payload, stopped, tmp_path):
     savez(tmp_path / "monitor.npz", description=np.array([payload], object))
-    refused("Python objects, which are never unpickled", npz.read, tmp_path / "monitor.npz")
+    refused("Python objects, which are never unpickled", array_store.read_npz, tmp_path / "monitor.npz")
     with pytest.raises(ValueError, match="is not a monitor's file"):
         Monitor.load(tmp_path / "monitor.npz")
     for rows in stopped.glob("batches/*/*/rows-*.npz"):
@@ -142,7 +142,7 @@ def test_archives_are_read_as_numpy_reads_them(tmp_path):
         "flags": np.array([True, False]),
     }
     savez(tmp_path / "a.npz", **arrays)
-    found = npz.read(tmp_path / "a.npz")
+    found = array_store.read_npz(tmp_path / "a.npz")
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
@@ -189,7 +189,7 @@ def no_array(path):
 )
 def test_archives_that_are_refused(make, words, tmp_path):
     make(tmp_path / "a.npz")
-    refused(words, npz.read, tmp_path / "a.npz")
+    refused(words, array_store.read_npz, tmp_path / "a.npz")
 
 
 def frame(size, *, ended=True):
@@ -231,10 +231,10 @@ def test_what_is_said_of_a_frame_is_what_numcodecs_makes_of_it(tmp_path):
         for content in (bytes(size), rng.bytes(size)):
             (tmp_path / "chunk").write_bytes(coded := Zstd(level=0).encode(content))
             with (tmp_path / "chunk").open("rb") as file:
-                assert zarr_store._inflated(file, len(coded)) == size
+                assert array_store._decompressed_bytes(file, len(coded)) == size
     (tmp_path / "chunk").write_bytes(coded := Zstd(level=3, checksum=True).encode(bytes(1000)))
     with (tmp_path / "chunk").open("rb") as file:
-        assert zarr_store._inflated(file, len(coded)) == 1000
+        assert array_store._decompressed_bytes(file, len(coded)) == 1000
     assert len(Zstd().decode(frame(2**20))) == 2**20, "the bombs above are what they are meant to be"
 
 
@@ -273,11 +273,11 @@ def pointing_outside(store):
             "larger than its shape",
         ),
         (lambda store: edit(store / "performance" / "zarr.json", lambda a: a.update(shape=[9, 9, 9])), "differ|larger"),
-        (pointing_outside, "name arrays that are not there"),
+        (pointing_outside, "name arrays that it does not have"),
         (lambda store: edit(store / "zarr.json", lambda root: root.update(node_type="array")), "root is not a group"),
         (lambda store: edit(store / "zarr.json", lambda root: root.update(consolidated_metadata=7)), "incomplete"),
         (lambda store: (store / "zarr.json").write_text("[]"), "is not a JSON object"),
-        (lambda store: shutil.rmtree(store / "performance"), "not there"),
+        (lambda store: shutil.rmtree(store / "performance"), "does not have"),
     ],
 )
 def test_stores_that_are_refused(change, words, run):
@@ -287,7 +287,7 @@ def test_stores_that_are_refused(change, words, run):
 
 
 def test_a_stores_own_arrays_pass(run):
-    zarr_store.check(run / "telemetry.zarr")
+    array_store.check(run / "telemetry.zarr")
     assert load(run).performance.shape == (3, 8, 20)
 
 
@@ -345,7 +345,7 @@ def widen(plan):
 )
 def test_plans_that_are_refused(change, run, stopped):
     edit(stopped / "plan.json", change)
-    refused("plan.json is damaged: which lanes run together cannot be told", durable.resume, stopped)
+    refused("plan.json is damaged: it is no plan of the run's lanes", durable.resume, stopped)
     edit(run / "plan.json", change)
     refused("plan.json is damaged", replay, run)
 
@@ -398,7 +398,7 @@ def test_what_tensorstore_tells_a_closed_loop_is_not_printed(monkeypatch):
 
 
 def test_checkpoints_that_do_not_fit_in_memory_are_refused(run, monkeypatch):
-    monkeypatch.setattr(checkpoint, "host_memory", lambda: 10)
+    monkeypatch.setattr(checkpoint, "available_host_memory", lambda: 10)
     refused(r"needs .* in memory, and 10 B are available", replay, run, condition="1")
 
 
@@ -472,7 +472,7 @@ def test_names_are_no_markup_in_a_report(run, monkeypatch):
 
     edit(store / "zarr.json", rename)
     for name in ("condition", "perturbation"):
-        labels = zarr_store.open_array(store / name, "r+")
+        labels = array_store.open_array(store / name, "r+")
         labels[:] = np.array([str(label).replace("weight_noise", payload) for label in labels[:]], object)
     for name in ("metrics", "summary"):
         table = pd.read_csv(run / f"{name}.csv", keep_default_na=False, dtype=str)
@@ -522,7 +522,7 @@ def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatc
         )
     assert not (run / "report.html").exists()
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
-    with pytest.raises(Undrawn):
+    with pytest.raises(DrawingFailed):
         page.script()
 
 
@@ -576,4 +576,4 @@ def test_a_run_that_finished_meanwhile_is_not_begun_again(stopped, made, monkeyp
 
 
 def test_stores_are_written_in_the_format_that_is_read(run):
-    assert zarr.open_group(run / "telemetry.zarr", mode="r").metadata.zarr_format == zarr_store.FORMAT
+    assert zarr.open_group(run / "telemetry.zarr", mode="r").metadata.zarr_format == array_store.FORMAT

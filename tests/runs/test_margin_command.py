@@ -124,8 +124,8 @@ def test_a_search_that_kept_auto_is_one_with_the_physics_its_devices_had(finishe
 @pytest.mark.exhaustive
 def test_workers_find_what_one_process_finds(run, monkeypatch):
     backend = Calls()
-    monkeypatch.setattr(folder, "opened", backend.opened)
-    monkeypatch.setattr(cli, "use_cpus", lambda: None)
+    monkeypatch.setattr(folder, "open_backend", backend.opened)
+    monkeypatch.setattr(cli, "use_cpu_only", lambda: None)
     assert cli.main(["margin", "run", "--on", "local", "-o", "theirs"]) == 0
     lanes, pools = backend.made[0], backend.made[1:]
     assert lanes[1]["settings"]["lanes"] == 9, "half of 6 seeds x 3 perturbations for each worker"

@@ -26,7 +26,7 @@ from jaxaudit.execution import driver
 from jaxaudit.models import gpt2
 from jaxaudit.runs import attempts, workers
 from jaxaudit.runs import disk_sink as trained
-from jaxaudit.runtime.backends import backend
+from jaxaudit.runtime import backends
 
 ROOT = ROOT
 SCALING = ROOT / "experiments" / "scaling"
@@ -240,7 +240,7 @@ def cluster_of(draw):
 def test_the_rules_are_the_drivers():
     assert simulator.POLL == workers.POLL_SECONDS
     assert simulator.PATIENCE == workers.STOP_SECONDS
-    assert engine.KEEPING == trained.KEEPING
+    assert engine.KEEPING == trained.CHECKPOINT_TIME_SHARE
     assert recorded.CHUNKS_PER_RUN == driver.CHUNKS_PER_RUN
 
 
@@ -365,15 +365,15 @@ def predicted(run, rows, recorded_by, among):
 
 
 def test_a_lost_attempt_ended_when_it_last_had_telemetry(tmp_path):
-    attempt = attempts.LaneAttempt(tmp_path / "attempt-001", SimpleNamespace(seeds=[0]))
+    attempt = attempts.BatchAttempt(tmp_path / "attempt-001", SimpleNamespace(seeds=[0]))
     attempt.path.mkdir()
     attempt.begin(0, "here:1", 1.0, None)
     attempt.write_rows({"performance": np.zeros((10, 1))}, 0, 10)
     attempt.state(10).mkdir()
     for path in attempt.path.iterdir():
         os.utime(path, (100, 100))
-    attempt.forget_states()
-    assert attempt.latest() == 100, "not when a later attempt had taken its states over"
+    attempt.remove_states()
+    assert attempt.latest_write() == 100, "not when a later attempt had taken its states over"
 
 
 COMMAND = re.compile(r"\bjaxaudit (?:run|resume|quickstart) [^\n'`\]#]+")
@@ -389,7 +389,7 @@ def test_the_commands_in_files_for_clusters_are_commands(name):
         words = shlex.split(command)[1:]
         arguments = cli._parser().parse_args([re.sub(r"\$\{?\w+\}?", "7", word) for word in words])
         if "--on" in words:
-            assert cli._workers(arguments).engine in backend.ENGINES
+            assert cli._workers(arguments).engine in backends.ENGINES
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "slurm_hosts.sh"])

@@ -92,7 +92,9 @@ def test_what_others_have_not_trained_is_trained_by_the_one_that_gathers(begun, 
 def test_a_batch_that_is_none_and_a_fork_without_its_onset_are_refused(begun):
     with pytest.raises(UserError, match="has no batch 8; it has 0 to 7"):
         train_batch(begun, 8)
-    with pytest.raises(UserError, match=r"onset-00000010 is missing, and what follows from it cannot be computed"):
+    with pytest.raises(
+        UserError, match=r"onset-00000010 is missing, so the lanes that start from it cannot be trained"
+    ):
         train_batch(begun, 2)
 
 
@@ -101,6 +103,6 @@ def test_a_damaged_plan_is_one_sentence(begun):
     whole = plan.read_text()
     for text in ("{", "[]", whole.replace('"lanes": [[0, -1]', '"lanes": [[9, -1]')):
         plan.write_text(text)
-        with pytest.raises(UserError, match=r"plan.json is damaged: which lanes run together cannot be told"):
+        with pytest.raises(UserError, match=r"plan.json is damaged: it is no plan of the run's lanes"):
             durable.resume(begun)
     shutil.rmtree(begun)

@@ -12,10 +12,10 @@ from worker_runs import shards
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runs.attempts import LaneAttempt, onset_lanes, onset_paths
+from jaxaudit.runs.attempts import BatchAttempt, onset_paths, seeds_at_onset
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.workers import train_batch
-from jaxaudit.runtime.backends.backend import Ended, values
+from jaxaudit.runtime.backends import CallResult, run_calls
 from jaxaudit.runtime.errors import Failed, UserError, explain
 from jaxaudit.spec.document import parse
 
@@ -32,13 +32,13 @@ class Gone(BaseException):
 @dataclass
 class Job:
     number: int
-    end: Ended | None = None
+    end: CallResult | None = None
 
-    def ended(self):
+    def poll(self):
         return self.end
 
     def cancel(self):
-        self.end = self.end or Ended(lost="cancelled")
+        self.end = self.end or CallResult(lost="cancelled")
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Here:
     vanish: dict[int, list[int]] = field(default_factory=dict)
     silent: tuple[int, ...] = ()
     workers: int = 2
-    beside: int = 2
+    workers_per_machine: int = 2
     handed: list[int] = field(default_factory=list)
     left: int | None = None
 
@@ -71,11 +71,11 @@ class Here:
         try:
             function(**arguments)
         except Gone:
-            return Ended(lost="gone")
+            return CallResult(lost="gone")
         except Exception as error:
             code, sentence = explain(error)
-            return Ended(error=sentence, code=code)
-        return Ended()
+            return CallResult(error=sentence, code=code)
+        return CallResult()
 
     def advance(self, engine, *arguments):
         if self.left == 0:
@@ -99,7 +99,7 @@ def run(tmp_path, reference, monkeypatch):
     """Runs by a backend, or goes on with a run."""
 
     def train(backend, go_on=False):
-        monkeypatch.setattr(durable, "opened", lambda *_: contextlib.nullcontext(backend))
+        monkeypatch.setattr(durable, "open_backend", lambda *_: contextlib.nullcontext(backend))
         monkeypatch.setattr(Engine, "advance", lambda *arguments: backend.advance(*arguments))
         if go_on:
             durable.resume(tmp_path / "run", "this process")
@@ -149,7 +149,7 @@ def test_a_full_disk_of_a_worker_is_told_and_the_run_goes_on(run, reference, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LaneAttempt, "write_rows", full)
+        patch.setattr(BatchAttempt, "write_rows", full)
         with pytest.raises(Failed, match="the disk is full"):
             run(Here())
     assert_same(run(Here(), go_on=True), reference)
@@ -163,16 +163,16 @@ def test_what_calls_return_comes_as_they_end():
         def submit(self, call, arguments):
             if call == "b" and self.lost:
                 self.lost -= 1
-                return Job(0, Ended(lost="gone"))
-            return Job(0, Ended(value=call, **arguments))
+                return Job(0, CallResult(lost="gone"))
+            return Job(0, CallResult(value=call, **arguments))
 
-    assert sorted(values(Echo(), [("a", {}), ("b", {}), ("c", {})])) == [(0, "a"), (1, "b"), (2, "c")]
+    assert sorted(run_calls(Echo(), [("a", {}), ("b", {}), ("c", {})])) == [(0, "a"), (1, "b"), (2, "c")]
     with pytest.raises(UserError, match="no"):
-        list(values(Echo(), [("a", {"error": "no", "code": 2})]))
+        list(run_calls(Echo(), [("a", {"error": "no", "code": 2})]))
     always = Echo()
     always.lost = 2
     with pytest.raises(Failed, match=r"a worker was lost twice \(gone\)"):
-        list(values(always, [("b", {})]))
+        list(run_calls(always, [("b", {})]))
 
 
 def test_states_of_an_onset_are_those_of_its_whole_name(tmp_path, monkeypatch):
@@ -183,6 +183,6 @@ def test_states_of_an_onset_are_those_of_its_whole_name(tmp_path, monkeypatch):
     for place in places:
         place.mkdir(parents=True)
     monkeypatch.setattr(checkpoint, "lanes", lambda path: held[path.name])
-    assert onset_lanes(store, 10_000_000) == {0, 1}
-    assert onset_lanes(store, 100_000_000) == {2}
+    assert seeds_at_onset(store, 10_000_000) == {0, 1}
+    assert seeds_at_onset(store, 100_000_000) == {2}
     assert onset_paths(store, 10_000_000, [0, 3]) == [places[0], places[3]]

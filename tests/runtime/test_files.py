@@ -262,7 +262,7 @@ def test_a_folder_may_be_a_link_and_have_hard_links_inside(tmp_path):
         (b"", "is not JSON"),
         (b"[1]", "is not a JSON object"),
         (rb'{"a": "\uD800"}', "half a character"),
-        (b"{}" + b" " * files.MOST_BYTES, "is larger than 32 MiB"),
+        (b"{}" + b" " * files.MAX_FILE_BYTES, "is larger than 32 MiB"),
     ],
 )
 def test_what_is_no_object_of_json(content, words, tmp_path):

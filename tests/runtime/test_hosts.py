@@ -129,7 +129,7 @@ def test_what_is_wrong_is_told_once(spec, tmp_path):
     assert not (tmp_path / "run").exists()
     codes, said = ended([started("run", spec, "-o", tmp_path / "run", "--distributed")])
     assert codes == [2]
-    assert "jaxaudit: --distributed finds its place under srun, mpirun or Kubernetes alone" in said[0]
+    assert "jaxaudit: --distributed determines its processes under srun, mpirun or Kubernetes alone" in said[0]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from worker_runs import PAUSED, plug_in, shards, through_accidents, whole
 
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime.backends.backend import Workers
+from jaxaudit.runtime.backends import Workers
 from jaxaudit.runtime.errors import Failed, UserError
 from jaxaudit.spec.document import parse
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxaudit as ja
-from jaxaudit.runtime.paths import Stack, along_paths, paths_of
+from jaxaudit.runtime.paths import Stack, paths_of, spread_over_leaves
 
 DEPTH = 4
 KEY = jax.random.key(3)
@@ -70,7 +70,7 @@ def test_every_layer_has_paths_of_its_own(params):
 
 
 def test_what_is_handed_out_along_paths_broadcasts_against_the_leaves(params):
-    handed = along_paths(np.arange(9.0), params)
+    handed = spread_over_leaves(np.arange(9.0), params)
     assert handed["embedding"].shape == ()
     np.testing.assert_array_equal(handed["h"].layers["bias"].ravel(), [1, 2, 3, 4])
     assert handed["h"].layers["kernel"].shape == (DEPTH, 1, 1)

@@ -27,7 +27,7 @@ from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.training import Training, _train_members
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.replay import replay
-from jaxaudit.runtime import precision
+from jaxaudit.runtime import tracing
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.spec.document import parse
 from jaxaudit.tasks.episodes import Episodes, evaluate
@@ -87,14 +87,14 @@ def products(function, *arguments):
     ],
 )
 def test_what_is_resolved(devices, wanted, resolved):
-    assert precision.resolve(devices, wanted) == resolved
+    assert tracing.resolve_precision(devices, wanted) == resolved
     with jax.default_matmul_precision("high"):
-        assert precision.resolve(devices, wanted) == "high"
+        assert tracing.resolve_precision(devices, wanted) == "high"
 
 
 def test_another_precision_is_refused():
     with pytest.raises(ValueError, match="matmul_precision must be 'float32' or 'tf32', not 'half'"):
-        precision.resolve([CPU], "half")
+        tracing.resolve_precision([CPU], "half")
     with pytest.raises(UserError, match="matmul_precision"):
         parse(SPEC.replace("[audit]", '[audit]\nmatmul_precision = "bfloat16"'))
 
@@ -109,7 +109,7 @@ def test_networks_may_be_coarser_and_physics_not(resolved, networks, physics):
 
     def traced(function):
         def inside(*arguments):
-            with precision.tracing(resolved):
+            with tracing.with_precision(resolved):
                 return function(*arguments)
 
         return inside
@@ -131,7 +131,7 @@ def test_networks_may_be_coarser_and_physics_not(resolved, networks, physics):
 
 @pytest.mark.parametrize("lowered", ["tf32", "tensorfloat32"])
 def test_figures_of_the_kernels_are_never_coarser(lowered):
-    with precision.tracing(lowered):
+    with tracing.with_precision(lowered):
         stack = {"w": jnp.ones((3, 4, 5))}
         assert products(coherence.dominant_share, stack) == {FULL}
         assert products(ranks.singular_values, jnp.ones((4, 3))) == {FULL}
@@ -178,7 +178,7 @@ def test_a_monitor_in_the_program_is_never_coarser_unless_jax_is_told_so(resolve
 
 def test_what_a_setting_becomes_on_a_gpu(monkeypatch):
     """The devices are this machine's; only what is asked of them is a GPU's."""
-    monkeypatch.setattr(precision, "resolve", lambda devices, wanted: wanted)
+    monkeypatch.setattr(tracing, "resolve_precision", lambda devices, wanted: wanted)
     for told in ("float32", "tf32"):
         assert (
             parse(PPO.replace("[audit]", f'[audit]\nmatmul_precision = "{told}"')).build().program.matmul_precision
@@ -204,7 +204,7 @@ def test_monitors_are_fitted_and_score_in_float32(monkeypatch):
     )
     for call in calls:
         assert None in products(call, y)
-    monkeypatch.setattr(precision, "resolve", lambda devices, wanted: wanted)
+    monkeypatch.setattr(tracing, "resolve_precision", lambda devices, wanted: wanted)
     jax.clear_caches()
     for call in calls:
         assert products(call, y) == {FULL}

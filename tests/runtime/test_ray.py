@@ -10,7 +10,7 @@ from worker_runs import PAUSED, kill, plug_in, shards, started, wait_for, whole,
 
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.run_folder import Folder
-from jaxaudit.runtime.backends.backend import Workers
+from jaxaudit.runtime.backends import Workers
 from jaxaudit.runtime.errors import Failed, UserError
 from jaxaudit.spec.document import parse
 

@@ -9,8 +9,8 @@ from small_runs import assert_same
 from worker_runs import PAUSED, plug_in, through_accidents, wait_for, whole
 
 from jaxaudit.runs import lifecycle as durable
-from jaxaudit.runtime.backends import on_submitit
-from jaxaudit.runtime.backends.backend import Workers
+from jaxaudit.runtime import backends
+from jaxaudit.runtime.backends import Workers
 from jaxaudit.runtime.errors import Failed
 from jaxaudit.spec.document import parse
 
@@ -67,7 +67,7 @@ def slurm(tmp_path, monkeypatch):
         script.write_text(begin + text)
         script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(on_submitit, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(backends, "SLURM_POLL_SECONDS", 1.0)
     for name, value in plug_in(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
     return place

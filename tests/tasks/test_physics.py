@@ -22,7 +22,7 @@ from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runs.run_opening import open_run
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError
-from jaxaudit.runtime.machine import platform_of
+from jaxaudit.runtime.machine import recorded_platform
 from jaxaudit.spec.document import load, parse
 from jaxaudit.tasks import Mujoco, Registered
 from jaxaudit.text import Text
@@ -95,7 +95,7 @@ def test_auto_is_what_the_devices_have():
     cartpole = Registered("CartPole-v1")
     assert resolved(cartpole, "gpu") is cartpole
     assert not isinstance(Text(), Simulated)
-    assert [platform_of(told) for told in ({"device_kind": "cpu"}, {"device_kind": "NVIDIA H200"}, {})] == [
+    assert [recorded_platform(told) for told in ({"device_kind": "cpu"}, {"device_kind": "NVIDIA H200"}, {})] == [
         "cpu",
         "gpu",
         "",
@@ -124,7 +124,7 @@ def gpu_workers(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(durable, "opened", backend.opened)
+    monkeypatch.setattr(durable, "open_backend", backend.opened)
     monkeypatch.setattr(durable, "begin", there(durable.begin))
     monkeypatch.setattr(workers, "train_batch", there(workers.train_batch))
     return backend
@@ -133,7 +133,7 @@ def gpu_workers(monkeypatch):
 @pytest.mark.exhaustive
 def test_workers_settle_it_and_not_who_hands_them_work(trained_on, gpu_workers, tmp_path):
     durable.run(parse(FEW), tmp_path / "run", gpu_workers)
-    assert [call for call, _ in gpu_workers.made][:2] == ["jaxaudit.runs.lifecycle:begin", workers.TRAIN]
+    assert [call for call, _ in gpu_workers.made][:2] == ["jaxaudit.runs.lifecycle:begin", workers.TRAIN_BATCH]
     assert jax.default_backend() == "cpu"
     assert physics(tmp_path / "run") == "mjx"
     assert {task.physics for task in trained_on} == {"mjx"}

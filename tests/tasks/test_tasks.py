@@ -359,7 +359,7 @@ class TestDynamics:
         for factor in np.linspace(1.0, 2.0, 20):
             state = step(state.replace(info=every(mass=factor, friction=factor)), action)
         assert kept() == before
-        assert all(len(idle) <= machine.cores() for idle in engine_c.idle_workers.values())
+        assert all(len(idle) <= machine.core_count() for idle in engine_c.idle_workers.values())
         assert np.isfinite(state.obs).all()
 
 

@@ -13,7 +13,7 @@ def from_keywords(kind: type, given: Mapping[str, Any], learner: str) -> Any:
     """Returns the settings of a learner, `kind(**given)`. Raises ValueError for a name that is no setting."""
     known = [f.name for f in dataclasses.fields(kind) if f.init]
     for name in given:
-        registry.check(f"setting of learner '{learner}'", name, known)
+        registry.check_name(f"setting of learner '{learner}'", name, known)
     return kind(**given)
 
 

@@ -21,18 +21,17 @@ from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs.attempts import onset_paths
-from jaxaudit.runs.disk_sink import at_onset
+from jaxaudit.runs.disk_sink import onset_source
 from jaxaudit.runs.margins import search
 from jaxaudit.runs.margins.bisection import CONTROL, Probe, SearchConfig, next_round
 from jaxaudit.runs.margins.search import ForkPoint, MarginSettings, TrainPools
 from jaxaudit.runs.margins.table import Margins
 from jaxaudit.runs.run_folder import Folder, software
 from jaxaudit.runs.run_opening import open_onsets
-from jaxaudit.runtime.backends.backend import Workers, called, opened, values
-from jaxaudit.runtime.errors import Interrupted, UserError, placed
-from jaxaudit.runtime.files import UNFINISHED, check_contents, locked, names, read_object, write_text
-from jaxaudit.runtime.interrupts import interruptible, stoppable
-from jaxaudit.runtime.machine import platform_of
+from jaxaudit.runtime.backends import Workers, call_worker, open_backend, run_calls
+from jaxaudit.runtime.errors import Interrupted, UserError, error_prefix, interruptible, stoppable
+from jaxaudit.runtime.files import UNFINISHED, check_contents, entry_names, locked, read_object, write_text
+from jaxaudit.runtime.machine import recorded_platform
 from jaxaudit.spec.document import Spec, parse
 from jaxaudit.spec.sections import PerturbationEntry
 
@@ -72,7 +71,7 @@ class SearchedRun:
         perturbations = [
             entry.perturbation for entry in self.spec.perturbations if isinstance(entry, PerturbationEntry)
         ]
-        with placed(self.spec.source):
+        with error_prefix(self.spec.source):
             config = search.configure_search(self.grid, perturbations, settings)
         for fork in self.grid.forks:
             try:
@@ -86,7 +85,7 @@ class SearchedRun:
         """Returns the stored states of a fork group, given by its index, and the baseline's performance before it."""
         onset, settings = self.grid.forks[fork].onset, self.spec.metrics
         performance = self.store.read_channel("baseline_performance", search.baseline_steps(onset, self.grid, settings))
-        return ForkPoint(fork, onset, at_onset(self.store, engine, onset), performance, settings)
+        return ForkPoint(fork, onset, onset_source(self.store, engine, onset), performance, settings)
 
     def trained_probes(self, config: SearchConfig) -> list[Probe]:
         """Returns the lanes of the run that belong to the search: controls, and conditions on one of its directions."""
@@ -142,7 +141,7 @@ def worker_trainer(
     run: SearchedRun, config: SearchConfig, settings: MarginSettings, workers: Workers, jobs: Path
 ) -> Iterator[tuple[SearchConfig, TrainPools]]:
     """Trains pools by workers, among which the lanes are divided, with as many lanes as a worker's memory holds."""
-    with opened(workers, jobs) as backend:
+    with open_backend(workers, jobs) as backend:
         lanes = settings.lanes or -(-config.lanes // backend.workers)
         arguments: dict[str, Any] = {
             "folder": str(run.store.path.absolute()),
@@ -150,14 +149,16 @@ def worker_trainer(
             "source": run.spec.source,
             "settings": vars(replace(settings, lanes=lanes)),
         }
-        arguments["lanes"] = called(backend, f"{__name__}:lanes_that_fit", arguments | {"processes": backend.beside})
+        arguments["lanes"] = call_worker(
+            backend, f"{__name__}:lanes_that_fit", arguments | {"processes": backend.workers_per_machine}
+        )
 
         def train(fork: int, pools: Sequence[list[Probe]]) -> Iterator[list[Probe]]:
             calls = []
             for pool in pools:
                 probes = [(p.direction, p.seed, p.log_scale, p.purpose) for p in pool]
                 calls.append((f"{__name__}:collapse_times_of", arguments | {"fork": fork, "probes": probes}))
-            for index, times in values(backend, calls):
+            for index, times in run_calls(backend, calls):
                 for probe, collapse_time in zip(pools[index], times, strict=True):
                     probe.collapse_time = collapse_time
                 yield pools[index]
@@ -281,7 +282,7 @@ def stored_names(folder: Path, marker: str) -> list[str]:
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} exists and is not a folder")
-    stored = [name for name in names(folder) if not name.startswith(UNFINISHED)] if folder.exists() else []
+    stored = [name for name in entry_names(folder) if not name.startswith(UNFINISHED)] if folder.exists() else []
     if stored:
         check_contents(folder)
         if marker not in stored:
@@ -333,7 +334,7 @@ class _SearchFolder:
     def locked(self) -> Iterator[None]:
         """Creates the folder with `search.json`, and locks it until the block ends."""
         with created_and_locked(self.folder.path, "the search"):
-            self.folder.sweep()
+            self.folder.remove_unfinished()
             write_text(self.folder.path / SEARCH, json.dumps(self._keys | self._details, indent=2) + "\n")
             yield
 
@@ -349,7 +350,7 @@ def _stored_spec(stored: dict[str, Any]) -> Spec | None:
     """
     try:
         spec = parse("\n".join(stored["spec"]))
-        return spec.resolved(platform_of(stored.get("environment", {})))
+        return spec.resolved(recorded_platform(stored.get("environment", {})))
     except (KeyError, TypeError, AttributeError, UserError):
         return None
 

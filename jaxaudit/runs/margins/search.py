@@ -25,7 +25,7 @@ from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.runs.margins.bisection import CONTROL, Probe, SearchConfig, next_round
 from jaxaudit.runs.margins.directions import directions
 from jaxaudit.runs.margins.table import Margins
-from jaxaudit.runtime.precision import MatmulPrecision
+from jaxaudit.runtime.tracing import MatmulPrecision
 
 Criterion = Literal["divergence", "collapse"]
 CRITERIA: tuple[Criterion, ...] = ("divergence", "collapse")

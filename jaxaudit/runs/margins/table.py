@@ -13,7 +13,7 @@ import pandas as pd
 from jaxaudit.analysis.statistics import FALLEN, seeds_for
 from jaxaudit.runs.margins.bisection import CONTROL, MarginEstimate, Probe, SearchConfig, estimate_margins
 from jaxaudit.runs.margins.directions import Direction
-from jaxaudit.runtime.registry import aligned
+from jaxaudit.runtime.registry import align_columns
 
 HEADINGS = ("perturbation", "standard", "margin", "interval", "safety factor", "seeds", "evaluations", "verdict")
 
@@ -129,7 +129,7 @@ class Margins:
 
     def __str__(self) -> str:
         rows = [_cells(estimate, row) for estimate, row in zip(self.estimates, self._rows, strict=True)]
-        return "\n".join([*aligned([HEADINGS, *rows]), "", *self.notes])
+        return "\n".join([*align_columns([HEADINGS, *rows]), "", *self.notes])
 
     @property
     def notes(self) -> list[str]:

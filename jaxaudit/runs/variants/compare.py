@@ -22,7 +22,7 @@ from jaxaudit.remedies import Remedy
 from jaxaudit.runs.margins.search import margin
 from jaxaudit.runs.variants import scoring
 from jaxaudit.runs.variants.scoring import REACH, Ladder, check_windows, magnitude_ladders
-from jaxaudit.runtime.registry import aligned
+from jaxaudit.runtime.registry import align_columns
 
 PLAIN = "plain"
 """The name of the learner without the variants' remedies."""
@@ -83,14 +83,14 @@ class Comparison:
 
     def __str__(self) -> str:
         gains, costs, activity = (table.to_dict("records") for table in (self.bought, self.paid, self.acted))
-        lines = ["magnitudes tried", *aligned([magnitude_cells(ladder.json()) for ladder in self.ladders]), ""]
+        lines = ["magnitudes tried", *align_columns([magnitude_cells(ladder.json()) for ladder in self.ladders]), ""]
         rows = [_gain_cells(row, verdict(row, self.confirmed, self.level)) for row in gains]
-        lines += ["bought: magnitudes survived, of those tried", *aligned([GAIN_HEADINGS, *rows]), ""]
-        lines += ["paid: undisturbed", *aligned([COST_HEADINGS, *map(_cost_cells, costs)]), ""]
+        lines += ["bought: magnitudes survived, of those tried", *align_columns([GAIN_HEADINGS, *rows]), ""]
+        lines += ["paid: undisturbed", *align_columns([COST_HEADINGS, *map(_cost_cells, costs)]), ""]
         if activity:
             lines += [
                 "acted: share of a remedy's applications, from the onset on, in which it changed something",
-                *aligned([ACTIVITY_HEADINGS, *map(_activity_cells, activity)]),
+                *align_columns([ACTIVITY_HEADINGS, *map(_activity_cells, activity)]),
                 "",
             ]
         lines += _explanations(self.bought, self.confirmed, self.level)

@@ -23,8 +23,8 @@ from jaxaudit.runs.run_opening import is_finished
 from jaxaudit.runs.variants import scoring
 from jaxaudit.runs.variants.compare import FRESH, PLAIN, TOLERANCE, Centre, Comparison, compare_learners
 from jaxaudit.runs.variants.scoring import REACH, Ladder, check_windows, magnitude_ladders
-from jaxaudit.runtime.backends.backend import Workers
-from jaxaudit.runtime.errors import Interrupted, UserError, placed
+from jaxaudit.runtime.backends import Workers
+from jaxaudit.runtime.errors import Interrupted, UserError, error_prefix
 from jaxaudit.runtime.files import parse_toml, write_text
 from jaxaudit.spec.document import Spec, read_spec, read_spec_text, remedy_tables
 from jaxaudit.spec.sections import PerturbationEntry
@@ -179,7 +179,7 @@ def compare_in(comparison: ComparisonSpec, folder: Path, workers: Workers | None
         stored = parse((folder / SPEC).read_text(encoding="utf-8"), str(folder / SPEC))
         if stored.to_toml() != comparison.to_toml():
             raise UserError(f"{folder} holds another comparison; give another folder with -o")
-    with placed(comparison.source):
+    with error_prefix(comparison.source):
         steps, metrics = comparison.spec.audit.steps, comparison.spec.metrics
         check_windows(magnitude_ladders(_perturbations(comparison.spec), steps), steps, metrics)
     with created_and_locked(folder, "the comparison"):
