@@ -171,15 +171,15 @@ def test_the_page_shows_rows_tokens_and_what_warned(stored, monkeypatch):
 def test_estimators_are_held_against_the_exact_divergence(stored, monkeypatch):
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
     page = report.build(stored[0]).read_text()
-    assert "k1 less the exact KL (text)" in page
-    assert "k2 less the exact KL (text)" not in page  # it is the exact one: nothing to be seen
+    assert "k1 minus the exact KL (text)" in page
+    assert "k2 minus the exact KL (text)" not in page  # it is the exact one: nothing to be seen
     assert "entropy (tool)" in page
 
 
 def test_of_a_dialogue_without_a_tool_all_own_tokens_are_shown_as_text(stored):
     data = stored[2].isel(stratum=[0]).assign_coords(stratum=["all"])
-    shown = dict(dialogue._series(data))
-    assert "k1 less the exact KL (text)" in shown
+    shown = dict(dialogue._drawn_series(data))
+    assert "k1 minus the exact KL (text)" in shown
     np.testing.assert_array_equal(shown["entropy (text)"], data["entropy"].sel(stratum="all"))
 
 

@@ -509,7 +509,7 @@ def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatc
     (tmp_path / "fails.py").write_text("raise RuntimeError('no font')")
     page.script.cache_clear()
     for program, words in (
-        ("dies", "the process that draws figures was ended by SIGTRAP: is memory short?"),
+        ("dies", "the process that draws figures was ended by SIGTRAP: is the machine out of memory?"),
         ("fails", "the process that draws figures failed (RuntimeError: no font)"),
     ):
         monkeypatch.setattr(page, "PROGRAM", tmp_path / f"{program}.py")
