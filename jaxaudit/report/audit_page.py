@@ -13,33 +13,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from jaxaudit.analysis.run_reader import Run, load
-from jaxaudit.report import dialogue, glossary, run_figures
+from jaxaudit.report import dialogue, outcomes, page, run_figures
 from jaxaudit.report.line_panels import Panel, band_description, panels
-from jaxaudit.report.outcomes import (
-    MAX_LINES,
-    collapsed_controls,
-    critical_magnitude,
-    most_harmful,
-    with_fewer_lines,
-)
-from jaxaudit.report.page import (
-    INTERACTION,
-    Block,
-    Cell,
-    Column,
-    Details,
-    Page,
-    Section,
-    Summary,
-    Table,
-    TextBlock,
-    code,
-    estimate,
-    number,
-    plain_table,
-    table,
-    text_column,
-)
 from jaxaudit.report.verdict import verdict
 
 MAX_LANES = 600
@@ -90,6 +65,13 @@ LANE_COLUMNS = {
 TEXT_COLUMNS = {"condition", "dimension", "reason", "collapse_censored"}
 
 
+SOURCE = (
+    "Metrics follow Table S5 of \u201cTraining instability in deep learning follows low-dimensional dynamical "
+    "principles\u201d, with the windows of this run."
+)
+"""The source of the metrics."""
+
+
 def build(folder: Path) -> Path:
     """Writes `report.html`, `figures/*.svg` and `figures/*.png` into a run's folder, from what is stored there.
 
@@ -110,67 +92,34 @@ def build(folder: Path) -> Path:
     kind = learner.get("kind", "") if isinstance(learner, dict) else ""
     on_task = f" on {task['name']}" if isinstance(task, dict) and task.get("name") else ""
     windows = {name: run.setting(name, default) for name, default in (("window", 50), ("hold", 100), ("horizon", 500))}
-    return Page(
+    return page.Page(
         kicker="Stability audit",
         heading=run.name,
         about=f"{kind}{run.remedies}{on_task}",
-        summary=Summary(findings.lead, findings.sentences, _unfinished_note(run), _key_numbers(run)),
+        summary=page.Summary(findings.lead, findings.sentences, _unfinished_note(run), _key_numbers(run)),
         sections=_sections(run, groups),
-        glossary=[(term, text.format(**windows, half=run.steps / 2)) for term, text in glossary.AUDIT],
-        source=glossary.AUDIT_SOURCE,
+        glossary=page.glossary("audit", **windows, half=run.steps / 2),
+        source=SOURCE,
         version=str(run.environment.get("jaxaudit", "")),
     ).write(run.folder)
 
 
-def _sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
-    drawn_panels = most_harmful(run, groups)
-    drawn = [with_fewer_lines(panel) for panel in drawn_panels]
+def _sections(run: Run, groups: Sequence[Panel]) -> list[page.Section]:
+    drawn_panels = outcomes.most_harmful(run, groups)
+    drawn = [outcomes.with_fewer_lines(panel) for panel in drawn_panels]
     dose_response = run_figures.dose_response(run, drawn_panels)
-    channels: list[Block] = list(run_figures.channels(run, drawn))
+    channels: list[page.Block] = list(run_figures.channels(run, drawn))
+    critical = critical_table(run, groups) if dose_response else None
+    collapse_map = run_figures.collapse_map(run, [outcomes.with_fewer_lines(p, MAX_MAP_COLUMNS) for p in groups])
+    performance = run_figures.performance(run, drawn)
     return [
-        Section(
-            "performance",
-            "Performance around the onset",
-            "Performance",
-            "Performance over the steps under each perturbation and magnitude, beside the undisturbed control.",
-            [INTERACTION, _omitted(groups, drawn_panels), run_figures.performance(run, drawn)],
-        ),
-        Section(
-            "map",
-            "Which disturbances collapse the learner",
-            "Collapse map",
-            "The share of seeds whose training collapses, for every perturbation and magnitude.",
-            [run_figures.collapse_map(run, [with_fewer_lines(panel, MAX_MAP_COLUMNS) for panel in groups])],
-        ),
-        Section(
-            "dose",
-            "Dose-response and critical magnitudes",
-            "Dose-response",
-            "The share of collapsed seeds against the magnitude, and the magnitude at which it crosses one half.",
-            [dose_response, critical_table(run, groups)] if dose_response else [],
-        ),
+        page.section("audit", "performance", page.INTERACTION, _omitted(groups, drawn_panels), performance),
+        page.section("audit", "map", collapse_map),
+        page.section("audit", "dose", dose_response, critical),
         *dialogue.sections(run, drawn),
-        Section(
-            "channels",
-            "Training statistics around the onset",
-            "Channels",
-            "Telemetry channels in the steps around the onset, for every perturbation that is drawn above.",
-            [_channels_hint(run), *channels] if channels else [],
-        ),
-        Section(
-            "metrics",
-            "Metrics per condition",
-            "Metrics",
-            "The stability metrics of every condition, which the glossary below defines.",
-            _metrics_blocks(run),
-        ),
-        Section(
-            "replay",
-            "Commands and stored data",
-            "Data",
-            "Commands that go on from this run, code that reads its results, and a list of what is stored.",
-            _data_blocks(run),
-        ),
+        page.section("audit", "channels", *([_channels_hint(run), *channels] if channels else [])),
+        page.section("audit", "metrics", *_metrics_blocks(run)),
+        page.section("audit", "replay", *_data_blocks(run)),
     ]
 
 
@@ -183,8 +132,8 @@ def _omitted(groups: Sequence[Panel], drawn: Sequence[Panel]) -> str | None:
             "panel is one perturbation at one onset): those that collapse the most seeds, and after these the ones "
             "that lower final performance the most."
         )
-    if any(len(panel.disturbed) > MAX_LINES for panel in drawn):
-        sentences.append(f"A panel shows at most {MAX_LINES} magnitudes, from the weakest to the strongest.")
+    if any(len(panel.disturbed) > outcomes.MAX_LINES for panel in drawn):
+        sentences.append(f"A panel shows at most {outcomes.MAX_LINES} magnitudes, from the weakest to the strongest.")
     return " ".join([*sentences, "The tables contain all of them."]) if sentences else None
 
 
@@ -197,7 +146,7 @@ def _channels_hint(run: Run) -> str:
     )
 
 
-def critical_table(run: Run, groups: Sequence[Panel]) -> Table | None:
+def critical_table(run: Run, groups: Sequence[Panel]) -> page.Table | None:
     """Returns a table of each perturbation's critical magnitudes, of P_div and of collapse at any time.
 
     If controls collapse, the table has both again for only the seeds whose control survives.
@@ -206,36 +155,41 @@ def critical_table(run: Run, groups: Sequence[Panel]) -> Table | None:
         "critical magnitude of P_div (collapse before T_max / 2)": ("divergence_probability", False),
         "critical magnitude of collapse at any time": ("collapse_probability", False),
     }
-    if collapsed_controls(run, groups) is not None:
+    if outcomes.collapsed_controls(run, groups) is not None:
         columns |= {
             "P_div, where the control survives": ("divergence_probability", True),
             "collapse, where the control survives": ("collapse_probability", True),
         }
     rows = []
     for panel in groups:
-        texts = [critical_magnitude(run, panel, kind, surviving_controls=only).text for kind, only in columns.values()]
+        texts = [
+            outcomes.critical_magnitude(run, panel, kind, surviving_controls=only).text
+            for kind, only in columns.values()
+        ]
         if any(texts):
             rows.append((panel.title, *(text or "unknown" for text in texts)))
-    return plain_table(rows, ("perturbation", *columns)) if rows else None
+    return page.plain_table(rows, ("perturbation", *columns)) if rows else None
 
 
-def _metrics_blocks(run: Run) -> list[Block]:
+def _metrics_blocks(run: Run) -> list[page.Block]:
     conditions = condition_table(run)
     if conditions is None:
         return []
     hint = Markup(
         "Small print: 95% intervals over seeds{}. R_rec, RT and SIP are medians over seeds. Click a heading to sort. "
         "Exact values: {}."
-    ).format("" if run.seeds > 1 else " (none, as there is one seed)", code("summary.csv"))
-    blocks: list[Block] = [hint, conditions]
+    ).format("" if run.seeds > 1 else " (none, as there is one seed)", page.code("summary.csv"))
+    blocks: list[page.Block] = [hint, conditions]
     if (lanes := lane_table(run)) is not None:
-        blocks.append(Details(f"Every lane ({len(lanes.rows)})", [lanes]))
+        blocks.append(page.Details(f"Every lane ({len(lanes.rows)})", [lanes]))
     elif run.metrics is not None:
-        blocks.append(Markup("The metrics of all {} lanes are in {}.").format(len(run.metrics), code("metrics.csv")))
+        blocks.append(
+            Markup("The metrics of all {} lanes are in {}.").format(len(run.metrics), page.code("metrics.csv"))
+        )
     return blocks
 
 
-def condition_table(run: Run) -> Table | None:
+def condition_table(run: Run) -> page.Table | None:
     """Returns a table with one row per condition and the intervals of its metrics; None if there is no summary."""
     summary = run.summary
     if summary is None:
@@ -248,9 +202,9 @@ def condition_table(run: Run) -> Table | None:
     def tooltip(row: pd.Series) -> str:
         return "; ".join(reason + share for reason, share in reasons.get(str(row["condition"]), []))
 
-    def note_numbers(row: pd.Series) -> Cell:
+    def note_numbers(row: pd.Series) -> page.Cell:
         text = ", ".join(f"{notes[reason]}{share}" for reason, share in reasons.get(str(row["condition"]), []))
-        return Cell(text, value=text)
+        return page.Cell(text, value=text)
 
     survivors = "excess_collapse_standing"
     omitted = {"onset"} if run.conditions["onset"].nunique() == 1 else set()
@@ -259,30 +213,32 @@ def condition_table(run: Run) -> Table | None:
     columns = [
         _column(name, title, tooltip) for name, title in COLUMNS.items() if name in summary and name not in omitted
     ]
-    columns += [Column("note", note_numbers, numeric=False)] if notes else []
-    return table(summary, columns, notes=tuple(notes))
+    columns += [page.Column("note", note_numbers, numeric=False)] if notes else []
+    return page.table(summary, columns, notes=tuple(notes))
 
 
-def lane_table(run: Run) -> Table | None:
+def lane_table(run: Run) -> page.Table | None:
     """Returns a table with one row per lane; None without metrics, or if there are more than `MAX_LANES` lanes."""
     if run.metrics is None or len(run.metrics) > MAX_LANES:
         return None
     columns = {name: title for name, title in LANE_COLUMNS.items() if name in run.metrics}
-    return table(
+    return page.table(
         run.metrics, [_column(name, title, lambda row: str(row.get("reason", ""))) for name, title in columns.items()]
     )
 
 
-def _column(name: str, title: str, tooltip: Callable[[pd.Series], str]) -> Column:
+def _column(name: str, title: str, tooltip: Callable[[pd.Series], str]) -> page.Column:
     if name in TEXT_COLUMNS:
-        return text_column(name, title, lambda raw: {"True": "yes", "False": "no", "nan": ""}.get(str(raw), str(raw)))
-    formatter, interval_formatter = partial(number, name=name), partial(number, digits=3)
+        return page.text_column(
+            name, title, lambda raw: {"True": "yes", "False": "no", "nan": ""}.get(str(raw), str(raw))
+        )
+    formatter, interval_formatter = partial(page.number, name=name), partial(page.number, digits=3)
 
-    def cell(row: pd.Series) -> Cell:
+    def cell(row: pd.Series) -> page.Cell:
         reason = tooltip(row) or "not defined here"
-        return estimate(row, name, formatter, interval_formatter=interval_formatter, reason=reason)
+        return page.estimate(row, name, formatter, interval_formatter=interval_formatter, reason=reason)
 
-    return Column(title, cell)
+    return page.Column(title, cell)
 
 
 def _missing_reasons(metrics: pd.DataFrame | None) -> dict[str, list[tuple[str, str]]]:
@@ -299,7 +255,7 @@ def _missing_reasons(metrics: pd.DataFrame | None) -> dict[str, list[tuple[str, 
     return reasons
 
 
-def _data_blocks(run: Run) -> list[Block]:
+def _data_blocks(run: Run) -> list[page.Block]:
     folder = shlex.quote(run.folder.resolve().name)
     commands = {
         f"jaxaudit replay {folder}": "run it again from the stored spec and compare the results bit for bit",
@@ -315,19 +271,19 @@ metrics = pandas.read_csv("metrics.csv")        # one row per lane
 telemetry.performance.sel(condition={first}).median("seed").to_series()"""
     sizes = run.telemetry.sizes
     channels = [
-        (code(name), ", ".join(f"{dim} {sizes[dim]}" for dim in values.dims))
+        (page.code(name), ", ".join(f"{dim} {sizes[dim]}" for dim in values.dims))
         for name, values in run.telemetry.data_vars.items()
     ]
     return [
-        plain_table((code(command), purpose) for command, purpose in commands.items()),
-        TextBlock(snippet),
-        Details(f"Stored channels ({len(channels)})", [plain_table(channels)]),
-        Details("Environment", [environment_table(run)]),
-        *([Details("Full spec", [TextBlock(run.spec_text)])] if run.spec_text else []),
+        page.plain_table((page.code(command), purpose) for command, purpose in commands.items()),
+        page.TextBlock(snippet),
+        page.Details(f"Stored channels ({len(channels)})", [page.plain_table(channels)]),
+        page.Details("Environment", [environment_table(run)]),
+        *([page.Details("Full spec", [page.TextBlock(run.spec_text)])] if run.spec_text else []),
     ]
 
 
-def environment_table(run: Run) -> Table:
+def environment_table(run: Run) -> page.Table:
     """Returns a table of versions, device and times; nested entries come last."""
     flat = [(key, value) for key, value in run.environment.items() if not isinstance(value, dict)]
     nested = [
@@ -336,7 +292,7 @@ def environment_table(run: Run) -> Table:
         if isinstance(group, dict)
         for name, value in group.items()
     ]
-    return plain_table([*flat, *nested])
+    return page.plain_table([*flat, *nested])
 
 
 def _unfinished_note(run: Run) -> list[str]:

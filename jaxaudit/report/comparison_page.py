@@ -11,25 +11,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from jaxaudit.analysis.run_reader import table as read_table
-from jaxaudit.report import glossary, style
+from jaxaudit.report import page, style
 from jaxaudit.report.line_panels import small_title
-from jaxaudit.report.page import (
-    Cell,
-    Column,
-    Details,
-    Figure,
-    Page,
-    Section,
-    Summary,
-    Table,
-    TextBlock,
-    estimate,
-    number,
-    number_column,
-    percent,
-    table,
-    text_column,
-)
 from jaxaudit.runs.variants.folder import ACTED, BOUGHT, CONFIRMED, PAID, SPEC, SUMMARY
 from jaxaudit.runs.variants.words import magnitude_cells, verdict
 from jaxaudit.runtime.files import check_contents, parse_toml, read_object
@@ -71,62 +54,25 @@ def build(folder: Path) -> Path:
     gains["said"] = [verdict(row, fresh, LEVEL) for row in gains.to_dict("records")]
     learner, task = spec.get("learner", {}), spec.get("task", {})
     on_task = f" on {task['name']}" if task.get("name") else ""
-    return Page(
+    return page.Page(
         kicker="Variants compared",
         heading=str(spec.get("audit", {}).get("name", folder.name)),
         about=f"{learner.get('kind', '')}{on_task}",
         summary=_summary(gains, fresh, costs, summary),
         sections=[
-            Section(
-                "picture",
-                "Gain in stability and cost in performance",
-                "Overview",
-                "For every variant: how many more magnitudes it survives than the plain learner, against its change in "
-                "undisturbed performance.",
-                [_figure(gains, costs, style.slug(folder.name))],
-            ),
-            Section(
-                "bought",
-                "Gain in stability",
-                "Gain",
-                "How many of the tried magnitudes each variant survives, compared with the plain learner.",
-                [_gain_table(gains)],
-            ),
-            Section(
-                "again",
-                "Repeated on fresh seeds",
-                "Fresh seeds",
-                "The gains that excluded zero, measured again on seeds that were not used before.",
-                [_confirmation_table(fresh) if len(fresh) else None],
-            ),
-            Section(
-                "paid",
-                "Cost in performance and time",
-                "Cost",
-                "The undisturbed performance and the time per step of each variant, compared with the plain learner.",
-                [_cost_table(costs)],
-            ),
-            Section(
-                "acted",
-                "How often remedies acted",
-                "Actions",
-                "The share of a remedy's applications, from the onset on, in which it changed something.",
-                [None if actions is None else _action_table(actions)],
-            ),
-            Section(
-                "tried",
-                "Magnitudes tried",
-                "Magnitudes",
-                "The magnitudes at which every perturbation was tried, and the magnitude in their centre.",
-                [_magnitude_table(ladders) if ladders else None],
-            ),
-            Section("about", "", "", "", [Details("Spec", [TextBlock(spec_text)])]),
+            page.section("comparison", "picture", _figure(gains, costs, style.slug(folder.name))),
+            page.section("comparison", "bought", _gain_table(gains)),
+            page.section("comparison", "again", _confirmation_table(fresh) if len(fresh) else None),
+            page.section("comparison", "paid", _cost_table(costs)),
+            page.section("comparison", "acted", None if actions is None else _action_table(actions)),
+            page.section("comparison", "tried", _magnitude_table(ladders) if ladders else None),
+            page.Section("about", "", "", "", [page.Details("Spec", [page.TextBlock(spec_text)])]),
         ],
-        glossary=glossary.COMPARISON,
+        glossary=page.glossary("comparison"),
     ).write(folder)
 
 
-def _summary(gains: pd.DataFrame, fresh: pd.DataFrame, costs: pd.DataFrame, summary: dict[str, Any]) -> Summary:
+def _summary(gains: pd.DataFrame, fresh: pd.DataFrame, costs: pd.DataFrame, summary: dict[str, Any]) -> page.Summary:
     helps = gains[gains.said.str.startswith("helps (")]
     harms = gains[gains.said.str.startswith("harms (")]
     if len(helps):
@@ -153,82 +99,87 @@ def _summary(gains: pd.DataFrame, fresh: pd.DataFrame, costs: pd.DataFrame, summ
         ("seeds screened", f"{int(gains.seeds.max())}"),
     ]
     keys += [("fresh seeds", f"{int(fresh.seeds.max())}")] if len(fresh) else []
-    return Summary(lead, sentences, [str(note) for note in summary.get("cautions", [])], keys)
+    return page.Summary(lead, sentences, [str(note) for note in summary.get("cautions", [])], keys)
 
 
-def _score_columns() -> list[Column]:
+def _score_columns() -> list[page.Column]:
     return [
-        text_column("variant"),
-        text_column("perturbation"),
-        number_column("score", "magnitudes survived", number),
-        number_column("plain_score", "plain learner", number),
-        number_column("difference", "difference", _with_sign),
+        page.text_column("variant"),
+        page.text_column("perturbation"),
+        page.number_column("score", "magnitudes survived", page.number),
+        page.number_column("plain_score", "plain learner", page.number),
+        page.number_column("difference", "difference", _with_sign),
     ]
 
 
-def _gain_table(rows: pd.DataFrame) -> Table:
-    def collapsed_undisturbed(row: pd.Series) -> Cell:
-        return Cell(f"{row.fallen:.0f} ({row.plain_fallen:.0f})")
+def _gain_table(rows: pd.DataFrame) -> page.Table:
+    def collapsed_undisturbed(row: pd.Series) -> page.Cell:
+        return page.Cell(f"{row.fallen:.0f} ({row.plain_fallen:.0f})")
 
-    def threshold_ratio(row: pd.Series) -> Cell:
+    def threshold_ratio(row: pd.Series) -> page.Cell:
         reason = f"{row.ratio_seeds:.0f} seeds have a threshold between two tried magnitudes for both learners"
-        return estimate(row, "ratio", number, reason=reason)
+        return page.estimate(row, "ratio", page.number, reason=reason)
 
-    return table(
+    return page.table(
         rows,
         [
             *_score_columns(),
-            Column("ratio of thresholds", threshold_ratio),
-            number_column("seeds", "seeds", number),
-            Column("collapse undisturbed (plain learner)", collapsed_undisturbed),
-            text_column("said", "verdict"),
+            page.Column("ratio of thresholds", threshold_ratio),
+            page.number_column("seeds", "seeds", page.number),
+            page.Column("collapse undisturbed (plain learner)", collapsed_undisturbed),
+            page.text_column("said", "verdict"),
         ],
     )
 
 
-def _confirmation_table(rows: pd.DataFrame) -> Table:
-    columns = [number_column("p_holm", "p-value (Holm)", number), number_column("seeds", "seeds", number)]
-    return table(rows, [*_score_columns(), *columns])
+def _confirmation_table(rows: pd.DataFrame) -> page.Table:
+    columns = [
+        page.number_column("p_holm", "p-value (Holm)", page.number),
+        page.number_column("seeds", "seeds", page.number),
+    ]
+    return page.table(rows, [*_score_columns(), *columns])
 
 
-def _cost_table(rows: pd.DataFrame) -> Table:
-    return table(
+def _cost_table(rows: pd.DataFrame) -> page.Table:
+    return page.table(
         rows,
         [
-            text_column("variant"),
-            number_column("performance", "performance", number),
-            number_column("plain_performance", "plain learner", number),
-            number_column("performance_difference", "difference", _with_sign),
-            *([number_column("step_time", "time per step (ratio)", number)] if "step_time" in rows else []),
+            page.text_column("variant"),
+            page.number_column("performance", "performance", page.number),
+            page.number_column("plain_performance", "plain learner", page.number),
+            page.number_column("performance_difference", "difference", _with_sign),
+            *([page.number_column("step_time", "time per step (ratio)", page.number)] if "step_time" in rows else []),
         ],
     )
 
 
-def _action_table(rows: pd.DataFrame) -> Table:
-    return table(
+def _action_table(rows: pd.DataFrame) -> page.Table:
+    return page.table(
         rows,
         [
-            text_column("variant"),
-            text_column("remedy"),
-            text_column("perturbation"),
-            number_column("acted", "acted, disturbed", percent),
-            number_column("acted_undisturbed", "acted, undisturbed", percent),
+            page.text_column("variant"),
+            page.text_column("remedy"),
+            page.text_column("perturbation"),
+            page.number_column("acted", "acted, disturbed", page.percent),
+            page.number_column("acted_undisturbed", "acted, undisturbed", page.percent),
         ],
     )
 
 
-def _magnitude_table(ladders: Sequence[dict[str, Any]]) -> Table:
+def _magnitude_table(ladders: Sequence[dict[str, Any]]) -> page.Table:
     cells = [magnitude_cells(ladder) for ladder in ladders]
     rows = pd.DataFrame(cells, columns=["perturbation", "from", "magnitudes", "centre"])
     titles = {"from": "onset", "magnitudes": "magnitudes", "centre": "centre"}
-    return table(rows, [text_column("perturbation"), *(text_column(name, title) for name, title in titles.items())])
+    return page.table(
+        rows, [page.text_column("perturbation"), *(page.text_column(name, title) for name, title in titles.items())]
+    )
 
 
 def _with_sign(value: float) -> str:
-    return ("+" if value > 0 else "") + number(value, digits=3)
+    return ("+" if value > 0 else "") + page.number(value, digits=3)
 
 
-def _figure(gains: pd.DataFrame, costs: pd.DataFrame, file: str) -> Figure:
+def _figure(gains: pd.DataFrame, costs: pd.DataFrame, file: str) -> page.Figure:
     """Returns a panel for each perturbation: difference in score against difference in undisturbed performance."""
     rows = gains.merge(costs, on="variant")
     names = list(dict.fromkeys(rows.variant))
@@ -266,4 +217,4 @@ def _figure(gains: pd.DataFrame, costs: pd.DataFrame, file: str) -> Figure:
         "horizontal one, it performs better when nothing is disturbed. Lines: exact 95% intervals over the seeds "
         "screened."
     )
-    return Figure(f"{file}_compared", "", chart, caption)
+    return page.Figure(f"{file}_compared", "", chart, caption)

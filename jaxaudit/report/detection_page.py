@@ -16,28 +16,7 @@ from markupsafe import Markup
 from jaxaudit.analysis.run_reader import table as read_table
 from jaxaudit.monitoring.comparison import CLEAN, best_chart
 from jaxaudit.monitoring.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED
-from jaxaudit.report import glossary, monitoring_page, score_figures, style
-from jaxaudit.report.page import (
-    INTERACTION,
-    Block,
-    Cell,
-    Column,
-    Details,
-    Formatter,
-    Page,
-    Section,
-    Summary,
-    Table,
-    collapsed_list,
-    estimate,
-    number,
-    number_column,
-    percent,
-    probability,
-    signed,
-    table,
-    text_column,
-)
+from jaxaudit.report import monitoring_page, page, score_figures, style
 from jaxaudit.runtime import zarr_store
 from jaxaudit.runtime.files import check_contents, read_object
 
@@ -66,18 +45,18 @@ METHODS = {
 
 
 def _lead_time(value: float) -> str:
-    return "no alarm" if value == -math.inf else number(value)
+    return "no alarm" if value == -math.inf else page.number(value)
 
 
 def _lead_time_gain(value: float) -> str:
-    return ("+" if value > 0 else "") + number(value)
+    return ("+" if value > 0 else "") + page.number(value)
 
 
-FIGURES: dict[str, tuple[str, Formatter]] = {
-    "auroc": ("AUROC", probability),
-    "gain_auroc": ("monitor's gain in AUROC", signed),
-    "false_alarms": ("false alarms per clean run", percent),
-    "detected": ("detected", percent),
+FIGURES: dict[str, tuple[str, page.Formatter]] = {
+    "auroc": ("AUROC", page.probability),
+    "gain_auroc": ("monitor's gain in AUROC", page.signed),
+    "false_alarms": ("false alarms per clean run", page.percent),
+    "detected": ("detected", page.percent),
     "lead_time": ("lead time (steps)", _lead_time),
     "gain_lead_time": ("monitor's gain in lead time", _lead_time_gain),
 }
@@ -125,16 +104,16 @@ def build(folder: Path) -> Path:
     is_alone = len(paths) == 1
     parts = [_part(path.parent.resolve(), f"learner-{n}", is_alone) for n, path in enumerate(paths, 1)]
     name, summary, _ = parts[0]
-    return Page(
+    return page.Page(
         kicker="Detectors compared",
         heading=name if is_alone else f"Detectors on {len(parts)} learners",
         summary=summary if is_alone else None,
         sections=[section for _, _, sections in parts for section in sections],
-        glossary=glossary.DETECTION,
+        glossary=page.glossary("detection"),
     ).write(folder)
 
 
-def _part(folder: Path, part: str, is_alone: bool) -> tuple[str, Summary, list[Section]]:
+def _part(folder: Path, part: str, is_alone: bool) -> tuple[str, page.Summary, list[page.Section]]:
     """Returns a learner's name, its summary and its sections.
 
     If it is not alone, a section with the summary comes first, and only that one is in the navigation bar.
@@ -147,77 +126,44 @@ def _part(folder: Path, part: str, is_alone: bool) -> tuple[str, Summary, list[S
     about = read_object(folder / COMPARISON)
     slug = style.slug(folder.name)
     name, monitor = str(about.get("learner") or slug), str(about.get("monitor", ""))
-    sections: list[Section] = []
+    sections: list[page.Section] = []
 
-    def add(id: str, heading: str, short: str, intro: str, *blocks: Block | None) -> None:
-        sections.append(Section(f"{part}-{id}", heading, short if is_alone else "", intro, blocks))
+    def add(id: str, *blocks: page.Block | None) -> None:
+        sections.append(page.section("detection", id, *blocks, prefix=f"{part}-", is_listed=is_alone))
 
     detectors = read_table(folder / "detectors.csv", ("detector", "family"))
     if detectors is not None:
         detectors = detectors.sort_values("auroc", ascending=False, kind="stable")
         single = detectors["detector"].str.startswith(SINGLE_CHANNEL)
         hidden = single & (single.cumsum() > MAX_SINGLE_CHANNELS)
-        more = Details(f"Further single channels ({hidden.sum()})", [detector_table(detectors[hidden], monitor)])
-        add(
-            "detectors",
-            "Detectors, the best first",
-            "Detectors",
-            "How well each detector separates disturbed lanes from clean ones, and how early it gives an alarm.",
-            DETECTORS_HINT,
-            detector_table(detectors[~hidden], monitor),
-            more if hidden.any() else None,
-        )
+        more = page.Details(f"Further single channels ({hidden.sum()})", [detector_table(detectors[hidden], monitor)])
+        add("detectors", DETECTORS_HINT, detector_table(detectors[~hidden], monitor), more if hidden.any() else None)
     conditions = read_table(folder / "conditions.csv", ("condition", "perturbation"))
     if conditions is not None and (names := detectors_by_condition(conditions)):
         names.sort(key=lambda detector: detector != monitor)
-        add(
-            "conditions",
-            "Which disturbance is detected",
-            "Conditions",
-            "The share of lanes in which each detector gives an alarm, for every disturbance.",
-            score_figures.detection_map(conditions, monitor, names, slug),
-            CONDITIONS_HINT,
-            condition_table(conditions, names[: MAX_BASELINES + (names[0] == monitor)]),
-        )
+        shares = score_figures.detection_map(conditions, monitor, names, slug)
+        compared = condition_table(conditions, names[: MAX_BASELINES + (names[0] == monitor)])
+        add("conditions", shares, CONDITIONS_HINT, compared)
     transfer = read_table(folder.parent / TRANSFER, ("tested", "fitted_to", "way"))
     if transfer is not None and (tested := transfer["tested"] == about.get("learner")).any():
-        add(
-            "transfer",
-            "Fitted to other learners",
-            "Other learners",
-            "How well monitors that were fitted to clean lanes of other learners work on this learner.",
-            TRANSFER_HINT,
-            transfer_table(transfer[tested]),
-        )
+        add("transfer", TRANSFER_HINT, transfer_table(transfer[tested]))
     store = folder / "trajectories.zarr"
     if store.exists():
         zarr_store.check(store)
         data = zarr_store.open_dataset(store)
         if figure := score_figures.around_onset(data, slug):
-            add(
-                "onset",
-                "Around the onset",
-                "Around the onset",
-                "Performance, meta-state deviation and the monitor's score in the steps around the onset.",
-                INTERACTION,
-                figure,
-            )
-        add(
-            "latents",
-            "Latent trajectories",
-            "Latent trajectories",
-            "How the monitor's latent state leaves the range of the clean runs after the onset.",
-            score_figures.latent_trajectories(data, slug),
-        )
-    runs = collapsed_list("Runs compared", about.get("runs"))
-    add("about", "", "", "", runs, collapsed_list("Channels", about.get("channels")))
+            add("onset", page.INTERACTION, figure)
+        add("latents", score_figures.latent_trajectories(data, slug))
+    runs = page.collapsed_list("Runs compared", about.get("runs"))
+    channels = page.collapsed_list("Channels", about.get("channels"))
+    sections.append(page.Section(f"{part}-about", "", "", "", [runs, channels]))
     summary = _summary(about, detectors, monitor)
     if is_alone:
         return name, summary, sections
-    return name, summary, [Section(part, name, name, "", [summary], is_part=True), *sections]
+    return name, summary, [page.Section(part, name, name, "", [summary], is_part=True), *sections]
 
 
-def _summary(about: dict[str, Any], detectors: pd.DataFrame | None, monitor: str) -> Summary:
+def _summary(about: dict[str, Any], detectors: pd.DataFrame | None, monitor: str) -> page.Summary:
     labels = {
         "clean": "clean lanes",
         "disturbed": "disturbed lanes",
@@ -230,7 +176,7 @@ def _summary(about: dict[str, Any], detectors: pd.DataFrame | None, monitor: str
         keys.append(("detectors", f"{len(detectors)}"))
     if "channels" in about:
         keys.append(("channels", f"{len(about['channels'])}"))
-    return Summary(verdict(detectors, monitor, about.get("alpha"), about.get("clean")), keys=keys)
+    return page.Summary(verdict(detectors, monitor, about.get("alpha"), about.get("clean")), keys=keys)
 
 
 def verdict(rows: pd.DataFrame | None, monitor: str, alpha: float | None, n_clean: int | None) -> Markup:
@@ -246,7 +192,7 @@ def verdict(rows: pd.DataFrame | None, monitor: str, alpha: float | None, n_clea
         return Markup("No detector has an AUROC yet, so there is no verdict.")
     best = rows.iloc[0]
     text = Markup("<b>{}</b> has the highest AUROC, {:.3f}{}.").format(
-        best["detector"], best["auroc"], _interval(best, "auroc", probability)
+        best["detector"], best["auroc"], _interval(best, "auroc", page.probability)
     )
     own, baselines = rows[rows["detector"] == monitor], rows[rows["detector"] != monitor]
     if own.empty:
@@ -257,7 +203,9 @@ def verdict(rows: pd.DataFrame | None, monitor: str, alpha: float | None, n_clea
     if chart is not None and chart["detector"] != baselines.iloc[0]["detector"]:
         text += Markup(
             " Over the best control chart of all channels without a model, <b>{}</b>, the monitor gains {}{}."
-        ).format(chart["detector"], signed(float(chart["gain_auroc"])), _interval(chart, "gain_auroc", signed))
+        ).format(
+            chart["detector"], page.signed(float(chart["gain_auroc"])), _interval(chart, "gain_auroc", page.signed)
+        )
     return text + _false_alarm_text(own.iloc[0], alpha, n_clean)
 
 
@@ -271,10 +219,14 @@ def _gain_over_baseline(baseline: pd.Series, is_best: bool) -> Markup:
     if low > 0 or high < 0:
         verb = "beats" if low > 0 else "is beaten by"
         return Markup(" {} {} {}, by {}{}.").format(
-            subject, verb, other, f"{abs(gain):.3f}", _interval(baseline, "gain_auroc", probability, negate=high < 0)
+            subject,
+            verb,
+            other,
+            f"{abs(gain):.3f}",
+            _interval(baseline, "gain_auroc", page.probability, negate=high < 0),
         )
     return Markup(" {} does not differ significantly from {}: its AUROC differs by {}{}.").format(
-        subject, other, signed(gain), _interval(baseline, "gain_auroc", signed)
+        subject, other, page.signed(gain), _interval(baseline, "gain_auroc", page.signed)
     )
 
 
@@ -282,14 +234,14 @@ def _false_alarm_text(row: pd.Series, alpha: float | None, n_clean: int | None) 
     false_alarms = float(row.get("false_alarms", np.nan))
     if math.isnan(false_alarms):
         return Markup("")
-    allowed = "" if alpha is None else f", where {number(100 * alpha, digits=3)}% was allowed"
+    allowed = "" if alpha is None else f", where {page.number(100 * alpha, digits=3)}% was allowed"
     runs = "clean runs" if n_clean is None else f"{n_clean} clean runs"
     return Markup(" The monitor gave a false alarm in {} of {}{}{}.").format(
-        percent(false_alarms), runs, _interval(row, "false_alarms", percent), allowed
+        page.percent(false_alarms), runs, _interval(row, "false_alarms", page.percent), allowed
     )
 
 
-def _interval(row: pd.Series, name: str, formatter: Formatter, *, negate: bool = False) -> str:
+def _interval(row: pd.Series, name: str, formatter: page.Formatter, *, negate: bool = False) -> str:
     """Returns an estimate's interval in brackets, empty if there is none; `negate`: that of minus the estimate."""
     low, high = (float(row.get(f"{name}_{end}", np.nan)) for end in ("low", "high"))
     if math.isnan(low) or math.isnan(high):
@@ -298,25 +250,25 @@ def _interval(row: pd.Series, name: str, formatter: Formatter, *, negate: bool =
     return f" (95% interval {formatter(low)} to {formatter(high)})"
 
 
-def detector_table(rows: pd.DataFrame, monitor: str) -> Table:
+def detector_table(rows: pd.DataFrame, monitor: str) -> page.Table:
     """Returns a table with a row for each detector; the monitor's is highlighted."""
     is_monitor = rows["detector"] == monitor
-    columns = [text_column("detector"), *([text_column("family", "reads")] if "family" in rows else [])]
+    columns = [page.text_column("detector"), *([page.text_column("family", "reads")] if "family" in rows else [])]
     columns += [
-        Column(title, partial(_figure_cell, name=name, formatter=formatter, is_own=is_monitor))
+        page.Column(title, partial(_figure_cell, name=name, formatter=formatter, is_own=is_monitor))
         for name, (title, formatter) in FIGURES.items()
         if name in rows
     ]
-    return table(rows, columns, is_monitor, look="sortable roomy")
+    return page.table(rows, columns, is_monitor, look="sortable roomy")
 
 
-def _figure_cell(row: pd.Series, name: str, formatter: Formatter, is_own: pd.Series) -> Cell:
+def _figure_cell(row: pd.Series, name: str, formatter: page.Formatter, is_own: pd.Series) -> page.Cell:
     """Returns the cell of one of `FIGURES`, which is empty for the monitor's gain over itself."""
     if name.startswith("gain_") and is_own[row.name]:
-        return Cell("")
+        return page.Cell("")
     if math.isnan(row[name]) and "lead_time" in name:
-        return Cell("none collapsed", reason="no disturbed lane collapsed, so there is no lead time")
-    cell = estimate(row, name, formatter)
+        return page.Cell("none collapsed", reason="no disturbed lane collapsed, so there is no lead time")
+    cell = page.estimate(row, name, formatter)
     return replace(cell, text="no alarm in most") if name == "lead_time" and row[name] == -math.inf else cell
 
 
@@ -325,35 +277,35 @@ def detectors_by_condition(conditions: pd.DataFrame) -> list[str]:
     return [name for name in conditions.columns if f"{name} auroc" in conditions]
 
 
-def condition_table(rows: pd.DataFrame, detectors: Sequence[str]) -> Table:
+def condition_table(rows: pd.DataFrame, detectors: Sequence[str]) -> page.Table:
     """Returns a table with a row for each condition: its lanes, and each detector's share detected and AUROC."""
 
-    def detected(row: pd.Series, name: str) -> Cell:
-        return estimate(row, f"{name} detected", percent, value=float(row[name]))
+    def detected(row: pd.Series, name: str) -> page.Cell:
+        return page.estimate(row, f"{name} detected", page.percent, value=float(row[name]))
 
-    def auroc(row: pd.Series, name: str) -> Cell:
-        return Cell("") if row["condition"] == CLEAN else estimate(row, f"{name} auroc", probability)
+    def auroc(row: pd.Series, name: str) -> page.Cell:
+        return page.Cell("") if row["condition"] == CLEAN else page.estimate(row, f"{name} auroc", page.probability)
 
     columns = [
-        text_column("condition", formatter=lambda name: score_figures.CLEAN_ROW if name == CLEAN else name),
-        number_column("lanes", "lanes", "{:.0f}".format),
-        number_column("collapsed", "collapsed", "{:.0f}".format),
+        page.text_column("condition", formatter=lambda name: score_figures.CLEAN_ROW if name == CLEAN else name),
+        page.number_column("lanes", "lanes", "{:.0f}".format),
+        page.number_column("collapsed", "collapsed", "{:.0f}".format),
     ]
     for name in detectors:
-        columns.append(Column(f"{name}: detected", partial(detected, name=name)))
-        columns.append(Column(f"{name}: AUROC", partial(auroc, name=name)))
-    return table(rows, columns)
+        columns.append(page.Column(f"{name}: detected", partial(detected, name=name)))
+        columns.append(page.Column(f"{name}: AUROC", partial(auroc, name=name)))
+    return page.table(rows, columns)
 
 
-def transfer_table(rows: pd.DataFrame) -> Table:
+def transfer_table(rows: pd.DataFrame) -> page.Table:
     """Returns a table with a row for each monitor that was tested on one learner; its own monitor is highlighted."""
     is_own = rows["way"] == OWN
     columns = [
-        text_column("fitted_to", "fitted to"),
-        text_column("way", "method", lambda way: METHODS.get(way, way)),
+        page.text_column("fitted_to", "fitted to"),
+        page.text_column("way", "method", lambda way: METHODS.get(way, way)),
     ]
     for name in ("auroc", "gain_auroc", "false_alarms", "detected"):
         title, formatter = FIGURES[name]
         title = title.replace("monitor's", "own monitor's")
-        columns.append(Column(title, partial(_figure_cell, name=name, formatter=formatter, is_own=is_own)))
-    return table(rows, columns, is_own, look="sortable roomy")
+        columns.append(page.Column(title, partial(_figure_cell, name=name, formatter=formatter, is_own=is_own)))
+    return page.table(rows, columns, is_own, look="sortable roomy")

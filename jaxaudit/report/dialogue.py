@@ -15,23 +15,8 @@ from jaxaudit.analysis.run_reader import CONTROL, HeldOutRow, Run, cadence, has_
 from jaxaudit.core.channel_names import PERFORMANCE_ERROR
 from jaxaudit.monitoring.channels import measured, repeated, series
 from jaxaudit.monitoring.envelope import StepwiseStats, forward_filled
+from jaxaudit.report import page
 from jaxaudit.report.line_panels import CONTROL_KEY, Panel, PlotLine
-from jaxaudit.report.page import (
-    Block,
-    Cell,
-    Column,
-    Details,
-    Section,
-    Snapshot,
-    SnapshotsBlock,
-    Table,
-    Token,
-    TokenRow,
-    code,
-    number,
-    table,
-    text_column,
-)
 from jaxaudit.report.run_figures import around_onset
 
 MIN_SEEDS = 3
@@ -68,7 +53,7 @@ CHANNELS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
 """The channels that are drawn around the onset: name, title, and the entries of each further dimension to draw."""
 
 
-def sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
+def sections(run: Run, groups: Sequence[Panel]) -> list[page.Section]:
     """Returns the sections that the page of a run on a dialogue has in addition; none for other runs."""
     if not has_rows(run.telemetry):
         return []
@@ -80,31 +65,13 @@ def sections(run: Run, groups: Sequence[Panel]) -> list[Section]:
         "are visited."
     )
     return [
-        Section(
-            "rows",
-            "What the policy writes",
-            "Rows",
-            "Stored prompts and completions: before the onset, where performance is lowest after it, and at the end.",
-            _rows_blocks(run, groups),
-        ),
-        Section(
-            "tokens",
-            "Token statistics around the onset",
-            "Tokens",
-            "Statistics of the generated tokens in the steps around the onset, for every perturbation.",
-            [hint, *figures] if figures else [],
-        ),
-        Section(
-            "signals",
-            "Which channel reacts first",
-            "First signals",
-            "The channels that leave the range of the control first, for every condition in which seeds collapse.",
-            _signals_blocks(run),
-        ),
+        page.section("audit", "rows", *_rows_blocks(run, groups)),
+        page.section("audit", "tokens", *([hint, *figures] if figures else [])),
+        page.section("audit", "signals", *_signals_blocks(run)),
     ]
 
 
-def _rows_blocks(run: Run, groups: Sequence[Panel]) -> list[Block]:
+def _rows_blocks(run: Run, groups: Sequence[Panel]) -> list[page.Block]:
     control = next((line for panel in groups for line in panel.lines if line.key == CONTROL_KEY), None)
     conditions: list[tuple[str, PlotLine, int]] = [("control", control, groups[0].onset)] if control else []
     for panel in groups:
@@ -120,17 +87,17 @@ def _rows_blocks(run: Run, groups: Sequence[Panel]) -> list[Block]:
         "less probable; the tooltip has the log-probability. The number to the left is the row's reward."
     )
     visible, collapsed = blocks[:MAX_OPEN_CONDITIONS], blocks[MAX_OPEN_CONDITIONS:]
-    more = [Details(f"{len(collapsed)} more conditions", collapsed)] if collapsed else []
-    return [hint, SnapshotsBlock("", [Snapshot("", [_legend()])]), *visible, *more]
+    more = [page.Details(f"{len(collapsed)} more conditions", collapsed)] if collapsed else []
+    return [hint, page.SnapshotsBlock("", [page.Snapshot("", [_legend()])]), *visible, *more]
 
 
-def _legend() -> TokenRow:
+def _legend() -> page.TokenRow:
     shades = [f"at least {limit:g}" for limit in PROBABILITIES] + [f"below {PROBABILITIES[-1]:g}"]
-    tokens = [Token("given", "given"), Token("generated, with probability", "plain")]
-    return TokenRow("", tokens + [Token(text, f"p{shade}") for shade, text in enumerate(shades)])
+    tokens = [page.Token("given", "given"), page.Token("generated, with probability", "plain")]
+    return page.TokenRow("", tokens + [page.Token(text, f"p{shade}") for shade, text in enumerate(shades)])
 
 
-def _snapshots(run: Run, condition: str, line: PlotLine, onset: int) -> SnapshotsBlock | None:
+def _snapshots(run: Run, condition: str, line: PlotLine, onset: int) -> page.SnapshotsBlock | None:
     """Returns rows of one condition at several steps, or None if no row has been measured yet."""
     last = int(run.computed[line.index]) - 1
     if last < cadence(run.telemetry) - 1:
@@ -149,27 +116,27 @@ def _snapshots(run: Run, condition: str, line: PlotLine, onset: int) -> Snapshot
     snapshots = []
     for name, step in steps.items():
         index = measured_near(run.telemetry, step, last)
-        value = number(float(performance[seed, index]), digits=3)
+        value = page.number(float(performance[seed, index]), digits=3)
         heading = f"{name}: step {int(run.step[index])}, performance {value}"
         if errors is not None:
             heading += f" (standard error {float(errors[seed, line.index, index]):.2g})"
         snapshots.append(
-            Snapshot(heading, [_token_row(row) for row in rows_at(run.telemetry, seed, line.index, index)])
+            page.Snapshot(heading, [_token_row(row) for row in rows_at(run.telemetry, seed, line.index, index)])
         )
-    return SnapshotsBlock(f"{condition}, seed {int(run.telemetry['seed'].values[seed])}", snapshots)
+    return page.SnapshotsBlock(f"{condition}, seed {int(run.telemetry['seed'].values[seed])}", snapshots)
 
 
-def _token_row(row: HeldOutRow) -> TokenRow:
+def _token_row(row: HeldOutRow) -> page.TokenRow:
     tokens = []
     for token in row.words:
         text = "".join(c if c.isprintable() else "\N{OPEN BOX}" for c in token.text)
         if token.own:
             probability = math.exp(min(token.log_probability, 0.0))
             shade = sum(probability < limit for limit in PROBABILITIES)
-            tokens.append(Token(text, f"p{shade}", f"{token.log_probability:.3f}"))
+            tokens.append(page.Token(text, f"p{shade}", f"{token.log_probability:.3f}"))
         else:
-            tokens.append(Token(text, f"given {token.role}"))
-    return TokenRow(f"{row.reward:.3g}", tokens)
+            tokens.append(page.Token(text, f"given {token.role}"))
+    return page.TokenRow(f"{row.reward:.3g}", tokens)
 
 
 def _drawn_series(data: xr.Dataset) -> Iterator[tuple[str, np.ndarray]]:
@@ -203,7 +170,7 @@ def _lanes(values: xr.DataArray) -> np.ndarray:
     return values.transpose("seed", "condition", "step").values.astype(np.float64)
 
 
-def _signals_blocks(run: Run) -> list[Block]:
+def _signals_blocks(run: Run) -> list[page.Block]:
     if not run.finished or run.metrics is None:
         return []
     if run.seeds < MIN_SEEDS:
@@ -221,22 +188,22 @@ def _signals_blocks(run: Run) -> list[Block]:
     return [hint, _signal_table(earliest(signals, MAX_SIGNALS))]
 
 
-def _signal_table(signals: pd.DataFrame) -> Table:
-    def warned(row: pd.Series) -> Cell:
-        return Cell(f"{row['warned']} of {row['collapsed']}", value=str(row["warned"] / row["collapsed"]))
+def _signal_table(signals: pd.DataFrame) -> page.Table:
+    def warned(row: pd.Series) -> page.Cell:
+        return page.Cell(f"{row['warned']} of {row['collapsed']}", value=str(row["warned"] / row["collapsed"]))
 
-    def figure(row: pd.Series, name: str) -> Cell:
-        return Cell(number(float(row[name]), digits=3), value=repr(float(row[name])))
+    def figure(row: pd.Series, name: str) -> page.Cell:
+        return page.Cell(page.number(float(row[name]), digits=3), value=repr(float(row[name])))
 
-    return table(
+    return page.table(
         signals,
         [
-            text_column("condition"),
-            text_column("channel", formatter=code),
-            Column("seeds warned", warned),
-            Column("steps after the onset", partial(figure, name="after_onset")),
-            Column("steps before the collapse", partial(figure, name="lead")),
-            Column("deviation / limit", partial(figure, name="score")),
+            page.text_column("condition"),
+            page.text_column("channel", formatter=page.code),
+            page.Column("seeds warned", warned),
+            page.Column("steps after the onset", partial(figure, name="after_onset")),
+            page.Column("steps before the collapse", partial(figure, name="lead")),
+            page.Column("deviation / limit", partial(figure, name="score")),
         ],
     )
 

@@ -238,11 +238,8 @@ class Axes:
       y_title: the title of the vertical axis; None for none.
       x: the first and the last step shown.
       y: the vertical scale.
-      zoom: the zoom selection.
-      pick: the legend selection.
-      suffix: the suffix of names inside the figure. Views need explicit names, because the names that Altair generates
-        go stale.
-      declares_pick: whether the panel declares `pick`. Only one panel of a figure may, as it is bound to the legend.
+      group: the name of the panels that share their zoom and their legend selection.
+      number: the number of the panel in its group. The first one declares the legend selection, as only one may.
       legend_chars: about how many characters fit in a row of the legend.
     """
 
@@ -250,25 +247,18 @@ class Axes:
     y_title: str | None
     x: tuple[float, float]
     y: alt.Scale
-    zoom: Any
-    pick: Any
-    suffix: str
-    declares_pick: bool = True
+    group: str
+    number: int
     legend_chars: int = 62
 
     @property
     def x_title(self) -> str:
         return "steps since the onset" if self.relative else "step"
 
-
-def zoom(name: str) -> alt.Parameter:
-    """Returns a selection for panning along the steps by dragging, and for zooming with ctrl + wheel."""
-    return alt.selection_interval(name=name, bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey]")
-
-
-def pick(name: str) -> alt.Parameter:
-    """Returns a selection of lines by their legend entries."""
-    return alt.selection_point(name=name, fields=["label"], bind="legend")
+    @property
+    def name(self) -> str:
+        """The suffix of the views' names, which have to be explicit because those that Altair generates go stale."""
+        return f"{self.group}_{self.number}"
 
 
 def small_title(text: str) -> alt.TitleParams:
@@ -276,7 +266,15 @@ def small_title(text: str) -> alt.TitleParams:
     return alt.TitleParams(text, fontSize=11.5, fontWeight="normal", color=style.MUTED)
 
 
-def draw(panel: Panel, data: pd.DataFrame, axes: Axes, title: Any, extra: list[alt.Chart]) -> Any:
+def draw(
+    panel: Panel,
+    data: pd.DataFrame,
+    axes: Axes,
+    title: Any,
+    extra: list[alt.Chart],
+    width: int = 300,
+    height: int = 190,
+) -> Any:
     """Returns the layered chart of a panel.
 
     Args:
@@ -285,10 +283,12 @@ def draw(panel: Panel, data: pd.DataFrame, axes: Axes, title: Any, extra: list[a
       axes: the axes and selections.
       title: the title of the panel.
       extra: layers to be drawn below the lines.
+      width: the panel's width in the static figure, in pixels.
+      height: its height.
     """
     last = float(data["step"].max()) + 1 if len(data) else panel.onset + sum(panel.durations)
     layers = [*_window_layers(panel, axes, last), *extra, *_line_layers(panel, axes)]
-    return alt.layer(*layers, data=style.inline_csv(data)).properties(width=300, height=190, title=title)
+    return alt.layer(*layers, data=style.inline_csv(data)).properties(width=width, height=height, title=title)
 
 
 def _window_layers(panel: Panel, axes: Axes, last: float) -> list[alt.Chart]:
@@ -304,11 +304,15 @@ def _window_layers(panel: Panel, axes: Axes, last: float) -> list[alt.Chart]:
 
 def _line_layers(panel: Panel, axes: Axes) -> list[alt.Chart]:
     """Returns bands, medians, crosses where a median is lost, and an invisible rule per step with the tooltip."""
-    selections = [axes.pick, axes.zoom] if axes.declares_pick else [axes.zoom]
+    zoom = alt.selection_interval(
+        name=f"zoom_{axes.group}", bind="scales", encodings=["x"], zoom="wheel![event.ctrlKey]"
+    )
+    pick = alt.selection_point(name=f"pick_{axes.group}", fields=["label"], bind="legend")
+    selections = [zoom] if axes.number else [pick, zoom]
     x = alt.X("step:Q", title=axes.x_title, scale=alt.Scale(domain=list(axes.x), nice=False))
     colour = _colour(panel, axes.legend_chars)
     y: dict[str, Any] = {"title": axes.y_title, "scale": axes.y}
-    strong, faint = _opacity(axes.pick, 1.0, 0.08), _opacity(axes.pick, 0.16, 0.02)
+    strong, faint = _opacity(pick, 1.0, 0.08), _opacity(pick, 0.16, 0.02)
     base = alt.Chart()
     band = base.transform_filter("isValid(datum.low) && isValid(datum.high)").mark_area(clip=True)
     line = base.mark_line(clip=True, strokeWidth=1.8, strokeJoin="round")
@@ -318,16 +322,16 @@ def _line_layers(panel: Panel, axes: Axes) -> list[alt.Chart]:
     tooltip = [alt.Tooltip("step:Q", title="step"), *entries][:MAX_TOOLTIP_ENTRIES]
     rule = base.transform_pivot("key", value="median", groupby=["step"]).mark_rule(strokeWidth=4)
     hover = alt.selection_point(
-        name=f"hover_{axes.suffix}", on="pointerover", clear="pointerout", fields=["step"], empty=False
+        name=f"hover_{axes.name}", on="pointerover", clear="pointerout", fields=["step"], empty=False
     )
     return [
         band.encode(x=x, y=alt.Y("low:Q", **y), y2="high:Q", color=colour, opacity=faint),
         line.encode(x=x, y=alt.Y("median:Q", **y), color=colour, opacity=strong)
-        .properties(name=f"lines_{axes.suffix}")
+        .properties(name=f"lines_{axes.name}")
         .add_params(*selections),
         lost.encode(x=x, y=alt.Y("median:Q", **y), color=colour, opacity=strong),
         rule.encode(x=x, opacity=_opacity(hover, 0.25, 0.0), tooltip=tooltip, color=alt.ColorValue(style.INK))
-        .properties(name=f"rules_{axes.suffix}")
+        .properties(name=f"rules_{axes.name}")
         .add_params(hover),
     ]
 

@@ -16,41 +16,7 @@ from markupsafe import Markup
 
 from jaxaudit.analysis.run_reader import table as read_table
 from jaxaudit.monitoring.calibration import fewest_runs, rate_interval
-from jaxaudit.report import glossary, style
-from jaxaudit.report.line_panels import (
-    CONTROL_KEY,
-    Axes,
-    Panel,
-    PlotLine,
-    channel_scale,
-    draw,
-    pick,
-    select_steps,
-    small_title,
-    zoom,
-)
-from jaxaudit.report.page import (
-    INTERACTION,
-    Figure,
-    Page,
-    Section,
-    Summary,
-    Table,
-    collapsed_list,
-    number,
-    number_column,
-    table,
-    text_column,
-)
-from jaxaudit.report.score_figures import (
-    LatentPanel,
-    latent_figure,
-    names_along,
-    place_at_edge,
-    score_scale,
-    steps,
-    variable,
-)
+from jaxaudit.report import line_panels, page, score_figures, style
 from jaxaudit.runtime import zarr_store
 from jaxaudit.runtime.files import read_object
 
@@ -92,58 +58,28 @@ def build(folder: Path) -> Path:
     alarm_steps = {row["run"]: int(row["step"]) for _, row in alarms.iterrows()}
     figures = {} if data is None else _figures(data, threshold, alarm_steps)
     score = figures.get("score")
-    return Page(
+    return page.Page(
         kicker="Monitored",
         heading=runs[0] if len(runs) == 1 else f"{len(runs)} runs",
         summary=_summary(about, runs, alarms, threshold),
         sections=[
-            Section(
-                "score",
-                "Score and alarms",
-                "Score",
-                "How unusual each run is at every step, and where its score crosses the alarm threshold.",
-                [INTERACTION, score] if score else [],
+            page.section("monitoring", "score", *([page.INTERACTION, score] if score else [])),
+            page.section(
+                "monitoring", "alarms", *([] if alarms.empty else [ALARMS_HINT, _alarm_table(alarms, threshold)])
             ),
-            Section(
-                "alarms",
-                "Alarms",
-                "Alarms",
-                "The first alarm of every run that has one, and the channels that were furthest from the clean runs.",
-                [] if alarms.empty else [ALARMS_HINT, _alarm_table(alarms, threshold)],
-            ),
-            Section(
-                "distance",
-                "What moved, and when",
-                "What moved",
-                "How far each channel is from the clean runs, over the steps of the runs with the highest scores.",
-                [figures.get("distance")],
-            ),
-            Section(
-                "values",
-                "The channels that moved most",
-                "Values",
-                "The values of the channels that moved furthest from the clean runs.",
-                [figures.get("values")],
-            ),
-            Section(
-                "latents",
-                "Latent trajectories",
-                "Latent trajectories",
-                "How the monitor's latent state leaves the range of the clean runs.",
-                [figures.get("latents")],
-            ),
-            Section(
+            *(page.section("monitoring", id, figures.get(id)) for id in ("distance", "values", "latents")),
+            page.Section(
                 "about",
                 "",
                 "",
                 "",
                 [
-                    collapsed_list("Runs", runs if len(runs) > 1 else None),
-                    collapsed_list("Channels", about.get("channels")),
+                    page.collapsed_list("Runs", runs if len(runs) > 1 else None),
+                    page.collapsed_list("Channels", about.get("channels")),
                 ],
             ),
         ],
-        glossary=glossary.MONITORING,
+        glossary=page.glossary("monitoring"),
     ).write(folder)
 
 
@@ -156,7 +92,7 @@ def _read_alarms(folder: Path) -> pd.DataFrame:
     return alarms.fillna({"kind": "", "channels": ""})
 
 
-def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, threshold: float) -> Summary:
+def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, threshold: float) -> page.Summary:
     total, n_alarms = len(runs), len(alarms)
     sentences = [_alarm_sentence(row, threshold) for _, row in alarms.iterrows()]
     if not n_alarms:
@@ -176,18 +112,20 @@ def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, t
     labels = {"clean_runs": "clean runs", "calibrated_on": "of which for calibration"}
     keys = [("runs", f"{total}"), ("with an alarm", f"{n_alarms}")]
     keys += [(label, f"{about[key]}") for key, label in labels.items() if key in about]
-    keys += [("alpha", number(float(alpha)))] if alpha is not None else []
-    keys += [("threshold", number(threshold, digits=3))] if np.isfinite(threshold) else []
+    keys += [("alpha", page.number(float(alpha)))] if alpha is not None else []
+    keys += [("threshold", page.number(threshold, digits=3))] if np.isfinite(threshold) else []
     keys += [("channels", f"{len(about['channels'])}")] if "channels" in about else []
-    return Summary(lead, sentences, about.get("notes") or (), keys)
+    return page.Summary(lead, sentences, about.get("notes") or (), keys)
 
 
 def _false_alarm_text(alpha: float, calibrated_on: int | None) -> Markup:
     """Returns which share of clean runs has a false alarm: on average, and with calibration sets of this size."""
-    text = Markup(" False alarms occur in at most {}% of clean runs on average").format(number(100 * alpha, digits=3))
+    text = Markup(" False alarms occur in at most {}% of clean runs on average").format(
+        page.number(100 * alpha, digits=3)
+    )
     if calibrated_on is None or calibrated_on < fewest_runs(alpha):
         return text + Markup(".")
-    low, high = (number(100 * rate, digits=2) for rate in rate_interval(calibrated_on, alpha))
+    low, high = (page.number(100 * rate, digits=2) for rate in rate_interval(calibrated_on, alpha))
     return text + Markup("; for nine in ten sets of {} calibration runs, in {}% to {}%.").format(
         calibrated_on, low, high
     )
@@ -201,26 +139,26 @@ def _alarm_sentence(row: pd.Series, threshold: float) -> Markup:
     if excess == np.inf:
         text += Markup(", because a value is missing that every clean run has")
     elif np.isfinite(excess):
-        text += Markup(", {} above the threshold").format(number(excess, digits=2))
+        text += Markup(", {} above the threshold").format(page.number(excess, digits=2))
     if row["channels"]:
         text += Markup("; furthest from the clean runs, in standard deviations: {}").format(row["channels"])
     return text + Markup(".")
 
 
-def _alarm_table(alarms: pd.DataFrame, threshold: float) -> Table:
-    formatter = partial(number, digits=3)
+def _alarm_table(alarms: pd.DataFrame, threshold: float) -> page.Table:
+    formatter = partial(page.number, digits=3)
     columns = [
-        text_column("run"),
-        text_column("kind", "statistic"),
-        number_column("step", "first alarm (step)", formatter),
-        number_column("score", "score at the alarm", formatter),
-        number_column("excess", "above the threshold", formatter),
-        text_column("channels", "furthest channels (standard deviations)"),
+        page.text_column("run"),
+        page.text_column("kind", "statistic"),
+        page.number_column("step", "first alarm (step)", formatter),
+        page.number_column("score", "score at the alarm", formatter),
+        page.number_column("excess", "above the threshold", formatter),
+        page.text_column("channels", "furthest channels (standard deviations)"),
     ]
-    return table(alarms.assign(excess=alarms["score"] - threshold), columns, look="sortable roomy")
+    return page.table(alarms.assign(excess=alarms["score"] - threshold), columns, look="sortable roomy")
 
 
-def _figures(data: xr.Dataset, threshold: float, alarm_steps: dict[str, int]) -> dict[str, Figure]:
+def _figures(data: xr.Dataset, threshold: float, alarm_steps: dict[str, int]) -> dict[str, page.Figure]:
     """Returns the figures of all stored variables, by the id of their section.
 
     Args:
@@ -228,7 +166,7 @@ def _figures(data: xr.Dataset, threshold: float, alarm_steps: dict[str, int]) ->
       threshold: the score above which there is an alarm.
       alarm_steps: the step of the first alarm, by run.
     """
-    if not len(steps(data)) or not data.sizes.get("run"):
+    if not len(score_figures.steps(data)) or not data.sizes.get("run"):
         return {}
     ranked_runs = _by_peak_score(data)
     ranked_channels = _by_peak_distance(data, ranked_runs[:MAX_RUNS])
@@ -242,7 +180,7 @@ def _figures(data: xr.Dataset, threshold: float, alarm_steps: dict[str, int]) ->
 
 
 def _by_peak_score(data: xr.Dataset) -> list[int]:
-    score = variable(data, "score", "run", "step")
+    score = score_figures.variable(data, "score", "run", "step")
     if score is None:
         return list(range(data.sizes["run"]))
     return _descending(np.where(np.isnan(score), -np.inf, score).max(axis=1))
@@ -250,7 +188,7 @@ def _by_peak_score(data: xr.Dataset) -> list[int]:
 
 def _by_peak_distance(data: xr.Dataset, runs: list[int]) -> list[int]:
     """Returns the channels by their largest distance from the clean runs, averaged over ranges of steps."""
-    distance = variable(data, "distance", "run", "channel", "step")
+    distance = score_figures.variable(data, "distance", "run", "channel", "step")
     if distance is None:
         return list(range(data.sizes.get("channel", 0)))
     means, _, _ = _binned(data, np.abs(distance[runs]))
@@ -263,7 +201,7 @@ def _descending(values: np.ndarray) -> list[int]:
 
 def _binned(data: xr.Dataset, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns means over ranges of steps, `[..., bins]`, and the steps at which the ranges begin and end."""
-    step = steps(data)
+    step = score_figures.steps(data)
     edges = np.unique(np.linspace(0, len(step), min(MAX_BINS, len(step)) + 1).round().astype(int))
     bins = [distance[..., first:last] for first, last in pairwise(edges)]
     counts = [np.sum(~np.isnan(values), axis=-1) for values in bins]
@@ -271,31 +209,36 @@ def _binned(data: xr.Dataset, distance: np.ndarray) -> tuple[np.ndarray, np.ndar
     return np.stack(means, axis=-1), step[edges[:-1]], np.append(step[edges[1:-1]], step[-1] + 1)
 
 
-def _highest_lines(data: xr.Dataset, ranked: Sequence[int]) -> list[PlotLine]:
+def _highest_lines(data: xr.Dataset, ranked: Sequence[int]) -> list[line_panels.PlotLine]:
     """Returns the lines of the runs with the highest scores, the highest of which comes last."""
-    names = names_along(data, "run")
-    return [PlotLine(run, f"m{rank}", names[run], float("nan")) for rank, run in enumerate(reversed(ranked[:MAX_RUNS]))]
+    names = score_figures.names_along(data, "run")
+    return [
+        line_panels.PlotLine(run, f"m{rank}", names[run], float("nan"))
+        for rank, run in enumerate(reversed(ranked[:MAX_RUNS]))
+    ]
 
 
-def _panel(lines: Sequence[PlotLine]) -> Panel:
-    return Panel("", "", "", 0, (), tuple(lines), float("-inf"))
+def _panel(lines: Sequence[line_panels.PlotLine]) -> line_panels.Panel:
+    return line_panels.Panel("", "", "", 0, (), tuple(lines), float("-inf"))
 
 
 def _step_span(data: xr.Dataset) -> tuple[int, int]:
-    step = steps(data)
+    step = score_figures.steps(data)
     return int(step[0]), max(int(step[-1]), int(step[0]) + 1)
 
 
 def _select_steps(data: xr.Dataset, alarm_steps: dict[str, int], limit: int) -> np.ndarray:
     """Returns the indices of the steps to draw, which are dense near the first alarm."""
-    step = steps(data)
+    step = score_figures.steps(data)
     centre = min(alarm_steps.values(), default=int(step[len(step) // 2]))
-    return select_steps(step, centre, len(step) // 10, limit)
+    return line_panels.select_steps(step, centre, len(step) // 10, limit)
 
 
-def _line_frame(data: xr.Dataset, block: np.ndarray, lines: Sequence[PlotLine], selected: np.ndarray) -> pd.DataFrame:
+def _line_frame(
+    data: xr.Dataset, block: np.ndarray, lines: Sequence[line_panels.PlotLine], selected: np.ndarray
+) -> pd.DataFrame:
     """Returns series `[run, T]` as `line_panels.line_frame` does, without bands."""
-    step = steps(data)[selected]
+    step = score_figures.steps(data)[selected]
     parts = [
         pd.DataFrame({"step": step, "key": line.key, "label": line.label, "median": block[line.index, selected]})
         for line in lines
@@ -303,18 +246,20 @@ def _line_frame(data: xr.Dataset, block: np.ndarray, lines: Sequence[PlotLine], 
     return pd.concat(parts, ignore_index=True).assign(low=np.nan, high=np.nan)
 
 
-def _score_figure(data: xr.Dataset, ranked: list[int], threshold: float, alarm_steps: dict[str, int]) -> Figure | None:
-    score = variable(data, "score", "run", "step")
+def _score_figure(
+    data: xr.Dataset, ranked: list[int], threshold: float, alarm_steps: dict[str, int]
+) -> page.Figure | None:
+    score = score_figures.variable(data, "score", "run", "step")
     if score is None or np.isnan(score).all():
         return None
     lines = _highest_lines(data, ranked)
     frame = _line_frame(data, score, lines, _select_steps(data, alarm_steps, 500))
-    frame, scale, threshold_layers, is_cut = score_scale(frame, threshold)
+    frame, scale, threshold_layers, is_cut = score_figures.score_scale(frame, threshold)
     other_layers = _other_runs(data, score, ranked[MAX_RUNS:])
     alarm_layers = _alarm_layers(data, score, alarm_steps, float(scale["domain"][1]))
-    axes = Axes(False, "score", _step_span(data), scale, zoom("zoom_0"), pick("pick_0"), "0", legend_chars=170)
+    axes = line_panels.Axes(False, "score", _step_span(data), scale, "0", 0, legend_chars=170)
     layers = [*other_layers, *threshold_layers, *alarm_layers]
-    chart = draw(_panel(lines), frame, axes, "", layers).properties(width=860, height=260)
+    chart = line_panels.draw(_panel(lines), frame, axes, "", layers, width=860, height=260)
     parts = ["Dotted: the threshold. Diamond: a run's first alarm."]
     parts.append("A wide range has a logarithmic axis, which is linear around zero.")
     if other_layers:
@@ -324,12 +269,12 @@ def _score_figure(data: xr.Dataset, ranked: list[int], threshold: float, alarm_s
     if is_cut:
         parts.append("The axis leaves out the lowest scores; a cross at the edge marks where one becomes infinite.")
     finished = style.finish([chart], 1, shared=False, min_width=300, max_width=1120, gutter=60)
-    return Figure("score", "", finished, " ".join(parts))
+    return page.Figure("score", "", finished, " ".join(parts))
 
 
 def _alarm_layers(data: xr.Dataset, score: np.ndarray, alarm_steps: dict[str, int], top: float) -> list[alt.Chart]:
     """Returns the diamonds at the first alarms, those of infinite scores at the upper end `top` of the axis."""
-    step, names = steps(data), names_along(data, "run")
+    step, names = score_figures.steps(data), score_figures.names_along(data, "run")
     marks: list[dict[str, Any]] = [
         {"step": alarm, "score": min(float(score[names.index(run), np.searchsorted(step, alarm)]), top), "run": run}
         for run, alarm in alarm_steps.items()
@@ -350,19 +295,19 @@ def _other_runs(data: xr.Dataset, score: np.ndarray, runs: Sequence[int]) -> lis
     if not runs:
         return []
     selected = np.unique(np.linspace(0, score.shape[1] - 1, 150).round().astype(int))
-    step = steps(data)[selected]
+    step = score_figures.steps(data)[selected]
     parts = [pd.DataFrame({"step": step, "run": run, "score": score[run, selected]}) for run in runs]
     base = alt.Chart(style.inline_csv(pd.concat(parts, ignore_index=True)))
     line = base.mark_line(color=style.GREY, strokeWidth=0.7, opacity=0.6, clip=True)
     return [line.encode(x=alt.X("step:Q"), y=alt.Y("score:Q"), detail=alt.Detail("run:N"))]
 
 
-def _distance_map(data: xr.Dataset, ranked_runs: list[int], ranked_channels: list[int]) -> Figure | None:
+def _distance_map(data: xr.Dataset, ranked_runs: list[int], ranked_channels: list[int]) -> page.Figure | None:
     """Returns maps of channel by step with the distance from the clean runs, for the runs with the highest scores."""
-    distance = variable(data, "distance", "run", "channel", "step")
+    distance = score_figures.variable(data, "distance", "run", "channel", "step")
     if distance is None or np.isnan(distance).all():
         return None
-    names, runs = names_along(data, "channel"), names_along(data, "run")
+    names, runs = score_figures.names_along(data, "channel"), score_figures.names_along(data, "run")
     means, begin, end = _binned(data, np.abs(distance))
     channels, mapped = ranked_channels[:MAX_MAPPED_CHANNELS], ranked_runs[:MAX_MAPPED_RUNS]
     labels = [names[i] for i in channels]
@@ -382,7 +327,7 @@ def _distance_map(data: xr.Dataset, ranked_runs: list[int], ranked_channels: lis
         parts.append(f"Distances above {DARKEST_DISTANCE:g} have the darkest colour.")
     gutter = round(min(250, 6.6 * max(map(len, labels)))) + 30
     chart = style.finish(charts, 2, shared=True, min_width=260, max_width=1000, gutter=gutter)
-    return Figure("distance", "", chart, " ".join(parts))
+    return page.Figure("distance", "", chart, " ".join(parts))
 
 
 def _map(
@@ -418,64 +363,67 @@ def _map(
 
 def _values_figure(
     data: xr.Dataset, ranked_runs: list[int], ranked_channels: list[int], alarm_steps: dict[str, int]
-) -> Figure | None:
+) -> page.Figure | None:
     """Returns the values of the channels that moved most, over the band of the clean runs."""
-    block = variable(data, "values", "run", "channel", "step")
+    block = score_figures.variable(data, "values", "run", "channel", "step")
     if block is None:
         return None
-    clean = variable(data, "clean_values", "channel", "step", "quantile")
+    clean = score_figures.variable(data, "clean_values", "channel", "step", "quantile")
     runs = _highest_lines(data, ranked_runs)
-    lines = [*([] if clean is None else [PlotLine(0, CONTROL_KEY, "clean runs", float("nan"))]), *runs]
-    names, selected = names_along(data, "channel"), _select_steps(data, alarm_steps, 300)
-    zooming, picking = zoom("zoom_0"), pick("pick_0")
+    lines = [
+        *([] if clean is None else [line_panels.PlotLine(0, line_panels.CONTROL_KEY, "clean runs", float("nan"))]),
+        *runs,
+    ]
+    names, selected = score_figures.names_along(data, "channel"), _select_steps(data, alarm_steps, 300)
     charts: list[Any] = []
     for channel in ranked_channels[:MAX_CHANNELS]:
         frame = _line_frame(data, block[:, channel], runs, selected)
         if clean is not None:
             low, median, high = clean[channel, selected].T
-            band = {"step": steps(data)[selected], "key": CONTROL_KEY, "label": "clean runs", "median": median}
+            band = {
+                "step": score_figures.steps(data)[selected],
+                "key": line_panels.CONTROL_KEY,
+                "label": "clean runs",
+                "median": median,
+            }
             frame = pd.concat([pd.DataFrame({**band, "low": low, "high": high}), frame], ignore_index=True)
         if not np.isfinite(frame["median"]).any():
             continue
-        frame, scale = channel_scale(frame)
-        frame = place_at_edge(frame, float(scale["domain"][1]))
-        axes = Axes(
-            False,
-            None,
-            _step_span(data),
-            scale,
-            zooming,
-            picking,
-            f"0_{len(charts)}",
-            declares_pick=not charts,
-            legend_chars=170,
-        )
-        title = small_title(names[channel][:48])
-        charts.append(draw(_panel(lines), frame, axes, title, []).properties(width=270, height=150))
+        frame, scale = line_panels.channel_scale(frame)
+        frame = score_figures.place_at_edge(frame, float(scale["domain"][1]))
+        axes = line_panels.Axes(False, None, _step_span(data), scale, "0", len(charts), legend_chars=170)
+        title = line_panels.small_title(names[channel][:48])
+        charts.append(line_panels.draw(_panel(lines), frame, axes, title, [], width=270, height=150))
     if not charts:
         return None
     caption = "Grey: median of the clean runs and their 10% to 90% range. " if clean is not None else ""
     caption += "Positive values over a wide range have a logarithmic axis."
     chart = style.finish(charts, 3, shared=True, min_width=220, max_width=520, gutter=66)
-    return Figure("values", "", chart, caption)
+    return page.Figure("values", "", chart, caption)
 
 
-def _latent_figure(data: xr.Dataset, ranked: list[int], alarm_steps: dict[str, int]) -> Figure | None:
-    paths = variable(data, "latent", "run", "step", "component")
+def _latent_figure(data: xr.Dataset, ranked: list[int], alarm_steps: dict[str, int]) -> page.Figure | None:
+    paths = score_figures.variable(data, "latent", "run", "step", "component")
     if paths is None or paths.shape[-1] < 2:
         return None
-    clean = variable(data, "clean_latent", "step", "component", "quantile")
+    clean = score_figures.variable(data, "clean_latent", "step", "component", "quantile")
     lines = [
         line for line in reversed(_highest_lines(data, ranked)) if np.isfinite(paths[line.index]).all(axis=1).any()
     ]
     panels = []
     for line, colour in zip(lines, reversed(style.ramp(len(lines))), strict=True):
         alarm = alarm_steps.get(line.label)
-        start = int(np.searchsorted(steps(data), steps(data)[0] if alarm is None else alarm))
+        start = int(
+            np.searchsorted(score_figures.steps(data), score_figures.steps(data)[0] if alarm is None else alarm)
+        )
         subtitle = "no alarm" if alarm is None else f"alarm at step {alarm}"
-        panels.append(LatentPanel([paths[line.index, :, :2]], start, colour, line.label, subtitle))
+        panels.append(score_figures.LatentPanel([paths[line.index, :, :2]], start, colour, line.label, subtitle))
     caption = (
         "Thin grey line: the run before its alarm. Coloured: from the alarm on, or the whole run if it has none. Ring: "
         "where the colour begins."
     )
-    return latent_figure("latent", None if clean is None else clean[:, :2], panels, caption) if panels else None
+    return (
+        score_figures.latent_figure("latent", None if clean is None else clean[:, :2], panels, caption)
+        if panels
+        else None
+    )

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -326,6 +327,30 @@ class Section:
         figures = [block for block in blocks if isinstance(block, Figure)]
         ids = {id(figure): f"{self.id}-{n}" if figure.title else self.id for n, figure in enumerate(figures, 1)}
         return [(block, ids.get(id(block), "")) for block in blocks]
+
+
+@functools.cache
+def _texts() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding="utf-8"))
+
+
+def section(kind: str, id: str, *blocks: Block | None, prefix: str = "", is_listed: bool = True) -> Section:
+    """Returns a section with the heading and the introduction that `texts.toml` has for it.
+
+    Args:
+      kind: the kind of page: "audit", "comparison", "detection" or "monitoring".
+      id: the section.
+      *blocks: its blocks.
+      prefix: the prefix of its anchor.
+      is_listed: whether the navigation bar lists it.
+    """
+    text = _texts()[kind]["sections"][id]
+    return Section(prefix + id, text["heading"], text["short"] if is_listed else "", text["intro"], blocks)
+
+
+def glossary(kind: str, **fields: float) -> list[tuple[str, str]]:
+    """Returns the terms and definitions of a kind of page, with its fields filled in."""
+    return [(term, text.format(**fields)) for term, text in _texts()[kind]["glossary"].items()]
 
 
 @dataclass(frozen=True)

@@ -11,28 +11,7 @@ import pandas as pd
 
 from jaxaudit.analysis.run_reader import Run
 from jaxaudit.core.channel_names import ACTING, PERFORMANCE_ERROR
-from jaxaudit.report import style
-from jaxaudit.report.line_panels import (
-    Axes,
-    Panel,
-    band_description,
-    channel_scale,
-    draw,
-    line_domain,
-    line_frame,
-    mark_lost,
-    pick,
-    select_steps,
-    small_title,
-    zoom,
-)
-from jaxaudit.report.outcomes import (
-    CriticalMagnitude,
-    collapsed_controls,
-    condition_rows,
-    control_collapses,
-    critical_magnitude,
-)
+from jaxaudit.report import line_panels, outcomes, style
 from jaxaudit.report.page import Figure
 
 CHANNELS = {
@@ -58,21 +37,21 @@ MAX_MAP_WIDTH = 1000
 """The largest width of a map in pixels; cells that have to be narrower have their intervals in tooltips only."""
 
 
-def performance(run: Run, groups: Sequence[Panel]) -> Figure:
+def performance(run: Run, groups: Sequence[line_panels.Panel]) -> Figure:
     """Returns the performance of every condition over steps, with one panel per perturbation and onset."""
     window, horizon = run.setting("window", 50), run.setting("horizon", 500)
     lost_is_worst = not run.is_sparse("performance")
     frames = [
-        line_frame(
+        line_panels.line_frame(
             run,
             panel,
             run.performance,
-            select_steps(run.step, panel.onset, 2 * window),
+            line_panels.select_steps(run.step, panel.onset, 2 * window),
             lost_is_worst=lost_is_worst,
         )
         for panel in groups
     ]
-    ends, is_cut = line_domain(frames)
+    ends, is_cut = line_panels.line_domain(frames)
     scale = alt.Scale(domain=list(ends), nice=False, zero=False)
     name = str(run.telemetry.attrs.get("performance_name", "performance"))
     charts: list[Any] = []
@@ -80,16 +59,16 @@ def performance(run: Run, groups: Sequence[Panel]) -> Figure:
     for i, (panel, data) in enumerate(zip(groups, frames, strict=True)):
         first = max(int(run.step[0]), panel.onset - 2 * window)
         last = min(int(run.step[-1]), panel.onset + max(panel.durations, default=0) + horizon)
-        axes = Axes(False, name, (first, max(last, first + 1)), scale, zoom(f"zoom_{i}"), pick(f"pick_{i}"), f"{i}")
+        axes = line_panels.Axes(False, name, (first, max(last, first + 1)), scale, f"{i}", 0)
         threshold = _collapse_threshold(run, panel, name)
         has_threshold |= bool(threshold)
         title = alt.TitleParams(panel.title, subtitle=_subtitle(panel))
-        charts.append(draw(panel, mark_lost(data, ends[0]), axes, title, threshold))
+        charts.append(line_panels.draw(panel, line_panels.mark_lost(data, ends[0]), axes, title, threshold))
     chart = style.finish(charts, 3, shared=False, min_width=270, max_width=560, gutter=76)
     return Figure("performance", "", chart, _performance_caption(run, is_cut, has_threshold))
 
 
-def _collapse_threshold(run: Run, panel: Panel, name: str) -> list[alt.Chart]:
+def _collapse_threshold(run: Run, panel: line_panels.Panel, name: str) -> list[alt.Chart]:
     """Returns a dotted rule at J_pre - 2 sigma_pre, median over seeds, from the onset on; empty if it is unknown."""
     metrics = run.metrics
     if metrics is None or not {"performance_before", "performance_std_before", "onset"} <= set(metrics):
@@ -106,7 +85,7 @@ def _collapse_threshold(run: Run, panel: Panel, name: str) -> list[alt.Chart]:
     return [rule.encode(x=alt.X("start:Q", title="step"), x2="end:Q", y=y)]
 
 
-def _subtitle(panel: Panel) -> str:
+def _subtitle(panel: line_panels.Panel) -> str:
     if not panel.durations:
         return "undisturbed"
     lengths = " or ".join(str(d) for d in panel.durations)
@@ -114,7 +93,7 @@ def _subtitle(panel: Panel) -> str:
 
 
 def _performance_caption(run: Run, is_cut: bool, has_threshold: bool) -> str:
-    band = band_description(run.seeds)
+    band = line_panels.band_description(run.seeds)
     unit = run.telemetry.attrs.get("step_unit")
     if band:
         parts = [f"Line: median over {run.seeds} seeds; band: {band}."]
@@ -138,14 +117,14 @@ def _performance_caption(run: Run, is_cut: bool, has_threshold: bool) -> str:
     return " ".join(parts)
 
 
-def channels(run: Run, groups: Sequence[Panel]) -> list[Figure]:
+def channels(run: Run, groups: Sequence[line_panels.Panel]) -> list[Figure]:
     """Returns one figure per perturbation and onset with the channels of `CHANNELS` around the onset."""
     values = {title: v for name, title in CHANNELS.items() if (v := run.channel(name)) is not None}
     return around_onset(run, groups, values, "channels")
 
 
 def around_onset(
-    run: Run, groups: Sequence[Panel], values: dict[str, np.ndarray], file: str, zeros: bool = False
+    run: Run, groups: Sequence[line_panels.Panel], values: dict[str, np.ndarray], file: str, zeros: bool = False
 ) -> list[Figure]:
     """Returns one figure per perturbation and onset, with a panel for each series against the steps since the onset.
 
@@ -168,12 +147,13 @@ def around_onset(
     return figures
 
 
-def _charts_around_onset(run: Run, panel: Panel, values: dict[str, np.ndarray], suffix: str, zeros: bool) -> list[Any]:
+def _charts_around_onset(
+    run: Run, panel: line_panels.Panel, values: dict[str, np.ndarray], group: str, zeros: bool
+) -> list[Any]:
     window = run.setting("window", 50)
     first, last = -window, 3 * window + min(max(panel.durations), window)
     near = np.flatnonzero((run.step >= panel.onset + first) & (run.step <= panel.onset + last))
-    selected = near[select_steps(run.step[near], panel.onset, window // 2, limit=160)]
-    zooming, picking = zoom(f"zoom_{suffix}"), pick(f"pick_{suffix}")
+    selected = near[line_panels.select_steps(run.step[near], panel.onset, window // 2, limit=160)]
     x_domain = (first, min(last, run.step[-1] - panel.onset))
     indices = [line.index for line in panel.lines]
     charts: list[Any] = []
@@ -185,18 +165,18 @@ def _charts_around_onset(run: Run, panel: Panel, values: dict[str, np.ndarray], 
         )
         if is_constant or repeats_performance:
             continue
-        data = line_frame(run, panel, block, selected)
+        data = line_panels.line_frame(run, panel, block, selected)
         if not np.isfinite(data["median"]).any():
             continue
         data["step"] -= panel.onset
-        data, scale = channel_scale(data, zeros)
+        data, scale = line_panels.channel_scale(data, zeros)
         data["lost"] = np.nan
-        axes = Axes(True, None, x_domain, scale, zooming, picking, f"{suffix}_{len(charts)}", declares_pick=not charts)
-        charts.append(draw(panel, data, axes, small_title(title), []).properties(width=215, height=150))
+        axes = line_panels.Axes(True, None, x_domain, scale, group, len(charts))
+        charts.append(line_panels.draw(panel, data, axes, line_panels.small_title(title), [], width=215, height=150))
     return charts
 
 
-def collapse_map(run: Run, groups: Sequence[Panel]) -> Figure | None:
+def collapse_map(run: Run, groups: Sequence[line_panels.Panel]) -> Figure | None:
     """Returns a map of perturbation by magnitude with the share of seeds that collapse; None if it is unknown."""
     if not groups:
         return None
@@ -222,7 +202,7 @@ def collapse_map(run: Run, groups: Sequence[Panel]) -> Figure | None:
     return Figure("collapse_map", "", chart, _map_caption(run, groups, has_room))
 
 
-def _map_caption(run: Run, groups: Sequence[Panel], has_room: bool) -> str:
+def _map_caption(run: Run, groups: Sequence[line_panels.Panel], has_room: bool) -> str:
     if run.seeds < 2:
         caption = "Each cell: the magnitude, and the share of seeds, which for one seed can only be 0 or 1."
     elif has_room:
@@ -236,15 +216,15 @@ def _map_caption(run: Run, groups: Sequence[Panel], has_room: bool) -> str:
     if late:
         steps = ", ".join(map(str, late))
         caption += f" P_div is 0 by definition for an onset at or after T_max / 2 (here: {steps})."
-    if (controls := collapsed_controls(run, groups)) is not None:
+    if (controls := outcomes.collapsed_controls(run, groups)) is not None:
         caption += f" The shares are of all seeds, including those whose control collapses: {controls.sentence}."
     return caption
 
 
-def _cells(run: Run, groups: Sequence[Panel], kind: str) -> pd.DataFrame:
+def _cells(run: Run, groups: Sequence[line_panels.Panel], kind: str) -> pd.DataFrame:
     parts = []
     for panel in groups:
-        rows = condition_rows(run, panel)
+        rows = outcomes.condition_rows(run, panel)
         if kind not in rows or rows.empty:
             continue
         p, low, high = (rows.get(f"{kind}{end}", pd.Series(np.nan, rows.index)) for end in ("", "_low", "_high"))
@@ -295,7 +275,7 @@ def _map(cells: pd.DataFrame, title: str, width: int, has_intervals: bool) -> An
     return alt.layer(*layers, data=style.inline_csv(cells)).properties(width=width, height=alt.Step(58), title=title)
 
 
-def dose_response(run: Run, groups: Sequence[Panel]) -> Figure | None:
+def dose_response(run: Run, groups: Sequence[line_panels.Panel]) -> Figure | None:
     """Returns P_div against the magnitude, for perturbations with two or more magnitudes; None if there are none."""
     charts = [chart for panel in groups if (chart := _dose_chart(run, panel)) is not None]
     if not charts:
@@ -306,7 +286,7 @@ def dose_response(run: Run, groups: Sequence[Panel]) -> Figure | None:
         "Rings: collapse at any time. Vertical line: the critical magnitude of P_div, where an isotonic fit over "
     )
     caption += "the logarithm of the magnitude crosses one half; shaded: its 95% interval."
-    if collapsed_controls(run, groups) is not None:
+    if outcomes.collapsed_controls(run, groups) is not None:
         caption += (
             " Where controls collapse: horizontal grey line, P_div of the control; triangles, P_div of the seeds "
         )
@@ -315,14 +295,14 @@ def dose_response(run: Run, groups: Sequence[Panel]) -> Figure | None:
     return Figure("dose_response", "", chart, caption)
 
 
-def _dose_chart(run: Run, panel: Panel) -> Any:
+def _dose_chart(run: Run, panel: line_panels.Panel) -> Any:
     kind = "divergence_probability"
-    rows = condition_rows(run, panel)
+    rows = outcomes.condition_rows(run, panel)
     if not {kind, "magnitude"} <= set(rows) or rows["magnitude"].nunique() < 2:
         return None
     names = {kind: "p", f"{kind}_low": "low", f"{kind}_high": "high", "collapse_probability": "ever"}
     rows = rows.rename(columns=names)
-    control = control_collapses(run, panel, kind)
+    control = outcomes.control_collapses(run, panel, kind)
     control_share = float(np.nanmean(control)) if control is not None and np.isfinite(control).any() else 0.0
     if control_share:
         rows["of_standing"] = rows["excess_divergence_lost"] / rows["excess_divergence_standing"]
@@ -330,7 +310,7 @@ def _dose_chart(run: Run, panel: Panel) -> Any:
     data = rows[["condition", "magnitude", *columns]].sort_values("magnitude")
     m = data["magnitude"].to_numpy()
     is_log = bool((m > 0).all())
-    critical = critical_magnitude(run, panel, kind)
+    critical = outcomes.critical_magnitude(run, panel, kind)
     ends = (m.min() / 1.4, m.max() * 1.4) if is_log else (m.min() - 0.1 * np.ptp(m), m.max() + 0.1 * np.ptp(m))
     x = alt.X("magnitude:Q", title="magnitude (log)" if is_log else "magnitude",
               scale=alt.Scale(type="log" if is_log else "linear", domain=list(ends), nice=False),
@@ -338,7 +318,7 @@ def _dose_chart(run: Run, panel: Panel) -> Any:
     layers = _dose_layers(data, x, critical if is_log else None, ends)
     subtitle = [f"critical: {critical.text}" if np.isfinite(critical.value) else critical.text]
     if control_share:
-        of_survivors = critical_magnitude(run, panel, kind, surviving_controls=True)
+        of_survivors = outcomes.critical_magnitude(run, panel, kind, surviving_controls=True)
         layers += _control_layers(x, control_share, of_survivors if is_log else None)
         subtitle.append(f"where the control survives: {of_survivors.text}")
     title = alt.TitleParams(panel.title, subtitle=subtitle)
@@ -350,7 +330,7 @@ def _share_axis() -> dict[str, Any]:
 
 
 def _dose_layers(
-    data: pd.DataFrame, x: alt.X, critical: CriticalMagnitude | None, ends: tuple[float, float]
+    data: pd.DataFrame, x: alt.X, critical: outcomes.CriticalMagnitude | None, ends: tuple[float, float]
 ) -> list[Any]:
     base = alt.Chart()
     y = _share_axis()
@@ -375,7 +355,7 @@ def _dose_layers(
     return layers
 
 
-def _control_layers(x: alt.X, control_share: float, critical: CriticalMagnitude | None) -> list[Any]:
+def _control_layers(x: alt.X, control_share: float, critical: outcomes.CriticalMagnitude | None) -> list[Any]:
     """Returns the control's share of collapsed seeds, and the shares of the seeds whose control survives."""
     base = alt.Chart()
     tooltip = [

@@ -12,20 +12,7 @@ import pandas as pd
 import xarray as xr
 
 from jaxaudit.monitoring.comparison import CLEAN
-from jaxaudit.report import style
-from jaxaudit.report.line_panels import (
-    CONTROL_KEY,
-    Axes,
-    Panel,
-    PlotLine,
-    channel_scale,
-    draw,
-    mark_lost,
-    pick,
-    select_steps,
-    small_title,
-    zoom,
-)
+from jaxaudit.report import line_panels, style
 from jaxaudit.report.page import Figure
 
 TUBE = "#e3e5ea"
@@ -103,7 +90,7 @@ def score_scale(data: pd.DataFrame, threshold: float) -> tuple[pd.DataFrame, alt
     x = data[["median", "low", "high"]].to_numpy()
     level = np.array([threshold] if np.isfinite(threshold) else [])
     known = np.append(x[np.isfinite(x)], level)
-    clean = x[(data["key"] == CONTROL_KEY).to_numpy()]
+    clean = x[(data["key"] == line_panels.CONTROL_KEY).to_numpy()]
     reference = np.append(clean[np.isfinite(clean)], level)
     low, high = (float(np.quantile(known, 0.02)), float(known.max())) if known.size else (0.0, 1.0)
     low = min(low, *level) if level.size else low
@@ -176,7 +163,7 @@ def _latent_chart(panel: LatentPanel, clean: np.ndarray | None) -> tuple[Any, bo
 
 def _path_frame(path: np.ndarray, number: int, start: int) -> pd.DataFrame:
     """Returns the rows path, part, order, x, y and mark of the parts before and after a step, which both contain."""
-    selected = select_steps(np.arange(len(path)), start, len(path) // 8, MAX_PATH_STEPS)
+    selected = line_panels.select_steps(np.arange(len(path)), start, len(path) // 8, MAX_PATH_STEPS)
     selected = selected[np.isfinite(path[selected]).all(axis=1)]
     parts = []
     for part, order in (("before", selected[selected <= start]), ("after", selected[selected >= start])):
@@ -278,11 +265,10 @@ def around_onset(data: xr.Dataset, file: str) -> Figure | None:
     if not blocks or not len(steps(data)):
         return None
     names, onset, conditions = names_along(data, "condition"), onsets(data), select_conditions(data)
-    disturbed = [PlotLine(i, f"m{rank}", names[i], float("nan")) for rank, i in enumerate(conditions)]
-    lines = (PlotLine(0, CONTROL_KEY, CLEAN, float("nan")), *disturbed)
+    disturbed = [line_panels.PlotLine(i, f"m{rank}", names[i], float("nan")) for rank, i in enumerate(conditions)]
+    lines = (line_panels.PlotLine(0, line_panels.CONTROL_KEY, CLEAN, float("nan")), *disturbed)
     clean_onset = int(np.median(onset[conditions])) if conditions else int(steps(data)[0])
-    panel = Panel("", "", "", 0, (0,) if conditions else (), lines, float("-inf"))
-    zooming, picking = zoom("zoom_0"), pick("pick_0")
+    panel = line_panels.Panel("", "", "", 0, (0,) if conditions else (), lines, float("-inf"))
     threshold = float(data.attrs.get("threshold", np.nan))
     charts: list[Any] = []
     any_cut = False
@@ -292,19 +278,11 @@ def around_onset(data: xr.Dataset, file: str) -> Figure | None:
         any_cut |= is_cut
         first = int(frame["step"].min())
         span = (first, max(int(frame["step"].max()), first + 1))
-        axes = Axes(
-            True,
-            None,
-            span,
-            scale,
-            zooming,
-            picking,
-            f"0_{len(charts)}",
-            declares_pick=not charts,
-            legend_chars=170,
-        )
+        axes = line_panels.Axes(True, None, span, scale, "0", len(charts), legend_chars=170)
         charts.append(
-            draw(panel, frame, axes, small_title(AROUND_ONSET[name]), layers).properties(width=860, height=170)
+            line_panels.draw(
+                panel, frame, axes, line_panels.small_title(AROUND_ONSET[name]), layers, width=860, height=170
+            )
         )
     chart = style.finish(charts, 1, shared=True, min_width=300, max_width=1120, gutter=60)
     parts = ["Line: median over lanes; band: their 10% to 90% range, from the onset on. Grey: clean runs."]
@@ -321,12 +299,14 @@ def around_onset(data: xr.Dataset, file: str) -> Figure | None:
     return Figure(f"{file}_onset", "", chart, " ".join(parts))
 
 
-def _frame_since_onset(data: xr.Dataset, block: np.ndarray, line: PlotLine, clean_onset: int) -> pd.DataFrame:
+def _frame_since_onset(
+    data: xr.Dataset, block: np.ndarray, line: line_panels.PlotLine, clean_onset: int
+) -> pd.DataFrame:
     """Returns a condition's quantiles against the steps since its onset, as `line_panels.line_frame` does."""
-    is_clean = line.key == CONTROL_KEY
+    is_clean = line.key == line_panels.CONTROL_KEY
     since = steps(data) - (clean_onset if is_clean else onsets(data)[line.index])
     near = np.flatnonzero(since >= -max(10, int(since[-1]) // 3))
-    selected = near[select_steps(since[near], 0, max(len(near) // 8, 10), 300)]
+    selected = near[line_panels.select_steps(since[near], 0, max(len(near) // 8, 10), 300)]
     low, median, high = block[line.index, selected].T
     if not is_clean:
         low, high = (np.where(since[selected] < 0, np.nan, end) for end in (low, high))
@@ -340,10 +320,10 @@ def _with_scale(
     """Returns the lines of a variable with a column `lost`, their scale, further layers, and whether any is cut."""
     if name == "performance":
         ends, is_cut = style.domain([data[["median", "low", "high"]].to_numpy()], [clean])
-        return mark_lost(data, ends[0]), alt.Scale(domain=list(ends), nice=False, zero=False), [], is_cut
+        return line_panels.mark_lost(data, ends[0]), alt.Scale(domain=list(ends), nice=False, zero=False), [], is_cut
     if name == "score":
         return score_scale(data, threshold)
-    data, scale = channel_scale(data)
+    data, scale = line_panels.channel_scale(data)
     top = float(scale["domain"][1])
     return place_at_edge(data, top), scale, [], bool((data[["median", "high"]] > top).to_numpy().any())
 
