@@ -334,13 +334,13 @@ def _texts() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding="utf-8"))
 
 
-def section(kind: str, id: str, *blocks: Block | None, prefix: str = "", is_listed: bool = True) -> Section:
+def section(kind: str, id: str, *blocks: Any, prefix: str = "", is_listed: bool = True) -> Section:
     """Returns a section with the heading and the introduction that `texts.toml` has for it.
 
     Args:
       kind: the kind of page: "audit", "comparison", "detection" or "monitoring".
       id: the section.
-      *blocks: its blocks.
+      *blocks: its blocks; None is skipped.
       prefix: the prefix of its anchor.
       is_listed: whether the navigation bar lists it.
     """

@@ -152,8 +152,9 @@ def _latent_chart(panel: LatentPanel, clean: np.ndarray | None) -> tuple[Any, bo
     data = pd.concat([_path_frame(path, i, panel.start) for i, path in enumerate(panel.paths)], ignore_index=True)
     values = data[["x", "y"]].to_numpy()
     ends, is_cut = zip(*(style.domain([values[:, k], reference[:, k]], [reference[:, k]]) for k in (0, 1)), strict=True)
-    x, y = ({"scale": alt.Scale(domain=list(end), nice=False, zero=False)} for end in ends)
-    x["title"], y["title"] = "first component", "second component"
+    scales = [alt.Scale(domain=list(end), nice=False, zero=False) for end in ends]
+    x: dict[str, Any] = {"scale": scales[0], "title": "first component"}
+    y: dict[str, Any] = {"scale": scales[1], "title": "second component"}
     layers = [] if clean is None else _tube_layers(clean, x, y)
     layers += _path_layers(data, panel.colour, x, y)
     subtitle: dict[str, Any] = {"subtitle": panel.subtitle} if panel.subtitle else {}

@@ -80,7 +80,9 @@ def test_a_row_is_printed_with_own_tokens_apart_from_given_ones(stored, capsys):
     told = [f"{x:.2f}" for x in lane.shown_log_probability.values]
     own = [1, 3, 4]
     total = lane.shown_log_probability.values[own].sum()
-    assert lines[2] == (f"row 1: reward {int(lane.shown_reward)}, 3 own tokens of log-probability {total:.2f} together")
+    assert lines[2] == (
+        f"row 1: reward {int(lane.shown_reward)}, 3 generated tokens with a total log-probability of {total:.2f}"
+    )
     turns = [(line.split()[0], line.split()[1:]) for line in lines[3:9]]
     assert turns == [
         ("prompt", [words[0]]),

@@ -491,8 +491,8 @@ def test_scores_near_the_threshold_have_a_linear_axis():
 def test_verdict_of_monitored_runs(watched):
     _, page, alarms = watched
     assert lead(page) == (
-        "An alarm in 2 of 3 runs. False alarms occur in at most 5% of clean runs on average; for nine in ten sets of 30 "
-        "calibration runs, in 0.17% to 9.5%."
+        "An alarm in 2 of 3 runs. False alarms occur in at most 5% of clean runs on average; for nine in ten sets of "
+        "30 calibration runs, in 0.17% to 9.5%."
     )
     first = alarms.sort_values("step").iloc[0]
     beyond = f"{first.score - 1.5:.2g}"
@@ -561,7 +561,7 @@ def test_a_folder_of_neither_kind_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         detection_page.build(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path} contains neither compared detectors (comparison.json) nor monitored runs (monitored.json), so there "
-        "is nothing to report"
+        f"{tmp_path} contains neither compared detectors (comparison.json) nor monitored runs (monitored.json), so "
+        "there is nothing to report"
     )
     assert not list(tmp_path.iterdir())

@@ -38,7 +38,9 @@ def test_final_performance_is_compared_with_the_control_of_the_same_onset_and_se
     for end in ("", "_low", "_high"):
         np.testing.assert_allclose(summary[DIFFERENCE + end], [0, -1, -2, 0, -3, -4])
     run = Run(None, {}, "", {}, dataset(conditions, performance, ()), metrics, summary)
-    assert cost_tests(run, line_panels.panels(run)).significant == {f"lr_spike {m} @{at}" for m in (3, 10) for at in (80, 120)}
+    assert cost_tests(run, line_panels.panels(run)).significant == {
+        f"lr_spike {m} @{at}" for m in (3, 10) for at in (80, 120)
+    }
     found = list(_paired_differences(run, line_panels.panels(run)).values())
     np.testing.assert_allclose(found, np.broadcast_to([[-1], [-2], [-3], [-4]], (4, 8)))
 

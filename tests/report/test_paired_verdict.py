@@ -178,10 +178,14 @@ def test_where_no_control_falls_all_is_as_without_pairs(number):
         assert (summary[f"excess_{kind}_spared"] == 0).all()
     plain = Run(None, {}, "", {}, run.telemetry, run.metrics, summary[[c for c in summary if "excess" not in c]])
     assert said(run) == said(plain)
-    assert not any("undisturbed" in text or "control survives" in text or "survive when disturbed" in text for text in said(run))
+    assert not any(
+        "undisturbed" in text or "control survives" in text or "survive when disturbed" in text for text in said(run)
+    )
     for panel in line_panels.panels(run):
         kind = "collapse_probability"
-        all_seeds, standing = (outcomes.critical_magnitude(run, panel, kind, surviving_controls=only) for only in (False, True))
+        all_seeds, standing = (
+            outcomes.critical_magnitude(run, panel, kind, surviving_controls=only) for only in (False, True)
+        )
         assert str(all_seeds) == str(standing)
 
 
@@ -190,7 +194,10 @@ def test_five_lost_and_five_spared_are_told():
     times = np.stack([control, control[::-1]], 1)
     lead, sentence, *_ = said(run_of(times, {"weight_noise": ("parametric", (0.1,), 1.0)}))
     assert lead.startswith("5 of 10 seeds collapse undisturbed at step 70; weight_noise collapses at least half of the")
-    assert "5 of the 5 seeds whose control survives; 5 of the other 5 survive when disturbed; excess over the control +0" in sentence
+    assert (
+        "5 of the 5 seeds whose control survives; 5 of the other 5 survive when disturbed; excess over the control +0"
+        in sentence
+    )
 
 
 @pytest.mark.parametrize(
