@@ -163,7 +163,7 @@ def _turn_lines(role: str, tokens: Sequence[Word]) -> Iterator[str]:
     texts = ["".join(c if c.isprintable() else "\N{OPEN BOX}" for c in token.text) for token in tokens]
     numbers = [f"{token.log_probability:.2f}" if token.own else "" for token in tokens]
     widths = [max(len(text), len(number)) for text, number in zip(texts, numbers, strict=True)]
-    start, margin = 0, f"  {role:8}"
+    start, margin = 0, f"  {'policy' if tokens[0].own else role:8}"
     while start < len(tokens):
         end, length = start, len(margin)
         while end < len(tokens) and (end == start or length + widths[end] + 1 <= LINE_WIDTH):

@@ -51,7 +51,7 @@ def build(folder: Path) -> Path:
     fresh = gains.head(0).assign(p_holm=[], confirmed=[]) if confirmed is None else confirmed
     summary = read_object(folder / SUMMARY)
     ladders = summary.get("tried", [])
-    gains["said"] = [verdict(row, fresh, LEVEL) for row in gains.to_dict("records")]
+    gains["verdict"] = [verdict(row, fresh, LEVEL) for row in gains.to_dict("records")]
     learner, task = spec.get("learner", {}), spec.get("task", {})
     on_task = f" on {task['name']}" if task.get("name") else ""
     return page.Page(
@@ -73,8 +73,8 @@ def build(folder: Path) -> Path:
 
 
 def _summary(gains: pd.DataFrame, fresh: pd.DataFrame, costs: pd.DataFrame, summary: dict[str, Any]) -> page.Summary:
-    helps = gains[gains.said.str.startswith("helps (")]
-    harms = gains[gains.said.str.startswith("harms (")]
+    helps = gains[gains.verdict.str.startswith("helps (")]
+    harms = gains[gains.verdict.str.startswith("harms (")]
     if len(helps):
         lead = Markup(
             "Of {} pairs of variant and perturbation, {} better than the plain learner, confirmed on fresh seeds."
@@ -89,7 +89,7 @@ def _summary(gains: pd.DataFrame, fresh: pd.DataFrame, costs: pd.DataFrame, summ
         lead = Markup("No difference between a variant and the plain learner was detected.")
     sentences = [
         Markup("<b>{}</b> against {}: {:+.2g} of {:.0f} magnitudes on the seeds screened, {}.").format(
-            row.variant, row.perturbation, row.difference, row.magnitudes, row.said
+            row.variant, row.perturbation, row.difference, row.magnitudes, row.verdict
         )
         for row in pd.concat([helps, harms]).itertuples()
     ]
@@ -127,7 +127,7 @@ def _gain_table(rows: pd.DataFrame) -> page.Table:
             page.Column("ratio of thresholds", threshold_ratio),
             page.number_column("seeds", "seeds", page.number),
             page.Column("collapse undisturbed (plain learner)", collapsed_undisturbed),
-            page.text_column("said", "verdict"),
+            page.text_column("verdict"),
         ],
     )
 
@@ -193,8 +193,9 @@ def _figure(gains: pd.DataFrame, costs: pd.DataFrame, file: str) -> page.Figure:
         scale=alt.Scale(domain=[-bound, bound], nice=False),
     )
     y = alt.Y("performance_difference:Q", title="undisturbed performance, minus plain learner")
-    tooltip = [alt.Tooltip(f"{name}:N") for name in ("label", "said")]
-    tooltip += [alt.Tooltip(f"{name}:Q", format=".3~g") for name in ("difference", "performance_difference")]
+    tooltip = [alt.Tooltip("label:N", title="variant"), alt.Tooltip("verdict:N")]
+    tooltip += [alt.Tooltip("difference:Q", title="difference in magnitudes survived", format=".3~g")]
+    tooltip += [alt.Tooltip("performance_difference:Q", title="difference in performance", format=".3~g")]
     base = alt.Chart()
     zero = alt.Chart(alt.InlineData(values=[{"at": 0}])).mark_rule(color=style.GREY, strokeDash=[3, 3])
     interval = base.mark_rule(strokeWidth=1.5, opacity=0.6)

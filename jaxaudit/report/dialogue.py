@@ -181,9 +181,9 @@ def _signals_blocks(run: Run) -> list[page.Block]:
     hint = (
         "Seeds warned: of the seeds that collapse, those in which the channel leaves the range of the undisturbed "
         "control no later than performance collapses. Times are medians in steps. The limit of a channel is its "
-        "largest deviation in any control, each compared with the other seeds, so that a channel exceeds it in about "
-        f"one of {run.seeds + 1} undisturbed runs; some channel of several does so more often. If a collapse follows "
-        "the onset immediately, an early signal shows the onset rather than predicting the collapse."
+        "largest deviation in any control, each compared with the other seeds. A given channel exceeds it in about "
+        f"one of {run.seeds + 1} undisturbed runs, and at least one of many channels does so more often. If a collapse "
+        "follows the onset immediately, an early signal shows the onset rather than predicting the collapse."
     )
     return [hint, _signal_table(earliest(signals, MAX_SIGNALS))]
 

@@ -125,7 +125,14 @@ class Column:
 
 
 def table(rows: pd.DataFrame, columns: Sequence[Column], mark: Any = None, **options: Any) -> Table:
-    """Returns a table that the reader can sort; the first row for which `mark` is true is highlighted."""
+    """Returns a table that the reader can sort.
+
+    Args:
+      rows: the rows.
+      columns: the columns.
+      mark: whether to highlight each row; only the first marked one is.
+      **options: further fields of the table.
+    """
     cells = [[column.cell(row) for column in columns] for _, row in rows.iterrows()]
     marked = next((i for i, flag in enumerate([] if mark is None else mark) if flag), None)
     return Table([(column.title, column.numeric) for column in columns], cells, marked=marked, **options)

@@ -100,7 +100,7 @@ def domain(values: Iterable[np.ndarray], control: Iterable[np.ndarray]) -> tuple
 
 
 def slug(text: str) -> str:
-    """Returns a file name made of the letters and digits of a text."""
+    """Returns a file name for a text: its letters and digits, with underscores in place of other characters."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._-")[:80] or "unnamed"
 
 

@@ -86,10 +86,10 @@ def test_a_row_is_printed_with_own_tokens_apart_from_given_ones(stored, capsys):
     turns = [(line.split()[0], line.split()[1:]) for line in lines[3:9]]
     assert turns == [
         ("prompt", [words[0]]),
-        ("own", [words[1]]),
+        ("policy", [words[1]]),
         (told[1], []),
         ("tool", [words[2]]),
-        ("own", [words[3], words[4]]),
+        ("policy", [words[3], words[4]]),
         (told[3], [told[4]]),
     ]
     for above, below in ((lines[4], lines[5]), (lines[7], lines[8])):  # each below its token
