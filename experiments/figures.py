@@ -24,7 +24,7 @@ from PIL import Image
 from jaxaudit.analysis import statistics
 from jaxaudit.analysis.run_reader import load
 from jaxaudit.report import style
-from jaxaudit.report.series import spread
+from jaxaudit.report.line_panels import median_and_band
 
 NAMES = {"ppo": "PPO", "ppo_500k": "PPO, 500k", "trpo": "TRPO", "sac": "SAC", "td3": "TD3"}
 
@@ -43,7 +43,7 @@ class Run:
         """Median and quartiles over seeds of a condition's performance, against env steps; a lost seed is the worst."""
         values = self.data["performance"].sel(condition=condition).values
         began = np.isfinite(values).any(axis=0).argmax()  # before, no episode has ended
-        middle, low, high = spread(values, lost_is_worst=True)
+        middle, low, high = median_and_band(values, lost_is_worst=True)
         middle, low, high = (np.where(np.isfinite(x), x, np.nan) for x in (middle, low, high))
         steps = (self.data["step"].values + 1) * int(self.data.attrs["samples_per_step"])
         kept = slice(began, None, max(1, len(steps) // 150))

@@ -65,8 +65,8 @@ def test_a_run_is_trained_and_stored_and_the_report_is_told_to_be_missing(comman
     done = python("-m", "jaxaudit", "run", "spec.toml", "-o", "run")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "note: the run is finished and stored in run, but not drawn: altair and vl_convert are not installed; install "
-        "what is missing with: pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2', and draw it with: "
+        "note: the run is finished and stored in run, but its report was not drawn: altair and vl_convert are not "
+        "installed; install with: pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2'; draw it later with: "
         "jaxaudit report run"
     )
     assert "Traceback" not in done.stderr
@@ -76,7 +76,7 @@ def test_a_run_is_trained_and_stored_and_the_report_is_told_to_be_missing(comman
     before = contents(place / "run")
     done = python("-m", "jaxaudit.cli.main", "report", "run")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert done.stderr.startswith("jaxaudit: nothing was drawn: altair and vl_convert are not installed; install")
+    assert done.stderr.startswith("jaxaudit: the report cannot be drawn: altair and vl_convert are not installed;")
     assert contents(place / "run") == before
 
 

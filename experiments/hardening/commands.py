@@ -52,7 +52,7 @@ PRELOADED = (
     "jaxaudit.learners",
     "jaxaudit.tasks",
     "jaxaudit.runs.margins.folder",
-    "jaxaudit.report.audited",
+    "jaxaudit.report.audit_page",
 )
 
 LEFT_OUT = ("environment.json", "shards.csv", "search.json", "report.html")

@@ -1,4 +1,7 @@
-"""The command line. Exit codes: 0 done; 2 the user's input is wrong; 1 anything else; 130 Ctrl-C."""
+"""The command line. Exit codes: 0 for success, 2 for a mistake in the user's input, 1 for other errors, 130 for Ctrl-C.
+
+Each command imports what it needs when it runs, so that help and error messages are not slow.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +20,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxaudit.runtime import machine
+from jaxaudit.cli.arguments import LISTS, MODELS, parser
 from jaxaudit.runtime.errors import TRACEBACK, DrawingFailed, UserError, explain, interrupt_handler
 from jaxaudit.runtime.machine import claim_cores, collect_garbage_rarely, planned_threads, prepare_jax, use_cpu_only
 
-# Everything else is imported where it is wanted: a word of help should not wait for a task's physics.
-
-LISTS = ("tasks", "learners", "remedies", "perturbations", "interventions", "metrics")
-
-DRAWN_WITH = {
+DRAWING_PACKAGES = {
     "altair": "altair>=6.0,<7",
     "vl_convert": "vl-convert-python>=1.8,<2",
     "jinja2": "jinja2>=3.1,<4",
 }
-"""What draws figures and reports, and trains nothing: modules, and what installs them."""
+"""The modules that only figures and reports need, and the requirements that install them."""
 
-QUICKSTARTS = ("llm",)
-"""Packaged specs beside the first one."""
-
-MODELS = ("ensemble", "chart", "lru", "gru", "kalman")
-"""Of a monitor, `metastate.monitor.MODELS`; the first is what it has where none is named."""
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys, and those that change the direction of text."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; a failure is one sentence on stderr."""
+    """Runs one command and returns its exit code; a failure is reported as one sentence on stderr."""
     stderr = sys.stderr
     try:
-        arguments = _parser().parse_args(argv)
-        code = arguments.command(arguments)
+        arguments = parser().parse_args(argv)
+        code = _COMMANDS[arguments.command](arguments)
         sys.stdout.flush()
         return code
-    except SystemExit as done:  # --help and --version
-        return int(done.code or 0)
-    except BrokenPipeError:  # whoever read has read enough, as `head` does
+    except SystemExit as end:  # --help and --version
+        return int(end.code or 0)
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
         return 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         code, sentence = explain(error)
@@ -62,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The console's entry: `main`, and out.
+    """Runs `main` and ends the process: the entry point of the console script.
 
-    After Ctrl-C or a failure at once: a computation still running is not waited for, and no library has a word after
-    the sentence (what Orbax leaves of a save that failed speaks when the interpreter takes it apart).
+    After Ctrl-C or a failure the process ends at once. It does not wait for a computation that is still running, and
+    no library can print anything after the sentence, as Orbax does on exit after a save that failed.
     """
     collect_garbage_rarely()
     signal.signal(signal.SIGINT, interrupt_handler)
-    sys.stdout, sys.stderr = _Printable(sys.stdout), _Printable(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _EscapingStream(sys.stdout), _EscapingStream(sys.stderr)  # type: ignore[assignment]
     code = main()
     if code:
         for stream in (sys.stdout, sys.stderr):
@@ -79,205 +75,81 @@ def entry() -> NoReturn:
     sys.exit(code)
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that command a terminal, and those that change the direction of text."""
+class _EscapingStream:
+    """A text stream that writes control characters as escapes, because a terminal would obey them.
 
-
-class _Printable:
-    """A text stream on which control characters appear as escapes.
-
-    Names of channels, conditions and files may come from somebody else, and a terminal obeys what is written to it.
+    They may occur in names of channels, conditions and files that come from somebody else.
     """
 
     def __init__(self, stream: Any):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes the text, with control characters other than line ends, returns and tabs escaped."""
-        self._stream.write(_CONTROL.sub(lambda found: ascii(found[0])[1:-1], text))
+        """Writes the text, with all control characters but line ends, returns and tabs escaped."""
+        self._stream.write(_CONTROL_CHARACTERS.sub(lambda match: ascii(match[0])[1:-1], text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises UserError in place of printing the usage."""
-        raise UserError(f"{message}; see: {self.prog} --help")
+def _is_distributed(arguments: argparse.Namespace) -> bool:
+    """Whether the arguments say that this is one of several processes of a run."""
+    options = (getattr(arguments, name, None) for name in ("coordinator", "processes", "process"))
+    return getattr(arguments, "distributed", False) or any(value is not None for value in options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jaxaudit", description="How stable is this training run?", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"jaxaudit {machine.installed_version()}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="name")
+def _workers(arguments: argparse.Namespace, folder: Path | None = None) -> Any:
+    """Returns the `jaxaudit.runtime.backends.Workers` to train with; None if this process trains.
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
-        added.set_defaults(command=command)
-        return added
-
-    quickstart = add("quickstart", _quickstart, "a small audit, from its spec to its report, in minutes")
-    quickstart.add_argument("which", nargs="?", choices=QUICKSTARTS, help="llm: GRPO on a dialogue (else PPO)")
-    quickstart.add_argument("--print-spec", action="store_true", help="show the spec and run nothing")
-    run = add("run", _run, "run a spec in a new folder")
-    run.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file")
-    resume = add("resume", _resume, "go on with a run that stopped")
-    fork = add("fork", _fork, "run new conditions from the onsets a finished run stored")
-    margin = add("margin", _margin, "how far a finished run is from collapse, for every perturbation")
-    replay = add("replay", _replay, "run a finished run again and compare, bit for bit")
-    report = add("report", _report, "write the report of a run or a comparison again")
-    sample = add("sample", _sample, "print the held-out rows that a run on a dialogue stored")
-    export = add("export", _export, "write a finished run's trained language model in Hugging Face's format")
-    for command in (resume, fork, margin, replay, report, sample, export):
-        command.add_argument("folder", metavar="DIR", type=Path, help="a run's folder")
-    fork.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file with the new perturbations")
-    export.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")
-    export.add_argument("--seed", type=int, metavar="N", help="of the lane (the first)")
-    export.add_argument("--condition", metavar="LABEL", help="of the lane, or its number (the control)")
-    for command in (quickstart, run, fork):
-        command.add_argument("-o", dest="out", metavar="DIR", type=Path, help="the new folder (runs/NAME)")
-    run.add_argument(
-        "--plan", metavar="DIR", type=Path, help="take the plan of this run of the same spec: the two end bitwise equal"
-    )
-    margin.add_argument(
-        "spec", metavar="SPEC", type=Path, nargs="?", help="a TOML file with the perturbations to search (the run's)"
-    )
-    margin.add_argument("-o", dest="out", metavar="OUT", type=Path, help="folder of the results (DIR/margins)")
-    margin.add_argument("--tolerance", type=float, default=0.02, metavar="X", help="relative, of a threshold (0.02)")
-    margin.add_argument(
-        "--reach", type=float, default=1000.0, metavar="X", help="times beyond the magnitudes given (1000)"
-    )
-    margin.add_argument(
-        "--criterion",
-        choices=("divergence", "collapse"),
-        default="divergence",
-        help="a collapse in the run's first half (Table S5's P_div; the default), or any",
-    )
-    margin.add_argument("--lanes", type=int, metavar="N", help="lanes side by side")
-    compare = add("compare", _compare, "what stability variants of a learner buy, and what is paid for it")
-    compare.add_argument("spec", metavar="SPEC", type=Path, help="a TOML file with tables [[variant]]")
-    compare.add_argument("-o", dest="out", metavar="DIR", type=Path, help="the folder (runs/NAME); it goes on there")
-    compare.add_argument("--json", action="store_true", help="print the tables as JSON")
-    replay.add_argument("--seed", type=int, metavar="N", help="compare this seed alone")
-    replay.add_argument("--condition", metavar="LABEL", help="compare this condition (or its number) alone")
-    sample.add_argument("--seed", type=int, metavar="N", help="of the lane (the first)")
-    sample.add_argument("--condition", metavar="LABEL", help="of the lane, or its number (the control)")
-    sample.add_argument("--step", type=int, metavar="N", help="or the nearest that was measured (the last)")
-    detect = add("detect", _detect, "how well a monitor and its baselines notice the disturbances of finished runs")
-    detect.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="runs' folders; a learner's count as one")
-    detect.add_argument("--alpha", type=float, default=0.05, metavar="X", help="false alarms per clean run (0.05)")
-    detect.add_argument("--folds", type=int, default=4, metavar="N", help="of the seeds (4)")
-    detect.add_argument(
-        "--fitted", type=float, default=0.35, metavar="SHARE", help="of a fold's clean lanes, fitted to (0.35)"
-    )
-    watch = add("monitor", _monitor, "score logs of your own training runs by a monitor of your earlier ones")
-    watch.add_argument(
-        "files", metavar="LOG", type=Path, nargs="+", help="what trainers write and print; see `jaxaudit read`"
-    )
-    watch.add_argument("--clean", metavar="LOG", type=Path, nargs="+", required=True, help="earlier, sound runs")
-    watch.add_argument("--step", metavar="NAME", help="the column that counts steps")
-    watch.add_argument("--alpha", type=float, metavar="X", help="false alarms per clean run (0.05)")
-    read = add("read", _read, "what a log holds: steps, runs, restarts, channels, and what is left out")
-    read.add_argument("files", metavar="LOG", type=Path, nargs="+", help="as of monitor")
-    read.add_argument("--step", metavar="NAME", help="the column that counts steps")
-    read.add_argument("--json", action="store_true", help="a line of JSON for each log")
-    for command in (detect, watch):
-        command.add_argument(
-            "--model",
-            choices=MODELS,
-            default=MODELS[0],
-            help="what the monitor scores runs by: control charts, or a state-space model (%(default)s)",
-        )
-        command.add_argument("--channels", metavar="A,B,...", type=_names, help="what is read (all there is)")
-        command.add_argument("-o", dest="out", metavar="OUT", type=Path, required=True, help="the new folder")
-    for command in (quickstart, run, resume, fork, margin, compare, detect):
-        _add_workers(command)
-    for command in (quickstart, run, resume, fork):
-        _add_processes(command)
-    names = add("list", _list, "what a spec can name")
-    names.add_argument("what", nargs="?", choices=LISTS, help="all of them if none is named")
-    return parser
-
-
-def _add_workers(command: argparse.ArgumentParser) -> None:
-    """Who trains: this process, unless --on says otherwise."""
-    group = command.add_argument_group("workers")
-    group.add_argument("--on", metavar="ENGINE", help="ray, ray:ADDRESS, slurm, or local for processes of this machine")
-    for name, words in (
-        ("workers", "side by side (as many as there is room for)"),
-        ("cpus", "cores of each (1)"),
-        ("gpus", "GPUs of each (0)"),
-        ("minutes", "a Slurm job's limit of time; it is queued again after (1440)"),
-    ):
-        group.add_argument(f"--{name}", metavar="N", type=int, help=words)
-
-
-def _add_processes(command: argparse.ArgumentParser) -> None:
-    """Whether this is one of several processes that train the same lanes together."""
-    group = command.add_argument_group("several processes, for lanes that need more devices than a host has")
-    group.add_argument("--distributed", action="store_true", help="this is one: srun, mpirun or Kubernetes says which")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the first is, if nobody says so")
-    group.add_argument("--processes", metavar="N", type=int, help="how many there are")
-    group.add_argument("--process", metavar="I", type=int, help="which this is, from 0")
-
-
-def _is_one_of_several(arguments: argparse.Namespace) -> bool:
-    """Whether this process was told, in any way, that it is one of a run's; no command that cannot be is."""
-    told = (getattr(arguments, name, None) for name in ("coordinator", "processes", "process"))
-    return getattr(arguments, "distributed", False) or any(value is not None for value in told)
-
-
-def _join(arguments: argparse.Namespace) -> None:
-    """Joins the other processes of a run, where it has several; all but the first say no more than how they end."""
-    if not _is_one_of_several(arguments):
-        return
-    from jaxaudit.runtime import hosts
-
-    hosts.join_processes(arguments.coordinator, arguments.processes, arguments.process)
-    if not hosts.is_leader():
-        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
-
-
-def _workers(arguments: argparse.Namespace, like: Path | None = None) -> Any:
-    """Who trains, `jaxaudit.runtime.backends.Workers`; None: this process.
-
-    Of a run that is there, `like`, workers have as many cores as it was planned for, unless another number is asked.
+    Args:
+      arguments: the command's arguments.
+      folder: an existing run. By default, workers have as many cores as it was planned for.
     """
-    asked = {"count": arguments.workers} | {name: getattr(arguments, name) for name in ("cpus", "gpus", "minutes")}
-    if arguments.on is not None and _is_one_of_several(arguments):
-        raise UserError("--on has workers train lanes apart, and --distributed processes train them together: take one")
+    options = {"count": arguments.workers} | {name: getattr(arguments, name) for name in ("cpus", "gpus", "minutes")}
     if arguments.on is None:
-        given = [name for name, value in asked.items() if value is not None]
+        given = [name for name, value in options.items() if value is not None]
         if given:
-            raise UserError(f"--{given[0].replace('count', 'workers')} says how workers are, and needs --on")
+            raise UserError(f"--{given[0].replace('count', 'workers')} describes workers and needs --on ENGINE")
         return None
+    if _is_distributed(arguments):
+        raise UserError(
+            "--on trains lanes in workers that are independent of each other, and --distributed trains them in several "
+            "processes together: use only one of the two"
+        )
     from jaxaudit.runtime.backends import Workers
 
-    if like is not None and (planned := planned_threads(like)):
-        if asked["cpus"] not in (None, planned):
-            told = f"the cores of a worker were {planned} and are {asked['cpus']}"
-            print(f"note: {told}: results may not be bitwise the same", file=sys.stderr)
-        asked["cpus"] = asked["cpus"] or planned
-    return Workers.parse(arguments.on, **asked)
+    if folder is not None and (planned := planned_threads(folder)):
+        if options["cpus"] not in (None, planned):
+            _note(
+                f"the run was planned for workers of {planned} cores, not {options['cpus']}, so results may not be "
+                "bitwise equal"
+            )
+        options["cpus"] = options["cpus"] or planned
+    return Workers.parse(arguments.on, **options)
 
 
-def _prepare(workers: Any, like: Path | None = None, joined: argparse.Namespace | None = None) -> None:
-    """Makes JAX ready: to train here, on as many cores as the run in a folder was planned for; or not to train.
+def _prepare(workers: Any, folder: Path | None = None, arguments: argparse.Namespace | None = None) -> None:
+    """Prepares JAX for training in this process, or for handing out work to workers.
 
-    `joined`: the arguments of a command that several processes may do together.
+    Args:
+      workers: what `_workers` has returned.
+      folder: an existing run; this process then uses as many cores as it was planned for.
+      arguments: the arguments of a command that several processes may run together, which are joined here.
     """
-    if workers is None:
-        if like is not None and (threads := planned_threads(like)):
-            claim_cores(threads)
-        prepare_jax()
-        if joined is not None:
-            _join(joined)
-    else:
+    if workers is not None:
         use_cpu_only()
         prepare_jax()
+        return
+    if folder is not None and (threads := planned_threads(folder)):
+        claim_cores(threads)
+    prepare_jax()
+    if arguments is not None and _is_distributed(arguments):
+        from jaxaudit.runtime import hosts
+
+        hosts.join_processes(arguments.coordinator, arguments.processes, arguments.process)
+        if not hosts.is_leader():  # only the first process prints
+            sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:
@@ -300,25 +172,25 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _start(
-    read: Callable[[], Any], arguments: argparse.Namespace, like: Path | None = None, map_is_for_cpus: bool = False
+    read: Callable[[], Any], arguments: argparse.Namespace, plan: Path | None = None, map_is_for_cpus: bool = False
 ) -> int:
-    spec, workers = read(), _workers(arguments, like)
-    _prepare(workers, like, arguments)
-    from jaxaudit.runs import lifecycle as durable
+    spec, workers = read(), _workers(arguments, plan)
+    _prepare(workers, plan, arguments)
+    from jaxaudit.runs import lifecycle
 
     folder = arguments.out or Path("runs", spec.audit.slug)
-    durable.run(spec, folder, workers, like, map_is_for_cpus)
-    return _end(folder)
+    lifecycle.run(spec, folder, workers, plan, map_is_for_cpus)
+    return _report_finished(folder)
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
     workers = _workers(arguments, arguments.folder)
     _prepare(workers, arguments.folder, arguments)
-    from jaxaudit.runs import lifecycle as durable
+    from jaxaudit.runs import lifecycle
 
-    durable.resume(arguments.folder, workers)
-    return _end(arguments.folder)
+    lifecycle.resume(arguments.folder, workers)
+    return _report_finished(arguments.folder)
 
 
 def _fork(arguments: argparse.Namespace) -> int:
@@ -327,11 +199,11 @@ def _fork(arguments: argparse.Namespace) -> int:
 
     spec, workers = load(arguments.spec), _workers(arguments, arguments.folder)
     _prepare(workers, arguments.folder, arguments)
-    from jaxaudit.runs import lifecycle as durable
+    from jaxaudit.runs import lifecycle
 
     out = arguments.out or Path("runs", spec.audit.slug)
-    durable.fork(arguments.folder, spec, out, workers)
-    return _end(out)
+    lifecycle.fork(arguments.folder, spec, out, workers)
+    return _report_finished(out)
 
 
 def _margin(arguments: argparse.Namespace) -> int:
@@ -345,35 +217,29 @@ def _margin(arguments: argparse.Namespace) -> int:
     from jaxaudit.runs.margins.search import MarginSettings
 
     with error_prefix("jaxaudit margin"):
-        chosen = MarginSettings(
+        settings = MarginSettings(
             tolerance=arguments.tolerance,
             reach=arguments.reach,
             criterion=arguments.criterion,
             lanes=arguments.lanes,
         )
-    print(search_margins(arguments.folder, spec, arguments.out, chosen, workers))
+    print(search_margins(arguments.folder, spec, arguments.out, settings, workers))
     return 0
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     from jaxaudit.runs.variants.folder import load
 
-    asked, workers = load(arguments.spec), _workers(arguments)
+    comparison_spec, workers = load(arguments.spec), _workers(arguments)
     _prepare(workers)
     import json
 
     from jaxaudit.runs.variants.folder import compare_in
 
-    out = arguments.out or Path("runs", asked.spec.audit.slug)
-    found = compare_in(asked, out, workers)
-    print(json.dumps(found.json(), indent=2) if arguments.json else found)
-    try:
-        undrawn = _write_report(out, quiet=arguments.json)
-    except DrawingFailed as error:
-        undrawn = str(error)
-    if undrawn:
-        later = shlex.join(["jaxaudit", "report", str(out)])
-        _note(f"the comparison is stored in {out}, but not drawn: {undrawn}, and draw it with: {later}")
+    out = arguments.out or Path("runs", comparison_spec.spec.audit.slug)
+    comparison = compare_in(comparison_spec, out, workers)
+    print(json.dumps(comparison.json(), indent=2) if arguments.json else comparison)
+    _try_report(out, f"the comparison is stored in {out}", quiet=arguments.json)
     return 0
 
 
@@ -382,27 +248,28 @@ def _replay(arguments: argparse.Namespace) -> int:
     _prepare(None, arguments.folder)
     from jaxaudit.runs.replay import replay
 
-    replayed = replay(arguments.folder, arguments.seed, arguments.condition)
-    print(replayed)
-    return 0 if replayed.equal else 1
+    comparison = replay(arguments.folder, arguments.seed, arguments.condition)
+    print(comparison)
+    return 0 if comparison.equal else 1
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    compared = _is_comparison(arguments.folder)
-    if not compared:
-        _check_run(arguments.folder)
-    if compared and not (arguments.folder / "compare.json").exists():
-        raise UserError(f"the comparison in {arguments.folder} is not finished; go on with the command that began it")
-    if not compared and not (arguments.folder / "telemetry.zarr").exists():
-        raise UserError(f"the run in {arguments.folder} has no telemetry yet, so there is nothing to report")
-    if missing := _write_report(arguments.folder):
-        raise UserError(f"nothing was drawn: {missing}")
+    folder = arguments.folder
+    if _is_comparison(folder):
+        if not (folder / "compare.json").exists():
+            raise UserError(f"the comparison in {folder} is not finished; continue it with the command that started it")
+    else:
+        _check_run(folder)
+        if not (folder / "telemetry.zarr").exists():
+            raise UserError(f"the run in {folder} has no telemetry yet, so there is nothing to report")
+    if missing := _write_report(folder):
+        raise UserError(f"the report cannot be drawn: {missing}")
     return 0
 
 
 def _sample(arguments: argparse.Namespace) -> int:
     _check_run(arguments.folder)
-    from jaxaudit.cli.sample import sample
+    from jaxaudit.cli.printing import sample
 
     print(sample(arguments.folder, arguments.seed, arguments.condition, arguments.step))
     return 0
@@ -415,10 +282,6 @@ def _export(arguments: argparse.Namespace) -> int:
 
     print(export(arguments.folder, arguments.out, arguments.seed, arguments.condition))
     return 0
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _detect(arguments: argparse.Namespace) -> int:
@@ -436,18 +299,18 @@ def _detect(arguments: argparse.Namespace) -> int:
         settings = DetectionSettings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
     detector = MetaState(scorer(arguments.model))
     for folder in detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers):
-        _draw_detection(folder)
+        _report_detection(folder)
     return 0
 
 
 def _monitor(arguments: argparse.Namespace) -> int:
-    if arguments.model != MODELS[0]:  # which is NumPy alone
+    if arguments.model != MODELS[0]:  # the ensemble needs no JAX
         prepare_jax()
     from jaxaudit.monitoring.monitored import Options, monitor
 
     options = Options(arguments.channels, arguments.step, arguments.alpha, arguments.model)
     monitor(arguments.files, arguments.clean, arguments.out, options)
-    _draw_detection(arguments.out)
+    _report_detection(arguments.out)
     return 0
 
 
@@ -465,14 +328,32 @@ def _read(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from jaxaudit.cli import registry_listing as listing
+    from jaxaudit.cli import printing
 
     for name in [arguments.what] if arguments.what else LISTS:
         if not arguments.what:
             print(f"{name}:")
-        for line in getattr(listing, name)():
+        for line in getattr(printing, name)():
             print((line if arguments.what else f"  {line}").rstrip())
     return 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "quickstart": _quickstart,
+    "run": _run,
+    "resume": _resume,
+    "fork": _fork,
+    "margin": _margin,
+    "replay": _replay,
+    "report": _report,
+    "sample": _sample,
+    "export": _export,
+    "compare": _compare,
+    "detect": _detect,
+    "monitor": _monitor,
+    "read": _read,
+    "list": _list,
+}
 
 
 def _check_run(folder: Path) -> None:
@@ -482,69 +363,72 @@ def _check_run(folder: Path) -> None:
         raise UserError(f"{folder} is not a run's folder: it has no spec.toml")
 
 
-def _end(folder: Path) -> int:
-    """A finished run's report; of several processes the first writes it.
+def _is_comparison(folder: Path) -> bool:
+    return (folder / "compare.toml").is_file()
 
-    The run has succeeded where only its drawing fails: that is a note, with how to draw it later.
-    """
+
+def _report_finished(folder: Path) -> int:
+    """Writes the report of a finished run; if several processes have trained it, only the first one does."""
     from jaxaudit.runtime import hosts
 
-    if not hosts.is_leader():
-        return 0
-    later = shlex.join(["jaxaudit", "report", str(folder)])
-    try:
-        undrawn = _write_report(folder)
-    except DrawingFailed as error:
-        undrawn = str(error)
-    if undrawn:
-        _note(f"the run is finished and stored in {folder}, but not drawn: {undrawn}, and draw it with: {later}")
+    if hosts.is_leader():
+        _try_report(folder, f"the run is finished and stored in {folder}")
     return 0
 
 
+def _try_report(folder: Path, achieved: str, quiet: bool = False) -> None:
+    """Writes a report; if that fails, prints a note with what was achieved, as the command has still succeeded."""
+    try:
+        reason = _write_report(folder, quiet)
+    except DrawingFailed as error:
+        reason = str(error)
+    if reason:
+        command = shlex.join(["jaxaudit", "report", str(folder)])
+        _note(f"{achieved}, but its report was not drawn: {reason}; draw it later with: {command}")
+
+
 def _write_report(folder: Path, quiet: bool = False) -> str:
-    """Writes figures and report of a run or a comparison; if what draws them is missing, says what to do instead."""
+    """Writes the report of a run or a comparison; returns why that is impossible if packages are missing, or ""."""
     try:
         if _is_comparison(folder):
-            from jaxaudit.report.compared import build
+            from jaxaudit.report.comparison_page import build
         else:
             from jaxaudit.report import build
     except ImportError as error:
-        return _undrawn(error)
+        return _missing_packages(error)
     page = build(folder)
     if not quiet:
         print(f"report: {page}")
     return ""
 
 
-def _is_comparison(folder: Path) -> bool:
-    return (folder / "compare.toml").is_file()
-
-
-def _draw_detection(folder: Path) -> None:
-    """Writes the report of what `detect` or `monitor` left in a folder; a note where what draws it is missing."""
+def _report_detection(folder: Path) -> None:
+    """Writes the report of `detect` or `monitor`, or prints a note on why it cannot be drawn."""
     try:
-        from jaxaudit.report.detection import build
+        from jaxaudit.report.detection_page import build
     except ImportError as error:
-        later = f"from jaxaudit.report.detection import build; build({str(folder)!r})"
-        _note(f"the results are stored in {folder}, but not drawn: {_undrawn(error)}, and draw them in Python: {later}")
-        return
-    try:
-        print(f"report: {build(folder)}")
-    except DrawingFailed as error:
-        _note(f"the results are stored in {folder}, but not drawn: {error}")
+        code = f"from jaxaudit.report.detection_page import build; build({str(folder)!r})"
+        reason = f"{_missing_packages(error)}; draw it later in Python with: {code}"
+    else:
+        try:
+            print(f"report: {build(folder)}")
+            return
+        except DrawingFailed as error:
+            reason = str(error)
+    _note(f"the results are stored in {folder}, but their report was not drawn: {reason}")
 
 
-def _undrawn(error: ImportError) -> str:
-    """Why figures and reports cannot be drawn, and what to install. Raises the error if it is of this package."""
+def _missing_packages(error: ImportError) -> str:
+    """Returns which drawing packages are missing and how to install them; raises the error if it is this package's."""
     if (error.name or "").partition(".")[0] == "jaxaudit":
         raise error
-    missing = [module for module in DRAWN_WITH if importlib.util.find_spec(module) is None]
+    missing = [module for module in DRAWING_PACKAGES if importlib.util.find_spec(module) is None]
     if missing:
-        why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        reason = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
     else:
-        why = f"what draws figures and reports cannot be imported ({error})"
-    wanted = [DRAWN_WITH[module] for module in missing or DRAWN_WITH]
-    return f"{why}; install what is missing with: pip install {shlex.join(wanted)}"
+        reason = f"a package that draws figures and reports cannot be imported ({error})"
+    requirements = [DRAWING_PACKAGES[module] for module in missing or DRAWING_PACKAGES]
+    return f"{reason}; install with: pip install {shlex.join(requirements)}"
 
 
 def _note(sentence: str) -> None:

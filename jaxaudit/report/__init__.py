@@ -1,5 +1,5 @@
-"""The report of a run: figures and one self-contained page, made from stored results alone."""
+"""Reports: a self-contained page and its figures, made from stored results only."""
 
-from jaxaudit.report.audited import build
+from jaxaudit.report.audit_page import build
 
 __all__ = ["build"]

@@ -1,4 +1,4 @@
-"""The look of all figures: palette, fonts, number domains."""
+"""Colours, fonts and axis ranges that all figures share, and the final form of a figure's Vega-Lite specification."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ACCENT = "#7b2d6b"
 SHADE = "#c9a227"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 RAMP = ("#e8952c", "#dc5f4b", "#b02f72", "#6c1d80", "#230a4a")
-"""Weak to strong disturbance: rising darkness, so it survives colour blindness and grey printing."""
+"""Colours from a weak to a strong disturbance. They darken steadily, so they stay distinct in greyscale print."""
 SHARE = ("#f4f1f5", "#dcc3da", "#b57fae", "#8a3f7d", "#571a50")
-"""A share of seeds, 0 to 1."""
+"""Colours of a share, from 0 to 1."""
 
 CONFIG: dict[str, Any] = {
     "font": FONT,
@@ -55,91 +55,103 @@ CONFIG: dict[str, Any] = {
 
 
 def ramp(count: int) -> list[str]:
-    """Returns `count` colours, from weak to strong."""
+    """Returns `count` colours between the ends of `RAMP`, for disturbances from weak to strong."""
     if count == 1:
         return [RAMP[2]]
-    places = np.linspace(0, len(RAMP) - 1, count)
-    channels = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in RAMP])
-    mixed = [np.interp(places, range(len(RAMP)), channels[:, k]) for k in range(3)]
-    return ["#{:02x}{:02x}{:02x}".format(*map(round, rgb)) for rgb in zip(*mixed, strict=True)]
+    positions = np.linspace(0, len(RAMP) - 1, count)
+    anchors = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in RAMP])
+    channels = [np.interp(positions, range(len(RAMP)), anchors[:, k]) for k in range(3)]
+    return ["#{:02x}{:02x}{:02x}".format(*map(round, rgb)) for rgb in zip(*channels, strict=True)]
 
 
-def table(frame: pd.DataFrame) -> alt.InlineData:
-    """A frame as inline CSV: a quarter of the size of JSON records; empty cells are null."""
-    numbers = {c: "number" for c in frame.columns if pd.api.types.is_numeric_dtype(frame[c])}
-    words = {c: "string" for c in frame.columns if c not in numbers}
+def inline_csv(frame: pd.DataFrame) -> alt.InlineData:
+    """Returns a frame as CSV text inside a chart, which takes a quarter of the space of JSON records.
+
+    NaN and infinities become empty cells, which Vega reads as null.
+    """
+    types = {c: "number" if pd.api.types.is_numeric_dtype(frame[c]) else "string" for c in frame.columns}
     text = frame.replace([np.inf, -np.inf], np.nan).to_csv(index=False, float_format="%.6g")
-    return alt.InlineData(values=text, format=alt.CsvDataFormat(type="csv", parse=numbers | words))
+    return alt.InlineData(values=text, format=alt.CsvDataFormat(type="csv", parse=types))
 
 
 def domain(values: Iterable[np.ndarray], control: Iterable[np.ndarray]) -> tuple[tuple[float, float], bool]:
-    """An axis' ends for all values, and whether extremes were cut so that the control stays legible.
+    """Returns the ends of an axis, and whether they leave out extreme values.
 
-    An end is cut, to 3 times the control's range from the control, where values lie more than 40 times away.
+    Values that lie more than 40 times the control's range away from the control are left out, so that the control
+    stays legible: the axis then ends 3 times the control's range from the control.
+
+    Args:
+      values: all values to be drawn; values that are not finite are ignored.
+      control: the values of the undisturbed control, or of clean runs.
     """
-    flat, calm = (np.concatenate([np.empty(0), *map(np.ravel, part)]) for part in (values, control))
-    flat, calm = flat[np.isfinite(flat)], calm[np.isfinite(calm)]
-    if not flat.size:
+    drawn, reference = (np.concatenate([np.empty(0), *map(np.ravel, arrays)]) for arrays in (values, control))
+    drawn, reference = drawn[np.isfinite(drawn)], reference[np.isfinite(reference)]
+    if not drawn.size:
         return (0.0, 1.0), False
-    low, high, cut = float(flat.min()), float(flat.max()), False
-    if calm.size:
-        reach = max(float(np.ptp(calm)), 1e-3 * float(np.abs(calm).max()))
-        if low < calm.min() - 40 * reach:
-            low, cut = float(calm.min()) - 3 * reach, True
-        if high > calm.max() + 40 * reach:
-            high, cut = float(calm.max()) + 3 * reach, True
+    low, high, is_cut = float(drawn.min()), float(drawn.max()), False
+    if reference.size:
+        spread = max(float(np.ptp(reference)), 1e-3 * float(np.abs(reference).max()))
+        if low < reference.min() - 40 * spread:
+            low, is_cut = float(reference.min()) - 3 * spread, True
+        if high > reference.max() + 40 * spread:
+            high, is_cut = float(reference.max()) + 3 * spread, True
     pad = 0.04 * (high - low) or 0.04 * abs(high) or 1.0
-    return (low - pad, high + pad), cut
+    return (low - pad, high + pad), is_cut
 
 
 def slug(text: str) -> str:
-    """Returns a file name for any text."""
+    """Returns a file name for a text: its letters and digits, with underscores in place of other characters."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._-")[:80] or "unnamed"
 
 
-def finish(charts: list[Any], columns: int, *, shared: bool, width: int, limit: int, gutter: int) -> alt.ConcatChart:
-    """Panels side by side; `usermeta` tells the page how wide a panel may become.
+def finish(
+    panels: list[Any], columns: int, *, shared: bool, min_width: int, max_width: int, gutter: int
+) -> alt.ConcatChart:
+    """Returns panels side by side in one chart; its `usermeta` tells the page's script how wide a panel may become.
 
     Args:
-      charts: panels.
-      columns: panels in a row, in the static figure.
-      shared: one colour legend for all panels, else one each.
-      width: least width of a panel, pixels.
-      limit: most.
-      gutter: what a panel needs beside that for its axis and the space to the next.
+      panels: the charts to place side by side.
+      columns: the most panels in a row of the static figure.
+      shared: whether all panels share one colour legend; otherwise each has its own.
+      min_width: the least width of a panel, in pixels.
+      max_width: the largest width of a panel, in pixels.
+      gutter: the pixels that a panel needs beside its width, for its axis and the space to the next panel.
     """
-    columns = -(-len(charts) // -(-len(charts) // columns))
-    resolve: Any = "shared" if shared else "independent"
+    rows = -(-len(panels) // columns)
+    columns = -(-len(panels) // rows)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Automatically deduplicated selection parameter")
-        chart = alt.concat(*charts, columns=columns, spacing=22)
-    # Set, not through Altair's methods: each of them copies every panel.
+        chart = alt.concat(*panels, columns=columns, spacing=22)
+    # These attributes are set directly, because each of Altair's own methods copies every panel.
+    resolve: Any = "shared" if shared else "independent"
     scales = alt.ScaleResolveMap(color=resolve, x="independent", y="independent")
     chart.resolve = alt.Resolve(scale=scales, legend=alt.LegendResolveMap(color=resolve))
-    chart.usermeta = {"panel": {"least": width, "most": limit, "gutter": gutter, "columns": columns}}
+    chart.usermeta = {"panel": {"least": min_width, "most": max_width, "gutter": gutter, "columns": columns}}
     chart.config = alt.Config(**CONFIG)
     return chart
 
 
 def specification(chart: alt.ConcatChart) -> dict[str, Any]:
-    """A chart as Vega-Lite JSON, every selection declared in one layer of a panel alone.
+    """Returns a chart as Vega-Lite JSON in which every selection is declared in one layer of a panel only.
 
-    Altair lists all named layers of a panel for each of its selections; Vega-Lite refuses the duplicates.
-    Selections called `hover_*` belong to layers called `rules_*`, all others to `lines_*`.
+    Altair lists all named layers of a panel for each of its selections, and Vega-Lite refuses the duplicates.
+    Selections called `hover_*` belong to layers called `rules_*`, and all others to layers called `lines_*`.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Automatically deduplicated selection parameter")
         spec = chart.to_dict(validate=False)
     for parameter in spec.get("params", []):
-        owner = "rules_" if parameter["name"].startswith("hover_") else "lines_"
-        parameter["views"] = [view for view in parameter["views"] if view.startswith(owner)]
+        prefix = "rules_" if parameter["name"].startswith("hover_") else "lines_"
+        parameter["views"] = [view for view in parameter["views"] if view.startswith(prefix)]
     return spec
 
 
-def static(spec: dict[str, Any], title: str) -> dict[str, Any]:
-    """Returns the same figure for files: with a title, and without the invisible layers that carry tooltips."""
-    panels = [dict(panel, layer=[x for x in panel["layer"] if not x.get("name", "").startswith("rules_")])
-              for panel in spec["concat"]]  # fmt: skip
-    kept = [p for p in spec.get("params", []) if not p["name"].startswith("hover_")]
+def static_specification(spec: dict[str, Any], title: str) -> dict[str, Any]:
+    """Returns a page's figure for a file: with its title, and without the invisible layers that carry tooltips."""
+    panels = [
+        dict(panel, layer=[layer for layer in panel["layer"] if not layer.get("name", "").startswith("rules_")])
+        for panel in spec["concat"]
+    ]
+    params = [p for p in spec.get("params", []) if not p["name"].startswith("hover_")]
     heading = {"title": {"text": title, "offset": 12}} if title else {}
-    return {**spec, **heading, "concat": panels, "params": kept}
+    return {**spec, **heading, "concat": panels, "params": params}

@@ -80,14 +80,16 @@ def test_a_row_is_printed_with_own_tokens_apart_from_given_ones(stored, capsys):
     told = [f"{x:.2f}" for x in lane.shown_log_probability.values]
     own = [1, 3, 4]
     total = lane.shown_log_probability.values[own].sum()
-    assert lines[2] == (f"row 1: reward {int(lane.shown_reward)}, 3 own tokens of log-probability {total:.2f} together")
+    assert lines[2] == (
+        f"row 1: reward {int(lane.shown_reward)}, 3 generated tokens with a total log-probability of {total:.2f}"
+    )
     turns = [(line.split()[0], line.split()[1:]) for line in lines[3:9]]
     assert turns == [
         ("prompt", [words[0]]),
-        ("own", [words[1]]),
+        ("policy", [words[1]]),
         (told[1], []),
         ("tool", [words[2]]),
-        ("own", [words[3], words[4]]),
+        ("policy", [words[3], words[4]]),
         (told[3], [told[4]]),
     ]
     for above, below in ((lines[4], lines[5]), (lines[7], lines[8])):  # each below its token
@@ -171,15 +173,15 @@ def test_the_page_shows_rows_tokens_and_what_warned(stored, monkeypatch):
 def test_estimators_are_held_against_the_exact_divergence(stored, monkeypatch):
     monkeypatch.setattr("jaxaudit.report.page.write_figures", lambda *_: None)
     page = report.build(stored[0]).read_text()
-    assert "k1 less the exact KL (text)" in page
-    assert "k2 less the exact KL (text)" not in page  # it is the exact one: nothing to be seen
+    assert "k1 minus the exact KL (text)" in page
+    assert "k2 minus the exact KL (text)" not in page  # it is the exact one: nothing to be seen
     assert "entropy (tool)" in page
 
 
 def test_of_a_dialogue_without_a_tool_all_own_tokens_are_shown_as_text(stored):
     data = stored[2].isel(stratum=[0]).assign_coords(stratum=["all"])
-    shown = dict(dialogue._series(data))
-    assert "k1 less the exact KL (text)" in shown
+    shown = dict(dialogue._drawn_series(data))
+    assert "k1 minus the exact KL (text)" in shown
     np.testing.assert_array_equal(shown["entropy (text)"], data["entropy"].sel(stratum="all"))
 
 

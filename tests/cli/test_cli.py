@@ -11,6 +11,7 @@ from refusals import contents, refusal
 from small_runs import header
 
 from jaxaudit.cli import main as cli
+from jaxaudit.cli.arguments import parser
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.run_folder import Folder
 from jaxaudit.runtime import registry
@@ -368,8 +369,7 @@ def nothing_to_draw_with(monkeypatch):
 
 
 UNDRAWN = (
-    "altair and vl_convert are not installed; install what is missing with: "
-    "pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2'"
+    "altair and vl_convert are not installed; install with: pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2'"
 )
 
 
@@ -390,8 +390,8 @@ def test_a_run_that_cannot_be_drawn_has_succeeded(command, nothing_to_draw_with,
     }
     assert cli.main(argv[command]) == 0
     assert capsys.readouterr().err == (
-        f"note: the run is finished and stored in runs of mine, but not drawn: {UNDRAWN}, and draw it with: "
-        "jaxaudit report 'runs of mine'\n"
+        f"note: the run is finished and stored in runs of mine, but its report was not drawn: {UNDRAWN}; draw it "
+        "later with: jaxaudit report 'runs of mine'\n"
     )
 
 
@@ -404,15 +404,15 @@ def test_scores_that_cannot_be_drawn_are_kept(command, nothing_to_draw_with, cap
     given = {"monitor": ["a.csv", "--clean", "b.csv"], "detect": ["mine"]}
     assert cli.main([command, *given[command], "-o", "out"]) == 0
     assert capsys.readouterr().err == (
-        f"note: the results are stored in out, but not drawn: {UNDRAWN}, and draw them in Python: "
-        "from jaxaudit.report.detection import build; build('out')\n"
+        f"note: the results are stored in out, but their report was not drawn: {UNDRAWN}; draw it later in Python "
+        "with: from jaxaudit.report.detection_page import build; build('out')\n"
     )
 
 
 def test_a_report_that_cannot_be_drawn(nothing_to_draw_with, capsys):
     Path("mine/telemetry.zarr").mkdir(parents=True)
     Path("mine/spec.toml").write_text(GOOD)
-    assert refusal(capsys, "report", "mine") == f"jaxaudit: nothing was drawn: {UNDRAWN}\n"
+    assert refusal(capsys, "report", "mine") == f"jaxaudit: the report cannot be drawn: {UNDRAWN}\n"
 
 
 def test_what_draws_may_be_there_without_what_it_needs(nothing_to_draw_with, capsys, monkeypatch):
@@ -422,7 +422,7 @@ def test_what_draws_may_be_there_without_what_it_needs(nothing_to_draw_with, cap
     Path("mine/telemetry.zarr").mkdir(parents=True)
     Path("mine/spec.toml").write_text(GOOD)
     said = refusal(capsys, "report", "mine")
-    assert "what draws figures and reports cannot be imported (import of markupsafe halted" in said
+    assert "a package that draws figures and reports cannot be imported (import of markupsafe halted" in said
     assert said.endswith("pip install 'altair>=6.0,<7' 'vl-convert-python>=1.8,<2' 'jinja2>=3.1,<4'\n")
 
 
@@ -436,7 +436,7 @@ def test_a_fault_of_the_report_itself_is_not_taken_for_a_missing_package(nothing
 
 def test_what_draws_is_installed_as_the_package_asks_for_it():
     asked = tomllib.loads((Path(cli.__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert set(cli.DRAWN_WITH.values()) <= set(asked)
+    assert set(cli.DRAWING_PACKAGES.values()) <= set(asked)
 
 
 def test_print_spec(capsys):
@@ -562,7 +562,7 @@ def test_a_command_keeps_no_programs_where_it_is_told_so():
 
 def test_workers_of_a_run_that_is_there_have_the_cores_it_was_planned_for(tmp_path, capsys):
     def cpus(*given):
-        arguments = cli._parser().parse_args(["resume", str(tmp_path), "--on", "local", *given])
+        arguments = parser().parse_args(["resume", str(tmp_path), "--on", "local", *given])
         return cli._workers(arguments, tmp_path).cpus
 
     assert cpus() == 1
@@ -572,5 +572,6 @@ def test_workers_of_a_run_that_is_there_have_the_cores_it_was_planned_for(tmp_pa
     assert not capsys.readouterr().err
     assert cpus("--cpus", "2") == 2
     assert (
-        "note: the cores of a worker were 3 and are 2: results may not be bitwise the same" in capsys.readouterr().err
+        "note: the run was planned for workers of 3 cores, not 2, so results may not be bitwise equal"
+        in capsys.readouterr().err
     )

@@ -10,7 +10,7 @@ import quadratic  # noqa: F401  registers the learner
 from probes import Probe
 
 import jaxaudit as ja
-from jaxaudit.cli import registry_listing as listing
+from jaxaudit.cli import printing as listing
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.registry import Registry

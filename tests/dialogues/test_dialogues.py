@@ -10,7 +10,7 @@ import plain_dialogues
 import pytest
 
 import jaxaudit as ja
-from jaxaudit.cli import registry_listing as listing
+from jaxaudit.cli import printing as listing
 from jaxaudit.core.task_kinds import fitting
 from jaxaudit.dialogues import Dialogue, DialogueTask, automaton, named
 from jaxaudit.dialogues import sampling as drawing

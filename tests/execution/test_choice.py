@@ -191,7 +191,7 @@ def test_the_packaged_specs_alone_have_a_map_for_cpus(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(durable, "run", lambda *arguments: told.append(arguments))
     monkeypatch.setattr(cli, "prepare_jax", lambda: None)
-    monkeypatch.setattr(cli, "_end", lambda folder: 0)
+    monkeypatch.setattr(cli, "_report_finished", lambda folder: 0)
     (tmp_path / "my.toml").write_text(MAPPED)
     assert cli.main(["quickstart", "llm", "-o", str(tmp_path / "run")]) == 0
     assert cli.main(["run", str(tmp_path / "my.toml"), "-o", str(tmp_path / "run")]) == 0

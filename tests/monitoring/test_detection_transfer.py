@@ -20,8 +20,8 @@ from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.monitoring.state_space import LRU
 from jaxaudit.monitoring.training import Training
 from jaxaudit.monitoring.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED, transfer
-from jaxaudit.report import detection as report
-from jaxaudit.report.detection import told as told_of
+from jaxaudit.report import detection_page as report
+from jaxaudit.report.detection_page import detectors_by_condition
 from jaxaudit.runtime.backends import Workers
 
 SETTINGS = DetectionSettings(folds=2, alpha=0.1, fitted=0.5)
@@ -150,7 +150,7 @@ def test_files(learners, tmp_path):
     assert list(conditions.index) == ["clean", "drift"]
     lanes = pd.read_csv(folders[1] / "lanes.csv")
     detectors = pd.read_csv(folders[1] / "detectors.csv").set_index("detector")
-    for name in told_of(conditions):
+    for name in detectors_by_condition(conditions):
         # of one condition alone, its figures are those of all
         row = conditions.loc["drift"]
         assert row[f"{name} auroc"] == pytest.approx(detectors.auroc[name])
@@ -159,7 +159,7 @@ def test_files(learners, tmp_path):
         assert conditions[name]["clean"] == detectors.false_alarms[name]
         mine = lanes[lanes.detector == name]
         assert row[name] == (mine.late_alarm[~mine.clean] >= 0).mean()
-    assert told_of(conditions)[0] == MONITOR.name
+    assert detectors_by_condition(conditions)[0] == MONITOR.name
     monitor = Monitor.load(folders[1] / "monitor.npz")
     fit = splits(learners[1], SETTINGS)[0].fit
     assert len(monitor.clean) == 48 - len(fit)

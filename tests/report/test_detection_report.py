@@ -13,8 +13,8 @@ import pytest
 import xarray as xr
 from synthetic_runs import outside_scripts, specs
 
-from jaxaudit.report import detection, scored
-from jaxaudit.report.detection import detector_table, verdict
+from jaxaudit.report import detection_page, score_figures
+from jaxaudit.report.detection_page import detector_table, verdict
 
 MINE = "meta-state (LRU)"
 CONDITIONS = ("lr_spike 30", "lr_spike 100", "observation_noise 0.1", "weight_noise 0.1", "weight_noise 0.3",
@@ -146,7 +146,7 @@ def page_alone(monkeypatch):
 
     def build(folder):
         build.files = []
-        return detection.build(folder).read_text()
+        return detection_page.build(folder).read_text()
 
     monkeypatch.setattr(
         "jaxaudit.report.page.write_figures", lambda _, figures: build.files.extend(one.file for one in figures)
@@ -158,7 +158,7 @@ def page_alone(monkeypatch):
 def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("detect")
     conditions = write_comparison(folder / "ppo")
-    return folder, detection.build(folder).read_text(), conditions
+    return folder, detection_page.build(folder).read_text(), conditions
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def watched(tmp_path_factory):
     alarms = write_monitored(
         folder, watched_runs(channels=CHANNELS[:3]), notes=["2 channels are <unknown> to the monitor."]
     )
-    return folder, detection.build(folder).read_text(), alarms
+    return folder, detection_page.build(folder).read_text(), alarms
 
 
 def lead(page):
@@ -249,7 +249,7 @@ def test_the_gain_over_the_best_chart_is_told_beside_that_over_the_best_baseline
     rows.loc[rows.detector == "z-clip of gradient_norm", ["detector", "family"]] = "MEWMA 0.1", "all channels"
     rows.loc[rows.detector == "deviation of loss", ["detector", "family"]] = "max |z|", "all channels"
     assert (
-        "Over the best chart of all channels without a model, <b>MEWMA 0.1</b>, the monitor gains +0.071 "
+        "Over the best control chart of all channels without a model, <b>MEWMA 0.1</b>, the monitor gains +0.071 "
         "(95% interval +0.052 to +0.089)." in verdict(rows, MINE, 0.05, 64)
     )
     rows.loc[rows.detector == "CUSUM of performance", ["detector", "family"]] = "Hotelling's T2", "all channels"
@@ -268,7 +268,7 @@ def test_the_page_tells_what_a_detector_reads_and_the_best_chart(tmp_path, page_
     rows.loc[rows.detector == "deviation of loss", ["detector", "family"]] = "max |z|", "all channels"
     write_comparison(tmp_path / "ppo", table=rows)
     page = page_alone(tmp_path)
-    assert "Over the best chart of all channels without a model" in page
+    assert "Over the best control chart of all channels without a model" in page
     assert page.count(">all channels<") == 1
     assert page.count(">one channel<") == len(rows) - 1
 
@@ -356,7 +356,7 @@ def test_monitors_of_other_learners(two_learners, tmp_path, page_alone):
     head, *shown = rows_of(page, "Fitted to other learners")
     assert head[2:] == ["AUROC", "own monitor's gain in AUROC", "false alarms per clean run", "detected"]
     assert [row[0] for row in shown] == ["sac on Ant-v5", *["<ppo>"] * 3, "nothing"]
-    assert shown[0][1] == "fitted to and calibrated on its own clean lanes"
+    assert shown[0][1] == "fitted and calibrated on its own clean lanes"
     assert [row[2] for row in shown] == [
         f"{x:.3f}" + (f" {x - 0.05:.3f} to {x + 0.05:.3f}" if place != 3 else "")
         for place, x in enumerate(rows.auroc[5:])
@@ -377,7 +377,7 @@ def test_series_around_the_onset_are_the_stored_ones(compared):
         rows = [frame[(frame.label == "momentum_noise 0.1") & (frame.step == 30)].iloc[0] for frame in frames]
         found = [(row.low, row["median"], row.high) for row in rows]
         assert any(np.allclose(stored, values, rtol=1e-4) for values in found), name
-    assert frames[0].label.nunique() == 1 + detection.PICKED
+    assert frames[0].label.nunique() == 1 + score_figures.MAX_CONDITIONS
     clean = frames[0][frames[0].key == "c"]
     assert clean.low.notna().all()
     assert frames[0].loc[(frames[0].key != "c") & (frames[0].step < 0), "low"].isna().all()
@@ -387,9 +387,9 @@ def test_series_around_the_onset_are_the_stored_ones(compared):
 def test_conditions_drawn_go_from_the_least_to_the_most_deviating():
     seen = what_was_seen(tuple(f"c{i}" for i in range(12)))
     seen = seen.isel(condition=[0, *range(12, 0, -1)])
-    chosen = detection.picked(seen)
+    chosen = score_figures.select_conditions(seen)
     assert [str(seen.condition.values[place]) for place in chosen] == ["c0", "c2", "c4", "c7", "c9", "c11"]
-    assert detection.picked(seen.isel(condition=[0])) == []
+    assert score_figures.select_conditions(seen.isel(condition=[0])) == []
 
 
 def test_every_learner_has_its_part(two_learners, tmp_path, page_alone):
@@ -467,7 +467,7 @@ def test_large_folders_stay_small(tmp_path, page_alone):
 
 def test_an_infinite_score_is_at_the_edge_and_the_threshold_stays_legible():
     rows = {"step": range(4), "key": "m0", "label": "a", "median": [-1.0, 0.0, 300.0, np.inf]}
-    data, scale, extra, cut = scored.score_scale(pd.DataFrame(rows).assign(low=np.nan, high=np.nan), 1.0)
+    data, scale, extra, cut = score_figures.score_scale(pd.DataFrame(rows).assign(low=np.nan, high=np.nan), 1.0)
     low, top = scale["domain"]
     assert scale["type"] == "symlog"
     low_at, limit_at, top_at = (np.sign(x) * np.log1p(abs(x) / scale["constant"]) for x in (low, 1.0, top))
@@ -481,23 +481,23 @@ def test_an_infinite_score_is_at_the_edge_and_the_threshold_stays_legible():
 def test_scores_near_the_threshold_have_a_linear_axis():
     rows = pd.DataFrame({"step": range(3), "key": "m0", "label": "a", "median": [-1.0, 2.0, 3.0]})
     rows = rows.assign(low=-1.0, high=3.0)
-    _, scale, _, cut = scored.score_scale(rows, 1.0)
+    _, scale, _, cut = score_figures.score_scale(rows, 1.0)
     assert "type" not in scale.to_dict()
     assert not cut
-    assert not scored.score_scale(rows, np.nan)[2]
-    assert scored.score_scale(rows.assign(median=50.0, low=40.0), 1.0)[1]["domain"][0] < 1
+    assert not score_figures.score_scale(rows, np.nan)[2]
+    assert score_figures.score_scale(rows.assign(median=50.0, low=40.0), 1.0)[1]["domain"][0] < 1
 
 
 def test_verdict_of_monitored_runs(watched):
     _, page, alarms = watched
     assert lead(page) == (
-        "An alarm in 2 of 3 runs. False alarms come in at most 5% of clean runs on average; with 30 to calibrate on, "
-        "in 0.17% to 9.5% (nine sets of them in ten)."
+        "An alarm in 2 of 3 runs. False alarms occur in at most 5% of clean runs on average; for nine in ten sets of "
+        "30 calibration runs, in 0.17% to 9.5%."
     )
     first = alarms.sort_values("step").iloc[0]
     beyond = f"{first.score - 1.5:.2g}"
-    told = f"<b>{first.run}</b>: alarm at step {first.step}, {beyond} beyond the threshold, mostly in loss 7.2, "
-    assert sentences(page)[0] == told + "gradient_norm 5.1 standard deviations off."
+    told = f"<b>{first.run}</b>: alarm at step {first.step}, {beyond} above the threshold; furthest from the "
+    assert sentences(page)[0] == told + "clean runs, in standard deviations: loss 7.2, gradient_norm 5.1."
     assert "2 channels are &lt;unknown&gt; to the monitor." in page
     assert [re.findall(r'data-value="([^"]*)"', row)[0] for row in table_rows(page)] == list(
         alarms.sort_values("step").run
@@ -516,7 +516,8 @@ def test_verdict_of_one_run_and_of_no_alarm(tmp_path, page_alone):
     write_monitored(tmp_path / "lost", seen)
     page = page_alone(tmp_path / "lost")
     assert lead(page).startswith(
-        "lost: alarm at step 25, as a value is missing that every clean run has, mostly in loss"
+        "lost: alarm at step 25, because a value is missing that every clean run has; furthest from the clean runs, in "
+        "standard deviations: loss"
     )
     assert not sentences(page)
     assert "\N{INFINITY}" in table_rows(page)[0]
@@ -558,9 +559,9 @@ def test_a_monitored_folder_without_series_still_has_its_verdict(tmp_path, page_
 
 def test_a_folder_of_neither_kind_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
-        detection.build(tmp_path)
+        detection_page.build(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path} holds neither compared detectors (comparison.json) nor monitored runs (monitored.json), so there "
-        "is nothing to report"
+        f"{tmp_path} contains neither compared detectors (comparison.json) nor monitored runs (monitored.json), so "
+        "there is nothing to report"
     )
     assert not list(tmp_path.iterdir())

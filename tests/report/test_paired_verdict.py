@@ -17,8 +17,8 @@ from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.run_reader import Run, load
 from jaxaudit.analysis.statistics.paired import excess, excess_columns, paired_proportions
 from jaxaudit.monitoring.lanes import gather
-from jaxaudit.report import outcomes, series
-from jaxaudit.report.probability import fallen_controls
+from jaxaudit.report import line_panels, outcomes
+from jaxaudit.report.outcomes import collapsed_controls
 from jaxaudit.report.verdict import verdict
 
 STEPS, ONSET = 200, 60
@@ -51,7 +51,7 @@ def times_of(rng, seeds, conditions, control_share, unknown=0.0):
 
 
 def said(run):
-    found = verdict(run, series.panels(run))
+    found = verdict(run, line_panels.panels(run))
     return [re.sub(r"<.*?>", "", str(text)) for text in (found.lead, *found.sentences)]
 
 
@@ -150,7 +150,7 @@ def test_the_verdict_is_that_of_a_count_of_pairs(number):
             low, high = row["excess_collapse_probability_low"], row["excess_collapse_probability_high"]
             assert low <= value <= high
     text = said(run)
-    for panel in series.panels(run):
+    for panel in line_panels.panels(run):
         rows = [counts[line.index] for line in panel.disturbed]
         shares = [lost / standing for lost, _, standing, missing in rows if standing and not missing]
         sentence = " ".join(one for one in text[1:] if panel.title in one)
@@ -178,10 +178,14 @@ def test_where_no_control_falls_all_is_as_without_pairs(number):
         assert (summary[f"excess_{kind}_spared"] == 0).all()
     plain = Run(None, {}, "", {}, run.telemetry, run.metrics, summary[[c for c in summary if "excess" not in c]])
     assert said(run) == said(plain)
-    assert not any("undisturbed" in text or "spared" in text for text in said(run))
-    for panel in series.panels(run):
+    assert not any(
+        "undisturbed" in text or "control survives" in text or "survive when disturbed" in text for text in said(run)
+    )
+    for panel in line_panels.panels(run):
         kind = "collapse_probability"
-        all_seeds, standing = (outcomes.critical_of(run, panel, kind, standing=only) for only in (False, True))
+        all_seeds, standing = (
+            outcomes.critical_magnitude(run, panel, kind, surviving_controls=only) for only in (False, True)
+        )
         assert str(all_seeds) == str(standing)
 
 
@@ -190,15 +194,18 @@ def test_five_lost_and_five_spared_are_told():
     times = np.stack([control, control[::-1]], 1)
     lead, sentence, *_ = said(run_of(times, {"weight_noise": ("parametric", (0.1,), 1.0)}))
     assert lead.startswith("5 of 10 seeds collapse undisturbed at step 70; weight_noise collapses at least half of the")
-    assert "5 of the 5 seeds whose control stands; 5 of the 5 others are spared; excess +0" in sentence
+    assert (
+        "5 of the 5 seeds whose control survives; 5 of the other 5 survive when disturbed; excess over the control +0"
+        in sentence
+    )
 
 
 @pytest.mark.parametrize(
     ("magnitudes", "words"),
     [
-        ((0.1,), "the magnitude tried adds none."),
-        ((0.1, 1.0), "neither magnitude adds one."),
-        ((0.1, 1.0, 2.0), "no magnitude adds one."),
+        ((0.1,), "the magnitude tried adds no collapse."),
+        ((0.1, 1.0), "neither magnitude adds a collapse."),
+        ((0.1, 1.0, 2.0), "no magnitude adds a collapse."),
     ],
 )
 def test_a_harmless_perturbation_is_not_blamed(magnitudes, words):
@@ -206,18 +213,18 @@ def test_a_harmless_perturbation_is_not_blamed(magnitudes, words):
     run = run_of(np.stack([control] * (1 + len(magnitudes)), 1), {"weight_noise": ("parametric", magnitudes, 1.0)})
     lead, *sentences = said(run)
     assert lead.startswith(f"2 of 4 seeds collapse undisturbed between steps 70 and 75; {words}")
-    assert any("collapse" in text and "no seed whose control stands" in text for text in sentences)
+    assert any("collapse" in text and "no seed whose control survives" in text for text in sentences)
     assert not any("critical magnitude" in text for text in sentences)
 
 
 def test_of_perturbations_the_lead_counts_perturbations():
     control = np.array([70.0, np.inf, np.inf, np.inf])
     lead = said(run_of(np.stack([control] * 6, 1)))[0]
-    assert lead.startswith("1 of 4 seeds collapses undisturbed at step 70; neither perturbation adds one.")
+    assert lead.startswith("1 of 4 seeds collapses undisturbed at step 70; neither perturbation adds a collapse.")
     times = np.stack([control] * 6, 1)
     times[0, 1:] = np.inf
     lead = said(run_of(times))[0]
-    assert "neither perturbation adds one, and up to 1 of them do not when disturbed." in lead
+    assert "neither perturbation adds a collapse, and up to 1 of them survive when disturbed." in lead
 
 
 def test_of_onsets_at_which_as_many_fall_the_first_tells_when():
@@ -228,25 +235,25 @@ def test_of_onsets_at_which_as_many_fall_the_first_tells_when():
     data = dataset(conditions, performance, ())
     lanes = results.lane_metrics(data, MetricSettings(window=20, hold=20))
     run = Run(None, {}, "", {}, data, results.lane_table(lanes), results.summary_table(lanes, STEPS))
-    assert said(run)[0] == "2 of 4 seeds collapse undisturbed at step 70; neither magnitude adds one."
-    late = [panel for panel in series.panels(run) if panel.onset == 120]
-    assert str(fallen_controls(run, late).sentence) == "2 of 4 seeds collapse undisturbed by step 120"
+    assert said(run)[0] == "2 of 4 seeds collapse undisturbed at step 70; neither magnitude adds a collapse."
+    late = [panel for panel in line_panels.panels(run) if panel.onset == 120]
+    assert str(collapsed_controls(run, late).sentence) == "2 of 4 seeds collapse undisturbed by step 120"
 
 
 def test_what_is_not_known_is_not_told_as_none():
     control = np.array([70.0, np.inf, np.inf, np.inf])
     times = np.stack([control] * 6, 1)
     times[1, 2] = np.nan
-    assert "neither perturbation adds one, as far as it is known." in said(run_of(times))[0]
+    assert "neither perturbation adds a collapse, as far as is known." in said(run_of(times))[0]
     lead = said(run_of(times[:1]))[0]
-    assert lead.startswith("The one seed collapses undisturbed at step 70; none is left")
+    assert lead.startswith("The one seed collapses undisturbed at step 70; no seed is left")
 
 
 def test_where_all_controls_collapse_nothing_can_be_told():
     times = np.full((6, 6), 70.0)
     lead, *sentences = said(run_of(times))
     assert lead.startswith(
-        "6 of 6 seeds collapse undisturbed at step 70; none is left that a perturbation could collapse"
+        "6 of 6 seeds collapse undisturbed at step 70; no seed is left that a perturbation could collapse"
     )
     assert sum("every control of the same onset collapses" in text for text in sentences) == 1
 
@@ -254,7 +261,7 @@ def test_where_all_controls_collapse_nothing_can_be_told():
 def test_where_no_collapse_is_known_the_verdict_does_not_say_that_there_is_none():
     """As with an onset at step 0, before which there is no performance to compare with."""
     lead, *sentences = said(run_of(np.full((6, 6), np.nan)))
-    assert lead.startswith("Whether anything that was tried collapses this learner could not be computed.")
+    assert lead.startswith("It could not be computed whether any perturbation collapses this learner.")
     assert sum("the collapse probability could not be computed" in text for text in sentences) == 1
     assert not any("every control" in text for text in sentences)
     run = run_of(np.full((6, 6), np.nan))

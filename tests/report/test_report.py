@@ -12,8 +12,8 @@ from synthetic_runs import CHANNELS, KINDS, dataset, grid, outside_scripts, simu
 
 from jaxaudit import report
 from jaxaudit.analysis.run_reader import load
-from jaxaudit.report import audited, series, style
-from jaxaudit.report.probability import collapse_map
+from jaxaudit.report import audit_page, line_panels, outcomes, style
+from jaxaudit.report.run_figures import collapse_map
 from jaxaudit.report.verdict import _without_effect, verdict
 
 pytestmark = pytest.mark.long
@@ -130,9 +130,9 @@ def test_a_condition_that_changed_nothing_is_told(tmp_path):
     alone = run.telemetry[["performance", "layer_gradient_norm", "evaluation_return"]]
     run = dataclasses.replace(run, telemetry=alone)
     assert _without_effect(run) == [conditions.condition[disturbed[0]]]
-    (sentence,) = (s for s in verdict(run, series.panels(run)).sentences if "Nothing at all" in s)
+    (sentence,) = (s for s in verdict(run, line_panels.panels(run)).sentences if "No effect at all" in s)
     name = conditions.condition[disturbed[0]]
-    assert sentence == f"Nothing at all changed under <b>{name}</b>: every channel is bitwise the control's."
+    assert sentence == f"No effect at all: under <b>{name}</b>, every channel is bitwise equal to the control's."
 
 
 def test_verdict_names_the_culprits(typical):
@@ -143,7 +143,7 @@ def test_verdict_names_the_culprits(typical):
     assert set(re.findall(r"<b>(.*?)</b>", lead)) == set(hit)
     assert "critical magnitude" in text
     assert "<b>observation_noise</b> collapses no seed at any magnitude tried" in text
-    assert "control and baseline, which are the same but for rounding, come to differ by up to 1.7" in text
+    assert "in the 50 steps from the last onset, their performance differs by up to 1.7" in text
     assert "4.3 M" in page
     assert "2 min 3 s" in page
 
@@ -194,8 +194,8 @@ def test_a_learner_that_improves_before_the_onset_hides_collapses_and_is_told(tm
 
 def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path, page_alone):
     text, _ = verdict_of(tmp_path, [None] * 3)
-    assert "3 seeds are too few for 95% intervals of performance, so its differences are not judged" in text
-    assert "collapses no seed at any magnitude tried (which" in text
+    assert "3 seeds are too few for 95% intervals of performance, so differences in performance are not tested" in text
+    assert "collapses no seed at any magnitude tried (95% upper bound of the collapse probability: " in text
     assert "than its interval" not in text
 
 
@@ -309,19 +309,19 @@ def test_a_report_is_reproducible(tmp_path):
 
 def test_spread_counts_the_lost():
     x = np.array([[1.0, np.nan, np.nan], [2, 5, np.nan], [3, 6, np.inf], [4, 7, np.nan]])
-    median, low, high = series.spread(x, lost_is_worst=True)
+    median, low, high = line_panels.median_and_band(x, lost_is_worst=True)
     assert median.tolist() == [2.5, 5.5, -np.inf]
     assert low.tolist() == [1.75, -np.inf, -np.inf]
     assert high.tolist() == [3.25, 6.25, -np.inf]
-    median, low, high = series.spread(x)
+    median, low, high = line_panels.median_and_band(x)
     assert median[:2].tolist() == [2.5, 6.0]
     assert np.isnan(median[2])
-    assert np.isnan(series.spread(x[:1])[1]).all()
+    assert np.isnan(line_panels.median_and_band(x[:1])[1]).all()
 
 
 def test_thinning_keeps_the_onset_dense():
     steps = np.arange(10_000)
-    kept = steps[series.thin(steps, 3000, 100)]
+    kept = steps[line_panels.select_steps(steps, 3000, 100)]
     assert len(kept) <= 400
     assert {2999, 3000, 3001} <= set(kept)
     assert {0, 9999} <= set(kept)
@@ -348,16 +348,16 @@ def test_of_many_panels_those_that_tell_most_are_drawn(tmp_path):
     performance[:, hit, 170:] = -1e3
     write(tmp_path, conditions, performance=performance)
     run = load(tmp_path)
-    groups = series.panels(run)
-    few = audited.foremost(run, groups, most=3)
+    groups = line_panels.panels(run)
+    few = outcomes.most_harmful(run, groups, limit=3)
     assert len(groups) == 16
     assert [(p.perturbation, p.onset) for p in few] == [("lr_spike", 100), ("reward_flip", 120), ("weight_noise", 160)]
-    assert audited.foremost(run, groups, most=16) == groups
-    assert len(audited.foremost(dataclasses.replace(run, summary=None), groups)) == audited.MOST_PANELS
-    told = audited._left_out(groups, few)
+    assert outcomes.most_harmful(run, groups, limit=16) == groups
+    assert len(outcomes.most_harmful(dataclasses.replace(run, summary=None), groups)) == outcomes.MAX_PANELS
+    told = audit_page._omitted(groups, few)
     assert "3 of 16 panels" in told
-    assert "tables have all" in told
-    assert audited._left_out(groups, groups) is None
+    assert "tables contain all" in told
+    assert audit_page._omitted(groups, groups) is None
 
 
 @pytest.mark.exhaustive
@@ -365,13 +365,13 @@ def test_of_many_magnitudes_some_are_drawn_and_both_ends(tmp_path):
     magnitudes = tuple(float(m) for m in range(1, 41))
     conditions = grid({"lr_spike": ("optimization", magnitudes, 20.0)})
     write(tmp_path, conditions, seeds=2)
-    (panel,) = series.panels(load(tmp_path))
-    few = audited.thinned(panel)
-    assert len(few.disturbed) == audited.MOST_LINES
+    (panel,) = line_panels.panels(load(tmp_path))
+    few = outcomes.with_fewer_lines(panel)
+    assert len(few.disturbed) == outcomes.MAX_LINES
     assert (few.lines[0].key, few.disturbed[0].magnitude, few.disturbed[-1].magnitude) == ("c", 1, 40)
-    assert audited.thinned(few) is few
+    assert outcomes.with_fewer_lines(few) is few
     page = report.build(tmp_path).read_text()
-    assert f"A panel has {audited.MOST_LINES} magnitudes at most" in page
+    assert f"A panel shows at most {outcomes.MAX_LINES} magnitudes" in page
     assert "lr_spike 2<" in page, "the tables have all"
 
 
@@ -380,7 +380,7 @@ def test_an_interval_is_in_a_cell_only_if_it_has_room_there(count, side_by_side,
     magnitudes = tuple(float(m) for m in range(1, count + 1))
     write(tmp_path, grid({"lr_spike": ("optimization", magnitudes, 20.0)}))
     run = load(tmp_path)
-    drawn = collapse_map(run, series.panels(run)).spec
+    drawn = collapse_map(run, line_panels.panels(run)).spec
     room = drawn["usermeta"]["panel"]
     assert room["columns"] == side_by_side
     for panel in drawn["concat"]:

@@ -509,16 +509,16 @@ def test_drawing_that_is_ended_is_a_sentence_and_the_run_is_kept(run, monkeypatc
     (tmp_path / "fails.py").write_text("raise RuntimeError('no font')")
     page.script.cache_clear()
     for program, words in (
-        ("dies", "the process that draws figures was ended by SIGTRAP: is memory short?"),
+        ("dies", "the process that draws figures was ended by SIGTRAP: is the machine out of memory?"),
         ("fails", "the process that draws figures failed (RuntimeError: no font)"),
     ):
         monkeypatch.setattr(page, "PROGRAM", tmp_path / f"{program}.py")
         assert cli.main(["report", str(run)]) == 1
         assert capsys.readouterr().err == f"jaxaudit: {words}\n"
-        assert cli._end(run) == 0
+        assert cli._report_finished(run) == 0
         assert capsys.readouterr().err == (
-            f"note: the run is finished and stored in {run}, but not drawn: {words}, and draw it with: "
-            f"jaxaudit report {run}\n"
+            f"note: the run is finished and stored in {run}, but its report was not drawn: {words}; draw it "
+            f"later with: jaxaudit report {run}\n"
         )
     assert not (run / "report.html").exists()
     assert not [path for path in run.iterdir() if path.name.startswith(".")]

@@ -20,6 +20,7 @@ from places import ROOT
 
 import jaxaudit as ja
 from jaxaudit.cli import main as cli
+from jaxaudit.cli.arguments import parser
 from jaxaudit.core.batches import layout
 from jaxaudit.core.grid import plan
 from jaxaudit.execution import driver
@@ -387,7 +388,7 @@ def test_the_commands_in_files_for_clusters_are_commands(name):
     assert found
     for command in found:
         words = shlex.split(command)[1:]
-        arguments = cli._parser().parse_args([re.sub(r"\$\{?\w+\}?", "7", word) for word in words])
+        arguments = parser().parse_args([re.sub(r"\$\{?\w+\}?", "7", word) for word in words])
         if "--on" in words:
             assert cli._workers(arguments).engine in backends.ENGINES
 

@@ -194,8 +194,8 @@ def test_an_audit_in_memory_is_one_process(monkeypatch):
     [
         (["--coordinator", "a:1"], "--coordinator HOST:PORT, --processes N and --process I go together"),
         (["--coordinator", "a:1", "--processes", "2", "--process", "2"], "--process must be from 0 to 1, not 2"),
-        (["--distributed", "--on", "local"], "--on has workers train lanes apart"),
-        (["--process", "0", "--on", "local"], "--on has workers train lanes apart"),
+        (["--distributed", "--on", "local"], "--on trains lanes in workers that are independent of each other"),
+        (["--process", "0", "--on", "local"], "--on trains lanes in workers that are independent of each other"),
     ],
 )
 def test_places_that_cannot_be(given, words, spec, capsys, monkeypatch):

@@ -11,7 +11,7 @@ from places import DATA
 from refusals import refusal
 
 from jaxaudit.cli import main as cli
-from jaxaudit.cli import registry_listing as listing
+from jaxaudit.cli import printing as listing
 from jaxaudit.core.sites import find_sites
 from jaxaudit.core.slots import site_misfit
 from jaxaudit.learners import grpo
