@@ -428,14 +428,14 @@ def _detect(arguments: argparse.Namespace) -> int:
     workers = _workers(arguments)
     prepare_jax()
     from jaxaudit.monitoring.comparison import DetectionSettings
-    from jaxaudit.monitoring.detector import MetaState
-    from jaxaudit.monitoring.folder import detect
+    from jaxaudit.monitoring.detect import detect
+    from jaxaudit.monitoring.detector import MonitorDetector
     from jaxaudit.monitoring.monitor import scorer
     from jaxaudit.runtime.errors import placed
 
     with placed("jaxaudit detect"):
         settings = DetectionSettings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
-    detector = MetaState(scorer(arguments.model))
+    detector = MonitorDetector(scorer(arguments.model))
     for folder in detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers):
         _draw_detection(folder)
     return 0
@@ -444,10 +444,10 @@ def _detect(arguments: argparse.Namespace) -> int:
 def _monitor(arguments: argparse.Namespace) -> int:
     if arguments.model != MODELS[0]:  # which is NumPy alone
         prepare_jax()
-    from jaxaudit.monitoring.monitored import Options, monitor
+    from jaxaudit.monitoring.monitor_logs import Options, monitor_logs
 
     options = Options(arguments.channels, arguments.step, arguments.alpha, arguments.model)
-    monitor(arguments.files, arguments.clean, arguments.out, options)
+    monitor_logs(arguments.files, arguments.clean, arguments.out, options)
     _draw_detection(arguments.out)
     return 0
 

@@ -12,8 +12,13 @@ import xarray as xr
 
 from jaxaudit.analysis.run_reader import CONTROL, Run, cadence, has_rows, measured_near, rows_at
 from jaxaudit.core.channel_names import PERFORMANCE_ERROR
-from jaxaudit.monitoring.channels import measured, repeated, series
-from jaxaudit.monitoring.envelope import StepwiseStats, forward_filled
+from jaxaudit.monitoring.telemetry import (
+    StepwiseStats,
+    duplicate_channels,
+    forward_fill,
+    stack_channels,
+    varying_channels,
+)
 from jaxaudit.report import lines
 from jaxaudit.report.page import Block, Details, RowsSection, Section, Shown, ShownRow, ShownWord
 from jaxaudit.report.series import CONTROL_KEY, Panel, PlotLine
@@ -42,7 +47,7 @@ def first_signals(run: Run) -> pd.DataFrame:
     if run.metrics is None or run.seeds < FEWEST_SEEDS:
         return pd.DataFrame(columns=columns)
     times = run.metrics.set_index(["seed", "condition"])["collapse_time"]
-    values = series(run.telemetry.load()).transpose("seed", "condition", "step", "channel")
+    values = stack_channels(run.telemetry.load()).transpose("seed", "condition", "step", "channel")
     names = [str(name) for name in values.channel.values]
     found: list[dict] = []
     for onset, group in run.conditions.groupby("onset"):
@@ -50,7 +55,7 @@ def first_signals(run: Run) -> pd.DataFrame:
         if not len(controls):
             continue
         clean = values.values[:, controls[0]].astype(np.float64)
-        kept = measured(clean) & ~repeated(clean, names)
+        kept = varying_channels(clean) & ~duplicate_channels(clean, names)
         read = [name for name, wanted in zip(names, kept, strict=True) if wanted]
         limit, judged = _judge(clean[..., kept], int(onset))
         for index in group.index.difference(controls):
@@ -64,11 +69,11 @@ def first_signals(run: Run) -> pd.DataFrame:
 
 def _judge(clean: np.ndarray, onset: int) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
     """Limits `[d]` of controls `[n, T, d]`, and what gives scores `[n, T - onset, d]` of lanes of the same seeds."""
-    filled = forward_filled(clean)
-    others = [StepwiseStats.of(np.delete(filled, seed, axis=0)) for seed in range(len(filled))]
+    filled = forward_fill(clean)
+    others = [StepwiseStats.fit(np.delete(filled, seed, axis=0)) for seed in range(len(filled))]
 
     def scores(lanes: np.ndarray) -> np.ndarray:
-        whole = forward_filled(lanes)
+        whole = forward_fill(lanes)
         z = np.concatenate([np.abs(e.standardise(x[None])) for e, x in zip(others, whole, strict=True)])
         lost = ~np.isfinite(lanes) & np.isfinite(clean)
         return np.where(np.logical_or.accumulate(lost, axis=1), np.inf, z)[:, onset:]

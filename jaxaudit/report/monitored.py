@@ -14,7 +14,7 @@ import xarray as xr
 from markupsafe import Markup
 
 from jaxaudit.analysis.run_reader import table as stored
-from jaxaudit.monitoring.calibration import fewest_runs, rate_interval
+from jaxaudit.monitoring.scoring import false_alarm_interval, min_calibration_runs
 from jaxaudit.report import lines, scored, style
 from jaxaudit.report.page import HANDLING, Page, Section, Summary, listing
 from jaxaudit.report.panel import Axes, Figure, draw, pick, zoom
@@ -324,9 +324,9 @@ def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, t
 def _false_alarms(alpha: float, calibrated_on: int | None) -> Markup:
     """What share of clean runs has an alarm: on average over sets to calibrate on, and with one of this size."""
     text = Markup(" False alarms come in at most {}% of clean runs on average").format(number(100 * alpha, digits=3))
-    if calibrated_on is None or calibrated_on < fewest_runs(alpha):
+    if calibrated_on is None or calibrated_on < min_calibration_runs(alpha):
         return text + Markup(".")
-    low, high = (number(100 * rate, digits=2) for rate in rate_interval(calibrated_on, alpha))
+    low, high = (number(100 * rate, digits=2) for rate in false_alarm_interval(calibrated_on, alpha))
     return text + Markup("; with {} to calibrate on, in {}% to {}% (nine sets of them in ten).").format(
         calibrated_on, low, high
     )

@@ -196,7 +196,7 @@ class Spec:
 
         def watch(*telemetry: Any) -> MonitorWatch:
             with placed(place):
-                return MonitorWatch.of(monitor, alpha, *telemetry)
+                return MonitorWatch.for_telemetry(monitor, alpha, *telemetry)
 
         return watch
 
