@@ -373,6 +373,52 @@ def _mean_spacing(steps: np.ndarray) -> float:
     return float(np.mean(np.diff(steps))) if len(steps) > 1 else 0.0
 
 
+@dataclass(frozen=True)
+class RunGroup:
+    """Attempts that are scored by the same channels, each channel at the same steps.
+
+    Attributes:
+      runs: the attempts.
+      channel_steps: the steps at which each channel is compared; None for all steps.
+    """
+
+    runs: list[NamedAttempt]
+    channel_steps: dict[str, np.ndarray | None]
+
+
+def group_runs(
+    new: Sequence[NamedAttempt], clean: Sequence[NamedAttempt], channels: Sequence[str], notes: list[str]
+) -> list[RunGroup]:
+    """Groups new runs by the channels that they have; adds notes on channels that are not read of some runs."""
+    groups: dict[tuple[object, ...], RunGroup] = {}
+    unread: dict[str, list[str]] = {}
+    clean_end = max(int(run.attempt.steps[-1]) for run in clean)
+    cadences = {name: ChannelCadence.of_runs(clean, name) for name in channels}
+    for run in new:
+        channel_steps: dict[str, np.ndarray | None] = {}
+        for name in channels:
+            series = run.series(name)
+            if series is None or not len(series.steps):
+                unread.setdefault(f"not read, missing: {name}", []).append(run.name)
+                continue
+            steps = cadences[name].compare(series)
+            if isinstance(steps, str):
+                unread.setdefault(f"not read, logged {steps}: {name}", []).append(run.name)
+            else:
+                channel_steps[name] = steps
+        key = tuple((name, None if steps is None else steps.tobytes()) for name, steps in channel_steps.items())
+        groups.setdefault(key, RunGroup([], channel_steps)).runs.append(run)
+        if (end := int(run.attempt.steps[-1])) > clean_end:
+            notes.append(f"{run.name}: ends at step {end}, the clean runs at {clean_end}: scored up to there")
+    notes += [f"{file_names(names)}: {note}" for note, names in unread.items()]
+    for group in groups.values():
+        if not group.channel_steps:
+            names = file_names([run.name for run in group.runs])
+            available = listed(group.runs[0].attempt.series)
+            notes.append(f"{names}: no channel in common with the clean runs; has {available}")
+    return [group for group in groups.values() if group.channel_steps]
+
+
 def restrict_to_steps(series: Series | None, steps: np.ndarray | None) -> Series | None:
     """Returns a channel's values at some of its steps; all of them if `steps` is None."""
     if series is None or steps is None:

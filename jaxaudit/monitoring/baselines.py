@@ -29,17 +29,14 @@ class ChannelDetector(ABC):
     """
 
     channel: str
+
     label: ClassVar[str]
+    family: ClassVar[str] = ONE_CHANNEL
 
     @property
     def name(self) -> str:
         """The name of the detector in tables and figures."""
         return f"{self.label} of {self.channel}"
-
-    @property
-    def family(self) -> str:
-        """The family of detectors that it is listed with."""
-        return ONE_CHANNEL
 
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:
         """Returns the score that is fitted to clean runs `[n, T, d]`, whose d channels have these names.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,9 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.analysis.statistics.whitening import whitening
-from jaxaudit.monitoring.scoring import Carry, Params, Scorer
+from jaxaudit.monitoring.scoring import Carry, ParameterFree, Params, Scorer
 from jaxaudit.monitoring.telemetry import SHRINKAGE, StepwiseStats, fill_gap_step, latest_values
 from jaxaudit.runtime.precision import float32_products
-
-if TYPE_CHECKING:
-    from jaxaudit.monitoring.meta_state import Training
 
 EMPTY = np.zeros(0)
 
@@ -101,7 +98,7 @@ class ChartProgress:
 
 
 @dataclass(frozen=True)
-class Chart(ScanScorer):
+class Chart(ParameterFree, ScanScorer):
     """Distances of telemetry from the clean runs, at one or several rates; the meta-state is the telemetry itself.
 
     Attributes:
@@ -133,13 +130,6 @@ class Chart(ScanScorer):
         outliers = ["max |z|" if rate == 1 else f"max |EWMA {rate:g}|" for rate in self.outlier]
         return " + ".join(departures + outliers)
 
-    def init(self, key: jax.Array, channels: int) -> Params:
-        return {}
-
-    def fit(self, training: Training | None, y: np.ndarray, observed: np.ndarray, seed: int) -> Params:
-        """Returns no parameters: all that a chart learns of clean runs is in its reference."""
-        return {}
-
     def fit_reference(self, params: Params, y: np.ndarray, observed: np.ndarray) -> ChartReference:
         """Returns the reference of clean runs `[n, T, d]`."""
         return ChartReference.fit(y, observed)
@@ -168,10 +158,6 @@ class Chart(ScanScorer):
         departures, outliers = jnp.split(averages, [len(self.departure)])
         squares = jnp.concatenate([jnp.mean((departures @ reference.decorrelate) ** 2, -1), jnp.max(outliers**2, -1)])
         return ChartProgress(progress.step + 1, last, averages, weight), squares / weight
-
-    def meta_state(self, params: Params, progress: ChartProgress) -> jax.Array:
-        """Returns the latest standardised telemetry, `[d]`; zero before a channel's first value."""
-        return jnp.nan_to_num(progress.last)
 
 
 def update_averages(average: jax.Array, rates: tuple[float, ...], value: jax.Array) -> jax.Array:

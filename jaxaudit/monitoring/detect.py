@@ -252,7 +252,7 @@ def _write_learner(folder: Path, lanes: LabelledLanes, detector: MonitorDetector
         unfinished.mkdir()
         folds = split_lanes(lanes, settings)
         fitted = [detector.fit_expectation(lanes.values[fold.fit], lanes.channels) for fold in folds]
-        scores = [each.score(each.channels.select_columns(lanes.values, lanes.channels)) for each in fitted]
+        scores = [expectation.score(lanes.values, lanes.channels) for expectation in fitted]
         limits = fold_thresholds(scores, folds, settings.alpha)
         monitor_alarms = lane_alarms(detector.name, lanes, scores, folds, limits).assign(family=detector.family)
         baselines = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from scipy.signal import lfilter
@@ -60,15 +60,12 @@ class MonitorDetector:
     training: Training = field(default_factory=Training)
     seed: int = 0
 
+    family: ClassVar[str] = MONITOR
+
     @property
     def name(self) -> str:
         """The name of the detector in tables and figures."""
         return self.model.title
-
-    @property
-    def family(self) -> str:
-        """The family of detectors that it is listed with."""
-        return MONITOR
 
     def fit_expectation(self, clean: np.ndarray, channels: Sequence[str]) -> Expectation:
         """Returns the scorer fitted to clean runs `[n, T, d]`, whose d channels have these names."""
@@ -77,7 +74,7 @@ class MonitorDetector:
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:
         """Returns the score that is fitted to clean runs `[n, T, d]`, whose d channels have these names."""
         expectation = self.fit_expectation(clean, channels)
-        return lambda runs: expectation.score(expectation.channels.select_columns(runs, channels))
+        return lambda runs: expectation.score(runs, channels)
 
 
 @dataclass(frozen=True)
@@ -94,15 +91,12 @@ class MultichannelChart:
     chart: Chart
     title: str = ""
 
+    family: ClassVar[str] = ALL_CHANNELS
+
     @property
     def name(self) -> str:
         """The name of the detector in tables and figures."""
         return self.title or self.chart.title
-
-    @property
-    def family(self) -> str:
-        """The family of detectors that it is listed with."""
-        return ALL_CHANNELS
 
     def fit(self, clean: np.ndarray, channels: Sequence[str]) -> Score:
         """Returns the score that is fitted to clean runs `[n, T, d]`, whose d channels have these names.

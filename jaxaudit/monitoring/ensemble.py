@@ -25,13 +25,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxaudit.analysis.statistics.whitening import covariance, whitening
-from jaxaudit.monitoring.scoring import Params
+from jaxaudit.monitoring.scoring import ParameterFree, Params
 from jaxaudit.monitoring.telemetry import SHRINKAGE, StepwiseStats, clip_z, fill_gap_step, forward_fill, latest_values
 
 if TYPE_CHECKING:
     import jax
-
-    from jaxaudit.monitoring.meta_state import Training
 
 RIDGE = 0.01
 """The ridge penalty of the vector autoregression, whose variables have variance 1; channels per row are added to it."""
@@ -137,7 +135,7 @@ class EnsembleProgress(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ensemble:
+class Ensemble(ParameterFree):
     """Several control charts at once; the meta-state is the telemetry itself.
 
     Attributes:
@@ -186,13 +184,6 @@ class Ensemble:
             "dynamics": self.dynamics,
         }
         return tuple(f"{name}_{rate:g}" for name, chart_rates in rates.items() for rate in chart_rates)
-
-    def init(self, key: jax.Array, channels: int) -> Params:
-        return {}
-
-    def fit(self, training: Training | None, y: np.ndarray, observed: np.ndarray, seed: int) -> Params:
-        """Returns no parameters: all that an ensemble learns of clean runs is in its reference."""
-        return {}
 
     def empty_reference(self) -> EnsembleReference:
         """Returns a reference of empty arrays, whose tree structure tells how one is read from a file."""
@@ -282,12 +273,6 @@ class Ensemble:
         values, h = self._averaged_values(reference, z, progress.z, e, has_value, jnp)
         averages = self._update(progress.averages, values, has_value, jnp)
         return EnsembleProgress(step + 1, last, z, averages), self._scores(reference, averages, h, jnp)
-
-    def meta_state(self, params: Params, progress: EnsembleProgress) -> jax.Array:
-        """Returns the latest standardised telemetry, `[d]`; zero before a channel's first value."""
-        import jax.numpy as jnp
-
-        return jnp.nan_to_num(progress.last)
 
     def _initial_averages(self, channels: int) -> Averages:
         """Returns the averages before a run's first step: 1 for squares, their mean in clean runs, and 0 otherwise."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +137,8 @@ class Progress:
 class StateSpace(ScanScorer, ABC):
     """A model h_{t+1} = f(h_t, y_t) with a Gaussian for y_t given h_t; a `Scorer` whose meta-state is its latent."""
 
+    score_names: ClassVar[tuple[str, ...]] = SCORE_NAMES
+
     @abstractmethod
     def init(self, key: jax.Array, channels: int) -> Params:
         """Returns initial parameters for telemetry with d channels."""
@@ -179,18 +181,14 @@ class StateSpace(ScanScorer, ABC):
         return jax.vmap(self.latent, in_axes=(None, 0))(params, after), innovations
 
     @property
-    def score_names(self) -> tuple[str, ...]:
-        """The names of the S scores, in order."""
-        return SCORE_NAMES
-
-    @property
     def title(self) -> str:
         """The name of the scorer in tables and figures."""
         return f"meta-state ({type(self).__name__})"
 
     def fit(self, training: Training | None, y: np.ndarray, observed: np.ndarray, seed: int) -> Params:
         """Returns parameters of the highest likelihood of clean runs `[n, T, d]`."""
-        return train_one(self, training or Training(), y, observed, seed)
+        members, _ = train_members(self, training or Training(), y, observed, np.ones((1, len(y))), seed)
+        return jax.tree.map(lambda x: x[0], members)
 
     def fit_reference(self, params: Params, y: np.ndarray, observed: np.ndarray) -> CleanReference:
         """Returns the reference of clean runs `[n, T, d]`, without the steps that `score_step` leaves out."""
@@ -350,12 +348,6 @@ def train_members(
     keys = jax.random.split(jax.random.key(seed), len(weights))
     params, losses = _train_members(model, settings, jnp.asarray(y), jnp.asarray(observed), keys, weights)
     return params, np.asarray(losses)
-
-
-def train_one(model: StateSpace, settings: Training, y: ArrayLike, observed: ArrayLike, seed: int = 0) -> Params:
-    """Returns the parameters of one model, trained on all runs `[runs, T, d]`; arguments are those of `train`."""
-    members, _ = train_members(model, settings, y, observed, np.ones((1, np.shape(y)[0])), seed)
-    return jax.tree.map(lambda x: x[0], members)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

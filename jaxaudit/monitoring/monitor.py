@@ -114,9 +114,10 @@ class Expectation:
         diverged = ((observed == 0) & self.channels.complete).any(-1)
         return np.where(diverged[..., None], np.inf, scores), latents
 
-    def score(self, runs: np.ndarray) -> np.ndarray:
-        """Returns the scores of `scores_and_latents`, combined into one: `[n, T]`."""
-        return np.asarray(self.normalizer.combine(self.scores_and_latents(runs)[0]))
+    def score(self, runs: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Returns the combined scores `[n, T]` of runs `[n, T, d]` with channels of these names, in any order."""
+        scores, _ = self.scores_and_latents(self.channels.select_columns(runs, names))
+        return np.asarray(self.normalizer.combine(scores))
 
 
 class Scored(NamedTuple):

@@ -145,7 +145,7 @@ def _monitor_logs(
                     f"{clean[i].name}: {_non_finite_text(kinds)} at step {step}, so it counts as a run with an alarm"
                 )
         alpha = _alpha(options.alpha, len(calibrated), notes)
-        for group in _group_runs(new, clean, channels, notes):
+        for group in alignment.group_runs(new, clean, channels, notes):
             scored = ScoredGroup.fit(group, clean, split, tolerated, options, alpha)
             if scored is not None:
                 groups.append(scored)
@@ -228,52 +228,6 @@ def _non_finite_text(kinds: Mapping[str, str]) -> str:
         names = [name for name, channel_kind in kinds.items() if channel_kind == kind]
         parts.append(f"{listed(names)} {'is' if len(names) == 1 else 'are'} {kind}")
     return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class RunGroup:
-    """Attempts that are scored by the same channels, each channel at the same steps.
-
-    Attributes:
-      runs: the attempts.
-      channel_steps: the steps at which each channel is compared; None for all steps.
-    """
-
-    runs: list[NamedAttempt]
-    channel_steps: dict[str, np.ndarray | None]
-
-
-def _group_runs(
-    new: Sequence[NamedAttempt], clean: Sequence[NamedAttempt], channels: Sequence[str], notes: list[str]
-) -> list[RunGroup]:
-    """Groups new runs by the channels that they have; adds notes on channels that are not read of some runs."""
-    groups: dict[tuple[object, ...], RunGroup] = {}
-    unread: dict[str, list[str]] = {}
-    clean_end = max(int(run.attempt.steps[-1]) for run in clean)
-    cadences = {name: alignment.ChannelCadence.of_runs(clean, name) for name in channels}
-    for run in new:
-        channel_steps: dict[str, np.ndarray | None] = {}
-        for name in channels:
-            series = run.series(name)
-            if series is None or not len(series.steps):
-                unread.setdefault(f"not read, missing: {name}", []).append(run.name)
-                continue
-            steps = cadences[name].compare(series)
-            if isinstance(steps, str):
-                unread.setdefault(f"not read, logged {steps}: {name}", []).append(run.name)
-            else:
-                channel_steps[name] = steps
-        key = tuple((name, None if steps is None else steps.tobytes()) for name, steps in channel_steps.items())
-        groups.setdefault(key, RunGroup([], channel_steps)).runs.append(run)
-        if (end := int(run.attempt.steps[-1])) > clean_end:
-            notes.append(f"{run.name}: ends at step {end}, the clean runs at {clean_end}: scored up to there")
-    notes += [f"{file_names(names)}: {note}" for note, names in unread.items()]
-    for group in groups.values():
-        if not group.channel_steps:
-            names = file_names([run.name for run in group.runs])
-            available = listed(group.runs[0].attempt.series)
-            notes.append(f"{names}: no channel in common with the clean runs; has {available}")
-    return [group for group in groups.values() if group.channel_steps]
 
 
 @dataclass(frozen=True)
@@ -364,7 +318,7 @@ class ScoredGroup:
     @classmethod
     def fit(
         cls,
-        group: RunGroup,
+        group: alignment.RunGroup,
         clean: Sequence[NamedAttempt],
         split: tuple[list[int], list[int]],
         tolerated: Mapping[str, frozenset[str]],

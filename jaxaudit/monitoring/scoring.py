@@ -85,6 +85,23 @@ class Scorer(Protocol):
         """Returns the meta-state after a step, `[m]`."""
 
 
+class ParameterFree:
+    """The methods of a `Scorer` without parameters, whose meta-state is the latest telemetry of each channel."""
+
+    def init(self, key: jax.Array, channels: int) -> Params:
+        return {}
+
+    def fit(self, training: Training | None, y: np.ndarray, observed: np.ndarray, seed: int) -> Params:
+        """Returns no parameters: all that the scorer learns of clean runs is in its reference."""
+        return {}
+
+    def meta_state(self, params: Params, progress: Carry) -> jax.Array:
+        """Returns the latest standardised telemetry, `[d]`; zero before a channel's first value."""
+        import jax.numpy as jnp
+
+        return jnp.nan_to_num(progress.last)
+
+
 def cross_validated_scores(score: Callable[[np.ndarray, np.ndarray], np.ndarray], runs: int) -> np.ndarray:
     """Scores each of n clean runs against a reference that is fitted to other ones: `[n, T, S]`.
 

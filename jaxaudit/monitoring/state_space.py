@@ -150,11 +150,11 @@ MIN_DECAY = 1e-5
 
 
 @struct.dataclass
-class LRUState:
-    """The state of an LRU after a step.
+class RecurrentState:
+    """The state of a recurrent unit after a step.
 
     Attributes:
-      hidden: complex `[n]`.
+      hidden: the hidden state, `[n]`; complex for an LRU.
       last: the latest value of each channel, `[d]`; zero, which is the mean, before the first.
     """
 
@@ -205,43 +205,30 @@ class LRU(StateSpace):
         """Returns Lambda, complex `[n]`, inside the unit circle."""
         return jnp.exp(-jnp.exp(params["nu"]) - MIN_DECAY + 1j * jnp.pi * jax.nn.sigmoid(params["theta"]))
 
-    def initial(self, params: Params) -> LRUState:
+    def initial(self, params: Params) -> RecurrentState:
         channels = params["input_real"].shape[1] // 2
-        return LRUState(jnp.zeros(self.size, jnp.complex64), jnp.zeros(channels))
+        return RecurrentState(jnp.zeros(self.size, jnp.complex64), jnp.zeros(channels))
 
-    def advance(self, params: Params, state: LRUState, y: jax.Array, observed: jax.Array) -> LRUState:
+    def advance(self, params: Params, state: RecurrentState, y: jax.Array, observed: jax.Array) -> RecurrentState:
         hidden = self.decay(params) * state.hidden + self._input(params, y, observed)
-        return LRUState(hidden, (1.0 - observed) * state.last + observed * y)
+        return RecurrentState(hidden, (1.0 - observed) * state.last + observed * y)
 
-    def advance_all(self, params: Params, y: jax.Array, observed: jax.Array) -> tuple[LRUState, Innovations]:
+    def advance_all(self, params: Params, y: jax.Array, observed: jax.Array) -> tuple[RecurrentState, Innovations]:
         """Returns states from parallel scans, as `StateSpace.advance_all` does."""
         hidden = linear_scan(self.decay(params), self._input(params, y, observed))
-        after = LRUState(hidden, linear_scan(1.0 - observed, observed * y))
+        after = RecurrentState(hidden, linear_scan(1.0 - observed, observed * y))
         return after, self.innovations_all(params, after, y, observed)
 
-    def innovations(self, params: Params, state: LRUState, y: jax.Array, observed: jax.Array) -> Innovations:
+    def innovations(self, params: Params, state: RecurrentState, y: jax.Array, observed: jax.Array) -> Innovations:
         return self.readout.innovations(params["readout"], self.latent(params, state), state.last, y, observed)
 
-    def latent(self, params: Params, state: LRUState) -> jax.Array:
+    def latent(self, params: Params, state: RecurrentState) -> jax.Array:
         return jnp.concatenate([state.hidden.real, state.hidden.imag], axis=-1)
 
     def _input(self, params: Params, y: jax.Array, observed: jax.Array) -> jax.Array:
         inputs = jnp.concatenate([observed * y, observed], axis=-1)
         kernel = params["input_real"] + 1j * params["input_imaginary"]
         return jnp.exp(params["gamma"]) * (inputs @ kernel.T)
-
-
-@struct.dataclass
-class GRUState:
-    """The state of a GRU after a step.
-
-    Attributes:
-      hidden: `[n]`.
-      last: the latest value of each channel, `[d]`; zero, which is the mean, before the first.
-    """
-
-    hidden: jax.Array
-    last: jax.Array
 
 
 @dataclass(frozen=True)
@@ -270,16 +257,16 @@ class GRU(StateSpace):
         cell = self.cell.init(cell_key, jnp.zeros(self.size), jnp.zeros(2 * channels))["params"]
         return {"cell": cell, "readout": self.readout.init(readout_key, self.size, channels)}
 
-    def initial(self, params: Params) -> GRUState:
-        return GRUState(jnp.zeros(self.size), jnp.zeros(params["readout"]["persistence"].shape))
+    def initial(self, params: Params) -> RecurrentState:
+        return RecurrentState(jnp.zeros(self.size), jnp.zeros(params["readout"]["persistence"].shape))
 
-    def advance(self, params: Params, state: GRUState, y: jax.Array, observed: jax.Array) -> GRUState:
+    def advance(self, params: Params, state: RecurrentState, y: jax.Array, observed: jax.Array) -> RecurrentState:
         inputs = jnp.concatenate([observed * y, observed], axis=-1)
         hidden: Any = self.cell.apply({"params": params["cell"]}, state.hidden, inputs)
-        return GRUState(hidden[0], (1.0 - observed) * state.last + observed * y)
+        return RecurrentState(hidden[0], (1.0 - observed) * state.last + observed * y)
 
-    def innovations(self, params: Params, state: GRUState, y: jax.Array, observed: jax.Array) -> Innovations:
+    def innovations(self, params: Params, state: RecurrentState, y: jax.Array, observed: jax.Array) -> Innovations:
         return self.readout.innovations(params["readout"], state.hidden, state.last, y, observed)
 
-    def latent(self, params: Params, state: GRUState) -> jax.Array:
+    def latent(self, params: Params, state: RecurrentState) -> jax.Array:
         return state.hidden

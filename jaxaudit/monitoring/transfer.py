@@ -75,30 +75,13 @@ class Source:
         runs = [learner.fit_runs[0] for learner in learners]
         expectation = detector.fit_expectation(_concatenate_cut(runs), names)
         calibration = _concatenate_cut([learner.calibration_runs for learner in learners])
-        scores = expectation.score(expectation.channels.select_columns(calibration, names))
+        scores = expectation.score(calibration, names)
         params = expectation.params
         if len(learners) > 1:
             standardised = [ChannelScaler.fit(names, values).standardise(values) for values in runs]
             y, observed = (_concatenate_cut(parts) for parts in zip(*standardised, strict=True))
             params = detector.model.fit(detector.training, y, observed, detector.seed)
         return cls(expectation, threshold(scores.max(axis=1), alpha), params)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The scores of one monitor on the tested learner's lanes.
-
-    Attributes:
-      fitted_to: the title of the learners that it was fitted to.
-      way: OWN, AS_IT_IS, RECALIBRATED, RESTANDARDISED or UNTRAINED.
-      scores: scores of all lanes in every fold, `[lanes, T]`.
-      limits: the thresholds of the folds; None calibrates them on the tested learner's clean lanes.
-    """
-
-    fitted_to: str
-    way: str
-    scores: list[np.ndarray]
-    limits: list[float] | None = None
 
 
 def transfer(
@@ -166,32 +149,33 @@ def _with_common_channels(learners: Sequence[LabelledLanes], settings: Detection
 def _test(
     tested: SplitLanes, sources: dict[str, Source], detector: MonitorDetector, settings: DetectionSettings
 ) -> pd.DataFrame:
+    """Returns the rows of `transfer` for one tested learner, given the monitors of the others by title."""
     lanes, folds = tested.lanes, tested.folds
+    rows: list[dict[str, str]] = []
+    alarms = []
 
-    def score(expectation: Expectation) -> np.ndarray:
-        return expectation.score(expectation.channels.select_columns(lanes.values, lanes.channels))
+    def add(fitted_to: str, way: str, scores: list[np.ndarray], limits: list[float] | None = None) -> None:
+        limits = limits or fold_thresholds(scores, folds, settings.alpha)
+        alarms.append(lane_alarms(str(len(rows)), lanes, scores, folds, limits))
+        rows.append({"tested": lanes.learner, "fitted_to": fitted_to, "way": way})
 
-    def scores_with(params: Params) -> list[np.ndarray]:
-        return [score(Expectation.fit(runs, lanes.channels, detector.model, params=params)) for runs in tested.fit_runs]
+    def add_with_params(fitted_to: str, way: str, params: Params) -> None:
+        fitted = [Expectation.fit(runs, lanes.channels, detector.model, params=params) for runs in tested.fit_runs]
+        add(fitted_to, way, [expectation.score(lanes.values, lanes.channels) for expectation in fitted])
 
-    own = [score(detector.fit_expectation(runs, lanes.channels)) for runs in tested.fit_runs]
-    trials = [Trial(lanes.learner, OWN, own)]
+    add(lanes.learner, OWN, [detector.fit(runs, lanes.channels)(lanes.values) for runs in tested.fit_runs])
     random_params = detector.model.init(jax.random.key(detector.seed), len(lanes.channels))
     has_parameters = bool(jax.tree.leaves(random_params))
     for name, source in sources.items():
-        scores = [score(source.expectation)] * len(folds)
-        trials += [Trial(name, AS_IT_IS, scores, [source.limit] * len(folds)), Trial(name, RECALIBRATED, scores)]
+        scores = [source.expectation.score(lanes.values, lanes.channels)] * len(folds)
+        add(name, AS_IT_IS, scores, [source.limit] * len(folds))
+        add(name, RECALIBRATED, scores)
         if has_parameters:
-            trials.append(Trial(name, RESTANDARDISED, scores_with(source.params)))
+            add_with_params(name, RESTANDARDISED, source.params)
     if has_parameters:
-        trials.append(Trial("nothing", UNTRAINED, scores_with(random_params)))
-    alarms = []
-    for index, trial in enumerate(trials):
-        limits = trial.limits or fold_thresholds(trial.scores, folds, settings.alpha)
-        alarms.append(lane_alarms(str(index), lanes, trial.scores, folds, limits))
+        add_with_params("nothing", UNTRAINED, random_params)
     figures = summarise(pd.concat(alarms, ignore_index=True), "0").set_index("detector")
-    figures = figures.loc[[str(index) for index in range(len(trials))]].reset_index(drop=True)
-    rows = [{"tested": lanes.learner, "fitted_to": trial.fitted_to, "way": trial.way} for trial in trials]
+    figures = figures.loc[[str(index) for index in range(len(rows))]].reset_index(drop=True)
     return pd.DataFrame(rows).join(figures)
 
 
