@@ -49,8 +49,8 @@ def scorer(model: str | Scorer, **settings: Any) -> Scorer:
     if model not in MODELS:
         raise ValueError(f"no model '{model}'; there are: {', '.join(MODELS)}")
     module, name = MODELS[model]
-    made: Scorer = getattr(importlib.import_module(f"jaxaudit.monitoring.{module}"), name)(**settings)
-    return made
+    instance: Scorer = getattr(importlib.import_module(f"jaxaudit.monitoring.{module}"), name)(**settings)
+    return instance
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class ChannelScaler:
 
         A channel is left out if it has no values, if it is the same in all runs at every step, or if it equals another
         channel at every step of every run. A channel that is the same in all runs is a setting, such as a scheduled
-        learning rate: a monitor that read it would be told of disturbances of it.
+        learning rate, by which a monitor would know of disturbances without detecting them.
 
         Raises:
           ValueError: no channel remains.
