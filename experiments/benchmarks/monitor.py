@@ -73,21 +73,21 @@ def inside(arguments) -> dict:
 def watch_of(program, model):
     """A monitor of all channels of a program's telemetry; what it was fitted to changes nothing of what it costs."""
     from jaxaudit.core.program import telemetry_shapes
+    from jaxaudit.monitoring.meta_state import Training
     from jaxaudit.monitoring.monitor import Monitor
-    from jaxaudit.monitoring.training import Training
     from jaxaudit.monitoring.watch import MonitorWatch, channel_names
 
     shapes, known = telemetry_shapes(program), program.learner.channels
     names = [channel for name, shape in shapes.items() for channel in channel_names(name, shape, known)]
     noise = np.random.default_rng(0).normal(size=(40, 60, len(names)))
     monitor = Monitor.fit(named(noise, names), model=model, training=Training(iterations=1))
-    return MonitorWatch.of(monitor, 0.05, shapes, known)
+    return MonitorWatch.for_telemetry(monitor, 0.05, shapes, known)
 
 
 def fit(model: str, quick: bool) -> float:
     """Seconds to fit a monitor to 100 trainings, nearly all of them for its parameters."""
+    from jaxaudit.monitoring.meta_state import Training
     from jaxaudit.monitoring.monitor import Monitor
-    from jaxaudit.monitoring.training import Training
 
     runs, steps, channels = (8, 20, 3) if quick else (100, 500, 12)
     values = np.random.default_rng(0).normal(size=(runs, steps, channels))

@@ -28,18 +28,17 @@ import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.cli.main import prepare_jax
 from jaxaudit.models import gpt2
-from jaxaudit.monitoring.baselines import CHARTS
-from jaxaudit.monitoring.channels import measured, series
-from jaxaudit.monitoring.comparison import DetectionSettings, best_chart, compare, summary
-from jaxaudit.monitoring.detector import MetaState
-from jaxaudit.monitoring.lanes import LabelledLanes
+from jaxaudit.monitoring.comparison import DetectionSettings, best_chart, compare, summarise
+from jaxaudit.monitoring.detector import CHARTS, MonitorDetector
+from jaxaudit.monitoring.labelled_lanes import LabelledLanes
 from jaxaudit.monitoring.state_space import LRU
+from jaxaudit.monitoring.telemetry import stack_channels, varying_channels
 
 FIRST = {"clean": 71_000, "disturbed": 72_000}
 """Seeds that nothing has been run on before."""
 
 SMOKE = {"clean": 100, "disturbed": 200}
-MINE = MetaState(LRU())
+MINE = MonitorDetector(LRU())
 DIMENSIONS = 8
 
 
@@ -155,7 +154,7 @@ def main() -> None:
     for name, study in STUDIES.items():
         lanes = trained(name, study, arguments.out, arguments.smoke)
         settings = DetectionSettings(folds=2, alpha=0.3, fitted=0.5) if arguments.smoke else DetectionSettings()
-        tables.append(summary(compare(lanes, [MINE, *CHARTS], settings), MINE.name).assign(learner=name))
+        tables.append(summarise(compare(lanes, [MINE, *CHARTS], settings), MINE.name).assign(learner=name))
         print(
             f"{name}: {lanes.table.clean.sum()} clean, {(~lanes.table.clean).sum()} disturbed, d={len(lanes.channels)}"
         )
@@ -181,7 +180,7 @@ def trained(name: str, study: Study, out: Path, smoke: bool, first: Mapping[str,
     values = np.concatenate([part["values"].values for part in parts])
     table = pd.concat([part.drop_dims(["step", "channel"]).to_dataframe() for part in parts], ignore_index=True)
     names = [str(channel) for channel in parts[0].channel.values]
-    read = measured(values[table.clean.to_numpy()])
+    read = varying_channels(values[table.clean.to_numpy()])
     return LabelledLanes(name, tuple(np.array(names)[read]), values[..., read], table)
 
 
@@ -196,7 +195,9 @@ def rows(study: Study, perturbations: Sequence[object], seeds: range, clean: boo
         settings=MetricSettings(window=20, hold=30),
     )
     chosen = [0] if clean else range(1, result.telemetry.sizes["condition"])
-    values = series(result.telemetry).transpose("seed", "condition", "step", "channel").isel(condition=list(chosen))
+    values = (
+        stack_channels(result.telemetry).transpose("seed", "condition", "step", "channel").isel(condition=list(chosen))
+    )
     kinds = result.telemetry.isel(condition=list(chosen))
     each, lanes = len(kinds.condition), len(seeds) * len(kinds.condition)
     columns = {name: np.tile(kinds[name].values, len(seeds)) for name in ("condition", "perturbation", "magnitude")}

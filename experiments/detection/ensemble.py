@@ -11,7 +11,7 @@
 - members: 400 clean and 400 disturbed runs of each learner; the ensemble's share detected less that of the member
   which detects most on other disturbed runs, with a bootstrap interval over runs.
 - false_alarms: with 40 of the 400 clean runs, the share of the others that are alarmed: its mean with a bootstrap
-  interval over runs, and its spread over sets beside that of Beta(n + 1 - k, k) (`calibration.rate_interval`).
+  interval over runs, and its spread over sets beside that of Beta(n + 1 - k, k) (`scoring.false_alarm_interval`).
 
 Clipping at four standard deviations, the least deviations and the rates were chosen on planted changes and on the
 learners SEEN; on the others nothing was tuned.
@@ -35,9 +35,9 @@ from planted import SIZES, System
 
 import jaxaudit as ja
 from jaxaudit.cli.main import prepare_jax
-from jaxaudit.monitoring.calibration import rank, rate_interval
 from jaxaudit.monitoring.ensemble import Ensemble
 from jaxaudit.monitoring.monitor import Expectation
+from jaxaudit.monitoring.scoring import false_alarm_interval, threshold_rank
 
 ALPHA = 0.05
 FIRST = {"clean": 91_000, "disturbed": 92_000}
@@ -153,18 +153,20 @@ class Fitted:
     @classmethod
     def to(cls, clean: np.ndarray, names: tuple[str, ...]) -> Fitted:
         """Fitted to clean runs `[n, T, d]`."""
-        return cls(Expectation.of(clean, names, CHARTS), names)
+        return cls(Expectation.fit(clean, names, CHARTS), names)
 
     def largest(self, runs: np.ndarray) -> np.ndarray:
         """The largest score of runs `[n, T, d]`: of the ensemble, and of each chart, `[n, 1 + S]`."""
         known = self.expectation
-        scores = known.yardstick.compare(known.scores(known.channels.pick(runs, self.names))[0]).max(1)
+        scores = known.normalizer.normalize(
+            known.scores_and_latents(known.channels.select_columns(runs, self.names))[0]
+        ).max(1)
         return np.concatenate([scores.max(1, keepdims=True), scores], 1)
 
 
 def limits(calibrated: np.ndarray) -> np.ndarray:
     """The threshold of each column of largest scores `[n, ...]` of clean runs."""
-    return np.sort(calibrated, axis=0)[rank(len(calibrated), ALPHA) - 1]
+    return np.sort(calibrated, axis=0)[threshold_rank(len(calibrated), ALPHA) - 1]
 
 
 def planted(out: Path, smoke: bool) -> None:
@@ -184,7 +186,7 @@ def planted(out: Path, smoke: bool) -> None:
             scores = fitted.largest(test)
             shares = np.r_[(scores[:, 0] > exact).mean(), (scores > limit).mean(0)]
             found.setdefault(kind, []).append(shares)
-    columns = [f"{ALL}, at exactly 5%", ALL, *CHARTS.kinds]
+    columns = [f"{ALL}, at exactly 5%", ALL, *CHARTS.score_names]
     table = pd.DataFrame({kind: np.mean(rows, 0) for kind, rows in found.items()}, index=columns)
     write(table.rename_axis("chart").reset_index(), out / "ensemble_planted.csv")
 
@@ -192,7 +194,7 @@ def planted(out: Path, smoke: bool) -> None:
 def ablation(out: Path, smoke: bool) -> None:
     """Shares detected of planted changes by some of the charts, at exactly 5% false alarms."""
     sets, many, runs = (2, 50, 10) if smoke else (6, 800, 100)
-    system, names, kinds = System(), tuple(f"c{i}" for i in range(12)), CHARTS.kinds
+    system, names, kinds = System(), tuple(f"c{i}" for i in range(12)), CHARTS.score_names
     tests = {kind: system.runs(runs, 1000 * i + 1, kind, size) for i, (kind, size) in enumerate(SIZES.items(), 1)}
     others = system.runs(many, 31_337)
     levels = tuple(kind for kind in kinds if kind.startswith(("departure", "outlier")))
@@ -224,7 +226,7 @@ def power(out: Path, smoke: bool) -> None:
         for number in range(splits):
             chosen = clean[np.random.default_rng(number).permutation(len(clean))[:count]]
             fitted = Fitted.to(chosen[held:], names)
-            limit = np.sort(fitted.largest(chosen[:held])[:, 0])[rank(held, alpha) - 1]
+            limit = np.sort(fitted.largest(chosen[:held])[:, 0])[threshold_rank(held, alpha) - 1]
             shares.append([(fitted.largest(test)[:, 0] > limit).mean() for test in tests.values()])
         rows.append({"clean runs": count, "alpha": alpha} | dict(zip(tests, np.mean(shares, 0), strict=True)))
     write(pd.DataFrame(rows), out / "ensemble_power.csv")
@@ -251,7 +253,7 @@ def members(out: Path, smoke: bool, lanes: Mapping[str, object]) -> None:
             for chosen_on, tested in ((half, ~half), (~half, half)):
                 member = 1 + int(hits[chosen_on, 1:].mean(0).argmax())
                 best[tested] = hits[tested, member]
-                names.append(CHARTS.kinds[member - 1])
+                names.append(CHARTS.score_names[member - 1])
             own.append(hits[:, 0].astype(float))
             differences.append(own[-1] - best)
         own_share, difference = np.mean(own, 0), np.mean(differences, 0)
@@ -313,7 +315,7 @@ def false_alarms(out: Path, smoke: bool, lanes: Mapping[str, object]) -> None:
             tested[order[count:]] += 1
             rates.append(hits.mean())
         found = ja.statistics.bootstrap(alarmed / tested, statistic=np.mean)
-        low, high = rate_interval(held, ALPHA)
+        low, high = false_alarm_interval(held, ALPHA)
         rows.append(
             {
                 "learner": learner,

@@ -16,9 +16,9 @@ import pandas as pd
 from planted import SIZES, System
 
 from jaxaudit.cli.main import prepare_jax
-from jaxaudit.monitoring.baselines import standard
-from jaxaudit.monitoring.comparison import DetectionSettings, by_condition, compare
-from jaxaudit.monitoring.detector import MetaState
+from jaxaudit.monitoring.baselines import standard_baselines
+from jaxaudit.monitoring.comparison import DetectionSettings, compare, summarise_by_condition
+from jaxaudit.monitoring.detector import MonitorDetector
 from jaxaudit.monitoring.state_space import LRU
 
 KINDS = ("drift", "ramp", "fold", "tempo")
@@ -35,8 +35,10 @@ def main() -> None:
     arguments = options.parse_args()
     prepare_jax()
     lanes = System().lanes(arguments.clean, arguments.disturbed, **{kind: SIZES[kind] for kind in KINDS})
-    said = compare(lanes, [MetaState(LRU()), *standard(lanes.channels)], DetectionSettings(alpha=arguments.alpha))
-    found = by_condition(said, list(said.detector.unique()))
+    said = compare(
+        lanes, [MonitorDetector(LRU()), *standard_baselines(lanes.channels)], DetectionSettings(alpha=arguments.alpha)
+    )
+    found = summarise_by_condition(said, list(said.detector.unique()))
     arguments.out.mkdir(parents=True, exist_ok=True)
     found.to_csv(arguments.out / "known_answer.csv", index=False)
     print(in_words(found).to_string())

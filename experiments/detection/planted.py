@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from jaxaudit.monitoring.lanes import LabelledLanes
+from jaxaudit.monitoring.labelled_lanes import LabelledLanes
 
 CHANNELS = 12
 STEPS, ONSET = 200, 80

@@ -27,12 +27,11 @@ from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.run_reader import load
 from jaxaudit.analysis.statistics import median, whitening
 from jaxaudit.cli.main import prepare_jax
-from jaxaudit.monitoring.channels import series
-from jaxaudit.monitoring.charts import SHRINKAGE
-from jaxaudit.monitoring.lanes import gather
+from jaxaudit.monitoring.labelled_lanes import load_lanes
+from jaxaudit.monitoring.meta_state import Training
 from jaxaudit.monitoring.monitor import Expectation
 from jaxaudit.monitoring.state_space import LRU
-from jaxaudit.monitoring.training import Training
+from jaxaudit.monitoring.telemetry import SHRINKAGE, stack_channels
 from jaxaudit.report import style
 
 WINDOW = 20
@@ -87,8 +86,8 @@ def moved(values: np.ndarray, channels: Sequence[str], table: pd.DataFrame) -> M
     fit = [number for seed, number in clean.items() if seed not in known_seeds][:FITTED]
     if len(fit) < 2:
         raise SystemExit("a model is fitted to clean lanes of two seeds or more that have no disturbed ones")
-    known = Expectation.of(values[fit], channels, LRU(), Training())
-    latents = known.scores(known.channels.pick(values, channels))[1].astype(np.float64)
+    known = Expectation.fit(values[fit], channels, LRU(), Training())
+    latents = known.scores_and_latents(known.channels.select_columns(values, channels))[1].astype(np.float64)
     matrix = whitening(latents[fit], SHRINKAGE)
     rows = table[~table.clean]
     each = [
@@ -208,7 +207,7 @@ def of_runs(given: Sequence[str], out: Path) -> None:
     """Tables and the figure of stored runs."""
     outcomes, conditions, panels = [], [], {}
     for name, folders in pairs(given).items():
-        found_lanes = gather(folders)
+        found_lanes = load_lanes(folders)
         if len(found_lanes) > 1:
             raise SystemExit(f"the runs of {name} are of {len(found_lanes)} learners; name each")
         lanes = found_lanes[0]
@@ -240,7 +239,7 @@ def of_size(size: str) -> Moved:
         settings=MetricSettings(window=15, hold=20),
         execution="map",
     )
-    telemetry = series(result.telemetry).transpose("seed", "condition", "step", "channel")
+    telemetry = stack_channels(result.telemetry).transpose("seed", "condition", "step", "channel")
     conditions = result.telemetry
     rows = [
         {

@@ -290,14 +290,14 @@ def _detect(arguments: argparse.Namespace) -> int:
     workers = _workers(arguments)
     prepare_jax()
     from jaxaudit.monitoring.comparison import DetectionSettings
-    from jaxaudit.monitoring.detector import MetaState
-    from jaxaudit.monitoring.folder import detect
+    from jaxaudit.monitoring.detect import detect
+    from jaxaudit.monitoring.detector import MonitorDetector
     from jaxaudit.monitoring.monitor import scorer
     from jaxaudit.runtime.errors import error_prefix
 
     with error_prefix("jaxaudit detect"):
         settings = DetectionSettings(folds=arguments.folds, alpha=arguments.alpha, fitted=arguments.fitted)
-    detector = MetaState(scorer(arguments.model))
+    detector = MonitorDetector(scorer(arguments.model))
     for folder in detect(arguments.folders, arguments.out, detector, settings, arguments.channels, workers):
         _report_detection(folder)
     return 0
@@ -306,10 +306,10 @@ def _detect(arguments: argparse.Namespace) -> int:
 def _monitor(arguments: argparse.Namespace) -> int:
     if arguments.model != MODELS[0]:  # the ensemble needs no JAX
         prepare_jax()
-    from jaxaudit.monitoring.monitored import Options, monitor
+    from jaxaudit.monitoring.monitor_logs import Options, monitor_logs
 
     options = Options(arguments.channels, arguments.step, arguments.alpha, arguments.model)
-    monitor(arguments.files, arguments.clean, arguments.out, options)
+    monitor_logs(arguments.files, arguments.clean, arguments.out, options)
     _report_detection(arguments.out)
     return 0
 

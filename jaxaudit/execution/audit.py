@@ -77,7 +77,7 @@ def audit(
         matmul_precision=matmul_precision,
         tail=chosen.window,
         lanes=lanes,
-        watch=None if monitor is None else partial(MonitorWatch.of, monitor, alpha),
+        watch=None if monitor is None else partial(MonitorWatch.for_telemetry, monitor, alpha),
     )
     if grid.program.across_hosts:
         raise ValueError(

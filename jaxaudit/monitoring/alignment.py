@@ -1,6 +1,6 @@
-"""Runs of logs on the steps of clean ones: which channels are compared, at which steps, and what is certain already.
+"""Aligns logged runs with clean runs: the channels and steps to compare, and alarms that are certain without a score.
 
-Everything here that is learned of runs is learned of clean ones; of a new run only its own names and steps matter.
+All that is learned here is learned of clean runs; of a new run, only its channels' names and steps matter.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxaudit.logs.log import Attempt, Series, describe_missing, join_names, shorten
-from jaxaudit.monitoring.channels import ROUNDING
+from jaxaudit.monitoring.telemetry import ROUNDING_TOLERANCE
 from jaxaudit.runtime.errors import UserError
 
-MOST_STEPS = 1000
-"""Of a grid; of longer ones, neighbouring steps are averaged."""
+MAX_STEPS = 1000
+"""The most steps of a grid; in longer ones, neighbouring steps are averaged."""
 
-SHARED = 0.9
-"""Share of a channel's steps that runs must have in common to be compared step by step."""
+MIN_SHARED = 0.9
+"""The smallest share of a channel's steps that runs have in common if they are compared step by step."""
 
-LENGTH = 0.9
-"""Share of the median clean run's length under which a clean run is left out, as one that was cut short."""
+MIN_LENGTH = 0.9
+"""The smallest length of a clean run, relative to the median; shorter runs count as cut short and are left out."""
 
-USUAL = 3
-"""Times its usual spacing for which a channel may have no value before it is called silent."""
+SILENCE_FACTOR = 3
+"""A channel is silent after this many times its usual spacing without a value."""
 
-COUNTER = 0.01
-"""Relative, by which runs may differ in what counts the same."""
+COUNTER_TOLERANCE = 0.01
+"""The relative difference up to which the values of counters in two runs count as equal."""
 
 _CLOCK = re.compile(
     r"(?:^|[_/ .-])(?:time|times|timing|timestamp|clock|elapsed|seconds|secs|sec|wall|walltime|runtime|duration|dt|"
@@ -37,7 +37,7 @@ _CLOCK = re.compile(
     r"(?:$|[_/ .-])",
     re.IGNORECASE,
 )
-"""In names of what grows with the run, whatever becomes of it."""
+"""Matches names of channels that grow as training proceeds, well or badly."""
 
 _SPEED = re.compile(
     r"(?:^|[_/ .-])(?:fps|sps|mfu|tflops|flops|throughput|runtime|elapsed|walltime|dt|it/s|timing_s|time[_ ]per.*|"
@@ -45,32 +45,31 @@ _SPEED = re.compile(
     r"(?:step|iteration|iter|batch|epoch|data|forward|backward|learning|env|rollout|update)[_ ]?time)(?:$|[_/ .-])",
     re.IGNORECASE,
 )
-"""In names of how fast a machine is."""
+"""Matches names of channels that measure the speed of a machine."""
 
-_MOST_CELLS = 2**29
+_MAX_CELLS = 2**29
 
-KINDS = ("NaN", "infinite")
+NON_FINITE_KINDS = ("NaN", "infinite")
 
 
 @dataclass(frozen=True)
-class Named:
-    """An attempt of a run, with what messages call it."""
+class NamedAttempt:
+    """An attempt of a run, and its name in messages."""
 
     name: str
     attempt: Attempt
 
     def series(self, channel: str) -> Series | None:
-        """A channel's values, those of a column of texts as NaN; None where it has none."""
+        """Returns a channel's values, NaN for those of a column of texts, or None if the attempt lacks the channel."""
         return self.attempt.series.get(channel) or self.attempt.texts.get(channel)
 
 
 @dataclass(frozen=True)
 class StepGrid:
-    """Where a channel is compared.
+    """The intervals of steps in which a channel is compared.
 
     Attributes:
-      edges: int64 `[T + 1]`: the t-th value of a run is the mean of its values at steps above edges[t], up to
-        edges[t + 1].
+      edges: int64 `[T + 1]`; interval t has the steps above edges[t], up to and including edges[t + 1].
     """
 
     edges: np.ndarray
@@ -80,172 +79,174 @@ class StepGrid:
         """The last step of each interval, int64 `[T]`."""
         return self.edges[1:]
 
-    def of(self, series: Series | None) -> np.ndarray:
-        """A run's values `[T]`: means of the finite ones, NaN where there is none."""
+    def average(self, series: Series | None) -> np.ndarray:
+        """Returns the mean of a channel's finite values in each interval, `[T]`; NaN where there is none."""
         count = len(self.edges) - 1
         if series is None:
             return np.full(count, math.nan)
         finite = np.isfinite(series.values)
-        place = np.searchsorted(self.edges, series.steps[finite]) - 1
-        inside = (place >= 0) & (place < count)
-        place, values = place[inside], series.values[finite][inside]
-        number = np.bincount(place, minlength=count)
+        interval = np.searchsorted(self.edges, series.steps[finite]) - 1
+        inside = (interval >= 0) & (interval < count)
+        interval, values = interval[inside], series.values[finite][inside]
+        number = np.bincount(interval, minlength=count)
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            return np.where(number > 0, np.bincount(place, values, minlength=count) / number, math.nan)
+            return np.where(number > 0, np.bincount(interval, values, minlength=count) / number, math.nan)
 
 
-def long_enough(clean: Sequence[Named]) -> tuple[list[Named], list[str]]:
-    """The clean runs that are not cut short, and a note on those that are."""
-    ends = [int(run.attempt.steps[-1]) - int(run.attempt.steps[0]) for run in clean]
-    least = LENGTH * float(np.median(ends))
-    kept = [run for run, end in zip(clean, ends, strict=True) if end >= least]
-    short = [run.name for run, end in zip(clean, ends, strict=True) if end < least]
+def drop_short_runs(clean: Sequence[NamedAttempt]) -> tuple[list[NamedAttempt], list[str]]:
+    """Returns the clean runs that were not cut short, and a note on those that were."""
+    lengths = [int(run.attempt.steps[-1]) - int(run.attempt.steps[0]) for run in clean]
+    shortest = MIN_LENGTH * float(np.median(lengths))
+    kept = [run for run, length in zip(clean, lengths, strict=True) if length >= shortest]
+    short = [run.name for run, length in zip(clean, lengths, strict=True) if length < shortest]
     if not short:
         return kept, []
-    return kept, [f"{in_files(short)}: left out, as under {LENGTH:.0%} of the clean runs' median length"]
+    return kept, [f"{file_names(short)}: left out, shorter than {MIN_LENGTH:.0%} of the clean runs' median length"]
 
 
-def in_files(names: Sequence[str]) -> str:
-    """Names of files, for the beginning of a note."""
-    plain = [name if name.isprintable() else ascii(name)[1:-1] for name in names]
-    return ", ".join(plain) if len(names) <= 3 else f"in {len(names)} files ({', '.join(plain[:2])}, ...)"
+def file_names(names: Sequence[str]) -> str:
+    """Returns names of files for the beginning of a note; of more than three, the number and the first two."""
+    printable = [name if name.isprintable() else ascii(name)[1:-1] for name in names]
+    if len(names) <= 3:
+        return ", ".join(printable)
+    return f"in {len(names)} files ({', '.join(printable[:2])}, ...)"
 
 
-def channels_of(clean: Sequence[Named], asked: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """The channels of clean runs that tell how a run goes, and notes on those that do not.
+def select_channels(clean: Sequence[NamedAttempt], names: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Returns the channels of clean runs that show how a run goes, and notes on those that are left out.
+
+    Args:
+      clean: the runs.
+      names: the channels that the user wants; None selects them by the clean runs.
 
     Raises:
-      UserError: one that is asked for is not in all of them, or none is.
+      UserError: a channel in `names` is not in all runs, or no channel is.
     """
-    every = dict.fromkeys(name for run in clean for name in run.attempt.series)
-    common = [name for name in every if all(name in run.attempt.series for run in clean)]
-    if asked:
-        for name in asked:
+    available = dict.fromkeys(name for run in clean for name in run.attempt.series)
+    common = [name for name in available if all(name in run.attempt.series for run in clean)]
+    if names:
+        for name in names:
             if name not in common:
                 without = next(run for run in clean if name not in run.attempt.series)
                 raise UserError(f"{without.name} {describe_missing('channel', name, without.attempt.series)}")
-        return list(dict.fromkeys(asked)), []
+        return list(dict.fromkeys(names)), []
     if not common:
-        each = "; ".join(f"{run.name} has {join_names(run.attempt.series)}" for run in _different(clean))
+        examples: dict[frozenset[str], NamedAttempt] = {}
+        for run in clean:
+            examples.setdefault(frozenset(run.attempt.series), run)
+        each = "; ".join(f"{run.name} has {join_names(run.attempt.series)}" for run in list(examples.values())[:3])
         raise UserError(f"no channel is in all clean runs: {each}")
     notes = []
-    partly = [name for name in every if name not in common]
+    partly = [name for name in available if name not in common]
     if partly:
-        notes.append(f"not read, as not in all clean runs: {join_names(partly)}")
+        notes.append(f"not read, not in all clean runs: {join_names(partly)}")
     kept = common
-    for reason, is_so in _REASONS:
-        found = [name for name in kept if is_so(name, [run.attempt.series[name] for run in clean])]
-        if found and len(found) < len(kept):
-            notes.append(f"left out, {reason}: {join_names(found)}; --channels can name them")
-            kept = [name for name in kept if name not in found]
+    for reason, applies in _REASONS:
+        excluded = [name for name in kept if applies(name, [run.attempt.series[name] for run in clean])]
+        if excluded and len(excluded) < len(kept):
+            notes.append(f"left out, {reason}: {join_names(excluded)}; --channels can select them")
+            kept = [name for name in kept if name not in excluded]
     return kept, notes
 
 
-def _different(runs: Sequence[Named]) -> list[Named]:
-    """One run for each set of channels, at most three."""
-    found: dict[frozenset[str], Named] = {}
-    for run in runs:
-        found.setdefault(frozenset(run.attempt.series), run)
-    return list(found.values())[:3]
+def _is_constant(name: str, runs: Sequence[Series]) -> bool:
+    constant = all((series.values == series.values[0]).all() for series in runs)
+    return constant and any(len(series.values) > 1 for series in runs)
 
 
-def _constant(name: str, each: Sequence[Series]) -> bool:
-    return all((one.values == one.values[0]).all() for one in each) and any(len(one.values) > 1 for one in each)
-
-
-def _rises(name: str, each: Sequence[Series]) -> bool:
-    """Whether a channel rises at every step, and is named as a clock or counter or is the same in all runs."""
-    finite = [one.values[np.isfinite(one.values)] for one in each]
+def _is_counter(name: str, runs: Sequence[Series]) -> bool:
+    """Returns whether a channel rises at every step, and has the name of a clock or counter or is equal in all runs."""
+    finite = [series.values[np.isfinite(series.values)] for series in runs]
     if not all(len(values) > 2 and bool((np.diff(values) > 0).all()) for values in finite):
         return False
-    return bool(_CLOCK.search(name)) or (len(each) > 1 and _scheduled(name, each, COUNTER))
+    return bool(_CLOCK.search(name)) or (len(runs) > 1 and _is_scheduled(name, runs, COUNTER_TOLERANCE))
 
 
-def _of_the_machine(name: str, each: Sequence[Series]) -> bool:
+def _is_machine_speed(name: str, runs: Sequence[Series]) -> bool:
     return bool(_SPEED.search(name))
 
 
-def _scheduled(name: str, each: Sequence[Series], apart: float = ROUNDING) -> bool:
-    """Whether runs have the same values wherever they have one at the same step, and those vary."""
-    if len(each) < 2:
+def _is_scheduled(name: str, runs: Sequence[Series], tolerance: float = ROUNDING_TOLERANCE) -> bool:
+    """Returns whether runs have equal values at all steps that they share, and share any."""
+    if len(runs) < 2:
         return False
-    first, second = each[0], each[1]
+    first, second = runs[0], runs[1]
     if np.array_equal(first.steps, second.steps) and not np.allclose(
-        first.values, second.values, rtol=2 * apart, atol=0.0, equal_nan=True
+        first.values, second.values, rtol=2 * tolerance, atol=0.0, equal_nan=True
     ):
         return False
-    known: dict[int, float] = {}
+    by_step: dict[int, float] = {}
     shared = 0
-    for one in each:
-        for step, value in zip(one.steps.tolist(), one.values.tolist(), strict=True):
-            before = known.setdefault(step, value)
+    for series in runs:
+        for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
+            before = by_step.setdefault(step, value)
             if before is not value:
                 shared += 1
-                if not abs(before - value) <= apart * max(abs(before), abs(value)):
+                if not abs(before - value) <= tolerance * max(abs(before), abs(value)):
                     return False
     return shared > 0
 
 
 _REASONS = (
-    ("as the same at every step of each run", _constant),
-    ("as rising at every step, as clocks and counters do", _rises),
-    ("as how fast the machine is", _of_the_machine),
-    ("as the same function of the step in all runs, as a schedule is", _scheduled),
+    ("the same at every step of each run", _is_constant),
+    ("rising at every step like a clock or counter", _is_counter),
+    ("measuring the speed of the machine", _is_machine_speed),
+    ("the same function of the step in all runs, like a schedule", _is_scheduled),
 )
 
 
-def moved(new: Sequence[Named], clean: Sequence[Named]) -> list[str]:
-    """Notes on channels that are one number in all clean runs, and another one in a new run: no score can say so."""
+def changed_constants(new: Sequence[NamedAttempt], clean: Sequence[NamedAttempt]) -> list[str]:
+    """Returns notes on channels that are constant in all clean runs and different in a new run: no score shows it."""
     notes = []
     for name in dict.fromkeys(name for run in clean for name in run.attempt.series):
-        values = [run.attempt.series[name].values for run in clean if name in run.attempt.series]
-        usual = values[0][0]
-        if len(values) < len(clean) or not all((one == usual).all() for one in values):
+        clean_values = [run.attempt.series[name].values for run in clean if name in run.attempt.series]
+        constant = clean_values[0][0]
+        if len(clean_values) < len(clean) or not all((values == constant).all() for values in clean_values):
             continue
         for run in new:
-            one = run.series(name)
-            if one is None:
+            series = run.series(name)
+            if series is None:
                 continue
-            other = np.flatnonzero(one.values != usual)
-            if len(other):
-                step, value = one.steps[other[0]], one.values[other[0]]
+            changed = np.flatnonzero(series.values != constant)
+            if len(changed):
+                step, value = series.steps[changed[0]], series.values[changed[0]]
                 notes.append(
-                    f"{run.name}: {shorten(name)} is {value:g} at step {step}, and {usual:g} in every clean run"
+                    f"{run.name}: {shorten(name)} is {value:g} at step {step}, and {constant:g} in every clean run"
                 )
     return notes
 
 
-def excepted(fitted: Sequence[Named], channels: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Returns, by channel, the kinds of non-finite values that clean runs have too, and which therefore say nothing."""
-    found = {}
+def tolerated_non_finite(fitted: Sequence[NamedAttempt], channels: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Returns, by channel, the NON_FINITE_KINDS that clean runs have too, and which therefore raise no alarm."""
+    tolerated = {}
     for name in channels:
-        values = np.concatenate([one.values for run in fitted if (one := run.series(name)) is not None])
-        kinds = {KINDS[0]} if np.isnan(values).any() else set()
-        kinds |= {KINDS[1]} if np.isinf(values).any() else set()
+        values = np.concatenate([series.values for run in fitted if (series := run.series(name)) is not None])
+        present = (np.isnan(values).any(), np.isinf(values).any())
+        kinds = frozenset(kind for kind, occurs in zip(NON_FINITE_KINDS, present, strict=True) if occurs)
         if kinds:
-            found[name] = frozenset(kinds)
-    return found
+            tolerated[name] = kinds
+    return tolerated
 
 
-def first_not_finite(
-    run: Named, channels: Sequence[str], known: Mapping[str, frozenset[str]]
+def first_non_finite(
+    run: NamedAttempt, channels: Sequence[str], tolerated: Mapping[str, frozenset[str]]
 ) -> tuple[int, dict[str, str]] | None:
-    """The first step at which a run has a value that is not finite, and of which kind it is in which channels.
+    """Returns the first step at which a run has a value that is not finite, and its kind by channel; None without one.
 
     Args:
       run: an attempt.
-      channels: to look at.
-      known: kinds that say nothing, as `excepted` gives them.
+      channels: the channels to check.
+      tolerated: kinds that raise no alarm, from `tolerated_non_finite`.
     """
     first: tuple[int, dict[str, str]] | None = None
     for name in channels:
-        one = run.series(name)
-        if one is None:
+        series = run.series(name)
+        if series is None:
             continue
-        for kind, is_so in zip(KINDS, (np.isnan(one.values), np.isinf(one.values)), strict=True):
-            if kind in known.get(name, ()) or not is_so.any():
+        for kind, mask in zip(NON_FINITE_KINDS, (np.isnan(series.values), np.isinf(series.values)), strict=True):
+            if kind in tolerated.get(name, ()) or not mask.any():
                 continue
-            step = int(one.steps[np.argmax(is_so)])
+            step = int(series.steps[np.argmax(mask)])
             if first is None or step < first[0]:
                 first = (step, {})
             if step == first[0]:
@@ -253,75 +254,82 @@ def first_not_finite(
     return first
 
 
-def longest_silences(clean: Sequence[Named], channels: Sequence[str]) -> dict[str, int]:
-    """The most steps that a clean run has been without a value of each channel."""
+def longest_silences(clean: Sequence[NamedAttempt], channels: Sequence[str]) -> dict[str, int]:
+    """Returns, by channel, the most steps that a clean run has been without a value."""
     return {
         name: max(_longest_silence(run.attempt, name) for run in clean if name in run.attempt.series)
         for name in channels
     }
 
 
-def first_silent(run: Named, longest: Mapping[str, int], channels: Sequence[str]) -> tuple[int, list[str]] | None:
-    """The first step at which a channel has been silent for longer than in any clean run, while others go on.
-
-    Silence is counted in steps from a channel's latest value on; one that is logged more seldom than in the clean runs
-    throughout is not silent. `longest` is that of the clean runs.
-    """
-    every = run.attempt.steps
-    found: dict[int, list[str]] = {}
-    for name in channels:
-        one = run.series(name)
-        if one is None or not len(one.steps):
-            continue
-        own = float(np.median(np.diff(one.steps))) if len(one.steps) > 1 else 0.0
-        allowed = max(longest[name], int(USUAL * own))
-        ends = np.append(one.steps[1:], every[-1] + 1)
-        for place in np.flatnonzero(ends - one.steps > allowed).tolist():
-            others = every[(every > one.steps[place] + allowed) & (every < ends[place])]
-            if len(others):
-                found.setdefault(int(others[0]), []).append(name)
-                break
-    return min(found.items()) if found else None
-
-
 def _longest_silence(attempt: Attempt, name: str) -> int:
-    """The most steps of an attempt without a value of a channel."""
-    every = attempt.steps
-    return int(np.diff(np.concatenate([every[:1], attempt.series[name].steps, every[-1:]])).max())
+    steps = attempt.steps
+    return int(np.diff(np.concatenate([steps[:1], attempt.series[name].steps, steps[-1:]])).max())
 
 
-def grid_of(clean: Sequence[Named], channels: Sequence[str]) -> StepGrid:
-    """The steps that clean runs have in common; where they have too few, as many equal spans as a run has values."""
-    each = [
-        run.attempt.steps if len(channels) == len(run.attempt.series) else _steps_of(run, channels) for run in clean
+def first_silence(
+    run: NamedAttempt, longest: Mapping[str, int], channels: Sequence[str]
+) -> tuple[int, list[str]] | None:
+    """Returns the first step at which channels of a run are silent while others go on, and these channels.
+
+    A channel is silent when it has been without a value for longer than in any clean run (`longest`, from
+    `longest_silences`), counted in steps from its latest value. A channel that is logged more rarely than in clean runs
+    all along is not silent. None if no channel falls silent.
+    """
+    all_steps = run.attempt.steps
+    silent: dict[int, list[str]] = {}
+    for name in channels:
+        series = run.series(name)
+        if series is None or not len(series.steps):
+            continue
+        spacing = float(np.median(np.diff(series.steps))) if len(series.steps) > 1 else 0.0
+        allowed = max(longest[name], int(SILENCE_FACTOR * spacing))
+        ends = np.append(series.steps[1:], all_steps[-1] + 1)
+        for index in np.flatnonzero(ends - series.steps > allowed).tolist():
+            others = all_steps[(all_steps > series.steps[index] + allowed) & (all_steps < ends[index])]
+            if len(others):
+                silent.setdefault(int(others[0]), []).append(name)
+                break
+    return min(silent.items()) if silent else None
+
+
+def common_grid(clean: Sequence[NamedAttempt], channels: Sequence[str]) -> StepGrid:
+    """Returns a grid of the steps that clean runs share, or of as many equal intervals as a run has steps if too few.
+
+    Raises:
+      UserError: the runs have too many values.
+    """
+    run_steps = [
+        run.attempt.steps if len(channels) == len(run.attempt.series) else _steps_of_channels(run, channels)
+        for run in clean
     ]
-    every, counts = np.unique(np.concatenate(each), return_counts=True)
-    shared = every[counts >= max(1, len(clean) / 2)]
-    usual = int(np.median([len(steps) for steps in each]))
-    if len(shared) >= SHARED * usual:
+    all_steps, counts = np.unique(np.concatenate(run_steps), return_counts=True)
+    shared = all_steps[counts >= max(1, len(clean) / 2)]
+    median_length = int(np.median([len(steps) for steps in run_steps]))
+    if len(shared) >= MIN_SHARED * median_length:
         edges = np.concatenate([[shared[0] - 1], shared])
     else:
-        edges = np.unique(np.linspace(every[0] - 1, every[-1], usual + 1).round().astype(np.int64))
-    width = -(-(len(edges) - 1) // MOST_STEPS)
+        edges = np.unique(np.linspace(all_steps[0] - 1, all_steps[-1], median_length + 1).round().astype(np.int64))
+    width = math.ceil((len(edges) - 1) / MAX_STEPS)
     if width > 1:
         edges = np.append(edges[:-1][::width], edges[-1])
-    if len(clean) * len(edges) * len(channels) > _MOST_CELLS:
+    if len(clean) * len(edges) * len(channels) > _MAX_CELLS:
         raise UserError(f"{len(clean)} clean runs of {len(edges)} steps and {len(channels)} channels are too many")
     return StepGrid(edges)
 
 
-def _steps_of(run: Named, channels: Sequence[str]) -> np.ndarray:
+def _steps_of_channels(run: NamedAttempt, channels: Sequence[str]) -> np.ndarray:
     return Attempt(run.attempt.begins, {name: run.attempt.series[name] for name in channels}).steps
 
 
 @dataclass(frozen=True)
 class ChannelCadence:
-    """When clean runs log a channel.
+    """The steps at which clean runs log a channel.
 
     Attributes:
-      common: the steps at which all of them do, int64.
-      length: how often one does, the median.
-      spacing: steps between two values, the median over runs.
+      common: the steps at which all of them log it, int64.
+      length: the median number of values of a run.
+      spacing: the median over runs of the mean steps between two values.
     """
 
     common: np.ndarray
@@ -329,44 +337,90 @@ class ChannelCadence:
     spacing: float
 
     @classmethod
-    def of(cls, clean: Sequence[Named], name: str) -> ChannelCadence:
-        """That of clean runs, all of which have the channel."""
-        theirs = [each.attempt.series[name].steps for each in clean]
-        common = theirs[0]
-        for steps in theirs[1:]:
+    def of_runs(cls, clean: Sequence[NamedAttempt], name: str) -> ChannelCadence:
+        """Returns the cadence of a channel that all of the clean runs have."""
+        run_steps = [run.attempt.series[name].steps for run in clean]
+        common = run_steps[0]
+        for steps in run_steps[1:]:
             if not np.array_equal(common, steps):
                 common = common[np.isin(common, steps)]
-        length, spacing = (float(np.median([of(steps) for steps in theirs])) for of in (len, _spacing))
+        length, spacing = (float(np.median([of(steps) for steps in run_steps])) for of in (len, _mean_spacing))
         return cls(common, length, spacing)
 
-    def kept_by(self, one: Series) -> np.ndarray | str | None:
-        """How a new run logs the channel: as the clean runs do, at some of their steps only, or otherwise.
+    def compare(self, series: Series) -> np.ndarray | str | None:
+        """Compares the steps at which a new run logs the channel to those of the clean runs.
 
         Returns:
-          None for as they do, as far as the run has come; the steps to compare it at, int64; or in words what is
-          otherwise.
+          None if it logs as the clean runs do, as far as the run has come; the steps to compare at, int64, if it logs
+          at some of their steps only; otherwise the difference as a text.
         """
         common = self.common
-        if np.array_equal(one.steps, common):
+        if np.array_equal(series.steps, common):
             return None
-        inside = common[(common >= one.steps[0]) & (common <= one.steps[-1])]
-        if len(common) >= SHARED * self.length:
-            if np.isin(one.steps, common).mean() >= SHARED:
-                return None if np.isin(inside, one.steps).mean() >= SHARED else one.steps
-            mine, theirs = (", ".join(map(str, steps[:2].tolist())) for steps in (one.steps, common))
-            return f"at other steps ({mine}, ...) than in the clean runs ({theirs}, ...)"
-        own = _spacing(one.steps)
-        if own and self.spacing and not 0.5 < own / self.spacing < 2:
-            return f"every {own:.3g} steps, in the clean runs every {self.spacing:.3g}"
+        inside = common[(common >= series.steps[0]) & (common <= series.steps[-1])]
+        if len(common) >= MIN_SHARED * self.length:
+            if np.isin(series.steps, common).mean() >= MIN_SHARED:
+                return None if np.isin(inside, series.steps).mean() >= MIN_SHARED else series.steps
+            new_steps, clean_steps = (", ".join(map(str, steps[:2].tolist())) for steps in (series.steps, common))
+            return f"at other steps ({new_steps}, ...) than in the clean runs ({clean_steps}, ...)"
+        spacing = _mean_spacing(series.steps)
+        if spacing and self.spacing and not 0.5 < spacing / self.spacing < 2:
+            return f"every {spacing:.3g} steps, in the clean runs every {self.spacing:.3g}"
         return None
 
 
-def _spacing(steps: np.ndarray) -> float:
+def _mean_spacing(steps: np.ndarray) -> float:
     return float(np.mean(np.diff(steps))) if len(steps) > 1 else 0.0
 
 
-def at_steps(series: Series | None, steps: np.ndarray | None) -> Series | None:
-    """A channel at some of its steps; at all where these are None."""
+@dataclass(frozen=True)
+class RunGroup:
+    """Attempts that are scored by the same channels, each channel at the same steps.
+
+    Attributes:
+      runs: the attempts.
+      channel_steps: the steps at which each channel is compared; None for all steps.
+    """
+
+    runs: list[NamedAttempt]
+    channel_steps: dict[str, np.ndarray | None]
+
+
+def group_runs(
+    new: Sequence[NamedAttempt], clean: Sequence[NamedAttempt], channels: Sequence[str], notes: list[str]
+) -> list[RunGroup]:
+    """Groups new runs by the channels that they have; adds notes on channels that are not read of some runs."""
+    groups: dict[tuple[object, ...], RunGroup] = {}
+    unread: dict[str, list[str]] = {}
+    clean_end = max(int(run.attempt.steps[-1]) for run in clean)
+    cadences = {name: ChannelCadence.of_runs(clean, name) for name in channels}
+    for run in new:
+        channel_steps: dict[str, np.ndarray | None] = {}
+        for name in channels:
+            series = run.series(name)
+            if series is None or not len(series.steps):
+                unread.setdefault(f"not read, missing: {name}", []).append(run.name)
+                continue
+            steps = cadences[name].compare(series)
+            if isinstance(steps, str):
+                unread.setdefault(f"not read, logged {steps}: {name}", []).append(run.name)
+            else:
+                channel_steps[name] = steps
+        key = tuple((name, None if steps is None else steps.tobytes()) for name, steps in channel_steps.items())
+        groups.setdefault(key, RunGroup([], channel_steps)).runs.append(run)
+        if (end := int(run.attempt.steps[-1])) > clean_end:
+            notes.append(f"{run.name}: ends at step {end}, the clean runs at {clean_end}: scored up to there")
+    notes += [f"{file_names(names)}: {note}" for note, names in unread.items()]
+    for group in groups.values():
+        if not group.channel_steps:
+            names = file_names([run.name for run in group.runs])
+            available = join_names(group.runs[0].attempt.series)
+            notes.append(f"{names}: no channel in common with the clean runs; has {available}")
+    return [group for group in groups.values() if group.channel_steps]
+
+
+def restrict_to_steps(series: Series | None, steps: np.ndarray | None) -> Series | None:
+    """Returns a channel's values at some of its steps; all of them if `steps` is None."""
     if series is None or steps is None:
         return series
     kept = np.isin(series.steps, steps)

@@ -1,4 +1,4 @@
-"""Detectors beside one another, on lanes they were not fitted to, at matched false alarms."""
+"""Compares detectors on lanes that they were not fitted to, at the same false-alarm rate."""
 
 from __future__ import annotations
 
@@ -9,24 +9,36 @@ import numpy as np
 import pandas as pd
 
 from jaxaudit.analysis.statistics import wilson
-from jaxaudit.monitoring.calibration import fewest_runs, threshold
 from jaxaudit.monitoring.detector import ALL_CHANNELS, Detector
-from jaxaudit.monitoring.lanes import LabelledLanes
+from jaxaudit.monitoring.labelled_lanes import LabelledLanes
+from jaxaudit.monitoring.scoring import min_calibration_runs, threshold
 
 NEVER = -1
-"""The step of an alarm that was not given."""
+"""The alarm step of a lane without an alarm."""
+
+CLEAN = "clean"
+"""The condition of clean lanes in tables."""
+
+GAIN_FIGURES = ("auroc", "detected", "lead_time")
+"""The figures by which the monitor is compared to every other detector."""
+
+REPETITIONS = 1000
+"""The number of bootstrap repetitions over seeds."""
+
+MIN_SEEDS = 5
+"""The fewest seeds with clean lanes, and with disturbed lanes, for a bootstrap interval."""
 
 
 @dataclass(frozen=True)
 class DetectionSettings:
-    """How detectors are compared.
+    """The settings of a comparison of detectors.
 
     Attributes:
-      folds: of the seeds; each is tested by detectors that saw none of it.
+      folds: the number of folds of the seeds; each is tested by detectors that were fitted to other folds.
       alpha: false alarms per clean run.
-      fitted: share of a fold's other clean runs that detectors are fitted to, in (0, 1); on the rest they are
-        calibrated.
-      seed: of the split.
+      fitted: the share of the other folds' clean lanes that detectors are fitted to, in (0, 1); they are calibrated on
+        the rest.
+      seed: the seed of the split into folds.
     """
 
     folds: int = 4
@@ -45,15 +57,15 @@ class DetectionSettings:
 
 @dataclass(frozen=True)
 class LaneSplit:
-    """Which lanes serve what, by number, in one fold."""
+    """The indices of the lanes of one fold that detectors are fitted to, calibrated on, and tested on."""
 
     fit: np.ndarray
     calibrate: np.ndarray
     test: np.ndarray
 
 
-def splits(lanes: LabelledLanes, settings: DetectionSettings) -> list[LaneSplit]:
-    """The folds: a seed's lanes are all in one.
+def split_lanes(lanes: LabelledLanes, settings: DetectionSettings) -> list[LaneSplit]:
+    """Returns the folds; all lanes of a seed are in one fold.
 
     Raises:
       ValueError: there are too few clean lanes for alpha.
@@ -61,185 +73,181 @@ def splits(lanes: LabelledLanes, settings: DetectionSettings) -> list[LaneSplit]
     table = lanes.table
     seeds = np.random.default_rng(settings.seed).permutation(np.unique(table.seed))
     clean = {int(seed): lane for lane, seed in table.seed[table.clean].items()}
-    parts = []
-    for fold in np.array_split(seeds, settings.folds):
-        others = np.array([clean[int(seed)] for seed in seeds if seed not in fold and int(seed) in clean])
-        fit = max(round(settings.fitted * len(others)), 2)
-        if len(others) - fit < fewest_runs(settings.alpha):
+    folds = []
+    for test_seeds in np.array_split(seeds, settings.folds):
+        others = np.array([clean[int(seed)] for seed in seeds if seed not in test_seeds and int(seed) in clean])
+        fit_count = max(round(settings.fitted * len(others)), 2)
+        if len(others) - fit_count < min_calibration_runs(settings.alpha):
             raise ValueError(
                 f"{lanes.learner}: {len(clean)} clean lanes are too few for {settings.alpha:g} false alarms per run in "
-                f"{settings.folds} folds: {len(others) - fit} are left to calibrate on, and it takes "
-                f"{fewest_runs(settings.alpha)}{_without(lanes)}"
+                f"{settings.folds} folds: {len(others) - fit_count} are left to calibrate on, and it takes "
+                f"{min_calibration_runs(settings.alpha)}{_collapsing_note(lanes)}"
             )
-        parts.append(LaneSplit(others[:fit], others[fit:], np.flatnonzero(table.seed.isin(fold))))
-    return parts
+        test = np.flatnonzero(table.seed.isin(test_seeds))
+        folds.append(LaneSplit(others[:fit_count], others[fit_count:], test))
+    return folds
 
 
-def _without(lanes: LabelledLanes) -> str:
+def _collapsing_note(lanes: LabelledLanes) -> str:
     count = lanes.collapsing
     return f" ({count} more collapse undisturbed and are no clean lanes)" if count else ""
 
 
 def compare(lanes: LabelledLanes, detectors: Sequence[Detector], settings: DetectionSettings) -> pd.DataFrame:
-    """What every detector says of every lane.
+    """Fits every detector in every fold, and returns its score and alarm for every lane.
 
     Returns:
-      a row for each detector and lane, with the lane's columns and: family, the detector's; fold; score, its largest;
-      threshold; alarm, the first step above it, or NEVER; late_alarm, the first at or after the onset.
+      a row per detector and lane: the lane's columns, and family, the detector's; fold; score, the largest of all
+      steps; threshold; alarm, the first step with a score above it, or NEVER; late_alarm, the first such step at or
+      after the onset, or NEVER.
     """
-    parts = splits(lanes, settings)
-    rows = []
+    folds = split_lanes(lanes, settings)
+    tables = []
     for detector in detectors:
-        scores = [detector.fit(lanes.values[part.fit], lanes.channels)(lanes.values) for part in parts]
-        said = judged(detector.name, lanes, scores, parts, thresholds(scores, parts, settings.alpha))
-        rows.append(said.assign(family=detector.family))
-    return pd.concat(rows, ignore_index=True)
+        scores = [detector.fit(lanes.values[fold.fit], lanes.channels)(lanes.values) for fold in folds]
+        limits = fold_thresholds(scores, folds, settings.alpha)
+        alarms = lane_alarms(detector.name, lanes, scores, folds, limits)
+        tables.append(alarms.assign(family=detector.family))
+    return pd.concat(tables, ignore_index=True)
 
 
-def thresholds(scores: Sequence[np.ndarray], parts: Sequence[LaneSplit], alpha: float) -> list[float]:
-    """The threshold of every fold, from its scores `[lanes, T]` of the clean lanes it calibrates on."""
-    return [threshold(found[part.calibrate].max(axis=1), alpha) for found, part in zip(scores, parts, strict=True)]
+def fold_thresholds(scores: Sequence[np.ndarray], folds: Sequence[LaneSplit], alpha: float) -> list[float]:
+    """Returns the threshold of every fold, given its scores `[lanes, T]` of all lanes."""
+    return [
+        threshold(fold_scores[fold.calibrate].max(axis=1), alpha)
+        for fold_scores, fold in zip(scores, folds, strict=True)
+    ]
 
 
-def judged(
+def lane_alarms(
     detector: str,
     lanes: LabelledLanes,
     scores: Sequence[np.ndarray],
-    parts: Sequence[LaneSplit],
+    folds: Sequence[LaneSplit],
     limits: Sequence[float],
 ) -> pd.DataFrame:
-    """What one detector says of every lane, in the columns of `compare` but its family.
+    """Returns one detector's score and alarm for every lane, in the columns of `compare` except the family.
 
     Args:
-      detector: its name.
+      detector: the name of the detector.
       lanes: the lanes.
-      scores: for every fold, of all lanes, `[lanes, T]`; read are those of the lanes that the fold tests.
-      parts: the folds.
-      limits: the threshold in each.
+      scores: the scores `[lanes, T]` in every fold; those of the lanes that the fold tests are used.
+      folds: the folds.
+      limits: the threshold of every fold.
     """
-    folds = zip(scores, parts, limits, strict=True)
-    rows = [_said(lanes, part.test, found[part.test], limit, fold) for fold, (found, part, limit) in enumerate(folds)]
-    return pd.concat(rows, ignore_index=True).assign(detector=detector)
+    tables = []
+    for number, (fold_scores, fold, limit) in enumerate(zip(scores, folds, limits, strict=True)):
+        tested = fold_scores[fold.test]
+        table = lanes.table.iloc[fold.test].assign(learner=lanes.learner, lane=fold.test, fold=number)
+        above = tested > limit
+        late = above & (np.arange(tested.shape[1]) >= table.onset.to_numpy()[:, None])
+        tables.append(
+            table.assign(
+                score=tested.max(axis=1), threshold=limit, alarm=_first_true(above), late_alarm=_first_true(late)
+            )
+        )
+    return pd.concat(tables, ignore_index=True).assign(detector=detector)
 
 
-def _said(lanes: LabelledLanes, numbers: np.ndarray, scores: np.ndarray, limit: float, fold: int) -> pd.DataFrame:
-    table = lanes.table.iloc[numbers].assign(learner=lanes.learner, lane=numbers, fold=fold)
-    above = scores > limit
-    since = above & (np.arange(scores.shape[1]) >= table.onset.to_numpy()[:, None])
-    return table.assign(score=scores.max(axis=1), threshold=limit, alarm=_first(above), late_alarm=_first(since))
-
-
-def _first(above: np.ndarray) -> np.ndarray:
-    """The first step of each row that is true, or NEVER."""
+def _first_true(above: np.ndarray) -> np.ndarray:
+    """Returns the first step of each row `[n, T]` that is true, or NEVER: `[n]`."""
     return np.where(above.any(axis=1), above.argmax(axis=1), NEVER)
 
 
-REPETITIONS = 1000
-"""Of the bootstrap over seeds."""
-
-FEWEST_SEEDS = 5
-"""Clean ones and disturbed ones, for an interval of the bootstrap."""
-
-CLEAN = "clean"
-"""The condition of the lanes that nothing disturbs."""
-
-GAINS = ("auroc", "detected", "lead_time")
-"""Figures of which there is a difference between the monitor and every other detector."""
-
-
-def summary(said: pd.DataFrame, mine: str, seed: int = 0) -> pd.DataFrame:
-    """A row for each detector, the best by AUROC first.
+def summarise(alarms: pd.DataFrame, monitor: str, seed: int = 0) -> pd.DataFrame:
+    """Returns a row of figures for each detector, the best by AUROC first.
 
     Args:
-      said: what `compare` gave, of one learner.
-      mine: the detector that all others are the baselines of.
-      seed: of the bootstrap.
+      alarms: the table of `compare`, for one learner.
+      monitor: the name of the detector that gains are computed for.
+      seed: the seed of the bootstrap.
 
     Returns:
-      columns family, where it is known; false_alarms (share of clean lanes), detected (of disturbed ones), auroc,
-      lead_time (median over the lanes that collapsed, of the steps from the alarm to the collapse; minus infinity
-      without an alarm), each with _low and _high; and of the last three gain_auroc, gain_detected, gain_lead_time:
-      `mine` minus this one, paired, with theirs. Intervals are of the bootstrap over seeds, whose lanes come and go
-      together; a share's is Wilson's over seeds where no seed's lanes disagree.
+      columns detector; family, if it is a column of `alarms`; false_alarms, the share of clean lanes with an alarm;
+      detected, the share of disturbed lanes with an alarm since the onset; auroc; lead_time, the median over lanes that
+      collapsed of the steps from the alarm to the collapse, minus infinity without an alarm; and gain_auroc,
+      gain_detected and gain_lead_time, the monitor's figure minus this one, paired by lane. Each figure has an interval
+      in columns with _low and _high. Intervals are bootstrap intervals over seeds, which are resampled with all their
+      lanes; a share has Wilson's interval over seeds if no seed's lanes disagree.
     """
-    draws = _draws(said.seed.unique(), seed)
-    tables = {name: table.sort_values("lane") for name, table in said.groupby("detector", sort=False)}
-    figures = {name: _figures(table, draws) for name, table in tables.items()}
+    draws = _bootstrap_draws(alarms.seed.unique(), seed)
+    tables = {name: table.sort_values("lane") for name, table in alarms.groupby("detector", sort=False)}
+    figures = {name: _bootstrap_figures(table, draws) for name, table in tables.items()}
     rows = []
     for name, table in tables.items():
-        row = {"detector": name, **_shares(table, draws)}
+        clean, disturbed = table[table.clean], table[~table.clean]
+        enough = _enough_seeds(table)
+        row = {"detector": name, **_share_interval("false_alarms", clean.alarm, clean.seed, draws)}
+        row |= _share_interval("detected", disturbed.late_alarm, disturbed.seed, draws)
         if "family" in table:
             row["family"] = table.family.iloc[0]
-        for figure in GAINS:
-            gain = _interval(f"gain_{figure}", _less(figures[mine][figure], figures[name][figure]), _enough(table))
-            row |= gain if figure == "detected" else _interval(figure, figures[name][figure], _enough(table)) | gain
+        for figure in GAIN_FIGURES:
+            if figure != "detected":
+                row |= _bootstrap_interval(figure, figures[name][figure], enough)
+            gain = _difference(figures[monitor][figure], figures[name][figure])
+            row |= _bootstrap_interval(f"gain_{figure}", gain, enough)
         rows.append(row)
     return pd.DataFrame(rows).sort_values("auroc", ascending=False, ignore_index=True)
 
 
-def best_chart(figures: pd.DataFrame, mine: str) -> pd.Series | None:
-    """The row of `summary` of the best other chart of all channels, which has no model; None if there is none."""
+def best_chart(figures: pd.DataFrame, monitor: str) -> pd.Series | None:
+    """Returns the row of `summarise` with the best chart of all channels, other than the monitor; None without one."""
     if "family" not in figures:
         return None
-    charts = figures[(figures.family == ALL_CHANNELS) & (figures.detector != mine)]
+    charts = figures[(figures.family == ALL_CHANNELS) & (figures.detector != monitor)]
     return None if charts.empty else charts.loc[charts.auroc.fillna(-1).idxmax()]
 
 
-def by_condition(said: pd.DataFrame, detectors: Sequence[str], seed: int = 0) -> pd.DataFrame:
-    """A row for each detector and condition, the clean lanes first.
+def summarise_by_condition(alarms: pd.DataFrame, detectors: Sequence[str], seed: int = 0) -> pd.DataFrame:
+    """Returns a row of figures for each detector and condition, the clean lanes first.
 
     Args:
-      said: what `compare` gave, of one learner.
-      detectors: which.
-      seed: of the bootstrap.
+      alarms: the table of `compare`, for one learner.
+      detectors: the names of the detectors to summarise.
+      seed: the seed of the bootstrap.
 
     Returns:
-      columns detector, condition; detected, the share of lanes, of clean ones that with a false alarm; auroc, of the
-      condition's lanes against the clean ones: each with _low and _high, as in `summary`.
+      columns detector, condition; detected, the share of lanes with an alarm since the onset, or with any alarm for
+      clean lanes; auroc, of the condition's lanes against the clean ones. Both have _low and _high as in `summarise`.
     """
-    draws = _draws(said.seed.unique(), seed)
+    draws = _bootstrap_draws(alarms.seed.unique(), seed)
     rows = []
     for name in detectors:
-        table = said[said.detector == name]
+        table = alarms[alarms.detector == name]
         clean = table[table.clean]
-        rows.append({"detector": name, "condition": CLEAN, **_share("detected", clean.alarm, clean.seed, draws)})
+        false_alarms = _share_interval("detected", clean.alarm, clean.seed, draws)
+        rows.append({"detector": name, "condition": CLEAN, **false_alarms})
         for condition, lanes in table[~table.clean].groupby("condition", sort=False):
             both = pd.concat([clean, lanes])
             auroc = _auroc(both, draws[both.seed].to_numpy(float))
-            detected = _share("detected", lanes.late_alarm, lanes.seed, draws)
-            shown = detected | _interval("auroc", auroc, _enough(both))
-            rows.append({"detector": name, "condition": condition, **shown})
+            figures = _share_interval("detected", lanes.late_alarm, lanes.seed, draws)
+            figures |= _bootstrap_interval("auroc", auroc, _enough_seeds(both))
+            rows.append({"detector": name, "condition": condition, **figures})
     return pd.DataFrame(rows)
 
 
-def _shares(table: pd.DataFrame, draws: pd.DataFrame) -> dict[str, float]:
-    clean, disturbed = table[table.clean], table[~table.clean]
-    false_alarms = _share("false_alarms", clean.alarm, clean.seed, draws)
-    return false_alarms | _share("detected", disturbed.late_alarm, disturbed.seed, draws)
-
-
-def _share(name: str, alarms: pd.Series, seeds: pd.Series, draws: pd.DataFrame) -> dict[str, float]:
-    """Of lanes with an alarm, each lane of one of these seeds."""
-    hit = alarms != NEVER
-    own = hit.groupby(seeds).mean()
-    # Resampling says nothing of what no seed has shown, and seeds that are all or nothing are trials.
-    if own.isin((0, 1)).all() and own.mean() == hit.mean():
-        estimate = wilson(int(own.sum()), len(own))
+def _share_interval(name: str, alarms: pd.Series, seeds: pd.Series, draws: pd.DataFrame) -> dict[str, float]:
+    """Returns the share of lanes with an alarm and its interval, given the alarm and the seed of each lane."""
+    alarmed = alarms != NEVER
+    seed_shares = alarmed.groupby(seeds).mean()
+    # Seeds that are all or nothing are trials, and resampling them would say nothing of what none has shown.
+    if seed_shares.isin((0, 1)).all() and seed_shares.mean() == alarmed.mean():
+        estimate = wilson(int(seed_shares.sum()), len(seed_shares))
         return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     weights = draws[seeds].to_numpy(float)
     with np.errstate(invalid="ignore"):
-        shares = weights @ hit.to_numpy(float) / weights.sum(axis=1)
-    return _interval(name, shares, len(own) >= FEWEST_SEEDS)
+        shares = weights @ alarmed.to_numpy(float) / weights.sum(axis=1)
+    return _bootstrap_interval(name, shares, len(seed_shares) >= MIN_SEEDS)
 
 
-def _draws(seeds: np.ndarray, seed: int) -> pd.DataFrame:
-    """How often each seed is drawn, in the sample itself (row 0) and in its bootstrap repetitions."""
+def _bootstrap_draws(seeds: np.ndarray, seed: int) -> pd.DataFrame:
+    """Returns how often each seed is drawn in the sample itself (row 0) and in each bootstrap repetition."""
     counts = np.random.default_rng(seed).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), REPETITIONS)
     return pd.DataFrame(np.vstack([np.ones(len(seeds), int), counts]), columns=seeds)
 
 
-def _figures(table: pd.DataFrame, draws: pd.DataFrame) -> dict[str, np.ndarray]:
-    """AUROC, share detected and median lead time of every draw."""
+def _bootstrap_figures(table: pd.DataFrame, draws: pd.DataFrame) -> dict[str, np.ndarray]:
+    """Returns AUROC, the share detected and the median lead time of every draw."""
     weights = draws[table.seed].to_numpy(float)
     return {
         "auroc": _auroc(table, weights),
@@ -249,56 +257,53 @@ def _figures(table: pd.DataFrame, draws: pd.DataFrame) -> dict[str, np.ndarray]:
 
 
 def _detected(table: pd.DataFrame, weights: np.ndarray) -> np.ndarray:
-    """The share of disturbed lanes with an alarm since the onset."""
+    """Returns the share of disturbed lanes with an alarm since the onset, for weights `[draws, lanes]`: `[draws]`."""
     disturbed = ~table.clean.to_numpy()
-    hit = table.late_alarm.to_numpy()[disturbed] != NEVER
+    alarmed = table.late_alarm.to_numpy()[disturbed] != NEVER
     with np.errstate(invalid="ignore"):
-        return weights[:, disturbed] @ hit.astype(float) / weights[:, disturbed].sum(axis=1)
+        return weights[:, disturbed] @ alarmed.astype(float) / weights[:, disturbed].sum(axis=1)
 
 
 def _auroc(table: pd.DataFrame, weights: np.ndarray) -> np.ndarray:
-    """The share of pairs of a disturbed and a clean lane of one fold in which the disturbed one's score is higher."""
+    """Returns the share of pairs of a disturbed and a clean lane in a fold in which the disturbed score is higher."""
     clean = table.clean.to_numpy()
-    score, fold = table.score.to_numpy(), table.fold.to_numpy()
-    above = np.sign(_order(score)[clean][None] - _order(score)[~clean][:, None])
-    concordant = 0.5 - 0.5 * above
-    same = fold[clean][None] == fold[~clean][:, None]
+    # Scores may be infinite, and their ranks can be subtracted.
+    ranks = np.unique(table.score.to_numpy(), return_inverse=True)[1]
+    fold = table.fold.to_numpy()
+    concordant = 0.5 - 0.5 * np.sign(ranks[clean][None] - ranks[~clean][:, None])
+    same_fold = fold[clean][None] == fold[~clean][:, None]
     disturbed, control = weights[:, ~clean], weights[:, clean]
     with np.errstate(invalid="ignore"):
-        return ((disturbed @ (concordant * same)) * control).sum(1) / ((disturbed @ same) * control).sum(1)
-
-
-def _order(score: np.ndarray) -> np.ndarray:
-    """Ranks, so that infinite scores can be subtracted; equal scores share one."""
-    return np.unique(score, return_inverse=True)[1]
+        concordant_pairs = ((disturbed @ (concordant * same_fold)) * control).sum(1)
+        return concordant_pairs / ((disturbed @ same_fold) * control).sum(1)
 
 
 def _lead_time(table: pd.DataFrame, weights: np.ndarray) -> np.ndarray:
-    """Weighted median of the steps from the first alarm since the onset to the collapse."""
+    """Returns the weighted median of the steps from the first alarm since the onset to the collapse."""
     collapsed = (~table.clean & np.isfinite(table.collapse_time)).to_numpy()
     alarm = table.late_alarm.to_numpy()[collapsed]
     lead = np.where(alarm == NEVER, -np.inf, table.collapse_time.to_numpy()[collapsed] - alarm)
     if not len(lead):
         return np.full(len(weights), np.nan)
     order = np.argsort(lead)
-    reached = weights[:, collapsed][:, order].cumsum(axis=1)
-    half = (reached >= reached[:, -1:] / 2).argmax(axis=1)
-    return np.where(reached[:, -1] > 0, lead[order][half], np.nan)
+    cumulative = weights[:, collapsed][:, order].cumsum(axis=1)
+    median = (cumulative >= cumulative[:, -1:] / 2).argmax(axis=1)
+    return np.where(cumulative[:, -1] > 0, lead[order][median], np.nan)
 
 
-def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The difference; of two that are the same infinity, zero."""
+def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns a - b, and zero where both are the same infinity."""
     with np.errstate(invalid="ignore"):
         return np.where(a == b, 0.0, a - b)
 
 
-def _enough(table: pd.DataFrame) -> bool:
-    """Whether clean and disturbed lanes are each of seeds enough for an interval."""
-    return bool(table.groupby("clean").seed.nunique().min() >= FEWEST_SEEDS)
+def _enough_seeds(table: pd.DataFrame) -> bool:
+    """Returns whether clean and disturbed lanes both have MIN_SEEDS seeds or more."""
+    return bool(table.groupby("clean").seed.nunique().min() >= MIN_SEEDS)
 
 
-def _interval(name: str, values: np.ndarray, enough: bool) -> dict[str, float]:
-    """The sample's own value, and the percentiles of its repetitions, where the seeds are `enough` for them."""
+def _bootstrap_interval(name: str, values: np.ndarray, enough: bool) -> dict[str, float]:
+    """Returns values[0] as the estimate, and the 2.5th and 97.5th percentiles of the others, NaN if not `enough`."""
     repeated = np.sort(values[1:][~np.isnan(values[1:])])
     if not enough or not len(repeated):
         return {name: values[0], f"{name}_low": np.nan, f"{name}_high": np.nan}

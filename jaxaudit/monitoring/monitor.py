@@ -1,4 +1,4 @@
-"""The monitor: what clean runs are like, the scores it gives others by that, and when they are an alarm."""
+"""The monitor: it learns what clean runs are like, scores other runs by that, and raises alarms at a threshold."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxaudit.monitoring.calibration import threshold
-from jaxaudit.monitoring.channels import Channels, series
-from jaxaudit.monitoring.scorer import Reference, ScoreNormalizer, Scorer, by_other_parts
+from jaxaudit.monitoring.scoring import Params, Reference, ScoreNormalizer, Scorer, cross_validated_scores, threshold
+from jaxaudit.monitoring.telemetry import ChannelScaler, stack_channels
 from jaxaudit.runtime import array_store
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from jaxaudit.monitoring.model import Params
-    from jaxaudit.monitoring.training import Training
+    from jaxaudit.monitoring.meta_state import Training
 
 MODELS = {
     "ensemble": ("ensemble", "Ensemble"),
@@ -29,93 +27,105 @@ MODELS = {
     "gru": ("state_space", "GRU"),
     "kalman": ("state_space", "Kalman"),
 }
-"""Module and class of what runs can be scored by; all but the first need JAX, so that each is imported when named."""
+"""The module and class of each scorer by name. All but the first need JAX, so each is imported when it is used."""
 
 DEFAULT = "ensemble"
-"""Of MODELS."""
+"""The default among MODELS."""
 
-VERSION, READ = 3, (2, 3)
-"""Of the file a monitor is saved in, and which can be read: one of version 2 is no ensemble, and else the same."""
+VERSION, READABLE_VERSIONS = 3, (2, 3)
+"""The version of the file that `Monitor.save` writes, and those that `load` reads. Version 2 had no ensemble."""
 
 Tree = TypeVar("Tree")
 
 
 def scorer(model: str | Scorer, **settings: Any) -> Scorer:
-    """One of MODELS by its name, with its defaults but for `settings`; a scorer is one already.
+    """Returns the scorer of a name in MODELS, with these settings; a scorer is returned as it is.
 
     Raises:
-      ValueError: for an unknown name.
+      ValueError: the name is unknown.
     """
     if not isinstance(model, str):
         return model
     if model not in MODELS:
         raise ValueError(f"no model '{model}'; there are: {', '.join(MODELS)}")
     module, name = MODELS[model]
-    found: Scorer = getattr(importlib.import_module(f"jaxaudit.monitoring.{module}"), name)(**settings)
-    return found
+    instance: Scorer = getattr(importlib.import_module(f"jaxaudit.monitoring.{module}"), name)(**settings)
+    return instance
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What is expected of a run, after clean ones.
+    """A scorer fitted to clean runs: all that is needed to score further runs.
 
     Attributes:
-      model: what scores it: charts, or a state-space model.
-      channels: what it reads.
-      params: its parameters.
-      reference: what clean runs look like to it.
-      yardstick: by which its scores become one.
+      model: the scorer: charts, or a state-space model.
+      channels: the channels that it reads, with their scales.
+      params: the model's parameters.
+      reference: what the model has learned of clean runs besides.
+      normalizer: combines the model's scores into one.
     """
 
     model: Scorer
-    channels: Channels
+    channels: ChannelScaler
     params: Params
     reference: Reference
-    yardstick: ScoreNormalizer
+    normalizer: ScoreNormalizer
 
     @classmethod
-    def of(
-        cls, clean: np.ndarray, names: Sequence[str], model: Scorer, training: Training | None = None, seed: int = 0
+    def fit(
+        cls,
+        clean: np.ndarray,
+        names: Sequence[str],
+        model: Scorer,
+        training: Training | None = None,
+        seed: int = 0,
+        params: Params = None,
     ) -> Expectation:
-        """Fitted to clean runs `[n, T, d]` with channels of these names; `training` is of a model with parameters."""
-        channels = Channels.of(names, clean)
-        y, seen = channels.standardise(channels.pick(clean, names))
-        return cls.among(clean, names, model, model.fit(training, y, seen, seed))
+        """Fits a scorer to clean runs `[n, T, d]` with channels of these names.
 
-    @classmethod
-    def among(cls, clean: np.ndarray, names: Sequence[str], model: Scorer, params: Params) -> Expectation:
-        """A model whose parameters are known, among clean runs `[n, T, d]`: all but the parameters is from these."""
-        channels = Channels.of(names, clean)
-        y, seen = channels.standardise(channels.pick(clean, names))
+        Args:
+          clean: the runs.
+          names: the names of the d channels.
+          model: the scorer.
+          training: the settings of training, for a model with parameters.
+          seed: the seed of training.
+          params: parameters of a trained model; all else is fitted to the runs. None: they are trained.
+        """
+        channels = ChannelScaler.fit(names, clean)
+        y, observed = channels.standardise(channels.select_columns(clean, names))
+        if params is None:
+            params = model.fit(training, y, observed, seed)
 
         def score(scored: np.ndarray, referred: np.ndarray) -> np.ndarray:
-            reference = model.refer(params, y[referred], seen[referred])
-            return model.score_runs(params, reference, y[scored], seen[scored])[0]
+            reference = model.fit_reference(params, y[referred], observed[referred])
+            return model.score_runs(params, reference, y[scored], observed[scored])[0]
 
-        yardstick = ScoreNormalizer.of(by_other_parts(score, len(y)))
-        return cls(model, channels, params, single_precision(model.refer(params, y, seen)), yardstick)
+        normalizer = ScoreNormalizer.fit(cross_validated_scores(score, len(y)))
+        reference = single_precision(model.fit_reference(params, y, observed))
+        return cls(model, channels, params, reference, normalizer)
 
-    def scores(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every score `[n, T, S]`, and the meta-states `[n, T, m]`, of runs `[n, T, d]` of its channels in their order.
+    def scores_and_latents(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns all scores `[n, T, S]` and the meta-states `[n, T, m]` of runs `[n, T, d]` of its channels, in order.
 
-        A score is infinite at a step without a value that every step of the clean runs had.
+        Scores are infinite at a step without a value of a channel that is complete in clean runs.
         """
-        y, seen = self.channels.standardise(runs)
-        scores, latents = self.model.score_runs(self.params, self.reference, y, seen)
-        gone = ((seen == 0) & self.channels.complete).any(-1)
-        return np.where(gone[..., None], np.inf, scores), latents
+        y, observed = self.channels.standardise(runs)
+        scores, latents = self.model.score_runs(self.params, self.reference, y, observed)
+        diverged = ((observed == 0) & self.channels.complete).any(-1)
+        return np.where(diverged[..., None], np.inf, scores), latents
 
-    def score(self, runs: np.ndarray) -> np.ndarray:
-        """The scores combined into one, `[n, T]`."""
-        return np.asarray(self.yardstick.combine(self.scores(runs)[0]))
+    def score(self, runs: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Returns the combined scores `[n, T]` of runs `[n, T, d]` with channels of these names, in any order."""
+        scores, _ = self.scores_and_latents(self.channels.select_columns(runs, names))
+        return np.asarray(self.normalizer.combine(scores))
 
 
 class Scored(NamedTuple):
-    """What a monitor says of n runs of T steps.
+    """The scores of n runs of T steps.
 
     Attributes:
-      score: `[n, T]`, higher is more unusual; NaN in a gap.
-      most: which kind of score was the most unusual, text `[n, T]`.
+      score: the combined score, `[n, T]`; higher is more unusual, NaN in a gap.
+      most: the name of the most unusual of the scores, text `[n, T]`.
       latent: the meta-state, `[n, T, m]`.
     """
 
@@ -124,24 +134,23 @@ class Scored(NamedTuple):
     latent: np.ndarray
 
 
-def calibrated_on(runs: int, held_out: float = 0.5) -> int:
-    """How many of some clean runs `Monitor.fit` keeps to calibrate on."""
+def calibration_count(runs: int, held_out: float = 0.5) -> int:
+    """Returns how many of n clean runs `Monitor.fit` holds out for calibration: at least 1, at most n - 1."""
     return min(max(round(held_out * runs), 1), runs - 1)
 
 
 @dataclass(frozen=True)
 class Monitor:
-    """Scores runs by how unusual they are beside clean runs, with a threshold for alarms that is calibrated on clean
-    runs.
+    """Scores runs by how unusual they are compared to clean runs, and has a threshold for alarms.
 
-    At most a share alpha of further clean runs has an alarm. This holds on average over sets of clean runs that the
-    monitor is calibrated on, and not for each set (`threshold`).
+    The threshold is calibrated on clean runs: at most a share alpha of further clean runs has an alarm. This holds on
+    average over sets of clean runs to calibrate on, and not for each set (`threshold`).
 
     Attributes:
-      expectation: what was fitted to some of the clean runs.
+      expectation: the scorer, fitted to some of the clean runs.
       clean: the largest score of each of the other clean runs, `[n]`.
-      gaps: whether a step without any value was not recorded, and so has no score; otherwise a run without any value
-        has diverged.
+      gaps: whether a step without any value counts as not recorded, and has no score; otherwise a run without any
+        value has diverged.
     """
 
     expectation: Expectation
@@ -159,31 +168,31 @@ class Monitor:
         seed: int = 0,
         gaps: bool = False,
     ) -> Monitor:
-        """Fitted to some clean runs and calibrated on the others.
+        """Fits a monitor to some clean runs and calibrates it on the others.
 
         Args:
-          clean: telemetry along step and one other dimension: a dataset, such as the control lanes of an audit's,
+          clean: telemetry along step and one other dimension: a dataset, such as the control lanes of an audit,
             `result.telemetry.isel(condition=0)`, or an array (run, step, channel).
-          model: by which runs are scored, a scorer or the name of one of MODELS: "ensemble", several control charts,
-            or "chart", one; both have nothing to train. Or a state-space model ("lru", "gru", "kalman").
-          training: how a state-space model is trained.
-          held_out: share of the runs to calibrate on.
-          seed: of the split and of training.
+          model: the scorer, or its name in MODELS: "ensemble" (several control charts) and "chart" (one) have nothing
+            to train; "lru", "gru" and "kalman" are state-space models.
+          training: the settings of a state-space model's training.
+          held_out: the share of the runs to calibrate on.
+          seed: the seed of the split and of training.
           gaps: whether steps may be missing.
 
         Raises:
-          ValueError: there are fewer than two runs, no channel differs between them, or no such model is known.
+          ValueError: there are fewer than two runs, no channel differs between them, or the model's name is unknown.
         """
         import xarray as xr
 
-        clean = (series(clean) if isinstance(clean, xr.Dataset) else clean).transpose(..., "step", "channel")
+        clean = (stack_channels(clean) if isinstance(clean, xr.Dataset) else clean).transpose(..., "step", "channel")
         runs, names = clean.values, [str(name) for name in clean.channel.values]
         if runs.ndim != 3 or len(runs) < 2:
             raise ValueError(f"a monitor takes two clean runs or more, not {clean.sizes}")
-        kept = calibrated_on(len(runs), held_out)
+        count = calibration_count(len(runs), held_out)
         order = np.random.default_rng(seed).permutation(len(runs))
-        parts = (runs[order[kept:]], runs[order[:kept]])
-        return cls.fitted(*parts, names, model=model, training=training, seed=seed, gaps=gaps)
+        fitted, calibrated = runs[order[count:]], runs[order[:count]]
+        return cls.fitted(fitted, calibrated, names, model=model, training=training, seed=seed, gaps=gaps)
 
     @classmethod
     def fitted(
@@ -197,68 +206,79 @@ class Monitor:
         seed: int = 0,
         gaps: bool = True,
     ) -> Monitor:
-        """Fits a monitor to clean runs `[n, T, d]` and calibrates it on others, given the names of their d channels."""
-        expectation = Expectation.of(fitted, names, scorer(model), training, seed)
-        blank = cls(expectation, np.zeros(0), gaps)
-        said = blank.score_runs(expectation.channels.pick(calibrated, names))
-        return replace(blank, clean=np.nanmax(said.score, axis=1))
+        """Returns a monitor that is fitted to clean runs and calibrated on others, both `[n, T, d]`.
+
+        Args:
+          fitted: the clean runs to fit to.
+          calibrated: the clean runs to calibrate on.
+          names: the names of the d channels.
+          model, training, seed, gaps: as in `fit`.
+        """
+        expectation = Expectation.fit(fitted, names, scorer(model), training, seed)
+        uncalibrated = cls(expectation, np.zeros(0), gaps)
+        scored = uncalibrated.score_runs(expectation.channels.select_columns(calibrated, names))
+        return replace(uncalibrated, clean=np.nanmax(scored.score, axis=1))
 
     def threshold(self, alpha: float) -> float:
-        """The score that a further clean run is above with a probability of at most alpha. Raises ValueError.
+        """Returns the score that a further clean run exceeds with a probability of at most alpha.
 
-        The probability is an average over the clean runs it might have been calibrated on; with those in `clean` alone
-        the false-alarm rate is Beta(n + 1 - k, k) distributed, k = ceil((n + 1) (1 - alpha)): for alpha = 0.05, nine
-        times in ten between 0.3% and 15% with 19 runs, 2.0% and 8.9% with 100 (`calibration.rate_interval`).
+        The probability is an average over the clean runs that the monitor might have been calibrated on. Given those in
+        `clean`, the false-alarm rate has the distribution Beta(n + 1 - k, k), with k = ceil((n + 1) (1 - alpha)). For
+        alpha = 0.05 it is nine times in ten between 0.3% and 15% with 19 runs, and between 2.0% and 8.9% with 100
+        (`scoring.false_alarm_interval`).
+
+        Raises:
+          ValueError: alpha is outside (0, 1), or there are too few runs in `clean` for it.
         """
         return threshold(self.clean, alpha)
 
     def score(self, telemetry: xr.Dataset | xr.DataArray) -> xr.Dataset:
-        """What it says of runs.
+        """Scores runs.
 
         Args:
-          telemetry: a dataset along (..., step), or an array (..., step, channel); further channels are left aside.
+          telemetry: a dataset along (..., step), or an array (..., step, channel); further channels are ignored.
 
         Returns:
-          `score` (..., step), higher is more unusual, NaN in a gap; `most` (..., step), which kind of score was the
-          most unusual; `latent` (..., step, entry).
+          `score` (..., step), the combined score: higher is more unusual, NaN in a gap; `most` (..., step), the name of
+          the most unusual score; `latent` (..., step, entry), the meta-state.
 
         Raises:
-          ValueError: a channel it reads is not there.
+          ValueError: a channel that the monitor reads is missing.
         """
         import xarray as xr
 
         if isinstance(telemetry, xr.Dataset):
-            telemetry = series(telemetry)
+            telemetry = stack_channels(telemetry)
         runs = self.expectation.channels.select(telemetry)
         lead = runs.shape[:-2]
-        said = self.score_runs(runs.reshape(-1, *runs.shape[-2:]))
+        scored = self.score_runs(runs.reshape(-1, *runs.shape[-2:]))
         dims = [str(dim) for dim in telemetry.dims if dim not in ("step", "channel")]
         data = {
-            "score": ([*dims, "step"], said.score.reshape(*lead, -1)),
-            "most": ([*dims, "step"], said.most.reshape(*lead, -1)),
-            "latent": ([*dims, "step", "entry"], said.latent.reshape(*lead, *said.latent.shape[1:])),
+            "score": ([*dims, "step"], scored.score.reshape(*lead, -1)),
+            "most": ([*dims, "step"], scored.most.reshape(*lead, -1)),
+            "latent": ([*dims, "step", "entry"], scored.latent.reshape(*lead, *scored.latent.shape[1:])),
         }
         coords = {name: values for name, values in telemetry.coords.items() if "channel" not in values.dims}
         return xr.Dataset(data, coords)
 
     def score_runs(self, runs: np.ndarray) -> Scored:
-        """Scores an array `[n, T, d]` of the channels in `expectation.channels.names`, in that order; as `score`."""
-        scores, latents = self.expectation.scores(runs)
-        compared = np.asarray(self.expectation.yardstick.compare(scores))
-        score = compared.max(axis=-1)
+        """Scores an array `[n, T, d]` of the channels in `expectation.channels.names`, in that order, as `score`."""
+        scores, latents = self.expectation.scores_and_latents(runs)
+        normalised = np.asarray(self.expectation.normalizer.normalize(scores))
+        score = normalised.max(axis=-1)
         if self.gaps:
             score = np.where(np.isfinite(runs).any(-1), score, np.nan)
-        most = np.array(self.expectation.model.kinds)[compared.argmax(axis=-1)]
+        most = np.array(self.expectation.model.score_names)[normalised.argmax(axis=-1)]
         return Scored(score, most, latents)
 
     def save(self, path: Path | str) -> None:
-        """Writes one `.npz` file: arrays, and a description in JSON; nothing is pickled."""
+        """Writes the monitor to one `.npz` file of arrays and a description in JSON; nothing is pickled."""
         expectation = self.expectation
-        names = {kind: name for name, (_, kind) in MODELS.items()}
+        names = {class_name: name for name, (_, class_name) in MODELS.items()}
         description = {
             "version": VERSION,
             "gaps": self.gaps,
-            "scores": expectation.model.kinds,
+            "scores": expectation.model.score_names,
             "model": names[type(expectation.model).__name__],
             "settings": asdict(expectation.model),  # type: ignore[call-overload]  # every model is a dataclass
             "channels": expectation.channels.names,
@@ -268,7 +288,7 @@ class Monitor:
             "channels": {name: getattr(expectation.channels, name) for name in ("center", "scale", "complete")},
             "params": expectation.params,
             "reference": expectation.reference,
-            "yardstick": expectation.yardstick,
+            "yardstick": expectation.normalizer,
         }
         with open(path, "wb") as file:
             leaves: dict[str, Any] = _flattened(arrays)
@@ -276,10 +296,10 @@ class Monitor:
 
     @classmethod
     def load(cls, path: Path | str) -> Monitor:
-        """Returns the monitor that `save` has written.
+        """Reads a monitor that `save` has written.
 
         Raises:
-          ValueError: it is not a monitor's file, or of another version.
+          ValueError: the file is not a monitor's, or has an unknown version or unknown scores.
         """
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError(f"{path} is not a file")
@@ -289,37 +309,32 @@ class Monitor:
             version = description["version"]
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             raise ValueError(f"{path} is not a monitor's file") from None
-        if version not in READ:
-            known = " and ".join(map(str, READ))
-            raise ValueError(f"{path} holds a monitor of version {version}, and this package reads {known}")
+        if version not in READABLE_VERSIONS:
+            readable = " and ".join(map(str, READABLE_VERSIONS))
+            raise ValueError(f"{path} holds a monitor of version {version}, and this package reads {readable}")
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in description["settings"].items()}
         model = scorer(description["model"], **settings)
-        if tuple(description["scores"]) != model.kinds:
+        if tuple(description["scores"]) != model.score_names:
             raise ValueError(f"{path} holds a monitor whose scores this package does not know")
-        none = np.zeros(0)
-        standards = {name: arrays[f"channels/{name}"] for name in ("center", "scale", "complete")}
+        scales = {name: arrays[f"channels/{name}"] for name in ("center", "scale", "complete")}
         expectation = Expectation(
             model,
-            Channels(tuple(description["channels"]), **standards),
+            ChannelScaler(tuple(description["channels"]), **scales),
             _nested(arrays, "params/"),
-            _restored(model.blank(), arrays, "reference"),
-            _restored(ScoreNormalizer(none, none), arrays, "yardstick"),
+            _restored(model.empty_reference(), arrays, "reference"),
+            ScoreNormalizer(arrays["yardstick/middle"], arrays["yardstick/spread"]),
         )
         return cls(expectation, arrays["clean"], description["gaps"])
 
 
 def single_precision(tree: Tree) -> Tree:
-    """A tree of NamedTuples, tuples and arrays, its arrays as float32."""
-    if not isinstance(tree, tuple):
-        found: Any = np.float32(tree)  # type: ignore[arg-type]
-        return found
-    parts = [single_precision(part) for part in tree]
-    made: Any = type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return made
+    """Returns a tree of NamedTuples, tuples and arrays with its arrays as float32."""
+    arrays = {path: np.float32(array) for path, array in _flattened(tree).items()}
+    return _restored(tree, arrays, "")
 
 
 def _children(tree: Any) -> dict[str, Any] | None:
-    """The parts of a node of a tree by name; None of a leaf."""
+    """Returns the children of a node by name, and None for a leaf."""
     if isinstance(tree, Mapping):
         return dict(tree)
     if isinstance(tree, tuple):
@@ -327,36 +342,40 @@ def _children(tree: Any) -> dict[str, Any] | None:
     return None
 
 
+def _joined(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
+
+
 def _flattened(tree: Any, path: str = "") -> dict[str, np.ndarray]:
-    """The leaves of a tree by their paths, parts separated by "/"."""
+    """Returns the leaves of a tree by their paths, such as "reference/telemetry/mean"."""
     children = _children(tree)
     if children is None:
         return {path: np.asarray(tree)}
-    found: dict[str, np.ndarray] = {}
+    leaves: dict[str, np.ndarray] = {}
     for name, child in children.items():
-        found |= _flattened(child, f"{path}/{name}" if path else name)
-    return found
+        leaves |= _flattened(child, _joined(path, name))
+    return leaves
 
 
-def _restored(blank: Tree, arrays: Mapping[str, np.ndarray], path: str) -> Tree:
-    """A tree of NamedTuples and tuples in the shape of `blank`, whose leaves are among the arrays."""
-    children = _children(blank)
+def _restored(like: Tree, arrays: Mapping[str, Any], path: str) -> Tree:
+    """Returns a tree with the structure of `like`, made of NamedTuples and tuples, whose leaves are the arrays."""
+    children = _children(like)
     if children is None:
         leaf: Any = arrays[path]
         return leaf
-    parts = [_restored(child, arrays, f"{path}/{name}") for name, child in children.items()]
-    made: Any = type(blank)(*parts) if hasattr(blank, "_fields") else tuple(parts)
-    return made
+    restored = [_restored(child, arrays, _joined(path, name)) for name, child in children.items()]
+    node: Any = type(like)(*restored) if hasattr(like, "_fields") else tuple(restored)
+    return node
 
 
 def _nested(arrays: Mapping[str, np.ndarray], path: str) -> Any:
-    """The dictionary of dictionaries that the arrays under a path were."""
-    found: dict[str, Any] = {}
+    """Returns the arrays under a path as nested dictionaries."""
+    tree: dict[str, Any] = {}
     for name, array in arrays.items():
         if name.startswith(path):
             *inner, last = name[len(path) :].split("/")
-            node = found
+            node = tree
             for part in inner:
                 node = node.setdefault(part, {})
             node[last] = array
-    return found
+    return tree

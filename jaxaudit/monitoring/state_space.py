@@ -12,16 +12,16 @@ from flax import struct
 
 from jaxaudit.kernels.linear_scan import linear_scan
 from jaxaudit.models.policy import MLP
-from jaxaudit.monitoring.model import Innovations, Params, innovations_all, one_by_one
-from jaxaudit.monitoring.scores import StateSpace
+from jaxaudit.monitoring.meta_state import Innovations, StateSpace
+from jaxaudit.monitoring.scoring import Params
 
-LEAST_VARIANCE = 1e-4
-"""Of the observation noise, in units of a channel's own variance."""
+MIN_VARIANCE = 1e-4
+"""The smallest variance of the observation noise, in units of a channel's own variance."""
 
 
 @struct.dataclass
 class KalmanState:
-    """What is known of x_t before the telemetry of step t: Gaussian.
+    """The Gaussian distribution of x_t given the telemetry before step t.
 
     Attributes:
       mean: `[n]`.
@@ -34,20 +34,22 @@ class KalmanState:
 
 @dataclass(frozen=True)
 class Kalman(StateSpace):
-    """x_{t+1} = A x_t + w, y_t = C x_t + v, with w ~ N(0, Q) and v ~ N(0, R), Q and R diagonal.
+    """Linear Gaussian state-space model with its Kalman filter.
 
-    Channels are taken one after the other (Durbin and Koopman, 2012, section 6.4), which R's being diagonal allows:
-    nothing is inverted, and a channel without a value is left out. A channel's standardised innovation is then that
-    given the channels before it, and their squares add up to the usual normalised innovation squared.
+    x_{t+1} = A x_t + w, y_t = C x_t + v, with w ~ N(0, Q), v ~ N(0, R), and Q and R diagonal.
+
+    Channels are processed one after the other (Durbin and Koopman, 2012, section 6.4), which a diagonal R allows: no
+    matrix is inverted, and a channel without a value is skipped. A channel's standardised innovation is conditional on
+    the channels before it, and the squares sum to the usual normalised innovation squared.
 
     Attributes:
-      size: n, of the latent.
+      size: n, the dimension of the latent.
     """
 
     size: int = 8
 
     def init(self, key: jax.Array, channels: int) -> Params:
-        """Fresh parameters: slow, independent latents, seen through random weights."""
+        """Returns initial parameters: slow, independent latents, observed through random weights."""
         n = self.size
         return {
             "transition": jnp.diag(jnp.linspace(0.5, 0.99, n)),
@@ -59,26 +61,23 @@ class Kalman(StateSpace):
         }
 
     def initial(self, params: Params) -> KalmanState:
-        """What is known before the first step."""
         return KalmanState(params["initial_mean"], jnp.diag(jnp.exp(params["log_initial_variance"])))
 
-    def advance(self, params: Params, state: KalmanState, y: jax.Array, seen: jax.Array) -> KalmanState:
-        """One step: corrected by the telemetry, and predicted."""
-        return self._predict(params, self._correct(params, state, y, seen)[0])
+    def advance(self, params: Params, state: KalmanState, y: jax.Array, observed: jax.Array) -> KalmanState:
+        return self._predict(params, self._correct(params, state, y, observed)[0])
 
-    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> tuple[KalmanState, Innovations]:
-        """All steps: `[T, d]` to leaves `[T, ...]`; a correction gives the state and the innovations at once."""
+    def advance_all(self, params: Params, y: jax.Array, observed: jax.Array) -> tuple[KalmanState, Innovations]:
+        """Returns states and innovations from the same corrections, as `StateSpace.advance_all` does."""
 
         def step(state: KalmanState, row: tuple[jax.Array, jax.Array]) -> tuple[KalmanState, Any]:
-            corrected, found = self._correct(params, state, *row)
+            corrected, innovations = self._correct(params, state, *row)
             state = self._predict(params, corrected)
-            return state, (state, found)
+            return state, (state, innovations)
 
-        return jax.lax.scan(step, self.initial(params), (y, seen))[1]
+        return jax.lax.scan(step, self.initial(params), (y, observed))[1]
 
-    def innovations(self, params: Params, state: KalmanState, y: jax.Array, seen: jax.Array) -> Innovations:
-        """A step's telemetry against the filter's prediction."""
-        return self._correct(params, state, y, seen)[1]
+    def innovations(self, params: Params, state: KalmanState, y: jax.Array, observed: jax.Array) -> Innovations:
+        return self._correct(params, state, y, observed)[1]
 
     def latent(self, params: Params, state: KalmanState) -> jax.Array:
         return state.mean
@@ -90,33 +89,33 @@ class Kalman(StateSpace):
         return KalmanState(transition @ corrected.mean, 0.5 * (covariance + covariance.T) + noise)
 
     def _correct(
-        self, params: Params, state: KalmanState, y: jax.Array, seen: jax.Array
+        self, params: Params, state: KalmanState, y: jax.Array, observed: jax.Array
     ) -> tuple[KalmanState, Innovations]:
-        noise = LEAST_VARIANCE + jnp.exp(params["log_observation_variance"])
+        noise = MIN_VARIANCE + jnp.exp(params["log_observation_variance"])
 
         def channel(state: KalmanState, row: tuple[jax.Array, ...]) -> tuple[KalmanState, tuple[jax.Array, jax.Array]]:
-            weights, noise, y, seen = row
-            covaries = state.covariance @ weights
-            variance = weights @ covaries + noise
-            gap = seen * (y - weights @ state.mean)
-            gain = seen * covaries / variance
-            known = KalmanState(state.mean + gain * gap, state.covariance - jnp.outer(gain, covaries))
-            return known, (gap / jnp.sqrt(variance), 0.5 * seen * jnp.log(variance))
+            weights, noise, y, observed = row
+            covariance = state.covariance @ weights
+            variance = weights @ covariance + noise
+            innovation = observed * (y - weights @ state.mean)
+            gain = observed * covariance / variance
+            state = KalmanState(state.mean + gain * innovation, state.covariance - jnp.outer(gain, covariance))
+            return state, (innovation / jnp.sqrt(variance), 0.5 * observed * jnp.log(variance))
 
-        corrected, (standardised, log_std) = jax.lax.scan(channel, state, (params["observation"], noise, y, seen))
-        return corrected, Innovations(standardised, log_std, seen)
+        corrected, (standardised, log_std) = jax.lax.scan(channel, state, (params["observation"], noise, y, observed))
+        return corrected, Innovations(standardised, log_std, observed)
 
 
-LEAST_STD = 1e-2
-"""In units of a channel's own spread: a channel that hardly moves must not make the likelihood infinite."""
+MIN_STD = 1e-2
+"""The smallest predicted std, in units of a channel's own: no nearly constant channel makes the likelihood infinite."""
 
 
 @dataclass(frozen=True)
 class Readout:
-    """From a latent to mean and standard deviation of the next telemetry, through a multi-layer perceptron.
+    """Predicts mean and standard deviation of the next telemetry from a latent, by a multi-layer perceptron.
 
-    The mean is a share of each channel's last value, learned by channel, and what the network adds to it. What the
-    channels before it differed by shifts a channel's mean, by learned weights, so that the Gaussian has a covariance.
+    The mean is each channel's last value times a learned factor, plus an output of the network. The innovations of the
+    channels before it shift a channel's mean by learned weights, so that the Gaussian has a covariance.
 
     Attributes:
       hidden: widths of the network's hidden layers.
@@ -129,34 +128,34 @@ class Readout:
         return {
             "network": network,
             "persistence": jnp.full(channels, 0.5),
-            "mixing": jnp.zeros((channels, channels)),  # only what is below the diagonal counts
+            "mixing": jnp.zeros((channels, channels)),  # only entries below the diagonal are used
         }
 
     def innovations(
-        self, params: Params, latent: jax.Array, last: jax.Array, y: jax.Array, seen: jax.Array
+        self, params: Params, latent: jax.Array, last: jax.Array, y: jax.Array, observed: jax.Array
     ) -> Innovations:
         output: Any = self._network(y.shape[-1]).apply({"params": params["network"]}, latent)
-        added, width = jnp.split(output, 2, axis=-1)
-        std = LEAST_STD + jax.nn.softplus(width)
-        gap = seen * (y - params["persistence"] * last - added)
-        alone = gap - jnp.tril(params["mixing"], -1) @ gap
-        return Innovations(seen * alone / std, seen * jnp.log(std), seen)
+        added_mean, raw_std = jnp.split(output, 2, axis=-1)
+        std = MIN_STD + jax.nn.softplus(raw_std)
+        marginal = observed * (y - params["persistence"] * last - added_mean)
+        conditional = marginal - jnp.tril(params["mixing"], -1) @ marginal
+        return Innovations(observed * conditional / std, observed * jnp.log(std), observed)
 
     def _network(self, channels: int) -> MLP:
         return MLP(self.hidden, 2 * channels, output_scale=0.1)
 
 
-LEAST_DECAY = 1e-5
-"""Of log |Lambda| a step, so that |Lambda| is below 1 in float32 whatever the parameters are."""
+MIN_DECAY = 1e-5
+"""The smallest -log |Lambda| per step, which keeps |Lambda| below 1 in float32 for all parameters."""
 
 
 @struct.dataclass
-class LRUState:
-    """What a step leaves.
+class RecurrentState:
+    """The state of a recurrent unit after a step.
 
     Attributes:
-      hidden: complex `[n]`.
-      last: the latest value of each channel `[d]`; zero, the mean, before the first.
+      hidden: the hidden state, `[n]`; complex for an LRU.
+      last: the latest value of each channel, `[d]`; zero, which is the mean, before the first.
     """
 
     hidden: jax.Array
@@ -165,15 +164,16 @@ class LRUState:
 
 @dataclass(frozen=True)
 class LRU(StateSpace):
-    """h_t = Lambda h_{t-1} + exp(gamma) B u_t, Lambda = exp(-exp(nu) + i phase), read out by a perceptron.
+    """Linear recurrent unit (Orvieto et al., 2023) with a perceptron as readout.
 
-    The input u is the telemetry and which of it was seen. The phase is pi sigmoid(theta), where the paper has
-    exp(theta), so that it too is finite whatever the parameter is.
+    h_t = Lambda h_{t-1} + exp(gamma) B u_t, with Lambda = exp(-exp(nu) + i phase). The input u is the telemetry and its
+    mask of observed values. The phase is pi sigmoid(theta), where the paper has exp(theta), so that it is finite for
+    all parameters.
 
     Attributes:
       size: n complex entries; the latent has their 2 n real and imaginary parts.
       hidden: widths of the readout's hidden layers.
-      shortest, longest: of the time constants the entries begin with, in steps; evenly spread in logarithm.
+      shortest, longest: the range of the initial time constants in steps; they are evenly spaced in logarithm.
     """
 
     size: int = 8
@@ -183,11 +183,11 @@ class LRU(StateSpace):
 
     @property
     def readout(self) -> Readout:
-        """From real and imaginary parts to the next telemetry."""
+        """The network that predicts the next telemetry from the latent."""
         return Readout(self.hidden)
 
     def init(self, key: jax.Array, channels: int) -> Params:
-        """Fresh parameters; gamma begins where the latent's variance is its input's."""
+        """Returns initial parameters; with the initial gamma, the latent has the variance of its input."""
         phase_key, real_key, imaginary_key, readout_key = jax.random.split(key, 4)
         nu = -jnp.linspace(jnp.log(self.shortest), jnp.log(self.longest), self.size)
         scale = 1.0 / jnp.sqrt(2.0 * channels)
@@ -202,54 +202,41 @@ class LRU(StateSpace):
         }
 
     def decay(self, params: Params) -> jax.Array:
-        """Lambda, complex `[n]`: inside the unit circle."""
-        return jnp.exp(-jnp.exp(params["nu"]) - LEAST_DECAY + 1j * jnp.pi * jax.nn.sigmoid(params["theta"]))
+        """Returns Lambda, complex `[n]`, inside the unit circle."""
+        return jnp.exp(-jnp.exp(params["nu"]) - MIN_DECAY + 1j * jnp.pi * jax.nn.sigmoid(params["theta"]))
 
-    def initial(self, params: Params) -> LRUState:
+    def initial(self, params: Params) -> RecurrentState:
         channels = params["input_real"].shape[1] // 2
-        return LRUState(jnp.zeros(self.size, jnp.complex64), jnp.zeros(channels))
+        return RecurrentState(jnp.zeros(self.size, jnp.complex64), jnp.zeros(channels))
 
-    def advance(self, params: Params, state: LRUState, y: jax.Array, seen: jax.Array) -> LRUState:
-        hidden = self.decay(params) * state.hidden + self._driven(params, y, seen)
-        return LRUState(hidden, (1.0 - seen) * state.last + seen * y)
+    def advance(self, params: Params, state: RecurrentState, y: jax.Array, observed: jax.Array) -> RecurrentState:
+        hidden = self.decay(params) * state.hidden + self._input(params, y, observed)
+        return RecurrentState(hidden, (1.0 - observed) * state.last + observed * y)
 
-    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> tuple[LRUState, Innovations]:
-        """All steps at once: `[T, d]` to leaves `[T, ...]`."""
-        hidden = linear_scan(self.decay(params), self._driven(params, y, seen))
-        after = LRUState(hidden, linear_scan(1.0 - seen, seen * y))
-        return after, innovations_all(self, params, after, y, seen)
+    def advance_all(self, params: Params, y: jax.Array, observed: jax.Array) -> tuple[RecurrentState, Innovations]:
+        """Returns states from parallel scans, as `StateSpace.advance_all` does."""
+        hidden = linear_scan(self.decay(params), self._input(params, y, observed))
+        after = RecurrentState(hidden, linear_scan(1.0 - observed, observed * y))
+        return after, self.innovations_all(params, after, y, observed)
 
-    def innovations(self, params: Params, state: LRUState, y: jax.Array, seen: jax.Array) -> Innovations:
-        return self.readout.innovations(params["readout"], self.latent(params, state), state.last, y, seen)
+    def innovations(self, params: Params, state: RecurrentState, y: jax.Array, observed: jax.Array) -> Innovations:
+        return self.readout.innovations(params["readout"], self.latent(params, state), state.last, y, observed)
 
-    def latent(self, params: Params, state: LRUState) -> jax.Array:
+    def latent(self, params: Params, state: RecurrentState) -> jax.Array:
         return jnp.concatenate([state.hidden.real, state.hidden.imag], axis=-1)
 
-    def _driven(self, params: Params, y: jax.Array, seen: jax.Array) -> jax.Array:
-        inputs = jnp.concatenate([seen * y, seen], axis=-1)
+    def _input(self, params: Params, y: jax.Array, observed: jax.Array) -> jax.Array:
+        inputs = jnp.concatenate([observed * y, observed], axis=-1)
         kernel = params["input_real"] + 1j * params["input_imaginary"]
         return jnp.exp(params["gamma"]) * (inputs @ kernel.T)
 
 
-@struct.dataclass
-class GRUState:
-    """What a step leaves.
-
-    Attributes:
-      hidden: `[n]`.
-      last: the latest value of each channel `[d]`; zero, the mean, before the first.
-    """
-
-    hidden: jax.Array
-    last: jax.Array
-
-
 @dataclass(frozen=True)
 class GRU(StateSpace):
-    """Flax's GRU cell on the telemetry and which of it was seen, read out by a perceptron.
+    """Flax's GRU cell with a perceptron as readout; its input is the telemetry and its mask of observed values.
 
     Attributes:
-      size: n, of the latent.
+      size: n, the dimension of the latent.
       hidden: widths of the readout's hidden layers.
     """
 
@@ -258,7 +245,7 @@ class GRU(StateSpace):
 
     @property
     def readout(self) -> Readout:
-        """From the latent to the next telemetry."""
+        """The network that predicts the next telemetry from the latent."""
         return Readout(self.hidden)
 
     @property
@@ -270,21 +257,16 @@ class GRU(StateSpace):
         cell = self.cell.init(cell_key, jnp.zeros(self.size), jnp.zeros(2 * channels))["params"]
         return {"cell": cell, "readout": self.readout.init(readout_key, self.size, channels)}
 
-    def initial(self, params: Params) -> GRUState:
-        return GRUState(jnp.zeros(self.size), jnp.zeros(params["readout"]["persistence"].shape))
+    def initial(self, params: Params) -> RecurrentState:
+        return RecurrentState(jnp.zeros(self.size), jnp.zeros(params["readout"]["persistence"].shape))
 
-    def advance(self, params: Params, state: GRUState, y: jax.Array, seen: jax.Array) -> GRUState:
-        inputs = jnp.concatenate([seen * y, seen], axis=-1)
+    def advance(self, params: Params, state: RecurrentState, y: jax.Array, observed: jax.Array) -> RecurrentState:
+        inputs = jnp.concatenate([observed * y, observed], axis=-1)
         hidden: Any = self.cell.apply({"params": params["cell"]}, state.hidden, inputs)
-        return GRUState(hidden[0], (1.0 - seen) * state.last + seen * y)
+        return RecurrentState(hidden[0], (1.0 - observed) * state.last + observed * y)
 
-    def advance_all(self, params: Params, y: jax.Array, seen: jax.Array) -> tuple[GRUState, Innovations]:
-        """All steps: `[T, d]` to leaves `[T, ...]`."""
-        after = one_by_one(self, params, y, seen)
-        return after, innovations_all(self, params, after, y, seen)
+    def innovations(self, params: Params, state: RecurrentState, y: jax.Array, observed: jax.Array) -> Innovations:
+        return self.readout.innovations(params["readout"], state.hidden, state.last, y, observed)
 
-    def innovations(self, params: Params, state: GRUState, y: jax.Array, seen: jax.Array) -> Innovations:
-        return self.readout.innovations(params["readout"], state.hidden, state.last, y, seen)
-
-    def latent(self, params: Params, state: GRUState) -> jax.Array:
+    def latent(self, params: Params, state: RecurrentState) -> jax.Array:
         return state.hidden

@@ -1,9 +1,8 @@
-"""A monitor inside a training program: it follows a lane step by step, and raises an alarm."""
+"""A monitor inside a training program: it follows a lane step by step, and raises alarms."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit.core.learner import Channel
-from jaxaudit.monitoring.channels import standardise
 from jaxaudit.monitoring.monitor import Expectation, Monitor
-from jaxaudit.monitoring.scorer import Carry
+from jaxaudit.monitoring.scoring import Carry
+from jaxaudit.monitoring.telemetry import entry_names, standardise
 
 
 @dataclass(frozen=True, eq=False)
 class MonitorWatch:
-    """A monitor as a program's `InLoopMonitor`. One is equal to itself alone, so that a program is compiled for it.
+    """A monitor as a program's `InLoopMonitor`. It equals only itself, so that a program is compiled for each watch.
 
     Attributes:
-      expectation: the monitor's.
+      expectation: the monitor's fitted scorer.
       threshold: the score above which there is an alarm.
-      places: where each of its channels is in the telemetry: the variable, and the entry, flattened.
+      places: for each of the monitor's channels the telemetry's variable, and the index of its flattened entry.
     """
 
     expectation: Expectation
@@ -33,68 +32,72 @@ class MonitorWatch:
     places: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(
+    def for_telemetry(
         cls,
         monitor: Monitor,
         alpha: float,
         shapes: Mapping[str, tuple[int, ...]],
         channels: Mapping[str, Channel],
     ) -> MonitorWatch:
-        """For a learner's telemetry.
+        """Returns a monitor's watch of a learner's telemetry.
 
         Args:
-          monitor: it.
-          alpha: false alarms per clean run, at most.
-          shapes: of the telemetry's variables.
-          channels: the labels of their dimensions, as a `Learner` has them.
+          monitor: the monitor.
+          alpha: the highest false-alarm rate per clean run.
+          shapes: the shapes of the telemetry's variables.
+          channels: the labels of their dimensions, as in `Learner.channels`.
 
         Raises:
-          ValueError: the telemetry lacks a channel the monitor reads, or it was calibrated on too few runs for alpha.
+          ValueError: the telemetry lacks a channel that the monitor reads, or the monitor was calibrated on too few
+            runs for alpha.
         """
-        known = {
-            channel: (name, entry)
+        places = {
+            channel: (name, index)
             for name, shape in shapes.items()
-            for entry, channel in enumerate(channel_names(name, shape, channels))
+            for index, channel in enumerate(channel_names(name, shape, channels))
         }
         names = monitor.expectation.channels.names
-        missing = [name for name in names if name not in known]
+        missing = [name for name in names if name not in places]
         if missing:
             raise ValueError(
                 f"the monitor reads channel '{missing[0]}', which the learner's step does not give; fit it to "
-                f"channels it does: {', '.join(sorted(known))}"
+                f"channels it does: {', '.join(sorted(places))}"
             )
-        return cls(monitor.expectation, monitor.threshold(alpha), tuple(known[name] for name in names))
+        return cls(monitor.expectation, monitor.threshold(alpha), tuple(places[name] for name in names))
 
     @cached_property
     def provenance(self) -> str:
-        """A hash of all that its alarms depend on, SHA-256 in hexadecimal."""
-        known = self.expectation
-        channels = known.channels
-        arrays = (channels.center, channels.scale, channels.complete, known.params, known.reference, known.yardstick)
-        found = hashlib.sha256(repr((known.model, channels.names, self.threshold)).encode())
+        """The hash of all that the alarms depend on, SHA-256 in hexadecimal."""
+        fitted = self.expectation
+        channels = fitted.channels
+        arrays = (
+            channels.center, channels.scale, channels.complete, fitted.params, fitted.reference, fitted.normalizer
+        )  # fmt: skip
+        digest = hashlib.sha256(repr((fitted.model, channels.names, self.threshold)).encode())
         for leaf in jax.tree.leaves(arrays):
-            found.update(np.asarray(leaf).tobytes())
-        return found.hexdigest()
+            digest.update(np.asarray(leaf).tobytes())
+        return digest.hexdigest()
 
     def begin(self) -> Carry:
         """Returns what the monitor carries before the first step."""
         return self.expectation.model.begin(self.expectation.params, len(self.places))
 
     def follow(self, watched: Carry, telemetry: Mapping[str, jax.Array]) -> tuple[Carry, jax.Array]:
-        """A step on: what is carried, and the score less the threshold."""
-        known = self.expectation
-        values = jnp.stack([telemetry[name].reshape(-1)[entry] for name, entry in self.places])
-        center, scale = (np.float32(x) for x in (known.channels.center, known.channels.scale))
-        y, seen = standardise(values, center, scale, jnp)
-        watched, scores = known.model.score(known.params, known.reference, watched, y, seen.astype(jnp.float32))
-        gone = jnp.any(~seen & known.channels.complete)
-        return watched, jnp.where(gone, jnp.inf, known.yardstick.combine(scores, jnp) - self.threshold)
+        """Returns what is carried after a step with this telemetry, and the step's score minus the threshold."""
+        fitted = self.expectation
+        values = jnp.stack([telemetry[name].reshape(-1)[index] for name, index in self.places])
+        center, scale = (np.float32(x) for x in (fitted.channels.center, fitted.channels.scale))
+        y, observed = standardise(values, center, scale, jnp)
+        watched, scores = fitted.model.score_step(
+            fitted.params, fitted.reference, watched, y, observed.astype(jnp.float32)
+        )
+        diverged = jnp.any(~observed & fitted.channels.complete)
+        return watched, jnp.where(diverged, jnp.inf, fitted.normalizer.combine(scores, jnp) - self.threshold)
 
 
 def channel_names(name: str, shape: tuple[int, ...], channels: Mapping[str, Channel]) -> list[str]:
-    """What `channels.series` calls the entries of a variable, flattened."""
+    """Returns the names that `stack_channels` gives to the flattened entries of a variable of this shape."""
     if not shape:
         return [name]
     dims = channels.get(name, Channel()).dims
-    labels = [labels for _, labels in dims] if dims else [range(size) for size in shape]
-    return [f"{name}[{', '.join(map(str, entry))}]" for entry in itertools.product(*labels)]
+    return entry_names(name, [labels for _, labels in dims] if dims else [range(size) for size in shape])

@@ -21,8 +21,13 @@ from jaxaudit.analysis.run_reader import (
     nearest_step,
 )
 from jaxaudit.core.channel_names import PERFORMANCE_ERROR
-from jaxaudit.monitoring.channels import measured, repeated, series
-from jaxaudit.monitoring.envelope import StepwiseStats, forward_filled
+from jaxaudit.monitoring.telemetry import (
+    StepwiseStats,
+    duplicate_channels,
+    forward_fill,
+    stack_channels,
+    varying_channels,
+)
 from jaxaudit.report import page
 from jaxaudit.report.line_panels import CONTROL_KEY, Panel, PlotLine
 from jaxaudit.report.run_figures import around_onset
@@ -236,7 +241,7 @@ def first_signals(run: Run) -> pd.DataFrame:
     if run.metrics is None or run.seeds < MIN_SEEDS:
         return pd.DataFrame(columns=columns)
     times = run.metrics.set_index(["seed", "condition"])["collapse_time"]
-    values = series(run.telemetry.load()).transpose("seed", "condition", "step", "channel")
+    values = stack_channels(run.telemetry.load()).transpose("seed", "condition", "step", "channel")
     names = np.array([str(name) for name in values.channel.values])
     rows: list[dict] = []
     for onset, group in run.conditions.groupby("onset"):
@@ -244,7 +249,7 @@ def first_signals(run: Run) -> pd.DataFrame:
         if not len(controls):
             continue
         control = values.values[:, controls[0]].astype(np.float64)
-        is_read = measured(control) & ~repeated(control, list(names))
+        is_read = varying_channels(control) & ~duplicate_channels(control, list(names))
         limit, score = _limits_and_score(control[..., is_read], int(onset))
         for index in group.index.difference(controls):
             condition = group["condition"][index]
@@ -262,11 +267,11 @@ def _limits_and_score(control: np.ndarray, onset: int) -> tuple[np.ndarray, Call
       control: the control lanes, `[n, T, d]`.
       onset: the step from which on scores `[n, T - onset, d]` are returned.
     """
-    filled = forward_filled(control)
-    others = [StepwiseStats.of(np.delete(filled, seed, axis=0)) for seed in range(len(filled))]
+    filled = forward_fill(control)
+    others = [StepwiseStats.fit(np.delete(filled, seed, axis=0)) for seed in range(len(filled))]
 
     def score(lanes: np.ndarray) -> np.ndarray:
-        lanes_filled = forward_filled(lanes)
+        lanes_filled = forward_fill(lanes)
         z = np.concatenate([np.abs(e.standardise(x[None])) for e, x in zip(others, lanes_filled, strict=True)])
         is_lost = ~np.isfinite(lanes) & np.isfinite(control)
         return np.where(np.logical_or.accumulate(is_lost, axis=1), np.inf, z)[:, onset:]

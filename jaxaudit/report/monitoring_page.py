@@ -15,7 +15,7 @@ import xarray as xr
 from markupsafe import Markup
 
 from jaxaudit.analysis.run_reader import read_table
-from jaxaudit.monitoring.calibration import fewest_runs, rate_interval
+from jaxaudit.monitoring.scoring import false_alarm_interval, min_calibration_runs
 from jaxaudit.report import line_panels, page, score_figures, style
 from jaxaudit.runtime import array_store
 from jaxaudit.runtime.files import read_object
@@ -123,9 +123,9 @@ def _false_alarm_text(alpha: float, calibrated_on: int | None) -> Markup:
     text = Markup(" False alarms occur in at most {}% of clean runs on average").format(
         page.number(100 * alpha, digits=3)
     )
-    if calibrated_on is None or calibrated_on < fewest_runs(alpha):
+    if calibrated_on is None or calibrated_on < min_calibration_runs(alpha):
         return text + Markup(".")
-    low, high = (page.number(100 * rate, digits=2) for rate in rate_interval(calibrated_on, alpha))
+    low, high = (page.number(100 * rate, digits=2) for rate in false_alarm_interval(calibrated_on, alpha))
     return text + Markup("; for nine in ten sets of {} calibration runs, in {}% to {}%.").format(
         calibrated_on, low, high
     )

@@ -228,7 +228,7 @@ class Spec:
 
         def watch(*telemetry: Any) -> MonitorWatch:
             with error_prefix(place):
-                return MonitorWatch.of(monitor, alpha, *telemetry)
+                return MonitorWatch.for_telemetry(monitor, alpha, *telemetry)
 
         return watch
 

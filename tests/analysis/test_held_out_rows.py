@@ -16,7 +16,7 @@ from jaxaudit import report
 from jaxaudit.analysis.run_reader import load, nearest_step
 from jaxaudit.cli import main as cli
 from jaxaudit.core.learner import Channel
-from jaxaudit.monitoring.envelope import StepwiseStats
+from jaxaudit.monitoring.telemetry import StepwiseStats
 from jaxaudit.report import dialogue
 from jaxaudit.report.dialogue import earliest, first_signals
 from jaxaudit.runtime import registry
@@ -211,7 +211,7 @@ def test_limits_are_of_each_control_against_the_others(stored):
     harsh = run.telemetry["performance"].values[:, 2].astype(float)
     scores, limit = [], 0.0
     for seed in range(SEEDS):
-        others = StepwiseStats.of(np.delete(control, seed, 0))
+        others = StepwiseStats.fit(np.delete(control, seed, 0))
         limit = max(limit, np.abs((control[seed] - others.mean) / others.std)[ONSET:].max())
         scores.append(np.abs((harsh[seed] - others.mean) / others.std)[ONSET:])
     first = [int(np.argmax(score > limit)) for score in scores]

@@ -397,8 +397,8 @@ def test_a_run_that_cannot_be_drawn_has_succeeded(command, nothing_to_draw_with,
 
 @pytest.mark.parametrize("command", ["monitor", "detect"])
 def test_scores_that_cannot_be_drawn_are_kept(command, nothing_to_draw_with, capsys, monkeypatch):
-    monkeypatch.setattr("jaxaudit.monitoring.monitored.monitor", lambda *arguments: None)
-    monkeypatch.setattr("jaxaudit.monitoring.folder.detect", lambda *arguments: [Path("out")])
+    monkeypatch.setattr("jaxaudit.monitoring.monitor_logs.monitor_logs", lambda *arguments: None)
+    monkeypatch.setattr("jaxaudit.monitoring.detect.detect", lambda *arguments: [Path("out")])
     Path("mine").mkdir()
     Path("mine/spec.toml").write_text(GOOD)
     given = {"monitor": ["a.csv", "--clean", "b.csv"], "detect": ["mine"]}

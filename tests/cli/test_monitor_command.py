@@ -12,7 +12,7 @@ import xarray as xr
 
 from jaxaudit.cli.main import main
 from jaxaudit.monitoring.monitor import DEFAULT, Monitor, scorer
-from jaxaudit.monitoring.monitored import _alpha
+from jaxaudit.monitoring.monitor_logs import _alpha
 
 STEPS = 60
 

@@ -9,7 +9,7 @@ from small_runs import header
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load as load_run
 from jaxaudit.core.program import telemetry_shapes
-from jaxaudit.monitoring.channels import series
+from jaxaudit.monitoring.telemetry import stack_channels
 from jaxaudit.monitoring.watch import channel_names
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runtime import registry
@@ -85,10 +85,10 @@ def test_a_monitor_finds_their_entries_by_the_names_it_was_fitted_to(audited):
         entry for name, shape in telemetry_shapes(program).items() for entry in channel_names(name, shape, CHANNELS)
     ]
     assert "share[b, 1]" in inside
-    read = {str(name) for name in series(audited.drop_vars("baseline_performance")).channel.values}
+    read = {str(name) for name in stack_channels(audited.drop_vars("baseline_performance")).channel.values}
     assert set(inside) - read == {"words[0]", "words[1]"}, "what no monitor reads unless told to"
     assert read < set(inside)
-    assert list(series(audited, ["words"]).channel.values) == ["words[0]", "words[1]"]
+    assert list(stack_channels(audited, ["words"]).channel.values) == ["words[0]", "words[1]"]
 
 
 @pytest.mark.parametrize(("dtype", "missing"), [("int8", -128), ("int32", -(2**31)), ("uint32", 2**32 - 1)])

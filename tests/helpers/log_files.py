@@ -13,7 +13,7 @@ from tensorboard.util import tensor_util
 
 from jaxaudit import logs
 from jaxaudit.logs import Attempt, Log, Series
-from jaxaudit.monitoring.alignment import Named
+from jaxaudit.monitoring.alignment import NamedAttempt
 from jaxaudit.runtime.errors import UserError
 
 
@@ -62,14 +62,14 @@ def refusal(act, *arguments) -> str:
     return sentence
 
 
-def made(name: str, steps, **channels) -> Named:
+def made(name: str, steps, **channels) -> NamedAttempt:
     """A run whose channels have a value at every step."""
     steps = np.asarray(steps, np.int64)
     series = {
         name: Series(steps, np.broadcast_to(np.asarray(values, np.float64), steps.shape))
         for name, values in channels.items()
     }
-    return Named(name, Attempt(int(steps[0]), series))
+    return NamedAttempt(name, Attempt(int(steps[0]), series))
 
 
 def scalar(tag: str, value: float) -> summary_pb2.Summary.Value:

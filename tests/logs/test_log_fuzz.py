@@ -14,7 +14,7 @@ from log_files import lines, scalar, tensor, write_events, written
 from test_log_kinds import PRINTED
 
 from jaxaudit.logs import read, structured
-from jaxaudit.monitoring.alignment import Named, channels_of, grid_of
+from jaxaudit.monitoring.alignment import NamedAttempt, common_grid, select_channels
 from jaxaudit.runtime.errors import UserError
 
 FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -34,11 +34,11 @@ def survives(path: Path) -> None:
                 assert len(series.steps) == len(series.values) > 0
                 assert (np.diff(series.steps) > 0).all()
     assert all(len(str(note).splitlines()) == 1 for note in (*log.left_out, *log.notes))
-    runs = [Named(run.name, run.latest) for run in log.runs]
+    runs = [NamedAttempt(run.name, run.latest) for run in log.runs]
     with contextlib.suppress(UserError):
-        channels, _ = channels_of(runs, None)
-        grid = grid_of(runs, channels)
-        assert all(len(grid.of(run.series(name))) == len(grid.steps) for run in runs for name in channels)
+        channels, _ = select_channels(runs, None)
+        grid = common_grid(runs, channels)
+        assert all(len(grid.average(run.series(name))) == len(grid.steps) for run in runs for name in channels)
 
 
 NAMES = st.sampled_from(["a.csv", "a.jsonl", "a", "a.txt", "events.out.tfevents.1"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from log_files import lines, log_of, read, refusal, written
 
-from jaxaudit.monitoring.alignment import Named, channels_of
+from jaxaudit.monitoring.alignment import NamedAttempt, select_channels
 from jaxaudit.runtime.errors import UserError
 
 # Steps
@@ -104,7 +104,7 @@ def test_names_and_values_stay_on_one_line_and_short(tmp_path):
     assert sentence.endswith("', which must be a whole number")
     assert len(sentence) < 200 + len(str(tmp_path))
     log = log_of(tmp_path, lines({"step": 0, "x\ny\ud800": 1}), "a.jsonl")
-    assert r"x\ny\ud800" in refusal(channels_of, [Named("a", log.log.runs[0].latest)], ["loss"])
+    assert r"x\ny\ud800" in refusal(select_channels, [NamedAttempt("a", log.log.runs[0].latest)], ["loss"])
 
 
 # What is noted

@@ -16,9 +16,9 @@ from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.run_reader import load as load_run
 from jaxaudit.core.taps import Taps
 from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.lanes import gather
+from jaxaudit.monitoring.labelled_lanes import load_lanes
+from jaxaudit.monitoring.meta_state import Training
 from jaxaudit.monitoring.state_space import LRU
-from jaxaudit.monitoring.training import Training
 from jaxaudit.report.line_panels import panels
 from jaxaudit.report.verdict import verdict
 from jaxaudit.runs import lifecycle as durable
@@ -315,7 +315,7 @@ def test_a_spec_trains_what_audit_trains(finished, rescued):
 
 @pytest.mark.exhaustive
 def test_lanes_with_an_intervention_are_not_what_detectors_are_compared_on(finished, rescued):
-    (lanes,) = gather([finished])
+    (lanes,) = load_lanes([finished])
     helped = [name for name in rescued.condition.values if "roll_back" in name or "lower_learning_rate" in name]
     assert helped
     assert set(lanes.table.condition) == set(rescued.condition.values) - set(helped)

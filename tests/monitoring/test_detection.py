@@ -8,16 +8,24 @@ import pytest
 from planted import CHANNELS, ONSET, System
 from scipy import stats
 
-from jaxaudit.monitoring import lanes
-from jaxaudit.monitoring.baselines import standard
-from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, best_chart, by_condition, compare, splits, summary
-from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL, MetaState
+from jaxaudit.monitoring import labelled_lanes
+from jaxaudit.monitoring.baselines import standard_baselines
+from jaxaudit.monitoring.comparison import (
+    NEVER,
+    DetectionSettings,
+    best_chart,
+    compare,
+    split_lanes,
+    summarise,
+    summarise_by_condition,
+)
+from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL, MonitorDetector
+from jaxaudit.monitoring.meta_state import Training
 from jaxaudit.monitoring.state_space import LRU
-from jaxaudit.monitoring.training import Training
 from jaxaudit.runtime.errors import UserError
 
 SETTINGS = DetectionSettings(folds=2, fitted=0.5)
-MINE = MetaState(LRU(size=4, hidden=(16,)), Training(iterations=120))
+MINE = MonitorDetector(LRU(size=4, hidden=(16,)), Training(iterations=120))
 
 
 class Level:
@@ -37,12 +45,12 @@ def planted():
 
 @pytest.fixture(scope="module")
 def said(planted):
-    return compare(planted, [MINE, *standard(planted.channels)], SETTINGS)
+    return compare(planted, [MINE, *standard_baselines(planted.channels)], SETTINGS)
 
 
 def test_no_seed_is_on_both_sides(planted):
     tested = []
-    for split in splits(planted, SETTINGS):
+    for split in split_lanes(planted, SETTINGS):
         seeds = [set(planted.table.seed.iloc[part]) for part in (split.fit, split.calibrate, split.test)]
         assert not seeds[0] & seeds[1]
         assert not (seeds[0] | seeds[1]) & seeds[2]
@@ -54,7 +62,7 @@ def test_no_seed_is_on_both_sides(planted):
 def test_too_few_clean_lanes_are_refused():
     few = System().lanes(20, 2, drift=1.0)
     with pytest.raises(ValueError, match=r"20 clean lanes are too few for 0\.05 false alarms per run in 2 folds: "):
-        splits(few, SETTINGS)
+        split_lanes(few, SETTINGS)
 
 
 def test_alarms_are_the_first_scores_above_the_threshold(planted):
@@ -91,7 +99,7 @@ def test_auroc_is_the_rank_statistic():
     random = np.random.default_rng(0)
     clean, disturbed = random.normal(size=80).round(1), random.normal(0.7, 1, size=60).round(1)
     disturbed[:3] = np.inf
-    found = summary(table(clean, disturbed), "x").iloc[0]
+    found = summarise(table(clean, disturbed), "x").iloc[0]
     assert found.auroc == pytest.approx(stats.mannwhitneyu(disturbed, clean).statistic / (80 * 60))
     # Hanley and McNeil's standard error, for the interval's width
     a = found.auroc
@@ -109,20 +117,20 @@ def test_scores_are_compared_within_a_fold_alone():
     both = pd.concat([low, high.assign(seed=high.seed + 50, lane=high.lane + 50)])
     each = [stats.mannwhitneyu(folds[1], folds[0]).statistic / (30 * 20)]
     each.append(1 - each[0])
-    assert summary(both, "x").auroc[0] == pytest.approx(np.mean(each))
+    assert summarise(both, "x").auroc[0] == pytest.approx(np.mean(each))
     one_sided = pd.concat([low, high.assign(seed=high.seed + 50, lane=high.lane + 50, score=100 + low.score)])
-    assert summary(one_sided, "x").auroc[0] == pytest.approx(each[0])
+    assert summarise(one_sided, "x").auroc[0] == pytest.approx(each[0])
 
 
 def test_lead_time_is_the_median_and_no_alarm_the_worst():
     lead = [10, 3, 7, -4, -np.inf]
-    assert summary(table(np.zeros(5), np.ones(5), lead), "x").lead_time[0] == 3
+    assert summarise(table(np.zeros(5), np.ones(5), lead), "x").lead_time[0] == 3
     lead = [10, -np.inf, 7, -np.inf, -np.inf]
-    found = summary(table(np.zeros(5), np.ones(5), lead), "x")
+    found = summarise(table(np.zeros(5), np.ones(5), lead), "x")
     assert found.lead_time[0] == -np.inf
     assert found.gain_lead_time[0] == 0
     both = pd.concat([table(np.zeros(5), np.ones(5), [4] * 5), table(np.zeros(5), np.ones(5), [1] * 5, "y")])
-    found = summary(both, "x").set_index("detector")
+    found = summarise(both, "x").set_index("detector")
     assert found.gain_lead_time["y"] == found.gain_lead_time_low["y"] == 3
 
 
@@ -131,7 +139,7 @@ def test_the_gain_is_paired():
     random = np.random.default_rng(1)
     clean, disturbed = random.normal(size=30), random.normal(0.5, 1, size=30)
     both = pd.concat([table(clean, disturbed), table(clean + 5, disturbed + 5, detector="y")])
-    found = summary(both, "x").set_index("detector")
+    found = summarise(both, "x").set_index("detector")
     assert found.auroc_high["y"] - found.auroc_low["y"] > 0.1
     assert found.gain_auroc_low["y"] == found.gain_auroc_high["y"] == 0
 
@@ -155,7 +163,7 @@ def test_the_share_over_conditions_has_an_interval_over_seeds():
     inside = []
     for _ in range(100):
         hits = random.random((24, 10)) < random.beta(0.5, 0.5, (24, 1))
-        _, low, high = detected(summary(of_seeds(hits), "x").iloc[0])
+        _, low, high = detected(summarise(of_seeds(hits), "x").iloc[0])
         inside.append(low <= 0.5 <= high)
     assert 0.9 <= np.mean(inside) <= 0.99
     error = hits.mean(axis=1).std() / np.sqrt(24)
@@ -167,18 +175,18 @@ def test_what_is_said_twice_of_a_seed_tells_nothing_more(share):
     """Of all lanes and of a condition's; of seeds that are detected wholly or not at all the interval is Wilson's."""
     hits = np.random.default_rng(1).random((12, 3)) < share
     for whole in (hits, hits[:, :1]):
-        once, twice = (detected(summary(of_seeds(whole, copies), "x").iloc[0]) for copies in (1, 2))
+        once, twice = (detected(summarise(of_seeds(whole, copies), "x").iloc[0]) for copies in (1, 2))
         assert once == twice
     wilson = stats.binomtest(int(hits[:, 0].sum()), 12).proportion_ci(method="wilson")
     assert once[1:] == pytest.approx((wilson.low, wilson.high), abs=1e-12)
     for copies in (1, 2):
-        found = by_condition(of_seeds(hits, copies), ["x"]).set_index("condition").loc["x 0"]
+        found = summarise_by_condition(of_seeds(hits, copies), ["x"]).set_index("condition").loc["x 0"]
         assert detected(found)[1:] == pytest.approx((wilson.low, wilson.high), abs=1e-12)
 
 
 def test_a_share_of_few_seeds_has_no_interval_where_they_disagree_within():
     hits = np.tile([True, False], (4, 1))
-    value, low, high = detected(summary(of_seeds(hits), "x").iloc[0])
+    value, low, high = detected(summarise(of_seeds(hits), "x").iloc[0])
     assert value == 0.5
     assert np.isnan([low, high]).all()
 
@@ -189,7 +197,7 @@ def interval(row):
 
 def of_kind(said, kind):
     """The figures of a condition by detector, and the detectors' families."""
-    found = by_condition(said, list(said.detector.unique())).set_index(["condition", "detector"]).loc[kind]
+    found = summarise_by_condition(said, list(said.detector.unique())).set_index(["condition", "detector"]).loc[kind]
     return found, said.groupby("detector").family.first()
 
 
@@ -223,7 +231,7 @@ def test_a_change_in_time_alone_is_seen_by_the_model_alone(said):
 
 @pytest.mark.exhaustive
 def test_what_one_channel_shows_the_monitor_sees_too(said):
-    found = by_condition(said, [MINE.name]).set_index("condition")
+    found = summarise_by_condition(said, [MINE.name]).set_index("condition")
     print(*(f"{kind}: {interval(found.loc[kind])}" for kind in ("ramp", "fold")))
     assert found.detected_low["ramp"] > 0.8
     assert found.detected_low["fold"] > 0.5
@@ -241,7 +249,7 @@ def test_false_alarms_are_as_many_as_stated_for_every_detector(said):
 def test_an_interval_takes_five_seeds_on_either_side():
     random = np.random.default_rng(3)
     for clean, disturbed in ((4, 20), (20, 4)):
-        found = summary(table(random.normal(size=clean), random.normal(size=disturbed)), "x").iloc[0]
+        found = summarise(table(random.normal(size=clean), random.normal(size=disturbed)), "x").iloc[0]
         assert np.isfinite(found.auroc)
         assert np.isnan([found.auroc_low, found.auroc_high]).all()
 
@@ -253,6 +261,6 @@ def test_a_chart_without_a_figure_is_not_the_best():
 
 def test_a_run_that_is_not_finished_is_refused(monkeypatch, tmp_path):
     """Though it has metrics of the lanes that are."""
-    monkeypatch.setattr(lanes, "load", lambda folder: SimpleNamespace(finished=False, metrics=pd.DataFrame()))
+    monkeypatch.setattr(labelled_lanes, "load", lambda folder: SimpleNamespace(finished=False, metrics=pd.DataFrame()))
     with pytest.raises(UserError, match="is not finished; go on with: jaxaudit resume"):
-        lanes.gather([tmp_path])
+        labelled_lanes.load_lanes([tmp_path])

@@ -13,24 +13,23 @@ from statsmodels.tsa.stattools import acf
 from jaxaudit.monitoring.baselines import (
     BATCH,
     BOCPD,
-    CHARTS,
     CUSUM,
     Autocorrelation,
+    ChannelDeviation,
     RollingVariance,
-    SingleChannel,
     SixSigma,
     ZClip,
-    autoregression,
-    autoregressive_series,
     cusum,
-    gradient_norm,
-    infinite_when_diverged,
+    fit_autoregression,
+    gradient_norm_channel,
     log_odds_of_change,
-    rolling_tau,
-    standard,
+    rolling_kendall_tau,
+    simulate_autoregression,
+    standard_baselines,
 )
-from jaxaudit.monitoring.calibration import threshold
-from jaxaudit.monitoring.envelope import HALF_WIDTH, StepwiseStats, forward_filled, least_spread
+from jaxaudit.monitoring.detector import CHARTS, infinite_when_diverged
+from jaxaudit.monitoring.scoring import threshold
+from jaxaudit.monitoring.telemetry import HALF_WIDTH, StepwiseStats, forward_fill, std_floor
 
 CHANNELS = ("performance", "loss", "gradient_norm", "rate", "seldom", "never", "layer_gradient_norm[h/0]")
 
@@ -48,7 +47,7 @@ def telemetry(runs, steps, seed):
 
 
 CLEAN = telemetry(20, 160, 0)
-DETECTORS = standard(CHANNELS)
+DETECTORS = standard_baselines(CHANNELS)
 SCORES = {detector.name: detector.fit(CLEAN, CHANNELS) for detector in DETECTORS}
 every_detector = pytest.mark.parametrize("score", SCORES.values(), ids=SCORES.keys())
 
@@ -84,8 +83,8 @@ def test_standard_detectors():
         "six-sigma rule of gradient_norm",
         "ZClip of gradient_norm",
     ]
-    assert SixSigma("performance", sign=-1.0) in standard(["performance"])
-    assert standard(["entropy"]) == (*CHARTS, SingleChannel("entropy"))
+    assert SixSigma("performance", sign=-1.0) in standard_baselines(["performance"])
+    assert standard_baselines(["entropy"]) == (*CHARTS, ChannelDeviation("entropy"))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_standard_detectors():
     ],
 )
 def test_the_gradient_norm_is_found_by_name(channels, chosen):
-    assert gradient_norm(channels) == chosen
+    assert gradient_norm_channel(channels) == chosen
 
 
 @every_detector
@@ -173,16 +172,16 @@ def test_values_are_carried_forward():
     values = np.random.default_rng(0).normal(size=(8, 30))
     values[np.random.default_rng(1).random(values.shape) < 0.6] = np.nan
     values[0], values[1, :5] = np.nan, np.nan
-    np.testing.assert_array_equal(forward_filled(values), pd.DataFrame(values).ffill(axis=1).to_numpy())
+    np.testing.assert_array_equal(forward_fill(values), pd.DataFrame(values).ffill(axis=1).to_numpy())
     infinite = np.where(np.isnan(values), -np.inf, values)
-    np.testing.assert_array_equal(forward_filled(infinite), forward_filled(values))
+    np.testing.assert_array_equal(forward_fill(infinite), forward_fill(values))
 
 
 def test_the_envelope_is_of_each_step_and_its_neighbours():
     clean = np.random.default_rng(0).normal(size=(9, 40)) * np.linspace(1, 5, 40)
     clean[:, :4] = np.nan
     clean[2, :11] = np.nan
-    envelope = StepwiseStats.of(clean)
+    envelope = StepwiseStats.fit(clean)
     mean = np.array([np.nanmean(clean[:, t]) if t >= 4 else np.nan for t in range(40)])
     np.testing.assert_allclose(envelope.mean, mean)
     for t in range(4, 40):
@@ -200,26 +199,26 @@ def test_the_envelope_is_of_each_step_and_its_neighbours():
 def test_standardised_clean_runs_have_unit_variance_along_a_steep_trend():
     trend = 100 * np.exp(-np.arange(200) / 5)
     random = np.random.default_rng(0)
-    envelope = StepwiseStats.of(trend + random.normal(size=(20, 200)))
+    envelope = StepwiseStats.fit(trend + random.normal(size=(20, 200)))
     z = envelope.standardise(trend + random.normal(size=(2000, 200)))
     np.testing.assert_allclose(z.std(axis=0), 1, atol=0.2)
     np.testing.assert_allclose(z.mean(axis=0), 0, atol=4 / np.sqrt(20))
 
 
 def test_spread_has_a_floor():
-    assert least_spread(np.array([[0.0, 10.0], [0.0, 10.0]])) == pytest.approx(0.05)
-    assert least_spread(np.full((3, 4), 3e-4)) == pytest.approx(3e-10)
-    assert least_spread(np.zeros((3, 4))) > 0
-    assert least_spread(np.full((3, 4), np.nan)) == 1
+    assert std_floor(np.array([[0.0, 10.0], [0.0, 10.0]])) == pytest.approx(0.05)
+    assert std_floor(np.full((3, 4), 3e-4)) == pytest.approx(3e-10)
+    assert std_floor(np.zeros((3, 4))) > 0
+    assert std_floor(np.full((3, 4), np.nan)) == 1
     schedule = np.linspace(1, 2, 50)[None]
-    deviation = one_channel(SingleChannel("rate"), np.repeat(schedule, 5, axis=0), schedule * [[1.0], [1.01]])
+    deviation = one_channel(ChannelDeviation("rate"), np.repeat(schedule, 5, axis=0), schedule * [[1.0], [1.01]])
     assert (deviation[0] < 1e-3).all()
     assert (deviation[1] > 3).all()
 
 
 def test_deviation_is_of_either_sign():
     clean = np.random.default_rng(0).normal(size=(500, 30))
-    deviation = one_channel(SingleChannel("x"), clean, np.array([[5.0] * 30, [-5.0] * 30]))
+    deviation = one_channel(ChannelDeviation("x"), clean, np.array([[5.0] * 30, [-5.0] * 30]))
     np.testing.assert_allclose(deviation, 5, atol=0.7)
 
 
@@ -232,7 +231,7 @@ def test_cusum_is_the_tabular_one():
             up, down = max(0.0, value - 0.5 + up), max(0.0, -0.5 - value + down)
             wanted[run, t] = max(up, down)
     np.testing.assert_allclose(cusum(z, 0.5), wanted, rtol=1e-12)
-    envelope = StepwiseStats.of(z)
+    envelope = StepwiseStats.fit(z)
     np.testing.assert_array_equal(one_channel(CUSUM("x", slack=0.3), z, z), cusum(envelope.standardise(z), 0.3))
 
 
@@ -258,7 +257,7 @@ def test_six_sigma_is_the_rule_of_trainers():
     lower = one_channel(SixSigma("x", history=100, sign=-1.0), values, values)
     np.testing.assert_allclose(lower, -wanted, rtol=1e-9)
     flat = np.r_[np.ones(50), 2.0][None]
-    assert one_channel(SixSigma("x"), values, flat)[0, -1] == pytest.approx(1 / least_spread(values[:, 30:]), rel=0.2)
+    assert one_channel(SixSigma("x"), values, flat)[0, -1] == pytest.approx(1 / std_floor(values[:, 30:]), rel=0.2)
 
 
 def test_zclip_is_that_of_the_paper():
@@ -282,7 +281,7 @@ def test_zclip_is_that_of_the_paper():
 @pytest.mark.parametrize("length", [2, 12, 40, 60])
 def test_tau_is_that_of_scipy(length):
     values = np.random.default_rng(0).normal(size=(3, 40)).cumsum(axis=1)
-    found = rolling_tau(values, length)
+    found = rolling_kendall_tau(values, length)
     assert (found[:, 0] == 0).all()
     for run, t in product(range(3), range(1, 40)):
         window = values[run, max(0, t + 1 - length) : t + 1]
@@ -290,8 +289,8 @@ def test_tau_is_that_of_scipy(length):
 
 
 def test_equal_values_are_neither_rising_nor_falling():
-    assert rolling_tau(np.array([[1.0, 1.0, 2.0]]), 3)[0, 2] == pytest.approx(2 / 3)
-    assert (rolling_tau(np.ones((2, 9)), 5) == 0).all()
+    assert rolling_kendall_tau(np.array([[1.0, 1.0, 2.0]]), 3)[0, 2] == pytest.approx(2 / 3)
+    assert (rolling_kendall_tau(np.ones((2, 9)), 5) == 0).all()
 
 
 def test_indicators_are_those_of_statsmodels():
@@ -305,18 +304,18 @@ def test_indicators_are_those_of_statsmodels():
 @pytest.mark.filterwarnings("ignore:yule_walker currently")
 @pytest.mark.parametrize("coefficients", [[0.9], [0.5, 0.3], [1.2, -0.4]])
 def test_the_autoregression_is_found(coefficients):
-    series = autoregressive_series(np.array(coefficients), 40, 500)
-    found = autoregression(series)
+    series = simulate_autoregression(np.array(coefficients), 40, 500)
+    found = fit_autoregression(series)
     assert len(coefficients) <= len(found) < 10
     np.testing.assert_allclose(np.r_[found, np.zeros(10)][:2], np.r_[coefficients, 0.0][:2], atol=0.03)
-    one = autoregression(series[:1])
+    one = fit_autoregression(series[:1])
     expected, _ = yule_walker(series[0], order=len(one), method="mle", demean=False)
     np.testing.assert_allclose(one, expected, rtol=1e-9)
 
 
 def test_surrogates_have_the_law_of_the_autoregression():
     coefficients = np.array([1.2, -0.4])
-    series = autoregressive_series(coefficients, 4000, 30)
+    series = simulate_autoregression(coefficients, 4000, 30)
     process = ArmaProcess(ar=np.r_[1, -coefficients])
     found = [np.mean(series[:, : 30 - lag] * series[:, lag:]) for lag in range(5)]
     np.testing.assert_allclose(found, process.acovf(5), rtol=0.05)
@@ -374,7 +373,7 @@ def test_bocpd_scores_batches_alike():
 STEPS = np.arange(300)
 CALM = np.full(300, 0.3)
 PLANTED = {
-    "deviation of performance": (SingleChannel("performance"), lambda x: x + 8 * (STEPS == 180)),
+    "deviation of performance": (ChannelDeviation("performance"), lambda x: x + 8 * (STEPS == 180)),
     "CUSUM of performance": (CUSUM("performance"), lambda x: x + 1.5 * (STEPS >= 150)),
     "BOCPD of performance": (BOCPD("performance"), lambda x: x + 6 * (STEPS >= 150)),
     "six sigma of performance": (SixSigma("performance", sign=-1.0), lambda x: x - 8 * (STEPS == 180)),

@@ -10,22 +10,21 @@ import xarray as xr
 from planted import System
 from worker_runs import Calls
 
-from jaxaudit.monitoring import folder
-from jaxaudit.monitoring.baselines import CHARTS
+from jaxaudit.monitoring import detect
 from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.comparison import DetectionSettings, splits
-from jaxaudit.monitoring.detector import ALL_CHANNELS, ONE_CHANNEL, MetaState
-from jaxaudit.monitoring.folder import write_comparisons
+from jaxaudit.monitoring.comparison import DetectionSettings, split_lanes
+from jaxaudit.monitoring.detect import write_comparisons
+from jaxaudit.monitoring.detector import ALL_CHANNELS, CHARTS, ONE_CHANNEL, MonitorDetector
+from jaxaudit.monitoring.meta_state import Training
 from jaxaudit.monitoring.monitor import Monitor
 from jaxaudit.monitoring.state_space import LRU
-from jaxaudit.monitoring.training import Training
 from jaxaudit.monitoring.transfer import AS_IT_IS, OWN, RECALIBRATED, RESTANDARDISED, UNTRAINED, transfer
 from jaxaudit.report import detection_page as report
 from jaxaudit.report.detection_page import detectors_by_condition
 from jaxaudit.runtime.backends import Workers
 
 SETTINGS = DetectionSettings(folds=2, alpha=0.1, fitted=0.5)
-MONITOR = MetaState(LRU(size=2, hidden=(8,)), Training(iterations=40))
+MONITOR = MonitorDetector(LRU(size=2, hidden=(8,)), Training(iterations=40))
 READ = 5
 
 
@@ -124,10 +123,10 @@ def in_common(lanes):
 def test_workers_write_what_one_process_writes(learners, tmp_path, monkeypatch):
     backend, told = Calls(), []
     compared = [in_common(lanes) for lanes in learners[:2]]
-    monkeypatch.setattr(folder, "gather", lambda runs, channels: compared)
-    monkeypatch.setattr(folder, "open_backend", backend.opened)
-    there = folder.detect([tmp_path], tmp_path / "theirs", MONITOR, SETTINGS, None, Workers("local"), told.append)
-    here = folder.detect([tmp_path], tmp_path / "ours", MONITOR, SETTINGS, say=lambda _: None)
+    monkeypatch.setattr(detect, "load_lanes", lambda runs, channels: compared)
+    monkeypatch.setattr(detect, "open_backend", backend.opened)
+    there = detect.detect([tmp_path], tmp_path / "theirs", MONITOR, SETTINGS, None, Workers("local"), told.append)
+    here = detect.detect([tmp_path], tmp_path / "ours", MONITOR, SETTINGS, say=lambda _: None)
     assert [arguments["number"] for _, arguments in backend.made] == [0, 1]
     assert told[:2] == ["a: 48 clean and 16 disturbed lanes", "b: 48 clean and 16 disturbed lanes"]
     assert [path.name for path in there] == [path.name for path in here]
@@ -161,7 +160,7 @@ def test_files(learners, tmp_path):
         assert row[name] == (mine.late_alarm[~mine.clean] >= 0).mean()
     assert detectors_by_condition(conditions)[0] == MONITOR.name
     monitor = Monitor.load(folders[1] / "monitor.npz")
-    fit = splits(learners[1], SETTINGS)[0].fit
+    fit = split_lanes(learners[1], SETTINGS)[0].fit
     assert len(monitor.clean) == 48 - len(fit)
     first = lanes[(lanes.detector == MONITOR.name) & lanes.clean & (lanes.fold == 0)]
     assert set(np.float32(first.score)) <= set(np.float32(monitor.clean))
@@ -169,7 +168,7 @@ def test_files(learners, tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_gain_over_the_best_chart_is_told_by_name_and_the_monitors_own_chart_is_no_baseline(learners, tmp_path):
-    mewma = MetaState(Chart(departure=(0.1,)))
+    mewma = MonitorDetector(Chart(departure=(0.1,)))
     (folder,) = write_comparisons([in_common(learners[0])], tmp_path / "chart", mewma, SETTINGS, lambda _: None)
     detectors = pd.read_csv(folder / "detectors.csv").set_index("detector")
     charts = detectors[detectors.family == ALL_CHANNELS]
@@ -189,7 +188,7 @@ def test_the_gain_over_the_best_chart_is_told_by_name_and_the_monitors_own_chart
 
 
 def test_of_a_chart_there_are_no_parameters_to_carry_over(learners):
-    table = transfer(learners[:2], MetaState(Chart()), SETTINGS, lambda _: None)
+    table = transfer(learners[:2], MonitorDetector(Chart()), SETTINGS, lambda _: None)
     assert list(table.way) == [OWN, AS_IT_IS, RECALIBRATED] * 2
 
 

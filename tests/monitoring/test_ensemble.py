@@ -11,30 +11,28 @@ from places import DATA
 from planted import ONSET, SIZES, System
 
 from jaxaudit.monitoring import ensemble
-from jaxaudit.monitoring.channels import Channels
-from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.ensemble import Ensemble, Location, autoregression
-from jaxaudit.monitoring.envelope import LEAST, StepwiseStats
+from jaxaudit.monitoring.charts import Chart, scan_scores
+from jaxaudit.monitoring.ensemble import Ensemble, Location, fit_vector_autoregression
 from jaxaudit.monitoring.monitor import Monitor, single_precision
-from jaxaudit.monitoring.scanned import score_all
-from jaxaudit.monitoring.scorer import by_other_parts
-from jaxaudit.monitoring.view import QUANTILES, over_lanes
+from jaxaudit.monitoring.page_arrays import QUANTILES, lane_quantiles
+from jaxaudit.monitoring.scoring import cross_validated_scores
+from jaxaudit.monitoring.telemetry import MIN_STD_OF_AVERAGE, ChannelScaler, StepwiseStats
 
 NAMES = [f"c{i}" for i in range(12)]
 STORED = DATA / "monitors"
 
 
 def standardised(runs, clean):
-    known = Channels.of(NAMES[: clean.shape[-1]], clean)
+    known = ChannelScaler.fit(NAMES[: clean.shape[-1]], clean)
     return known.standardise(runs)
 
 
 def scores_of(runs, clean, charts=None):
     """Scores `[n, T, S]` of runs against clean ones, by name."""
     charts = charts or Ensemble()
-    reference = charts.refer({}, *standardised(clean, clean))
+    reference = charts.fit_reference({}, *standardised(clean, clean))
     found, _ = charts.score_runs({}, reference, *standardised(runs, clean))
-    return dict(zip(charts.kinds, np.moveaxis(found, -1, 0), strict=True)), reference
+    return dict(zip(charts.score_names, np.moveaxis(found, -1, 0), strict=True)), reference
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +48,9 @@ def test_whole_runs_score_as_steps_in_a_program_do(clean):
     runs[3, :20, 5] = np.nan
     runs[4, 100:, 0] = 1e30
     y, seen = standardised(runs, clean)
-    reference = charts.refer({}, *standardised(clean, clean))
+    reference = charts.fit_reference({}, *standardised(clean, clean))
     whole, states = charts.score_runs({}, reference, y, seen)
-    steps, latents = jax.jit(jax.vmap(partial(score_all, charts, {}, single_precision(reference))))(y, seen)
+    steps, latents = jax.jit(jax.vmap(partial(scan_scores, charts, {}, single_precision(reference))))(y, seen)
     assert np.isfinite(whole).all()
     # A square is at least 1e-4 where its logarithm is taken, and that may be a millionth above or below its mean.
     np.testing.assert_allclose(np.asarray(steps), whole, rtol=2e-4, atol=2e-4)
@@ -115,7 +113,7 @@ def test_a_reference_is_of_values_that_channels_have_of_their_own(clean):
     """What a channel repeats where it has no value is no innovation, and its zeros no products."""
     seldom = clean.copy()
     seldom[:, 1::2, 0] = np.nan
-    reference = Ensemble().refer({}, *standardised(seldom, seldom))
+    reference = Ensemble().fit_reference({}, *standardised(seldom, seldom))
     assert np.isnan(reference.innovations.mean[1::2, 0]).all()
     assert np.isfinite(reference.innovations.mean[:, 1:]).all()
     z = reference.telemetry.standardise(standardised(seldom, seldom)[0])[:, ::2, 0]
@@ -143,7 +141,7 @@ def test_an_adjusted_innovation_is_the_residual_of_a_regression_on_the_other_cha
 def test_the_autoregression_is_least_squares_with_added_rows():
     random = np.random.default_rng(0)
     before, z = random.normal(size=(2, 5, 40, 3))
-    found = autoregression(before, z, np.ones(z.shape, bool))
+    found = fit_vector_autoregression(before, z, np.ones(z.shape, bool))
     weight = np.sqrt(200 * (ensemble.RIDGE + 3 / 200))
     rows = np.vstack([before.reshape(-1, 3), weight * np.eye(3)])
     expected = np.linalg.lstsq(rows, np.vstack([z.reshape(-1, 3), np.zeros((3, 3))]))[0]
@@ -231,8 +229,8 @@ def test_a_step_at_which_all_runs_are_alike_by_chance_has_a_spread():
     """A share of clipped ratios that is 0 in ten runs at a step may be anything usual in the eleventh."""
     runs = np.random.default_rng(0).normal(size=(10, 60, 1))
     runs[:, 20:40] = 0
-    spread = StepwiseStats.of(runs).std[:, 0]
-    assert np.isclose(spread[30], LEAST * spread[spread > spread[30]].mean(), rtol=0.01)
+    spread = StepwiseStats.fit(runs).std[:, 0]
+    assert np.isclose(spread[30], MIN_STD_OF_AVERAGE * spread[spread > spread[30]].mean(), rtol=0.01)
     assert spread[50] > 5 * spread[30]
 
 
@@ -253,9 +251,9 @@ def test_how_far_a_channel_moves_is_not_judged_where_no_clean_run_moves_it():
     reference = monitor.expectation.reference
     assert np.isinf(reference.innovations.std[30:, 0]).all()
     assert np.isfinite(reference.innovations.std[:, 1:]).all()
-    whole = monitor.expectation.scores(fresh)[0]
+    whole = monitor.expectation.scores_and_latents(fresh)[0]
     y, seen = monitor.expectation.channels.standardise(fresh)
-    steps, _ = jax.jit(jax.vmap(partial(score_all, Ensemble(), {}, reference)))(y, seen)
+    steps, _ = jax.jit(jax.vmap(partial(scan_scores, Ensemble(), {}, reference)))(y, seen)
     np.testing.assert_allclose(np.asarray(steps), whole, rtol=2e-3, atol=2e-3)
 
 
@@ -269,17 +267,17 @@ def test_clean_runs_are_scaled_by_scores_against_the_others(runs, others):
         seen.extend(np.flatnonzero(scored))
         return np.zeros((scored.sum(), 1, 1))
 
-    assert by_other_parts(score, runs).shape == (runs, 1, 1)
+    assert cross_validated_scores(score, runs).shape == (runs, 1, 1)
     assert sorted(seen) == list(range(runs))
 
 
 def test_a_statistic_that_clean_runs_hardly_move_is_held_to_what_noise_would_do():
     still = np.zeros((5, 40, 1, 2))
     still[..., 1] = np.random.default_rng(0).normal(size=(5, 40, 1))
-    found = Location.of(still, np.array([[0.3]]))
+    found = Location.fit(still, np.array([[0.3]]))
     np.testing.assert_allclose(found.std[0, 0], 0.15)
     np.testing.assert_allclose(found.std[0, 1], still[..., 1].std())
-    assert np.isclose(found.furthest(np.array([[0.3, 0.0]]), np)[0], 4.0)
+    assert np.isclose(found.max_squared_z(np.array([[0.3, 0.0]]), np)[0], 4.0)
 
 
 def test_quantiles_over_lanes_are_numpys():
@@ -289,7 +287,7 @@ def test_quantiles_over_lanes_are_numpys():
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = np.moveaxis(np.nanquantile(values, QUANTILES, axis=0), 0, -1)
-    found = over_lanes(values)
+    found = lane_quantiles(values)
     finite = np.isfinite(expected)
     np.testing.assert_allclose(found[finite], expected[finite], rtol=1e-6)
     assert np.isnan(found[20]).all()

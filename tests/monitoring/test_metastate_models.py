@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from statsmodels.tsa.statespace.kalman_filter import KalmanFilter
 
-from jaxaudit.monitoring.model import follow
-from jaxaudit.monitoring.state_space import GRU, LEAST_VARIANCE, LRU, Kalman
+from jaxaudit.monitoring.meta_state import StateSpace
+from jaxaudit.monitoring.state_space import GRU, LRU, MIN_VARIANCE, Kalman
 
 MODELS = {"lru": LRU(), "gru": GRU(), "kalman": Kalman()}
 CHANNELS, STEPS = 5, 200
-followed = jax.jit(follow, static_argnums=0)
+followed = jax.jit(StateSpace.filter_run, static_argnums=0)
 initialised = jax.jit(lambda model, key: model.init(key, CHANNELS), static_argnums=0)
 
 
@@ -119,13 +119,13 @@ def test_kalman_is_statsmodels():
         params["transition"] = jnp.asarray(0.95 * np.linalg.qr(random.normal(size=(4, 4)))[0])
         params["initial_mean"] = jnp.asarray(random.normal(size=4))
         double = jnp.asarray(y, jnp.float64), jnp.asarray(seen, jnp.float64)
-        latents, found = jax.jit(lambda *a: follow(model, *a))(params, *double)
+        latents, found = jax.jit(lambda *a: model.filter_run(*a))(params, *double)
         latents, likelihood, squared = map(np.asarray, (latents, found.log_likelihood, found.squared))
     p = jax.tree.map(np.asarray, params)
     reference = KalmanFilter(k_endog=CHANNELS, k_states=4, k_posdef=4)
     reference.bind(np.where(seen, y, np.nan).astype(np.float64))
     reference["design"], reference["transition"], reference["selection"] = p["observation"], p["transition"], np.eye(4)
-    reference["obs_cov"] = np.diag(LEAST_VARIANCE + np.exp(p["log_observation_variance"]))
+    reference["obs_cov"] = np.diag(MIN_VARIANCE + np.exp(p["log_observation_variance"]))
     reference["state_cov"] = np.diag(np.exp(p["log_transition_variance"]))
     reference.initialize_known(p["initial_mean"], np.diag(np.exp(p["log_initial_variance"])))
     result = reference.filter()

@@ -1,4 +1,4 @@
-"""Channels, training and thresholds of the meta-state monitor, on data whose law is known."""
+"""ChannelScaler, training and thresholds of the meta-state monitor, on data whose law is known."""
 
 from functools import cache, partial
 
@@ -10,11 +10,10 @@ import pytest
 import xarray as xr
 from scipy import stats
 
-from jaxaudit.monitoring.calibration import fewest_runs, rate_interval, threshold
-from jaxaudit.monitoring.channels import Channels, series
-from jaxaudit.monitoring.model import follow
+from jaxaudit.monitoring.meta_state import Training, log_likelihood, train_members
+from jaxaudit.monitoring.scoring import false_alarm_interval, min_calibration_runs, threshold
 from jaxaudit.monitoring.state_space import GRU, LRU, Kalman
-from jaxaudit.monitoring.training import Training, log_likelihood, train_members
+from jaxaudit.monitoring.telemetry import ChannelScaler, stack_channels
 
 LANES, STEPS, CHANNELS = 48, 100, 4
 TRUE = Kalman(size=2)
@@ -88,7 +87,7 @@ def test_a_trained_model_expects_nearly_what_the_true_one_does(linear, trained, 
 
 def test_innovations_of_the_true_model_are_standard_normals(linear):
     y, seen = linear
-    _, found = jax.jit(jax.vmap(lambda y, seen: follow(TRUE, truth(), y, seen)))(y, seen)
+    _, found = jax.jit(jax.vmap(lambda y, seen: TRUE.filter_run(truth(), y, seen)))(y, seen)
     standardised = np.asarray(found.standardised)[seen > 0]
     assert stats.kstest(standardised, "norm").pvalue > 1e-3
     whole = (seen > 0).all(-1)
@@ -122,21 +121,21 @@ def telemetry():
 
 
 def test_series_of_a_dataset():
-    found = series(telemetry())
+    found = stack_channels(telemetry())
     assert found.dims == ("seed", "condition", "step", "channel")
     assert list(found.channel.values) == ["loss", "seldom", "rate", "norm[a]", "norm[b]"]
     wanted = telemetry()["norm"].values[..., 1].astype(np.float32)
     np.testing.assert_array_equal(found.sel(channel="norm[b]"), wanted)
-    assert list(series(telemetry(), ["seldom", "loss"]).channel.values) == ["seldom", "loss"]
+    assert list(stack_channels(telemetry(), ["seldom", "loss"]).channel.values) == ["seldom", "loss"]
     with pytest.raises(ValueError, match="no channel 'lost'; there are: loss, norm, rate, seldom"):
-        series(telemetry(), ["lost"])
+        stack_channels(telemetry(), ["lost"])
 
 
 def test_channels_are_standardised_by_clean_runs():
-    whole = series(telemetry())
+    whole = stack_channels(telemetry())
     names = [str(name) for name in whole.channel.values]
     clean = whole.isel(condition=[0, 1])
-    channels = Channels.of(names, clean.values)
+    channels = ChannelScaler.fit(names, clean.values)
     assert channels.names == ("loss", "seldom", "norm[a]", "norm[b]")  # the rate never moves
     assert list(channels.complete) == [True, False, True, True]
     np.testing.assert_allclose(channels.center[0], np.median(clean.sel(channel="loss")), rtol=1e-6)
@@ -153,7 +152,7 @@ def test_channels_are_standardised_by_clean_runs():
     with pytest.raises(ValueError, match="reads channel 'loss', which is not there"):
         channels.select(whole.sel(channel=["seldom"]))
     with pytest.raises(ValueError, match="none of the channels differs between the clean runs: rate"):
-        Channels.of(["rate"], whole.sel(channel=["rate"]).values)
+        ChannelScaler.fit(["rate"], whole.sel(channel=["rate"]).values)
 
 
 @pytest.mark.parametrize("names", [("acting_performance", "performance"), ("performance", "acting_performance")])
@@ -162,11 +161,11 @@ def test_of_channels_that_say_the_same_the_performance_is_read(names):
     random = np.random.default_rng(4)
     told, other = random.normal(size=(2, 5, 20))
     clean = np.stack([told, other, told, other, random.normal(size=(5, 20))], axis=-1)
-    channels = Channels.of((names[0], "a", names[1], "b", "c"), clean)
+    channels = ChannelScaler.fit((names[0], "a", names[1], "b", "c"), clean)
     assert sorted(channels.names) == ["a", "c", "performance"]
     almost = clean.copy()
     almost[2, 7, 2] += 1e-9
-    assert set(names) <= set(Channels.of((names[0], "a", names[1], "b", "c"), almost).names)
+    assert set(names) <= set(ChannelScaler.fit((names[0], "a", names[1], "b", "c"), almost).names)
 
 
 @pytest.mark.parametrize(("alpha", "runs"), [(0.05, 19), (0.05, 100), (0.01, 99), (0.2, 30)])
@@ -180,8 +179,8 @@ def test_false_alarms_are_as_many_as_stated(alpha, runs):
 
 
 def test_a_threshold_that_cannot_be_had_is_refused():
-    assert fewest_runs(0.05) == 19
-    assert fewest_runs(0.01) == 99
+    assert min_calibration_runs(0.05) == 19
+    assert min_calibration_runs(0.01) == 99
     with pytest.raises(ValueError, match=r"18 clean runs are too few for a false-alarm rate of 0\.05: it takes 19"):
         threshold(np.zeros(18), 0.05)
     with pytest.raises(ValueError, match="NaN"):
@@ -198,6 +197,6 @@ def test_the_false_alarm_rate_of_one_set_of_runs_is_beta_distributed(runs, alpha
     rates = np.array([1 - threshold(own, alpha) for own in scores])
     assert rates.mean() <= alpha + 4 * rates.std() / np.sqrt(len(rates))
     for coverage in (0.5, 0.9):
-        low, high = rate_interval(runs, alpha, coverage)
+        low, high = false_alarm_interval(runs, alpha, coverage)
         assert ((low <= rates) & (rates <= high)).mean() == pytest.approx(coverage, abs=0.03)
     assert high > alpha  # a single set promises less than the average does

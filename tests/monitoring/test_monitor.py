@@ -12,21 +12,18 @@ from scipy import signal
 
 from jaxaudit.analysis.metrics import meta_state_deviation
 from jaxaudit.cli import main as cli
-from jaxaudit.monitoring.calibration import rate_interval
-from jaxaudit.monitoring.channels import Channels
 from jaxaudit.monitoring.charts import Chart, ChartReference
 from jaxaudit.monitoring.ensemble import Ensemble
-from jaxaudit.monitoring.envelope import StepwiseStats
+from jaxaudit.monitoring.meta_state import SCORE_NAMES, TELEMETRY_CHART, CleanReference, Training
 from jaxaudit.monitoring.monitor import DEFAULT, MODELS, Expectation, Monitor
-from jaxaudit.monitoring.scorer import ScoreNormalizer
-from jaxaudit.monitoring.scores import SCORES, TELEMETRY, CleanReference, begin, score
+from jaxaudit.monitoring.scoring import ScoreNormalizer, false_alarm_interval
 from jaxaudit.monitoring.state_space import GRU, LRU, Kalman
-from jaxaudit.monitoring.training import Training
+from jaxaudit.monitoring.telemetry import ChannelScaler, StepwiseStats
 
 # Runs, model and training are those of test_detection.py, which takes the same programs.
 MODEL = LRU(size=4, hidden=(16,))
 SHORT = Training(iterations=120)
-S = len(SCORES)
+S = len(SCORE_NAMES)
 NAMES = System().lanes(1, 1, drift=1.0).channels
 
 
@@ -49,7 +46,7 @@ def monitor():
 @pytest.fixture(scope="module")
 def scored(monitor):
     """Scores and latents of clean runs that the monitor has not seen."""
-    return monitor.expectation.scores(runs(9000).values)
+    return monitor.expectation.scores_and_latents(runs(9000).values)
 
 
 def test_a_score_is_of_the_steps_up_to_it(monitor, scored):
@@ -60,10 +57,10 @@ def test_a_score_is_of_the_steps_up_to_it(monitor, scored):
 
     @jax.jit
     def step(carry, y, seen):
-        carry, one = score(known.model, known.params, known.reference, carry, y, seen)
+        carry, one = known.model.score_step(known.params, known.reference, carry, y, seen)
         return carry, one, known.model.latent(known.params, carry.state)
 
-    carry = begin(known.model, known.params, y.shape[-1])
+    carry = known.model.begin(known.params, y.shape[-1])
     for t in range(40):
         carry, one, latent = step(carry, y[0, t], seen[0, t])
         np.testing.assert_allclose(one, scores[0, t], rtol=2e-4, atol=1e-5)
@@ -76,28 +73,30 @@ def test_a_monitor_is_fitted_to_other_runs_than_it_is_calibrated_on(monitor):
     largest = np.concatenate([monitor.score(clean[first : first + 20]).score.max("step") for first in (0, 20, 40)])
     calibrated = np.isclose(largest[:, None], monitor.clean, rtol=1e-5).any(axis=1)
     assert calibrated.sum() == len(monitor.clean) == 20
-    known, rest = monitor.expectation, Channels.of(NAMES, clean.values[~calibrated])
+    known, rest = monitor.expectation, ChannelScaler.fit(NAMES, clean.values[~calibrated])
     np.testing.assert_array_equal(known.channels.center, rest.center)
     np.testing.assert_array_equal(known.channels.scale, rest.scale)
     y, _ = rest.standardise(clean.values[~calibrated])
     np.testing.assert_allclose(known.reference.telemetry.mean, y.mean(axis=0), atol=1e-5)
 
 
-def test_the_yardstick_is_that_of_runs_not_referred_to(monitor):
+def test_the_normalizer_is_fitted_to_scores_against_other_runs(monitor):
     """Of further clean runs about half, and not most, have a largest score beyond its middle, whatever the kind.
 
     Fewer here: each of the two halves knows less of clean runs than both together.
     """
     known = monitor.expectation
-    largest = np.concatenate([known.scores(runs(seed).values)[0].max(axis=1) for seed in (9000, 9100, 9200, 9300)])
-    beyond = (np.asarray(known.yardstick.compare(largest)) > 0).mean(axis=0)
+    largest = np.concatenate(
+        [known.scores_and_latents(runs(seed).values)[0].max(axis=1) for seed in (9000, 9100, 9200, 9300)]
+    )
+    beyond = (np.asarray(known.normalizer.normalize(largest)) > 0).mean(axis=0)
     assert 0.15 < beyond.mean() < 0.5
     assert beyond.max() < 0.65
 
 
 def test_scores_of_clean_runs_are_what_they_are_said_to_be(scored):
     """Squares of what is standardised and whitened by clean runs: about one each, of runs not fitted to too."""
-    mean = dict(zip(SCORES, scored[0][:, 20:].mean(axis=(0, 1)), strict=True))
+    mean = dict(zip(SCORE_NAMES, scored[0][:, 20:].mean(axis=(0, 1)), strict=True))
     for name in ("surprise_1", "surprise_0.1", "departure_1", "deviation_1"):
         assert mean[name] == pytest.approx(1, abs=0.35), name
     assert mean["burst_1"] > 3  # the largest of twelve
@@ -109,11 +108,11 @@ def test_departure_and_outlier_are_distances_of_the_telemetry(monitor, scored):
     y, _ = known.channels.standardise(runs(9000).values)
     z = np.asarray(known.reference.telemetry.standardise(y), np.float64)
     matrix = np.asarray(known.reference.chart.decorrelate, np.float64)
-    for rate in TELEMETRY.departure:
+    for rate in TELEMETRY_CHART.departure:
         average = signal.lfilter([rate], [1, rate - 1], z, axis=1)
         variance = rate / (2 - rate) * (1 - (1 - rate) ** (2 * np.arange(1, z.shape[1] + 1)))
         for kind, wanted in (("outlier", (average**2).max(-1)), ("departure", ((average @ matrix) ** 2).mean(-1))):
-            found = scored[0][..., SCORES.index(f"{kind}_{rate:g}")]
+            found = scored[0][..., SCORE_NAMES.index(f"{kind}_{rate:g}")]
             np.testing.assert_allclose(found, wanted / variance, rtol=1e-3, atol=1e-6)
 
 
@@ -126,7 +125,7 @@ def test_deviation_is_the_whitened_drift_corrected_msd(monitor, scored):
     path = np.broadcast_to(reference.latents.mean / reference.latents.std, scaled.shape)
     for run in range(4):
         distance = np.linalg.norm((scaled - path)[run].astype(np.float64) @ matrix, axis=-1)
-        squared = scores[run, :, SCORES.index("deviation_1")] * latents.shape[-1]
+        squared = scores[run, :, SCORE_NAMES.index("deviation_1")] * latents.shape[-1]
         np.testing.assert_allclose(squared, distance**2, rtol=1e-3)
         moved = (scaled - path)[run] - (scaled - path)[run, onset]
         wanted = np.linalg.norm(moved[onset:].astype(np.float64) @ matrix, axis=-1).max()
@@ -138,9 +137,9 @@ def test_the_most_unusual_kind_is_told(monitor):
     found = monitor.score(runs(77, "drift", 8.0))
     after = found.isel(step=slice(95, 100))
     assert (after.score > monitor.threshold(0.05)).all()
-    assert set(after.most.values.ravel()) <= set(SCORES)
-    yardstick = ScoreNormalizer(np.zeros(2), np.ones(2))
-    assert float(yardstick.combine(np.array([1.0, np.e]))) == pytest.approx(1)
+    assert set(after.most.values.ravel()) <= set(SCORE_NAMES)
+    normalizer = ScoreNormalizer(np.zeros(2), np.ones(2))
+    assert float(normalizer.combine(np.array([1.0, np.e]))) == pytest.approx(1)
 
 
 def test_a_run_that_stops_being_finite_is_an_alarm(monitor):
@@ -180,11 +179,11 @@ def test_a_monitor_may_be_a_chart(tmp_path, model):
     """Without a model it is calibrated as one with it, names its statistics, and is the same from a file."""
     monitor = Monitor.fit(runs(0, count=200), model=model)
     alarmed = monitor.score(runs(7000, count=400)).score.max("step") > monitor.threshold(0.1)
-    low, high = rate_interval(len(monitor.clean), 0.1, coverage=0.999)
+    low, high = false_alarm_interval(len(monitor.clean), 0.1, coverage=0.999)
     assert low - 0.05 < alarmed.mean() < high + 0.05
     found = monitor.score(runs(77, "drift", 4.0))
     assert (found.score.max("step") > monitor.threshold(0.1)).all()
-    assert set(found.most.values.ravel()) <= set(model.kinds)
+    assert set(found.most.values.ravel()) <= set(model.score_names)
     assert found.latent.shape == (20, 200, len(NAMES))
     monitor.save(tmp_path / "monitor.npz")
     again = Monitor.load(tmp_path / "monitor.npz")
@@ -222,7 +221,7 @@ def test_a_saved_monitor_is_the_same(tmp_path, model):
     reference = CleanReference(
         *envelopes[:2], tuple(matrices[:2]), ChartReference(envelopes[2], np.ones((9, 4)), matrices[2])
     )
-    channels = Channels.of(NAMES, runs(0).values)
+    channels = ChannelScaler.fit(NAMES, runs(0).values)
     params = jax.jit(lambda key: model.init(key, len(NAMES)))(jax.random.key(0))
     known = Expectation(model, channels, params, reference, ScoreNormalizer(np.zeros(S), np.ones(S)))
     monitor = Monitor(known, np.arange(9.0), gaps=True)
@@ -235,7 +234,7 @@ def test_a_saved_monitor_is_the_same(tmp_path, model):
 def arrays_of(monitor):
     known = monitor.expectation
     channels = known.channels.center, known.channels.scale, known.channels.complete
-    return monitor.clean, channels, known.params, known.reference, known.yardstick
+    return monitor.clean, channels, known.params, known.reference, known.normalizer
 
 
 def test_a_saved_monitor_says_the_same(tmp_path, monitor):
@@ -276,8 +275,8 @@ def test_what_a_monitor_cannot_be_fitted_to_is_refused(monitor):
 def test_scores_are_compared_in_spreads_of_clean_runs():
     """Whose largest ones are at 0 in the median, and at 1 in the 97th percentile."""
     largest = np.random.default_rng(0).lognormal((1, 3), (0.5, 2), size=(5001, 2))
-    known = ScoreNormalizer.of(np.stack([largest, largest / 2], axis=1))
-    found = known.compare(largest, np)
+    known = ScoreNormalizer.fit(np.stack([largest, largest / 2], axis=1))
+    found = known.normalize(largest, np)
     np.testing.assert_allclose(np.median(found, axis=0), 0, atol=1e-5)
     np.testing.assert_allclose(np.percentile(found, 97, axis=0), 1, atol=1e-5)
 

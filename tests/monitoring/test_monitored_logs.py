@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 from log_files import lines, refusal, written
 
-from jaxaudit.monitoring.monitored import Options, monitor
+from jaxaudit.monitoring.monitor_logs import Options, monitor_logs
 
 STEPS = 60
 
@@ -48,7 +48,7 @@ def clean(tmp_path_factory):
 def said(out, files, clean, **options):
     """What the command says of each run, by its name, and its notes."""
     told = []
-    monitor(files, clean, out, Options(**options), told.append)
+    monitor_logs(files, clean, out, Options(**options), told.append)
     notes = [line.removeprefix("note: ") for line in told if line.startswith("note: ")]
     verdicts = dict(line.rsplit("/", 1)[-1].split(": ", 1) for line in told if not line.startswith("note: "))
     return verdicts, notes
@@ -98,8 +98,8 @@ def test_a_runs_verdict_does_not_depend_on_its_neighbours(clean, tmp_path):
     assert re.match(r"alarm at step (290|3[01]0), furthest: val ", alone["bad.jsonl"])
     assert beside["bad.jsonl"] == alone["bad.jsonl"]
     assert beside["begun.jsonl"] == beside["other.jsonl"] == "no alarm"
-    assert any(note.endswith("not read, as not there: val") and "begun" in note and "other" in note for note in notes)
-    assert any(note.endswith("not read, as not there: loss") and "begun" not in note for note in notes)
+    assert any(note.endswith("not read, missing: val") and "begun" in note and "other" in note for note in notes)
+    assert any(note.endswith("not read, missing: loss") and "begun" not in note for note in notes)
     assert (tmp_path / "beside" / "monitored.zarr").is_dir()
 
 
@@ -137,7 +137,7 @@ def test_under_four_clean_runs_what_is_certain_is_told(clean, tmp_path):
         assert found["broken.jsonl"] == "alarm at step 200: loss is NaN"
         assert found["silent.jsonl"] == "alarm at step 200: val is silent"
         assert found["clean5.jsonl"] == "no alarm"
-        assert any("too few to learn from, which takes 4" in note for note in notes)
+        assert any("too few to fit a monitor to, which takes 4" in note for note in notes)
         assert json.loads((tmp_path / f"out{count}" / "monitored.json").read_text())["alpha"] is None
     assert "two earlier runs or more, not 1" in refusal(said, tmp_path / "out1", [broken], clean[:1])
 
@@ -176,7 +176,7 @@ def test_a_clean_run_to_calibrate_on_that_is_broken_counts_as_one_with_an_alarm(
     mixed = list(clean)
     mixed[order[-1]] = broken[order[-1]]
     found, notes = said(tmp_path / "fitted", [*new, broken[0]], mixed)
-    assert any("not finite (NaN) of norm say nothing, as clean runs have them" in note for note in notes)
+    assert any("norm may be not finite (NaN) without an alarm" in note for note in notes)
     assert found["broken0.jsonl"] == "no alarm"
 
 
@@ -203,7 +203,7 @@ def test_false_alarms_at_the_clean_runs_cadence_and_at_half_of_it(clean, tmp_pat
 def test_the_default_monitor_needs_numpy_and_zarr_alone():
     """What else a page takes is imported when one is drawn."""
     code = (
-        "import sys; import jaxaudit.monitoring.monitored, jaxaudit.monitoring.ensemble; "
+        "import sys; import jaxaudit.monitoring.monitor_logs, jaxaudit.monitoring.ensemble; "
         "print([name for name in ('jax', 'flax', 'scipy', 'pandas', 'xarray') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

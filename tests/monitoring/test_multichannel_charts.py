@@ -8,20 +8,18 @@ import pytest
 from planted import System
 from scipy import stats
 
-from jaxaudit.monitoring.baselines import (
+from jaxaudit.monitoring.charts import Chart, ChartReference, scan_scores
+from jaxaudit.monitoring.comparison import DetectionSettings, compare
+from jaxaudit.monitoring.detector import (
     CHARTS,
     MultichannelChart,
-    largest_square,
-    mean_square,
-    moving_average,
-    statistics,
-    variance,
+    chart_statistics,
+    ewma,
+    ewma_variance,
+    mewma_statistic,
+    outlier_statistic,
 )
-from jaxaudit.monitoring.channels import Channels
-from jaxaudit.monitoring.charts import SHRINKAGE, Chart, ChartReference
-from jaxaudit.monitoring.comparison import DetectionSettings, compare
-from jaxaudit.monitoring.envelope import StepwiseStats
-from jaxaudit.monitoring.scanned import score_all
+from jaxaudit.monitoring.telemetry import SHRINKAGE, ChannelScaler, StepwiseStats
 
 D, STEPS = 6, 40
 NAMES = tuple(f"c{i}" for i in range(D))
@@ -37,9 +35,9 @@ def correlated(runs, seed, steps=STEPS):
 
 def fitted(clean, chart):
     """The chart's statistics as a function of runs of the channels NAMES."""
-    known = Channels.of(NAMES, clean)
-    reference = ChartReference.of(*known.standardise(clean))
-    return lambda runs: statistics(reference, *known.standardise(runs), chart)
+    known = ChannelScaler.fit(NAMES, clean)
+    reference = ChartReference.fit(*known.standardise(clean))
+    return lambda runs: chart_statistics(reference, *known.standardise(runs), chart)
 
 
 def test_t2_is_the_quadratic_form_of_the_covariance():
@@ -48,7 +46,7 @@ def test_t2_is_the_quadratic_form_of_the_covariance():
     quarters = np.percentile(clean.reshape(-1, D), [25, 50, 75], axis=0)
     scale = (quarters[2] - quarters[0]) / 1.349
     y, other = (np.arcsinh((x - quarters[1]) / scale) for x in (clean, runs))
-    envelope = StepwiseStats.of(y)
+    envelope = StepwiseStats.fit(y)
     z, distance = ((x - envelope.mean) / envelope.std for x in (y, other))
     covariance = np.cov(z.reshape(-1, D).T)
     covariance = (1 - SHRINKAGE) * covariance + SHRINKAGE * np.trace(covariance) / D * np.eye(D)
@@ -61,7 +59,7 @@ def test_t2_is_the_quadratic_form_of_the_covariance():
 @pytest.mark.parametrize("rate", [1.0, 0.4, 0.1])
 def test_of_white_gaussian_values_the_statistic_is_chi_squared_at_every_step(rate):
     x = np.random.default_rng(0).normal(size=(20_000, 12, D))
-    found = D * mean_square(x, rate)
+    found = D * mewma_statistic(x, rate)
     for step in (0, 1, 11):
         assert stats.kstest(found[:, step], stats.chi2(D).cdf).pvalue > 0.001
 
@@ -73,7 +71,7 @@ def test_t2_among_estimated_means_is_f_distributed():
     for _ in range(3000):
         clean, new = random.normal(size=(n, D)), random.normal(size=D)
         matrix = np.linalg.cholesky(np.linalg.inv(np.cov(clean.T)))
-        found.append(D * mean_square(((new - clean.mean(0)) @ matrix)[None, None], 1.0).item())
+        found.append(D * mewma_statistic(((new - clean.mean(0)) @ matrix)[None, None], 1.0).item())
     scaled = np.array(found) * n * (n - D) / ((n + 1) * (n - 1) * D)
     assert stats.kstest(scaled, stats.f(D, n - D).cdf).pvalue > 0.001
 
@@ -82,10 +80,10 @@ def test_t2_among_estimated_means_is_f_distributed():
 def test_the_variance_of_the_moving_average_is_exact(rate):
     x = np.random.default_rng(0).normal(size=(40_000, 30, 1))
     t = np.arange(1, 31)
-    np.testing.assert_allclose(variance(30, rate), rate / (2 - rate) * (1 - (1 - rate) ** (2 * t)), rtol=1e-12)
+    np.testing.assert_allclose(ewma_variance(30, rate), rate / (2 - rate) * (1 - (1 - rate) ** (2 * t)), rtol=1e-12)
     weights = rate * (1 - rate) ** np.arange(30)
-    np.testing.assert_allclose(variance(30, rate), np.cumsum(weights**2), rtol=1e-9)
-    np.testing.assert_allclose(moving_average(x, rate).var(axis=0)[:, 0], variance(30, rate), rtol=0.05)
+    np.testing.assert_allclose(ewma_variance(30, rate), np.cumsum(weights**2), rtol=1e-9)
+    np.testing.assert_allclose(ewma(x, rate).var(axis=0)[:, 0], ewma_variance(30, rate), rtol=0.05)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.4])
@@ -94,15 +92,15 @@ def test_a_shift_of_the_mean_has_its_expected_statistic(rate):
     shift, onset, steps = np.linspace(0.2, 1.2, D), 10, 30
     x = np.random.default_rng(0).normal(size=(20_000, steps, D))
     x[:, onset:] += shift
-    found = D * mean_square(x, rate).mean(axis=0)
+    found = D * mewma_statistic(x, rate).mean(axis=0)
     moved = 1 - (1 - rate) ** np.clip(np.arange(1, steps + 1) - onset, 0, None)
-    np.testing.assert_allclose(found, D + (shift**2).sum() * moved**2 / variance(steps, rate), rtol=0.02)
+    np.testing.assert_allclose(found, D + (shift**2).sum() * moved**2 / ewma_variance(steps, rate), rtol=0.02)
 
 
 def test_at_a_rate_of_one_mewma_is_t2_and_the_furthest_is_plain():
     x = np.random.default_rng(0).normal(size=(5, 20, D))
-    np.testing.assert_allclose(D * mean_square(x, 1.0), (x**2).sum(-1), rtol=1e-12)
-    np.testing.assert_allclose(largest_square(x, 1.0), np.abs(x).max(-1) ** 2, rtol=1e-12)
+    np.testing.assert_allclose(D * mewma_statistic(x, 1.0), (x**2).sum(-1), rtol=1e-12)
+    np.testing.assert_allclose(outlier_statistic(x, 1.0), np.abs(x).max(-1) ** 2, rtol=1e-12)
 
 
 def test_the_order_of_channels_changes_nothing():
@@ -137,7 +135,7 @@ def test_a_value_that_is_seldom_there_counts_until_the_next():
 
 
 def in_program(reference, y, seen, chart):
-    return np.asarray(jax.jit(jax.vmap(partial(score_all, chart, {}, reference)))(y, seen)[0])
+    return np.asarray(jax.jit(jax.vmap(partial(scan_scores, chart, {}, reference)))(y, seen)[0])
 
 
 def test_the_chart_of_a_program_is_that_of_stored_telemetry():
@@ -146,18 +144,18 @@ def test_the_chart_of_a_program_is_that_of_stored_telemetry():
     random = np.random.default_rng(2)
     for values in (clean, runs):
         values[random.random(values.shape) < 0.2] = np.nan
-    known = Channels.of(NAMES, clean)
-    reference = ChartReference.of(*known.standardise(clean))
+    known = ChannelScaler.fit(NAMES, clean)
+    reference = ChartReference.fit(*known.standardise(clean))
     y, seen = known.standardise(runs)
     seen[seen.sum(-1) == 0, 0] = 1  # a step without any value is a gap, which stored runs have none of
     found = in_program(reference, y, seen, ALL)
-    np.testing.assert_allclose(found, statistics(reference, y, seen, ALL), rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(found, chart_statistics(reference, y, seen, ALL), rtol=2e-4, atol=1e-5)
 
 
 def test_in_a_gap_a_run_is_what_clean_ones_are():
     clean, runs = correlated(40, 0), correlated(4, 1)
-    known = Channels.of(NAMES, clean)
-    reference = ChartReference.of(*known.standardise(clean))
+    known = ChannelScaler.fit(NAMES, clean)
+    reference = ChartReference.fit(*known.standardise(clean))
     y, seen = known.standardise(runs)
     seen[:, 10:20] = 0
     found = in_program(reference, y, seen, Chart((1.0, 0.2)))

@@ -16,7 +16,7 @@ from jaxaudit.analysis import results, statistics
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.analysis.run_reader import Run, load
 from jaxaudit.analysis.statistics.paired import excess, excess_columns, paired_proportions
-from jaxaudit.monitoring.lanes import gather
+from jaxaudit.monitoring.labelled_lanes import load_lanes
 from jaxaudit.report import line_panels, outcomes
 from jaxaudit.report.outcomes import collapsed_controls
 from jaxaudit.report.verdict import verdict
@@ -401,7 +401,7 @@ def test_controls_that_collapse_are_no_clean_lanes(tmp_path):
             performance[:2, :, 150:] -= 300
         folders.append(tmp_path / f"run{number}")
         write(folders[-1], conditions, performance=performance.astype(np.float32))
-    (lanes,) = gather(folders)
+    (lanes,) = load_lanes(folders)
     assert lanes.collapsing == 3
     assert set(lanes.table.seed[lanes.table.clean]) == set(load(folders[0]).telemetry.seed.values[3:].tolist())
     assert (~lanes.table.clean).sum() == 2 * 6 * 5

@@ -20,11 +20,9 @@ from jaxaudit.core.program import run
 from jaxaudit.core.taps import Taps
 from jaxaudit.execution.grid_program import inputs
 from jaxaudit.kernels import coherence, orthogonal, ranks
-from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.scanned import _scored
-from jaxaudit.monitoring.scores import _followed
+from jaxaudit.monitoring.charts import Chart, _scan_runs
+from jaxaudit.monitoring.meta_state import Training, _filter_runs, _train_members
 from jaxaudit.monitoring.state_space import LRU
-from jaxaudit.monitoring.training import Training, _train_members
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs.replay import replay
 from jaxaudit.runtime import tracing
@@ -195,12 +193,12 @@ def test_monitors_are_fitted_and_score_in_float32(monkeypatch):
     params = model.init(jax.random.key(0), 2)
     clean = np.random.default_rng(0).normal(size=(20, 6, 2)).astype(np.float32)
     chart = Chart()
-    reference = chart.refer(None, clean, np.ones_like(clean))
+    reference = chart.fit_reference(None, clean, np.ones_like(clean))
     training, keys = Training(1, batch_size=2), jax.random.split(jax.random.key(0), 1)
     calls = (
-        lambda y: _followed(model, params, y, y),
+        lambda y: _filter_runs(model, params, y, y),
         lambda y: _train_members(model, training, y, y, keys, jnp.ones((1, 4))),
-        lambda y: _scored(chart, None, reference, y, y),
+        lambda y: _scan_runs(chart, None, reference, y, y),
     )
     for call in calls:
         assert None in products(call, y)

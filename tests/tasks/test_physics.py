@@ -14,7 +14,7 @@ from small_runs import FEW, one_sentence
 from worker_runs import Calls
 
 from jaxaudit.core.task_kinds import Simulated, resolved
-from jaxaudit.monitoring.lanes import _same
+from jaxaudit.monitoring.labelled_lanes import group_key
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.runs import workers
 from jaxaudit.runs.replay import replay
@@ -220,8 +220,8 @@ def test_runs_of_one_engine_are_compared_together_whoever_stored_them():
             folder="run", spec={"task": task, "learner": {}}, environment={"device_kind": device}, steps=20
         )
 
-    assert _same(run("auto", "cpu")) == _same(run("c", "cpu"))
-    assert _same(run("auto", "NVIDIA H200")) == _same(run("mjx", "NVIDIA H200"))
-    assert _same(run("auto", "cpu")) != _same(run("auto", "NVIDIA H200"))
-    assert _same(run("auto", "cpu", "CartPole-v1")) == _same(run("auto", "NVIDIA H200", "CartPole-v1"))
-    assert _same(run("auto", "cpu", "of another package")) != _same(run("c", "cpu", "of another package"))
+    assert group_key(run("auto", "cpu")) == group_key(run("c", "cpu"))
+    assert group_key(run("auto", "NVIDIA H200")) == group_key(run("mjx", "NVIDIA H200"))
+    assert group_key(run("auto", "cpu")) != group_key(run("auto", "NVIDIA H200"))
+    assert group_key(run("auto", "cpu", "CartPole-v1")) == group_key(run("auto", "NVIDIA H200", "CartPole-v1"))
+    assert group_key(run("auto", "cpu", "of another package")) != group_key(run("c", "cpu", "of another package"))

@@ -33,11 +33,10 @@ from ordering import SLOW, lead, middle, shown, tell
 from tool_share import compared, tool_shares, undisturbed
 
 from jaxaudit.analysis.statistics import Estimate
-from jaxaudit.monitoring.baselines import MultichannelChart
 from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, compare, summary
-from jaxaudit.monitoring.detector import ALL_CHANNELS, MONITOR
-from jaxaudit.monitoring.lanes import LabelledLanes, gather
+from jaxaudit.monitoring.comparison import NEVER, DetectionSettings, compare, summarise
+from jaxaudit.monitoring.detector import ALL_CHANNELS, MONITOR, MultichannelChart
+from jaxaudit.monitoring.labelled_lanes import LabelledLanes, load_lanes
 from jaxaudit.report import style
 
 TAILS = ("ratio_max", "ratio_quantile", "weight_cvar", "weight_q999", "weight_top_share", "weight_tail")
@@ -303,7 +302,7 @@ def pooled(folders: Sequence[Path]) -> pd.DataFrame:
     best = [name for folder in folders for name in shown(folder)]
     kept = lanes[(lanes.family == ALL_CHANNELS) | lanes.detector.isin([*monitors, *best])]
     ends = ("", "_low", "_high")
-    return summary(kept.assign(fold=0), monitors[0])[
+    return summarise(kept.assign(fold=0), monitors[0])[
         ["detector", *(f"{figure}{end}" for figure in ("auroc", "gain_auroc") for end in ends)]
     ]
 
@@ -372,7 +371,7 @@ def main() -> None:
         models += [table.assign(difficulty=difficulty) for table in tables]
         order += rows
         among.append(pooled([folder, *others]).assign(difficulty=difficulty))
-        stored = gather(runs)[0]
+        stored = load_lanes(runs)[0]
         charts += [{"difficulty": difficulty, **row} for row in family_charts(stored, settings, described["channels"])]
         clean[difficulty] = undisturbed(runs)
     mean_shares = {difficulty: table["mean"].mean() for difficulty, table in clean.items()}

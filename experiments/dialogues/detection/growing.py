@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "findings"))
 from basics import over_seeds, save
 
 from jaxaudit.analysis.run_reader import load
-from jaxaudit.monitoring.baselines import MultichannelChart
-from jaxaudit.monitoring.calibration import threshold
 from jaxaudit.monitoring.charts import Chart
-from jaxaudit.monitoring.lanes import LabelledLanes, gather
+from jaxaudit.monitoring.detector import MultichannelChart
+from jaxaudit.monitoring.labelled_lanes import LabelledLanes, load_lanes
+from jaxaudit.monitoring.scoring import threshold
 from jaxaudit.report import style
 
 CALIBRATE = 23
@@ -416,7 +416,7 @@ def main() -> None:
     options.add_argument("disturbed", type=Path, help="the disturbed run's folder")
     chosen = options.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
-    lanes = gather([chosen.clean, chosen.disturbed])[0]
+    lanes = load_lanes([chosen.clean, chosen.disturbed])[0]
     run = load(chosen.clean)
     of = trial(lanes, run.telemetry.seed.values.tolist())
     lost = trouble(chosen.disturbed, of.table, of.onset)
