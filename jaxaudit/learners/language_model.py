@@ -22,7 +22,7 @@ from jaxaudit.core.task_kinds import fitting
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
 from jaxaudit.kernels.cross_entropy import CrossEntropy, cross_entropy
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.evaluation import when_due
+from jaxaudit.learners.rl.telemetry import when_due
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.paths import groups_of, squares_by_group

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaudit.kernels.orthogonal import orthogonal
+from jaxaudit.kernels.linear_algebra import orthogonal
 
 
 class MLP(nn.Module):

@@ -14,8 +14,7 @@ from flax import struct
 
 from jaxaudit.kernels.attention import causal_attention
 from jaxaudit.models import gpt2
-from jaxaudit.models.gpt2 import GPT2, Params, by_heads, partition
-from jaxaudit.models.lora import Adapted, joined
+from jaxaudit.models.gpt2 import GPT2, Adapted, Params, by_heads, joined, partition
 from jaxaudit.runtime.sharding import MODEL, along, is_split, split
 
 BLOCK = 32

@@ -18,8 +18,7 @@ from mujoco.batch import Batch, SimulationError
 from jaxaudit.runtime.machine import cores
 from jaxaudit.tasks import engine
 from jaxaudit.tasks._brax import State
-from jaxaudit.tasks.engine import NAMES, SCALED, MujocoEnv, PhysicsState, load_model
-from jaxaudit.tasks.task import MujocoTask
+from jaxaudit.tasks.engine import NAMES, SCALED, MujocoEnv, MujocoTask, PhysicsState, load_model
 
 _DIVERGED = [
     int(warning)

@@ -9,8 +9,7 @@ import mujoco
 
 from jaxaudit.tasks import engine
 from jaxaudit.tasks._brax import State, mjx
-from jaxaudit.tasks.engine import MujocoEnv, PhysicsState
-from jaxaudit.tasks.task import MujocoTask
+from jaxaudit.tasks.engine import MujocoEnv, MujocoTask, PhysicsState
 
 _PLANE, _CAPSULE = int(mujoco.mjtGeom.mjGEOM_PLANE), int(mujoco.mjtGeom.mjGEOM_CAPSULE)
 _FREE, _BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)

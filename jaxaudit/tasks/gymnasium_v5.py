@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.tasks.task import Array, MujocoTask, Physics, control_cost, normal, reset_around_start, uniform
+from jaxaudit.tasks.engine import Array, MujocoTask, Physics, control_cost, normal, reset_around_start, uniform
 
 
 def _observe_pendulum(physics: Physics) -> Array:

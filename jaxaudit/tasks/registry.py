@@ -13,8 +13,8 @@ from jaxaudit.runtime import registry
 from jaxaudit.runtime.registry import check, summary, task_kinds, tasks
 from jaxaudit.tasks import gymnasium_v5
 from jaxaudit.tasks._brax import Env
-from jaxaudit.tasks.task import MujocoTask
-from jaxaudit.tasks.task import Physics as Physics
+from jaxaudit.tasks.engine import MujocoTask
+from jaxaudit.tasks.engine import Physics as Physics
 
 TASKS = {task.name: task for task in gymnasium_v5.ALL}
 

@@ -12,7 +12,7 @@ from jaxaudit.core.optimizer import Optimizer
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.attention import causal_attention
 from jaxaudit.kernels.cross_entropy import cross_entropy
-from jaxaudit.kernels.layer_norm import layer_norm
+from jaxaudit.kernels.layers import layer_norm
 from jaxaudit.kernels.token_log_probability import token_log_probability
 from jaxaudit.models import gpt2
 

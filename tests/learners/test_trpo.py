@@ -12,7 +12,7 @@ from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit.core.taps import Taps
-from jaxaudit.learners.rl.rollout import Samples
+from jaxaudit.learners.rl.on_policy import Samples
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings, _root_mean_square_norm, line_search
 from jaxaudit.perturbations.kinds import stateless
 

@@ -18,9 +18,8 @@ from jaxaudit.core.optimizer import Adam, Optimizer, OptimizerStats, finish
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.coherence import unit_gradient
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.coherence import gradient_coherence
-from jaxaudit.learners.rl.evaluation import evaluate_when_due
 from jaxaudit.learners.rl.replay_buffer import ReplayBuffer, Transitions
+from jaxaudit.learners.rl.telemetry import evaluate_when_due, gradient_coherence
 from jaxaudit.models.policy import TwinCritic
 from jaxaudit.runtime.paths import paths_of
 from jaxaudit.tasks import episodes

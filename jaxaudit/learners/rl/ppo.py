@@ -12,9 +12,9 @@ from jaxaudit.core.learner import Learner
 from jaxaudit.core.optimizer import Adam, Optimizer, OptimizerStats, linear_to_zero
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.coherence import gradient_coherence
 from jaxaudit.learners.rl.on_policy import OnPolicy, OnPolicySettings, Samples
 from jaxaudit.learners.rl.on_task import on_task
+from jaxaudit.learners.rl.telemetry import gradient_coherence
 from jaxaudit.runtime import registry
 
 

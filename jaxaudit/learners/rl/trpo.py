@@ -15,11 +15,10 @@ from jaxaudit.core.learner import Learner
 from jaxaudit.core.optimizer import Adam, Optimizer, disturbed_gradient
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.coherence import dominant_share, mean_pairwise_cosine, unit_gradient
-from jaxaudit.kernels.conjugate_gradient import along, conjugate_gradient, inner
+from jaxaudit.kernels.linear_algebra import along, conjugate_gradient, inner
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.on_policy import OnPolicy, OnPolicySettings
+from jaxaudit.learners.rl.on_policy import OnPolicy, OnPolicySettings, Params, Samples
 from jaxaudit.learners.rl.on_task import on_task
-from jaxaudit.learners.rl.rollout import Params, Samples
 from jaxaudit.models.policy import Distribution
 from jaxaudit.runtime import registry
 
