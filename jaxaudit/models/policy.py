@@ -85,7 +85,7 @@ class TwinCritic(nn.Module):
         seen = jnp.concatenate([observation, action], axis=-1)
         return jnp.stack([self.first(seen)[..., 0], self.second(seen)[..., 0]])
 
-    def one(self, observation: jax.Array, action: jax.Array) -> jax.Array:
+    def first_value(self, observation: jax.Array, action: jax.Array) -> jax.Array:
         """The first critic's value alone: `[..., O]`, `[..., A]` to `[...]`."""
         return self.first(jnp.concatenate([observation, action], axis=-1))[..., 0]
 

@@ -185,7 +185,7 @@ def change(propose, gradient):
 @pytest.fixture(scope="module")
 def search(agent, policy, batch):
     """A line search along a change from a first length."""
-    measure = agent.compared_with(policy, batch)
+    measure = agent.comparison(policy, batch)
     limits = {"max_kl": DELTA, "factor": 0.8, "max_backtracks": 10}
     return jax.jit(lambda change, first: line_search(measure, policy, change, first_length=first, **limits))
 

@@ -1,4 +1,4 @@
-"""Evaluates a policy at equal intervals of the run, and holds the latest result in between."""
+"""Measurements that several learners report: gradient coherence x_grad, and evaluations at equal intervals of a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ def gradient_coherence(
     telemetry: str,
     direction: Callable[[Params], Params] = lambda gradient: gradient,
 ) -> dict[str, jax.Array]:
-    """The channels x_grad and, in "full" telemetry, x_grad_dominant and layer_gradient_norm `[layers]`.
+    """Measures how far the gradients of several minibatches agree, all taken at the same parameters.
 
     Args:
-      gradient: a minibatch's, at parameters that stay; undisturbed.
-      minibatches: leaves `[K, ...]`, one after the other to `gradient`.
-      telemetry: "basic" holds one gradient at a time, "full" all K.
-      direction: what is compared of a gradient.
+      gradient: maps a minibatch to its undisturbed gradient.
+      minibatches: leaves `[K, ...]`; their K entries are passed to `gradient` one after the other.
+      telemetry: "basic" holds one gradient at a time in memory, "full" all K.
+      direction: maps a gradient to the vector that is compared.
+
+    Returns:
+      the channel x_grad and, with "full" telemetry, x_grad_dominant and layer_gradient_norm `[layers]`.
     """
     if telemetry == "basic":
         first = jax.tree.map(lambda x: x[0], minibatches)
@@ -36,15 +39,15 @@ def gradient_coherence(
         total, _ = jax.lax.scan(lambda total, batch: (total.add(direction(gradient(batch))), None), empty, minibatches)
         return {"x_grad": total.mean_pairwise_cosine()}
 
-    def one(batch: Any) -> tuple[Params, jax.Array]:
-        found = gradient(batch)
-        return direction(found), jnp.stack([jnp.sum(g**2) for g in jax.tree.leaves(found)])
+    def vector_and_squared_norms(batch: Any) -> tuple[Params, jax.Array]:
+        gradients = gradient(batch)
+        return direction(gradients), jnp.stack([jnp.sum(g**2) for g in jax.tree.leaves(gradients)])
 
-    compared, squares = jax.lax.map(one, minibatches)
+    vectors, squared_norms = jax.lax.map(vector_and_squared_norms, minibatches)
     return {
-        "x_grad": mean_pairwise_cosine(compared),
-        "x_grad_dominant": dominant_share(compared),
-        "layer_gradient_norm": jnp.sqrt(jnp.mean(squares, axis=0)),
+        "x_grad": mean_pairwise_cosine(vectors),
+        "x_grad_dominant": dominant_share(vectors),
+        "layer_gradient_norm": jnp.sqrt(jnp.mean(squared_norms, axis=0)),
     }
 
 
@@ -58,28 +61,27 @@ def evaluate_when_due(
     episodes: int,
     max_episode_steps: int,
 ) -> jax.Array:
-    """Mean return of fresh, undisturbed episodes, at `times` steps evenly spaced over the run, of which the
-    last is its last; NaN at the others.
+    """Returns the mean return of new, undisturbed episodes at the steps of `when_due`, and NaN at all others.
 
     Args:
       env: a brax `Env`, unbatched.
-      policy: observations `[episodes, O]` to actions as `Episodes.step` takes them, without exploration.
-      key: decides the initial states.
-      taps: tell the step and the length of the run; outside a run nothing is due.
-      times: evaluations in a run, at most one a step; 0: never.
-      episodes: of each evaluation.
-      max_episode_steps: the time limit.
+      policy: maps observations `[episodes, O]` to actions as `Episodes.step` takes them, without exploration.
+      key: PRNG key of the initial states.
+      taps: the step's taps, which know the step and the length of the run.
+      times: number of evaluations in a run, at most one per step. 0 means never.
+      episodes: number of episodes in each evaluation.
+      max_episode_steps: the time limit of an episode.
     """
     return when_due(taps, times, lambda: jnp.mean(evaluate(env, policy, key, episodes, max_episode_steps)))
 
 
 def when_due(taps: Taps, times: int, measure: Callable[[], jax.Array]) -> jax.Array:
-    """The scalar `measure()` at `times` steps evenly spaced over the run, of which the last is its last; else NaN.
+    """Returns the scalar `measure()` at `times` evenly spaced steps of a run, and NaN at all others.
 
-    Outside a run nothing is due.
+    The last of these steps is the run's last step. Outside a run the value is always NaN.
     """
     if not times or not taps.steps:
         return jnp.float32(jnp.nan)
     times = min(times, taps.steps)
-    ends = -(-np.arange(1, times + 1) * taps.steps // times)  # the last is the run's
-    return jax.lax.cond(jnp.any(jnp.asarray(taps.step) + 1 == ends), measure, lambda: jnp.float32(jnp.nan))
+    due_steps = -(-np.arange(1, times + 1) * taps.steps // times)  # rounded up, so that the last one is the run's
+    return jax.lax.cond(jnp.any(jnp.asarray(taps.step) + 1 == due_steps), measure, lambda: jnp.float32(jnp.nan))
