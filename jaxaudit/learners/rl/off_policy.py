@@ -278,7 +278,7 @@ class OffPolicy:
         }
 
     def finish(self, networks: Networks, taps: Taps) -> Networks:
-        """Applies the remedies of trained parameters to all networks, target networks under the name "target" included."""
+        """Applies the remedies of trained parameters to all networks, among them the targets, under "target"."""
         if not taps.helps("trained"):
             return networks
 
