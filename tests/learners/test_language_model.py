@@ -242,7 +242,7 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
         assert begun.shape == (kept, 64)
         np.testing.assert_array_equal(shorter.data.start["wpe"]["embedding"], params["wpe"]["embedding"][:kept])
     with pytest.raises(
-        ValueError, match=r"'transformer.wpe.weight' has shape \[16, 64\], and this model's has \[32, 64\]"
+        ValueError, match=r"'transformer.wpe.weight' has shape \[16, 64\], but this model needs \[32, 64\]"
     ):
         ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL | {"context": 32})
 

@@ -11,6 +11,7 @@ from fusion_emitters import emitters
 from places import DATA, EXPERIMENTS
 
 import jaxaudit as ja
+from jaxaudit.kernels.attention import attention_entropy
 from jaxaudit.models import gpt2, gpt2_checkpoint, sampling
 from jaxaudit.models.gpt2 import GPT2, Size
 
@@ -113,7 +114,7 @@ def test_gradients_know_what_is_seen(params):
 
 def test_the_entropy_of_attention_counts_what_is_seen():
     same = np.zeros((1, 6, 2, 8), np.float32)
-    entropy = gpt2.attention_entropy(same, same, np.array([[0, 0, 2, 2, 2, 5]]))
+    entropy = attention_entropy(same, same, np.array([[0, 0, 2, 2, 2, 5]]))
     assert float(entropy) == pytest.approx(np.mean(np.log([1, 2, 1, 2, 3, 1])), rel=1e-5)
 
 

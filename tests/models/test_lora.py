@@ -104,10 +104,8 @@ def test_saved_and_read_again(base, tmp_path):
 
 def test_wrong_ones():
     init = functools.partial(gpt2.init_adapters, MODEL, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="rank 0 of adapters is not 1 or more"):
+    with pytest.raises(ValueError, match="rank of adapters must be at least 1, not 0"):
         init(rank=0)
     for layers in ((), ("attn/q",)):
-        with pytest.raises(
-            ValueError, match="of adapters are not some of attn/c_attn, attn/c_proj, mlp/c_fc, mlp/c_proj"
-        ):
+        with pytest.raises(ValueError, match="must be some of attn/c_attn, attn/c_proj, mlp/c_fc, mlp/c_proj"):
             init(rank=1, layers=layers)
