@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.models.gpt2 import GPT2, Params, Size
-from jaxaudit.models.sampling import NOTHING, generate
+from jaxaudit.models.sampling import PADDING, generate
 
 TINY = Path(__file__).parents[2] / "tests" / "data" / "gpt2"
 MODELS = {"tiny": GPT2(40, 16, Size(16, 2, 2)), "124m": GPT2(50257, 1024, gpt2.SIZES["124m"])}
@@ -69,10 +69,10 @@ def variants(size: str) -> dict[str, Params | gpt2.Adapted]:
 
 
 def prompts(size: str) -> np.ndarray:
-    """Int32 `[N, P]`, `NOTHING` after each one's last token."""
+    """Int32 `[N, P]`, `PADDING` after each one's last token."""
     lengths = np.array(PROMPTS[size])[:, None]
     drawn = np.random.default_rng(1).integers(0, MODELS[size].vocabulary, (len(lengths), lengths.max()))
-    return np.where(np.arange(lengths.max()) < lengths, drawn, NOTHING).astype(np.int32)
+    return np.where(np.arange(lengths.max()) < lengths, drawn, PADDING).astype(np.int32)
 
 
 def deviations(size: str, params: Params | gpt2.Adapted, recorded: Path) -> dict[str, float]:
@@ -89,7 +89,7 @@ def deviations(size: str, params: Params | gpt2.Adapted, recorded: Path) -> dict
         own, sure = written(size, tokens), np.cumsum(reference[f"margin{suffix}"] < CLOSE, axis=1) == 0
         wanted = reference[f"tokens{suffix}"]
         wrong += int(np.sum((own != wanted) & sure))
-        compared += int(np.sum(sure & (wanted != NOTHING)))
+        compared += int(np.sum(sure & (wanted != PADDING)))
         if end is not None:
             found["rows that ended"] = int(np.sum((own == end).any(axis=1)))
             continue

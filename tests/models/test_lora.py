@@ -65,7 +65,7 @@ def test_the_change_of_a_weight_is_a_b_times_alpha_over_rank(base, layers):
 def test_prefilled_and_token_by_token(base):
     adapted = gpt2.Adapted(base, moved())
     hidden = hidden_of(adapted)
-    unrolled = sampling.layers_of(adapted)
+    unrolled = sampling.unstack_layers(adapted)
     first, cache = sampling.prefill(MODEL, unrolled, TOKENS[:, :9], 10)
     np.testing.assert_allclose(first, hidden[:, :9], atol=1e-5)
     place = np.full(2, 9)
