@@ -1,9 +1,4 @@
-"""Layer normalisation with a backward rule of its own.
-
-Its sums over a row are, on CPUs, products with ones: XLA for CPUs is slow at sums of products over the last axis
-(measured by `kernels.py` in experiments/benchmarks). Elsewhere a product is a kernel of its own, and what it sums is
-written to memory first; sums are made in one kernel with what surrounds them.
-"""
+"""Functions of a transformer's layers with backward rules of their own: dense products, embedding lookups and norms."""
 
 from __future__ import annotations
 
@@ -17,9 +12,11 @@ import jax.numpy as jnp
 
 @jax.custom_vjp
 def product(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """`x @ weights`: `[..., inputs]` and `[inputs, outputs]` to `[..., outputs]`.
+    """Returns `x @ weights`: `[..., inputs]` and `[inputs, outputs]` to `[..., outputs]`.
 
-    Differentiable once.
+    The backward rule avoids the default gradient of the weights. That is a product of transposed rows, for which XLA's
+    CPU backend has no fast implementation (measured by `kernels.py` in experiments/benchmarks), and whose bfloat16 form
+    accumulates in bfloat16 from jaxlib 0.11 on. Differentiable once.
     """
     return x @ weights
 
@@ -34,38 +31,40 @@ def _product_backward(residuals, gradient):
     by_x = jax.lax.dot_general(gradient, weights, (((x.ndim - 1,), (1,)), ((), ())))
     if x.shape[-1] <= gradient.shape[-1]:
         return by_x, jax.lax.dot_general(x, gradient, ((rows, rows), ((), ())))
-    # The narrower of the two is transposed; without the barrier XLA turns that around.
-    turned = jax.lax.dot_general(gradient, x, ((rows, rows), ((), ())))
-    return by_x, jax.lax.optimization_barrier(turned).T
+    # The narrower of the two is transposed. Without the barrier XLA would undo that.
+    transposed = jax.lax.dot_general(gradient, x, ((rows, rows), ((), ())))
+    return by_x, jax.lax.optimization_barrier(transposed).T
 
 
 product.defvjp(_product_forward, _product_backward)
 
 
 MOST_ONE_HOT = 2**25
-"""Entries of the matrix of ones and zeros that is made at a time: 64 MiB in bfloat16."""
+"""The largest number of entries of a one-hot matrix that is held at a time: 64 MiB in bfloat16."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def lookup(table: jax.Array, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`table[tokens]`: `[V, width]` and int `[...]` to `[..., width]` of a type; NaN for a token that is not there.
+    """Returns `table[tokens]` in a dtype: `[V, width]` and int `[...]` to `[..., width]`, NaN for an unknown token.
 
-    The table's gradient has its own type, and is summed in it. On CPUs it is a scatter, elsewhere a product with a
-    matrix of ones and zeros. Differentiable once.
+    The backward rule accumulates the table's gradient in the table's dtype: the default gradient accumulates in the
+    rows' dtype, where in bfloat16 the sums of frequent tokens lose digits. On CPUs it is a scatter. Elsewhere it is a
+    product with a one-hot matrix, because with deterministic operations XLA makes a scatter a loop over all tokens on a
+    GPU. Differentiable once.
     """
     return jnp.take(table, tokens, axis=0).astype(dtype)
 
 
 def _lookup_forward(table, tokens, dtype):
-    return lookup(table, tokens, dtype), (tokens, table[:, :0])  # of the table its length and type alone
+    return lookup(table, tokens, dtype), (tokens, table[:, :0])  # no entries of the table, only its length and dtype
 
 
 def _lookup_backward(dtype, residuals, gradient):
     tokens, table = residuals
     del dtype
     flat, rows = tokens.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
-    total = {"entries": table.shape[0], "dtype": table.dtype}
-    cpu, default = (functools.partial(way, **total) for way in (scatter_rows, multiply_rows))
+    options = {"entries": table.shape[0], "dtype": table.dtype}
+    cpu, default = (functools.partial(function, **options) for function in (scatter_rows, multiply_rows))
     return jax.lax.platform_dependent(flat, rows, cpu=cpu, default=default), None
 
 
@@ -73,24 +72,24 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def scatter_rows(tokens: jax.Array, rows: jax.Array, *, entries: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The sum of the rows of each token, `[N, width]` to `[entries, width]`, in the order of the rows."""
+    """Sums the rows of each token, `[N, width]` to `[entries, width]`, in the order of the rows."""
     table = jax.ShapeDtypeStruct((entries, rows.shape[1]), dtype)
     (total,) = jax.linear_transpose(lambda table: jnp.take(table, tokens, axis=0), table)(rows.astype(dtype))
     return total
 
 
 def multiply_rows(tokens: jax.Array, rows: jax.Array, *, entries: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The sum of the rows of each token, `[N, width]` to `[entries, width]`, by products of matrices.
+    """Sums the rows of each token, `[N, width]` to `[entries, width]`, by products with one-hot matrices.
 
-    A product has at most `MOST_ONE_HOT` entries of ones and zeros, which the type of the rows represents exactly; sums
-    are of the table's type. A row that is not finite makes the sums of all tokens NaN, for it is multiplied by zeros.
+    A one-hot matrix has at most `MOST_ONE_HOT` entries, which the rows' dtype represents exactly. Sums are accumulated
+    in `dtype`. A row that is not finite makes the sums of all tokens NaN, because it is multiplied by zeros.
     """
     parts = math.ceil(entries * len(tokens) / MOST_ONE_HOT)
     size = math.ceil(entries / parts)
 
     def part(first: jax.Array) -> jax.Array:
-        ones = (tokens == first + jnp.arange(size)[:, None]).astype(rows.dtype)
-        return jnp.matmul(ones, rows, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
+        one_hot = (tokens == first + jnp.arange(size)[:, None]).astype(rows.dtype)
+        return jnp.matmul(one_hot, rows, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
 
     if parts == 1:
         return part(jnp.int32(0))
@@ -100,53 +99,54 @@ def multiply_rows(tokens: jax.Array, rows: jax.Array, *, entries: int, dtype: ja
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float, dtype: Any) -> jax.Array:
-    """`scale * (x - mean) / sqrt(variance + epsilon) + bias` over the last axis (Ba et al., 2016), in float32.
+    """Returns `scale * (x - mean) / sqrt(variance + epsilon) + bias` over the last axis (Ba et al., 2016), in float32.
 
-    Differentiable once.
+    Sums over a row are products with ones on CPUs, because XLA's CPU backend is slow at sums of products over the last
+    axis (measured by `kernels.py` in experiments/benchmarks). Elsewhere they are reductions, which are fused with the
+    surrounding operations, while a product would write its inputs to memory. Differentiable once.
 
     Args:
       x: `[..., D]`.
       scale, bias: `[D]`.
-      epsilon: added to the variance, which is the population's.
-      dtype: of the result.
+      epsilon: added to the population variance.
+      dtype: dtype of the result.
 
     Returns:
       `[..., D]`.
     """
-    return _forward(x, scale, bias, epsilon, dtype)[0]
+    return _norm_forward(x, scale, bias, epsilon, dtype)[0]
 
 
-def _forward(x, scale, bias, epsilon, dtype):
-    whole = x.astype(jnp.float32)
-    mean = _mean(whole)
-    inverse = jax.lax.rsqrt(_mean((whole - mean) ** 2) + epsilon)
-    return ((whole - mean) * inverse * scale + bias).astype(dtype), (x, scale, mean, inverse)
+def _norm_forward(x, scale, bias, epsilon, dtype):
+    x32 = x.astype(jnp.float32)
+    mean = _mean(x32)
+    inverse = jax.lax.rsqrt(_mean((x32 - mean) ** 2) + epsilon)
+    return ((x32 - mean) * inverse * scale + bias).astype(dtype), (x, scale, mean, inverse)
 
 
-def _backward(epsilon, dtype, residuals, gradient):
+def _norm_backward(epsilon, dtype, residuals, gradient):
     x, scale, mean, inverse = residuals
     gradient = gradient.astype(jnp.float32)
-    normal = (x.astype(jnp.float32) - mean) * inverse
-    by_normal = gradient * scale
-    by_x = inverse * (by_normal - _mean(by_normal) - normal * _mean(by_normal * normal))
+    normalized = (x.astype(jnp.float32) - mean) * inverse
+    by_normalized = gradient * scale
+    by_x = inverse * (by_normalized - _mean(by_normalized) - normalized * _mean(by_normalized * normalized))
     rows = tuple(range(x.ndim - 1))
-    return by_x.astype(x.dtype), jnp.sum(gradient * normal, rows), jnp.sum(gradient, rows)
+    return by_x.astype(x.dtype), jnp.sum(gradient * normalized, rows), jnp.sum(gradient, rows)
 
 
-layer_norm.defvjp(_forward, _backward)
+layer_norm.defvjp(_norm_forward, _norm_backward)
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """Over the last axis, which stays: `[..., 1]`."""
     return jax.lax.platform_dependent(x, cpu=sum_by_product, default=sum_by_reduction) / x.shape[-1]
 
 
 def sum_by_product(x: jax.Array) -> jax.Array:
-    """The sum over the last axis, which stays: `[..., 1]`."""
+    """Sums over the last axis by a product with ones: `[..., D]` to `[..., 1]`."""
     ones = jnp.ones((x.shape[-1], 1), x.dtype)
     return jnp.matmul(x, ones, precision=jax.lax.Precision.HIGHEST)
 
 
 def sum_by_reduction(x: jax.Array) -> jax.Array:
-    """The sum over the last axis, which stays: `[..., 1]`."""
+    """Sums over the last axis by a reduction: `[..., D]` to `[..., 1]`."""
     return jnp.sum(x, -1, keepdims=True)

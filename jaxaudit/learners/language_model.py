@@ -20,7 +20,7 @@ from jaxaudit.core.optimizer import SECOND_MOMENT, Adam, Optimizer, warmup_decay
 from jaxaudit.core.taps import Taps
 from jaxaudit.core.task_kinds import fitting
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
-from jaxaudit.kernels.cross_entropy import CrossEntropy, cross_entropy
+from jaxaudit.kernels.output_layer import CrossEntropy, cross_entropy
 from jaxaudit.learners.rl import settings as checks
 from jaxaudit.learners.rl.telemetry import when_due
 from jaxaudit.models import gpt2, gpt2_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.kernels.token_log_probability import token_log_probability
+from jaxaudit.kernels.output_layer import token_log_probability
 from jaxaudit.learners.dialogue.packing import Sequences
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.models import gpt2
