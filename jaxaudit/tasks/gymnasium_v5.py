@@ -43,8 +43,12 @@ def _planar_reward(control_weight: float, healthy: Callable[[Physics], Array] | 
     return reward
 
 
+def _pendulum_observe(physics: Physics) -> Array:
+    return physics.xp.concat([physics.qpos, physics.qvel], axis=-1)
+
+
 def _pendulum_terminated(after: Physics) -> Array:
-    finite = after.xp.isfinite(_observe_from(0)(after)).all(-1)
+    finite = after.xp.isfinite(_pendulum_observe(after)).all(-1)
     return ~finite | (abs(after.qpos[..., 1]) > 0.2)
 
 
@@ -274,7 +278,7 @@ ALL = (
         xml="inverted_pendulum.xml",
         frame_skip=2,
         reset=reset_around_start(0.01),
-        observe=_observe_from(0),
+        observe=_pendulum_observe,
         reward=_pendulum_reward,
         terminated=_pendulum_terminated,
     ),
