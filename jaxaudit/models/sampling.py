@@ -169,8 +169,8 @@ def _read_cache(
         scores = jnp.where(mask, _sum(query[:, i] * key[:, :, i] for i in range(query.shape[1])), MASKED_SCORE)
         largest = jnp.max(scores, axis=0)
         weights = jnp.exp(scores - largest)
-        mixed = _sum(weights[i, :, None] * value[i] for i in range(size))
-        return _PartialSoftmax(largest, jnp.sum(weights, 0), mixed)
+        total = jnp.sum(weights, 0)
+        return _PartialSoftmax(largest, total, _sum(weights[i, :, None] * value[i] for i in range(size)))
 
     def add_block(number, so_far):
         added = block(number * BLOCK, BLOCK)

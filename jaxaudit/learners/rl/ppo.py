@@ -20,7 +20,7 @@ from jaxaudit.runtime import registry
 
 @dataclass(frozen=True)
 class PPOSettings(OnPolicySettings):
-    """PPO's hyper-parameters, in addition to `OnPolicySettings`.
+    """PPO's hyper-parameters, which are those of `OnPolicySettings` and its own.
 
     The defaults are those of the paper's Table S2, and those of published results where the table has none.
 

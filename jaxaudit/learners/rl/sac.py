@@ -54,7 +54,7 @@ def squashed_gaussian(mean: jax.Array, log_std: jax.Array, noise: jax.Array) -> 
 
 @dataclass(frozen=True)
 class SACSettings(OffPolicySettings):
-    """SAC's hyper-parameters, in addition to `OffPolicySettings`.
+    """SAC's hyper-parameters, which are those of `OffPolicySettings` and its own.
 
     Attributes:
       entropy_coefficient: the temperature, or its initial value if it is tuned.

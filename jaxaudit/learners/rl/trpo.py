@@ -156,7 +156,7 @@ def line_search(
 
 @dataclass(frozen=True)
 class TRPOSettings(OnPolicySettings):
-    """TRPO's hyper-parameters, in addition to `OnPolicySettings`.
+    """TRPO's hyper-parameters, which are those of `OnPolicySettings` and its own.
 
     The defaults are those of the paper's Table S2, and those of published results where the table has none.
     `minibatch_size` applies to the critic; the policy's gradient is that of the whole batch.
