@@ -246,7 +246,7 @@ class Categorical:
         return jnp.where(jnp.isfinite(distribution.logits).all(-1), action, IMPOSSIBLE).astype(jnp.int32)
 
     def to_task(self, action: jax.Array) -> jax.Array:
-        """Returns the action unchanged."""
+        """Returns the action unchanged, because tasks take the same integers."""
         return action
 
     def log_probability(self, distribution: Choice, action: jax.Array) -> jax.Array:

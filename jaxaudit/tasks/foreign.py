@@ -42,7 +42,7 @@ class ForeignTask(ABC):
 
     @property
     def bare(self) -> str:
-        """The environment's name without the kind."""
+        """The environment's name without the prefix of its kind."""
         return self.name.removeprefix(f"{self.kind}:")
 
     @classmethod
@@ -132,7 +132,7 @@ class BraxTask(ForeignTask):
 
     @classmethod
     def names(cls) -> list[str]:
-        """Returns the names of brax's environments."""
+        """Returns the names of the environments that brax registers."""
         return brax_environments()
 
     def make(self) -> ForeignEnv:

@@ -152,7 +152,6 @@ def _ant_reward(before: Physics, after: Physics, action: Array, dt: float) -> di
 
 
 def _distance(physics: Physics, first: int, second: int) -> Array:
-    """Returns the distance between two bodies."""
     vector = physics.xpos[..., first, :] - physics.xpos[..., second, :]
     return physics.xp.linalg.vector_norm(vector, axis=-1)
 

@@ -407,7 +407,7 @@ class OffPolicy:
         return networks, metrics, {"actor": update}
 
     def tapped_coefficients(self, taps: Taps, networks: Networks) -> Coefficients:
-        """Returns the coefficients after their taps."""
+        """Returns the coefficients after each has passed the tap of its site."""
         return {site: taps(site, value) for site, value in self.coefficients(networks.params).items()}
 
     def critic_loss(

@@ -244,11 +244,11 @@ class OnPolicy:
         return paths_of(jax.eval_shape(self.init_params, jax.random.key(0)))
 
     def policy(self, params: Params, observation: jax.Array) -> Distribution:
-        """Returns the distribution of the action."""
+        """Returns the distribution of the action for normalised observations."""
         return self.head.distribution(self.output(params, observation), params)
 
     def output(self, params: Params, observation: jax.Array) -> jax.Array:
-        """Returns the actor's output, `[..., outputs]`."""
+        """Returns the actor's output for normalised observations, `[..., outputs]`."""
         output: Any = self.actor.apply({"params": params["actor"]}, observation)
         return output
 

@@ -95,7 +95,7 @@ class SAC(OffPolicy):
         return params
 
     def temperature(self, params: Params) -> jax.Array:
-        """Returns alpha, the entropy coefficient."""
+        """Returns alpha, the coefficient of the entropy in both losses."""
         if self.settings.automatic_entropy:
             return jnp.exp(params["temperature"])
         return jnp.float32(self.settings.entropy_coefficient)
@@ -119,7 +119,7 @@ class SAC(OffPolicy):
         return jnp.tanh(self.policy(params["actor"], observation)[0])
 
     def explore(self, params: Params, observation: jax.Array, key: jax.Array) -> jax.Array:
-        """Samples an action from the policy."""
+        """Samples an action from the policy, for use in training."""
         return self.sample(params["actor"], observation, key)[0]
 
     def next_value(

@@ -61,7 +61,7 @@ class TD3(OffPolicy):
         return jnp.tanh(output)
 
     def act(self, params: Params, observation: jax.Array) -> jax.Array:
-        """Returns the policy's action, without noise."""
+        """Returns the policy's action in [-1, 1], without exploration noise."""
         return self.mu(params["actor"], observation)
 
     def explore(self, params: Params, observation: jax.Array, key: jax.Array) -> jax.Array:
