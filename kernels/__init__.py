@@ -1,1 +1,1 @@
-"""Numerical primitives: functions of plain arrays, each with a float64 reference and a test against it."""
+"""Numerical primitives: functions of arrays, each with a float64 reference and a test against it."""

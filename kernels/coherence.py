@@ -1,11 +1,11 @@
 """Gradient coherence of K minibatch gradients, from their unit vectors u_i = g_i / ||g_i||.
 
-Gradients are pytrees. The functions on a *stack* take leaves `[K, ...]` (one plain array `[K, P]` is such a
-tree); `CoherenceSum` takes one gradient at a time inside a scan and never holds the stack.
+Gradients are pytrees. Functions of a *stack* take leaves `[K, ...]`, of which one array `[K, P]` is a special case.
+`CoherenceSum` takes one gradient at a time inside a scan and never holds the stack.
 
-A zero gradient has no direction: its unit vector is zero and it is left out of K. A NaN or infinite gradient
-makes every result NaN. Norms are taken after scaling by the largest entry, so that a gradient of 1e25 has a
-direction in float32 too.
+A zero gradient has no direction: its unit vector is zero, and K does not count it. A NaN or infinite gradient makes
+every result NaN. Norms are computed after division by the largest entry, so that a gradient of 1e25 has a direction in
+float32 too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PyTree = Any
 
 
 class NoiseScale(NamedTuple):
-    """McCandlish et al. (2018): `|G|^2`, `S` (trace of the per-sample covariance) and `S / |G|^2`."""
+    """Estimates of McCandlish et al. (2018): `|G|^2`, the trace `S` of the per-sample covariance, and `S / |G|^2`."""
 
     squared_gradient: jax.Array
     covariance_trace: jax.Array
@@ -43,22 +43,22 @@ def _squared_norm(tree: PyTree) -> jax.Array:
 
 
 def _largest(tree: PyTree) -> jax.Array:
-    """Largest absolute entry of a pytree, to divide by.
+    """Returns the largest absolute entry of a pytree, as a divisor.
 
-    It may miss a NaN, as XLA's maxima do; sums of what was divided are NaN all the same, of infinite entries, too.
+    It may miss a NaN, as XLA's maxima do. Sums of the quotients are NaN nevertheless, for infinite entries too.
     """
     return jax.tree.reduce(jnp.maximum, jax.tree.map(lambda leaf: jnp.abs(leaf).max(initial=0), tree))
 
 
 def unit_gradient(gradient: PyTree) -> tuple[PyTree, jax.Array]:
-    """A gradient's direction and its length.
+    """Returns a gradient's direction and its norm.
 
     Args:
-        gradient: one pytree.
+      gradient: a pytree.
 
     Returns:
-        the unit vector with the same structure (zero for a zero gradient, NaN for a non-finite one), and the
-        norm, a scalar.
+      the unit vector with the same structure (zero for a zero gradient, NaN for a non-finite one), and the norm, a
+        scalar.
     """
     gradient = _float32(gradient)
     largest = _largest(gradient)
@@ -69,7 +69,7 @@ def unit_gradient(gradient: PyTree) -> tuple[PyTree, jax.Array]:
 
 
 def _units(gradients: PyTree) -> tuple[PyTree, jax.Array]:
-    """Unit vectors of a stack, leaves `[K, ...]`, and the number of them that are not zero."""
+    """Returns the unit vectors of a stack, leaves `[K, ...]`, and the number of those that are not zero."""
     units, norms = jax.vmap(unit_gradient)(gradients)
     return units, (norms != 0).sum()
 
@@ -80,17 +80,14 @@ def _mean_pairwise(squared_sum: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def gram(gradients: PyTree) -> jax.Array:
-    """Inner products of K vectors, added up leaf by leaf so that the flattened `[K, P]` is never built.
+    """Returns the inner products of K vectors, `[K, K]`, which are summed leaf by leaf without building `[K, P]`.
 
     Args:
-        gradients: leaves `[K, ...]`.
-
-    Returns:
-        `[K, K]`, symmetric.
+      gradients: leaves `[K, ...]`.
     """
 
     def products(leaf: jax.Array) -> jax.Array:
-        if is_split():  # a flat one has no axes to be split along
+        if is_split():  # a flat array would have no axes to split
             return jnp.tensordot(leaf, jnp.moveaxis(leaf, 0, -1), leaf.ndim - 1, precision=jax.lax.Precision.HIGHEST)
         flat = leaf.reshape(leaf.shape[0], -1)
         return jnp.matmul(flat, flat.T, precision=jax.lax.Precision.HIGHEST)
@@ -99,48 +96,49 @@ def gram(gradients: PyTree) -> jax.Array:
 
 
 def mean_pairwise_cosine(gradients: PyTree) -> jax.Array:
-    """Mean cosine over all pairs, `c = (||sum u_i||^2 - K) / (K (K - 1))`: alignment, signs included.
+    """Returns the mean cosine over all pairs, `c = (||sum u_i||^2 - K) / (K (K - 1))`, which depends on signs.
 
     Args:
-        gradients: leaves `[K, ...]`.
+      gradients: leaves `[K, ...]`.
 
     Returns:
-        scalar in [-1/(K-1), 1]; NaN with fewer than two non-zero gradients.
+      scalar in [-1/(K-1), 1]; NaN with fewer than two non-zero gradients.
     """
     units, count = _units(gradients)
     return _mean_pairwise(_squared_norm(jax.tree.map(lambda leaf: leaf.sum(0), units)), count)
 
 
 def dominant_share(gradients: PyTree) -> jax.Array:
-    """`lambda_1 / K` of the Gram matrix of the u_i: the share along one axis, whatever their signs.
+    """Returns `lambda_1 / K` of the Gram matrix of the u_i: the share along the dominant axis, which ignores signs.
 
     Args:
-        gradients: leaves `[K, ...]`.
+      gradients: leaves `[K, ...]`.
 
     Returns:
-        scalar in [1/K, 1]; NaN when every gradient is zero.
+      scalar in [1/K, 1]; NaN if every gradient is zero.
     """
     gradients = _float32(gradients)
     largest = jax.vmap(_largest)(gradients)
     scale = jnp.where(largest == 0, 1, largest)
-    # Scaled leaf by leaf, and made unit vectors' in the end: no second stack is held.
-    inner = gram(jax.tree.map(lambda leaf: leaf / scale.reshape(-1, *(1,) * (leaf.ndim - 1)), gradients))
-    lengths = jnp.sqrt(jnp.where(largest == 0, 1, jnp.diagonal(inner)))
+    # Leaves are scaled one by one, and the products are normalised at the end, so that no second stack is held.
+    products = gram(jax.tree.map(lambda leaf: leaf / scale.reshape(-1, *(1,) * (leaf.ndim - 1)), gradients))
+    lengths = jnp.sqrt(jnp.where(largest == 0, 1, jnp.diagonal(products)))
     count = (largest != 0).sum()
-    return largest_eigenvalue(inner / jnp.outer(lengths, lengths)) / jnp.where(count > 0, count, jnp.nan)
+    return largest_eigenvalue(products / jnp.outer(lengths, lengths)) / jnp.where(count > 0, count, jnp.nan)
 
 
 def largest_eigenvalue(matrix: jax.Array) -> jax.Array:
-    """Largest eigenvalue of a positive semi-definite matrix, by repeated squaring and a Rayleigh quotient.
+    """Returns the largest eigenvalue of a positive semi-definite matrix, by repeated squaring and a Rayleigh quotient.
 
-    Matrix products alone: batched LAPACK calls can block one another for ever where XLA's CPU threads are few.
-    With p = 2^16 squarings' power the quotient is at worst a fraction ln(K) / 2p below the eigenvalue.
+    It uses products of matrices only, because batched LAPACK calls can deadlock where XLA's CPU backend has few
+    threads. With the power p = 2^16 of 16 squarings, the quotient is at most a fraction ln(K) / 2p below the
+    eigenvalue.
 
     Args:
-        matrix: `[K, K]`.
+      matrix: `[K, K]`.
 
     Returns:
-        scalar; NaN where an entry is not finite.
+      scalar; NaN if an entry is not finite.
     """
     finite = jnp.isfinite(matrix).all()
     safe = jnp.where(finite, matrix, 0.0)
@@ -164,34 +162,34 @@ def largest_eigenvalue(matrix: jax.Array) -> jax.Array:
 
 
 def m_coherence(gradients: PyTree) -> jax.Array:
-    """`||sum g_i||^2 / sum ||g_i||^2` (Chatterjee and Zielinski, 2020): 1 when orthogonal, K when equal.
+    """Returns `||sum g_i||^2 / sum ||g_i||^2` (Chatterjee and Zielinski, 2020): 1 if orthogonal, K if equal.
 
     Args:
-        gradients: leaves `[K, ...]`.
+      gradients: leaves `[K, ...]`.
 
     Returns:
-        scalar in [0, K]; NaN when every gradient is zero.
+      scalar in [0, K]; NaN if every gradient is zero.
     """
     gradients = _float32(gradients)
     largest = _largest(gradients)
     scaled = jax.tree.map(lambda leaf: leaf / jnp.where(largest == 0, 1, largest), gradients)
-    together = _squared_norm(jax.tree.map(lambda leaf: leaf.sum(0), scaled))
-    return together / _squared_norm(scaled)
+    squared_sum = _squared_norm(jax.tree.map(lambda leaf: leaf.sum(0), scaled))
+    return squared_sum / _squared_norm(scaled)
 
 
 def gradient_noise_scale(
     small_squared: ArrayLike, big_squared: ArrayLike, small_batch: ArrayLike, big_batch: ArrayLike
 ) -> NoiseScale:
-    """Gradient noise scale from squared norms at two batch sizes (McCandlish et al., 2018, appendix A.1).
+    """Returns the gradient noise scale from squared norms at two batch sizes (McCandlish et al., 2018, appendix A.1).
 
     Args:
-        small_squared: `|g_small|^2`, best a mean over minibatches, scalar.
-        big_squared: `|g_big|^2`, scalar.
-        small_batch: samples in a small batch.
-        big_batch: samples in the big batch, more than `small_batch`.
+      small_squared: `|g_small|^2`, preferably a mean over minibatches, scalar.
+      big_squared: `|g_big|^2`, scalar.
+      small_batch: number of samples in a small batch.
+      big_batch: number of samples in the big batch, more than `small_batch`.
 
     Returns:
-        scalars; `noise_scale`, in samples, is NaN where the estimate of `|G|^2` is not positive.
+      scalars. `noise_scale`, in samples, is NaN if the estimate of `|G|^2` is not positive.
     """
     small_squared, big_squared = jnp.asarray(small_squared), jnp.asarray(big_squared)
     small, big = jnp.asarray(small_batch, jnp.float32), jnp.asarray(big_batch, jnp.float32)
@@ -202,14 +200,14 @@ def gradient_noise_scale(
 
 @struct.dataclass
 class CoherenceSum:
-    """What a scan over minibatches carries to measure coherence in one cheap pass.
+    """The carry of a scan over minibatches that measures coherence in one pass.
 
-    Fields:
-        unit_sum: sum of the unit gradients, a pytree like one gradient.
-        gradient_sum: sum of the raw gradients, the same; None where it is not wanted.
-        squared_norms: sum of `||g_i||^2`, scalar.
-        count: minibatches seen, scalar int32.
-        nonzero: those of them with a non-zero gradient, scalar int32.
+    Attributes:
+      unit_sum: sum of the unit gradients, a pytree like one gradient.
+      gradient_sum: sum of the gradients, likewise; None if it is not needed.
+      squared_norms: sum of `||g_i||^2`, scalar.
+      count: number of minibatches, scalar int32.
+      nonzero: number of minibatches with a non-zero gradient, scalar int32.
     """
 
     unit_sum: PyTree
@@ -220,13 +218,13 @@ class CoherenceSum:
 
     @classmethod
     def zeros(cls, gradient: PyTree, *, raw: bool = True) -> CoherenceSum:
-        """The empty sum for gradients shaped like `gradient`; `raw=False` leaves out `gradient_sum`."""
+        """Returns the empty sum for gradients with the shapes of `gradient`; `raw=False` leaves out `gradient_sum`."""
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), gradient)
-        none = jnp.zeros((), jnp.int32)
-        return cls(empty, empty if raw else None, jnp.zeros(()), none, none)
+        zero = jnp.zeros((), jnp.int32)
+        return cls(empty, empty if raw else None, jnp.zeros(()), zero, zero)
 
     def add(self, gradient: PyTree) -> CoherenceSum:
-        """The sum with one more minibatch's gradient."""
+        """Returns the sum with the gradient of one more minibatch."""
         unit, norm = unit_gradient(gradient)
         raw = self.gradient_sum
         return CoherenceSum(
@@ -241,16 +239,16 @@ class CoherenceSum:
         return _mean_pairwise(_squared_norm(self.unit_sum), self.nonzero)
 
     def m_coherence(self) -> jax.Array:
-        """As `m_coherence` of the stack; scalar. NaN where the squares overflow or vanish in float32."""
+        """Returns `m_coherence` of the stack, scalar. NaN if the squares overflow or vanish in float32."""
         return _squared_norm(self._raw()) / self.squared_norms
 
     def noise_scale(self, batch: ArrayLike) -> NoiseScale:
-        """Gradient noise scale; a minibatch holds `batch` samples, all of them together are the big batch."""
+        """Returns the gradient noise scale for minibatches of `batch` samples; all of them are the big batch."""
         small = self.squared_norms / self.count
         big = _squared_norm(self._raw()) / self.count**2
         return gradient_noise_scale(small, big, batch, jnp.asarray(batch) * self.count)
 
     def _raw(self) -> PyTree:
         if self.gradient_sum is None:
-            raise ValueError("this CoherenceSum was made with raw=False, which leaves out the sum of the raw gradients")
+            raise ValueError("this CoherenceSum was made with raw=False, so it has no sum of the raw gradients")
         return self.gradient_sum

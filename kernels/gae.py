@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (Schulman et al., 2016) with termination and truncation kept apart."""
+"""Generalised advantage estimation (Schulman et al., 2016), which distinguishes termination from truncation."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ def gae(
     gamma: ArrayLike,
     lam: ArrayLike,
 ) -> jax.Array:
-    """Advantages `A_t = delta_t + gamma lam A_{t+1}`, `delta_t = r_t + gamma V(s'_t) - V(s_t)`.
+    """Returns the advantages `A_t = delta_t + gamma lam A_{t+1}`, `delta_t = r_t + gamma V(s'_t) - V(s_t)`.
 
-    A terminated step bootstraps from nothing; a truncated one (done, not terminated) from its true final
-    observation. The recursion is cut at both, by selection rather than by a product with zero: a NaN behind a
-    boundary stays there, and `next_values` of a terminated step may be anything.
+    A terminated step does not bootstrap. A truncated step, which is done but not terminated, bootstraps from its true
+    final observation. The recursion ends at both, by selection instead of a product with zero: a NaN after a boundary
+    does not cross it, and `next_values` of a terminated step may be anything.
 
     Args:
-        rewards: `[T, N]`.
-        values: V(s_t), `[T, N]`.
-        next_values: V of the true next observation, the one before any reset, `[T, N]`.
-        terminated: bool, `[T, N]`.
-        done: bool, terminated or truncated, `[T, N]`.
-        gamma: discount, scalar.
-        lam: lambda, scalar.
+      rewards: `[T, N]`.
+      values: V(s_t), `[T, N]`.
+      next_values: V of the true next observation, before any reset, `[T, N]`.
+      terminated: bool, `[T, N]`.
+      done: bool, terminated or truncated, `[T, N]`.
+      gamma: discount factor, scalar.
+      lam: lambda, scalar.
 
     Returns:
-        advantages `[T, N]`; the critic's targets are `advantages + values`.
+      advantages `[T, N]`. The critic's targets are `advantages + values`.
     """
     terminated = jnp.asarray(terminated, bool)
     ends = terminated | jnp.asarray(done, bool)

@@ -1,4 +1,4 @@
-"""Linear recurrences, over all steps of a series."""
+"""Linear recurrences over all steps of a series."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def linear_scan(
     initial: ArrayLike | None = None,
     method: Literal["auto", "associative", "sequential"] = "auto",
 ) -> jax.Array:
-    """The states of `h_t = a_t h_{t-1} + b_t`, entry by entry.
+    """Returns the states of `h_t = a_t h_{t-1} + b_t`, entry by entry.
 
     Args:
-        decay: a, real or complex, `[T, ...]`; `[...]` or `[1, ...]` where it is the same at every step.
-        inputs: b, `[T, ...]`.
-        initial: h before the first step, `[...]`; zero if not given.
-        method: "associative", a scan of log2(T) rounds; "sequential", step after step, which CPUs run in about half
-            the time; "auto", the one for the platform.
+      decay: a, real or complex, `[T, ...]`; `[...]` or `[1, ...]` if it is the same at every step.
+      inputs: b, `[T, ...]`.
+      initial: h before the first step, `[...]`; zero by default.
+      method: "associative", a scan of log2(T) rounds; "sequential", one step after the other, which takes about half
+        the time on CPUs; or "auto", the faster one on the platform.
 
     Returns:
-        h, `[T, ...]`.
+      h, `[T, ...]`.
 
     Source: Blelloch (1990), section 1.4; for state-space models Smith et al. (2023), S5, appendix H.
     """
@@ -42,10 +42,10 @@ def linear_scan(
 
 
 def _associative(decay: jax.Array, inputs: jax.Array) -> jax.Array:
-    def after(first: Affine, second: Affine) -> Affine:
+    def compose(first: Affine, second: Affine) -> Affine:
         return second[0] * first[0], second[0] * first[1] + second[1]
 
-    return jax.lax.associative_scan(after, (decay, inputs))[1]
+    return jax.lax.associative_scan(compose, (decay, inputs))[1]
 
 
 def _sequential(decay: jax.Array, inputs: jax.Array) -> jax.Array:

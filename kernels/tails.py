@@ -1,10 +1,11 @@
-"""Statistics of a distribution's upper tail, of the values under a mask, without a sort.
+"""Statistics of a distribution's upper tail, for the values under a mask, without a sort.
 
-XLA's sort on a CPU is slow (24 rows of 1,536 values: 7 ms; a selection below: 0.3 ms), and every one of these is a
-masked sum once an order statistic is known. That is found by bisection on the bits of float32, exactly.
+XLA's sort is slow on CPUs (24 rows of 1,536 values: 7 ms; a selection as below: 0.3 ms), and all of these statistics
+are masked sums once an order statistic is known. `order_statistics` finds it exactly, by bisection on the bits of
+float32.
 
-Values and mask have one shape, of any rank, and everything is a scalar of all of them; `jax.vmap` gives more. Where
-the mask is empty a statistic is 0, never NaN; a NaN under the mask makes it NaN.
+Values and mask have the same shape, of any rank, and every statistic is a scalar for all of them. If the mask is empty
+a statistic is 0. A NaN under the mask makes it NaN.
 """
 
 from __future__ import annotations
@@ -16,47 +17,48 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 LARGEST_INDEX = 100.0
-"""What `hill` says at most: of a tail of values that are all but equal the index is infinite."""
+"""The largest index that `hill` returns: the index of a tail of nearly equal values would be infinite."""
 
 _SLACK = 5e-4
-"""Added to a share times a count, in float32, before it is rounded down: shares are whole thousandths."""
+"""Added to a share times a count, in float32, before it is rounded down. Shares are whole thousandths."""
 
 
 def order_statistics(x: ArrayLike, mask: ArrayLike, ranks: ArrayLike) -> jax.Array:
-    """The values of the ranks given, the largest having rank 1.
+    """Returns the values of several ranks, where the largest value has rank 1.
 
     Args:
-      x: float, in float32.
+      x: float, converted to float32.
       mask: bool, of the same shape.
-      ranks: int32 `[Q]`; brought into 1 to n, n being the number of values under the mask.
+      ranks: int32 `[Q]`, clipped to 1 to n, where n is the number of values under the mask.
 
     Returns:
-      float32 `[Q]`; 0 where the mask is empty.
+      float32 `[Q]`; 0 if the mask is empty.
     """
     x, mask = _flat(x, mask)
     n = jnp.sum(mask)
-    wanted = jnp.clip(jnp.asarray(ranks, jnp.int32), 1, jnp.maximum(n, 1))
+    ranks = jnp.clip(jnp.asarray(ranks, jnp.int32), 1, jnp.maximum(n, 1))
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # ordered as the values are
+    keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # in the order of the values
     lowest = jnp.int32(-(2**31))
     keys = jnp.where(mask, keys, lowest)
 
-    def narrow(turn: jax.Array, found: jax.Array) -> jax.Array:
-        higher = found + jnp.left_shift(jnp.int32(1), 31 - turn)
-        enough = jnp.sum(keys >= higher[:, None], axis=-1) >= wanted
-        return jnp.where(enough, higher, found)
+    def set_bit(index: jax.Array, bound: jax.Array) -> jax.Array:
+        higher = bound + jnp.left_shift(jnp.int32(1), 31 - index)
+        enough = jnp.sum(keys >= higher[:, None], axis=-1) >= ranks
+        return jnp.where(enough, higher, bound)
 
-    found = jax.lax.fori_loop(0, 32, narrow, jnp.full(wanted.shape, lowest))
-    values = jax.lax.bitcast_convert_type(jnp.where(found < 0, found ^ jnp.int32(0x7FFFFFFF), found), jnp.float32)
-    unknown = jnp.any(mask & jnp.isnan(x))
-    return jnp.where(n == 0, 0.0, jnp.where(unknown, jnp.nan, values))
+    bound = jax.lax.fori_loop(0, 32, set_bit, jnp.full(ranks.shape, lowest))
+    values = jax.lax.bitcast_convert_type(jnp.where(bound < 0, bound ^ jnp.int32(0x7FFFFFFF), bound), jnp.float32)
+    has_nan = jnp.any(mask & jnp.isnan(x))
+    return jnp.where(n == 0, 0.0, jnp.where(has_nan, jnp.nan, values))
 
 
 def masked_quantiles(x: ArrayLike, mask: ArrayLike, qs: Sequence[float]) -> jax.Array:
-    """Quantiles, each the smallest value that a share of at least q does not exceed (the inverse of the distribution).
+    """Returns quantiles, each the smallest value that is not exceeded by a share of at least q (the inverse
+    distribution).
 
     Args:
-      x: float, in float32.
+      x: float, converted to float32.
       mask: bool, of the same shape.
       qs: shares from 0 to 1, whole thousandths.
 
@@ -69,13 +71,13 @@ def masked_quantiles(x: ArrayLike, mask: ArrayLike, qs: Sequence[float]) -> jax.
 
 
 def effective_sample_size(log_weights: ArrayLike, mask: ArrayLike) -> jax.Array:
-    """Kish's effective sample size as a share of n: (sum w)^2 / (n sum w^2), from weights that nothing has clamped.
+    """Returns Kish's effective sample size as a share of n: (sum w)^2 / (n sum w^2), for unclipped weights.
 
-    1 of equal weights, 1 / n where one outweighs the rest; exp(-s^2) of lognormal weights whose logarithm has the
-    standard deviation s (n large).
+    It is 1 for equal weights, 1 / n if one weight dominates, and exp(-s^2) for lognormal weights whose logarithm has
+    the standard deviation s (for large n).
 
     Args:
-      log_weights: their logarithms; the largest is taken off first, so none overflows.
+      log_weights: the weights' logarithms. The largest is subtracted first, so that none overflows.
       mask: bool, of the same shape.
     """
     x, mask = _flat(log_weights, mask)
@@ -86,48 +88,50 @@ def effective_sample_size(log_weights: ArrayLike, mask: ArrayLike) -> jax.Array:
 
 
 def cvar(x: ArrayLike, mask: ArrayLike, share: float) -> jax.Array:
-    """The mean of the largest share of the values, the conditional value at risk (Rockafellar and Uryasev, 2000).
+    """Returns the mean of the largest share of the values, the conditional value at risk (Rockafellar and Uryasev,
+    2000).
 
-    Of n values share * n count, one of them in part; the largest alone where that is less than one.
+    Of n values, share * n are averaged, one of them with a partial weight; the largest alone if that is less than one.
     """
     n = jnp.maximum(jnp.sum(jnp.asarray(mask)), 1)
     return _largest_sum(x, mask, share) / (share * n)
 
 
 def top_share(x: ArrayLike, mask: ArrayLike, share: float = 0.01) -> jax.Array:
-    """What part of the sum of values, none of them negative, is in the largest share of them.
+    """Returns the part of the sum of non-negative values that the largest share of them has.
 
-    Equal values give the share itself, of whatever number.
+    For equal values it is the share itself.
     """
     flat, flat_mask = _flat(x, mask)
     return _largest_sum(x, mask, share) / _or_one(jnp.sum(jnp.where(flat_mask, flat, 0.0)))
 
 
 def extreme_value_index(x: ArrayLike, mask: ArrayLike, k: ArrayLike | None = None) -> jax.Array:
-    """Hill's estimate (1975) of the extreme value index: the mean log excess of the k largest over the one after them.
+    """Returns Hill's estimate (1975) of the extreme value index: the mean log excess of the k largest over the next
+    value.
 
-    0 of a thin tail; 1/2 and above where the variance is infinite. Unlike its reciprocal, the tail index, it is
-    finite also of values that are all equal.
+    It is 0 for a thin tail, and 1/2 or more where the variance is infinite. Unlike its reciprocal, the tail index, it
+    is finite for equal values too.
 
     Args:
       x: float; values that are not positive are left out.
       mask: bool, of the same shape.
-      k: values in the tail; None: the square root of their number, rounded down.
+      k: number of values in the tail; None means the square root of their number, rounded down.
     """
     x, mask = _flat(x, mask)
     mask &= ~(x <= 0)
     n = jnp.sum(mask)
-    wanted = jnp.floor(jnp.sqrt(n.astype(jnp.float32))) if k is None else jnp.asarray(k)
-    k = jnp.clip(wanted.astype(jnp.int32), 1, jnp.maximum(n - 1, 1))
+    k = jnp.floor(jnp.sqrt(n.astype(jnp.float32))) if k is None else jnp.asarray(k)
+    k = jnp.clip(k.astype(jnp.int32), 1, jnp.maximum(n - 1, 1))
     threshold = order_statistics(x, mask, k[None] + 1)[0]
     excess = jnp.where(mask & ~(x <= threshold), jnp.log(x) - jnp.log(_or_one(threshold)), 0.0)
     return jnp.sum(excess) / k
 
 
 def hill(x: ArrayLike, mask: ArrayLike, k: ArrayLike | None = None) -> jax.Array:
-    """Hill's estimate of the tail index, the a of P(X > x) ~ x^-a: the reciprocal of `extreme_value_index`.
+    """Returns Hill's estimate of the tail index a in P(X > x) ~ x^-a, the reciprocal of `extreme_value_index`.
 
-    Its standard error is a / sqrt(k). LARGEST_INDEX at most; 0 of fewer than two values.
+    Its standard error is a / sqrt(k). It is at most LARGEST_INDEX, and 0 for fewer than two values.
     """
     excess = extreme_value_index(x, mask, k)
     several = jnp.sum(jnp.asarray(mask) & ~(jnp.asarray(x) <= 0)) > 1
@@ -135,7 +139,7 @@ def hill(x: ArrayLike, mask: ArrayLike, k: ArrayLike | None = None) -> jax.Array
 
 
 def _largest_sum(x: ArrayLike, mask: ArrayLike, share: float) -> jax.Array:
-    """The sum of the largest share of n values: of share * n of them, the last in part or several times."""
+    """Sums the largest share * n of n values. The threshold value has the remaining weight, which may be fractional."""
     x, mask = _flat(x, mask)
     counted = share * jnp.sum(mask)
     threshold = order_statistics(x, mask, jnp.ceil(counted - _SLACK).astype(jnp.int32)[None])[0]
@@ -148,5 +152,4 @@ def _flat(x: ArrayLike, mask: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 def _or_one(x: jax.Array) -> jax.Array:
-    """A divisor, one in the place of zero."""
     return jnp.where(x == 0, 1.0, x)

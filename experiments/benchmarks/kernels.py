@@ -35,10 +35,9 @@ def build(lanes: int) -> dict[str, tuple[str, Callable[[], None]]]:
     """By name: the size in words, and one call."""
     from jaxaudit.kernels.coherence import CoherenceSum, dominant_share, mean_pairwise_cosine
     from jaxaudit.kernels.gae import gae
-    from jaxaudit.kernels.layer_norm import layer_norm
+    from jaxaudit.kernels.layers import layer_norm, product
+    from jaxaudit.kernels.linear_algebra import orthogonal
     from jaxaudit.kernels.linear_scan import linear_scan
-    from jaxaudit.kernels.orthogonal import orthogonal
-    from jaxaudit.kernels.product import product
     from jaxaudit.models import gpt2
 
     def call(function: Callable, *arguments) -> Callable[[], None]:

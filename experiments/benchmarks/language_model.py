@@ -127,7 +127,7 @@ def learner_of(size: str, batch: int, length: int, audited: bool, vocabulary: in
 
 def losses(arguments) -> tuple[str, dict]:
     """Gradients of the cross entropy over a vocabulary, blockwise and plain."""
-    from jaxaudit.kernels.cross_entropy import cross_entropy
+    from jaxaudit.kernels.output_layer import cross_entropy
 
     batch, width = (8, 768) if not arguments.quick else (1, 16)
     count = batch * arguments.length

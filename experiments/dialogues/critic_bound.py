@@ -74,7 +74,7 @@ class Frozen:
         """Gold of rows `[N]` that have `tokens` `[N, T]` before the slot `fork` `[N]` and the policy's after it."""
         dialogue, model = self.learner.dialogue, self.learner.policy.model
         sampler = rollout.Sampler(model)
-        unrolled = sampling.layers_of(params, model.size.heads)
+        unrolled = sampling.unstack_layers(params, model.size.heads)
         slots = dialogue.length
         uniform = jax.random.uniform(key, (slots, fork.shape[0]))
 

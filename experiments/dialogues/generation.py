@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaudit.models import gpt2, gpt2_checkpoint, lora
+from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.models.gpt2 import GPT2, Params, Size
-from jaxaudit.models.sampling import NOTHING, generate
+from jaxaudit.models.sampling import PADDING, generate
 
 TINY = Path(__file__).parents[2] / "tests" / "data" / "gpt2"
 MODELS = {"tiny": GPT2(40, 16, Size(16, 2, 2)), "124m": GPT2(50257, 1024, gpt2.SIZES["124m"])}
@@ -42,7 +42,7 @@ def main() -> None:
     task, size, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     for name, params in variants(size).items():
         if task == "write":
-            plain = lora.merged(params) if isinstance(params, lora.Adapted) else params
+            plain = gpt2.merged(params) if isinstance(params, gpt2.Adapted) else params
             gpt2_checkpoint.save(folder / name, plain, MODELS[size])
             np.savez(folder / name / "prompts.npz", prompts=prompts(size), tokens=TOKENS[size])
         else:
@@ -50,7 +50,7 @@ def main() -> None:
                 print(f"{name}: {what}: {value:.3g}")
 
 
-def variants(size: str) -> dict[str, Params | lora.Adapted]:
+def variants(size: str) -> dict[str, Params | gpt2.Adapted]:
     """The parameters, without adapters and with them."""
     model, random = MODELS[size], np.random.default_rng(0)
     if size == "tiny":
@@ -63,19 +63,19 @@ def variants(size: str) -> dict[str, Params | lora.Adapted]:
             params,
         )
     params = jax.tree_util.tree_map_with_path(lambda path, x: x * (4 if path[-1].key in MATRICES else 1), params)
-    shapes = lora.init_adapters(model, 2, jax.random.key(0))
+    shapes = gpt2.init_adapters(model, 2, jax.random.key(0))
     adapters = jax.tree.map(lambda x: jnp.float32(0.2 / np.sqrt(x.shape[1]) * random.normal(size=x.shape)), shapes)
-    return {"plain": params, "adapted": lora.Adapted(params, adapters)}
+    return {"plain": params, "adapted": gpt2.Adapted(params, adapters)}
 
 
 def prompts(size: str) -> np.ndarray:
-    """Int32 `[N, P]`, `NOTHING` after each one's last token."""
+    """Int32 `[N, P]`, `PADDING` after each one's last token."""
     lengths = np.array(PROMPTS[size])[:, None]
     drawn = np.random.default_rng(1).integers(0, MODELS[size].vocabulary, (len(lengths), lengths.max()))
-    return np.where(np.arange(lengths.max()) < lengths, drawn, NOTHING).astype(np.int32)
+    return np.where(np.arange(lengths.max()) < lengths, drawn, PADDING).astype(np.int32)
 
 
-def deviations(size: str, params: Params | lora.Adapted, recorded: Path) -> dict[str, float]:
+def deviations(size: str, params: Params | gpt2.Adapted, recorded: Path) -> dict[str, float]:
     """How far generation is from transformers', and from a forward pass over what was generated.
 
     Logits and log-probabilities are told in parts of max(1, the largest logit's size).
@@ -89,7 +89,7 @@ def deviations(size: str, params: Params | lora.Adapted, recorded: Path) -> dict
         own, sure = written(size, tokens), np.cumsum(reference[f"margin{suffix}"] < CLOSE, axis=1) == 0
         wanted = reference[f"tokens{suffix}"]
         wrong += int(np.sum((own != wanted) & sure))
-        compared += int(np.sum(sure & (wanted != NOTHING)))
+        compared += int(np.sum(sure & (wanted != PADDING)))
         if end is not None:
             found["rows that ended"] = int(np.sum((own == end).any(axis=1)))
             continue
@@ -107,7 +107,7 @@ def deviations(size: str, params: Params | lora.Adapted, recorded: Path) -> dict
     return {"tokens that are others": wrong, "tokens compared": compared, **found}
 
 
-def logits_of(model: GPT2, params: Params | lora.Adapted, tokens: jax.Array) -> jax.Array:
+def logits_of(model: GPT2, params: Params | gpt2.Adapted, tokens: jax.Array) -> jax.Array:
     """Of every place, `[N, T, V]`."""
     return gpt2.logits(params, gpt2.apply(model, params, tokens)[0])
 

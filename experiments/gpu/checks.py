@@ -202,7 +202,7 @@ def transformers(part: Part) -> None:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from jaxaudit.kernels.cross_entropy import cross_entropy
+    from jaxaudit.kernels.output_layer import cross_entropy
     from jaxaudit.models import gpt2, gpt2_checkpoint
 
     torch.manual_seed(0)

@@ -395,7 +395,7 @@ class Taps:
 
         `until(carry)`, a bool scalar, says that further turns would change nothing. They are left out, unless a
         perturbation keeps a state, which may count them. Under `vmap` it should not be batched
-        (`jaxaudit.models.sampling.all_over` is not), or every turn copies the carry.
+        (`jaxaudit.models.sampling.all_finished` is not), or every turn copies the carry.
         """
 
         def turn(number: jax.Array, carried: tuple[Any, Kept]) -> tuple[Any, Kept]:

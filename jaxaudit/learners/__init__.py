@@ -1,4 +1,4 @@
-"""Learning algorithms: each is made a `Learner` by a function of its task and settings."""
+"""Learning algorithms; each function makes a `Learner` from a task and settings."""
 
 from jaxaudit.learners.dialogue.factories import dapo, dpo, dr_grpo, grpo, gspo, ppo_lm, rloo
 from jaxaudit.learners.dialogue.settings import DialogueSettings

@@ -1,4 +1,4 @@
-"""GPT-2 trained on text with AdamW, as the paper's Table S3 has it."""
+"""GPT-2 trained on text with AdamW, as in the paper's Table S3."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from jaxaudit.core.optimizer import SECOND_MOMENT, Adam, Optimizer, warmup_decay
 from jaxaudit.core.taps import Taps
 from jaxaudit.core.task_kinds import fitting
 from jaxaudit.kernels.coherence import CoherenceSum, dominant_share
-from jaxaudit.kernels.cross_entropy import CrossEntropy, cross_entropy
+from jaxaudit.kernels.output_layer import CrossEntropy, cross_entropy
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.evaluation import when_due
+from jaxaudit.learners.rl.telemetry import when_due
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.paths import groups_of, squares_by_group
 from jaxaudit.text import Corpus, Text
 
 
-def draw(key: jax.Array, tokens: jax.Array, batch: int, length: int) -> jax.Array:
-    """Sequences of `tokens` `[N]` that begin anywhere, independently: int32 `[batch, length]`."""
+def draw_sequences(key: jax.Array, tokens: jax.Array, batch: int, length: int) -> jax.Array:
+    """Draws sequences of `tokens` `[N]` with independent, uniform starts: int32 `[batch, length]`."""
     starts = jax.random.randint(key, (batch,), 0, tokens.shape[0] - length + 1)
     return jax.vmap(lambda start: jax.lax.dynamic_slice(tokens, (start,), (length,)))(starts).astype(jnp.int32)
 
 
 def evenly_spaced(tokens: np.ndarray, count: int, length: int) -> np.ndarray:
-    """`count` sequences of `tokens` `[N]`, evenly spaced, which do not overlap if they fit: `[count, length]`."""
+    """Returns `count` evenly spaced sequences of `tokens` `[N]`, without overlap if they fit: `[count, length]`."""
     starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
     return np.stack([tokens[start : start + length] for start in starts])
 
@@ -46,31 +46,34 @@ Params = gpt2.Params
 
 @dataclass(frozen=True)
 class LanguageModelSettings:
-    """What GPT-2 is trained with; the defaults are Table S3's and section S4's.
+    """The settings of GPT-2's training; the defaults are those of the paper's Table S3 and section S4.
 
     Attributes:
-      size: of the model.
-      context: tokens a sequence has.
-      positions: places the model has an embedding for, at least the context; 0: as many. GPT-2's files have 1024, of
-        which the first ones are taken.
-      batch_size: sequences in a step.
-      accumulation: microbatches a step's sequences are dealt with in; x_grad is measured over them, from two on.
-      learning_rate: AdamW's, at its peak.
-      warmup: share of the run in which the rate rises.
-      final_rate: what the cosine falls to, as a share of the peak.
+      size: the model's size, a key of `gpt2.SIZES`.
+      context: number of tokens in a sequence.
+      positions: number of positions that the model embeds, at least the context; 0 means as many as the context.
+        GPT-2's files have 1024, of which the first ones are loaded.
+      batch_size: number of sequences in a step.
+      accumulation: number of microbatches that a step's sequences are split into. With two or more, x_grad is measured
+        over them.
+      learning_rate: AdamW's peak learning rate.
+      warmup: share of the run in which the learning rate rises.
+      final_rate: the learning rate at the end of the cosine decay, as a share of the peak.
       beta1, beta2, epsilon: AdamW's.
-      weight_decay: of kernels and embeddings, not of biases and norms.
-      max_grad_norm: threshold on the gradient's global norm.
-      precision: of activations and products; parameters are float32.
-      attention: "xla"; or "cudnn", cuDNN's fused attention, in bfloat16 on NVIDIA's GPUs.
-      remat: layers are computed again in the backward pass, which takes less memory and more time.
-      checkpoint: a folder or safetensors file with GPT-2's parameters to begin with, of which rows that fill its
-        vocabulary up are left out; "": random ones.
-      held_out: sequences whose mean loss, negative, is the performance: the same ones in every lane and step.
-      evaluations: how often in a run the validation perplexity is measured, evenly spaced; 0: never.
-      validation: the most sequences it is of, evenly spaced; 0: all of the corpus's validation text.
-      gram: whether "full" telemetry has the dominant share of the microbatches' gradients, which takes as much memory
-        as all of them.
+      weight_decay: weight decay of kernels and embeddings; biases and norms have none.
+      max_grad_norm: global norm above which the gradient is clipped.
+      precision: dtype of activations and products. Parameters are float32.
+      attention: "xla", or "cudnn" for cuDNN's fused attention, which needs bfloat16 and an NVIDIA GPU.
+      remat: whether the backward pass computes layers again, which takes less memory and more time.
+      checkpoint: a folder or safetensors file with GPT-2's parameters to start from, without the rows that pad its
+        vocabulary. "" means random initial parameters.
+      held_out: number of sequences whose mean loss, negated, is the performance. They are the same in every lane and
+        step.
+      evaluations: how many times in a run the validation perplexity is measured, evenly spaced. 0 means never.
+      validation: the largest number of evenly spaced sequences to measure it on. 0 means all of the corpus's validation
+        text.
+      gram: whether "full" telemetry includes the dominant share of the microbatches' gradients, which holds all of them
+        in memory.
       telemetry: "basic", or "full", which adds norms by layer, the noise scale, logits, attention and second moments.
     """
 
@@ -120,14 +123,14 @@ class LanguageModelSettings:
 
 @struct.dataclass
 class Data:
-    """What all lanes read: text, uint16, and the parameters they begin with.
+    """The arrays that all lanes share: text as uint16 tokens, and initial parameters.
 
     Attributes:
       train: `[N]`.
       held_out: `[held_out, context + 1]`.
       validation: `[M, context + 1]`.
       second_corpus: `[S]`, or None.
-      start: a checkpoint's parameters, float32; None: every lane begins with random ones.
+      start: a checkpoint's parameters, float32. None means that every lane has random initial parameters.
     """
 
     train: Any
@@ -139,19 +142,23 @@ class Data:
 
 @struct.dataclass
 class LanguageModelState:
-    """What a lane of the language model carries: parameters and the optimizer's state."""
+    """A lane's state between two steps: the parameters and the optimizer's state."""
 
     params: Any
     optimizer: Any
 
 
+TINY = 1e-16
+"""Second moments below this have a root below Adam's usual epsilon, 1e-8, so steps do not adapt to the gradient."""
+
+
 class LanguageModel:
-    """One step: read a batch, add up its microbatches' gradients, update; then look at the held-out text.
+    """Training of GPT-2, one batch per step, with microbatches whose gradients are accumulated.
 
     Args:
-      vocabulary: of the corpus.
-      settings: as given.
-      end_of_text: the token that ends a document; the vocabulary's last unless given.
+      vocabulary: number of tokens in the corpus's vocabulary.
+      settings: the settings.
+      end_of_text: the token that ends a document. None means the vocabulary's last token.
     """
 
     def __init__(self, vocabulary: int, settings: LanguageModelSettings, end_of_text: int | None = None):
@@ -178,7 +185,7 @@ class LanguageModel:
         return LanguageModelState(params, self.optimizer.init(params))
 
     def save(self, folder: Path, state: LanguageModelState, data: Data) -> None:
-        """Writes the model as a folder that transformers reads."""
+        """Writes the model as a folder that transformers can load."""
         gpt2_checkpoint.save(folder, state.params, self.model, self.end_of_text)
 
     def step(
@@ -217,34 +224,34 @@ class LanguageModel:
         return LanguageModelState(params, optimizer), telemetry
 
     def read(self, key: jax.Array, taps: Taps) -> jax.Array:
-        """A batch of text, int32 `[batch_size, context + 1]`, disturbed or not."""
+        """Draws a batch of text, int32 `[batch_size, context + 1]`, which perturbations may change."""
         settings, data = self.settings, taps.data
         size = settings.batch_size, settings.context + 1
-        offered: dict[str, Any] = {"mask": self.end_of_text, "vocabulary": self.model.vocabulary}
+        context: dict[str, Any] = {"mask": self.end_of_text, "vocabulary": self.model.vocabulary}
         if data.second_corpus is not None:
-            offered["second_corpus"] = lambda key: draw(key, data.second_corpus, *size)
-        return taps("tokens", draw(key, data.train, *size), **offered)
+            context["second_corpus"] = lambda key: draw_sequences(key, data.second_corpus, *size)
+        return taps("tokens", draw_sequences(key, data.train, *size), **context)
 
     def gradient(self, params: Params, tokens: jax.Array, taps: Taps) -> tuple[Params, dict[str, jax.Array]]:
-        """The mean gradient of a batch, and what its microbatches' gradients tell, all taken at one point."""
+        """Returns the mean gradient of a batch, and statistics of its microbatches at the same parameters."""
         settings = self.settings
         smoothing = taps("label_smoothing", jnp.zeros(()))
         microbatches = tokens.reshape(settings.accumulation, -1, tokens.shape[1])
 
         def loss(params: Params, tokens: jax.Array, taps: Taps) -> tuple[jax.Array, jax.Array]:
-            found = self.losses(self.model, params, tokens, smoothing)[0].loss
-            return taps("objective", found), found
+            value = self.losses(self.model, params, tokens, smoothing)[0].loss
+            return taps("objective", value), value
 
         gradient_and_value = jax.grad(loss, has_aux=True)
         if settings.accumulation == 1:
             gradient, value = gradient_and_value(params, tokens, taps)
             return gradient, {"loss": value, "x_grad": jnp.float32(jnp.nan)}
 
-        def one(taps: Taps, total: CoherenceSum, tokens: jax.Array):
+        def accumulate(taps: Taps, total: CoherenceSum, tokens: jax.Array):
             gradient, value = gradient_and_value(params, tokens, taps)
             return total.add(gradient), (value, gradient if settings.telemetry == "full" and settings.gram else None)
 
-        total, (values, gradients) = taps.scan(one, CoherenceSum.zeros(params), microbatches)
+        total, (values, gradients) = taps.scan(accumulate, CoherenceSum.zeros(params), microbatches)
         telemetry = {"loss": jnp.mean(values), "x_grad": total.mean_pairwise_cosine()}
         if settings.telemetry == "full":
             noise_scale = total.noise_scale(settings.batch_size // settings.accumulation).noise_scale
@@ -255,7 +262,7 @@ class LanguageModel:
     def losses(
         self, model: gpt2.GPT2, params: Params, tokens: jax.Array, smoothing: jax.Array | float = 0.0
     ) -> tuple[CrossEntropy, jax.Array]:
-        """Mean cross entropy, in nats, of predicting each next token of `[B, T + 1]`; and attention's entropies."""
+        """Returns the mean cross entropy of each next token of `[B, T + 1]`, in nats, and attention's entropies."""
         hidden, entropies = gpt2.apply(model, params, tokens[:, :-1])
         hidden = hidden.reshape(-1, hidden.shape[-1])
         weights = jnp.full(hidden.shape[0], 1.0 / hidden.shape[0])
@@ -263,13 +270,13 @@ class LanguageModel:
         return cross_entropy(hidden, embedding, tokens[:, 1:].reshape(-1), weights, smoothing), entropies
 
     def validation_loss(self, params: Params, sequences: jax.Array) -> jax.Array:
-        """Mean loss over sequences `[M, T + 1]`, as many at a time as are held out."""
-        at_a_time = min(self.settings.held_out, sequences.shape[0])
+        """Returns the mean loss of sequences `[M, T + 1]`, evaluated `held_out` sequences at a time."""
+        batch_size = min(self.settings.held_out, sequences.shape[0])
 
         def loss(row: jax.Array) -> jax.Array:
             return self.losses(self.model, params, row[None].astype(jnp.int32))[0].loss
 
-        return jnp.mean(jax.lax.map(loss, sequences, batch_size=at_a_time))
+        return jnp.mean(jax.lax.map(loss, sequences, batch_size=batch_size))
 
 
 def model_of(vocabulary: int, settings: LanguageModelSettings) -> gpt2.GPT2:
@@ -279,13 +286,13 @@ def model_of(vocabulary: int, settings: LanguageModelSettings) -> gpt2.GPT2:
 
 
 def decays(params: Params) -> Any:
-    """Which parameters weight decay acts on: kernels and embeddings."""
+    """Returns a tree of bools that tell which parameters weight decay applies to: kernels and embeddings."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
 
 
 def second_moment(optimizer: Any) -> dict[str, jax.Array]:
-    """Statistics of Adam's second moment over all parameters: the root of its mean, and the share that is tiny."""
-    (moments,) = (found for name in SECOND_MOMENT for _, found in optax.tree.get_all_with_path(optimizer, name))
+    """Returns the root mean of Adam's second moments over all parameters, and the share of them below `TINY`."""
+    (moments,) = (tree for name in SECOND_MOMENT for _, tree in optax.tree.get_all_with_path(optimizer, name))
     leaves = jax.tree.leaves(moments)
     count = sum(leaf.size for leaf in leaves)
     return {
@@ -294,82 +301,79 @@ def second_moment(optimizer: Any) -> dict[str, jax.Array]:
     }
 
 
-TINY = 1e-16
-"""A second moment whose root is below Adam's usual epsilon, 1e-8: the step no longer adapts to the gradient."""
-
-
 def language_model(task: Any = "python-stdlib", **settings: Any) -> Learner:
-    """GPT-2 on a text: `language_model("python-stdlib", size="nano", context=128, batch_size=8)`.
+    """Returns GPT-2 on a text, for example `language_model("python-stdlib", size="nano", context=128, batch_size=8)`.
 
     Args:
-      task: a corpus's name, or a task that gives a text, e.g. a `Text`.
+      task: a corpus's name, or a task that provides a text, for example a `Text`.
       **settings: fields of `LanguageModelSettings`.
 
     Raises:
-      ValueError: for a corpus, checkpoint or setting that does not exist or makes no sense.
+      ValueError: the corpus, the checkpoint or a setting does not exist, or a setting has a value that is not allowed.
     """
     text = fitting(Text(task) if isinstance(task, str) else task, "text", "language_model")
-    chosen = checks.from_keywords(LanguageModelSettings, settings, "language_model")
-    if chosen.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise ValueError(f"attention 'cudnn' needs an NVIDIA GPU, and JAX runs on '{jax.default_backend()}' here")
+    model_settings = checks.from_keywords(LanguageModelSettings, settings, "language_model")
+    if model_settings.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError(f"attention 'cudnn' needs an NVIDIA GPU, and JAX runs on '{jax.default_backend()}'")
     corpus = text.make()
     provenance = {"corpus": corpus.sha256, "tokens": f"{len(corpus.train):,} of {corpus.available:,}"}
-    made, data = _made(corpus.vocabulary, replace(chosen, checkpoint=""), corpus.end_of_text), data_of(corpus, chosen)
-    if chosen.checkpoint:
-        data = replace(data, start=gpt2_checkpoint.load(chosen.checkpoint, made.model))
+    instance = _cached(corpus.vocabulary, replace(model_settings, checkpoint=""), corpus.end_of_text)
+    data = data_of(corpus, model_settings)
+    if model_settings.checkpoint:
+        data = replace(data, start=gpt2_checkpoint.load(model_settings.checkpoint, instance.model))
         leaves = [hashlib.sha256(leaf).digest() for leaf in jax.tree.leaves(data.start)]
         provenance["checkpoint"] = hashlib.sha256(b"".join(leaves)).hexdigest()
-    groups = groups_of(jax.eval_shape(made.init_params, jax.random.key(0)))
+    groups = groups_of(jax.eval_shape(instance.init_params, jax.random.key(0)))
     layers = tuple(group for group in groups if group.startswith("h/"))
     by_group = ("layer_gradient_norm", "layer_update_norm", "layer_params_norm")
     channels = dict.fromkeys(by_group, Channel.vector("layer", groups))
     channels["attention_entropy"] = Channel.vector("attention_layer", layers)
 
     def changed(change: Callable[[Any], Mapping[str, Any]]) -> Learner:
-        return language_model(text, **vars(checks.changed(chosen, change, "language_model")))
+        return language_model(text, **vars(checks.changed(model_settings, change, "language_model")))
 
     return Learner(
-        made.init,
-        made.step,
+        instance.init,
+        instance.step,
         name="language_model",
-        step_unit=f"{chosen.step_tokens} tokens",
+        step_unit=f"{model_settings.step_tokens} tokens",
         performance_name="minus the loss on held-out text",
-        samples_per_step=chosen.step_tokens,
+        samples_per_step=model_settings.step_tokens,
         sample="tokens",
-        channels=channels if chosen.telemetry == "full" else {},
+        channels=channels if model_settings.telemetry == "full" else {},
         data=data,
         init_reads_data=True,
         provenance=provenance,
-        save=made.save,
+        save=instance.save,
         changed=changed,
         partition=gpt2.partition,
-        indivisible=gpt2.indivisible(made.model),
+        indivisible=gpt2.indivisible(instance.model),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _made(vocabulary: int, settings: LanguageModelSettings, end_of_text: int) -> LanguageModel:
-    """The same object for equal arguments, for its methods are what programs are known by."""
+def _cached(vocabulary: int, settings: LanguageModelSettings, end_of_text: int) -> LanguageModel:
+    """Returns the same object for equal arguments, because programs are identified by its bound methods."""
     return LanguageModel(vocabulary, settings, end_of_text)
 
 
 def data_of(corpus: Corpus, settings: LanguageModelSettings) -> Data:
-    """What the lanes read of a corpus. Raises ValueError where it is too short for one batch."""
+    """Returns the arrays that the lanes read from a corpus. Raises ValueError if it is too short for one batch."""
     length = settings.context + 1
-    least = settings.batch_size * settings.context + 1
-    for what, tokens in (("corpus", corpus.train), ("second corpus", corpus.shift)):
-        if tokens is not None and len(tokens) < least:
-            raise ValueError(f"the {what} has {len(tokens):,} tokens to train on, and one batch has {least:,}")
-    most = len(corpus.validation) // length
-    if most < settings.held_out:
+    required = settings.batch_size * settings.context + 1
+    for name, tokens in (("corpus", corpus.train), ("second corpus", corpus.shift)):
+        if tokens is not None and len(tokens) < required:
+            raise ValueError(f"the {name} has {len(tokens):,} training tokens, but one batch needs {required:,}")
+    available = len(corpus.validation) // length
+    if available < settings.held_out:
         raise ValueError(
-            f"the corpus has {len(corpus.validation):,} tokens to validate on, and held_out = {settings.held_out} "
-            f"sequences have {settings.held_out * length:,}"
+            f"the corpus has {len(corpus.validation):,} validation tokens, but held_out = {settings.held_out} "
+            f"sequences need {settings.held_out * length:,}"
         )
     return Data(
         corpus.train,
         evenly_spaced(corpus.validation, settings.held_out, length),
-        evenly_spaced(corpus.validation, min(settings.validation or most, most), length),
+        evenly_spaced(corpus.validation, min(settings.validation or available, available), length),
         corpus.shift,
     )
 

@@ -1,1 +1,1 @@
-"""Networks: Flax Linen modules and the distributions on top of them."""
+"""Neural networks, as Flax Linen modules, and the distributions and sampling on top of them."""

@@ -1,4 +1,9 @@
-"""GPT-2 (Radford et al., 2019): a decoder-only transformer with layer norms before its parts and a tied output."""
+"""GPT-2 (Radford et al., 2019), a decoder-only transformer with pre-layer norms and a tied output, and its adapters.
+
+The adapters are low-rank changes of the dense layers (Hu et al., 2022, "LoRA"), which are trained in the place of the
+weights. A layer computes `x W + bias + (alpha / rank) (x a) b`. The matrices a and b are kept apart from W, which
+several lanes can share.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
-from jaxaudit.kernels.attention import causal_attention
-from jaxaudit.kernels.embedding import lookup
-from jaxaudit.kernels.layer_norm import layer_norm
-from jaxaudit.kernels.product import product
-from jaxaudit.models.lora import Adapted, joined
+from jaxaudit.kernels.attention import attention_entropy, causal_attention
+from jaxaudit.kernels.layers import layer_norm, lookup, product
 from jaxaudit.runtime.paths import Stack
 from jaxaudit.runtime.sharding import MODEL_AXIS, constrain, constrain_tree, is_split
 
@@ -24,12 +27,12 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True)
 class Size:
-    """How large a transformer is.
+    """The size of a transformer.
 
     Attributes:
-      width: of the residual stream; divisible by `heads`.
-      depth: layers.
-      heads: of attention, in each layer.
+      width: width of the residual stream, divisible by `heads`.
+      depth: number of layers.
+      heads: number of attention heads in each layer.
     """
 
     width: int
@@ -45,10 +48,10 @@ SIZES = {
     "355m": Size(1024, 24, 16),
     "774m": Size(1280, 36, 20),
 }
-"""The sizes of the paper's models (their millions of parameters, at GPT-2's vocabulary), and three for CPUs."""
+"""The sizes of the paper's models, named by their parameters with GPT-2's vocabulary, and three sizes for CPUs."""
 
 UNROLLED = 4
-"""Up to so many layers are written out one by one, which spares what a loop copies; more would take long to compile."""
+"""Up to this number, layers are unrolled, which spares the copies of a loop; more would take long to compile."""
 
 
 SPLIT = {
@@ -63,15 +66,19 @@ SPLIT = {
     "mlp/c_fc/b": -1,
     "mlp/c_proj/a": -2,
 }
-"""Which axis of a parameter is split, counted from its last, by the end of its path; others are whole on each device.
+"""The axis along which a parameter is split, counted from the last, by the end of its path; all others are replicated.
 
-Heads and inner units are dealt out. Queries, keys and values lie joined, head after head, so that an even part of them
-is not some heads': that kernel lies split by its inputs, and a layer that is computed deals it out by heads.
+Heads and inner units are distributed over devices. The kernel of queries, keys and values is split by its inputs
+instead, because an even part of its joined outputs is not a number of heads; a layer redistributes it by heads when it
+is computed.
 """
 
 
 def partition(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-    """How parameters, and what has their paths and axes, e.g. moments, are split where several devices share a lane."""
+    """Returns how a parameter is split where several devices share a lane.
+
+    It applies as well to arrays whose paths end like parameters' paths, for example moments and gradients.
+    """
     for end, axis in SPLIT.items():
         if path.endswith(end) and len(shape) >= -axis:
             return tuple(MODEL_AXIS if i == len(shape) + axis else None for i in range(len(shape)))
@@ -79,24 +86,24 @@ def partition(path: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
 
 
 def indivisible(model: GPT2) -> dict[str, int]:
-    """How many there are of what no device can have a part of."""
+    """Returns the numbers of parts that are not split across devices, by name: the attention heads."""
     return {"attention heads": model.size.heads}
 
 
 class GPT2(nn.Module):
     """The transformer without its output layer: tokens `[B, T]` to the final hidden states `[B, T, width]`.
 
-    The logits are `hidden @ embedding.T` with the embedding of the tokens, `params["wte"]["embedding"]`.
+    The logits are `hidden @ embedding.T`, where the embedding is `params["wte"]["embedding"]`.
 
     Attributes:
-      vocabulary: tokens there are.
-      context: the most tokens a sequence has.
-      size: width, depth, heads.
-      dtype: of activations and products; parameters are float32, as are norms, softmax and losses.
-      remat: layers are computed again in the backward pass, which then keeps one layer's activations at a time.
-      observe: measure the entropy of attention.
-      attention: "xla", `causal_attention`; or "cudnn", cuDNN's fused attention, in bfloat16 on NVIDIA's GPUs, where
-        every token sees all before it.
+      vocabulary: number of tokens in the vocabulary.
+      context: the largest number of tokens in a sequence.
+      size: width, depth and heads.
+      dtype: dtype of activations and products. Parameters, norms, softmax and losses are float32.
+      remat: whether the backward pass computes layers again, so that it holds the activations of one layer at a time.
+      observe: whether the entropy of attention is measured.
+      attention: "xla" for `causal_attention`, or "cudnn" for cuDNN's fused attention, in bfloat16 on NVIDIA's GPUs,
+        where every token attends to all tokens before it.
     """
 
     vocabulary: int
@@ -111,20 +118,22 @@ class GPT2(nn.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array | None = None, first: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Hidden states, in `dtype`, and each layer's mean entropy of attention `[depth]`, in nats; else zeros.
+        """Returns hidden states in `dtype`, and each layer's mean entropy of attention, `[depth]`, in nats.
+
+        The entropies are zero unless `observe` is true.
 
         Args:
           tokens: int `[B, T]`.
-          positions: int `[B, T]`, which embedding each token's place has; 0 to T - 1 unless given.
-          first: int `[B, T]`, the first place that each one sees, at most itself; 0 unless given.
+          positions: int `[B, T]`, the positional embedding of each token; 0 to T - 1 by default.
+          first: int `[B, T]`, the index of the first token that each token attends to, at most its own; 0 by default.
         """
         depth = self.size.depth
         x = constrain(self._embedding("wte", self.vocabulary)(tokens), None, None, None)
-        of_positions = self._embedding("wpe", self.context)
+        position_embedding = self._embedding("wpe", self.context)
         if positions is None:
-            x += constrain(of_positions.first(x.shape), None, None, None)
+            x += constrain(position_embedding.first(x.shape), None, None, None)
         else:
-            x += constrain(of_positions(positions), None, None, None)
+            x += constrain(position_embedding(positions), None, None, None)
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
         layers = nn.scan(
             layer,
@@ -144,21 +153,22 @@ class GPT2(nn.Module):
 
 
 class Embedding(nn.Embed):
-    """A row for each of its entries, whose gradient is summed in the type of the parameters."""
+    """An embedding whose gradient is accumulated in the dtype of the parameters."""
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """The rows of entries, int `[...]` to `[..., width]`."""
+        """Returns the rows of entries, int `[...]` to `[..., width]`."""
         return lookup(self.embedding, inputs, self.dtype)
 
     def first(self, shape: tuple[int, ...]) -> jax.Array:
-        """The rows of entries from 0 on for `[..., T, width]`: a slice, whose gradient needs no scatter."""
-        return over_rows(self.embedding[: shape[-2]], shape, self.dtype)
+        """Returns the rows of entries 0 to T - 1 for `[..., T, width]`, a slice whose gradient needs no scatter."""
+        return broadcast_rows(self.embedding[: shape[-2]], shape, self.dtype)
 
 
 class Layer(nn.Module):
-    """Attention and a multi-layer perceptron, each added to the residual stream.
+    """A transformer layer: attention and a multi-layer perceptron, each added to the residual stream.
 
-    The weights that lead back to it begin smaller the more of them there are. The attributes are `GPT2`'s.
+    The initial weights that lead back to the stream are smaller the more of them there are. The attributes are those of
+    `GPT2`.
     """
 
     size: Size
@@ -168,7 +178,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, first: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """The stream `[B, T, width]` after this layer, and the attention's entropy; `first` is `GPT2.__call__`'s."""
+        """Returns the stream `[B, T, width]` after this layer, and the attention's entropy; see `GPT2.__call__`."""
         std = 0.02 / np.sqrt(2 * self.size.depth)
         attention = Attention(self.size.heads, std, self.dtype, self.observe, self.attention, name="attn")
         change, entropy = attention(Norm(self.dtype, name="ln_1")(x), first)
@@ -181,7 +191,7 @@ class Attention(nn.Module):
 
     Attributes:
       heads, dtype, observe, attention: as in `GPT2`.
-      output_std: of the output's initial weights.
+      output_std: standard deviation of the output projection's initial weights.
     """
 
     heads: int
@@ -192,7 +202,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, first: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """`[B, T, width]` to the same, and the mean entropy over heads and places; `first` is `GPT2.__call__`'s."""
+        """Maps `[B, T, width]` to `[B, T, width]` and the mean entropy of attention; see `GPT2.__call__`."""
         width = x.shape[-1]
         query, key, value = dense(3 * width, 0.02, self.dtype, "c_attn", heads=self.heads)(x)
         if self.attention == "cudnn" and first is None:
@@ -205,7 +215,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Two dense layers, the inner one four times as wide; the attributes are `Attention`'s."""
+    """Two dense layers, of which the inner one is four times as wide; the attributes are those of `Attention`."""
 
     output_std: float
     dtype: Any
@@ -216,14 +226,14 @@ class Perceptron(nn.Module):
         return constrain(dense(x.shape[-1], self.output_std, self.dtype, "c_proj")(inner), None, None, None)
 
 
+# The backward pass computes this again: storing its intermediate values for every layer takes longer.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _gelu(x: jax.Array) -> jax.Array:
-    """Computed again in the backward pass: to keep its parts for every layer takes longer."""
     return nn.gelu(x, approximate=True)
 
 
 class Norm(nn.Module):
-    """Layer normalisation, computed in float32; `dtype` is the result's."""
+    """Layer normalisation, computed in float32, with a result in `dtype`."""
 
     dtype: Any
 
@@ -235,7 +245,7 @@ class Norm(nn.Module):
 
 
 class Dense(nn.Dense):
-    """A dense layer, with an adapter where its parameters have one (`lora.joined`).
+    """A dense layer, with an adapter if its parameters have the entries "a" and "b" (see `joined`).
 
     The bias' gradient is summed over all rows in float32.
     """
@@ -245,7 +255,7 @@ class Dense(nn.Dense):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         y = super().__call__(x)
-        y += over_rows(self.param("bias", nn.initializers.zeros, (self.features,)), y.shape, self.dtype)
+        y += broadcast_rows(self.param("bias", nn.initializers.zeros, (self.features,)), y.shape, self.dtype)
         if not self.has_variable("params", "a"):
             return y
         a: jax.Array = self.get_variable("params", "a").astype(self.dtype)
@@ -257,65 +267,137 @@ class Projections(Dense):
     """Queries, keys and values of all heads as one dense layer.
 
     Attributes:
-      heads: of attention.
+      heads: number of attention heads.
     """
 
     heads: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:  # type: ignore[override]
-        """`[..., width]` to three of `[..., heads, d]`."""
+        """Maps `[..., width]` to queries, keys and values, `[..., heads, d]` each."""
         if not is_split() or self.is_initializing():
             joint = super().__call__(x)
             return tuple(part.reshape(*x.shape[:-1], self.heads, -1) for part in jnp.split(joint, 3, axis=-1))
-        own = {name: value.astype(self.dtype) for name, value in self.variables["params"].items()}
+        params = {name: value.astype(self.dtype) for name, value in self.variables["params"].items()}
         x = x.astype(self.dtype)
-        y = _times(x, by_heads(own["kernel"], self.heads))
-        y += over_rows(by_heads(self.variables["params"]["bias"], self.heads), y.shape, self.dtype)
-        if "a" in own:
-            y += _times(x @ own["a"], by_heads(own["b"], self.heads))
+        y = _project(x, by_heads(params["kernel"], self.heads))
+        y += broadcast_rows(by_heads(self.variables["params"]["bias"], self.heads), y.shape, self.dtype)
+        if "a" in params:
+            y += _project(x @ params["a"], by_heads(params["b"], self.heads))
         return tuple(jnp.moveaxis(y, -3, 0))
 
 
-def over_rows(rows: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Rows `[..., width]` for all of a shape, in a type; their gradient is summed before it could be rounded to it."""
+def broadcast_rows(rows: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Broadcasts rows `[..., width]` to a shape and converts them to a dtype.
+
+    The rows' gradient is summed in float32, before it is rounded to the dtype.
+    """
     return jnp.broadcast_to(rows, shape).astype(dtype)
 
 
 def by_heads(weights: jax.Array, heads: int) -> jax.Array:
-    """Weights `[..., 3 width]` of queries, keys and values as `[..., 3, heads, d]`, dealt out by heads."""
-    apart = weights.reshape(*weights.shape[:-1], 3, heads, -1)
-    return constrain(apart, *(None,) * (apart.ndim - 2), MODEL_AXIS, None)
+    """Reshapes weights `[..., 3 width]` of queries, keys and values to `[..., 3, heads, d]`, split by heads."""
+    reshaped = weights.reshape(*weights.shape[:-1], 3, heads, -1)
+    return constrain(reshaped, *(None,) * (reshaped.ndim - 2), MODEL_AXIS, None)
 
 
-def _times(x: jax.Array, weights: jax.Array) -> jax.Array:
+def _project(x: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.einsum("...i,ikhd->...khd", x, weights)
 
 
 def dense(features: int, std: float, dtype: Any, name: str, heads: int = 0) -> Dense:
-    """A dense layer with normal initial weights; with `heads`, that of attention's queries, keys and values."""
+    """Returns a dense layer with normal initial weights, or with `heads` the layer of queries, keys and values."""
     kind = functools.partial(Projections, heads=heads) if heads else Dense
-    return kind(features, dtype=dtype, kernel_init=nn.initializers.normal(std), dot_general=_multiplied, name=name)
+    return kind(features, dtype=dtype, kernel_init=nn.initializers.normal(std), dot_general=_dot_general, name=name)
 
 
-def _multiplied(x: jax.Array, weights: jax.Array, *_: Any, **__: Any) -> jax.Array:
+def _dot_general(x: jax.Array, weights: jax.Array, *_: Any, **__: Any) -> jax.Array:
     return product(x, weights)
 
 
-def attention_entropy(query: jax.Array, key: jax.Array, first: jax.Array | None = None) -> jax.Array:
-    """Mean entropy, in nats, of causal attention `[B, T, heads, d]`, over sequences, places and heads; float32."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) / np.sqrt(query.shape[-1])
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    if first is not None:
-        causal &= jnp.arange(key.shape[1]) >= first[:, None, :, None]
-    logits = jax.nn.log_softmax(jnp.where(causal, scores, -jnp.inf))
-    return -jnp.mean(jnp.sum(jnp.where(causal, jnp.exp(logits) * logits, 0.0), axis=-1))
-
-
 def init_params(model: GPT2, key: jax.Array) -> Params:
-    """Initial parameters, float32; the layers are a `Stack` called "h"."""
+    """Returns initial parameters, float32, in which the layers are a `Stack` under the name "h"."""
     params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
     return {**params, "h": Stack(params["h"])}
+
+
+LORA_ALPHA = 16.0
+"""The default factor of an adapter's change, which is multiplied with alpha / rank."""
+
+LORA_LAYERS = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
+"""The dense layers that can have adapters, by their paths in a transformer's layer."""
+
+
+@struct.dataclass
+class Adapted:
+    """A model's parameters with adapters, which can take the place of plain parameters everywhere.
+
+    Attributes:
+      base: parameters as returned by `init_params`, which are not trained.
+      adapters: adapters as returned by `init_adapters`.
+      alpha: the adapters' change is multiplied with alpha / rank.
+    """
+
+    base: Any
+    adapters: Any
+    alpha: float = struct.field(pytree_node=False, default=LORA_ALPHA)
+
+
+def init_adapters(model: GPT2, rank: int, key: jax.Array, layers: tuple[str, ...] = LORA_LAYERS) -> dict[str, Any]:
+    """Returns initial adapters, float32, whose change is zero: a `Stack` "h" with leaves like "attn/c_attn/a".
+
+    Args:
+      model: the model to adapt.
+      rank: rank of the change of each weight matrix.
+      key: PRNG key of `a` `[depth, in, rank]`, which is uniform within 1 / sqrt(in) as in the authors' code. `b`
+        `[depth, rank, out]` is zero.
+      layers: the adapted layers, some of `LORA_LAYERS`.
+
+    Raises:
+      ValueError: the rank is below 1, or layers are empty or unknown.
+    """
+    if rank < 1:
+        raise ValueError(f"the rank of adapters must be at least 1, not {rank}")
+    if not layers or any(layer not in LORA_LAYERS for layer in layers):
+        raise ValueError(f"the adapted layers must be some of {', '.join(LORA_LAYERS)}, not {layers}")
+    width, depth = model.size.width, model.size.depth
+    shapes = dict(
+        zip(LORA_LAYERS, ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)), strict=True)
+    )
+    stack: dict[str, Any] = {}
+    for path in layers:
+        part, name = path.split("/")
+        inputs, outputs = shapes[path]
+        # Each layer's key depends on its index in `LORA_LAYERS`, so that it does not depend on the other layers.
+        layer_key = jax.random.fold_in(key, LORA_LAYERS.index(path))
+        bound = 1.0 / np.sqrt(inputs)
+        a = jax.random.uniform(layer_key, (depth, inputs, rank), jnp.float32, -bound, bound)
+        stack.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((depth, rank, outputs))}
+    return {"h": Stack(stack)}
+
+
+def joined(params: Any) -> dict[str, Any]:
+    """Returns one tree of parameters, in which adapted layers have the entries "a" and "b", the latter scaled."""
+    if not isinstance(params, Adapted):
+        return params
+    stack = {part: dict(layers) for part, layers in params.base["h"].layers.items()}
+    for part, layers in params.adapters["h"].layers.items():
+        for name, adapter in layers.items():
+            scale = params.alpha / adapter["a"].shape[-1]
+            stack[part][name] = {**stack[part][name], "a": adapter["a"], "b": scale * adapter["b"]}
+    return {**params.base, "h": Stack(stack)}
+
+
+def merged(adapted: Adapted) -> dict[str, Any]:
+    """Returns equivalent parameters without adapters, W + (alpha / rank) a b, computed in float64 on the host."""
+    params = jax.tree.map(np.asarray, adapted.base)
+    stack = params["h"].layers
+    for part, layers in adapted.adapters["h"].layers.items():
+        for name, adapter in layers.items():
+            a, b = (np.asarray(adapter[matrix], np.float64) for matrix in ("a", "b"))
+            kernel = stack[part][name]["kernel"].astype(np.float64) + adapted.alpha / a.shape[-1] * (a @ b)
+            stack[part][name]["kernel"] = kernel.astype(np.float32)
+    return params
 
 
 def apply(
@@ -325,24 +407,22 @@ def apply(
     positions: jax.Array | None = None,
     first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Hidden states and attention entropies, as `GPT2.__call__`, of parameters as `init_params` makes them."""
-    whole: Params = constrain_tree(joined(params), partition)
-    return model.apply({"params": {**whole, "h": whole["h"].layers}}, tokens, positions, first)  # type: ignore[return-value]
+    """Returns hidden states and attention entropies, as `GPT2.__call__` does, for parameters of `init_params`."""
+    tree: Params = constrain_tree(joined(params), partition)
+    return model.apply({"params": {**tree, "h": tree["h"].layers}}, tokens, positions, first)  # type: ignore[return-value]
 
 
 def embedding(params: Params | Adapted) -> jax.Array:
-    """The tokens' embedding, float32 `[V, width]`, which is the output layer's weights too."""
+    """Returns the tokens' embedding, float32 `[V, width]`, which is the weight of the output layer too."""
     return constrain_tree(joined(params), partition)["wte"]["embedding"]
 
 
 def logits(params: Params | Adapted, hidden: jax.Array) -> jax.Array:
-    """Returns the logits of the next token, float32 `[..., V]`, for hidden states `[..., width]`, multiplied in their
-    dtype.
-    """
+    """Returns the next token's logits, float32 `[..., V]`, by products in the dtype of `hidden`."""
     weights = embedding(params).astype(hidden.dtype)
     return jnp.einsum("...d,vd->...v", hidden, weights, preferred_element_type=jnp.float32)
 
 
-def count(params: Any) -> int:
-    """Parameters there are, by arrays or shapes."""
+def parameter_count(params: Any) -> int:
+    """Returns the number of parameters in a tree of arrays or shapes."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""GPT-2's parameters in Hugging Face's files: `config.json` and `model.safetensors` or its shards: arrays, no code."""
+"""Loading and saving GPT-2 in Hugging Face's format: `config.json`, and `model.safetensors` or its shards."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from jaxaudit.runtime.paths import places_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""Says which shard holds which tensor, where there are several."""
+"""The file that names the shard of each tensor, if there are several shards."""
 
 MOST_SHARDS = 1000
 
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Types that are read, and bytes of a number."""
+"""The dtypes that can be read, with the number of bytes of an entry."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-"""How the names of PyTorch's own files end."""
+"""Suffixes of PyTorch's own files."""
 
 PICKLED = (
-    "is a pickle, which runs code when it is read, and is not: save the model as safetensors, as transformers' "
-    "save_pretrained does"
+    "is a pickle, which can run code when it is loaded, and is therefore not read: save the model as safetensors, as "
+    "transformers' save_pretrained does"
 )
 
 
 class Stored(NamedTuple):
-    """What a file's header says of a tensor."""
+    """The entry of a tensor in a file's header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -48,18 +48,18 @@ class Stored(NamedTuple):
 
 
 class TensorFiles(NamedTuple):
-    """The tensors of a model's files.
+    """The tensors in a model's files.
 
     Attributes:
-      place: the file, or the index of several.
-      tensors: by name.
+      path: the only file, or the index of several.
+      tensors: the header entries, by the tensors' names.
     """
 
-    place: Path
+    path: Path
     tensors: dict[str, Stored]
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
-        """A tensor, or its first rows, float32. Raises ValueError where it cannot be read or is not finite."""
+        """Reads a tensor, or its first rows, as float32. Raises ValueError if it cannot be read or is not finite."""
         file = self.tensors[name].file
         try:
             with safe_open(file, framework="numpy") as opened:
@@ -72,47 +72,46 @@ class TensorFiles(NamedTuple):
 
 
 def find(path: Path) -> TensorFiles:
-    """The tensors of a folder, of a safetensors file, or of the shards that an index names.
+    """Returns the tensors of a folder, of a safetensors file, or of the shards that an index names.
 
     Raises:
-      ValueError: in one sentence: no such file, a pickle, a damaged one.
+      ValueError: the file does not exist, is a pickle or is damaged. The message is one sentence.
     """
     file = path / WEIGHTS if path.is_dir() else path
     if path.is_dir() and not file.is_file() and (path / INDEX).is_file():
         file = path / INDEX
     if not file.is_file():
-        raise ValueError(_missing(file))
+        raise ValueError(_missing_file_message(file))
     if file.name.endswith(".json"):
-        return TensorFiles(file, _sharded(file))
+        return TensorFiles(file, _sharded_tensors(file))
     if file.suffix in PICKLES:
         raise ValueError(f"{file} {PICKLED}")
     return TensorFiles(file, header(file))
 
 
-def _missing(file: Path) -> str:
-    """Why there is nothing to read: a folder may have the model in another form."""
+def _missing_file_message(file: Path) -> str:
+    """Returns the message for a missing file, which mentions a pickled model in its folder if there is one."""
     folder = file.parent if file.name == WEIGHTS else file
-    found = [p.name for p in folder.iterdir() if p.suffix in PICKLES] if folder.is_dir() else []
-    if not found:
+    pickles = [p.name for p in folder.iterdir() if p.suffix in PICKLES] if folder.is_dir() else []
+    if not pickles:
         return f"{file}: there is no such file"
-    name = min(found, key=lambda name: (not name.startswith("pytorch_model"), name))
+    name = min(pickles, key=lambda name: (not name.startswith("pytorch_model"), name))
     return f"{file}: there is no such file; {name} {PICKLED}"
 
 
-def _sharded(index: Path) -> dict[str, Stored]:
-    """The tensors of the shards that an index names, files beside it."""
-    found = read_object(index).get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+def _sharded_tensors(index: Path) -> dict[str, Stored]:
+    shard_of = read_object(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
         raise ValueError(f"{index} is damaged: it has no weight_map, which says which file each tensor is in")
     tensors: dict[str, Stored] = {}
-    for file in _shards(index, found.values()):
+    for file in _shards(index, shard_of.values()):
         for name, stored in header(file).items():
             if name in tensors:
-                raise ValueError(f"{file} has tensor '{name}', and {tensors[name].file} has it too")
+                raise ValueError(f"{tensors[name].file} and {file} both have tensor '{name}'")
             tensors[name] = stored
-    for name, shard in found.items():
+    for name, shard in shard_of.items():
         if name not in tensors or tensors[name].file.name != shard:
-            raise ValueError(f"{index} says that {shard} has tensor '{name}', which it has not")
+            raise ValueError(f"{index} says that {shard} has tensor '{name}', but it does not")
     return tensors
 
 
@@ -122,66 +121,65 @@ def _shards(index: Path, names: Iterable[str]) -> list[Path]:
         raise ValueError(f"{index} names {len(shards)} files; at most {MOST_SHARDS} are read")
     for name in shards:
         if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index} names {name[:100]!r}, which is no safetensors file beside it")
+            raise ValueError(f"{index} names {name[:100]!r}, which is not a safetensors file in the same folder")
         if not (index.parent / name).is_file():
-            raise ValueError(f"{index.parent / name}: there is no such file, and {index.name} names it")
+            raise ValueError(f"{index.parent / name}: there is no such file, although {index.name} names it")
     return [index.parent / name for name in shards]
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """What a safetensors file says of its tensors, by name; each is whole and of numbers that can be read."""
+    """Reads the header of a safetensors file, and checks that its tensors fill the file without gaps."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         try:
             (length,) = struct.unpack("<Q", opened.read(8))
-            told = json.loads(opened.read(length) if length < min(size, MAX_FILE_BYTES) else b"")
-            told.pop("__metadata__", None)
-            offsets = {name: tuple(map(operator.index, one["data_offsets"])) for name, one in told.items()}
-            tensors = {name: _stored(file, one) for name, one in told.items()}
+            entries = json.loads(opened.read(length) if length < min(size, MAX_FILE_BYTES) else b"")
+            entries.pop("__metadata__", None)
+            offsets = {name: tuple(map(operator.index, entry["data_offsets"])) for name, entry in entries.items()}
+            tensors = {
+                name: Stored(file, tuple(map(operator.index, entry["shape"])), str(entry["dtype"]))
+                for name, entry in entries.items()
+            }
             ordered = sorted((begin, end, name) for name, (begin, end) in offsets.items())
         except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{file} is not a safetensors file, or its header is damaged") from None
-    at = 0
+    position = 0
     for begin, end, name in ordered:
         shape, dtype = tensors[name].shape, tensors[name].dtype
         if dtype in FLOATS and end - begin != math.prod(shape) * FLOATS[dtype]:
-            told_shape = f"{dtype} {list(shape)}"
-            raise ValueError(f"{file} is damaged: tensor '{name}' has {end - begin} bytes, which are not {told_shape}")
-        if begin != at or end < begin:
-            raise ValueError(f"{file} is damaged: tensor '{name}' begins at byte {begin}, not {at}")
+            expected = f"{math.prod(shape) * FLOATS[dtype]} for {dtype} {list(shape)}"
+            raise ValueError(f"{file} is damaged: tensor '{name}' has {end - begin} bytes, not {expected}")
+        if begin != position or end < begin:
+            raise ValueError(f"{file} is damaged: tensor '{name}' begins at byte {begin}, not {position}")
         if 8 + length + end > size:
-            raise ValueError(f"{file} is cut off: it ends within tensor '{name}'")
-        at = end
-    if 8 + length + at < size:
-        raise ValueError(f"{file} is damaged: it has {size - 8 - length - at} bytes after its last tensor")
+            raise ValueError(f"{file} is truncated: it ends within tensor '{name}'")
+        position = end
+    if 8 + length + position < size:
+        raise ValueError(f"{file} is damaged: it has {size - 8 - length - position} bytes after its last tensor")
     return tensors
-
-
-def _stored(file: Path, told: dict[str, Any]) -> Stored:
-    return Stored(file, tuple(map(operator.index, told["shape"])), str(told["dtype"]))
 
 
 CONFIG = "config.json"
 PREFIX = "transformer."
-"""Begins every name in files of the model with its output layer, and is missing in those without."""
+"""The prefix of all names in files of a model with an output layer; files without one do not have it."""
 
 MASKS = (".attn.bias", ".attn.masked_bias")
-"""End the names of tensors that old files have and that are no parameters: which places attention sees."""
+"""Suffixes of tensors in old files that are no parameters: the masks of attention."""
 
 OUTPUT = "lm_head.weight"
-"""The output layer, which is the embedding again."""
+"""The output layer, which must equal the embedding."""
 
 TOKENS, POSITIONS = "wte.weight", "wpe.weight"
-"""The embeddings: a file's may have more rows than the model's, which are left out."""
+"""The embeddings, which may have more rows in a file than in the model. The additional rows are left out."""
 
 MOST_PADDING = 1024
-"""Rows for which there is no token, by which a vocabulary is filled up to a rounder number. Others are tokens."""
+"""The largest number of rows that pad a vocabulary to a rounder number. More rows than that are tokens."""
 
-WHY = {
-    TOKENS: ": its vocabulary is that of another tokenizer",
+SHAPE_HINTS = {
+    TOKENS: ": it has the vocabulary of another tokenizer",
     POSITIONS: ": choose a context, or a length of rows, that its positions are enough for",
 }
-"""What a shape means that is not the model's."""
+"""Explanations of a shape that does not fit the model."""
 
 FIXED = {
     "activation_function": "gelu_new",
@@ -189,19 +187,19 @@ FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
 }
-"""What `GPT2` does, in the words of config.json, whose defaults they are."""
+"""The settings in `config.json` that describe `GPT2`, which are transformers' defaults."""
 
-OTHER_WORDS = {"activation_function": ("gelu_pytorch_tanh",)}
-"""Values of settings in `config.json` that mean the same as the one in FIXED."""
+SYNONYMS = {"activation_function": ("gelu_pytorch_tanh",)}
+"""Values of settings in `config.json` that mean the same as the value in FIXED."""
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file, of one layer or of none.
+    """A tensor that the model needs from a file.
 
     Attributes:
-      name: without `PREFIX`.
-      shape: in the file, which is that of the parameter.
-      layer: its position in the `Stack`, or None.
+      name: its name without `PREFIX`.
+      shape: its shape, which is the parameter's.
+      layer: its index in the `Stack`, or None outside of the layers.
     """
 
     name: str
@@ -210,27 +208,28 @@ class Tensor(NamedTuple):
 
 
 def load(path: str | Path, model: GPT2) -> Params:
-    """A model's parameters, float32, from a folder, or from a safetensors file or an index of several.
+    """Loads a model's parameters, float32, from a folder, a safetensors file, or an index of several.
 
-    Positions beyond the model's context are left out, and so are rows that fill a vocabulary up (`MOST_PADDING`).
+    Positions beyond the model's context and rows that pad a vocabulary (`MOST_PADDING`) are left out.
 
     Raises:
-      ValueError: in one sentence: no such file, a damaged one, or one of another model; names the tensor.
+      ValueError: the file does not exist, is damaged, or holds another model. The message is one sentence and names
+        the tensor.
     """
     files = find(Path(path))
-    _check_config(files.place.parent / CONFIG, model)
+    _check_config(files.path.parent / CONFIG, model)
     prefix = _prefix(files)
     shapes = jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
     leaves, structure = jax.tree.flatten(shapes)
-    wanted = list(_tensors(shapes))
-    _check_tensors(files, prefix, [tensor for members in wanted for tensor in members])
-    found = [_parameter(files, prefix, members) for members in wanted]
+    parameters = list(_tensors(shapes))
+    _check_tensors(files, prefix, [tensor for members in parameters for tensor in members])
+    arrays = [_parameter(files, prefix, members) for members in parameters]
     _check_output(files, prefix, model.vocabulary)
-    return jax.tree.unflatten(structure, [x.reshape(leaf.shape) for x, leaf in zip(found, leaves, strict=True)])
+    return jax.tree.unflatten(structure, [x.reshape(leaf.shape) for x, leaf in zip(arrays, leaves, strict=True)])
 
 
 def positions(path: str | Path) -> int | None:
-    """How many positions a checkpoint has an embedding for; None where it has no such tensor. Raises as `load`."""
+    """Returns the number of positions that a checkpoint embeds, or None without such a tensor. Raises like `load`."""
     files = find(Path(path))
     stored = files.tensors.get(_prefix(files) + POSITIONS)
     return stored.shape[0] if stored is not None and stored.shape else None
@@ -241,13 +240,13 @@ def _prefix(files: TensorFiles) -> str:
 
 
 def save(folder: str | Path, params: Params, model: GPT2, end_of_text: int | None = None) -> None:
-    """Writes parameters as a folder that `transformers.GPT2LMHeadModel.from_pretrained` reads.
+    """Writes parameters as a folder that `transformers.GPT2LMHeadModel.from_pretrained` can load.
 
     Args:
-      folder: made unless it is there; files of these names are replaced, each at once.
-      params: as `gpt2.init_params` makes them.
-      model: theirs.
-      end_of_text: the token that ends a document; the vocabulary's last unless given.
+      folder: created if it does not exist. Existing files of the same names are replaced atomically.
+      params: parameters as returned by `gpt2.init_params`.
+      model: the parameters' model.
+      end_of_text: the token that ends a document. None means the vocabulary's last token.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +258,7 @@ def save(folder: str | Path, params: Params, model: GPT2, end_of_text: int | Non
 
 
 def tensors(params: Params) -> dict[str, np.ndarray]:
-    """A tree like the parameters, as float32 arrays by their names in the files."""
+    """Returns a tree like the parameters as float32 arrays, by their names in files."""
     return {
         PREFIX + member.name: np.ascontiguousarray(leaf if member.layer is None else leaf[member.layer], np.float32)
         for leaf, members in zip(jax.tree.leaves(params), _tensors(params), strict=True)
@@ -287,52 +286,54 @@ def _config(model: GPT2, end_of_text: int) -> dict[str, Any]:
 
 
 def _check_config(file: Path, model: GPT2) -> None:
-    """What the shapes of tensors do not tell is as the model has it. A file without a config is taken as it is."""
+    """Checks the settings that the tensors' shapes do not determine. A checkpoint without a config passes."""
     if not file.is_file():
         return
     config = read_json(file)
     if not isinstance(config, dict):
-        raise UserError(f"{file} is no table of settings")
+        raise UserError(f"{file} is not a JSON object of settings")
     sizes = {"n_head": model.size.heads, "n_layer": model.size.depth}
     for name, value in {"model_type": "gpt2", **sizes, "tie_word_embeddings": True, **FIXED}.items():
-        if (given := config.get(name, value)) != value and given not in OTHER_WORDS.get(name, ()):
-            raise ValueError(f"{file} is of another model: {name} is {repr(given)[:50]}, and this one has {value!r}")
+        if (file_value := config.get(name, value)) != value and file_value not in SYNONYMS.get(name, ()):
+            raise ValueError(
+                f"{file} describes another model: {name} is {repr(file_value)[:50]}, but this model has {value!r}"
+            )
 
 
-def _check_tensors(files: TensorFiles, prefix: str, wanted: list[Tensor]) -> None:
-    """The files have the model's tensors, in its shapes, and no other."""
-    for tensor in wanted:
+def _check_tensors(files: TensorFiles, prefix: str, expected: list[Tensor]) -> None:
+    """Raises ValueError unless the files have exactly the model's tensors, in its shapes."""
+    for tensor in expected:
         name = prefix + tensor.name
         if name not in files.tensors:
-            raise ValueError(f"{files.place} has no tensor '{name}', which this model has")
+            raise ValueError(f"{files.path} has no tensor '{name}', which this model has")
         stored = files.tensors[name]
         if not _fits(tensor, stored):
-            shapes = f"has shape {list(stored.shape)}, and this model's has {list(tensor.shape)}"
-            raise ValueError(f"{stored.file}: tensor '{name}' {shapes}{WHY.get(tensor.name, '')}")
+            shapes = f"has shape {list(stored.shape)}, but this model needs {list(tensor.shape)}"
+            raise ValueError(f"{stored.file}: tensor '{name}' {shapes}{SHAPE_HINTS.get(tensor.name, '')}")
         if stored.dtype not in FLOATS:
-            raise ValueError(f"{stored.file}: tensor '{name}' is {stored.dtype}, not one of {', '.join(FLOATS)}")
-    for name in files.tensors.keys() - {prefix + tensor.name for tensor in wanted} - {OUTPUT}:
+            raise ValueError(f"{stored.file}: tensor '{name}' has dtype {stored.dtype}, not one of {', '.join(FLOATS)}")
+    for name in files.tensors.keys() - {prefix + tensor.name for tensor in expected} - {OUTPUT}:
         if not name.endswith(MASKS):
-            raise ValueError(f"{files.tensors[name].file} has tensor '{name}', which this model has not")
+            raise ValueError(f"{files.tensors[name].file} has tensor '{name}', which this model does not have")
 
 
 def _fits(tensor: Tensor, stored: Stored) -> bool:
-    """Whether a tensor has the shape that is wanted, but for rows that may be left out."""
+    """Returns whether a stored tensor has the model's shape, apart from rows that may be left out."""
     if tensor.name not in (TOKENS, POSITIONS) or len(stored.shape) != 2:
         return stored.shape == tensor.shape
-    (rows, width), (given, given_width) = tensor.shape, stored.shape
-    most = rows + min(MOST_PADDING, rows // 4) if tensor.name == TOKENS else given
-    return given_width == width and rows <= given <= most
+    (rows, width), (stored_rows, stored_width) = tensor.shape, stored.shape
+    most = rows + min(MOST_PADDING, rows // 4) if tensor.name == TOKENS else stored_rows
+    return stored_width == width and rows <= stored_rows <= most
 
 
 def _parameter(files: TensorFiles, prefix: str, members: tuple[Tensor, ...]) -> np.ndarray:
-    """A parameter, float32; where each layer has one, all of them stacked along a first axis."""
+    """Reads a parameter, float32; the tensors of several layers are stacked along a first axis."""
     arrays = [files.read(prefix + tensor.name, tensor.shape[0]) for tensor in members]
     return np.stack(arrays) if members[0].layer is not None else arrays[0]
 
 
 def _check_output(files: TensorFiles, prefix: str, vocabulary: int) -> None:
-    """An output layer, where the files have one, is the embedding."""
+    """Raises ValueError if the files have an output layer that is not the embedding."""
     if OUTPUT in files.tensors and not np.array_equal(
         files.read(OUTPUT, vocabulary), files.read(prefix + TOKENS, vocabulary)
     ):
@@ -341,7 +342,7 @@ def _check_output(files: TensorFiles, prefix: str, vocabulary: int) -> None:
 
 
 def _tensors(params: Params) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors of each parameter, in the tree's order."""
+    """Yields the tensors of each parameter, in the tree's order."""
     for leaf, places in zip(jax.tree.leaves(params), places_of(params), strict=True):
         stacked = bool(places[0].layer)
         shape = tuple(leaf.shape[1:] if stacked else leaf.shape)
@@ -349,6 +350,6 @@ def _tensors(params: Params) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _name(path: str) -> str:
-    """What a parameter is called there: "h/3/attn/c_attn/kernel" is "h.3.attn.c_attn.weight", `[in, out]` in both."""
+    """Returns a parameter's name in files: "h.3.attn.c_attn.weight" for "h/3/attn/c_attn/kernel"."""
     *parents, last = path.split("/")
     return ".".join((*parents, "bias" if last == "bias" else "weight"))

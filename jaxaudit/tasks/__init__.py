@@ -1,4 +1,4 @@
-"""Environments: the kinds of task that give one, the physics engines behind them, and vectorised episodes."""
+"""Environments: kinds of tasks that provide them, physics engines, and vectorised episodes."""
 
 from jaxaudit.tasks import cartpole as cartpole
 from jaxaudit.tasks import foreign as foreign

@@ -1,6 +1,6 @@
-"""brax's environment interface and MJX, imported in silence.
+"""brax's environment interface and MJX, imported without output.
 
-MJX prints to standard output that its optional Warp backend is missing, which would spoil the output of a
+On import, MJX prints to standard output that its optional Warp backend is missing, which would spoil the output of a
 command that prints a spec.
 """
 
@@ -17,5 +17,5 @@ make_brax = _envs.get_environment
 
 
 def brax_environments() -> list[str]:
-    """Returns the names of the environments that `make_brax` knows."""
+    """Returns the names of the environments that `make_brax` can create."""
     return list(_envs._envs)

@@ -1,4 +1,4 @@
-"""MJX, MuJoCo in JAX: the engine for GPU and TPU."""
+"""MJX, MuJoCo in JAX: the physics engine for GPUs and TPUs."""
 
 import copy
 from typing import Any
@@ -9,13 +9,13 @@ import mujoco
 
 from jaxaudit.tasks import engine
 from jaxaudit.tasks._brax import State, mjx
-from jaxaudit.tasks.engine import MujocoEnv, PhysicsState
-from jaxaudit.tasks.task import MujocoTask
+from jaxaudit.tasks.engine import MujocoEnv, MujocoTask, PhysicsState
 
 _PLANE, _CAPSULE = int(mujoco.mjtGeom.mjGEOM_PLANE), int(mujoco.mjtGeom.mjGEOM_CAPSULE)
 _FREE, _BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
 _A = (0.0, 0.5, 0.5, 1.0)
 _B = (1 / 6, 1 / 3, 1 / 3, 1 / 6)
+"""The coefficients of the classical Runge-Kutta method of order four."""
 
 
 def step(model: mjx.Model, data: mjx.Data) -> mjx.Data:
@@ -30,23 +30,23 @@ def step(model: mjx.Model, data: mjx.Data) -> mjx.Data:
 
 
 def forward(model: mjx.Model, data: mjx.Data) -> mjx.Data:
-    """Evaluate accelerations and all that they depend on, as mjx.forward does: C MuJoCo's contact frames, refined."""
+    """Evaluates accelerations like mjx.forward, with C MuJoCo's contact frames and a refined solution."""
     data = mjx.fwd_position(model, data)
-    data = mjx.make_constraint(model, _aligned(model, data))
+    data = mjx.make_constraint(model, _align_contacts(model, data))
     data = mjx.fwd_velocity(model, data)
     data = mjx.fwd_actuation(model, data)
     data = mjx.fwd_acceleration(model, data)
     if data._impl.efc_J.size == 0:
         return data.replace(qacc=data.qacc_smooth)
-    return _refined(model, mjx.solve(model, data))
+    return _refine(model, mjx.solve(model, data))
 
 
-def _refined(model: mjx.Model, data: mjx.Data) -> mjx.Data:
-    """Take one Newton step more, without a line search, where it brings forces and accelerations closer to balance.
+def _refine(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Takes one more Newton step, without a line search, if it brings forces and accelerations closer to balance.
 
-    MJX compares costs, which in float32 cannot tell accelerations apart that are half of its digits close; a contact
-    is so stiff that its force is then known to 3 digits. For pyramidal friction cones and limits alone; a model with
-    anything else stays as it is.
+    MJX compares costs, which in float32 cannot distinguish accelerations that agree in half of their digits. As
+    contacts are stiff, their forces would be accurate to 3 digits only. The step applies to models with pyramidal
+    friction cones and limits alone; others stay unchanged.
     """
     impl = data._impl
     jacobian, stiffness, free = impl.efc_J, impl.efc_D, data.qfrc_smooth
@@ -60,7 +60,7 @@ def _refined(model: mjx.Model, data: mjx.Data) -> mjx.Data:
     def imbalance(inertial: jax.Array, residual: jax.Array) -> jax.Array:
         return inertial - free - jacobian.T @ force(residual)
 
-    # Both grow by what the step adds: evaluated afresh, they would have the rounding of large numbers.
+    # Both are updated by the change of the step: computed anew, they would have the rounding errors of large numbers.
     residual = jacobian @ data.qacc - impl.efc_aref
     inertial = mjx.mul_m(model, data, data.qacc)
     before = imbalance(inertial, residual)
@@ -70,43 +70,43 @@ def _refined(model: mjx.Model, data: mjx.Data) -> mjx.Data:
     after = imbalance(inertial + mjx.mul_m(model, data, step), residual)
     better = (after**2).sum() < (before**2).sum()
 
-    def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+    def if_better(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(better, new, old)
 
     return data.tree_replace(
         {
-            "qacc": chosen(data.qacc + step, data.qacc),
-            "qfrc_constraint": chosen(jacobian.T @ force(residual), data.qfrc_constraint),
-            "_impl.efc_force": chosen(force(residual), impl.efc_force),
+            "qacc": if_better(data.qacc + step, data.qacc),
+            "qfrc_constraint": if_better(jacobian.T @ force(residual), data.qfrc_constraint),
+            "_impl.efc_force": if_better(force(residual), impl.efc_force),
         }
     )
 
 
-def _aligned(model: mjx.Model, data: mjx.Data) -> mjx.Data:
-    """Turn the frames of contacts between plane and capsule as C MuJoCo does: along the capsule.
+def _align_contacts(model: mjx.Model, data: mjx.Data) -> mjx.Data:
+    """Rotates the frames of contacts between a plane and a capsule to lie along the capsule, as C MuJoCo does.
 
-    MJX does so only for capsules that lie. It matters because the friction cone is a pyramid.
+    MJX does so for lying capsules only. The rotation matters because the friction cone is a pyramid.
     """
     contact = data._impl.contact
     if not contact.geom.shape[0]:
         return data
     kinds = jnp.asarray(model.geom_type)[contact.geom]
-    chosen = (kinds[:, 0] == _PLANE) & (kinds[:, 1] == _CAPSULE)
+    selected = (kinds[:, 0] == _PLANE) & (kinds[:, 1] == _CAPSULE)
     normal, axis = contact.frame[:, 0], data.geom_xmat[contact.geom[:, 1]][:, :, 2]
-    along = axis - normal * (normal * axis).sum(1, keepdims=True)
-    length = jnp.sqrt((along**2).sum(1, keepdims=True) + 1e-30)
-    along = along / length
-    frame = jnp.stack([normal, along, jnp.cross(normal, along)], axis=1)
-    upright = length < 1e-6  # in float32 there is no direction in what is left
-    frame = jnp.where((chosen & ~upright[:, 0])[:, None, None], frame, contact.frame)
+    tangent = axis - normal * (normal * axis).sum(1, keepdims=True)
+    length = jnp.sqrt((tangent**2).sum(1, keepdims=True) + 1e-30)
+    tangent = tangent / length
+    frame = jnp.stack([normal, tangent, jnp.cross(normal, tangent)], axis=1)
+    upright = length < 1e-6  # in float32 the remaining vector has no reliable direction
+    frame = jnp.where((selected & ~upright[:, 0])[:, None, None], frame, contact.frame)
     return data.tree_replace({"_impl.contact.frame": frame})
 
 
 def _runge_kutta(model: mjx.Model, data: mjx.Data) -> mjx.Data:
-    """Take a fourth-order Runge-Kutta step.
+    """Takes a fourth-order Runge-Kutta step.
 
-    mjx.rungekutta4 lacks the correction (Munthe-Kaas, 1998) that makes the orientation of free and ball joints
-    fourth-order accurate too, which C MuJoCo has since version 4; and it compiles the dynamics four times.
+    mjx.rungekutta4 lacks the correction (Munthe-Kaas, 1998) that makes the orientation of free and ball joints accurate
+    to fourth order too, which C MuJoCo has since version 4. It also compiles the dynamics four times.
     """
     dt = model.opt.timestep
     qpos, qvel = data.qpos, data.qvel
@@ -114,10 +114,10 @@ def _runge_kutta(model: mjx.Model, data: mjx.Data) -> mjx.Data:
     def stage(carry, weights):
         data, velocity, acceleration, velocities, accelerations = carry
         a, b = weights
-        turned = a * dt * velocity
-        here = qvel + a * dt * acceleration
-        data = forward(model, data.replace(qpos=_integrate(model, qpos, turned), qvel=here))
-        velocity = _pulled_back(model, turned, here)
+        change = a * dt * velocity
+        stage_qvel = qvel + a * dt * acceleration
+        data = forward(model, data.replace(qpos=_integrate(model, qpos, change), qvel=stage_qvel))
+        velocity = _pull_back(model, change, stage_qvel)
         acceleration = data.qacc
         return (data, velocity, acceleration, velocities + b * velocity, accelerations + b * acceleration), None
 
@@ -131,21 +131,21 @@ def _runge_kutta(model: mjx.Model, data: mjx.Data) -> mjx.Data:
     )
 
 
-def _rotations(model: mjx.Model) -> list[tuple[int, int]]:
-    """Where the orientations of free and ball joints begin: in the positions, in the velocities."""
-    found = []
+def _rotation_indices(model: mjx.Model) -> list[tuple[int, int]]:
+    """Returns the indices in positions and velocities at which the orientations of free and ball joints begin."""
+    indices = []
     for kind, q, v in zip(model.jnt_type, model.jnt_qposadr, model.jnt_dofadr, strict=True):
         if kind == _FREE:
-            found.append((int(q) + 3, int(v) + 3))
+            indices.append((int(q) + 3, int(v) + 3))
         elif kind == _BALL:
-            found.append((int(q), int(v)))
-    return found
+            indices.append((int(q), int(v)))
+    return indices
 
 
 def _integrate(model: mjx.Model, qpos: jax.Array, change: jax.Array) -> jax.Array:
-    """Move positions `[nq]` along a change in the velocities' space `[nv]`."""
+    """Moves positions `[nq]` by a change in the space of velocities `[nv]`."""
     parts, q, v = [], 0, 0
-    for q_rotation, v_rotation in _rotations(model):
+    for q_rotation, v_rotation in _rotation_indices(model):
         parts += [
             qpos[q:q_rotation] + change[v:v_rotation],
             _rotate(qpos[q_rotation : q_rotation + 4], change[v_rotation : v_rotation + 3]),
@@ -155,21 +155,21 @@ def _integrate(model: mjx.Model, qpos: jax.Array, change: jax.Array) -> jax.Arra
 
 
 def _rotate(quaternion: jax.Array, turn: jax.Array) -> jax.Array:
-    """Multiply a quaternion `[4]` by the rotation vector `[3]`, in the body's frame."""
+    """Multiplies a quaternion `[4]` by a rotation vector `[3]` in the body's frame."""
     half = 0.5 * jnp.sqrt((turn**2).sum() + 1e-30)
     w, vector = jnp.cos(half), 0.5 * jnp.sinc(half / jnp.pi) * turn
     w0, vector0 = quaternion[0], quaternion[1:]
-    moved = jnp.append(w0 * w - vector0 @ vector, w0 * vector + w * vector0 + jnp.cross(vector0, vector))
-    return moved / jnp.linalg.norm(moved)
+    rotated = jnp.append(w0 * w - vector0 @ vector, w0 * vector + w * vector0 + jnp.cross(vector0, vector))
+    return rotated / jnp.linalg.norm(rotated)
 
 
-def _pulled_back(model: mjx.Model, turned: jax.Array, velocity: jax.Array) -> jax.Array:
-    """Express velocities `[nv]`, met after `turned` `[nv]`, where the step began.
+def _pull_back(model: mjx.Model, change: jax.Array, velocity: jax.Array) -> jax.Array:
+    """Transports velocities `[nv]`, which apply after a change of the positions `[nv]`, to the beginning of the step.
 
     For a rotation this is the inverse differential of the exponential map.
     """
-    for _, v in _rotations(model):
-        turn, w = turned[v : v + 3], velocity[v : v + 3]
+    for _, v in _rotation_indices(model):
+        turn, w = change[v : v + 3], velocity[v : v + 3]
         cross = jnp.cross(turn, w)
         # (1 - x cot(x)) / 4x^2 at half the angle, to sixth order: a step turns by far less than a radian.
         square = (turn**2).sum()
@@ -178,16 +178,16 @@ def _pulled_back(model: mjx.Model, turned: jax.Array, velocity: jax.Array) -> ja
     return velocity
 
 
-_IN_IMPLEMENTATION = ("cinert", "cfrc_ext")  # MJX keeps these apart from what all its implementations share
+_IN_IMPLEMENTATION = ("cinert", "cfrc_ext")  # MJX stores these in the data of its implementation
 
 
 class MjxEnv(MujocoEnv):
-    """A task on MJX in float32, with the definition's Newton iterations.
+    """A task on MJX in float32, with the task's number of Newton iterations.
 
-    Divergence and non-finite actions give what they give on C MuJoCo: NaN, in that simulation only.
+    Divergence and non-finite actions have the same effects as on C MuJoCo: NaN in the simulation concerned.
 
-    It runs on a CPU too, for tests: there it is slow, and batches of many hundreds can hang, because jaxlib's
-    batched Cholesky factorisation deadlocks when two of them wait for the same few threads.
+    It runs on a CPU too, for tests. There it is slow, and batches of many hundreds can hang, because jaxlib's batched
+    Cholesky factorisation deadlocks when two calls wait for the same few threads.
     """
 
     def __init__(self, task: MujocoTask):
@@ -198,7 +198,7 @@ class MjxEnv(MujocoEnv):
         model.opt.ls_iterations = task.ls_iterations
         self._mjx_model = mjx.put_model(model, impl="jax")
         self._blank = mjx.make_data(model, impl="jax")
-        # To trace MJX takes seconds: a task is traced once, wherever programs step it. Inlined, they stay as they were.
+        # Tracing MJX takes seconds, so a task is traced once for all programs. Inlining leaves the programs unchanged.
         self._step = jax.jit(self._step_traced, inline=True)
         self._forward = jax.jit(self._forward_traced, inline=True)
 
@@ -207,49 +207,49 @@ class MjxEnv(MujocoEnv):
         return "mjx"
 
     def step(self, state: State, action: jax.Array) -> State:
-        """Advance by one env step under an action `[action_size]`."""
+        """Advances by one env step under an action `[action_size]`."""
         return self._step(state, action)
 
     def _step_traced(self, state: State, action: jax.Array) -> State:
         columns = state.pipeline_state.high
-        factors = engine.stacked(state.info)
-        obeyed = jnp.isfinite(action).all()
+        factors = engine.stack_factors(state.info)
+        valid = jnp.isfinite(action).all()
         model = self._mjx_model
         if factors is not None:
-            obeyed &= engine.valid(factors)
-            model = _scaled(model, jnp.where(obeyed, factors, 1.0))
-        data = self._simulate(model, columns, jnp.where(obeyed, action, 0.0))
+            valid &= engine.valid_factors(factors)
+            model = _scale(model, jnp.where(valid, factors, 1.0))
+        data = self._simulate(model, columns, jnp.where(valid, action, 0.0))
 
-        moved = jnp.concatenate([data.qpos, data.qvel, data.act, data.qacc_warmstart])
+        new_columns = jnp.concatenate([data.qpos, data.qvel, data.act, data.qacc_warmstart])
         derived = self._derived(model, data)
-        was, now = self.physics(columns), self.physics(moved, derived)
+        old, new = self.physics(columns), self.physics(new_columns, derived)
         if self.tracked:
-            moved = jnp.concatenate([moved, now.track])
-        # C MuJoCo's own bound on sane values; false for NaN.
-        sane = (jnp.abs(moved) < mujoco.mjMAXVAL).all()
-        after = jnp.where(obeyed, jnp.where(sane, moved, jnp.nan), columns)
-        alive = obeyed & sane
+            new_columns = jnp.concatenate([new_columns, new.track])
+        # This is C MuJoCo's own bound, and false for NaN.
+        bounded = (jnp.abs(new_columns) < mujoco.mjMAXVAL).all()
+        after = jnp.where(valid, jnp.where(bounded, new_columns, jnp.nan), columns)
+        alive = valid & bounded
 
-        parts = self.task.reward(was, now, action, self.dt)
+        parts = self.task.reward(old, new, action, self.dt)
         parts = {name: jnp.where(alive, part, jnp.nan).astype(jnp.float32) for name, part in parts.items()}
-        observation = self.task.observe(now)
+        observation = self.task.observe(new)
         return state.replace(
             pipeline_state=PhysicsState(after, jnp.zeros_like(after)),
             obs=jnp.where(alive, observation, jnp.nan).astype(jnp.float32),
             reward=sum(parts.values()),
-            done=(self.task.terminated(now) & alive).astype(jnp.float32),
+            done=(self.task.terminated(new) & alive).astype(jnp.float32),
             metrics=parts,
         )
 
-    def first_look(self, qpos: jax.Array, qvel: jax.Array) -> tuple[jax.Array, PhysicsState]:
-        """Return a new episode's observation `[O]` and tracked positions `[k]`, from `[nq]` and `[nv]`."""
+    def initial_observation(self, qpos: jax.Array, qvel: jax.Array) -> tuple[jax.Array, PhysicsState]:
+        """Returns a new episode's observation `[O]` and `track` `[k]` for positions `[nq]` and velocities `[nv]`."""
         if not self.task.needs:
-            return super().first_look(qpos, qvel)
+            return super().initial_observation(qpos, qvel)
         data = self._forward(qpos, qvel)
         rest = jnp.zeros(self.model.na + self.model.nv)
-        now = self.physics(jnp.concatenate([qpos, qvel, rest]), self._derived(None, data))
-        track = now.track if self.tracked else jnp.zeros(0)
-        return self.task.observe(now).astype(jnp.float32), PhysicsState(track, jnp.zeros_like(track))
+        physics = self.physics(jnp.concatenate([qpos, qvel, rest]), self._derived(None, data))
+        track = physics.track if self.tracked else jnp.zeros(0)
+        return self.task.observe(physics).astype(jnp.float32), PhysicsState(track, jnp.zeros_like(track))
 
     def _forward_traced(self, qpos: jax.Array, qvel: jax.Array) -> mjx.Data:
         return forward(self._mjx_model, self._blank.replace(qpos=qpos, qvel=qvel))
@@ -261,16 +261,16 @@ class MjxEnv(MujocoEnv):
         return jax.lax.fori_loop(0, self.task.frame_skip, lambda _, data: step(model, data), data)
 
     def _derived(self, model: mjx.Model | None, data: mjx.Data) -> dict[str, jax.Array]:
-        """Return what the task needs; the contact forces only with a model."""
+        """Returns the quantities that the task needs; contact forces are computed with a model only."""
         if model is not None and "cfrc_ext" in self.task.needs:
             data = mjx.rne_postconstraint(model, data)
         return {name: getattr(data._impl if name in _IN_IMPLEMENTATION else data, name) for name in self.task.needs}
 
 
-def _scaled(model: mjx.Model, factors: jax.Array) -> mjx.Model:
-    """Multiply a model's parameters by factors `[4]`."""
+def _scale(model: mjx.Model, factors: jax.Array) -> mjx.Model:
+    """Multiplies a model's parameters by factors `[4]`."""
     changes: dict[str, Any] = {}
-    for field, name in engine.SCALED.items():
+    for field, name in engine.SCALED_FIELDS.items():
         original = model.opt.gravity if field == "opt.gravity" else getattr(model, field)
-        changes[field] = original * factors[engine.NAMES.index(name)]
+        changes[field] = original * factors[engine.FACTORS.index(name)]
     return model.tree_replace(changes)

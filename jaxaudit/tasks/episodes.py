@@ -1,4 +1,4 @@
-"""Many environments stepped side by side: episodes, time limits, returns, and the environment-side sites.
+"""Vectorised environments: episodes, time limits, returns, and the environment-side sites of perturbations.
 
 Every array has the environments as its leading axis, `[N]`.
 """
@@ -19,18 +19,18 @@ from jaxaudit.tasks._brax import Env, State
 
 @struct.dataclass
 class EpisodeState:
-    """The state of N environments, and of the episodes in them.
+    """The state of N environments and of their episodes.
 
     Attributes:
-        env: brax state, before any disturbance.
-        observation: `[N, O]`, what the learner sees and acts on next.
-        length: `[N]` int32, steps taken in the running episode.
-        head_start: `[N]` int32, steps by which the running episode's time limit comes early. Zero from the
-            second episode on: the first ones are staggered so that they do not all end together.
-        running_return: `[N]`, undisturbed reward of the running episode so far.
-        last_return, last_length: `[N]`, of the latest full episode.
-        has_finished: `[N]` bool, whether there was one.
-        pool: reset states to draw from, or None where the environment resets cheaply.
+      env: brax state, without any disturbance.
+      observation: `[N, O]`, the observation on which the learner acts next.
+      length: `[N]` int32, number of steps in the running episode.
+      head_start: `[N]` int32, number of steps by which the running episode's time limit is early. It staggers the first
+        episodes, so that they do not all end together, and is zero from the second episode on.
+      running_return: `[N]`, undisturbed return of the running episode so far.
+      last_return, last_length: `[N]`, of the latest full episode.
+      has_finished: `[N]` bool, whether there was a full episode.
+      pool: reset states to draw from, or None if the environment resets cheaply.
     """
 
     env: State
@@ -46,16 +46,15 @@ class EpisodeState:
 
 @struct.dataclass
 class Transition:
-    """One step of N environments, as the learner saw it.
+    """One step of N environments from the learner's point of view.
 
     Attributes:
-        observation: `[N, O]`, what the action was chosen on.
-        action: `[N, A]`, or int32 `[N]` where actions are discrete: what the policy chose. What was sent to the
-            environment may have been disturbed.
-        reward: `[N]`.
-        terminated: `[N]` bool: the task ended the episode, and there is no value after it.
-        truncated: `[N]` bool: the time limit did, and the value of `final_observation` still counts.
-        final_observation: `[N, O]`, the observation this step led to, before any reset.
+      observation: `[N, O]`, the observation on which the action was chosen.
+      action: `[N, A]`, or int32 `[N]` if actions are discrete: the policy's action, before any disturbance.
+      reward: `[N]`.
+      terminated: `[N]` bool, whether the task ended the episode, so that no value follows.
+      truncated: `[N]` bool, whether the time limit ended the episode, so that the value of `final_observation` follows.
+      final_observation: `[N, O]`, the observation after the step and before any reset.
     """
 
     observation: jax.Array
@@ -67,17 +66,17 @@ class Transition:
 
 
 class Episodes:
-    """N copies of an environment with a time limit and automatic reset; pure functions of an `EpisodeState`.
+    """N copies of an environment with a time limit and automatic reset, as pure functions of an `EpisodeState`.
 
     Args:
-        env: a brax `Env` (MuJoCo Playground's will do), unbatched, with flat observations. Where its
-            attribute `cheap_reset` is true every reset is new, elsewhere one from the pool `refresh` fills. Its
-            attribute `actions`, if it has one that is not None, says that they are discrete, and how many.
-        num_envs: N.
-        max_episode_steps: the time limit.
+      env: an unbatched brax `Env`, or one of MuJoCo Playground, with flat observations. If its attribute `cheap_reset`
+        is true every reset is new; otherwise resets are drawn from the pool that `refresh` fills. If its attribute
+        `actions` exists and is not None, it is the number of discrete actions.
+      num_envs: N.
+      max_episode_steps: the time limit.
 
     Raises:
-        ValueError: N or the time limit is not positive.
+      ValueError: N or the time limit is not positive.
     """
 
     def __init__(self, env: Env, num_envs: int, max_episode_steps: int):
@@ -91,7 +90,7 @@ class Episodes:
         self._discrete = getattr(env, "actions", None) is not None
 
     def init(self, key: jax.Array) -> EpisodeState:
-        """Reset all environments; environment i starts i/N of the way to its time limit."""
+        """Resets all environments; environment i starts with i/N of its time limit used."""
         env_key, pool_key = jax.random.split(key)
         env = self._reset(env_key)
         head_start = np.arange(self.num_envs) * self.max_episode_steps // self.num_envs
@@ -110,7 +109,7 @@ class Episodes:
         )
 
     def refresh(self, state: EpisodeState, key: jax.Array) -> EpisodeState:
-        """Refill the pool of reset states. Call it once per learner iteration."""
+        """Refills the pool of reset states. It is meant to be called once per iteration of the learner."""
         return state if self._cheap_reset else dataclasses.replace(state, pool=self._reset(key))
 
     def step(
@@ -122,39 +121,40 @@ class Episodes:
         value: Callable[[jax.Array], jax.Array] | None = None,
         discount: float = 1.0,
     ) -> tuple[EpisodeState, Transition]:
-        """Take one step in every environment, resetting those whose episode ends.
+        """Takes one step in every environment, and resets those whose episode ends.
 
-        The taps' context: at `action` and `observation`, `begins` `[N]` says where the value is an episode's first
-        and `valid` `[N]` which rows count at all; at `reward`, `ends` `[N]` says where it is an episode's last.
-        `observation` is tapped twice, for what this step led to and for the first observation of the episodes that
-        begin. With a `value`, observations get `state_value` and rewards get `td_error`: a function of a reward `[N]`.
+        The taps have a context. At `action` and `observation`, `begins` `[N]` says where the value is the first of an
+        episode, and `valid` `[N]` which rows are used. At `reward`, `ends` `[N]` says where the value is the last of an
+        episode. `observation` is tapped twice: for the observation after the step, and for the first observation of new
+        episodes. With a `value`, observations have the context `state_value`, and rewards have `td_error`, a function
+        of a reward `[N]`.
 
         Args:
-            state: where the environments stand.
-            key: decides the reset states.
-            action: `[N, A]`, or int32 `[N]` where actions are discrete: the policy's.
-            taps: called at the sites `action` (where actions are continuous), `dynamics` (where the environment has
-                an attribute of that name), `observation` and `reward`.
-            value: the learner's state value in the task's rewards, observations `[N, O]` to `[N]`, for perturbations
-                that aim at it.
-            discount: of the value, in `td_error`.
+          state: the environments' state.
+          key: PRNG key of the reset states.
+          action: the policy's action, `[N, A]`, or int32 `[N]` if actions are discrete.
+          taps: called at the sites `action` (if actions are continuous), `dynamics` (if the environment has an
+            attribute of that name), `observation` and `reward`.
+          value: the learner's state value in units of the task's rewards, observations `[N, O]` to `[N]`, for
+            perturbations that target it.
+          discount: discount factor of the value in `td_error`.
         """
-        everywhere, nowhere = jnp.ones(self.num_envs, bool), jnp.zeros(self.num_envs, bool)
-        # What disturbs actions scales them and adds to them: it has no meaning for a choice.
-        sent = action if self._discrete else taps("action", action, begins=state.length == 0, valid=everywhere)
-        env = self._advance(state.env, sent, taps)
+        all_true, all_false = jnp.ones(self.num_envs, bool), jnp.zeros(self.num_envs, bool)
+        # Perturbations of actions scale them and add to them, which has no meaning for discrete actions.
+        sent_action = action if self._discrete else taps("action", action, begins=state.length == 0, valid=all_true)
+        env = self._advance(state.env, sent_action, taps)
         length = state.length + 1
         terminated = env.done > 0.5
         truncated = (length + state.head_start >= self.max_episode_steps) & ~terminated
         done = terminated | truncated
 
-        aimed: dict[str, Any] = {} if value is None else {"state_value": value}
-        next_env = select(done, self._fresh(state, key), env)
-        final_observation = taps("observation", env.obs, begins=nowhere, valid=everywhere, **aimed)
-        first_observation = taps("observation", next_env.obs, begins=done, valid=done, **aimed)
+        context: dict[str, Any] = {} if value is None else {"state_value": value}
+        next_env = select(done, self._reset_states(state, key), env)
+        final_observation = taps("observation", env.obs, begins=all_false, valid=all_true, **context)
+        first_observation = taps("observation", next_env.obs, begins=done, valid=done, **context)
         observation = select(done, first_observation, final_observation)
         if value is not None:
-            aimed = {"td_error": _td_error(value, discount, state.observation, final_observation, terminated)}
+            context = {"td_error": _td_error(value, discount, state.observation, final_observation, terminated)}
 
         running_return = state.running_return + env.reward
         finished = terminated | (truncated & (state.head_start == 0))
@@ -172,14 +172,14 @@ class Episodes:
         return next_state, Transition(
             observation=state.observation,
             action=action,
-            reward=taps("reward", env.reward, ends=done, **aimed),
+            reward=taps("reward", env.reward, ends=done, **context),
             terminated=terminated,
             truncated=truncated,
             final_observation=final_observation,
         )
 
     def _advance(self, env: State, action: jax.Array, taps: Taps) -> State:
-        """One step of all environments, under disturbed dynamics where there are any."""
+        """Steps all environments, under disturbed dynamics if there are any."""
         if not (hasattr(self.env, "dynamics") and taps.disturbs("dynamics")):
             return self._step(env, action)
         factors = taps("dynamics", self.env.dynamics)
@@ -196,11 +196,11 @@ class Episodes:
         with in_float32():
             return jax.vmap(self.env.reset)(jax.random.split(key, self.num_envs))
 
-    def _fresh(self, state: EpisodeState, key: jax.Array) -> State:
+    def _reset_states(self, state: EpisodeState, key: jax.Array) -> State:
         if self._cheap_reset:
             return self._reset(key)
-        drawn = jax.random.randint(key, (self.num_envs,), 0, self.num_envs)
-        return jax.tree.map(lambda leaf: leaf[drawn], state.pool)
+        indices = jax.random.randint(key, (self.num_envs,), 0, self.num_envs)
+        return jax.tree.map(lambda leaf: leaf[indices], state.pool)
 
 
 def _td_error(
@@ -210,15 +210,15 @@ def _td_error(
     after: jax.Array,
     terminated: jax.Array,
 ) -> Callable[[jax.Array], jax.Array]:
-    """The temporal-difference error of a reward `[N]`: computed only if a perturbation asks."""
+    """Returns the temporal-difference error as a function of a reward `[N]`, computed only when it is called."""
     return lambda reward: reward + discount * jnp.where(terminated, 0.0, value(after)) - value(before)
 
 
 def performance(state: EpisodeState) -> jax.Array:
-    """Return the mean, over environments, of the undisturbed return of their latest full episode.
+    """Returns the mean, over environments, of the undisturbed return of their latest full episode.
 
-    NaN until an environment has finished one, and while any running or latest return is not finite:
-    divergence shows at once, even where the episode never ends.
+    It is NaN until an environment has finished an episode, and while any running or latest return is not finite.
+    Divergence is therefore visible at once, even if the episode never ends.
     """
     finished = state.has_finished.sum()
     mean = jnp.where(state.has_finished, state.last_return, 0.0).sum() / finished
@@ -226,7 +226,7 @@ def performance(state: EpisodeState) -> jax.Array:
 
 
 def mean_length(state: EpisodeState) -> jax.Array:
-    """Mean length of the latest full episodes, of the environments that have finished one; NaN before any has."""
+    """Returns the mean length of the environments' latest full episodes, or NaN if none has finished one."""
     return jnp.where(state.has_finished, state.last_length, 0).sum() / state.has_finished.sum()
 
 
@@ -237,14 +237,14 @@ def evaluate(
     episodes: int,
     max_episode_steps: int,
 ) -> jax.Array:
-    """Run fresh, undisturbed episodes to their end and give their returns, `[episodes]`.
+    """Runs new, undisturbed episodes to their end, and returns their returns, `[episodes]`.
 
     Args:
-        env: a brax `Env`, unbatched.
-        policy: observations `[episodes, O]` to actions `[episodes, A]`, or `[episodes]` where they are discrete.
-        key: decides the initial states.
-        episodes: how many to run side by side.
-        max_episode_steps: the time limit.
+      env: a brax `Env`, unbatched.
+      policy: maps observations `[episodes, O]` to actions `[episodes, A]`, or `[episodes]` if they are discrete.
+      key: PRNG key of the initial states.
+      episodes: number of episodes, which run in parallel.
+      max_episode_steps: the time limit.
     """
 
     def unfinished(carry: tuple[jax.Array, State, jax.Array, jax.Array]) -> jax.Array:
@@ -265,24 +265,24 @@ def evaluate(
     return jax.lax.while_loop(unfinished, advance, start)[-1]
 
 
-def select(where: jax.Array, new: Any, old: Any) -> Any:
-    """Select per environment, by `where` `[N]`, in every leaf `[N, ...]` of two like trees."""
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
+    """Selects per environment, by a condition `[N]`, in every leaf `[N, ...]` of two trees of the same structure."""
 
-    def one(new: jax.Array, old: jax.Array) -> jax.Array:
-        chosen = jnp.where(where.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
-        return chosen if chosen.dtype == old.dtype else chosen.astype(old.dtype)
+    def select_leaf(new: jax.Array, old: jax.Array) -> jax.Array:
+        selected = jnp.where(condition.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+        return selected if selected.dtype == old.dtype else selected.astype(old.dtype)
 
-    return jax.tree.map(one, new, old)
+    return jax.tree.map(select_leaf, new, old)
 
 
 @struct.dataclass
 class CleanEnvs:
-    """Copies of N environments.
+    """Undisturbed copies of N environments.
 
     Attributes:
-        episodes: where they stand, without a pool: they draw resets from the training environments' own.
-        awaited: `[N]` bool, the training environments whose episode, or latest return, was disturbed. The copies
-            stand for all of them while there is one.
+      episodes: the copies' state, without a pool: their resets are drawn from the training environments' pool.
+      awaited: `[N]` bool, the training environments whose episode or latest return was disturbed. While there is one,
+        the copies are used in the place of all training environments.
     """
 
     episodes: EpisodeState
@@ -290,28 +290,28 @@ class CleanEnvs:
 
 
 class Undisturbed:
-    """What keeps and moves `CleanEnvs`; pure functions of one lane's.
+    """Creates and advances the `CleanEnvs` of one lane, as pure functions.
 
     Args:
-        episodes: of the training environments.
-        iteration_steps: steps each of them takes in one iteration of the learner.
+      episodes: the training environments' functions.
+      iteration_steps: number of steps of each environment in one iteration of the learner.
     """
 
     def __init__(self, episodes: Episodes, iteration_steps: int):
         self._num_envs = episodes.num_envs
-        self._longest = -(-episodes.max_episode_steps // iteration_steps)
+        self._most_iterations = -(-episodes.max_episode_steps // iteration_steps)
 
     def init(self, training: EpisodeState) -> CleanEnvs:
         return CleanEnvs(dataclasses.replace(training, pool=None), jnp.zeros(self._num_envs, bool))
 
     def begin(self, copies: CleanEnvs, training: EpisodeState, taps: Taps) -> CleanEnvs:
-        """The copies at an iteration's beginning; where a window opens they begin as the training environments are."""
+        """Returns the copies for an iteration, which replicate the training environments when a window opens."""
         if not taps.disturbs(*ACTING_SITES):
             return copies
         opened = taps.disturbed(*ACTING_SITES)
-        fresh = opened & ~copies.awaited.any()
-        now = dataclasses.replace(training, pool=None)
-        episodes = jax.tree.map(lambda new, old: jnp.where(fresh, new, old), now, copies.episodes)
+        starts = opened & ~copies.awaited.any()
+        current = dataclasses.replace(training, pool=None)
+        episodes = jax.tree.map(lambda new, old: jnp.where(starts, new, old), current, copies.episodes)
         return CleanEnvs(episodes, copies.awaited | opened)
 
     def follow(
@@ -322,38 +322,38 @@ class Undisturbed:
         taps: Taps,
         advance: Callable[[Taps, EpisodeState], EpisodeState],
     ) -> tuple[CleanEnvs, EpisodeState]:
-        """Moves the copies as the training environments have moved.
+        """Advances the copies in the same way as the training environments.
 
         Args:
-            copies: as they were before.
-            training: as the training environments are after.
-            ended: `[N]` bool, those in which an episode has ended in that time.
-            taps: the step's.
-            advance: `(taps, episodes) -> episodes`, what moved them.
+          copies: the copies before.
+          training: the training environments after they were advanced.
+          ended: `[N]` bool, the environments in which an episode has ended in that time.
+          taps: the step's taps.
+          advance: `(taps, episodes) -> episodes`, the function that advanced the training environments.
 
         Returns:
-            the copies; and the training environments, which take over the copies' record of returns when the last of
-            them has begun an episode that nothing disturbs.
+          the copies, and the training environments. The latter take over the copies' returns when the last of them has
+            begun an undisturbed episode.
         """
         if not taps.disturbs(*ACTING_SITES):
             return copies, training
 
-        def moved(episodes: EpisodeState) -> EpisodeState:
-            after = advance(taps.closed, dataclasses.replace(episodes, pool=training.pool))
-            return dataclasses.replace(after, pool=None)
+        def advance_copies(episodes: EpisodeState) -> EpisodeState:
+            advanced = advance(taps.closed, dataclasses.replace(episodes, pool=training.pool))
+            return dataclasses.replace(advanced, pool=None)
 
-        # No episode is longer, so that none is awaited later; and the same for all lanes, so that this is a branch.
-        needed = taps.idle(*ACTING_SITES) <= self._longest
-        episodes = jax.lax.cond(needed, moved, lambda episodes: episodes, copies.episodes)
-        left = copies.awaited & (~ended | taps.disturbed(*ACTING_SITES))
-        settled = copies.awaited.any() & ~left.any()
+        # After this many iterations all disturbed episodes have ended. All lanes share the count, so this is a branch.
+        needed = taps.idle(*ACTING_SITES) <= self._most_iterations
+        episodes = jax.lax.cond(needed, advance_copies, lambda episodes: episodes, copies.episodes)
+        awaited = copies.awaited & (~ended | taps.disturbed(*ACTING_SITES))
+        settled = copies.awaited.any() & ~awaited.any()
         record = {
             name: jnp.where(settled, getattr(episodes, name), getattr(training, name))
             for name in ("last_return", "last_length", "has_finished")
         }
-        return CleanEnvs(episodes, left), dataclasses.replace(training, **record)
+        return CleanEnvs(episodes, awaited), dataclasses.replace(training, **record)
 
     def clean(self, copies: CleanEnvs, training: EpisodeState) -> EpisodeState:
-        """The episodes that nothing disturbs: the copies' where one is awaited, else the training environments'."""
-        own = dataclasses.replace(training, pool=None)
-        return select(jnp.broadcast_to(copies.awaited.any(), self._num_envs), copies.episodes, own)
+        """Returns the undisturbed episodes: the copies while one is awaited, else the training environments."""
+        training = dataclasses.replace(training, pool=None)
+        return select(jnp.broadcast_to(copies.awaited.any(), self._num_envs), copies.episodes, training)

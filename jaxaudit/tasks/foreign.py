@@ -1,4 +1,4 @@
-"""Environments of other packages as tasks: what their kinds share, and an adapter of those with brax' functions."""
+"""Task kinds for environments of other packages: brax, MuJoCo Playground and gymnax."""
 
 import contextlib
 import importlib.util
@@ -19,14 +19,13 @@ from jaxaudit.tasks._brax import Env, State, brax_environments, make_brax
 
 @dataclass(frozen=True)
 class ForeignTask(ABC):
-    """An environment of another package; the base of kinds of them.
-
-    A kind says which names there are, and what builds the environment of a name without the kind before it.
+    """An environment of another package; the base class of task kinds that subclasses define by `names` and `make`.
 
     Attributes:
-        engines: the physics that may be asked for.
-        name: with the kind before it, as `tasks.make` takes it: "brax:ant"; it may be given without.
-        physics: one of `engines`.
+      engines: the allowed values of `physics`.
+      name: the environment's name with the kind as a prefix, for example "brax:ant". The constructor also accepts the
+        name without the prefix.
+      physics: one of `engines`.
     """
 
     kind: ClassVar[str]
@@ -43,37 +42,38 @@ class ForeignTask(ABC):
 
     @property
     def bare(self) -> str:
-        """The environment's name without the kind before it."""
+        """The environment's name without the prefix of its kind."""
         return self.name.removeprefix(f"{self.kind}:")
 
     @classmethod
     @abstractmethod
     def names(cls) -> list[str]:
-        """The environments' names. Raises ValueError if the package is missing."""
+        """Returns the environments' names. Raises ValueError if the package is missing."""
 
     @abstractmethod
     def make(self) -> Env:
-        """The environment. Raises ValueError if the engine cannot run it."""
+        """Returns the environment. Raises ValueError if the engine cannot run it."""
 
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
-        """The form that names have: the package may be missing."""
+        """Returns the form of the kind's names only, because the package may be missing."""
         return [(f"{cls.kind}:<name>", "")]
 
 
 class ForeignEnv(Env):
-    """An environment with brax's functions, made one that learners can use; unbatched.
+    """An adapter of an unbatched environment with brax's functions for learners.
 
-    Its observations are flat: of several, the one named "state". Episodes run to `max_episode_steps` unless the
-    environment ends them, actions are meant to be between -1 and 1, and resets are too dear for every step.
+    Observations are flat vectors; of several observations, the one named "state" is used. Episodes last
+    `max_episode_steps` steps unless the environment ends them. Actions are between -1 and 1, and resets are too
+    expensive for every step.
 
     Attributes:
-        env: the environment itself; a state's `pipeline_state` is one of its states.
-        max_episode_steps: the time limit. Not enforced here.
-        action_low, action_high: `[action_size]` float32.
+      env: the adapted environment, whose state is a state's `pipeline_state`.
+      max_episode_steps: the time limit, which is not enforced here.
+      action_low, action_high: `[action_size]` float32.
 
     Raises:
-        ValueError: its observations are images.
+      ValueError: the observations are images.
     """
 
     cheap_reset = False
@@ -86,19 +86,19 @@ class ForeignEnv(Env):
         self.action_low = -self.action_high
         shape = jax.eval_shape(self.reset, jax.random.key(0)).obs.shape
         if len(shape) != 1:
-            raise ValueError(f"task {name!r} has observations of shape {shape}, and a learner needs a vector")
+            raise ValueError(f"task {name!r} has observations of shape {shape}, but a learner needs vectors")
         self._observation_size = shape[0]
 
     def reset(self, rng: jax.Array) -> State:
         typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        return _seen(self.env.reset(jax.random.key_data(rng) if typed else rng))
+        return _brax_state(self.env.reset(jax.random.key_data(rng) if typed else rng))
 
     def step(self, state: State, action: jax.Array) -> State:
-        """Advance by one env step under an action `[action_size]`."""
+        """Advances by one env step under an action `[action_size]`."""
         before = state.pipeline_state
-        # A scan's carry keeps its types, and not every environment does.
+        # A scan's carry must keep its dtypes, which not every environment does.
         after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), self.env.step(before, action), before)
-        return _seen(after).replace(info=state.info)
+        return _brax_state(after).replace(info=state.info)
 
     @property
     def observation_size(self) -> int:
@@ -113,18 +113,18 @@ class ForeignEnv(Env):
         return self._backend
 
 
-def _seen(inner: Any) -> State:
+def _brax_state(inner: Any) -> State:
     observation = inner.obs["state"] if isinstance(inner.obs, Mapping) else inner.obs
-    flat = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
-    return State(inner, flat(observation), flat(inner.reward), flat(inner.done), dict(inner.metrics))
+    observation, reward, done = (jnp.asarray(x, jnp.float32) for x in (observation, inner.reward, inner.done))
+    return State(inner, observation, reward, done, dict(inner.metrics))
 
 
 @task_kinds.register("brax")
 @dataclass(frozen=True)
 class BraxTask(ForeignTask):
-    """brax's environments.
+    """Environments of brax.
 
-    Their physics are brax's backends, or "auto", the environment's own choice.
+    The physics is one of brax's backends, or "auto" for the environment's own choice.
     """
 
     kind: ClassVar[str] = "brax"
@@ -132,33 +132,33 @@ class BraxTask(ForeignTask):
 
     @classmethod
     def names(cls) -> list[str]:
-        """Returns the names of the environments."""
+        """Returns the names of the environments that brax registers."""
         return brax_environments()
 
     def make(self) -> ForeignEnv:
-        """The environment. Raises ValueError if the backend cannot run it."""
-        chosen: dict[str, Any] = {} if self.physics == "auto" else {"backend": self.physics}
-        env = make_brax(self.bare, **chosen)
+        """Returns the environment. Raises ValueError if the backend cannot run it."""
+        options: dict[str, Any] = {} if self.physics == "auto" else {"backend": self.physics}
+        env = make_brax(self.bare, **options)
         return ForeignEnv(env, self.name, getattr(env, "backend", "none"), max_episode_steps=1000)
 
 
 @task_kinds.register("playground")
 @dataclass(frozen=True)
 class PlaygroundTask(ForeignTask):
-    """MuJoCo Playground's environments, with the extra jaxaudit[playground]."""
+    """Environments of MuJoCo Playground, which need the extra jaxaudit[playground]."""
 
     kind: ClassVar[str] = "playground"
     engines: ClassVar[tuple[str, ...]] = ("auto", "mjx")
 
     @classmethod
     def names(cls) -> list[str]:
-        """The environments' names. Raises ValueError if the package is missing."""
+        """Returns the environments' names. Raises ValueError if the package is missing."""
         return list(_playground().ALL_ENVS)
 
     def make(self) -> ForeignEnv:
         """Returns the environment, with its default parameters."""
         registry = _playground()
-        # MJX's other implementation, Warp, is not deterministic on a GPU.
+        # The other implementation of MJX, Warp, is not deterministic on a GPU.
         env = registry.load(self.bare, config_overrides={"impl": "jax"})
         limit = int(registry.get_default_config(self.bare).episode_length)
         return ForeignEnv(env, self.name, "mjx", limit)
@@ -174,16 +174,16 @@ def _playground() -> Any:
 
 
 DOWNLOADS = ("MNISTBandit-bsuite",)
-"""Environments that fetch data from the internet when they are made."""
+"""Environments that download data when they are created."""
 
 
 @struct.dataclass
 class GymnaxState:
-    """A simulation.
+    """The state of a gymnax simulation.
 
     Attributes:
-        env: gymnax' state.
-        words: uint32 `[2]`, the key of its next step's randomness.
+      env: gymnax's state.
+      words: uint32 `[2]`, the data of the PRNG key of the next step.
     """
 
     env: Any
@@ -191,21 +191,21 @@ class GymnaxState:
 
 
 class GymnaxEnv(Env):
-    """An environment with gymnax' functions, in brax's interface; unbatched.
+    """An adapter of an unbatched environment with gymnax's functions to brax's interface.
 
-    Observations are vectors: images are flattened, and an integer becomes a one-hot vector. An action that is not
-    finite, or not one of the discrete ones, gives NaN observation and reward, leaves the simulation where it was and
-    does not end the episode.
+    Observations are vectors: images are flattened, and an integer becomes a one-hot vector. If an action is not finite,
+    or not one of the discrete actions, observation and reward are NaN, the simulation stays unchanged, and the episode
+    does not end.
 
     Args:
-        env: an `Environment` of gymnax'.
-        params: its parameters.
+      env: an `Environment` of gymnax.
+      params: the environment's parameters.
 
     Attributes:
-        actions: how many discrete ones there are; None if they are continuous.
-        action_low, action_high: `[action_size]` float32, of continuous actions.
-        max_episode_steps: the time limit. Not enforced here.
-        cheap_reset: gymnax itself resets at every step.
+      actions: number of discrete actions; None if actions are continuous.
+      action_low, action_high: `[action_size]` float32, bounds of continuous actions.
+      max_episode_steps: the time limit, which is not enforced here.
+      cheap_reset: True, because gymnax itself resets in every step.
     """
 
     cheap_reset = True
@@ -220,43 +220,43 @@ class GymnaxEnv(Env):
             self.action_low, self.action_high = (
                 np.broadcast_to(np.asarray(bound, np.float32), space.shape).ravel() for bound in (space.low, space.high)
             )
-        self._numbers = getattr(env.observation_space(params), "n", None)
+        self._observation_values = getattr(env.observation_space(params), "n", None)
         self._observation_size = int(jax.eval_shape(self.reset, jax.random.key(0)).obs.size)
 
     def reset(self, rng: jax.Array) -> State:
         reset_key, steps_key = jax.random.split(rng)
         observation, inner = self.env.reset_env(reset_key, self.params)
-        # Some values are Python's numbers, and a scan's carry wants arrays of one type.
+        # Some values are Python numbers, while a scan's carry needs arrays of constant dtype.
         inner = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), inner)
         zero = jnp.zeros((), jnp.float32)
         words = jax.random.bits(steps_key, (2,), jnp.uint32)
         return State(GymnaxState(inner, words), self._vector(observation), zero, zero)
 
     def step(self, state: State, action: jax.Array) -> State:
-        """Advance by one env step under an action: a scalar int32, or `[action_size]` where actions are continuous."""
+        """Advances by one env step under an action, int32 scalar, or `[action_size]` if actions are continuous."""
         before: GymnaxState = state.pipeline_state
         key = jax.random.wrap_key_data(before.words, impl="threefry2x32")
         step_key, next_key = jax.random.split(key)
         if self.actions is None:
-            possible = jnp.isfinite(action).all()
+            valid = jnp.isfinite(action).all()
         else:
-            possible = (action >= 0) & (action < self.actions)
-        # Rules are written for possible actions alone; what they make of another is not looked at.
-        observation, moved, reward, done, _ = self.env.step_env(
+            valid = (action >= 0) & (action < self.actions)
+        # The environment defines its rules for valid actions only, so that its result for others is discarded.
+        observation, stepped, reward, done, _ = self.env.step_env(
             step_key, before.env, action.reshape(self._action_shape), self.params
         )
-        kept = jax.tree.map(lambda new, old: jnp.where(possible, new, old).astype(old.dtype), moved, before.env)
-        unless_impossible = jnp.where(possible, 0.0, jnp.nan)
+        after = jax.tree.map(lambda new, old: jnp.where(valid, new, old).astype(old.dtype), stepped, before.env)
+        nan_if_invalid = jnp.where(valid, 0.0, jnp.nan)
         return state.replace(
-            pipeline_state=GymnaxState(kept, jax.random.key_data(next_key)),
-            obs=self._vector(observation) + unless_impossible,
-            reward=jnp.asarray(reward, jnp.float32).reshape(()) + unless_impossible,
-            done=(jnp.reshape(done, ()) & possible).astype(jnp.float32),
+            pipeline_state=GymnaxState(after, jax.random.key_data(next_key)),
+            obs=self._vector(observation) + nan_if_invalid,
+            reward=jnp.asarray(reward, jnp.float32).reshape(()) + nan_if_invalid,
+            done=(jnp.reshape(done, ()) & valid).astype(jnp.float32),
         )
 
     def _vector(self, observation: jax.Array) -> jax.Array:
-        if self._numbers is not None:
-            return jax.nn.one_hot(observation, self._numbers)
+        if self._observation_values is not None:
+            return jax.nn.one_hot(observation, self._observation_values)
         return jnp.asarray(observation, jnp.float32).ravel()
 
     @property
@@ -265,7 +265,7 @@ class GymnaxEnv(Env):
 
     @property
     def action_size(self) -> int:
-        """Length of an action: 1 where it is one of several."""
+        """The length of an action, 1 if actions are discrete."""
         return int(np.prod(self._action_shape))
 
     @property
@@ -284,13 +284,13 @@ def _gymnax() -> Any:
 @task_kinds.register("gymnax")
 @dataclass(frozen=True)
 class GymnaxTask(ForeignTask):
-    """gymnax' environments, with the extra jaxaudit[gymnax]: classic control, MinAtar, bsuite."""
+    """Environments of gymnax (classic control, MinAtar, bsuite), which need the extra jaxaudit[gymnax]."""
 
     kind: ClassVar[str] = "gymnax"
 
     @classmethod
     def names(cls) -> list[str]:
-        """The environments' names. Raises ValueError if the package is missing."""
+        """Returns the environments' names. Raises ValueError if the package is missing."""
         return [name for name in _gymnax().registered_envs if name not in DOWNLOADS]
 
     def make(self) -> GymnaxEnv:

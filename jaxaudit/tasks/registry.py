@@ -1,4 +1,4 @@
-"""Tasks by name: the registered ones, and how a name says of which kind it is."""
+"""Tasks by name: the registered tasks, and the tasks of other kinds, whose names have the kind as a prefix."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxaudit.runtime import registry
 from jaxaudit.runtime.registry import check_name, first_docstring_line, task_kinds, tasks
 from jaxaudit.tasks import gymnasium_v5
 from jaxaudit.tasks._brax import Env
-from jaxaudit.tasks.task import MujocoTask
-from jaxaudit.tasks.task import Physics as Physics
+from jaxaudit.tasks.engine import MujocoTask
+from jaxaudit.tasks.engine import Physics as Physics
 
 TASKS = {task.name: task for task in gymnasium_v5.ALL}
 
@@ -28,14 +28,14 @@ PHYSICS = ("auto", "c", "mjx")
 @task_kinds.register("registered")
 @dataclass(frozen=True)
 class Registered:
-    """Tasks registered by name, of any physics.
+    """Tasks that are registered by name, with any physics.
 
-    Such a task is a `MujocoTask`, or a function that makes a brax `Env` of its own.
+    The task is a `MujocoTask`, or a function that creates a brax `Env`.
 
     Attributes:
-      name: that it is registered under.
-      physics: "c" is C MuJoCo on the host's cores, "mjx" is MuJoCo in JAX; "auto" is "c" where JAX runs on a CPU, and
-        "mjx" elsewhere; the spec that a run stores says which. It does not matter to a task that is not MuJoCo's.
+      name: the name under which the task is registered.
+      physics: "c" for C MuJoCo on the host's cores, "mjx" for MuJoCo in JAX, or "auto", which is "c" if JAX runs on a
+        CPU and "mjx" otherwise. A run stores the choice in its spec. It has no effect on tasks without MuJoCo.
     """
 
     kind: ClassVar[str] = "registered"
@@ -49,12 +49,12 @@ class Registered:
         check_name("physics", self.physics, PHYSICS)
 
     def make(self) -> Env:
-        """The environment. Raises ValueError for "c" where JAX does not run on a CPU."""
+        """Returns the environment. Raises ValueError for "c" if JAX does not run on a CPU."""
         task = tasks[self.name]
         if not isinstance(task, MujocoTask):
             return task()
         engine = self.engine_on(jax.default_backend()) if self.physics == "auto" else self.physics
-        # Each engine is imported when it is wanted: they are slow to load.
+        # The engines are imported on demand, because they are slow to load.
         if engine == "c":
             from jaxaudit.tasks.engine_c import CMujocoEnv
 
@@ -65,59 +65,60 @@ class Registered:
 
     @property
     def engine(self) -> str:
-        """Its physics; "" for a task that is not MuJoCo's."""
+        """The task's physics, or "" if the task does not use MuJoCo."""
         return self.physics if isinstance(tasks[self.name], MujocoTask) else ""
 
     def engine_on(self, platform: str) -> str:
-        """The physics that "auto" is on a platform of JAX's."""
+        """Returns the physics that "auto" stands for on a platform, which is one of JAX's names."""
         return "c" if platform == "cpu" else "mjx"
 
     def runs_on(self, platform: str) -> bool:
-        """Whether the physics can run there: C MuJoCo needs arrays on the host."""
+        """Returns whether the physics can run on a platform: C MuJoCo needs arrays on the host."""
         return self.engine != "c" or platform == "cpu"
 
     def simulated_by(self, engine: Any) -> Registered:
-        """Returns the same task, simulated by another engine."""
+        """Returns the same task with another engine."""
         return replace(self, physics=engine)
 
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
-        """Returns the names of the kind's tasks, with a line on each."""
+        """Returns the names of the kind's tasks, with a one-line summary of each."""
         return [(name, first_docstring_line(tasks[name])) for name in tasks if not isinstance(tasks[name], MujocoTask)]
 
 
 @task_kinds.register("mujoco")
 @dataclass(frozen=True)
 class Mujoco(Registered):
-    """The MuJoCo tasks of Gymnasium, in their version 5.
+    """The MuJoCo tasks of Gymnasium in version 5.
 
-    The kind has another name than `Registered` and is no other: every registered task goes by both.
+    The kind is another name of `Registered`: every registered task can be given by both.
     """
 
     kind: ClassVar[str] = "mujoco"
 
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
-        """Returns the names of the kind's tasks, with a line on each."""
+        """Returns the names of the kind's tasks, with empty summaries."""
         return [(name, "") for name in tasks if isinstance(tasks[name], MujocoTask)]
 
 
 def named(name: str, physics: Any = "auto") -> Task:
-    """The task of a name: of a registered one, or with its kind before it, "brax:ant".
+    """Returns the task with a name: a registered task, or with a kind as a prefix, as in "brax:ant", a task of that
+    kind.
 
     Args:
-      name: it.
-      physics: the engine that moves it; which there are is the kind's.
+      name: the task's name.
+      physics: the physics engine, one of those of the kind.
 
     Raises:
-      ValueError: an unknown task or engine, or a missing package.
+      ValueError: the task or engine is unknown, or a package is missing.
     """
-    kind, prefixed, rest = name.partition(":")
-    if not prefixed or name in tasks or kind not in task_kinds or task_kinds[kind].gives != "environment":
+    kind, colon, rest = name.partition(":")
+    if not colon or name in tasks or kind not in task_kinds or task_kinds[kind].gives != "environment":
         return Registered(name, physics)
     return task_kinds[kind](rest, **({} if physics == "auto" else {"physics": physics}))
 
 
 def make(name: str, physics: str = "auto") -> Env:
-    """The environment of a task's name, unbatched, in brax's `Env` interface; arguments and errors are `named`'s."""
+    """Returns a task's unbatched environment in brax's `Env` interface; arguments and errors are as for `named`."""
     return named(name, physics).make()

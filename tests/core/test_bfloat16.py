@@ -11,9 +11,8 @@ import jaxaudit as ja
 from jaxaudit.core.optimizer import Optimizer
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.attention import causal_attention
-from jaxaudit.kernels.cross_entropy import cross_entropy
-from jaxaudit.kernels.layer_norm import layer_norm
-from jaxaudit.kernels.token_log_probability import token_log_probability
+from jaxaudit.kernels.layers import layer_norm
+from jaxaudit.kernels.output_layer import cross_entropy, token_log_probability
 from jaxaudit.models import gpt2
 
 ALLOWED = 1e-2

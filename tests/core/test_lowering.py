@@ -15,7 +15,7 @@ import jaxaudit as ja
 from jaxaudit.core.program import Program, run
 from jaxaudit.dialogues import sampling as drawing
 from jaxaudit.execution.grid_program import inputs
-from jaxaudit.kernels.embedding import lookup
+from jaxaudit.kernels.layers import lookup
 from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner

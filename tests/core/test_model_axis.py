@@ -21,7 +21,7 @@ from jaxaudit.dialogues import named
 from jaxaudit.execution.device_layout import device_bytes
 from jaxaudit.execution.engine import Engine
 from jaxaudit.learners.language_model import Data, LanguageModel, LanguageModelSettings
-from jaxaudit.models import gpt2, gpt2_checkpoint, lora
+from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.models.sampling import generate
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import lifecycle as durable
@@ -135,8 +135,8 @@ def test_states_are_the_same_in_a_checkpoint_however_many_share_a_lane(tmp_path)
 def test_sampled_tokens_are_the_same(adapted, devices):
     params = gpt2.init_params(TINY, jax.random.key(0))
     if adapted:
-        adapters = lora.init_adapters(TINY, 2, jax.random.key(1))
-        params = lora.Adapted(params, jax.tree.map(lambda x: x + 0.05, adapters))
+        adapters = gpt2.init_adapters(TINY, 2, jax.random.key(1))
+        params = gpt2.Adapted(params, jax.tree.map(lambda x: x + 0.05, adapters))
     prompts = jnp.array([[3, 14, 15], [9, 2, -1]])
 
     def sample(params, key):

@@ -366,7 +366,7 @@ def test_a_checkpoint_with_fewer_positions_than_a_row_has_slots(file, tmp_path):
     assert learner.data.start["wpe"]["embedding"].shape == (40, 64)
     with pytest.raises(
         ValueError,
-        match=r"has shape \[40, 64\], and this model's has \[48, 64\]: choose a context, or a length",
+        match=r"has shape \[40, 64\], but this model needs \[48, 64\]: choose a context, or a length",
     ):
         ja.learners.grpo(named("text", file=file, length=48).make(), **settings)
 

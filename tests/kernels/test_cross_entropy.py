@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.kernels.cross_entropy import cross_entropy
+from jaxaudit.kernels.output_layer import cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 50, 12, 77
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.kernels import embedding
+from jaxaudit.kernels import layers
 
 ENTRIES, WIDTH = 50, 8
 
@@ -28,9 +28,9 @@ def off_by(found, exact):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("most", [2**25, ENTRIES * 300, 7 * 4000])
-@pytest.mark.parametrize("way", [embedding.scatter_rows, embedding.multiply_rows])
+@pytest.mark.parametrize("way", [layers.scatter_rows, layers.multiply_rows])
 def test_sums_of_rows_are_in_the_type_of_the_table(way, most, dtype, monkeypatch):
-    monkeypatch.setattr(embedding, "MOST_ONE_HOT", most)
+    monkeypatch.setattr(layers, "MOST_ONE_HOT", most)
     tokens = zipf(4000)
     rows = jnp.asarray(np.random.default_rng(1).normal(1, 1, (4000, WIDTH)), dtype)
     found = way(jnp.asarray(tokens), rows, entries=ENTRIES, dtype=jnp.float32)
@@ -44,7 +44,7 @@ def test_the_gradient_of_a_lookup(dtype):
     table = jax.random.normal(jax.random.key(0), (3, ENTRIES, WIDTH))
     tokens, weights = zipf((3, 20, 200)), jax.random.uniform(jax.random.key(1), (3, 20, 200, WIDTH)).astype(dtype)
 
-    def loss(table, tokens, weights, looked_up=embedding.lookup):
+    def loss(table, tokens, weights, looked_up=layers.lookup):
         return jnp.sum((looked_up(table, tokens, dtype) * weights).astype(jnp.float32))
 
     found = jax.jit(jax.vmap(jax.grad(loss)))(table, tokens, weights)
@@ -60,7 +60,7 @@ def test_the_gradient_of_a_lookup(dtype):
 def test_rows_are_those_of_the_table():
     table = jax.random.normal(jax.random.key(0), (ENTRIES, WIDTH))
     tokens = jnp.array([[3, 0], [ENTRIES - 1, ENTRIES]])
-    found = np.asarray(embedding.lookup(table, tokens, jnp.bfloat16).astype(jnp.float32))
+    found = np.asarray(layers.lookup(table, tokens, jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_array_equal(found[0, 0], np.asarray(table[3].astype(jnp.bfloat16).astype(jnp.float32)))
     np.testing.assert_array_equal(found[1, 0], np.asarray(table[-1].astype(jnp.bfloat16).astype(jnp.float32)))
     assert np.isnan(found[1, 1]).all()

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from jaxaudit.kernels import coherence
-from jaxaudit.kernels.conjugate_gradient import conjugate_gradient
 from jaxaudit.kernels.gae import gae
+from jaxaudit.kernels.linear_algebra import conjugate_gradient, orthogonal
 from jaxaudit.kernels.linear_scan import linear_scan
-from jaxaudit.kernels.orthogonal import orthogonal
 from jaxaudit.kernels.shuffle import shuffled
 
 

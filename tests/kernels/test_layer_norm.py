@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxaudit.kernels.layer_norm import layer_norm, sum_by_product, sum_by_reduction
+from jaxaudit.kernels.layers import layer_norm, sum_by_product, sum_by_reduction
 
 EPSILON = 1e-5
 

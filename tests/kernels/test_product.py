@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.kernels.product import product
+from jaxaudit.kernels.layers import product
 
 SHAPES = [(5, 3), (3, 5), (4, 4)]
 """More inputs than outputs, fewer, and as many."""

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.kernels import ranks
+from jaxaudit.kernels import linear_algebra
 
-values = jax.jit(jax.vmap(ranks.singular_values))
-cka = jax.jit(jax.vmap(ranks.linear_cka))
+values = jax.jit(jax.vmap(linear_algebra.singular_values))
+cka = jax.jit(jax.vmap(linear_algebra.linear_cka))
 
 
 def matrices(kind, rows, columns, lanes=3):
@@ -40,9 +40,9 @@ def test_singular_values_and_ranks_equal_numpys(kind, shape):
     wanted = np.linalg.svd(z.astype(np.float64), compute_uv=False)
     assert (np.abs(found - wanted).max(axis=1) < 1e-6 * wanted[:, 0]).all()
     for lane in range(3):
-        np.testing.assert_allclose(ranks.effective_rank(found[lane]), effective(wanted[lane]), rtol=2e-4)
+        np.testing.assert_allclose(linear_algebra.effective_rank(found[lane]), effective(wanted[lane]), rtol=2e-4)
         stable = (wanted[lane] ** 2).sum() / wanted[lane, 0] ** 2
-        np.testing.assert_allclose(ranks.stable_rank(found[lane]), stable, rtol=1e-5)
+        np.testing.assert_allclose(linear_algebra.stable_rank(found[lane]), stable, rtol=1e-5)
 
 
 def test_small_singular_values_are_not_lost_in_a_square():
@@ -57,12 +57,12 @@ def test_small_singular_values_are_not_lost_in_a_square():
 
 
 def test_known_ranks():
-    one = ranks.singular_values(jnp.outer(jnp.arange(1.0, 7.0), jnp.arange(1.0, 4.0)))
-    np.testing.assert_allclose([ranks.effective_rank(one), ranks.stable_rank(one)], 1.0, atol=1e-5)
+    one = linear_algebra.singular_values(jnp.outer(jnp.arange(1.0, 7.0), jnp.arange(1.0, 4.0)))
+    np.testing.assert_allclose([linear_algebra.effective_rank(one), linear_algebra.stable_rank(one)], 1.0, atol=1e-5)
     four = jnp.array([2.0, 2.0, 2.0, 2.0, 0.0])
-    np.testing.assert_allclose([ranks.effective_rank(four), ranks.stable_rank(four)], 4.0, rtol=1e-6)
-    np.testing.assert_allclose(ranks.singular_values(jnp.array([[3.0], [4.0]])), [5.0], rtol=1e-6)
-    np.testing.assert_allclose(ranks.singular_values(jnp.array([[3.0, 4.0]])), [5.0], rtol=1e-6)
+    np.testing.assert_allclose([linear_algebra.effective_rank(four), linear_algebra.stable_rank(four)], 4.0, rtol=1e-6)
+    np.testing.assert_allclose(linear_algebra.singular_values(jnp.array([[3.0], [4.0]])), [5.0], rtol=1e-6)
+    np.testing.assert_allclose(linear_algebra.singular_values(jnp.array([[3.0, 4.0]])), [5.0], rtol=1e-6)
 
 
 def test_zeros_and_what_is_not_finite():
@@ -70,9 +70,9 @@ def test_zeros_and_what_is_not_finite():
     z[0], z[1, 4, 2] = 0.0, np.inf
     found = values(z)
     np.testing.assert_array_equal(found[0], 0.0)
-    np.testing.assert_array_equal([ranks.effective_rank(found[0]), ranks.stable_rank(found[0])], 0.0)
+    np.testing.assert_array_equal([linear_algebra.effective_rank(found[0]), linear_algebra.stable_rank(found[0])], 0.0)
     np.testing.assert_array_equal(np.isfinite(found), [[True], [False], [True]] * np.ones((1, 32), bool))
-    assert np.isnan([ranks.effective_rank(found[1]), ranks.stable_rank(found[1])]).all()
+    assert np.isnan([linear_algebra.effective_rank(found[1]), linear_algebra.stable_rank(found[1])]).all()
 
 
 def test_rows_of_zeros_do_not_count():
@@ -82,7 +82,7 @@ def test_rows_of_zeros_do_not_count():
 
 
 def test_nothing_calls_lapack():
-    for function, arguments in ((ranks.singular_values, 1), (ranks.linear_cka, 2)):
+    for function, arguments in ((linear_algebra.singular_values, 1), (linear_algebra.linear_cka, 2)):
         lowered = jax.jit(jax.vmap(function)).lower(*[jnp.zeros((2, 8, 4))] * arguments)
         assert "custom_call" not in lowered.as_text().replace("custom_call @Sharding", "")
 
@@ -112,6 +112,6 @@ def test_cka_of_some_rows_and_of_constants():
     x, y = matrices("gaussian", 96, 32), matrices("decaying", 96, 32)
     there = np.arange(96) < 40
     y[:, 40:] = np.nan
-    found = jax.vmap(ranks.linear_cka, in_axes=(0, 0, None))(x, y, there)
+    found = jax.vmap(linear_algebra.linear_cka, in_axes=(0, 0, None))(x, y, there)
     np.testing.assert_allclose(found, [reference_cka(a[:40], b[:40]) for a, b in zip(x, y, strict=True)], rtol=1e-5)
     np.testing.assert_array_equal(cka(x, np.ones_like(x)), 0.0)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaudit.kernels.token_log_probability import token_log_probability
+from jaxaudit.kernels.output_layer import token_log_probability
 
 TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 21, 6, 13, 0.7
 

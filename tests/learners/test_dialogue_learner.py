@@ -229,7 +229,7 @@ def test_sampling_leaves_off_when_all_rows_of_all_lanes_are_over(monkeypatch):
     rows, few = sampled(1)
     more, most = sampled(4)
     with monkeypatch.context() as patch:
-        patch.setattr(sampling, "all_over", lambda over: jnp.zeros((), bool))
+        patch.setattr(sampling, "all_finished", lambda over: jnp.zeros((), bool))
         every, all_turns = sampled(4)
     jax.tree.map(assert_same_rows, more, every)
     jax.tree.map(lambda a, b: assert_same_rows(a, b[:1]), rows, sampled(4)[0])

@@ -242,7 +242,7 @@ def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
         assert begun.shape == (kept, 64)
         np.testing.assert_array_equal(shorter.data.start["wpe"]["embedding"], params["wpe"]["embedding"][:kept])
     with pytest.raises(
-        ValueError, match=r"'transformer.wpe.weight' has shape \[16, 64\], and this model's has \[32, 64\]"
+        ValueError, match=r"'transformer.wpe.weight' has shape \[16, 64\], but this model needs \[32, 64\]"
     ):
         ja.learners.language_model(corpus, checkpoint=str(tmp_path), **SMALL | {"context": 32})
 
@@ -288,9 +288,9 @@ def test_learners_that_begin_with_checkpoints_share_a_program(made, corpus, tmp_
         ({"size": "huge"}, "size must be micro, nano, mini, 124m, 355m, 774m.*, not 'huge'"),
         ({"positions": 8}, "positions must be at least the context, 16, not 8"),
         ({"accumulation": 3}, "accumulation 3 does not divide the batch_size 8"),
-        ({"context": 10**6}, "the corpus has [0-9,]+ tokens to train on, and one batch has 8,000,001"),
-        ({"context": 1500, "batch_size": 4}, "the second corpus has 1,[0-9]+ tokens to train on, and one batch"),
-        ({"held_out": 1000}, "held_out = 1000 sequences have 17,000"),
+        ({"context": 10**6}, "the corpus has [0-9,]+ training tokens, but one batch needs 8,000,001"),
+        ({"context": 1500, "batch_size": 4}, "the second corpus has 1,[0-9]+ training tokens, but one batch"),
+        ({"held_out": 1000}, "held_out = 1000 sequences need 17,000"),
         ({"beta2": 1.0}, r"beta2 must lie in \[0, 1\)"),
         ({"precision": "float16"}, "precision must be float32, bfloat16"),
         ({"attention": "cudnn"}, "attention 'cudnn' needs precision 'bfloat16'"),

@@ -13,8 +13,8 @@ import pytest
 from scipy import stats
 
 from jaxaudit.core.taps import Taps
+from jaxaudit.learners.rl.on_policy import Moments
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
-from jaxaudit.learners.rl.rollout import Moments
 from jaxaudit.learners.rl.sac import SAC, SACSettings
 from jaxaudit.learners.rl.td3 import TD3, TD3Settings
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings

@@ -9,9 +9,9 @@ from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit.core.taps import Taps
-from jaxaudit.learners.rl.evaluation import evaluate_when_due
+from jaxaudit.learners.rl.on_policy import Moments
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
-from jaxaudit.learners.rl.rollout import Moments
+from jaxaudit.learners.rl.telemetry import evaluate_when_due
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings
 
 SMALL = PLAIN | {"hidden": (16,)}

@@ -11,8 +11,8 @@ from scipy import stats
 import jaxaudit as ja
 from jaxaudit.core.optimizer import Optimizer, linear_to_zero
 from jaxaudit.core.taps import Taps
+from jaxaudit.learners.rl.on_policy import Moments, Samples
 from jaxaudit.learners.rl.ppo import PPO, PPOSettings
-from jaxaudit.learners.rl.rollout import Moments, Samples
 
 SMALL = PLAIN | {"hidden": (16,)}
 

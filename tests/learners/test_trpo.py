@@ -12,7 +12,7 @@ from without_baseline import train_from_the_start
 
 import jaxaudit as ja
 from jaxaudit.core.taps import Taps
-from jaxaudit.learners.rl.rollout import Samples
+from jaxaudit.learners.rl.on_policy import Samples
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings, _root_mean_square_norm, line_search
 from jaxaudit.perturbations.kinds import stateless
 
@@ -185,7 +185,7 @@ def change(propose, gradient):
 @pytest.fixture(scope="module")
 def search(agent, policy, batch):
     """A line search along a change from a first length."""
-    measure = agent.compared_with(policy, batch)
+    measure = agent.comparison(policy, batch)
     limits = {"max_kl": DELTA, "factor": 0.8, "max_backtracks": 10}
     return jax.jit(lambda change, first: line_search(measure, policy, change, first_length=first, **limits))
 

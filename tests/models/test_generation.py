@@ -11,6 +11,7 @@ from fusion_emitters import emitters
 from places import DATA, EXPERIMENTS
 
 import jaxaudit as ja
+from jaxaudit.kernels.attention import attention_entropy
 from jaxaudit.models import gpt2, gpt2_checkpoint, sampling
 from jaxaudit.models.gpt2 import GPT2, Size
 
@@ -43,7 +44,7 @@ def test_greedy_generation_is_that_of_transformers(name):
 def token_by_token(model, params, tokens, begun, positions, first):
     """Hidden states of all slots, of which so many are prefilled: `[N, T, width]`."""
     slots = tokens.shape[1]
-    unrolled = sampling.layers_of(params)
+    unrolled = sampling.unstack_layers(params)
     given = (x[:, :begun] for x in (tokens, positions, first))
     token, position, start = given
     hidden, cache = sampling.prefill(model, unrolled, token, slots, position, start)
@@ -113,7 +114,7 @@ def test_gradients_know_what_is_seen(params):
 
 def test_the_entropy_of_attention_counts_what_is_seen():
     same = np.zeros((1, 6, 2, 8), np.float32)
-    entropy = gpt2.attention_entropy(same, same, np.array([[0, 0, 2, 2, 2, 5]]))
+    entropy = attention_entropy(same, same, np.array([[0, 0, 2, 2, 2, 5]]))
     assert float(entropy) == pytest.approx(np.mean(np.log([1, 2, 1, 2, 3, 1])), rel=1e-5)
 
 
@@ -138,7 +139,7 @@ def test_a_write_under_lanes_stays_a_slice(params):
     lanes = jax.tree.map(lambda x: jnp.stack([x] * 5), params)
 
     def decoded(params, token, slot):
-        unrolled = sampling.layers_of(params)
+        unrolled = sampling.unstack_layers(params)
         _, cache = sampling.prefill(MODEL, unrolled, jnp.zeros((3, 1), jnp.int32), 16)
         return sampling.decode(MODEL, unrolled, token, token, 0 * token, slot, cache)
 
@@ -181,7 +182,7 @@ LOGITS = np.log([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 
 def test_what_is_cut_off(top_k, top_p, kept):
     wanted = np.array([[sign == "1" for sign in row] for row in kept])
     for given in (top_p, jnp.float32(top_p)):
-        left, mass = jax.jit(sampling.truncated, static_argnums=1)(jnp.float32(LOGITS), top_k, given)
+        left, mass = jax.jit(sampling.truncate_logits, static_argnums=1)(jnp.float32(LOGITS), top_k, given)
         np.testing.assert_array_equal(np.isfinite(left), wanted)
         np.testing.assert_array_equal(np.asarray(left)[wanted], np.float32(LOGITS)[wanted])
         np.testing.assert_allclose(mass, (np.exp(LOGITS) * ~wanted).sum(1), atol=1e-6)
@@ -249,7 +250,7 @@ def test_no_token_is_computed_after_the_end_of_the_longest_row(params, monkeypat
 def test_that_all_are_over_is_of_all_lanes_and_not_batched():
     def loop(turns):
         """How many turns a loop takes whose only row is over after so many."""
-        return jax.lax.while_loop(lambda c: ~sampling.all_over((c >= turns)[None]), lambda c: c + 1, 0)
+        return jax.lax.while_loop(lambda c: ~sampling.all_finished((c >= turns)[None]), lambda c: c + 1, 0)
 
     assert loop(3) == 3
     np.testing.assert_array_equal(jax.vmap(jax.vmap(loop))(jnp.array([[2, 1], [4, 3]])), 4)
@@ -259,11 +260,11 @@ def test_that_all_are_over_is_of_all_lanes_and_not_batched():
 @pytest.mark.parametrize(
     ("prompts", "tokens", "sentence"),
     [
-        ([1, 2], 4, "prompts have 1 axes and not two"),
-        ([[1, 2]], 0, "tokens to write are 0 and not 1 or more"),
-        ([[1, -1, 2]], 4, "prompts have at least one token, and -1 after the last one alone"),
-        ([[-1, -1]], 4, "prompts have at least one token"),
-        ([[1, 40]], 4, "prompts have tokens from 1 to 40, and the model 0 to 39"),
+        ([1, 2], 4, "prompts must have two axes, \\[rows, tokens\\], not 1"),
+        ([[1, 2]], 0, "tokens must be at least 1, not 0"),
+        ([[1, -1, 2]], 4, "must have at least one token, and -1 only after its last token"),
+        ([[-1, -1]], 4, "prompt must have at least one token"),
+        ([[1, 40]], 4, "prompts must have tokens from 0 to 39, not from 1 to 40"),
         ([[1, 2, 3], [1, -1, -1]], 14, "prompts of up to 3 tokens and 14 more do not fit into the context of 16"),
     ],
 )

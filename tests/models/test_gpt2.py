@@ -11,6 +11,7 @@ import pytest
 from places import DATA, EXPERIMENTS
 from safetensors.numpy import load_file, save_file
 
+from jaxaudit.kernels.attention import attention_entropy
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.models.gpt2 import GPT2, Size
 
@@ -90,17 +91,20 @@ SHARD = "model-00002-of-00003.safetensors"
 WRONG_INDICES = {
     "outside": (
         lambda m: m.update(x="../model.safetensors"),
-        "names '../model.safetensors', which is no safetensors file",
+        "names '../model.safetensors', which is not a safetensors file",
     ),
-    "absolute": (lambda m: m.update(x="/etc/passwd"), "names '/etc/passwd', which is no safetensors file beside it"),
+    "absolute": (
+        lambda m: m.update(x="/etc/passwd"),
+        "names '/etc/passwd', which is not a safetensors file in the same folder",
+    ),
     "no name": (lambda m: m.update(x=7), "has no weight_map"),
     "nothing": (lambda m: m.clear(), "has no weight_map"),
     "not there": (
         lambda m: m.update(x="y.safetensors"),
-        "y.safetensors: there is no such file, and model.safetensors.index",
+        "y.safetensors: there is no such file, although model.safetensors.index",
     ),
     "many": (lambda m: m.update({str(i): f"{i}.safetensors" for i in range(1001)}), "names 1004 files; at most 1000"),
-    "missing": (lambda m: m.update(x=SHARD), f"says that {SHARD} has tensor 'x', which it has not"),
+    "missing": (lambda m: m.update(x=SHARD), f"says that {SHARD} has tensor 'x', but it does not"),
     "a shard left out": (
         lambda m: [m.pop(name) for name in list(m) if m[name] == SHARD],
         r"index.json has no tensor 'transformer\.h\.[a-z0-9._]*', which this model has",
@@ -120,7 +124,7 @@ def test_a_wrong_index_of_shards_is_told_in_one_sentence(tmp_path, case):
 def test_a_tensor_in_two_shards(tmp_path):
     index_changed(tmp_path, lambda m: m.update(more="model-4.safetensors"))
     save_file({"transformer.ln_f.bias": np.zeros(16, np.float32)}, tmp_path / "model-4.safetensors")
-    with pytest.raises(ValueError, match=r"has tensor 'transformer\.ln_f\.bias', and .*00003.safetensors has it too"):
+    with pytest.raises(ValueError, match=r"00003.safetensors and .* both have tensor 'transformer\.ln_f\.bias'"):
         gpt2_checkpoint.load(tmp_path, MODEL)
 
 
@@ -128,7 +132,7 @@ def test_a_tensor_in_two_shards(tmp_path):
 def test_a_pickle_is_not_read_and_the_sentence_says_why(tmp_path, name):
     (tmp_path / "training_args.bin").touch()
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    wanted = f"{name} is a pickle, which runs code when it is read, and is not: save the model as safetensors"
+    wanted = f"{name} is a pickle, which can run code when it is loaded, and is therefore not read: save the model as"
     with pytest.raises(ValueError, match="there is no such file; " + wanted if name != "ckpt.pt" else "is a pickle"):
         gpt2_checkpoint.load(tmp_path, MODEL)
     with pytest.raises(ValueError, match=wanted):
@@ -150,7 +154,7 @@ def cut_off(path):
 WRONG = {
     "one too many": (
         lambda t: t.update({"transformer.h.2.ln_1.bias": np.zeros(16, np.float32)}),
-        "has tensor 'transformer.h.2.ln_1.bias', which this model has not",
+        "has tensor 'transformer.h.2.ln_1.bias', which this model does not have",
     ),
     "an output layer": (
         lambda t: t.update({"lm_head.weight": np.zeros((40, 16), np.float32)}),
@@ -159,19 +163,19 @@ WRONG = {
     "missing": (lambda t: t.pop("transformer.h.1.mlp.c_fc.bias"), "no tensor 'transformer.h.1.mlp.c_fc.bias'"),
     "shape": (
         lambda t: t.update({"transformer.wpe.weight": np.zeros((8, 16), np.float32)}),
-        r"'transformer.wpe.weight' has shape \[8, 16\], and this model's has \[16, 16\]: choose a context, or a length",
+        r"'transformer.wpe.weight' has shape \[8, 16\], but this model needs \[16, 16\]: choose a context, or a length",
     ),
     "another vocabulary": (
         lambda t: t.update({"transformer.wte.weight": np.zeros((51, 16), np.float32)}),
-        r"has shape \[51, 16\], and this model's has \[40, 16\]: its vocabulary is that of another tokenizer",
+        r"has shape \[51, 16\], but this model needs \[40, 16\]: it has the vocabulary of another tokenizer",
     ),
     "fewer tokens": (
         lambda t: t.update({"transformer.wte.weight": np.zeros((39, 16), np.float32)}),
-        r"has shape \[39, 16\], and this model's has \[40, 16\]: its vocabulary",
+        r"has shape \[39, 16\], but this model needs \[40, 16\]: it has the vocabulary",
     ),
     "type": (
         lambda t: t.update({"transformer.ln_f.bias": np.zeros(16, np.int32)}),
-        "'transformer.ln_f.bias' is I32, not one of F64, F32",
+        "'transformer.ln_f.bias' has dtype I32, not one of F64, F32",
     ),
     "not finite": (
         lambda t: t.update({"transformer.ln_f.bias": np.full(16, np.nan, np.float32)}),
@@ -201,7 +205,7 @@ def header_changed(path, change):
 
 BIAS = "transformer.ln_f.bias"
 DAMAGED = {
-    "shape": (lambda h: h[BIAS].update(shape=[17]), rf"tensor '{BIAS}' has 64 bytes, which are not F32 \[17\]"),
+    "shape": (lambda h: h[BIAS].update(shape=[17]), rf"tensor '{BIAS}' has 64 bytes, not 68 for F32 \[17\]"),
     "hole": (
         lambda h: h[BIAS].update(data_offsets=[x + 4 for x in h[BIAS]["data_offsets"]]),
         "is damaged: tensor 'transformer[a-z0-9._]*' begins at byte",
@@ -209,7 +213,7 @@ DAMAGED = {
     "offsets": (lambda h: h[BIAS].update(data_offsets=[0]), "header is damaged"),
     "words": (lambda h: h[BIAS].update(data_offsets=["0", "64"]), "header is damaged"),
     "no shape": (lambda h: h[BIAS].pop("shape"), "header is damaged"),
-    "type": (lambda h: h[BIAS].update(dtype="F7"), f"tensor '{BIAS}' is F7, not one of F64"),
+    "type": (lambda h: h[BIAS].update(dtype="F7"), f"tensor '{BIAS}' has dtype F7, not one of F64"),
 }
 
 
@@ -240,7 +244,7 @@ def test_an_output_layer_that_is_the_embedding_is_no_other_model(tmp_path):
 def test_a_file_that_is_cut_off_names_the_tensor_it_ends_in(tmp_path):
     shutil.copytree(REFERENCE, tmp_path, dirs_exist_ok=True)
     cut_off(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"cut off: it ends within tensor 'transformer\."):
+    with pytest.raises(ValueError, match=r"truncated: it ends within tensor 'transformer\."):
         gpt2_checkpoint.load(tmp_path, MODEL)
 
 
@@ -258,17 +262,17 @@ def test_a_config_of_another_model(tmp_path):
     shutil.copytree(REFERENCE, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     for change, sentence in (
-        ({"n_head": 4}, "n_head is 4, and this one has 2"),
-        ({"n_layer": 3}, "n_layer is 3, and this one has 2"),
-        ({"activation_function": "gelu"}, "activation_function is 'gelu', and this one has 'gelu_new'"),
-        ({"model_type": "llama"}, "model_type is 'llama', and this one has 'gpt2'"),
+        ({"n_head": 4}, "n_head is 4, but this model has 2"),
+        ({"n_layer": 3}, "n_layer is 3, but this model has 2"),
+        ({"activation_function": "gelu"}, "activation_function is 'gelu', but this model has 'gelu_new'"),
+        ({"model_type": "llama"}, "model_type is 'llama', but this model has 'gpt2'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=sentence):
             gpt2_checkpoint.load(tmp_path, MODEL)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="no table of settings"):
+    with pytest.raises(ValueError, match="not a JSON object of settings"):
         gpt2_checkpoint.load(tmp_path, MODEL)
     with pytest.raises(ValueError, match="there is no such file"):
         gpt2_checkpoint.load(tmp_path / "nothing", MODEL)
@@ -277,7 +281,7 @@ def test_a_config_of_another_model(tmp_path):
 @pytest.mark.parametrize(("name", "millions"), [("124m", 124.44), ("355m", 354.82), ("774m", 774.03)])
 def test_the_papers_sizes(name, millions):
     model = GPT2(50257, 1024, gpt2.SIZES[name])
-    assert gpt2.count(
+    assert gpt2.parameter_count(
         jax.eval_shape(lambda key: gpt2.init_params(model, key), jax.random.key(0))
     ) / 1e6 == pytest.approx(millions, abs=0.01)
 
@@ -318,7 +322,7 @@ def test_remat_and_half_precision_compute_the_same():
 
 def test_the_entropy_of_attention():
     """Equal scores are uniform over what has been read: mean log n; one that stands out has none."""
-    same, entropy = np.zeros((1, 8, 2, 8), np.float32), jax.jit(gpt2.attention_entropy)
+    same, entropy = np.zeros((1, 8, 2, 8), np.float32), jax.jit(attention_entropy)
     assert float(entropy(same, same)) == pytest.approx(np.mean(np.log(np.arange(1, 9))), rel=1e-5)
     sharp = same + np.float32(100 * np.eye(8))[None, :, None, :]
     assert float(entropy(sharp, sharp)) == pytest.approx(0.0, abs=1e-4)

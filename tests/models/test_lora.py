@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from places import DATA
 
-from jaxaudit.models import gpt2, gpt2_checkpoint, lora, sampling
+from jaxaudit.models import gpt2, gpt2_checkpoint, sampling
 from jaxaudit.models.gpt2 import GPT2, Size
 from jaxaudit.runtime.paths import matches, paths_of
 
@@ -21,9 +21,9 @@ def base():
     return gpt2_checkpoint.load(DATA / "gpt2", MODEL)
 
 
-def moved(seed=0, layers=lora.LAYERS):
+def moved(seed=0, layers=gpt2.LORA_LAYERS):
     """Adapters that change something."""
-    adapters, random = lora.init_adapters(MODEL, 3, jax.random.key(0), layers), np.random.default_rng(seed)
+    adapters, random = gpt2.init_adapters(MODEL, 3, jax.random.key(0), layers), np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + jnp.float32(0.1 * random.normal(size=x.shape)), adapters)
 
 
@@ -33,8 +33,8 @@ def hidden_of(params):
 
 
 def test_they_begin_as_the_identity_and_are_named_by_layer(base):
-    adapters = lora.init_adapters(MODEL, 3, jax.random.key(0))
-    np.testing.assert_array_equal(hidden_of(lora.Adapted(base, adapters)), hidden_of(base))
+    adapters = gpt2.init_adapters(MODEL, 3, jax.random.key(0))
+    np.testing.assert_array_equal(hidden_of(gpt2.Adapted(base, adapters)), hidden_of(base))
     assert "policy/h/1/attn/c_attn/a" in paths_of(adapters, "policy")
     assert sum(matches("policy/h/1", path) for path in paths_of(adapters, "policy")) == 8
     a = adapters["h"].layers["mlp"]["c_proj"]["a"]
@@ -42,10 +42,10 @@ def test_they_begin_as_the_identity_and_are_named_by_layer(base):
     assert 0.9 / 8 < float(jnp.abs(a).max()) <= 1 / 8
 
 
-@pytest.mark.parametrize("layers", [lora.LAYERS, ("attn/c_attn",), ("mlp/c_proj", "attn/c_proj")])
+@pytest.mark.parametrize("layers", [gpt2.LORA_LAYERS, ("attn/c_attn",), ("mlp/c_proj", "attn/c_proj")])
 def test_the_change_of_a_weight_is_a_b_times_alpha_over_rank(base, layers):
     """By weights that are changed in float64, not by `merged`; and `merged` has these weights."""
-    adapted = lora.Adapted(base, moved(layers=layers), alpha=6.0)
+    adapted = gpt2.Adapted(base, moved(layers=layers), alpha=6.0)
     weights = {name: x.copy() for name, x in gpt2_checkpoint.tensors(base).items()}
     for path in layers:
         part, name = path.split("/")
@@ -53,19 +53,19 @@ def test_the_change_of_a_weight_is_a_b_times_alpha_over_rank(base, layers):
         for layer in range(2):
             change = 2.0 * np.float64(own["a"][layer]) @ np.float64(own["b"][layer])
             weights[f"transformer.h.{layer}.{part}.{name}.weight"] += change.astype(np.float32)
-    merged = gpt2_checkpoint.tensors(lora.merged(adapted))
+    merged = gpt2_checkpoint.tensors(gpt2.merged(adapted))
     assert merged.keys() == weights.keys()
     for name, wanted in weights.items():
         np.testing.assert_allclose(merged[name], wanted, atol=1e-7, err_msg=name)
     hidden = hidden_of(adapted)
-    np.testing.assert_allclose(hidden, hidden_of(lora.merged(adapted)), atol=1e-5)
+    np.testing.assert_allclose(hidden, hidden_of(gpt2.merged(adapted)), atol=1e-5)
     assert np.abs(hidden - hidden_of(base)).max() > 0.01
 
 
 def test_prefilled_and_token_by_token(base):
-    adapted = lora.Adapted(base, moved())
+    adapted = gpt2.Adapted(base, moved())
     hidden = hidden_of(adapted)
-    unrolled = sampling.layers_of(adapted)
+    unrolled = sampling.unstack_layers(adapted)
     first, cache = sampling.prefill(MODEL, unrolled, TOKENS[:, :9], 10)
     np.testing.assert_allclose(first, hidden[:, :9], atol=1e-5)
     place = np.full(2, 9)
@@ -81,12 +81,12 @@ def test_lanes_share_the_base_and_gradients_are_those_of_merged_weights(base):
     def loss(params):
         return jnp.sum(gpt2.apply(MODEL, params, TOKENS)[0] ** 3)
 
-    of_adapters = jax.grad(lambda adapters, base: loss(lora.Adapted(base, adapters)))
+    of_adapters = jax.grad(lambda adapters, base: loss(gpt2.Adapted(base, adapters)))
     found = jax.jit(jax.vmap(of_adapters, in_axes=(0, None)))(stacked, base)
     by_merged = jax.jit(jax.grad(loss))
     for lane, adapters in enumerate(lanes):
-        by_weights = by_merged(lora.merged(lora.Adapted(base, adapters)))["h"].layers
-        for path in lora.LAYERS:
+        by_weights = by_merged(gpt2.merged(gpt2.Adapted(base, adapters)))["h"].layers
+        for path in gpt2.LORA_LAYERS:
             part, name = path.split("/")
             own, mine = (tree["h"].layers[part][name] for tree in (adapters, found))
             scaled = 16 / 3 * np.float64(by_weights[part][name]["kernel"])
@@ -96,18 +96,16 @@ def test_lanes_share_the_base_and_gradients_are_those_of_merged_weights(base):
 
 
 def test_saved_and_read_again(base, tmp_path):
-    adapted = lora.Adapted(base, moved())
-    gpt2_checkpoint.save(tmp_path, lora.merged(adapted), MODEL)
+    adapted = gpt2.Adapted(base, moved())
+    gpt2_checkpoint.save(tmp_path, gpt2.merged(adapted), MODEL)
     again = gpt2_checkpoint.load(tmp_path, MODEL)
     np.testing.assert_allclose(hidden_of(again), hidden_of(adapted), atol=1e-5)
 
 
 def test_wrong_ones():
-    init = functools.partial(lora.init_adapters, MODEL, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="rank 0 of adapters is not 1 or more"):
+    init = functools.partial(gpt2.init_adapters, MODEL, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="rank of adapters must be at least 1, not 0"):
         init(rank=0)
     for layers in ((), ("attn/q",)):
-        with pytest.raises(
-            ValueError, match="of adapters are not some of attn/c_attn, attn/c_proj, mlp/c_fc, mlp/c_proj"
-        ):
+        with pytest.raises(ValueError, match="must be some of attn/c_attn, attn/c_proj, mlp/c_fc, mlp/c_proj"):
             init(rank=1, layers=layers)

@@ -15,7 +15,7 @@ import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load
 from jaxaudit.execution import engine
 from jaxaudit.learners.dialogue.learner import Trained
-from jaxaudit.models import gpt2, gpt2_checkpoint, lora
+from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.spec.document import load as load_spec
 
 SPIKE = '[[perturbation]]\nkind = "lr_spike"\nmagnitude = 10\nonset = 1\nduration = 1\n'
@@ -112,12 +112,12 @@ def test_a_policy_as_its_learner_saves_it(place, rank):
     gpt2_checkpoint.save("start", start, MODEL)
     dialogue = ja.dialogues.named("text", file="lines.jsonl", verifier="regex", length=12)
     learner = ja.learners.grpo(dialogue, checkpoint="start", lora_rank=rank)
-    params = moved(lora.init_adapters(MODEL, rank, jax.random.key(1)) if rank else start, seed=1)
+    params = moved(gpt2.init_adapters(MODEL, rank, jax.random.key(1)) if rank else start, seed=1)
     state = types.SimpleNamespace(policy=Trained(params, None))
     learner.save(Path("policy"), state, learner.data)
     assert json.loads(Path("policy/config.json").read_text())["eos_token_id"] == 256
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
-    wanted = log_softmax(MODEL, lora.Adapted(start, params) if rank else params, tokens)
+    wanted = log_softmax(MODEL, gpt2.Adapted(start, params) if rank else params, tokens)
     found = log_softmax(MODEL, gpt2_checkpoint.load("policy", MODEL), tokens)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert np.abs(found - log_softmax(MODEL, start, tokens)).max() > 0.1

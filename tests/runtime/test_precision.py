@@ -19,7 +19,7 @@ import jaxaudit as ja
 from jaxaudit.core.program import run
 from jaxaudit.core.taps import Taps
 from jaxaudit.execution.grid_program import inputs
-from jaxaudit.kernels import coherence, orthogonal, ranks
+from jaxaudit.kernels import coherence, linear_algebra
 from jaxaudit.monitoring.charts import Chart, _scan_runs
 from jaxaudit.monitoring.meta_state import Training, _filter_runs, _train_members
 from jaxaudit.monitoring.state_space import LRU
@@ -132,8 +132,8 @@ def test_figures_of_the_kernels_are_never_coarser(lowered):
     with tracing.with_precision(lowered):
         stack = {"w": jnp.ones((3, 4, 5))}
         assert products(coherence.dominant_share, stack) == {FULL}
-        assert products(ranks.singular_values, jnp.ones((4, 3))) == {FULL}
-        assert products(lambda key: orthogonal.orthogonal(key, (4, 3)), jax.random.key(0)) == {FULL}
+        assert products(linear_algebra.singular_values, jnp.ones((4, 3))) == {FULL}
+        assert products(lambda key: linear_algebra.orthogonal(key, (4, 3)), jax.random.key(0)) == {FULL}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.tasks import Episodes, evaluate, make
-from jaxaudit.tasks.cartpole import FARTHEST, STEEPEST, CartPole
+from jaxaudit.tasks.cartpole import ANGLE_LIMIT, POSITION_LIMIT, CartPole
 
 pytestmark = pytest.mark.default_compilation
 
@@ -67,7 +67,7 @@ def test_sizes_and_limits_are_gymnasiums():
     assert env.actions == theirs.action_space.n
     assert (env.observation_size,) == theirs.observation_space.shape
     assert env.max_episode_steps == theirs.spec.max_episode_steps
-    assert pytest.approx(2 * np.array([FARTHEST, STEEPEST])) == theirs.observation_space.high[[0, 2]]
+    assert pytest.approx(2 * np.array([POSITION_LIMIT, ANGLE_LIMIT])) == theirs.observation_space.high[[0, 2]]
 
 
 def test_initial_states_are_uniform():

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from places import DATA
 
-from jaxaudit.learners.language_model import draw as draw_sequences
-from jaxaudit.learners.language_model import evenly_spaced
+from jaxaudit.learners.language_model import draw_sequences, evenly_spaced
 from jaxaudit.text import Text, corpus, load, tokenizers
 
 TOKENIZERS = DATA / "tokenizers"

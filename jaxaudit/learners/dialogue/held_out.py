@@ -15,7 +15,7 @@ from jaxaudit.core.channel_names import PERFORMANCE, PERFORMANCE_ERROR
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.automaton import AutomatonState
 from jaxaudit.dialogues.protocol import Dialogue, has_changes, has_demonstrations
-from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
+from jaxaudit.kernels.linear_algebra import effective_rank, linear_cka, singular_values, stable_rank
 from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.collection import Collector, Models
 from jaxaudit.learners.dialogue.rows import Experience, Rows

@@ -31,7 +31,7 @@ from jaxaudit.learners.dialogue.telemetry.rewards import Scale
 from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, LastSeen, Measured, Statistics
 from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
 from jaxaudit.learners.language_model import decays
-from jaxaudit.models import gpt2, gpt2_checkpoint, lora
+from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.runtime.paths import squares_by_group
 
 
@@ -132,8 +132,8 @@ class DialogueLearner:
     def save(self, folder: Path, state: DialogueState, data: DialogueData) -> None:
         """Writes the policy, adapters merged, as a folder that transformers reads."""
         params = self.policy.whole(state.policy.params, self.base(data))
-        if isinstance(params, lora.Adapted):
-            params = lora.merged(params)
+        if isinstance(params, gpt2.Adapted):
+            params = gpt2.merged(params)
         gpt2_checkpoint.save(folder, params, self.policy.model, self.dialogue.end_of_text)
 
     # Before the first iteration.

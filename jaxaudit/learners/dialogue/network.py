@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaudit.kernels.token_log_probability import token_log_probability
+from jaxaudit.kernels.output_layer import token_log_probability
 from jaxaudit.learners.dialogue.packing import Sequences
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.models import gpt2, lora
+from jaxaudit.models import gpt2
 
 HEAD = "head"
 """The parameters, beside the transformer's, that make a scalar of a hidden state."""
@@ -34,7 +34,7 @@ class Network:
     def init(self, key: jax.Array) -> gpt2.Params:
         """What is trained, before training: random parameters, or adapters that change nothing; a head of zeros."""
         if self.rank:
-            params = lora.init_adapters(self.model, self.rank, key)
+            params = gpt2.init_adapters(self.model, self.rank, key)
         else:
             params = gpt2.init_params(self.model, key)
         return self.with_head(params) if self.scalar else params
@@ -46,7 +46,7 @@ class Network:
     def whole(self, params: gpt2.Params, base: Any = None) -> Any:
         """The transformer's parameters as `gpt2.apply` takes them."""
         trunk = {name: value for name, value in params.items() if name != HEAD}
-        return lora.Adapted(base, trunk) if self.rank else trunk
+        return gpt2.Adapted(base, trunk) if self.rank else trunk
 
     def hidden(self, params: gpt2.Params, base: Any, rows: Rows | Sequences) -> jax.Array:
         """The final hidden state at each slot, which has read the token there: `[N, T, width]`."""

@@ -54,7 +54,7 @@ class Sampler:
         entropy = -jnp.sum(jnp.where(chances == 0, 0.0, chances * logs), axis=1)
         left, cut = logits, jnp.zeros(logits.shape[0])
         if self.top_k or self.truncates:
-            left, cut = sampling.truncated(logits, self.top_k, top_p if self.truncates else 1.0)
+            left, cut = sampling.truncate_logits(logits, self.top_k, top_p if self.truncates else 1.0)
         rising = jnp.cumsum(jnp.exp(left - jnp.max(left, axis=1, keepdims=True)), axis=1)
         below = rising <= uniform[:, None] * rising[:, -1:]
         token = jnp.minimum(jnp.sum(below, axis=1, dtype=jnp.int32), logits.shape[1] - 1)
@@ -157,7 +157,7 @@ def carried_on(
     progress, written = _given(dialogue, progress)
     latest = jax.tree.map(lambda x: x[-1], written.latest)
     begun = written.latest.token.shape[0]
-    unrolled = sampling.layers_of(params, sampler.model.size.heads)
+    unrolled = sampling.unstack_layers(params, sampler.model.size.heads)
     # The last of these is read again by the first turn, which writes over what a prompt of one token left.
     before = jax.tree.map(lambda x: x[: max(begun - 1, 1)].T, written.latest)
     cache = sampling.prefill(sampler.model, unrolled, before.token, slots, before.position, before.first)[1]
@@ -182,7 +182,7 @@ def carried_on(
     so_far = jax.tree.map(lambda x: jnp.pad(x, ((0, slots - begun), (0, 0))), written)
     so_far = dataclasses.replace(so_far, role=so_far.role.at[begun:].set(END))
     progress, _, _, every = taps.repeat(
-        turn, (progress, cache, latest, so_far), slots - begun, until=lambda carry: sampling.all_over(carry[0].over)
+        turn, (progress, cache, latest, so_far), slots - begun, until=lambda carry: sampling.all_finished(carry[0].over)
     )
     every = _with_the_end(jax.tree.map(jnp.transpose, every), progress)
     return Rows(

@@ -1,1 +1,1 @@
-"""Reinforcement learning on environments: PPO, TRPO, SAC, TD3."""
+"""Reinforcement learning on environments: PPO, TRPO, SAC and TD3."""

@@ -1,4 +1,4 @@
-"""What SAC and TD3 share: settings, collection into a replay buffer, rounds of updates, target networks, telemetry."""
+"""The base of SAC and TD3: settings, collection into a replay buffer, updates, target networks and telemetry."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from jaxaudit.core.optimizer import Adam, Optimizer, OptimizerStats, finish
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.coherence import unit_gradient
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.coherence import gradient_coherence
-from jaxaudit.learners.rl.evaluation import evaluate_when_due
 from jaxaudit.learners.rl.replay_buffer import ReplayBuffer, Transitions
+from jaxaudit.learners.rl.telemetry import evaluate_when_due, gradient_coherence
 from jaxaudit.models.policy import TwinCritic
 from jaxaudit.runtime.paths import paths_of
 from jaxaudit.tasks import episodes
@@ -31,30 +30,33 @@ Coefficients = dict[str, jax.Array]
 
 UPDATES_PER_PROBE = 64
 FEWEST_PROBES, MOST_PROBES = 4, 16
+"""Gradient coherence compares one minibatch for every 64 updates of an iteration, but at least 4 and at most 16."""
 
 
 @dataclass(frozen=True)
 class OffPolicySettings:
-    """The settings SAC and TD3 share; the defaults are Table S2's, and beyond it those of published results.
+    """The settings that SAC and TD3 share.
+
+    The defaults are those of the paper's Table S2, and those of published results where the table has none.
 
     Attributes:
-      num_envs: environments a lane steps side by side.
-      iteration_steps: environment steps in one iteration; num_envs divides it.
-      learning_starts: environment steps of uniformly random actions, without updates.
-      updates_per_step: gradient updates for each environment step.
-      batch_size: transitions in a minibatch.
-      buffer_size: transitions in the replay buffer, rounded down to a multiple of num_envs. A run never fills more
-        than its steps times iteration_steps, and each lane and each onset holds a buffer.
-      buffer_dtype: of the replay buffer: "float32", "bfloat16" or "float16", which halve its memory and round
+      num_envs: number of environments that a lane steps in parallel.
+      iteration_steps: number of environment steps in one iteration, a multiple of num_envs.
+      learning_starts: number of environment steps at the beginning with uniformly random actions and without updates.
+      updates_per_step: number of gradient updates per environment step.
+      batch_size: number of transitions in a minibatch.
+      buffer_size: number of transitions in the replay buffer, rounded down to a multiple of num_envs. A run writes at
+        most its steps times iteration_steps transitions. Every lane and every onset holds a buffer.
+      buffer_dtype: dtype of the replay buffer: "float32", or "bfloat16" or "float16", which halve its memory and round
         observations, actions and rewards (see `replay_buffer.DTYPES`).
-      learning_rate: Adam's, for every network.
+      learning_rate: Adam's learning rate for every network.
       gamma: discount factor.
-      tau: share of the way the target networks go to the networks, at each of their updates.
-      max_grad_norm: threshold on each gradient's global norm; 0: no clipping, and no site clip_norm.
+      tau: share of the distance to the networks that the target networks move at each of their updates.
+      max_grad_norm: global norm above which each gradient is clipped. 0 means no clipping and no site clip_norm.
       hidden: widths of the hidden layers of actor and critics.
-      critic_layer_norm: layer normalisation in the critics, before each activation.
-      evaluations: how often in a run the policy's mean action is evaluated, evenly spaced; 0: never.
-      evaluation_episodes: episodes of each evaluation.
+      critic_layer_norm: whether the critics have layer normalisation before each activation.
+      evaluations: how many times in a run the policy's mean action is evaluated, evenly spaced. 0 means never.
+      evaluation_episodes: number of episodes in each evaluation.
       telemetry: "basic", or "full", which adds per-layer norms and the dominant share of the gradients' Gram matrix.
     """
 
@@ -76,8 +78,7 @@ class OffPolicySettings:
     telemetry: str = "full"
 
     def __post_init__(self):
-        counts = ("num_envs", "iteration_steps", "batch_size", "buffer_size", "evaluation_episodes")
-        checks.at_least_one(self, *counts)
+        checks.at_least_one(self, "num_envs", "iteration_steps", "batch_size", "buffer_size", "evaluation_episodes")
         checks.positive(self, "learning_rate", "updates_per_step")
         checks.not_negative(self, "learning_starts", "max_grad_norm", "evaluations")
         checks.fractions(self, "gamma", "tau")
@@ -94,34 +95,36 @@ class OffPolicySettings:
 
     @property
     def actor_delay(self) -> int:
-        """Updates of the critics for each update of the actor and the target networks."""
+        """The number of critic updates per update of the actor and the target networks."""
         return 1
 
     @property
     def vector_steps(self) -> int:
-        """Steps of each environment in one iteration."""
+        """The number of steps of each environment in one iteration."""
         return self.iteration_steps // self.num_envs
 
     @property
     def rounds(self) -> int:
-        """Rounds of updates that follow a vector step: each ends with an update of the actor."""
+        """The number of rounds of updates after a vector step, each of which ends with an update of the actor."""
         return round(self.num_envs * self.updates_per_step) // self.actor_delay
 
     @property
     def probes(self) -> int:
-        """Minibatches whose gradients an iteration compares: few against its updates, or they would cost too much."""
+        """The number of minibatches whose gradients an iteration compares: few relative to its updates, to limit the
+        cost.
+        """
         updates = self.vector_steps * self.rounds * self.actor_delay
         return min(max(FEWEST_PROBES, updates // UPDATES_PER_PROBE), MOST_PROBES)
 
 
 @struct.dataclass
 class Networks:
-    """What updates change.
+    """The parameters and optimizer states that updates change.
 
     Attributes:
-      params: {"actor": ..., "critic": ...}, and what else a subclass trains.
-      target: the slowly moving copies, of some of the same names.
-      optimizer: each optimizer's state, by the name of what it trains.
+      params: {"actor": ..., "critic": ...}, and whatever else a subclass trains.
+      target: the target networks, under the same names as their online networks.
+      optimizer: the state of each optimizer, by the name of the parameters that it trains.
     """
 
     params: Any
@@ -131,13 +134,13 @@ class Networks:
 
 @struct.dataclass
 class OffPolicyState:
-    """What is carried from one iteration to the next.
+    """The learner's state between two iterations.
 
     Attributes:
-      networks: parameters, target networks, optimizers.
-      episodes: the environments.
-      copies: of them, where a disturbance touches acting.
-      buffer: the replay buffer's store, `[rows, width]`; what was seen stays when the networks are taken back.
+      networks: parameters, target networks and optimizer states.
+      episodes: the training environments.
+      copies: undisturbed copies of the environments, which are in use while a perturbation affects acting.
+      buffer: the replay buffer's store, `[rows, width]`. It is `Lasting`: a rollback of the networks keeps it.
     """
 
     networks: Networks
@@ -147,20 +150,20 @@ class OffPolicyState:
 
 
 class OffPolicy:
-    """One iteration: step the environments, and after each step, improve critics, actor and target networks.
+    """An off-policy learner, which improves critics, actor and target networks after every step of the environments.
 
-    Actions are in [-1, 1] here, in the buffer and in the networks, and in the task's units in the environment. How
-    much the buffer holds follows from `taps.step`: it was written in every step of a run that began at step 0, for
-    nothing that takes a state back takes the buffer back.
+    Actions are in [-1, 1] in the networks and in the buffer, and in the task's units in the environment. The number of
+    transitions in the buffer follows from `taps.step`: every step of a run writes some, and no rollback of the state
+    removes them.
 
-    Subclasses say how to act, what the critics aim at and what the actor's loss is.
+    Subclasses implement `act`, `explore`, `next_value` and `actor_loss`.
 
     Args:
       env: a brax `Env`, unbatched.
-      max_episode_steps: the time limit.
-      settings: of the subclass.
+      max_episode_steps: the time limit of an episode.
+      settings: the subclass's settings.
       actor: the actor's network.
-      parts: names of all that is trained, each with an optimizer of its own.
+      parts: the names of the trained parameters, each of which has an optimizer of its own.
     """
 
     discrete = False
@@ -184,27 +187,27 @@ class OffPolicy:
         self.optimizers = {name: Optimizer(Adam(), settings.learning_rate, limit, label=name) for name in parts}
 
     def act(self, params: Params, observation: jax.Array) -> jax.Array:
-        """The best action known: `[..., O]` to `[..., A]`."""
+        """Returns the greedy action: observations `[..., O]` to actions `[..., A]`."""
         raise NotImplementedError
 
     def explore(self, params: Params, observation: jax.Array, key: jax.Array) -> jax.Array:
-        """The action to try in training: `[..., O]` to `[..., A]`."""
+        """Returns the action to take in training: observations `[..., O]` to actions `[..., A]`."""
         raise NotImplementedError
 
     def coefficients(self, params: Params) -> Coefficients:
-        """What terms of the losses are weighed by, by the site where it can be disturbed."""
+        """Returns the weights of terms of the losses, by the site at which each can be disturbed."""
         return {}
 
     def next_value(
         self, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
     ) -> jax.Array:
-        """What the target networks say the next observations are worth: `[batch]`."""
+        """Returns the target networks' value of a minibatch's next observations, `[batch]`."""
         raise NotImplementedError
 
     def actor_loss(
         self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
     ) -> tuple[jax.Array, Telemetry]:
-        """The actor's loss on a minibatch, and what it tells."""
+        """Returns the actor's loss on a minibatch, and its telemetry."""
         raise NotImplementedError
 
     def init(self, key: jax.Array) -> OffPolicyState:
@@ -235,8 +238,8 @@ class OffPolicy:
         )
         copies = self.undisturbed.begin(state.copies, state.episodes, taps)
         begin = OffPolicyState(networks, self.episodes.refresh(state.episodes, refresh_key), copies, state.buffer)
-        # Every lane has taken this many vector steps: a count kept in the state would be one for each lane, and
-        # with it "has learning started" no branch and the buffer's pointer no place in memory.
+        # All lanes share this number of vector steps. A count in the state would be batched over lanes, so that
+        # "has learning started" would be no branch and the buffer's pointer no single place in memory.
         before = jnp.asarray(taps.step, jnp.int32) * settings.vector_steps
 
         def vector_step(taps: Taps, state: OffPolicyState, index: jax.Array):
@@ -248,7 +251,7 @@ class OffPolicy:
             return dataclasses.replace(state, networks=networks), metrics
 
         state, metrics = taps.scan(vector_step, begin, jnp.arange(settings.vector_steps))
-        state = dataclasses.replace(state, networks=self.finished(state.networks, taps))
+        state = dataclasses.replace(state, networks=self.finish(state.networks, taps))
         after = before + settings.vector_steps
         learned = jnp.sum(self.learning(before + 1 + jnp.arange(settings.vector_steps)))
         parts, updates = jax.tree.map(lambda x: jnp.sum(x) / learned, metrics)
@@ -274,8 +277,8 @@ class OffPolicy:
             "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, params, networks.params)),
         }
 
-    def finished(self, networks: Networks, taps: Taps) -> Networks:
-        """The networks after the remedies of what is trained, among it the target networks, under "target"."""
+    def finish(self, networks: Networks, taps: Taps) -> Networks:
+        """Applies the remedies of trained parameters to all networks, among them the targets, under "target"."""
         if not taps.helps("trained"):
             return networks
 
@@ -293,20 +296,20 @@ class OffPolicy:
         return Networks(online, params["target"], optimizer)
 
     def new_moments(self, params: Params) -> dict[str, Any]:
-        """The state of each optimizer before the first update."""
+        """Returns the state of each optimizer before its first update."""
         return {name: optimizer.init(params[name]) for name, optimizer in self.optimizers.items()}
 
     def learning(self, count: jax.Array) -> jax.Array:
-        """Whether updates follow the vector step that makes it `count`."""
+        """Returns whether updates follow the vector step that brings the number of vector steps to `count`."""
         return count * self.settings.num_envs > self.settings.learning_starts
 
     def to_action_space(self, action: jax.Array) -> jax.Array:
-        """An action in [-1, 1] in the task's units."""
+        """Converts an action in [-1, 1] to the task's units."""
         low, high = self.env.action_low, self.env.action_high
         return low + 0.5 * (action + 1.0) * (high - low)
 
     def value(self, params: Params, observation: jax.Array) -> jax.Array:
-        """The lesser critic's value of the best action known: `[..., O]` to `[...]`."""
+        """Returns the smaller critic value of the greedy action: observations `[..., O]` to `[...]`."""
         return jnp.min(self.q(params["critic"], observation, self.act(params, observation)), axis=0)
 
     def q(self, critic: Params, observation: jax.Array, action: jax.Array) -> jax.Array:
@@ -315,14 +318,14 @@ class OffPolicy:
         return values
 
     def collect(self, taps: Taps, state: OffPolicyState, key: jax.Array, count: jax.Array) -> OffPolicyState:
-        """Steps every environment once, as vector step `count`, and stores what happened."""
+        """Steps every environment once, as vector step number `count`, and stores the transitions."""
         explore_key, random_key, env_key = jax.random.split(key, 3)
         params = state.networks.params
 
         def act(taps: Taps, begin: EpisodeState) -> tuple[EpisodeState, jax.Array, Transition]:
-            chosen = self.explore(params, begin.observation, explore_key)
-            uniform = jax.random.uniform(random_key, chosen.shape, minval=-1.0, maxval=1.0)
-            action = jnp.where(count * self.settings.num_envs < self.settings.learning_starts, uniform, chosen)
+            policy_action = self.explore(params, begin.observation, explore_key)
+            uniform = jax.random.uniform(random_key, policy_action.shape, minval=-1.0, maxval=1.0)
+            action = jnp.where(count * self.settings.num_envs < self.settings.learning_starts, uniform, policy_action)
             after, transition = self.episodes.step(
                 begin,
                 env_key,
@@ -333,10 +336,10 @@ class OffPolicy:
             )
             return after, action, transition
 
-        after, action, transition = act(taps, state.episodes)
+        env_state, action, transition = act(taps, state.episodes)
         done = transition.terminated | transition.truncated
-        copies, after = self.undisturbed.follow(
-            state.copies, after, done, taps, lambda taps, begin: act(taps, begin)[0]
+        copies, env_state = self.undisturbed.follow(
+            state.copies, env_state, done, taps, lambda taps, begin: act(taps, begin)[0]
         )
         stored = Transitions(
             transition.observation,
@@ -346,12 +349,12 @@ class OffPolicy:
             transition.terminated.astype(jnp.float32),
         )
         store = self.buffer.write(state.buffer.value, stored, count)
-        return OffPolicyState(state.networks, after, copies, Lasting(store))
+        return OffPolicyState(state.networks, env_state, copies, Lasting(store))
 
     def learn(
         self, taps: Taps, networks: Networks, *, buffer: jax.Array, key: jax.Array, count: jax.Array
     ) -> tuple[Networks, tuple[Telemetry, dict[str, OptimizerStats]]]:
-        """The updates that follow a vector step, and the mean of their metrics."""
+        """Performs the updates that follow a vector step, and returns the networks and the means of their metrics."""
         settings = self.settings
 
         def improve_critics(taps: Taps, networks: Networks, key: jax.Array):
@@ -364,8 +367,8 @@ class OffPolicy:
 
         def learn_round(taps: Taps, networks: Networks, key: jax.Array):
             critic_key, actor_key = jax.random.split(key)
-            turns = jax.random.split(critic_key, settings.actor_delay)
-            networks, (batches, critic, update) = taps.scan(improve_critics, networks, turns)
+            critic_keys = jax.random.split(critic_key, settings.actor_delay)
+            networks, (batches, critic, update) = taps.scan(improve_critics, networks, critic_keys)
             batch = jax.tree.map(lambda x: x[-1], batches)
             networks, actor, updates = self.improve_actor(taps, networks, batch, actor_key)
             critic, update = jax.tree.map(jnp.mean, (critic, update))
@@ -377,7 +380,7 @@ class OffPolicy:
     def improve(
         self, taps: Taps, networks: Networks, name: str, loss: Callable[[Params], tuple[jax.Array, Telemetry]]
     ) -> tuple[Networks, Telemetry, OptimizerStats]:
-        """One update of the parameters `name`, down the gradient of `loss(parameters) -> (scalar, what it tells)`."""
+        """Updates the parameters `name` once along the gradient of `loss(parameters) -> (scalar, telemetry)`."""
 
         def objective(params: Params) -> tuple[jax.Array, tuple[jax.Array, Telemetry]]:
             value, metrics = loss(params)
@@ -397,35 +400,38 @@ class OffPolicy:
     def improve_actor(
         self, taps: Taps, networks: Networks, batch: Transitions, key: jax.Array
     ) -> tuple[Networks, Telemetry, dict[str, OptimizerStats]]:
-        """One update of the actor, and of what else is trained as often."""
+        """Updates the actor once, and whatever else a subclass trains at the same rate."""
         coefficients = self.tapped_coefficients(taps, networks)
         loss = partial(self.actor_loss, networks=networks, batch=batch, key=key, coefficients=coefficients)
         networks, metrics, update = self.improve(taps, networks, "actor", loss)
         return networks, metrics, {"actor": update}
 
     def tapped_coefficients(self, taps: Taps, networks: Networks) -> Coefficients:
-        """The coefficients as an update finds them."""
+        """Returns the coefficients after each has passed the tap of its site."""
         return {site: taps(site, value) for site, value in self.coefficients(networks.params).items()}
 
     def critic_loss(
         self, critic: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
     ) -> tuple[jax.Array, Telemetry]:
-        """Both critics' mean squared distance from the same target, added up; a time limit does not end the value."""
-        following = self.next_value(networks, batch, key, coefficients)
-        target = batch.reward + self.settings.gamma * (1.0 - batch.terminated) * following
+        """Returns the sum of both critics' mean squared errors with respect to the same target, and its telemetry.
+
+        The target includes the next value after a time limit, but not after a termination.
+        """
+        next_value = self.next_value(networks, batch, key, coefficients)
+        target = batch.reward + self.settings.gamma * (1.0 - batch.terminated) * next_value
         values = self.q(critic, batch.observation, batch.action)
         loss = self.critic_loss_weight * jnp.sum(jnp.mean((values - target) ** 2, axis=-1))
         return loss, {"critic_loss": loss, "q_mean": jnp.mean(values)}
 
     def move_targets(self, networks: Networks) -> Networks:
-        """The target networks a share tau of the way nearer (Polyak averaging)."""
+        """Moves the target networks a share tau of the distance towards the networks (Polyak averaging)."""
         tau = self.settings.tau
         online = {name: networks.params[name] for name in self.targets}
-        target = jax.tree.map(lambda slow, fast: slow + tau * (fast - slow), networks.target, online)
+        target = jax.tree.map(lambda old, new: old + tau * (new - old), networks.target, online)
         return dataclasses.replace(networks, target=target)
 
     def update_telemetry(self, updates: dict[str, OptimizerStats]) -> Telemetry:
-        """Gradient norms and learning rates of actor and critics; of both, their average, and the norm of the pair."""
+        """Reports gradient norms and learning rates of actor and critics, and their joint norm and averages."""
         actor, critic = updates["actor"], updates["critic"]
         return {
             "actor_gradient_norm": actor.gradient_norm,
@@ -440,17 +446,17 @@ class OffPolicy:
         }
 
     def coherence(self, networks: Networks, buffer: jax.Array, key: jax.Array, count: jax.Array) -> Telemetry:
-        """How far the gradients of fresh minibatches agree, at the iteration's last parameters.
+        """Measures how far the gradients of new minibatches agree, at the parameters after the iteration.
 
-        Actor and critics count alike: a gradient is the pair of their directions, each of unit length, for each has
-        an Adam of its own.
+        Actor and critics have equal weight, because each has an Adam of its own: the compared vector is the pair of
+        their gradients' directions, each of unit length.
         """
 
         def gradient(key: jax.Array) -> dict[str, Params]:
             sample_key, noise_key = jax.random.split(key)
             batch = self.buffer.sample(buffer, sample_key, self.settings.batch_size, count)
-            at = {"networks": networks, "batch": batch, "key": noise_key, "coefficients": coefficients}
-            losses = {"actor": partial(self.actor_loss, **at), "critic": partial(self.critic_loss, **at)}
+            arguments = {"networks": networks, "batch": batch, "key": noise_key, "coefficients": coefficients}
+            losses = {"actor": partial(self.actor_loss, **arguments), "critic": partial(self.critic_loss, **arguments)}
             return {name: jax.grad(loss, has_aux=True)(networks.params[name])[0] for name, loss in losses.items()}
 
         def directions(gradient: dict[str, Params]) -> dict[str, Params]:
@@ -462,12 +468,12 @@ class OffPolicy:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the parameters, in the order of "layer_gradient_norm"."""
+        """The names of the parameters, in the order of the channel "layer_gradient_norm"."""
         params = jax.eval_shape(self.init_params, jax.random.key(0))
         return paths_of({name: params[name] for name in ("actor", "critic")})
 
 
-def nan_unless(chosen: jax.Array, tell: Callable[[], Telemetry]) -> Telemetry:
-    """What `tell()` gives where `chosen`, else NaN."""
-    shapes = jax.eval_shape(tell)
-    return jax.lax.cond(chosen, tell, lambda: {name: jnp.full(s.shape, jnp.nan) for name, s in shapes.items()})
+def nan_unless(condition: jax.Array, measure: Callable[[], Telemetry]) -> Telemetry:
+    """Returns `measure()` where the condition holds, and NaN of the same shapes elsewhere."""
+    shapes = jax.eval_shape(measure)
+    return jax.lax.cond(condition, measure, lambda: {name: jnp.full(s.shape, jnp.nan) for name, s in shapes.items()})

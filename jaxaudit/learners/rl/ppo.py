@@ -1,4 +1,4 @@
-"""Proximal policy optimization (Schulman et al., 2017), with Table S2's hyper-parameters."""
+"""Proximal policy optimization (Schulman et al., 2017), with the hyper-parameters of the paper's Table S2."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from jaxaudit.core.learner import Learner
 from jaxaudit.core.optimizer import Adam, Optimizer, OptimizerStats, linear_to_zero
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.coherence import gradient_coherence
 from jaxaudit.learners.rl.on_policy import OnPolicy, OnPolicySettings, Samples
 from jaxaudit.learners.rl.on_task import on_task
+from jaxaudit.learners.rl.telemetry import gradient_coherence
 from jaxaudit.runtime import registry
 
 
 @dataclass(frozen=True)
 class PPOSettings(OnPolicySettings):
-    """PPO's hyper-parameters, beside `OnPolicySettings`; the defaults are Table S2's, else those of published results.
+    """PPO's hyper-parameters, which are those of `OnPolicySettings` and its own.
+
+    The defaults are those of the paper's Table S2, and those of published results where the table has none.
 
     Attributes:
-      epochs: passes over an iteration's data.
-      learning_rate: Adam's.
-      anneal: learning rate goes linearly to zero over the run.
+      epochs: number of passes over an iteration's samples.
+      learning_rate: Adam's learning rate.
+      anneal: whether the learning rate decreases linearly to zero over the run.
       clip: clipping parameter of the probability ratio.
-      clip_value: clip the value's change by the same parameter.
+      clip_value: whether the change of the value is clipped by the same parameter.
       entropy_coefficient: weight of the entropy bonus.
       value_coefficient: weight of the value loss.
-      max_grad_norm: threshold on the gradient's global norm.
+      max_grad_norm: the gradient's global norm above which it is clipped.
     """
 
     epochs: int = 10
@@ -50,7 +52,7 @@ class PPOSettings(OnPolicySettings):
 
 
 class PPO(OnPolicy):
-    """One iteration: collect, estimate advantages, improve actor and critic together over shuffled minibatches."""
+    """PPO, which improves actor and critic together over epochs of shuffled minibatches."""
 
     settings: PPOSettings
 
@@ -66,7 +68,7 @@ class PPO(OnPolicy):
     def improve(
         self, params: Any, optimizer: Any, samples: Samples, key: jax.Array, taps: Taps
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """Epochs of minibatch updates: where they end, and what they tell."""
+        """Trains for epochs of minibatch updates, and returns parameters, optimizer state and telemetry."""
 
         def minibatch(taps: Taps, carry: tuple[Any, Any], batch: Samples):
             weight = taps("entropy_coefficient", jnp.float32(self.settings.entropy_coefficient))
@@ -95,21 +97,24 @@ class PPO(OnPolicy):
         return params, optimizer, coherence | self.update_telemetry(parts, updates)
 
     def ratio_bounds(self, taps: Taps) -> tuple[Any, Any]:
-        """How far below and above 1 the ratio may gain; numbers that are compiled in, unless something acts on them."""
+        """Returns how far below and how far above 1 the ratio may gain.
+
+        The two bounds are Python numbers, which are compiled in, unless a perturbation or remedy acts on "ratio_clip".
+        """
         clip = self.settings.clip
         if not taps.acts("ratio_clip"):
             return clip, clip
         bounds = taps("ratio_clip", jnp.float32([clip, clip]))
         return bounds[0], bounds[1]
 
-    def beyond(self, ratio: jax.Array, bounds: tuple[Any, Any]) -> jax.Array:
-        """Where a ratio is outside of its bounds: bool, the ratio's shape."""
+    def outside(self, ratio: jax.Array, bounds: tuple[Any, Any]) -> jax.Array:
+        """Returns where a ratio is outside of its bounds, as bools of the ratio's shape."""
         if not isinstance(bounds[0], jax.Array):
             return jnp.abs(ratio - 1.0) > self.settings.clip
         return (ratio < 1.0 - bounds[0]) | (ratio > 1.0 + bounds[1])
 
     def coherence(self, params: Any, samples: Samples, key: jax.Array) -> dict[str, jax.Array]:
-        """How far the gradients of the first epoch's minibatches agree, all taken where the epoch begins."""
+        """Measures the coherence of the first epoch's minibatch gradients, at the parameters before the epoch."""
 
         def gradient(rows: jax.Array) -> Any:
             batch = jax.tree.map(lambda x: x[rows], data)
@@ -126,25 +131,30 @@ class PPO(OnPolicy):
         entropy_coefficient: float | jax.Array,
         bounds: tuple[Any, Any] | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Clipped surrogate, value loss and entropy bonus of one minibatch: scalar, and its parts.
+        """Computes the clipped surrogate, the value loss and the entropy bonus of a minibatch.
 
-        `bounds` are of the ratio, as `ratio_bounds` gives them; None: those of the settings.
+        Args:
+          params: actor, critic and head.
+          batch: the minibatch, `[minibatch_size, ...]`.
+          entropy_coefficient: weight of the entropy bonus.
+          bounds: the ratio's bounds as `ratio_bounds` returns them. None means the settings' bounds.
+
+        Returns:
+          the loss, a scalar, and its parts by the names of their channels.
         """
         settings = self.settings
         low, high = bounds = (settings.clip, settings.clip) if bounds is None else bounds
         distribution = self.policy(params, batch.observation)
         log_ratio = self.head.log_probability(distribution, batch.action) - batch.log_probability
         ratio = jnp.exp(log_ratio)
-        advantage = batch.advantage
-        if settings.normalize_advantages:
-            advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
+        advantage = self.scaled_advantages(batch.advantage)
         clipped = jnp.clip(ratio, 1.0 - low, 1.0 + high)
         policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
         value = self.value(params, batch.observation)
         squared_error = (value - batch.target) ** 2
         if settings.clip_value:
-            near = batch.value + jnp.clip(value - batch.value, -settings.clip, settings.clip)
-            squared_error = jnp.maximum(squared_error, (near - batch.target) ** 2)
+            clipped_value = batch.value + jnp.clip(value - batch.value, -settings.clip, settings.clip)
+            squared_error = jnp.maximum(squared_error, (clipped_value - batch.target) ** 2)
         value_loss = 0.5 * jnp.mean(squared_error)
         entropy = jnp.mean(self.head.entropy(distribution))
         loss = policy_loss + settings.value_coefficient * value_loss - entropy_coefficient * entropy
@@ -153,11 +163,14 @@ class PPO(OnPolicy):
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "approximate_kl": jnp.mean(ratio - 1.0 - log_ratio),
-            "clip_fraction": jnp.mean(self.beyond(ratio, bounds).astype(jnp.float32)),
+            "clip_fraction": jnp.mean(self.outside(ratio, bounds).astype(jnp.float32)),
         }
 
     def update_telemetry(self, parts: dict[str, jax.Array], updates: OptimizerStats) -> dict[str, jax.Array]:
-        """Means over the minibatches; distances from the old policy over the last epoch."""
+        """Averages the minibatches' statistics over an iteration.
+
+        The distances from the old policy are averaged over the last epoch only.
+        """
         last_epoch = ("approximate_kl", "clip_fraction")
         telemetry = {name: jnp.mean(x[-1] if name in last_epoch else x) for name, x in parts.items()}
         return telemetry | {
@@ -170,17 +183,17 @@ class PPO(OnPolicy):
 
 
 def ppo(task: Any, **settings: Any) -> Learner:
-    """PPO (Schulman et al., 2017) on a task: `ppo("HalfCheetah-v5", num_envs=16)`.
+    """Returns PPO (Schulman et al., 2017) on a task, for example `ppo("HalfCheetah-v5", num_envs=16)`.
 
     Args:
-      task: a task's name, or a task that gives an environment.
+      task: a task's name, or a task that provides an environment.
       **settings: fields of `PPOSettings`.
 
     Raises:
-      ValueError: for a task or setting that does not exist or makes no sense.
+      ValueError: the task or a setting does not exist, or a setting has a value that is not allowed.
     """
-    chosen = checks.from_keywords(PPOSettings, settings, "ppo")
-    return on_task(PPO, task, chosen, "ppo", chosen.batch_size)
+    ppo_settings = checks.from_keywords(PPOSettings, settings, "ppo")
+    return on_task(PPO, task, ppo_settings, "ppo", ppo_settings.batch_size)
 
 
 ppo.settings = PPOSettings  # type: ignore[attr-defined]

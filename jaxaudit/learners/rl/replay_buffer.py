@@ -1,8 +1,8 @@
-"""A ring of transitions, as pure functions on one array: the store, `[rows, width]`.
+"""A ring buffer of transitions, as pure functions on one array, the store `[rows, width]`.
 
-One row is one transition, packed, so that writing is one slice and sampling one gather. How much was written is
-not kept in the store: it is counted in vector steps and handed in. Lanes trained side by side share that count, and
-must not have a copy each: with a pointer of its own for each lane, XLA could not write in place.
+A row is one packed transition, so that writing is one slice and sampling one gather. The number of vector steps written
+so far is not part of the store but an argument. Lanes that are trained side by side share this number: with a pointer
+for each lane, XLA could not write in place.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""What a store can hold. bfloat16 rounds to 3 digits (a constant reward of 0.3 becomes 0.3008); float16 rounds to
-4 digits and makes what is beyond 65504 infinite, which destroys the lane."""
+"""The dtypes of a store. bfloat16 rounds to 3 digits (a constant reward of 0.3 becomes 0.3008). float16 rounds to 4
+digits, and numbers beyond 65504 become infinite, which destroys the lane."""
 
 
 class Transitions(NamedTuple):
-    """Steps of an environment; leading axis `[num_envs]` written, `[batch]` sampled.
+    """Environment steps with the leading axis `[num_envs]` when written and `[batch]` when sampled.
 
     Attributes:
       observation, next_observation: `[..., O]`.
       action: `[..., A]`.
       reward: `[...]`.
-      terminated: `[...]`, 1.0 where there is no value after this step, else 0.0.
+      terminated: `[...]`, 1.0 where the step ended the task, so that no value follows it, and 0.0 elsewhere.
     """
 
     observation: jax.Array
@@ -37,13 +37,14 @@ class Transitions(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplayBuffer:
-    """The sizes of a ring, and its functions.
+    """The sizes of a ring buffer, and its functions.
 
     Attributes:
-      observation_size, action_size: O, A.
-      num_envs: transitions written at once.
-      capacity: transitions wanted; rounded down to a multiple of num_envs, at least one of it.
-      dtype: of the store, one of `DTYPES`; what is sampled is float32.
+      observation_size, action_size: O and A.
+      num_envs: number of transitions that are written at once.
+      capacity: number of transitions to hold. It is rounded down to a multiple of num_envs, and must be at least
+        num_envs.
+      dtype: the store's dtype, one of `DTYPES`. Samples are float32.
     """
 
     observation_size: int
@@ -82,12 +83,12 @@ class ReplayBuffer:
         return jnp.zeros((self.rows, self.width), self.dtype)
 
     def write(self, store: jax.Array, transitions: Transitions, count: jax.Array) -> jax.Array:
-        """The store with `transitions` `[num_envs, ...]` in it, the oldest overwritten where it is full.
+        """Returns the store with the transitions of one vector step, which overwrite the oldest ones of a full buffer.
 
         Args:
           store: `[rows, width]`.
-          transitions: of one vector step.
-          count: vector steps written before; the same in all lanes.
+          transitions: `[num_envs, ...]`.
+          count: number of vector steps written before, the same in all lanes.
         """
         columns = [x.reshape(self.num_envs, -1) for x in transitions]
         packed = jnp.concatenate(columns, axis=-1).astype(store.dtype)
@@ -95,17 +96,17 @@ class ReplayBuffer:
         return jax.lax.dynamic_update_slice(store, packed, (row, jnp.int32(0)))
 
     def sample(self, store: jax.Array, key: jax.Array, batch_size: int, count: jax.Array) -> Transitions:
-        """`[batch_size, ...]` transitions, uniform with replacement from those written.
+        """Draws transitions `[batch_size, ...]` uniformly and with replacement from those written.
 
         Args:
           store: `[rows, width]`.
           key: PRNG key.
-          batch_size: how many.
-          count: vector steps written so far, at least one; the same in all lanes.
+          batch_size: number of transitions to draw.
+          count: number of vector steps written so far, at least one, the same in all lanes.
         """
         filled = jnp.minimum(jnp.asarray(count, jnp.int32), self.slots) * self.num_envs
-        chosen = jax.random.randint(key, (batch_size,), 0, filled)
-        packed = store.at[chosen].get(mode="promise_in_bounds").astype(jnp.float32)
+        rows = jax.random.randint(key, (batch_size,), 0, filled)
+        packed = store.at[rows].get(mode="promise_in_bounds").astype(jnp.float32)
         o, a = self.observation_size, self.action_size
         observation, action, reward, next_observation, terminated = jnp.split(
             packed, (o, o + a, o + a + 1, 2 * o + a + 1), axis=-1

@@ -1,27 +1,28 @@
-"""Checks that the settings of several learners share: each raises ValueError, in one sentence, for the first misfit."""
+"""Construction and validation of learners' settings; each check raises ValueError for the first field that fails."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxaudit.runtime import registry
 
 
-def from_keywords(kind: type, given: Mapping[str, Any], learner: str) -> Any:
-    """Returns the settings of a learner, `kind(**given)`. Raises ValueError for a name that is no setting."""
+def from_keywords(kind: type, values: Mapping[str, Any], learner: str) -> Any:
+    """Returns the settings `kind(**values)` of a learner. Raises ValueError for a name that is not a setting."""
     known = [f.name for f in dataclasses.fields(kind) if f.init]
-    for name in given:
+    for name in values:
         registry.check_name(f"setting of learner '{learner}'", name, known)
-    return kind(**given)
+    return kind(**values)
 
 
 def changed(settings: Any, change: Callable[[Any], Mapping[str, Any]], learner: str) -> Any:
-    """Settings with the values that `change(settings)` gives, by name, in the place of theirs.
+    """Returns settings in which the values that `change(settings)` returns by name replace the old ones.
 
     Raises:
-      ValueError: `learner` has no setting of such a name, or the value makes no sense.
+      ValueError: `learner` has no setting of one of the names, or a value is not allowed.
     """
     values = dict(change(settings))
     known = {f.name for f in dataclasses.fields(settings) if f.init}
@@ -31,55 +32,56 @@ def changed(settings: Any, change: Callable[[Any], Mapping[str, Any]], learner: 
 
 
 def at_least_one(settings: Any, *names: str) -> None:
-    """The fields are counts of at least 1."""
-    for name in names:
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
+    """Raises ValueError unless the fields are at least 1."""
+    _check_each(settings, names, lambda value: value >= 1, "be at least 1")
 
 
 def positive(settings: Any, *names: str) -> None:
     """Raises ValueError unless the fields are positive and finite."""
-    for name in names:
-        if not 0 < getattr(settings, name) < float("inf"):
-            raise ValueError(f"{name} must be positive, not {getattr(settings, name)}")
+    _check_each(settings, names, lambda value: 0 < value < math.inf, "be positive")
 
 
 def not_negative(settings: Any, *names: str) -> None:
     """Raises ValueError unless the fields are zero or more."""
-    for name in names:
-        if not getattr(settings, name) >= 0:
-            raise ValueError(f"{name} must not be negative, not {getattr(settings, name)}")
+    _check_each(settings, names, lambda value: value >= 0, "not be negative")
 
 
 def fractions(settings: Any, *names: str) -> None:
     """Raises ValueError unless the fields lie in [0, 1]."""
-    for name in names:
-        if not 0 <= getattr(settings, name) <= 1:
-            raise ValueError(f"{name} must lie in [0, 1], not {getattr(settings, name)}")
+    _check_each(settings, names, lambda value: 0 <= value <= 1, "lie in [0, 1]")
 
 
 def below_one(settings: Any, *names: str) -> None:
     """Raises ValueError unless the fields lie in [0, 1)."""
+    _check_each(settings, names, lambda value: 0 <= value < 1, "lie in [0, 1)")
+
+
+def _check_each(settings: Any, names: tuple[str, ...], allowed: Callable[[Any], bool], requirement: str) -> None:
     for name in names:
-        if not 0 <= getattr(settings, name) < 1:
-            raise ValueError(f"{name} must lie in [0, 1), not {getattr(settings, name)}")
+        value = getattr(settings, name)
+        if not allowed(value):
+            raise ValueError(f"{name} must {requirement}, not {value}")
 
 
 def one_of(settings: Any, **allowed: tuple[str, ...]) -> None:
-    """Each field is one of the words it allows."""
-    for name, words in allowed.items():
-        if getattr(settings, name) not in words:
-            raise ValueError(f"{name} must be {', '.join(words)}, not {getattr(settings, name)!r}")
+    """Raises ValueError unless each field has one of the values allowed for it."""
+    for name, values in allowed.items():
+        if getattr(settings, name) not in values:
+            raise ValueError(f"{name} must be {', '.join(values)}, not {getattr(settings, name)!r}")
 
 
 def widths(settings: Any) -> None:
-    """`hidden` is widths of a network's layers; a list of them becomes a tuple, so that the settings are hashable."""
+    """Makes the field `hidden` a tuple, so that the settings are hashable.
+
+    Raises:
+      ValueError: `hidden` is empty or has a width below 1.
+    """
     object.__setattr__(settings, "hidden", tuple(settings.hidden))
     if not settings.hidden or min(settings.hidden) < 1:
         raise ValueError(f"hidden must be widths of at least 1, not {list(settings.hidden)}")
 
 
-def telemetry(chosen: str) -> None:
-    """Raises ValueError unless the field is one of the levels of telemetry."""
-    if chosen not in ("basic", "full"):
-        raise ValueError(f"telemetry must be 'basic' or 'full', not {chosen!r}")
+def telemetry(level: str) -> None:
+    """Raises ValueError unless the level of telemetry is "basic" or "full"."""
+    if level not in ("basic", "full"):
+        raise ValueError(f"telemetry must be 'basic' or 'full', not {level!r}")

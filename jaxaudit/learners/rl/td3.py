@@ -1,4 +1,4 @@
-"""Twin delayed deep deterministic policy gradient (TD3; Fujimoto et al., 2018) with Table S2's hyper-parameters."""
+"""Twin delayed deep deterministic policy gradient (TD3; Fujimoto et al., 2018), with Table S2's hyper-parameters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ from jaxaudit.runtime import registry
 
 @dataclass(frozen=True)
 class TD3Settings(OffPolicySettings):
-    """TD3's hyper-parameters; the defaults are Table S2's, and beyond it the paper's.
+    """TD3's hyper-parameters, in addition to `OffPolicySettings`; noise is in units of half the action's range.
 
-    Noise is in units of half the action's range.
-
-    Attributes: those of `OffPolicySettings`, and
-      policy_delay: updates of the critics for each update of the actor and the target networks; divides the updates
-        that follow a vector step, num_envs * updates_per_step.
+    Attributes:
+      policy_delay: number of critic updates per update of the actor and the target networks. It divides the number of
+        updates after a vector step, num_envs * updates_per_step.
       exploration_noise: standard deviation of the noise on actions in training.
       target_noise: standard deviation of the noise that smooths the target actions.
-      target_noise_clip: bound on that noise.
+      target_noise_clip: bound on the magnitude of the target noise.
     """
 
     policy_delay: int = 2
@@ -44,12 +42,12 @@ class TD3Settings(OffPolicySettings):
 
     @property
     def actor_delay(self) -> int:
-        """Updates of the critics for each update of the actor and the target networks."""
+        """The number of critic updates per update of the actor and the target networks."""
         return self.policy_delay
 
 
 class TD3(OffPolicy):
-    """Critics that aim at smoothed target actions, and a deterministic actor updated less often."""
+    """TD3: critics with smoothed target actions, and a deterministic actor that is updated less often."""
 
     targets = ("actor", "critic")
 
@@ -58,23 +56,23 @@ class TD3(OffPolicy):
         super().__init__(env, max_episode_steps, settings, actor)
 
     def mu(self, actor: Params, observation: jax.Array) -> jax.Array:
-        """The deterministic policy: `[..., O]` to `[..., A]`."""
+        """Returns the deterministic policy's action: observations `[..., O]` to actions `[..., A]`."""
         output: Any = self.actor.apply({"params": actor}, observation)
         return jnp.tanh(output)
 
     def act(self, params: Params, observation: jax.Array) -> jax.Array:
-        """Returns the policy's action, without noise."""
+        """Returns the policy's action in [-1, 1], without exploration noise."""
         return self.mu(params["actor"], observation)
 
     def explore(self, params: Params, observation: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns the policy's action with Gaussian noise, clipped to the bounds of actions."""
+        """Returns the policy's action with Gaussian noise, clipped to [-1, 1]."""
         action = self.act(params, observation)
         return jnp.clip(action + self.settings.exploration_noise * jax.random.normal(key, action.shape), -1.0, 1.0)
 
     def next_value(
         self, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
     ) -> jax.Array:
-        """The lesser target critic's value of the target actor's action, with clipped noise (target smoothing)."""
+        """Returns the smaller target critic's value of the target actor's action under clipped smoothing noise."""
         action = self.mu(networks.target["actor"], batch.next_observation)
         limit = self.settings.target_noise_clip
         noise = jnp.clip(self.settings.target_noise * jax.random.normal(key, action.shape), -limit, limit)
@@ -84,29 +82,29 @@ class TD3(OffPolicy):
     def actor_loss(
         self, actor: Params, networks: Networks, batch: Transitions, key: jax.Array, coefficients: Coefficients
     ) -> tuple[jax.Array, Telemetry]:
-        """-Q(s, mu(s)) under the first critic; neither `key` nor `coefficients` are needed."""
+        """Returns the mean of -Q(s, mu(s)) under the first critic; `key` and `coefficients` are not used."""
         value: Any = self.critic.apply(
             {"params": networks.params["critic"]},
             batch.observation,
             self.mu(actor, batch.observation),
-            method=TwinCritic.one,
+            method=TwinCritic.first_value,
         )
         loss = -jnp.mean(value)
         return loss, {"actor_loss": loss}
 
 
 def td3(task: Any, **settings: Any) -> Learner:
-    """TD3 (Fujimoto et al., 2018) on a task: `td3("HalfCheetah-v5", buffer_size=200_000)`.
+    """Returns TD3 (Fujimoto et al., 2018) on a task, for example `td3("HalfCheetah-v5", buffer_size=200_000)`.
 
     Args:
-      task: a task's name, or a task that gives an environment.
+      task: a task's name, or a task that provides an environment.
       **settings: fields of `TD3Settings`.
 
     Raises:
-      ValueError: for a task or setting that does not exist or makes no sense.
+      ValueError: the task or a setting does not exist, or a setting has a value that is not allowed.
     """
-    chosen = checks.from_keywords(TD3Settings, settings, "td3")
-    return on_task(TD3, task, chosen, "td3", chosen.iteration_steps)
+    td3_settings = checks.from_keywords(TD3Settings, settings, "td3")
+    return on_task(TD3, task, td3_settings, "td3", td3_settings.iteration_steps)
 
 
 td3.settings = TD3Settings  # type: ignore[attr-defined]

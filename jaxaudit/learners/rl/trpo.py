@@ -1,4 +1,4 @@
-"""Trust region policy optimization (Schulman et al., 2015), with Table S2's hyper-parameters."""
+"""Trust region policy optimization (Schulman et al., 2015), with the hyper-parameters of the paper's Table S2."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from jaxaudit.core.learner import Learner
 from jaxaudit.core.optimizer import Adam, Optimizer, disturbed_gradient
 from jaxaudit.core.taps import Taps
 from jaxaudit.kernels.coherence import dominant_share, mean_pairwise_cosine, unit_gradient
-from jaxaudit.kernels.conjugate_gradient import along, conjugate_gradient, inner
+from jaxaudit.kernels.linear_algebra import along, conjugate_gradient, inner
 from jaxaudit.learners.rl import settings as checks
-from jaxaudit.learners.rl.on_policy import OnPolicy, OnPolicySettings
+from jaxaudit.learners.rl.on_policy import OnPolicy, OnPolicySettings, Params, Samples
 from jaxaudit.learners.rl.on_task import on_task
-from jaxaudit.learners.rl.rollout import Params, Samples
 from jaxaudit.models.policy import Distribution
 from jaxaudit.runtime import registry
 
 
 class NaturalStep(NamedTuple):
-    """A proposal.
+    """A natural gradient step before the line search.
 
     Attributes:
-      change: of the parameters.
-      residual: of the linear system that gives its direction, relative to the gradient's length; scalar.
+      change: the change of the parameters.
+      residual: norm of the residual of the linear system that determines the direction, relative to the gradient's
+        norm; scalar.
     """
 
     change: Params
@@ -38,15 +38,15 @@ class NaturalStep(NamedTuple):
 
 @struct.dataclass
 class Search:
-    """Where a line search stands: scalars, but for the parameters.
+    """The state of a line search: scalars, except for the parameters.
 
     Attributes:
-      params: those accepted, the old ones until then.
-      accepted: bool.
-      backtracks: int32, how often the step was shortened.
-      length: of the step accepted, in lengths of the change searched along; 0 until then.
-      kl: mean divergence from the old policy to the one accepted, in nats; 0 until then.
-      gain: of the surrogate; 0 until then.
+      params: the accepted parameters, or the old ones while no step is accepted.
+      accepted: bool, whether a step was accepted.
+      backtracks: int32, how many times the step was shortened.
+      length: length of the accepted step, in units of the change that is searched along; 0 if none.
+      kl: mean divergence of the accepted policy from the old one, in nats; 0 if none.
+      gain: the accepted policy's gain of the surrogate; 0 if none.
     """
 
     params: Params
@@ -63,23 +63,24 @@ def fisher_product(
     params: Params,
     damping: float,
 ) -> Callable[[Params], Params]:
-    """The function `v -> (F + damping I) v`, F the Hessian at `params` of the mean divergence from there.
+    """Returns the function `v -> (F + damping I) v`, where F is the Hessian of the mean divergence from the policy at
+    `params`.
 
-    F = J' M J, with J the Jacobian of the distribution's parameters, and M their Fisher information. Exact, and never
-    negative.
+    F = J' M J, where J is the Jacobian of the distribution's parameters and M is their Fisher information. The product
+    is exact, and F is positive semi-definite.
 
     Args:
-      policy: parameters to a distribution.
-      fisher: a distribution and a tangent u to M u, see `Head`.
-      params: where.
+      policy: maps parameters to a distribution.
+      fisher: maps a distribution and a tangent u to M u, see `Head`.
+      params: the parameters at which F is taken.
       damping: added to the diagonal.
     """
     distribution, forward = jax.linearize(policy, params)
     backward = jax.linear_transpose(forward, params)
 
     def product(vector: Params) -> Params:
-        (curved,) = backward(fisher(distribution, forward(vector)))
-        return along(curved, damping, vector)
+        (fisher_vector,) = backward(fisher(distribution, forward(vector)))
+        return along(fisher_vector, damping, vector)
 
     return product
 
@@ -87,24 +88,25 @@ def fisher_product(
 def natural_step(
     product: Callable[[Params], Params], gradient: Params, max_kl: jax.typing.ArrayLike, cg_steps: int
 ) -> NaturalStep:
-    """The step `-sqrt(2 delta / x'Ax) x` down a loss's gradient g, with `A x = g`.
+    """Returns the step `-sqrt(2 delta / x'Ax) x` along a loss's gradient g, where `A x = g`.
 
-    It does not depend on the gradient's length, so the system is solved for its direction: the squares in conjugate
-    gradients then stay within float32. A gradient of zero gives no step, a non-finite one a step that is not finite.
+    The step does not depend on the gradient's length. The system is therefore solved for the gradient's direction, so
+    that the squares in conjugate gradients stay in float32's range. A gradient of zero results in no step, and a
+    non-finite gradient in a step that is not finite.
 
     Args:
       product: `v -> A v`, see `fisher_product`.
       gradient: g, a pytree.
       max_kl: delta, in nats.
-      cg_steps: conjugate gradient steps.
+      cg_steps: number of conjugate gradient steps.
     """
     direction, _ = unit_gradient(gradient)
     x = conjugate_gradient(product, direction, cg_steps)
     image = product(x)
     curvature = inner(x, image)
     length = jnp.where(curvature == 0, 0.0, jnp.sqrt(2.0 * max_kl / curvature))
-    off = along(direction, -1.0, image)
-    return NaturalStep(jax.tree.map(lambda leaf: -length * leaf, x), jnp.sqrt(inner(off, off)))
+    residual = along(direction, -1.0, image)
+    return NaturalStep(jax.tree.map(lambda leaf: -length * leaf, x), jnp.sqrt(inner(residual, residual)))
 
 
 def line_search(
@@ -117,18 +119,18 @@ def line_search(
     factor: float,
     max_backtracks: int,
 ) -> Search:
-    """The first of the steps `first_length * factor^i * change` that gains within the trust region.
+    """Finds the first of the steps `first_length * factor^i * change` that has a gain and stays in the trust region.
 
-    Where none does, or none is finite, the parameters stay as they are, bit for bit.
+    If no step does, or none is finite, the parameters stay the same, bit for bit.
 
     Args:
-      measure: parameters to their mean divergence from the old policy, and what the surrogate gains; scalars.
-      params: the old ones.
-      change: the direction, and the unit of length.
-      max_kl: greatest divergence accepted, in nats.
-      first_length: of the first step tried.
-      factor: in (0, 1).
-      max_backtracks: the last i.
+      measure: maps parameters to their mean divergence from the old policy and their gain of the surrogate; scalars.
+      params: the old parameters.
+      change: the direction of the search and its unit of length.
+      max_kl: the largest divergence that is accepted, in nats.
+      first_length: length of the first step that is tried.
+      factor: factor by which the step is shortened, in (0, 1).
+      max_backtracks: the largest i.
     """
 
     def unfinished(search: Search) -> jax.Array:
@@ -139,34 +141,36 @@ def line_search(
         candidate = along(params, length, change)
         kl, gain = measure(candidate)
         finite = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), candidate))
-        # A step that changes nothing may seem to gain, by rounding: the old policy is measured in another place.
+        # A step that changes nothing may appear to gain by rounding, because the old policy is evaluated separately.
         moved = jax.tree.reduce(jnp.logical_or, jax.tree.map(lambda a, b: (a != b).any(), candidate, params))
         good = finite & moved & (kl <= max_kl) & (gain > 0)
-        taken = Search(candidate, good, search.backtracks, length, kl, gain)
-        shorter = dataclasses.replace(search, backtracks=search.backtracks + 1)
-        return jax.tree.map(lambda a, b: jnp.where(good, a, b), taken, shorter)
+        accepted = Search(candidate, good, search.backtracks, length, kl, gain)
+        shortened = dataclasses.replace(search, backtracks=search.backtracks + 1)
+        return jax.tree.map(lambda a, b: jnp.where(good, a, b), accepted, shortened)
 
     zero = jnp.float32(0.0)
     start = Search(params, jnp.bool_(False), jnp.int32(0), zero, zero, zero)
-    found = jax.lax.while_loop(unfinished, attempt, start)
-    return dataclasses.replace(found, backtracks=jnp.minimum(found.backtracks, max_backtracks))
+    end = jax.lax.while_loop(unfinished, attempt, start)
+    return dataclasses.replace(end, backtracks=jnp.minimum(end.backtracks, max_backtracks))
 
 
 @dataclass(frozen=True)
 class TRPOSettings(OnPolicySettings):
-    """TRPO's hyper-parameters, beside `OnPolicySettings`; the defaults are Table S2's, else published ones.
+    """TRPO's hyper-parameters, which are those of `OnPolicySettings` and its own.
 
-    `minibatch_size` is the critic's; the policy's gradient is the whole batch's.
+    The defaults are those of the paper's Table S2, and those of published results where the table has none.
+    `minibatch_size` applies to the critic; the policy's gradient is that of the whole batch.
 
     Attributes:
-      max_kl: the trust region, delta: greatest mean Kullback-Leibler divergence of new policy from old, in nats.
-      cg_steps: conjugate gradient steps.
+      max_kl: the trust region delta, the largest mean Kullback-Leibler divergence of the new policy from the old, in
+        nats.
+      cg_steps: number of conjugate gradient steps.
       damping: added to the diagonal of the Fisher matrix.
-      fisher_every: the Fisher matrix is that of every n-th sample of the batch, in random order; 1: of all.
-      backtrack_factor: by which the line search shortens a step that is not accepted.
-      max_backtracks: how often it does so before it keeps the old policy.
-      learning_rate: of the critic's Adam.
-      critic_epochs: passes of the critic over an iteration's data.
+      fisher_every: the Fisher matrix is estimated from every n-th sample of the batch, in random order. 1 means all.
+      backtrack_factor: factor by which the line search shortens a step that is not accepted.
+      max_backtracks: how many times the line search shortens a step before it keeps the old policy.
+      learning_rate: learning rate of the critic's Adam.
+      critic_epochs: number of the critic's passes over an iteration's samples.
     """
 
     max_kl: float = 0.01
@@ -188,16 +192,17 @@ class TRPOSettings(OnPolicySettings):
 
 
 class TRPO(OnPolicy):
-    """One iteration: collect, estimate advantages, one step of the policy within a trust region, fit the critic.
+    """TRPO, which takes one step of the policy within a trust region and fits the critic.
 
-    The policy's parameters, all but the critic's, have no learning rate. What is tapped at the site
-    `learning_rate` under the label "actor" is the length of the step the line search tries first, 1 being the natural
-    step's: a spike there proposes too much, and the line search is the defence. The bound on the divergence is a site
-    of its own, `trust_region`. Whatever is disturbed, a step that is not finite, leaves the trust region or does not
-    improve the surrogate keeps the old policy bit for bit.
+    The policy's parameters, which are all but the critic's, have no learning rate. The value that is tapped at the site
+    `learning_rate` with the label "actor" is the length of the line search's first step, relative to the natural step:
+    a spike there proposes too large a step, and the line search is the defence. The bound on the divergence has the
+    site `trust_region`. The line search keeps the old policy, bit for bit, if no step is finite, stays in the trust
+    region and improves the surrogate, whatever is disturbed.
 
-    In the telemetry `learning_rate` and `x_mem` are the critic's, `gradient_norm`, `x_grad` and `policy_loss` (minus
-    what the accepted step gained) the policy's; `accepted`, `step_length`, `approximate_kl` are zero where no step was.
+    In the telemetry `learning_rate` and `x_mem` are the critic's. `gradient_norm`, `x_grad` and `policy_loss` (minus
+    the accepted step's gain) are the policy's. `accepted`, `step_length` and `approximate_kl` are zero if no step was
+    accepted.
     """
 
     settings: TRPOSettings
@@ -207,45 +212,45 @@ class TRPO(OnPolicy):
         super().__init__(env, max_episode_steps, settings, optimizer)
 
     def trained(self, params: Params) -> Params:
-        """The critic: the policy has no optimizer."""
+        """Returns the critic's parameters, because the policy has no optimizer."""
         return params["critic"]
 
     def improve(
         self, params: Params, optimizer: Any, samples: Samples, key: jax.Array, taps: Taps
     ) -> tuple[Params, Any, dict[str, jax.Array]]:
-        """A step of the policy and epochs of the critic, both from the same advantages; and what they tell."""
+        """Takes one step of the policy and fits the critic, and returns parameters, optimizer state and telemetry."""
         policy_key, critic_key = jax.random.split(key)
         policy = {name: part for name, part in params.items() if name != "critic"}
         order = self.order(policy_key).ravel()
         batch = jax.tree.map(lambda x: x[order], self.flat(samples))
         policy, telemetry, policy_norms = self.improve_policy(policy, batch, taps)
-        critic, optimizer, fitted, critic_norms = self.fit_critic(
+        critic, optimizer, critic_telemetry, critic_norms = self.fit_critic(
             params["critic"], optimizer, samples, critic_key, taps
         )
-        telemetry |= fitted
+        telemetry |= critic_telemetry
         if self.settings.telemetry == "full":
             norms = policy_norms | {"critic": critic_norms}
             telemetry["layer_gradient_norm"] = jnp.stack(jax.tree.leaves(norms))
         return policy | {"critic": critic}, optimizer, telemetry
 
     def improve_policy(self, policy: Params, batch: Samples, taps: Taps) -> tuple[Params, dict[str, jax.Array], Params]:
-        """One natural step with a line search: the policy, telemetry, and the gradient's norm in every layer.
+        """Takes one natural step with a line search.
 
-        The batch `[batch_size, ...]` is in random order, so that each of its parts is like the whole.
+        The batch `[batch_size, ...]` must be in random order, so that every part of it is representative.
+
+        Returns:
+          the policy, its telemetry, and the gradient's norm in every layer.
         """
         settings = self.settings
-        advantage = batch.advantage
-        if settings.normalize_advantages:
-            advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-8)
-        batch = batch._replace(advantage=advantage)
-        # Accelerators may multiply float32 matrices in fewer bits, too few for conjugate gradients.
+        batch = batch._replace(advantage=self.scaled_advantages(batch.advantage))
+        # Conjugate gradients need full float32 products, which accelerators may compute with fewer bits.
         with jax.default_matmul_precision("highest"):
             parts = self.gradients(policy, batch)
             gradient, used = disturbed_gradient(jax.tree.map(lambda g: jnp.mean(g, axis=0), parts), taps)
             max_kl = taps("trust_region", jnp.float32(settings.max_kl), label="actor")
             proposal = self.proposal(policy, gradient, batch, max_kl)
-            found = line_search(
-                self.compared_with(policy, batch),
+            search = line_search(
+                self.comparison(policy, batch),
                 policy,
                 proposal.change,
                 max_kl=max_kl,
@@ -254,42 +259,44 @@ class TRPO(OnPolicy):
                 max_backtracks=settings.max_backtracks,
             )
         telemetry = {
-            "policy_loss": -found.gain,
-            "approximate_kl": found.kl,
+            "policy_loss": -search.gain,
+            "approximate_kl": search.kl,
             "gradient_norm": unit_gradient(gradient)[1],
-            "accepted": found.accepted.astype(jnp.float32),
-            "backtracks": found.backtracks.astype(jnp.float32),
-            "step_length": found.length,
+            "accepted": search.accepted.astype(jnp.float32),
+            "backtracks": search.backtracks.astype(jnp.float32),
+            "step_length": search.length,
             "cg_residual": proposal.residual,
             "x_grad": mean_pairwise_cosine(parts),
             "x_used": used,
         }
         if settings.telemetry == "full":
             telemetry["x_grad_dominant"] = dominant_share(parts)
-        return found.params, telemetry, jax.tree.map(_root_mean_square_norm, parts)
+        return search.params, telemetry, jax.tree.map(_root_mean_square_norm, parts)
 
     def gradients(self, policy: Params, batch: Samples) -> Params:
-        """The loss's gradient in every minibatch, `[minibatches, ...]`: their mean is the batch's."""
+        """Returns the loss's gradient for every minibatch, `[minibatches, ...]`; their mean is the batch's gradient."""
         sizes = (self.settings.minibatches, self.settings.minibatch_size)
         chunks = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), batch)
         return jax.vmap(jax.grad(self.loss), (None, 0))(policy, chunks)
 
     def loss(self, policy: Params, batch: Samples) -> jax.Array:
-        """Minus the surrogate `E[pi / pi_old A]`, advantages as they are: scalar."""
+        """Returns minus the surrogate `E[pi / pi_old A]`, a scalar, with the batch's advantages as they are."""
         distribution = self.policy(policy, batch.observation)
         log_ratio = self.head.log_probability(distribution, batch.action) - batch.log_probability
         return -jnp.mean(jnp.exp(log_ratio) * batch.advantage)
 
     def proposal(self, policy: Params, gradient: Params, batch: Samples, max_kl: jax.Array) -> NaturalStep:
-        """The natural step, before any line search."""
-        seen = batch.observation[:: self.settings.fisher_every]
+        """Returns the natural step before the line search."""
+        observations = batch.observation[:: self.settings.fisher_every]
         product = fisher_product(
-            lambda policy: self.policy(policy, seen), self.head.fisher, policy, self.settings.damping
+            lambda policy: self.policy(policy, observations), self.head.fisher, policy, self.settings.damping
         )
         return natural_step(product, gradient, max_kl, self.settings.cg_steps)
 
-    def compared_with(self, policy: Params, batch: Samples) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
-        """The function from new parameters to their mean divergence from `policy`, and what the surrogate gains."""
+    def comparison(self, policy: Params, batch: Samples) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
+        """Returns the function from new parameters to their mean divergence from `policy` and their gain of the
+        surrogate.
+        """
         old = self.policy(policy, batch.observation)
         old_log_probability = self.head.log_probability(old, batch.action)
 
@@ -301,16 +308,19 @@ class TRPO(OnPolicy):
         return measure
 
     def first_length(self, taps: Taps) -> jax.Array:
-        """Length of the first step tried, relative to the natural step: 1, unless disturbed."""
+        """Returns the length of the first step that is tried, relative to the natural step: 1, unless disturbed."""
         return taps("learning_rate", jnp.float32(1.0), label="actor")
 
     def fit_critic(
         self, critic: Params, optimizer: Any, samples: Samples, key: jax.Array, taps: Taps
     ) -> tuple[Params, Any, dict[str, jax.Array], Params]:
-        """Epochs of Adam: critic, optimizer state, telemetry, and the first epoch's gradient norms in every layer."""
+        """Fits the critic by epochs of Adam.
+
+        Returns:
+          the critic, its optimizer state, telemetry, and the first epoch's gradient norm in every layer.
+        """
 
         def minibatch(taps: Taps, carry: tuple[Params, Any], batch: Samples):
-
             def objective(critic: Params) -> tuple[jax.Array, jax.Array]:
                 loss = self.value_loss(critic, batch)
                 return taps("objective", loss, label="critic"), loss
@@ -330,7 +340,7 @@ class TRPO(OnPolicy):
         return critic, optimizer, telemetry, jax.tree.map(lambda s: jnp.sqrt(jnp.mean(s[0])), squares)
 
     def value_loss(self, critic: Params, batch: Samples) -> jax.Array:
-        """Half the mean squared error of the value, scalar."""
+        """Returns half the mean squared error of the value, a scalar."""
         return 0.5 * jnp.mean((self.value({"critic": critic}, batch.observation) - batch.target) ** 2)
 
 
@@ -339,17 +349,17 @@ def _root_mean_square_norm(gradients: jax.Array) -> jax.Array:
 
 
 def trpo(task: Any, **settings: Any) -> Learner:
-    """TRPO (Schulman et al., 2015) on a task: `trpo("HalfCheetah-v5", max_kl=0.02)`.
+    """Returns TRPO (Schulman et al., 2015) on a task, for example `trpo("HalfCheetah-v5", max_kl=0.02)`.
 
     Args:
-      task: a task's name, or a task that gives an environment.
+      task: a task's name, or a task that provides an environment.
       **settings: fields of `TRPOSettings`.
 
     Raises:
-      ValueError: for a task or setting that does not exist or makes no sense.
+      ValueError: the task or a setting does not exist, or a setting has a value that is not allowed.
     """
-    chosen = checks.from_keywords(TRPOSettings, settings, "trpo")
-    return on_task(TRPO, task, chosen, "trpo", chosen.batch_size)
+    trpo_settings = checks.from_keywords(TRPOSettings, settings, "trpo")
+    return on_task(TRPO, task, trpo_settings, "trpo", trpo_settings.batch_size)
 
 
 trpo.settings = TRPOSettings  # type: ignore[attr-defined]
