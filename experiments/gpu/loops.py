@@ -144,10 +144,9 @@ def learners() -> dict[str, Callable[[], tuple[Any, list[Any]]]]:
 
 def step_of(learner: Any, perturbations: list[Any], branch: bool) -> Counts:
     """One disturbed step of a lane, with branches in loops or with what a GPU gets."""
-    from jaxaudit.core.grid import plan
+    from jaxaudit.core.grid import disturbance, plan
     from jaxaudit.core.perturbation import control
     from jaxaudit.core.program import Lanes, Program, first_shapes, lane_step, with_perturbations
-    from jaxaudit.core.slots import disturbance
 
     program = plan(learner, perturbations, seeds=1, steps=1_000).program
     if not branch:

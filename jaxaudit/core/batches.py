@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxaudit.core.grid import Grid
+from jaxaudit.core.grid import Grid, lanes_of
 from jaxaudit.core.perturbation import Condition, control
 from jaxaudit.core.program import Lanes, Program, whole_vectors
-from jaxaudit.core.slots import lanes_of
 
 
 @dataclass(frozen=True, eq=False)

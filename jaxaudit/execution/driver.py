@@ -18,7 +18,7 @@ from jaxaudit.core.grid import Grid
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import LaneState
 from jaxaudit.execution.engine import Engine, ProgramPiece, Source
-from jaxaudit.execution.telemetry_layout import blank_telemetry, place
+from jaxaudit.execution.grid_program import blank_telemetry, place
 
 CHUNKS_PER_RUN = 40
 

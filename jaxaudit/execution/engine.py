@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxaudit.core.batches import Batch
-from jaxaudit.core.grid import Grid
+from jaxaudit.core.grid import Grid, disturbance
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.perturbation import control
 from jaxaudit.core.program import (
@@ -34,7 +34,6 @@ from jaxaudit.core.program import (
     undisturbed,
     with_perturbations,
 )
-from jaxaudit.core.slots import disturbance
 from jaxaudit.execution import device_layout as shards
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.machine import CACHE, cores, give_back, program_cache

@@ -10,8 +10,8 @@ import math
 
 import jax
 
+from jaxaudit.core.perturbation import perturbation
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.kinds import perturbation
 
 
 @perturbation("data", "observation", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, math.inf))

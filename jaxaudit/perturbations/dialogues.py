@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxaudit.core.perturbation import perturbation
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.kinds import perturbation
 
 MOST_LAG = 8
 """The longest lag of the behaviour policy, in steps."""

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxaudit.core.perturbation import intervention
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.kinds import intervention
 
 SNAPSHOTS = 3
 """States of a lane that `roll_back` keeps."""

@@ -3,12 +3,135 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxaudit.core.optimizer import FIRST_MOMENT, SECOND_MOMENT
+from jaxaudit.core.perturbation import perturbation
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.kinds import perturbation
+from jaxaudit.runtime.paths import along_paths, places_of
+
+
+@perturbation("parametric", "params", magnitude=0.01, neutral=0.0, duration="once", limits=(0.0, math.inf))
+def weight_noise(key, value, magnitude):
+    """Adds Gaussian noise of standard deviation `magnitude` to every parameter (Table S4: N(0, 0.01)).
+
+    >>> weight_noise(0.01).apply({"kernel": jnp.zeros((2, 3))})["kernel"].shape
+    (2, 3)
+    """
+    return transforms.add_noise(key, value, magnitude)
+
+
+@perturbation(
+    "parametric",
+    "params",
+    magnitude=1.0,
+    neutral=0.0,
+    duration="once",
+    limits=(0.0, math.inf),
+    needs=("reinitialise", "selected"),
+    whole=True,
+)
+def layer_reset(key, value, magnitude, *, reinitialise, selected):
+    """Re-initialises `magnitude` layers, drawn at random from those in the target (Table S4: one layer).
+
+    A layer is one of a `Stack`'s or, in a tree without one, the parameters that share a parent (a kernel and its
+    bias). Other parameters, as embeddings beside a `Stack` or a policy's standard deviation beside its networks, are
+    layers where the target has nothing else. The optimizer's moments stay.
+
+    >>> params, fresh = {"layer": {"kernel": 1.0}}, {"layer": {"kernel": 0.0}}
+    >>> reset = layer_reset().apply(params, reinitialise=lambda key: fresh, selected=jnp.array([True]))
+    >>> float(reset["layer"]["kernel"])
+    0.0
+    """
+    unit_of, is_layer = _units(value)
+    names = sorted(set(unit_of))
+    position = np.array([names.index(unit) for unit in unit_of])
+    members = position == np.arange(len(names))[:, None]
+    in_target = (members & selected).any(1)
+    layers = in_target & (members & np.array(is_layer)).any(1)
+    drawn_from = jnp.where(layers.any(), layers, in_target)
+    draw_key, init_key = jax.random.split(key)
+    draw = jnp.where(drawn_from, jax.random.uniform(draw_key, (len(names),)), jnp.inf)
+    earlier = np.tri(len(names), k=-1, dtype=bool)  # of equal draws
+    before = (draw < draw[:, None]) | ((draw == draw[:, None]) & earlier)  # a sort takes longer to compile
+    chosen = (before.sum(1) < magnitude) & drawn_from
+    picked = along_paths(chosen[position] & selected, value)
+    return jax.tree.map(jnp.where, picked, reinitialise(init_key), value)
+
+
+def _units(value: Any) -> tuple[list[str], list[bool]]:
+    """What each path belongs to, a layer or what is none, and whether it is one."""
+    places = [place for leaf in places_of(value) for place in leaf]
+    parents = [place.path.rpartition("/")[0] for place in places]
+    stacked = any(place.layer for place in places)
+    units = [place.layer or parent or place.path for place, parent in zip(places, parents, strict=True)]
+    return units, [bool(place.layer if stacked else parent) for place, parent in zip(places, parents, strict=True)]
+
+
+@perturbation(
+    "parametric",
+    "params",
+    magnitude=1.0,
+    neutral=0.0,
+    duration="once",
+    limits=(0.0, 1.0),
+    needs=("reinitialise",),
+    target="critic",
+)
+def critic_reset(key, value, magnitude, *, reinitialise):
+    """Moves the critic's parameters p towards fresh ones, to (1 - magnitude) p + magnitude fresh (Table S1).
+
+    At one it is a full reset. The optimizer's moments stay. `target` is the critic unless another is given.
+
+    >>> float(critic_reset(0.5).apply({"kernel": 2.0}, reinitialise=lambda key: {"kernel": 0.0})["kernel"])
+    1.0
+    """
+    return transforms.towards(value, reinitialise(key), magnitude)
+
+
+@perturbation("parametric", "params", magnitude=1.0, neutral=0.0, duration="once", target="critic/head/bias")
+def value_bias(key, value, magnitude):
+    """Adds `magnitude`, in units of the reward, to the bias of the critic's head: it values all states too highly.
+
+    Negative ones too little. What the critic learns from then on may undo it. `target` is the bias of a dialogue
+    learner's critic, "critic/head/bias", unless another is given.
+
+    >>> float(value_bias(2.0).apply({"bias": 0.5})["bias"])
+    2.5
+    """
+    return jax.tree.map(lambda x: x + magnitude, value)
+
+
+@perturbation("parametric", "params", magnitude=8.0, neutral=32.0, duration="once", limits=(2.0, 32.0))
+def quantize(key, value, magnitude):
+    """Rounds every parameter to `magnitude` bits, symmetric and uniform over each tensor's range.
+
+    >>> quantize(2.0).apply(jnp.array([1.0, 0.2]))
+    Array([1., 0.], dtype=float32)
+    """
+    return transforms.round_to_bits(value, magnitude)
+
+
+@perturbation("parametric", "params", magnitude=3.0, neutral=23.0, duration="once", limits=(1.0, 23.0), whole=True)
+def quantize_float(key, value, magnitude):
+    """Rounds every parameter to `magnitude` bits of mantissa: 7 as in bfloat16, 3 and 2 as in the formats of 8 bits.
+
+    Exponents are not limited, as where tensors are scaled into the format's range.
+
+    >>> float(quantize_float(1.0).apply(1.3))
+    1.5
+    """
+
+    def rounded(x: jax.Array) -> jax.Array:
+        mantissa, exponent = jnp.frexp(x)  # |mantissa| in [1/2, 1)
+        steps = 2.0 ** (magnitude + 1.0)
+        return jnp.ldexp(jnp.round(mantissa * steps) / steps, exponent)
+
+    return jax.tree.map(rounded, value)
 
 
 @perturbation("optimization", "learning_rate", magnitude=10.0, neutral=1.0, duration=10, limits=(0.0, math.inf))

@@ -7,8 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.core.perturbation import perturbation
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.kinds import perturbation
 
 
 @perturbation("signal", "reward", magnitude=0.5, neutral=0.0, duration="end", limits=(0.0, math.inf))

@@ -13,12 +13,12 @@ import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.core import sites
 from jaxaudit.core.batches import layout
+from jaxaudit.core.grid import lanes_of
+from jaxaudit.core.perturbation import stateless
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.core.sites import find_sites
-from jaxaudit.core.slots import lanes_of
 from jaxaudit.execution.engine import Engine
 from jaxaudit.perturbations import conditions
-from jaxaudit.perturbations.kinds import stateless
 from jaxaudit.runtime import registry, sharding
 from jaxaudit.spec.document import misfits
 

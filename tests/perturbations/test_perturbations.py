@@ -13,16 +13,7 @@ from without_baseline import train_from_the_start
 import jaxaudit as ja
 from jaxaudit.core.sites import find_sites
 from jaxaudit.core.taps import Taps
-from jaxaudit.perturbations import (
-    conditions,
-    data,
-    dialogues,
-    interventions,
-    optimization,
-    parametric,
-    signal,
-    transforms,
-)
+from jaxaudit.perturbations import conditions, data, dialogues, interventions, optimization, signal, transforms
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.paths import matches, paths_of
 
@@ -527,7 +518,7 @@ def test_quantize_float_rounds_as_the_formats_do(bits, dtype):
     np.testing.assert_array_equal(zeros, 0.0)
 
 
-FILES = (data, dialogues, interventions, dialogues, optimization, parametric, dialogues, signal)
+FILES = (data, dialogues, interventions, dialogues, optimization, optimization, dialogues, signal)
 
 
 @pytest.mark.exhaustive
