@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxaudit.core.grid import Grid, lanes_of
 from jaxaudit.core.perturbation import Condition, control
-from jaxaudit.core.program import Lanes, Program, whole_vectors
+from jaxaudit.core.program import Lanes, Program, round_up_to_vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +113,10 @@ def width_of(program: Program, lanes: int) -> int:
     """
     groups, execution = program.groups, program.execution
     each = -(-lanes // groups)
-    if isinstance(execution, int) and each > whole_vectors(execution):
-        at_a_time = whole_vectors(execution)
+    if isinstance(execution, int) and each > round_up_to_vectors(execution):
+        at_a_time = round_up_to_vectors(execution)
         return -(-each // at_a_time) * at_a_time * groups
-    return (each if execution == "map" else whole_vectors(each)) * groups
+    return (each if execution == "map" else round_up_to_vectors(each)) * groups
 
 
 def as_json(plan: Plan) -> list[dict[str, Any]]:

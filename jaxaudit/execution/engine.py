@@ -27,11 +27,11 @@ from jaxaudit.core.program import (
     LaneState,
     Program,
     advance,
-    first_shapes,
-    initial,
+    baseline_program,
+    empty_telemetry,
+    initial_shapes,
+    initial_states,
     split_states,
-    telemetry_rows,
-    undisturbed,
     with_perturbations,
 )
 from jaxaudit.execution import device_layout as shards
@@ -331,7 +331,7 @@ class Engine:
         return len(self.grid.program.devices) * (planned + workspace_bytes(compiled))
 
     def _key(self, batch: Batch) -> tuple[Program, int, bool]:
-        program = self.grid.program if batch.disturbed else undisturbed(self.grid.program)
+        program = self.grid.program if batch.disturbed else baseline_program(self.grid.program)
         return program, batch.width, batch.disturbed
 
     def _timed(self, program: Any, *key: Any) -> jax.stages.Compiled:
@@ -392,7 +392,7 @@ def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Futur
 
     def train(data: Any, states: LaneState, lanes: Lanes, start: Any, stop: Any) -> tuple[LaneState, Telemetry]:
         data, states = _whole(program, data), shards.cut(states, shapes)
-        blank = telemetry_rows(program, rows, width)
+        blank = empty_telemetry(program, rows, width)
         states, telemetry = advance(program, data, states, lanes, start, stop, blank, start)
         return shards.filled(program, states, 1), telemetry
 
@@ -427,12 +427,12 @@ def _initial(program: Program, width: int, disturbed: bool) -> Future[jax.stages
 
 
 def _first(program: Program, disturbed: bool, data: Any, seeds: jax.Array) -> LaneState:
-    states = initial(program, data, seeds)
+    states = initial_states(program, data, seeds)
     return split_states(program, with_perturbations(program, states, len(seeds)) if disturbed else states)
 
 
 def _first_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
-    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype), first_shapes(program))
+    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype), initial_shapes(program))
     if not disturbed:
         return states
     return jax.eval_shape(lambda states: with_perturbations(program, states, lanes), states)

@@ -54,7 +54,7 @@ def export(folder: Path, out: Path, seed: int | None = None, condition: str | No
             if batch.disturbed and mine.size:
                 last = _Last(store, engine, int(batch.numbers[mine[0]]))
                 run_batch(engine, batch, last)
-                learner.save(out, contract.functions_as_leaves(last.state), grid.data)
+                learner.save(out, contract.unwrap_functions(last.state), grid.data)
         claim.keep()
     return f"{out}: seed {grid.seeds[place]}, {labels[column]}, after {grid.steps} steps"
 

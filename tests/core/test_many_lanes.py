@@ -280,4 +280,4 @@ def test_the_largest_magnitude_is_found_among_thousands():
     kind = next(iter(parse(spec_of(1, 1, (100,))).build().program.slots)).kind
     sized = dataclasses.replace(kind, sized=True, init=lambda value, most: ())
     parts = [grids.Condition((sized(float(m), onset=3),), 3, "sized", "data") for m in (2, 5, 3)]
-    assert [slot.most for slot in grids.slots_of(parts)] == [5.0]
+    assert [slot.max_magnitude for slot in grids.slots_of(parts)] == [5.0]
