@@ -364,7 +364,7 @@ def perturbation(
         return _register_kind(
             registry.perturbations,
             function,
-            _stateless(function) if init is None else function,
+            stateless(function) if init is None else function,
             dimension=dimension,
             site=site,
             magnitude=magnitude,
@@ -405,10 +405,13 @@ def intervention(
     return decorate
 
 
-def _stateless(function: Callable[..., Any]) -> Callable[..., Any]:
+def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with `state` as an additional last positional argument, which it returns beside the result."""
+
     @functools.wraps(function)
-    def apply(key, value, magnitude, state, **context):
-        return function(key, value, magnitude, **context), state
+    def apply(*arguments: Any, **context: Any) -> tuple[Any, Any]:
+        *inner, state = arguments
+        return function(*inner, **context), state
 
     return apply
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flax import struct
 
-from jaxaudit.core.perturbation import nothing, number_of
+from jaxaudit.core.perturbation import nothing, number_of, stateless
 from jaxaudit.runtime import registry
 
 HOOKS = {
@@ -150,7 +149,7 @@ def remedy(
     """
 
     def decorate(function: Callable[..., Any]) -> RemedyKind:
-        apply = _stateless(function) if init is None else function
+        apply = stateless(function) if init is None else function
         fields = {"strength": strength, "site": site, "apply": apply, "neutral": neutral, "init": init or nothing}
         return _registered(function, **fields | rest)
 
@@ -160,14 +159,6 @@ def remedy(
 def setting(*, strength: float = 1.0, **rest: Any) -> Callable[[Callable[..., Any]], RemedyKind]:
     """Decorator that makes `f(settings, strength) -> changes` a registered kind of remedy that changes settings."""
     return lambda function: _registered(function, strength=strength, settings=function, **rest)
-
-
-def _stateless(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def apply(value, strength, state, **context):
-        return function(value, strength, **context), state
-
-    return apply
 
 
 def _registered(function: Callable[..., Any], **fields: Any) -> RemedyKind:

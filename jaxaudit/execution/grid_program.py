@@ -84,4 +84,4 @@ def arrange(grid: Grid, baseline: Telemetry, forks: tuple[Telemetry, ...]) -> di
 
 def _whole(grid: Grid) -> list[Batch]:
     """One batch for the baseline and each fork group."""
-    return layout(grid, most=len(grid.seeds) * len(grid.conditions))
+    return layout(grid, max_lanes=len(grid.seeds) * len(grid.conditions))

@@ -485,7 +485,7 @@ def test_sites_are_those_of_a_run_of_its_length():
 
 
 def test_of_what_traces_found_the_oldest_is_forgotten(monkeypatch):
-    monkeypatch.setattr(sites, "_MOST", 2)
+    monkeypatch.setattr(sites, "_MAX_TRACES", 2)
     monkeypatch.setattr(sites, "_TRACES", {})
     traced = []
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxaudit.analysis.metrics import Cadence, MetricSettings, collapse_time
-from jaxaudit.core.batches import Batch, layout, width_of
+from jaxaudit.core.batches import Batch, layout, padded_width
 from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.grid import Grid
 from jaxaudit.core.learner import Telemetry
@@ -38,7 +38,7 @@ def fit(
     def laid_out(most: int | None) -> list[Batch]:
         lanes = min(lines.lanes, most or lines.lanes)
         nowhere = np.zeros(lanes, int)
-        width = width_of(grid.program, lanes)
+        width = padded_width(grid.program, lanes)
         pool = Batch(0, 0, grid.forks[0].onset, grid.steps, 0, nowhere, nowhere, (), width)
         return [*(b for b in layout(grid, most) if baseline and not b.disturbed), pool]
 
