@@ -10,11 +10,11 @@ from typing import Any, Literal
 import jax
 
 from jaxaudit.analysis.metrics import MetricSettings
-from jaxaudit.core.grid import Grid, plan
+from jaxaudit.core.grid import Grid
 from jaxaudit.core.learner import Learner
 from jaxaudit.core.perturbation import Chain, Perturbation
 from jaxaudit.core.program import Execution
-from jaxaudit.execution.autotune import autotune
+from jaxaudit.execution.autotune import tuned_grid
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.runs.margins.directions import directions
 from jaxaudit.runs.margins.pool import baseline, fit, in_turn, rounds
@@ -103,19 +103,11 @@ def margin(
         or for an onset before step 2, where J_pre is undefined.
     """
     chosen, windows = MarginSettings(**search), settings or MetricSettings()
-    grid = plan(
-        learner,
-        perturbations,
-        seeds=seeds,
-        steps=steps,
-        execution=execution,
-        devices=devices,
-        model_devices=model_devices,
-        matmul_precision=matmul_precision,
-        tail=0,
+    rows = chunk_size(steps)
+    grid, _ = tuned_grid(
+        learner, perturbations, seeds, steps, execution, devices, model_devices, matmul_precision, rows=rows, tail=0
     )
-    grid, _ = autotune(grid, chunk_size(steps))
-    engine, batches, lines = fit(grid, lay_out(grid, perturbations, chosen), chunk_size(steps), baseline=True)
+    engine, batches, lines = fit(grid, lay_out(grid, perturbations, chosen), rows, baseline=True)
     stages = baseline(engine, batches, windows)
     probes: list[Probe] = []
     for _ in rounds(grid, lines, probes, in_turn(engine, lines, stages.__getitem__)):
