@@ -148,8 +148,8 @@ class Optimizer:
         if keep is not None:
             change = jax.tree.map(lambda c: jnp.where(keep > 0, scale * c, 0), change)
             state = jax.tree.map(lambda new, old: jnp.where(keep > 0, new, old), state, before)
-        persistence = first_moment_cosine(direction, state)
-        stats = OptimizerStats(rate, norm, optax.tree.norm(change), clipped, persistence, used)
+        update_norm = optax.tree.norm(change)
+        stats = OptimizerStats(rate, norm, update_norm, clipped, first_moment_cosine(direction, state), used)
         return optax.apply_updates(params, change), state, stats
 
     def finish(

@@ -1,4 +1,4 @@
-"""The standard perturbations, one file for each stability dimension, and what composes them."""
+"""The standard perturbations by stability dimension, and the functions that sweep, time and chain them."""
 
 from jaxaudit.core.perturbation import (
     DIMENSIONS,

@@ -553,7 +553,7 @@ def test_a_kind_of_ones_own_takes_few_lines():
 @pytest.mark.parametrize("name", ["weight_noise", "gradient_sign_flip", "gradient_mask"])
 def test_leaves_of_a_tree_are_disturbed_independently(monkeypatch, name, at_once):
     """Of a small tree, whose randomness is drawn at once, and of a large one; of leaves that are alike, too."""
-    monkeypatch.setattr(transforms, "DRAWN_AT_ONCE", 2**20 if at_once else 1)
+    monkeypatch.setattr(transforms, "JOINT_DRAW_LIMIT", 2**20 if at_once else 1)
     tree = {"a": jnp.ones((40, 50)), "b": jnp.ones((40, 50)), "c": jnp.ones(3), "d": jnp.float32(1.0)}
     changed = registry.perturbations[name](0.5).apply(tree, jax.random.key(3))
     assert jax.tree.map(jnp.shape, changed) == jax.tree.map(jnp.shape, tree)
