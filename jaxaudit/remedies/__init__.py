@@ -1,4 +1,4 @@
-"""Changes for stability: changes to how a learner trains that are meant to make its training more stable."""
+"""Remedies: changes to how a learner trains that are meant to make its training more stable."""
 
 from jaxaudit.core.remedy import HOOKS, ProposedUpdate, Remedy, RemedyKind, Trained, remedy, setting
 from jaxaudit.remedies.objectives import (
