@@ -18,8 +18,8 @@ from flax import struct
 
 from jaxaudit.core.channel_names import PERFORMANCE
 from jaxaudit.core.learner import Learner, State, Telemetry, with_lasting, without_lasting
-from jaxaudit.core.sites import find_sites, initial_perturbation_states, step_telemetry
-from jaxaudit.core.taps import STATE, Disturbance, Slot, States, Taps, reset_opening_states
+from jaxaudit.core.sites import find_sites, step_telemetry
+from jaxaudit.core.taps import ROOT, STATE, Disturbance, Slot, States, Taps, reset_opening_states
 from jaxaudit.runtime import precision
 from jaxaudit.runtime.sharding import AXIS, EVERYWHERE, LANES, ROWS, on_devices, split
 
@@ -168,20 +168,16 @@ class LaneState:
 def initial_states(program: Program, data: Any, seeds: jax.Array) -> LaneState:
     """Returns the baseline's states before the first step for `seeds` `[L]`, which alone determine the random keys."""
 
-    def from_seed(seed: jax.Array) -> LaneState:
-        return initial_state(program, data, jax.random.fold_in(jax.random.key(seed), 0))
+    def initial_state(seed: jax.Array) -> LaneState:
+        key = jax.random.fold_in(jax.random.key(seed), 0)
+        with precision.tracing(program.matmul_precision):
+            return _without_perturbations(program, program.learner.begin(key, data))
 
-    return jax.vmap(from_seed)(seeds)
-
-
-def initial_state(program: Program, data: Any, key: jax.Array) -> LaneState:
-    """Returns the state of a lane of the baseline before its first step."""
-    with precision.tracing(program.matmul_precision):
-        return _without_perturbations(program, program.learner.begin(key, data))
+    return jax.vmap(initial_state)(seeds)
 
 
 def initial_shapes(program: Program) -> LaneState:
-    """Returns the shapes and dtypes of the result of `initial_state`."""
+    """Returns the shapes and dtypes of one lane's state of the baseline before its first step."""
     return jax.eval_shape(functools.partial(_without_perturbations, program), program.learner.state_shapes)
 
 
@@ -207,9 +203,14 @@ def with_perturbations(program: Program, states: LaneState, lanes: int) -> LaneS
 
 def opening_states(program: Program) -> States:
     """Returns the states of a lane's perturbations when their windows open."""
-    if not any(slot.kind.keeps_state for slot in program.slots):
+    stateful = [slot for slot in program.slots if slot.kind.keeps_state]
+    if not stateful:
         return {}
-    return initial_perturbation_states(program.slots, find_sites(program.learner, program.steps))
+    values = find_sites(program.learner, program.steps).values
+    return {
+        slot.id: {label or ROOT: slot.init(value) for label, value in values[slot.kind.site].items()}
+        for slot in stateful
+    }
 
 
 def lane_step(

@@ -11,18 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit.core.learner import Learner, without_lasting
-from jaxaudit.core.taps import (
-    NEVER,
-    ROOT,
-    STATE,
-    Slot,
-    States,
-    Taps,
-    misplaced_tap,
-    only_numbers,
-    state_lost,
-    state_not_carried,
-)
+from jaxaudit.core.taps import NEVER, STATE, Taps, misplaced_tap, only_numbers, state_lost, state_not_carried
 from jaxaudit.runtime import tracing
 from jaxaudit.runtime.paths import paths_of
 
@@ -266,12 +255,3 @@ def _traced(learner: Learner, steps: int | None) -> tuple[Sites, dict[str, tuple
     if key not in _TRACES:
         trace(learner, Recorder(steps=steps))
     return _TRACES[key]
-
-
-def initial_perturbation_states(slots: tuple[Slot, ...], sites: Sites) -> States:
-    """Returns the states of one lane's perturbations when their windows open."""
-    return {
-        slot.id: {label or ROOT: slot.init(value) for label, value in sites.values[slot.kind.site].items()}
-        for slot in slots
-        if slot.kind.keeps_state
-    }

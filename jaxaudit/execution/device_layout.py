@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxaudit.core.program import Program
-from jaxaudit.runtime.sharding import AXIS, MODEL, leaf_paths, mesh
+from jaxaudit.runtime.sharding import AXIS, MODEL, laid, leaf_paths
 
 
 def axes_of(program: Program, tree: Any, leading: int) -> list[tuple[str | None, ...]]:
@@ -62,8 +62,7 @@ def unpadded(tree: Any, shapes: Any, leading: int = 1) -> Any:
 
 def lane_shardings(program: Program, tree: Any) -> Any:
     """Returns the sharding over all devices of each array `[L, ...]`."""
-    device_mesh = mesh(program.devices, program.model_devices)
-    return _map_with_axes(lambda _, axes: NamedSharding(device_mesh, PartitionSpec(AXIS, *axes)), program, tree, 1)
+    return _map_with_axes(lambda _, axes: _sharding(program, AXIS, *axes), program, tree, 1)
 
 
 def piece_shardings(program: Program, tree: Any, full: bool) -> Any:
@@ -71,19 +70,18 @@ def piece_shardings(program: Program, tree: Any, full: bool) -> Any:
 
     Axes that cannot be divided evenly are not split; `full` tells whether the axis of lanes can.
     """
-    device_mesh, lanes = mesh(program.devices, program.model_devices), AXIS if full else None
+    lanes = AXIS if full else None
 
     def sharding(x: Any, axes: tuple[str | None, ...]) -> NamedSharding:
         uneven = any(_padding(program, x.shape, axes, 1))
-        return NamedSharding(device_mesh, PartitionSpec(lanes, *(() if uneven else axes)))
+        return _sharding(program, lanes, *(() if uneven else axes))
 
     return _map_with_axes(sharding, program, tree, 1)
 
 
 def data_shardings(program: Program, tree: Any) -> Any:
     """Returns the sharding over all devices of each array that all lanes read."""
-    device_mesh = mesh(program.devices, program.model_devices)
-    return _map_with_axes(lambda _, axes: NamedSharding(device_mesh, PartitionSpec(*axes)), program, tree, 0)
+    return _map_with_axes(lambda _, axes: _sharding(program, *axes), program, tree, 0)
 
 
 def group_shardings(program: Program, tree: Any, group: int) -> Any:
@@ -147,6 +145,10 @@ def device_bytes(program: Program, lane: Any) -> int:
         return size * x.dtype.itemsize // (program.model_devices if MODEL in axes else 1)
 
     return sum(jax.tree.leaves(_map_with_axes(leaf_bytes, program, lane, 0)))
+
+
+def _sharding(program: Program, *axes: str | None) -> NamedSharding:
+    return laid(program.devices, PartitionSpec(*axes), program.model_devices)
 
 
 def _padding(program: Program, shape: tuple[int, ...], axes: tuple[str | None, ...], leading: int) -> list[int]:

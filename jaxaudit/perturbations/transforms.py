@@ -275,7 +275,8 @@ def _to_steps(steps: Any) -> jax.Array:
 
 def _map_with_state(change: Callable[..., tuple[Any, Any]], value: Any, state: Any) -> tuple[Any, Any]:
     """Returns the trees of new leaves and new states from `change(index, leaf, state) -> (leaf, state)`."""
-    leaves, structure = jax.tree.flatten(value)
-    pairs = [change(i, x, s) for i, (x, s) in enumerate(zip(leaves, structure.flatten_up_to(state), strict=True))]
+    structure: Any = jax.tree.structure(value)
+    leaves = zip(jax.tree.leaves(value), structure.flatten_up_to(state), strict=True)
+    pairs = [change(index, leaf, leaf_state) for index, (leaf, leaf_state) in enumerate(leaves)]
     new_value = jax.tree.unflatten(structure, [leaf for leaf, _ in pairs])
     return new_value, jax.tree.unflatten(structure, [leaf_state for _, leaf_state in pairs])
