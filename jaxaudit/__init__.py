@@ -1,4 +1,4 @@
-"""jaxaudit: how stable is this training run? See the README for the tour."""
+"""jaxaudit measures how stable training runs are; the README gives an introduction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxaudit.runtime import machine
 
 # ruff: noqa: F401, F403
-if TYPE_CHECKING:  # for type checkers and editors; in a program a name is imported when it is first asked for
+if TYPE_CHECKING:  # for type checkers and editors; at run time, names are imported at their first use
     from jaxaudit import dialogues, learners, remedies, tasks, text
     from jaxaudit.analysis import metrics, statistics
     from jaxaudit.analysis.results import Result
@@ -34,7 +34,7 @@ __version__ = "0.3.0"
 
 machine.install_kernels_finder()
 
-_PACKAGES = {
+_MODULES = {
     "dialogues": "dialogues",
     "learners": "learners",
     "metrics": "analysis.metrics",
@@ -43,7 +43,7 @@ _PACKAGES = {
     "tasks": "tasks",
     "text": "text",
 }
-"""The public modules by name, with the modules of this package that they are."""
+"""The public modules by name, with their paths in this package."""
 
 _HOMES = {
     "Adam": "core.optimizer",
@@ -68,14 +68,14 @@ _HOMES = {
     "remedied": "core.remedied_learner",
     "run": "core.program",
 }
-"""Where the public names are; the others are perturbations."""
+"""The public names, with the modules that define them; all other public names are defined in `perturbations`."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         value: Any = __dir__()
-    elif name in _PACKAGES:
-        value = importlib.import_module(f"{__name__}.{_PACKAGES[name]}")
+    elif name in _MODULES:
+        value = importlib.import_module(f"{__name__}.{_MODULES[name]}")
     elif name in _HOMES:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     elif name.startswith("_"):
@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_PACKAGES, *_HOMES, *_perturbations()])
+    return sorted([*_MODULES, *_HOMES, *_perturbations()])
 
 
 def _perturbations() -> list[str]:

@@ -114,9 +114,9 @@ def test_the_callers_own_cache_stays(ours):
 
 def test_a_cache_chosen_meanwhile_stays(ours):
     theirs = str(ours.parent / "theirs")
-    engine._kept.enter()
+    engine._persistent_cache.enter()
     jax.config.update("jax_compilation_cache_dir", theirs)
-    engine._kept.leave()
+    engine._persistent_cache.leave()
     assert jax.config.jax_compilation_cache_dir == theirs
 
 
@@ -129,7 +129,7 @@ def test_a_program_that_could_not_be_compiled_is_tried_again(monkeypatch):
         return pending
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "compiling", refused)
+        patched.setattr(engine, "compile_in_background", refused)
         with pytest.raises(RuntimeError, match="no memory"):
             an_audit(2.25)
     an_audit(2.25)

@@ -224,16 +224,16 @@ class Advance:
     """
 
     def __init__(self, program: Any, lanes: Any, rows: int, data: Any = None):
-        from jaxaudit.core.program import advance, initial, telemetry_rows, with_perturbations
+        from jaxaudit.core.program import advance, empty_telemetry, initial_states, with_perturbations
 
         def begin(seeds, data):
-            states = initial(program, data, seeds)
+            states = initial_states(program, data, seeds)
             return states if lanes.disturbance is None else with_perturbations(program, states, len(seeds))
 
         self._lanes = lanes
         self._data = data
         states = jax.jit(begin)(lanes.seed, data)
-        self._rows = telemetry_rows(program, rows, lanes.seed.shape[0])
+        self._rows = empty_telemetry(program, rows, lanes.seed.shape[0])
 
         def run(states, lanes, start, stop, rows, data):
             return advance(program, data, states, lanes, start, stop, rows, start)

@@ -63,9 +63,9 @@ def advancing(arguments, one, lanes: int, perturbations=(), execution: str | Non
     They run as the last of the executions unless told.
     """
     from jaxaudit.core import grid
+    from jaxaudit.core.grid import lanes_of
     from jaxaudit.core.perturbation import control
     from jaxaudit.core.program import Lanes
-    from jaxaudit.core.slots import lanes_of
 
     how = _execution(execution or arguments.execution[-1])
     plan = grid.plan(one, list(perturbations), seeds=lanes, steps=10_000, execution=how)
@@ -185,13 +185,13 @@ def against_lanes(arguments):
 
 def overheads(arguments):
     """What taps with closed windows, telemetry and held-out rows cost."""
-    from jaxaudit.core import sites, slots
+    from jaxaudit.core import grid, sites
     from jaxaudit.runtime import registry
 
     basic = learner(arguments, performance_every=1_000)
     found = sites.find_sites(basic, 10_000)
     standard = [registry.perturbations[name] for name in registry.perturbations]
-    fitting = [f(onset=0.5, duration=1) for f in standard if slots.site_misfit(f(), found) is None]
+    fitting = [f(onset=0.5, duration=1) for f in standard if grid.site_misfit(f(), found) is None]
 
     def told(state, key, taps):
         state, telemetry = basic.step(state, key, taps)

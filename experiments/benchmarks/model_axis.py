@@ -69,10 +69,10 @@ def memory(size: str) -> None:
 
 def copied_bytes(engine, batch) -> int:
     """Bytes, on each device, of the states that are filled up."""
-    from jaxaudit.execution.device_layout import filled_shapes
+    from jaxaudit.execution.device_layout import padded_shapes
 
     program, lane = engine.grid.program, engine.lane_shapes(batch)
-    pairs = zip(jax.tree.leaves(lane), jax.tree.leaves(filled_shapes(program, lane, 0)), strict=True)
+    pairs = zip(jax.tree.leaves(lane), jax.tree.leaves(padded_shapes(program, lane, 0)), strict=True)
     return sum(4 * more.size // program.model_devices for x, more in pairs if x.shape != more.shape)
 
 

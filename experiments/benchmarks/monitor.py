@@ -45,9 +45,9 @@ def inside(arguments) -> dict:
     """A step of PPO with and without a monitor, compiled and warm."""
     import jaxaudit as ja
     from jaxaudit.core import grid
+    from jaxaudit.core.grid import disturbance
     from jaxaudit.core.perturbation import control
     from jaxaudit.core.program import Lanes
-    from jaxaudit.core.slots import disturbance
 
     small = {"num_envs": 2, "rollout_length": 64} if arguments.quick else {}
     learner = ja.learners.ppo(common.TASK, telemetry="full", evaluations=0, **small)

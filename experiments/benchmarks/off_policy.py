@@ -167,12 +167,12 @@ def untimed(advance: common.Advance, start: int, stop: int) -> None:
 def lanes_of(arguments, name: str, lanes: int, execution: str, **settings) -> common.Advance:
     """Compiled lanes whose iteration is what is timed at once."""
     import jaxaudit as ja
-    from jaxaudit.core import grid, slots
+    from jaxaudit.core import grid
 
     chosen = {"iteration_steps": arguments.env_steps, "learning_starts": 0, "buffer_size": 100_000, "evaluations": 0}
     learner = getattr(ja.learners, name)(common.TASK, **chosen | settings)
     plan = grid.plan(learner, [ja.lr_spike(10.0)], seeds=lanes, steps=100, execution=as_execution(execution))
-    return common.Advance(plan.program, slots.lanes_of(plan.program, range(lanes), None), 10)
+    return common.Advance(plan.program, grid.lanes_of(plan.program, range(lanes), None), 10)
 
 
 def buffer(arguments, capacity: int) -> dict:

@@ -36,7 +36,7 @@ def main() -> None:
 def build(arguments) -> dict:
     """The candidates by name, compiled and warm."""
     import jaxaudit as ja
-    from jaxaudit.core import grid, sites, slots
+    from jaxaudit.core import grid, sites
     from jaxaudit.core.perturbation import chain, conditions, control
     from jaxaudit.core.program import Lanes
     from jaxaudit.runtime import registry
@@ -53,7 +53,7 @@ def build(arguments) -> dict:
     bare = dataclasses.replace(basic, step=only_performance)
     found = sites.find_sites(basic, run)
     standard = [registry.perturbations[name] for name in registry.perturbations]
-    fitting = [f for f in standard if slots.site_misfit(f(), found) is None]
+    fitting = [f for f in standard if grid.site_misfit(f(), found) is None]
     # At their neutral magnitudes open windows compute all they ever do, and the training stays healthy.
     every = chain(*(f(f.neutral, onset=0, duration="end") for f in fitting))
     seeds = np.arange(arguments.lanes, dtype=np.uint32)
@@ -62,7 +62,7 @@ def build(arguments) -> dict:
         return grid.plan(basic, [perturbation], seeds=arguments.lanes, steps=run).program
 
     def lanes(program, condition):
-        column = slots.disturbance(condition, program, run)
+        column = grid.disturbance(condition, program, run)
         return Lanes(seeds, jax.tree.map(lambda x: np.stack([x] * len(seeds)), column))
 
     program, noise = planned(every), ja.observation_noise(0.0, onset=0, duration="end")

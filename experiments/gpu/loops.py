@@ -144,10 +144,9 @@ def learners() -> dict[str, Callable[[], tuple[Any, list[Any]]]]:
 
 def step_of(learner: Any, perturbations: list[Any], branch: bool) -> Counts:
     """One disturbed step of a lane, with branches in loops or with what a GPU gets."""
-    from jaxaudit.core.grid import plan
+    from jaxaudit.core.grid import disturbance, plan
     from jaxaudit.core.perturbation import control
-    from jaxaudit.core.program import Lanes, Program, first_shapes, lane_step, with_perturbations
-    from jaxaudit.core.slots import disturbance
+    from jaxaudit.core.program import Lanes, Program, initial_shapes, lane_step, with_perturbations
 
     program = plan(learner, perturbations, seeds=1, steps=1_000).program
     if not branch:
@@ -160,7 +159,7 @@ def step_of(learner: Any, perturbations: list[Any], branch: bool) -> Counts:
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
         jax.eval_shape(
-            first, jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), first_shapes(program))
+            first, jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), initial_shapes(program))
         ),
     )
     lane = Lanes(np.uint32(0), disturbance(control(0), program, program.steps))

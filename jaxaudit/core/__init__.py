@@ -1,1 +1,1 @@
-"""Learners, taps and grids: what an audit is made of, and the program that trains it."""
+"""Learners, taps, perturbations, remedies and grids, and the program that trains them."""

@@ -1,8 +1,9 @@
-"""Batches: which lanes of a grid run side by side, and how wide. A list of them is a plan of its work.
+"""Batches: which lanes of a grid run side by side. A list of batches is the plan of a grid's work.
 
-A fork group's lanes are numbered condition after condition, the seeds of each in order; the baseline's are its seeds.
-Batches are consecutive lanes, as even as can be, and those of a group have one width: one program. None needs another
-but the baseline's states at its onset, so that each can run by itself.
+The lanes of a fork group are numbered condition by condition, with the seeds of each condition in order. The lanes of
+the baseline are its seeds. Batches consist of consecutive lanes and are as equal in size as possible. The batches of a
+group have one width, and so one program. A batch needs nothing from other batches except the baseline's states at its
+onset, so each can run on its own.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxaudit.core.grid import Grid
+from jaxaudit.core.grid import Grid, lanes_of
 from jaxaudit.core.perturbation import Condition, control
-from jaxaudit.core.program import Lanes, Program, whole_vectors
-from jaxaudit.core.slots import lanes_of
+from jaxaudit.core.program import Lanes, Program, round_up_to_vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,14 +24,14 @@ class Batch:
     """Lanes that run side by side from one step to another.
 
     Attributes:
-      id: its number in the plan.
-      fork: the fork group it is of; None: the baseline's.
-      onset, stop: the steps it runs from and to.
-      first: number of its first lane within its group.
-      seeds: position of each lane's seed, int `[L]`.
-      columns: position of each lane's condition among the grid's, int `[L]`; -1 for the baseline.
-      conditions: each lane's; none for the baseline.
-      width: lanes that it is filled up to, with controls of the first seed.
+      id: the batch's number in the plan.
+      fork: the index of its fork group; None for a batch of the baseline.
+      onset, stop: the first step, and the step after the last.
+      first: the number of its first lane within the group.
+      seeds: the position of each lane's seed among the grid's, int `[L]`.
+      columns: the position of each lane's condition among the grid's, int `[L]`; -1 for the baseline.
+      conditions: the condition of each lane; empty for the baseline.
+      width: the number of lanes including padding. Padding lanes are controls of the first seed.
     """
 
     id: int
@@ -46,82 +46,84 @@ class Batch:
 
     @property
     def disturbed(self) -> bool:
-        """Whether it is of a fork group."""
+        """Whether the batch belongs to a fork group instead of the baseline."""
         return self.fork is not None
 
     @property
     def numbers(self) -> np.ndarray:
-        """The numbers of the batch's lanes within their fork group."""
+        """The numbers of the batch's lanes within their fork group, int `[L]`."""
         return np.arange(self.first, self.first + len(self.seeds))
 
     @property
     def positions(self) -> np.ndarray:
-        """Position of each lane's seed with those that fill it up, int32 `[width]`."""
-        return self.filled(self.seeds).astype(np.int32)
+        """The position of each lane's seed, including padding lanes, int32 `[width]`."""
+        return self.padded(self.seeds).astype(np.int32)
 
-    def filled(self, values: np.ndarray) -> np.ndarray:
-        """Values of the lanes `[L]` and, in the lanes that fill it up, the first's: `[width]`."""
+    def padded(self, values: np.ndarray) -> np.ndarray:
+        """Returns values of the lanes `[L]`, padded to `[width]` with the value of the first lane."""
         return np.r_[values, np.repeat(values[:1], self.width - len(values))]
 
     def lanes(self, grid: Grid) -> Lanes:
-        """What the batch's lanes do, with leading axis `[width]`."""
-        filling = [control(self.onset)] * (self.width - len(self.seeds))
-        chosen = [*self.conditions, *filling] if self.disturbed else None
-        return lanes_of(grid.program, np.array(grid.seeds)[self.positions], chosen)
+        """Returns the data of the batch's lanes, with leading axis `[width]`."""
+        padding = [control(self.onset)] * (self.width - len(self.seeds))
+        conditions = [*self.conditions, *padding] if self.disturbed else None
+        return lanes_of(grid.program, np.array(grid.seeds)[self.positions], conditions)
 
 
 Plan = Sequence[Batch]
 
 
-def layout(grid: Grid, most: int | None = None, baseline: bool = True, parts: int = 1) -> list[Batch]:
-    """The batches of a grid, in the order they are trained, of at most so many lanes; the grid's own, unless given.
+def layout(grid: Grid, max_lanes: int | None = None, baseline: bool = True, parts: int = 1) -> list[Batch]:
+    """Returns the batches of a grid, in the order in which they are trained.
 
-    Each group is cut for so many workers: into a multiple of `parts` batches, or nearly so, for lanes are whole.
+    Args:
+      grid: the grid.
+      max_lanes: the largest number of lanes in a batch; `Grid.batch` by default.
+      baseline: whether the baseline's batches are included.
+      parts: the number of workers. Each group is divided into a multiple of this number of batches, or nearly so, since
+        lanes cannot be divided.
     """
     batches: list[Batch] = []
     for fork in [*([None] if baseline else []), *range(len(grid.forks))]:
-        group = None if fork is None else grid.forks[fork]
-        count = len(grid.seeds) * (1 if group is None else len(group.conditions))
-        needed = -(-count // min(most or grid.batch or count, count))
-        share = -(-count // min(-(-needed // parts) * parts, count))
-        for first in range(0, count, share):
-            columns, seeds = np.divmod(np.arange(first, min(first + share, count)), len(grid.seeds))
-            columns = columns * 0 - 1 if group is None else columns + group.conditions[0]
-            batches.append(
-                Batch(
-                    len(batches),
-                    fork,
-                    0 if group is None else group.onset,
-                    grid.baseline_steps if group is None else grid.steps,
-                    first,
-                    seeds,
-                    columns,
-                    () if group is None else _conditions(grid, columns),
-                    width_of(grid.program, share),
-                )
-            )
+        count = _group_size(grid, fork)
+        needed = -(-count // min(max_lanes or grid.batch or count, count))
+        size = -(-count // min(-(-needed // parts) * parts, count))
+        width = padded_width(grid.program, size)
+        for first in range(0, count, size):
+            batches.append(_batch(grid, len(batches), fork, first, min(size, count - first), width))
     return batches
 
 
-def _conditions(grid: Grid, columns: np.ndarray) -> tuple[Condition, ...]:
-    return tuple(map(grid.conditions.__getitem__, columns.tolist()))
+def _group_size(grid: Grid, fork: int | None) -> int:
+    return len(grid.seeds) * (1 if fork is None else len(grid.forks[fork].conditions))
 
 
-def width_of(program: Program, lanes: int) -> int:
-    """Lanes that a batch is filled up to: devices, or rows of those that share a lane, have as many each, all alike.
+def _batch(grid: Grid, number: int, fork: int | None, first: int, lanes: int, width: int) -> Batch:
+    columns, seeds = np.divmod(np.arange(first, first + lanes), len(grid.seeds))
+    if fork is None:
+        return Batch(number, fork, 0, grid.baseline_steps, first, seeds, np.full_like(columns, -1), (), width)
+    group = grid.forks[fork]
+    columns += group.conditions[0]
+    conditions = tuple(grid.conditions[column] for column in columns.tolist())
+    return Batch(number, fork, group.onset, grid.steps, first, seeds, columns, conditions, width)
 
-    A device that runs its lanes a few at a time has none left over, for their program would round otherwise.
+
+def padded_width(program: Program, lanes: int) -> int:
+    """Returns the number of lanes, including padding, that a batch of `lanes` lanes runs with.
+
+    All devices, or rows of devices that share a lane, have equally many lanes. A device that runs its lanes a few at a
+    time has a multiple of that number, because the program of a remainder would round differently.
     """
     groups, execution = program.groups, program.execution
     each = -(-lanes // groups)
-    if isinstance(execution, int) and each > whole_vectors(execution):
-        at_a_time = whole_vectors(execution)
+    if isinstance(execution, int) and each > round_up_to_vectors(execution):
+        at_a_time = round_up_to_vectors(execution)
         return -(-each // at_a_time) * at_a_time * groups
-    return (each if execution == "map" else whole_vectors(each)) * groups
+    return (each if execution == "map" else round_up_to_vectors(each)) * groups
 
 
 def as_json(plan: Plan) -> list[dict[str, Any]]:
-    """A plan as it is stored: each batch's lanes as pairs of positions, of the seed and of the condition."""
+    """Returns a plan in the form in which it is stored, with the seed and condition positions of each lane as pairs."""
     return [
         {
             "id": b.id,
@@ -137,37 +139,35 @@ def as_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def from_json(stored: Sequence[dict[str, Any]], grid: Grid) -> list[Batch]:
-    """A stored plan of a grid.
+    """Returns the batches of a stored plan of a grid.
 
-    Raises ValueError, KeyError, IndexError or TypeError where it is none: the batches of a group, the baseline's or a
-    fork's, hold its lanes once each, in order, and are not much wider than they are long.
+    Raises:
+      ValueError, KeyError, IndexError, TypeError: it is not a plan of the grid: the batches of the baseline and of each
+        fork group must contain the group's lanes once each, in order, and must not be much wider than the group.
     """
     batches: list[Batch] = []
-    reached: dict[int | None, int] = {}
-    for number, one in enumerate(stored):
-        fork, first, width = one["fork"], reached.get(one["fork"], 0), one["width"]
-        group = None if fork is None else grid.forks[fork]
-        seeds, columns = np.array(one["lanes"], int).reshape(-1, 2).T
-        expected, _ = np.divmod(np.arange(first, first + len(seeds)), len(grid.seeds))
-        expected = expected * 0 - 1 if group is None else expected + group.conditions[0]
-        span = (0, grid.baseline_steps) if group is None else (group.onset, grid.steps)
-        if [one["id"], one["first"], one["onset"], one["stop"]] != [number, first, *span]:
-            raise ValueError(f"batch {number} is not where it must be")
-        if not len(seeds) or not np.array_equal(seeds, np.arange(first, first + len(seeds)) % len(grid.seeds)):
-            raise ValueError(f"batch {number} has lanes of other seeds")
-        if not np.array_equal(columns, expected):
-            raise ValueError(f"batch {number} has lanes of other conditions")
-        most = len(grid.seeds) * (1 if group is None else len(group.conditions)) + MOST_FILLING
-        if type(width) is not int or not len(seeds) <= width <= most:
-            raise ValueError(f"batch {number} is {width} lanes wide")
-        conditions = () if group is None else _conditions(grid, columns)
-        batches.append(Batch(number, fork, span[0], span[1], first, seeds, columns, conditions, width))
-        reached[fork] = first + len(seeds)
-    lanes = {None: len(grid.seeds)} | {n: len(grid.seeds) * len(f.conditions) for n, f in enumerate(grid.forks)}
-    if reached.get(None, lanes[None]) != lanes[None] or any(reached.get(n) != lanes[n] for n in range(len(grid.forks))):
-        raise ValueError("lanes are missing")
+    covered: dict[int | None, int] = {}
+    for number, entry in enumerate(stored):
+        fork, width = entry["fork"], entry["width"]
+        first = covered.get(fork, 0)
+        seeds, columns = np.array(entry["lanes"], int).reshape(-1, 2).T
+        batch = _batch(grid, number, fork, first, len(seeds), width)
+        if [entry["id"], entry["first"], entry["onset"], entry["stop"]] != [number, first, batch.onset, batch.stop]:
+            raise ValueError(f"batch {number} has another id, first lane, onset or stop than the grid's plan")
+        if not len(seeds) or not np.array_equal(seeds, batch.seeds):
+            raise ValueError(f"batch {number} has lanes of other seeds than the grid's plan")
+        if not np.array_equal(columns, batch.columns):
+            raise ValueError(f"batch {number} has lanes of other conditions than the grid's plan")
+        if type(width) is not int or not len(seeds) <= width <= _group_size(grid, fork) + MAX_PADDING:
+            raise ValueError(f"batch {number} is {width} lanes wide, and has {len(seeds)} lanes")
+        batches.append(batch)
+        covered[fork] = first + len(seeds)
+    if covered.get(None, len(grid.seeds)) != len(grid.seeds) or any(
+        covered.get(fork) != _group_size(grid, fork) for fork in range(len(grid.forks))
+    ):
+        raise ValueError("the plan lacks lanes of the grid")
     return batches
 
 
-MOST_FILLING = 2**16
-"""Lanes by which batches are wider than their group at most: a vector's worth for each of 4,096 devices."""
+MAX_PADDING = 2**16
+"""The largest number of padding lanes in a batch: one vector of lanes for each of several thousand devices."""

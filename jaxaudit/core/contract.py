@@ -1,4 +1,4 @@
-"""What a learner's own functions give, held to what an audit needs of it: a mistake is one sentence with its place."""
+"""Checks what a learner's functions return; each error is one sentence that names the place of the mistake."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jaxaudit.core.channel_names import PERFORMANCE
 
 State = Any
 
-SHOWN = 60
-"""Characters of a line or a value in a sentence, at most."""
+MAX_CHARACTERS = 60
+"""The largest number of characters of a code line or a value that an error message quotes."""
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Function:
-    """A function that a state has in the place of an array, such as an activation of an Equinox module."""
+    """A leaf of a state that is a function instead of an array, such as an activation of an Equinox module."""
 
     call: Callable[..., Any]
 
@@ -32,18 +32,17 @@ class Function:
         return hash(type(self.call))
 
 
-def is_function(leaf: Any) -> bool:
-    """Whether a leaf of a tree is a function."""
+def _is_function(leaf: Any) -> bool:
     return callable(leaf) and not hasattr(leaf, "dtype")
 
 
-def functions_held(state: State) -> State:
-    """A state whose functions are part of its tree, not of its leaves, as JAX' transformations want them."""
-    return jax.tree.map(lambda leaf: Function(leaf) if is_function(leaf) else leaf, state)
+def wrap_functions(state: State) -> State:
+    """Returns a state whose functions are part of the tree's structure, since JAX transformations need array leaves."""
+    return jax.tree.map(lambda leaf: Function(leaf) if _is_function(leaf) else leaf, state)
 
 
-def functions_as_leaves(state: State) -> State:
-    """A state that is `functions_held`, as the learner made it."""
+def unwrap_functions(state: State) -> State:
+    """Returns a state whose functions are leaves again; this reverses `wrap_functions`."""
     return jax.tree.map(
         lambda leaf: leaf.call if isinstance(leaf, Function) else leaf,
         state,
@@ -52,59 +51,64 @@ def functions_as_leaves(state: State) -> State:
 
 
 def check_leaves(state: State) -> None:
-    """Raises ValueError if what `init` gave has a leaf that is no array, no number and no function."""
+    """Raises ValueError if a state that `init` returned has a leaf other than an array, a number or a function."""
     for path, leaf in _leaves(state):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
             raise ValueError(
-                f"init gives a {type(leaf).__name__} at {path}, where a state has arrays and numbers; keep it outside "
-                "of the state"
+                f"init returns a {type(leaf).__name__} at {path}, where a state has arrays and numbers; keep it "
+                "outside of the state"
             )
 
 
-def as_first(state: State, first: State, function: str) -> State:
-    """A state in the tree that the first one had, so that what is no array in a tree is that of the first.
+def with_structure_of(state: State, reference: State, function: str) -> State:
+    """Returns a state in the tree structure of a reference, so that static parts of the tree are the reference's.
 
-    A tree may hold functions, as a flax TrainState has its optimizer: one that is made anew in each trace is another
-    function, and does the same.
+    A tree may contain functions, as a flax TrainState contains its optimizer. Each trace may create such a function
+    anew, which compares unequal although it does the same.
 
     Args:
-      state: what `init` or `step` gave.
-      first: what `init` gave first, or what `step` was given.
-      function: "init" or "step".
+      state: the state that `init` or `step` returned.
+      reference: the state that `init` returned first, or that `step` was called with.
+      function: "init" or "step", for the error message.
 
     Raises:
-      ValueError: the leaves are not at the same places.
+      ValueError: the leaves have other paths.
     """
-    structure: Any = jax.tree.structure(first)
+    structure: Any = jax.tree.structure(reference)
     if structure == jax.tree.structure(state):
         return state
-    found, known = [path for path, _ in _leaves(state)], [path for path, _ in _leaves(first)]
-    if found == known:
+    paths, expected = [path for path, _ in _leaves(state)], [path for path, _ in _leaves(reference)]
+    if paths == expected:
         return jax.tree.unflatten(structure, jax.tree.leaves(state))
-    more, less = [path for path in found if path not in known], [path for path in known if path not in found]
-    if less:
-        differs = f"no array at {less[0]}, where there was one"
+    added, missing = [p for p in paths if p not in expected], [p for p in expected if p not in paths]
+    if missing:
+        difference = f"no array at {missing[0]}, where there was one"
+    elif added:
+        difference = f"an array at {added[0]}, which was not there"
     else:
-        differs = f"an array at {more[0]}, which was not there" if more else "its arrays in another order"
-    raise ValueError(f"{function} gives a state with {differs}: a state keeps its arrays")
+        difference = "its arrays in another order"
+    raise ValueError(f"{function} returns a state with {difference}: a state keeps its arrays")
 
 
-def checked_step(found: Any, state: State) -> tuple[State, Mapping[str, Any]]:
-    """What `step` gave, `(state, telemetry)`, for the state that it was given.
+def check_step(result: Any, state: State) -> tuple[State, Mapping[str, Any]]:
+    """Returns the checked result of `step`, the state and telemetry, for the state that it was called with.
 
     Raises:
-      ValueError: it is something else, an array of the state has another shape or type, or a channel is no numbers.
+      ValueError: the result is not a pair, an array of the state has another shape or dtype, or a channel is not
+        numeric.
     """
-    if not isinstance(found, tuple) or len(found) != 2:
-        what = f"{len(found)} values" if isinstance(found, tuple) else f"a {type(found).__name__}"
-        raise ValueError(f"step gives {what}, where it must give two: (state, telemetry)")
-    after, telemetry = found
+    if not isinstance(result, tuple) or len(result) != 2:
+        values = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise ValueError(f"step returns {values}, where it must return two: (state, telemetry)")
+    after, telemetry = result
     if not isinstance(telemetry, Mapping):
-        raise ValueError(f"step gives a {type(telemetry).__name__} for telemetry, which must be a dict of channels")
-    after = as_first(functions_held(after), state, "step")
+        raise ValueError(f"step returns a {type(telemetry).__name__} for telemetry, which must be a dict of channels")
+    after = with_structure_of(wrap_functions(after), state, "step")
     for (path, new), (_, old) in zip(_leaves(after), _leaves(state), strict=True):
-        if _kind(new) != _kind(old):
-            raise ValueError(f"step gives {_kind(new)} at {path}, where it got {_kind(old)}: a state keeps its types")
+        if _type_of(new) != _type_of(old):
+            raise ValueError(
+                f"step returns {_type_of(new)} at {path}, where it got {_type_of(old)}: a state keeps its types"
+            )
     for name, value in telemetry.items():
         _check_channel(name, value)
     return after, telemetry
@@ -112,18 +116,19 @@ def checked_step(found: Any, state: State) -> tuple[State, Mapping[str, Any]]:
 
 def _check_channel(name: Any, value: Any) -> None:
     if not isinstance(name, str):
-        raise ValueError(f"step's telemetry has a channel {name!r}, whose name is no text")
+        raise ValueError(f"step's telemetry has a channel {name!r}, whose name is not a string")
     if isinstance(value, Mapping):
-        inner = next(iter(value), "a")
-        raise ValueError(f"step's telemetry has a dict for '{name}'; make its entries channels, as '{name}/{inner}'")
+        entry = next(iter(value), "a")
+        raise ValueError(f"step's telemetry has a dict for '{name}'; make its entries channels, as '{name}/{entry}'")
     try:
-        shape, kind = jnp.shape(value), None if value is None else jnp.result_type(value)
+        shape, dtype = jnp.shape(value), None if value is None else jnp.result_type(value)
     except (TypeError, ValueError):
-        shape, kind = (), None
-    if kind is None or not (jnp.issubdtype(kind, jnp.number) or kind == np.dtype(bool)):
+        shape, dtype = (), None
+    if dtype is None or not (jnp.issubdtype(dtype, jnp.number) or dtype == np.dtype(bool)):
+        quoted = repr(str(value)[:MAX_CHARACTERS])
         raise ValueError(
-            f"step's telemetry has {str(value)[:SHOWN]!r} ({type(value).__name__}) for '{name}', where a channel is a "
-            "number or an array of numbers"
+            f"step's telemetry has {quoted} ({type(value).__name__}) for '{name}', where a channel is a number or an "
+            "array of numbers"
         )
     if name == PERFORMANCE and shape:
         raise ValueError(
@@ -132,12 +137,16 @@ def _check_channel(name: Any, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def explained(function: Callable[..., Any], name: str) -> Iterator[None]:
-    """Says of a trace of `init` or `step` that fails what is to be written otherwise, and where.
+def explain_trace_errors(function: Callable[..., Any], name: str) -> Iterator[None]:
+    """Replaces errors in a trace of `init` or `step` by sentences that say what to write instead, and where.
+
+    Args:
+      function: the learner's function, whose file is searched for the line of the error.
+      name: "init" or "step".
 
     Raises:
-      ValueError: in the place of JAX' errors on values that are not known while a function is traced, on random keys
-        in arithmetic, and on callbacks that do not say how they are mapped over lanes.
+      ValueError: replaces JAX's errors on values that are unknown while a function is traced, on random keys in
+        arithmetic, and on callbacks without a `vmap_method`.
     """
     try:
         yield
@@ -149,22 +158,22 @@ def explained(function: Callable[..., Any], name: str) -> Iterator[None]:
     except TypeError as error:
         if "key<" not in str(error):
             raise
-        given = "init(key)" if name == "init" else "step(state, key, taps)"
+        call = "init(key)" if name == "init" else "step(state, key, taps)"
         raise ValueError(
-            f"{name} computes with a random key{_where(function, error)}; it is called as {given}, and a key that is "
-            "part of what is tapped is no number"
+            f"{name} computes with a random key{_where(function, error)}; it is called as {call}, and a key that is "
+            "part of a tapped value is not a number"
         ) from error
     except NotImplementedError as error:
         if "vmap_method" not in str(error):
             raise
         raise ValueError(
             f"{name} has a callback{_where(function, error)} that does not say how lanes call it; give it "
-            "vmap_method='sequential', or another that jax.pure_callback has"
+            "vmap_method='sequential', or another method of jax.pure_callback"
         ) from error
 
 
 def _where(function: Callable[..., Any], error: BaseException) -> str:
-    """The line of the learner's own file that an error comes from, for a sentence; "" where none is known."""
+    """Returns the line of the function's file that an error comes from, in parentheses; "" if it is unknown."""
     while not hasattr(function, "__code__"):
         inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)
         if inner is None:
@@ -175,18 +184,20 @@ def _where(function: Callable[..., Any], error: BaseException) -> str:
     if not frames:
         return ""
     line = (frames[-1].line or "").strip()
-    return f" ({Path(file).name}, line {frames[-1].lineno}: {line[:SHOWN]})"
+    return f" ({Path(file).name}, line {frames[-1].lineno}: {line[:MAX_CHARACTERS]})"
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree, each with its path in quotes, as a sentence names it."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    named = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+    """Returns the leaves of a tree, each with its quoted path for an error message."""
+    named = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
     return [(f"'{path}'" if path else "the root", leaf) for path, leaf in named]
 
 
-def _kind(leaf: Any) -> str:
-    """Type and shape of an array, as "float32[3]"."""
+def _type_of(leaf: Any) -> str:
+    """Returns the dtype and shape of an array, e.g. "float32[3]"."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)

@@ -1,4 +1,4 @@
-"""The object an audit trains: a learning algorithm as two pure functions."""
+"""`Learner`, the object that an audit trains: a learning algorithm as two pure functions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Telemetry = dict[str, jax.Array]
 
 @struct.dataclass
 class Lasting:
-    """A part of a learner's state that stays where the state is disturbed or taken back, e.g. a replay buffer.
+    """A part of a learner's state, e.g. a replay buffer, that perturbations and interventions of the state leave alone.
 
-    It is written by the learner alone, and always holds all that the learner has written in the run so far.
+    Only the learner changes it, so that it always contains everything that the learner has written in the run so far.
 
     Attributes:
       value: any pytree.
@@ -35,19 +35,14 @@ class Lasting:
     value: Any
 
 
-def as_kept(telemetry: Mapping[str, Any]) -> Telemetry:
-    """A step's telemetry as programs keep it: float32 arrays."""
-    return {name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()}
-
-
 def without_lasting(state: State) -> State:
-    """A state with nothing in the place of its `Lasting` parts."""
+    """Returns a state with None in place of its `Lasting` parts."""
     return jax.tree.map(lambda x: None if isinstance(x, Lasting) else x, state, is_leaf=_is_lasting)
 
 
-def with_lasting(state: State, of: State) -> State:
-    """A state that is `without_lasting`, with the `Lasting` parts `of` another."""
-    return jax.tree.map(lambda x, y: x if isinstance(x, Lasting) else y, of, state, is_leaf=_is_lasting)
+def with_lasting(state: State, source: State) -> State:
+    """Returns a state that is `without_lasting`, with the `Lasting` parts of `source`."""
+    return jax.tree.map(lambda x, y: x if isinstance(x, Lasting) else y, source, state, is_leaf=_is_lasting)
 
 
 def _is_lasting(x: Any) -> bool:
@@ -55,33 +50,33 @@ def _is_lasting(x: Any) -> bool:
 
 
 class Shapes(NamedTuple):
-    """A pytree's structure, and its leaves' shapes and dtypes: what a program knows of data."""
+    """The structure of a pytree and the shapes and dtypes of its leaves, on which a program depends."""
 
     structure: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
     def tree(self) -> Any:
-        """Returns the pytree of the shapes."""
+        """The pytree with a `jax.ShapeDtypeStruct` for each leaf."""
         return jax.tree.unflatten(self.structure, self.leaves)
 
 
 @dataclass(frozen=True)
 class Channel:
-    """What is known of a channel of telemetry before it is measured; the defaults are a scalar's of every step.
+    """The description of a telemetry channel; the defaults describe a scalar that is measured at every step.
 
     Attributes:
-      dims: its own dimensions, each a name and the labels along it.
-      dtype: that it is kept in, e.g. "float32" or "int32". A program gives float32, so whole numbers are exact up to
-        2^24.
-      every: it is measured at every so many steps, those t with (t + 1) % every == 0; what it holds between is not to
-        be relied on.
-      sparse: it is measured in some steps only, by what happens in them, e.g. where an episode ends, and is NaN in the
-        others. Metrics read a sparse performance where it was measured: NaN is no collapse, infinity is. A lane whose
-        parameters turn to NaN does not collapse by that then; where it is to, its performance must be -inf.
-      monitored: whether monitors and detectors read it unless they are told to; not what is stored to be looked at,
-        e.g. tokens.
-      words: what its whole numbers stand for, by number: of tokens, their legible names; () where they are numbers.
+      dims: the channel's own dimensions, each a name and the labels along it.
+      dtype: the dtype in which it is stored, e.g. "float32" or "int32". Programs compute telemetry in float32, so whole
+        numbers are exact up to 2^24.
+      every: the interval between measurements: the channel is measured at the steps t with (t + 1) % every == 0. Its
+        values at other steps are arbitrary.
+      sparse: whether the channel is measured only at some steps, e.g. when an episode ends, and NaN at all others.
+        Metrics of a sparse performance read the steps with measurements: NaN is not a collapse, infinity is. A lane
+        whose parameters become NaN therefore collapses only if its performance is -inf.
+      monitored: whether monitors and detectors read the channel by default; False for channels that are stored to be
+        displayed, e.g. tokens.
+      words: the names of the channel's whole numbers, by number, e.g. readable tokens; () if they are plain numbers.
     """
 
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -101,7 +96,7 @@ class Channel:
 
     @classmethod
     def vector(cls, name: str, labels: Iterable[str], dtype: str = "float32", every: int = 1) -> Channel:
-        """Returns the description of a vector with labelled entries: `Channel.vector("layer", ("a", "b"))`."""
+        """Returns the description of a vector with labelled entries, e.g. `Channel.vector("layer", ("a", "b"))`."""
         return cls(((name, tuple(labels)),), dtype, every)
 
     @property
@@ -111,74 +106,75 @@ class Channel:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What a dataset says of it besides, where not the default: when it is measured, who reads it, and words."""
+        """The attributes of the channel's variable in a dataset: every, sparse, monitored and words unless default."""
         cadence = ({} if self.every == 1 else {"every": self.every}) | ({"sparse": 1} if self.sparse else {})
-        unread = {} if self.monitored else {"monitored": 0}
-        return cadence | unread | ({"words": list(self.words)} if self.words else {})
+        monitored = {} if self.monitored else {"monitored": 0}
+        return cadence | monitored | ({"words": list(self.words)} if self.words else {})
 
     @property
     def missing(self) -> float | int:
-        """What is kept where nothing was measured: NaN; of whole numbers the smallest, of unsigned ones the largest."""
+        """The stored value for a missing measurement: NaN, the smallest integer, or the largest unsigned integer."""
         if self.dtype.startswith("float"):
             return float("nan")
         limits = np.iinfo(self.dtype)
         return limits.max if self.dtype.startswith("u") else limits.min
 
     def kept(self, values: np.ndarray) -> np.ndarray:
-        """Values, NaN where nothing was measured, as they are kept."""
+        """Returns the values, in which NaN means missing, in the dtype in which they are stored."""
         if self.dtype.startswith("float"):
             return values.astype(self.dtype, copy=False)
-        found = np.full(values.shape, self.missing, self.dtype)
-        found[~np.isnan(values)] = values[~np.isnan(values)]
-        return found
+        stored = np.full(values.shape, self.missing, self.dtype)
+        stored[~np.isnan(values)] = values[~np.isnan(values)]
+        return stored
 
 
 DTYPES = ("float32", "float16", "int32", "int16", "int8", "uint32", "uint16", "uint8")
-"""Of what telemetry is kept in."""
+"""The dtypes in which telemetry can be stored."""
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A training algorithm: `init` makes a state, `step` advances it by one iteration.
+    """A training algorithm: `init` returns a state, and `step` advances it by one iteration.
 
     Attributes:
-      init: `init(key) -> state`; the state is any pytree of arrays. `begin` is how an audit calls it.
-      step: `step(state, key, taps) -> (state, telemetry)`. Telemetry is a dict of scalars and fixed-size vectors
-        and holds "performance": what the learner is worth, higher is better. It is taken at its word: measured on
-        what was read through `taps` (returns of episodes whose observations, actions or dynamics are tapped, a loss
-        on tapped tokens), it falls with the disturbance, whether the learner has got worse or not; measure it apart,
-        where anything is tapped through `taps.closed`. A value passed through `taps(site, value)` can be disturbed
-        by the perturbations of that site.
-      name: what reports call it.
-      step_unit: what one step is, in words, e.g. "2048 env steps".
+      init: `init(key) -> state`, where the state is any pytree of arrays. An audit calls it through `begin`.
+      step: `step(state, key, taps) -> (state, telemetry)`. Telemetry is a dict of scalars and fixed-size vectors and
+        contains "performance", for which higher is better. A performance that is computed from tapped values (returns
+        of episodes whose observations, actions or dynamics are tapped, or a loss on tapped tokens) falls with the
+        disturbance even if the learner has not become worse. Measure it separately, with `taps.closed` wherever a value
+        is tapped. A value that is passed through `taps(site, value)` can be disturbed by the perturbations of that
+        site.
+      name: the learner's name in reports.
+      step_unit: the amount of training in one step, in words, e.g. "2048 env steps".
       performance_name: what `performance` measures, in words.
-      samples_per_step: environment steps or tokens in one step, for rates; 0 where it means nothing.
-      sample: what such a sample is, in the plural.
-      channels: what is known of the telemetry: {"layer_norm": Channel.vector("layer", ("a", "b"))}. A channel that is
-        not here is a scalar of every step, or has dimensions without labels. Dimensions of one name have one set of
-        labels.
-      data: arrays that all lanes read, e.g. a corpus: a pytree that a step finds in `taps.data`. They are kept once a
-        device, and are no constants of the program.
-      init_reads_data: whether it is `init(key, data) -> state` instead, e.g. of parameters to begin with.
-      provenance: what a run depends on beside its spec, in words, e.g. a corpus's hash; recorded. A run goes on with
-        the same alone; programs do not depend on it.
-      remarks: `remarks(telemetry) -> sentences` on what a user should know of how undisturbed lanes begin, from their
-        channels `[lane, step, ...]`, float arrays by name; told by the runner after the first chunk, and in reports.
-      save: `save(folder, state, data)` writes what a lane has trained as other programs read it, e.g. in Hugging Face's
-        format, from a state of NumPy arrays and the learner's data; None where it cannot.
-      absent: for sites that it does not tap, what its taps do not give and labels that no parameters have, why: the end
-        of a sentence.
-      numbers: for some of its sites, numbers that are data to its taps and known before a run, by name: they bound what
-        magnitudes mean something there.
-      changed: `changed(change) -> Learner`, this learner with other settings, for remedies that change them;
-        `change(settings)` gives the new values by name. ValueError, in one sentence, where there is no setting of such
-        a name, or the value makes no sense. None: its settings cannot be changed.
-      partition: `partition(path, shape)`, how a lane's arrays are split where several devices share it: for each axis
-        of the array of a leaf of the state or of `data`, by the leaf's path ("params/wte/embedding"), "model" or None;
-        () where it is not. An axis may be odd: it is filled up on the devices alone. None: no lane can be shared.
-      indivisible: how many there are, by name, of what is split and no device can have a part of:
+      samples_per_step: the number of environment steps or tokens in one step, for rates; 0 if there is none.
+      sample: the name of such samples, in the plural.
+      channels: the descriptions of channels, e.g. {"layer_norm": Channel.vector("layer", ("a", "b"))}. A channel
+        without a description is measured at every step, and is a scalar or has dimensions without labels. Dimensions
+        with the same name have the same labels.
+      data: arrays that all lanes read, e.g. a corpus, as a pytree. A step finds them in `taps.data`. Each device stores
+        them once, and they are not constants of the program.
+      init_reads_data: whether `init` is `init(key, data) -> state` instead, e.g. to read pretrained parameters.
+      provenance: texts that identify what a run depends on besides its spec, by name, e.g. a corpus's hash. They are
+        recorded, and a run continues only with the same ones. Programs do not depend on them.
+      remarks: `remarks(telemetry) -> sentences` on what a user should know about the beginning of the undisturbed
+        lanes, from their channels `[lane, step, ...]`, float arrays by name. The runner prints them after the first
+        chunk, and reports include them.
+      save: `save(folder, state, data)` writes a lane's trained parameters in a format of other programs, e.g. Hugging
+        Face's, from a state of NumPy arrays and the learner's data; None if it cannot.
+      absent: why a site is not tapped, a context entry not passed, or a label without parameters, by its name; the text
+        is the end of a sentence.
+      numbers: for some sites, numbers that their taps pass as traced context and that are known before a run, by name.
+        They bound the magnitudes that mean something there.
+      changed: `changed(change) -> Learner` returns this learner with other settings, for remedies that change them.
+        `change(settings)` returns the new values by name. It raises ValueError, with one sentence, for a setting that
+        does not exist or a value that is not allowed. None if the settings cannot be changed.
+      partition: `partition(path, shape)` returns how several devices that share a lane split an array of the state or
+        of `data`, by the path of its leaf ("params/wte/embedding"): "model" or None for each axis, or () for a whole
+        array. An axis whose length does not divide evenly is padded on the devices. None if lanes cannot be shared.
+      indivisible: the numbers of units that can only be assigned to devices as a whole, by name, e.g.
         {"attention heads": 12}.
-      shapes: of `data`.
+      shapes: the shapes of `data`.
     """
 
     init: Callable[..., State]
@@ -203,43 +199,43 @@ class Learner:
 
     def __post_init__(self):
         labels: dict[str, tuple[str, ...]] = {}
-        for name, along in (dim for channel in self.channels.values() for dim in channel.dims):
-            if labels.setdefault(name, along) != along:
+        for name, dim_labels in (dim for channel in self.channels.values() for dim in channel.dims):
+            if labels.setdefault(name, dim_labels) != dim_labels:
                 raise ValueError(f"the dimension '{name}' has other labels in one channel than in another")
         leaves, structure = jax.tree.flatten(self.data)
         shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves)
         object.__setattr__(self, "shapes", Shapes(structure, shapes))
 
     def channel(self, name: str) -> Channel:
-        """Returns what is known of a channel; the defaults of `Channel` for one that is not described."""
+        """Returns the description of a channel, or the defaults of `Channel` if there is none."""
         return self.channels.get(name, Channel())
 
     @property
     def cadence(self) -> Cadence:
         """The steps at which the performance is measured."""
-        known = self.channel(PERFORMANCE)
-        return Cadence(known.every, known.sparse)
+        performance = self.channel(PERFORMANCE)
+        return Cadence(performance.every, performance.sparse)
 
     def begin(self, key: jax.Array, data: Any) -> State:
         """Returns the state before the first step, from a random key and the learner's data.
 
-        Raises ValueError, as `jaxaudit.core.contract` describes, where it is not a tree of arrays.
+        Raises ValueError, as `jaxaudit.core.contract` describes, if it is not a tree of arrays.
         """
-        return contract.as_first(self._begun(key, data), self.state_shapes, "init")
+        return contract.with_structure_of(self._initial_state(key, data), self.state_shapes, "init")
 
     def advance(self, state: State, key: jax.Array, taps: Taps) -> tuple[State, Telemetry]:
         """Returns the state after a step, in the structure of the state before it, and the step's telemetry in float32.
 
-        Raises ValueError, as `jaxaudit.core.contract` describes, where structures, shapes or dtypes change.
+        Raises ValueError, as `jaxaudit.core.contract` describes, if structures, shapes or dtypes change.
         """
-        with contract.explained(self.step, "step"):
-            found = self.step(contract.functions_as_leaves(state), key, taps)
-        after, telemetry = contract.checked_step(found, state)
-        return after, as_kept(telemetry)
+        with contract.explain_trace_errors(self.step, "step"):
+            result = self.step(contract.unwrap_functions(state), key, taps)
+        after, telemetry = contract.check_step(result, state)
+        return after, {name: jnp.asarray(value, jnp.float32) for name, value in telemetry.items()}
 
-    def _begun(self, key: jax.Array, data: Any) -> State:
-        with contract.explained(self.init, "init"):
-            state = contract.functions_held(self.init(key, data) if self.init_reads_data else self.init(key))
+    def _initial_state(self, key: jax.Array, data: Any) -> State:
+        with contract.explain_trace_errors(self.init, "init"):
+            state = contract.wrap_functions(self.init(key, data) if self.init_reads_data else self.init(key))
         contract.check_leaves(state)
         return state
 
@@ -250,11 +246,11 @@ class Learner:
 
     @property
     def without_data(self) -> Learner:
-        """The learner with shapes in the place of its data, which is all that a program depends on."""
+        """The learner with the shapes of its data in place of the data; programs depend on nothing else."""
         return replace(self, data=self.shapes.tree, changed=None)
 
 
 @functools.lru_cache(maxsize=64)
 def _state_shapes(learner: Learner) -> State:
-    """Kept, for an `init` that trains is long to trace."""
-    return jax.eval_shape(learner._begun, jax.random.key(0), learner.shapes.tree)
+    # Cached, because an `init` that trains takes long to trace.
+    return jax.eval_shape(learner._initial_state, jax.random.key(0), learner.shapes.tree)

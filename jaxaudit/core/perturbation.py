@@ -1,7 +1,10 @@
-"""What a perturbation is: a kind and its data; how it is varied (`sweep`), timed (`window`), aimed and chained."""
+"""`Perturbation` and its kinds, with the decorators that register them, and how perturbations are swept, timed and
+chained into conditions.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.runtime import registry
+
 DIMENSIONS = ("optimization", "data", "parametric", "signal")
 """The four stability dimensions (Table S1)."""
 
 INTERVENTION = "intervention"
-"""In the place of a dimension: what a monitor's alarm sets off."""
+"""The dimension of interventions, which act while a monitor's alarm is on."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Several magnitudes of one perturbation, each a condition of its own."""
+    """Several magnitudes of one perturbation; each is a separate condition."""
 
     values: tuple[float, ...]
 
@@ -29,7 +34,7 @@ def sweep(*values: float) -> Sweep:
     """Returns several magnitudes for one perturbation: `lr_spike(sweep(3., 10., 30.))` is three conditions."""
     if not values:
         raise ValueError("sweep() needs at least one magnitude")
-    return Sweep(tuple(_number("a magnitude", value) for value in values))
+    return Sweep(tuple(number_of("a magnitude", value) for value in values))
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,8 @@ class Window:
 
     Attributes:
       onset: the first step: a float in [0, 1) is a fraction of the run, an int is a step.
-      duration: steps it stays open; "once" (one step); or "end" (until the run's last step).
-      period: None, or steps between one opening and the next, until the run's end.
+      duration: the number of steps for which it is open, "once" (one step) or "end" (until the run's last step).
+      period: the number of steps from one opening to the next, until the run's end; None for a single opening.
     """
 
     onset: float | int = 0.3
@@ -73,7 +78,7 @@ class Window:
     def resolve(self, steps: int) -> tuple[int, int, int, int]:
         """Returns (start, stop, period, length), in steps, for a run of `steps` steps.
 
-        Raises ValueError where the window leaves the run.
+        Raises ValueError if the window is not within the run.
         """
         start = round(self.onset * steps) if isinstance(self.onset, float) else self.onset
         if start >= steps:
@@ -93,34 +98,37 @@ def window(onset: float | int = 0.3, duration: int | str = 10, period: int | Non
 
 
 def nothing(value: Any) -> tuple[()]:
-    """The state of a kind that keeps none."""
+    """Returns the state of a stateless kind, an empty tuple."""
     return ()
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of perturbation: a pure transform at one site, and its standard; called, it makes a `Perturbation`.
+    """A kind of perturbation: a pure transformation at one site and its standard magnitude and window.
+
+    Calling it returns a `Perturbation`.
 
     Attributes:
-      name: e.g. "lr_spike"; identifies its random stream.
+      name: the name of the kind, e.g. "lr_spike", which identifies its random stream.
       dimension: one of the four stability dimensions.
-      site: where it acts.
-      apply: `apply(key, value, magnitude, state, **context) -> (value, state)`; pure, structure, shapes and dtypes
-        kept. Give a module-level function: programs are cached by it.
-      magnitude: the standard one, a number or a `Sweep` (Table S4's where the table gives one).
-      neutral: the magnitude that disturbs nothing; a lane at it is left untouched.
+      site: the site where it acts.
+      apply: `apply(key, value, magnitude, state, **context) -> (value, state)`, a pure function that preserves
+        structure, shapes and dtypes. Pass a module-level function, since programs are cached by it.
+      magnitude: the standard magnitude, a number or a `Sweep` (from Table S4 if the table contains one).
+      neutral: the magnitude that disturbs nothing; a lane with it is not changed at all.
       when: the standard window.
-      target: the standard one; see `Perturbation`.
-      needs: context names `apply` takes from the tap: the learner's, "selected" (bool `[paths]`, the target; see
-        `jaxaudit.runtime.paths`), "elapsed" (the share of the window that has passed, in (0, 1]) or "alarm" (bool).
-      limits: (lowest, highest) magnitude that means something.
-      reach: `reach(numbers) -> (lowest, highest)`, further limits that depend on what the tap gives: the numbers of its
-        context by name that are known before the run.
-      whole: whether only whole magnitudes mean something.
-      init: `init(value) -> state`, the pytree that `apply` is given when the window opens, and that the lane carries
-        from then on; only shapes and dtypes of `value` can be read.
-      sized: whether it is `init(value, most)`, with the largest magnitude in the grid; a larger one then takes
-        another program.
+      target: the standard target; see `Perturbation`.
+      needs: the names of context that `apply` takes: context of the learner's tap, "selected" (the paths in the target,
+        bool `[paths]`; see `jaxaudit.runtime.paths`), "elapsed" (the share of the window that has passed, in (0, 1]) or
+        "alarm" (bool).
+      limits: the lowest and highest magnitude that are allowed.
+      reach: `reach(numbers) -> (lowest, highest)` returns additional limits that depend on the learner, from the
+        numbers in the tap's context that are known before the run, by name.
+      whole: whether only integer magnitudes are allowed.
+      init: `init(value) -> state` returns the state when the window opens, a pytree that the lane carries; it can read
+        only shapes and dtypes of `value`.
+      sized: whether `init` is `init(value, max_magnitude)`, with the largest magnitude in the grid. A larger magnitude
+        then needs another program.
     """
 
     name: str
@@ -141,11 +149,11 @@ class Kind:
     def __post_init__(self):
         if self.dimension not in (*DIMENSIONS, INTERVENTION):
             raise ValueError(f"dimension {self.dimension!r} of '{self.name}' is none of {', '.join(DIMENSIONS)}")
-        self()  # the standard is held to the limits, too
+        self()  # checks the standard magnitude
 
     @property
     def keeps_state(self) -> bool:
-        """Whether perturbations of this kind have a state that lanes carry."""
+        """Whether perturbations of this kind are stateful; lanes carry their state."""
         return self.init is not nothing
 
     def __call__(
@@ -157,7 +165,10 @@ class Kind:
         period: int | None = None,
         target: str | None = None,
     ) -> Perturbation:
-        """A perturbation of this kind; what is not given is the standard's. Raises ValueError on a bad value."""
+        """Returns a perturbation of this kind; arguments that are None are the standard ones.
+
+        Raises ValueError if an argument is out of range.
+        """
         return Perturbation(
             self,
             self.magnitude if magnitude is None else magnitude,
@@ -175,10 +186,10 @@ class Perturbation:
     """A kind of perturbation with its magnitude, window and target.
 
     Attributes:
-      kind: what is done to a value.
+      kind: the kind of perturbation.
       magnitude: a number, or a `Sweep` of several.
-      when: the `Window`, the steps in which it acts.
-      target: a path pattern that limits it to parts of the value's tree, e.g. "critic"; None for no limit.
+      when: the steps in which it acts.
+      target: a path pattern that limits it to parts of the value's tree, e.g. "critic"; None for the whole tree.
     """
 
     kind: Kind
@@ -189,7 +200,7 @@ class Perturbation:
     def __post_init__(self):
         low, high = self.kind.limits
         for value in self.magnitudes:
-            number = _number(f"magnitude of '{self.name}'", value)
+            number = number_of(f"magnitude of '{self.name}'", value)
             if not low <= number <= high:
                 raise ValueError(f"magnitude {value!r} of '{self.name}' is outside its range {low:g} to {high:g}")
             if self.kind.whole and not number.is_integer():
@@ -197,7 +208,7 @@ class Perturbation:
 
     @property
     def name(self) -> str:
-        """The name that specs, tables and telemetry use."""
+        """The name of the kind, which specs, tables and telemetry use."""
         return self.kind.name
 
     @property
@@ -219,41 +230,40 @@ class Perturbation:
 
     @property
     def parts(self) -> tuple[Perturbation, ...]:
-        """The perturbation itself, in a tuple, so that it can be used as a chain of one."""
+        """A tuple of the perturbation itself, as in a `Chain` of one."""
         return (self,)
 
     def apply(self, value: Any, key: jax.Array | None = None, **context: Any) -> Any:
-        """Returns the value disturbed once, at the first magnitude, as when a window opens; the target does not matter.
+        """Returns the value disturbed once, at the first magnitude, as when a window opens; the target is ignored.
 
         Args:
-          value: what is disturbed, a pytree of arrays.
-          key: random key, `jax.random.key(0)` by default.
-          **context: what the kind `needs`, by name.
+          value: the value to disturb, a pytree of arrays.
+          key: the random key, `jax.random.key(0)` by default.
+          **context: the context that the kind `needs`, by name.
         """
         value = jax.tree.map(jnp.asarray, value)
         magnitude = jnp.float32(self.magnitudes[0])
-        sizes = (self.magnitudes[0],) if self.kind.sized else ()
-        state = self.kind.init(value, *sizes)
-        drawn = jax.random.key(0) if key is None else key
-        return self.kind.apply(drawn, value, magnitude, state, **context)[0]
+        state = self.kind.init(value, self.magnitudes[0]) if self.kind.sized else self.kind.init(value)
+        key = jax.random.key(0) if key is None else key
+        return self.kind.apply(key, value, magnitude, state, **context)[0]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Perturbations that act together, in order where they act at one site."""
+    """Perturbations that act together; those at one site act in their order."""
 
     parts: tuple[Perturbation, ...]
 
     @property
     def name(self) -> str:
-        """The name that specs, tables and telemetry use."""
+        """The names of the parts, joined by "+", which specs, tables and telemetry use."""
         return "+".join(part.name for part in self.parts)
 
     @property
     def dimension(self) -> str:
-        """The parts' dimension, interventions apart, or "mixed"."""
-        found = {part.dimension for part in self.parts} - {INTERVENTION} or {INTERVENTION}
-        return found.pop() if len(found) == 1 else "mixed"
+        """The dimension of the parts, ignoring interventions, or "mixed" if they have several."""
+        dimensions = {part.dimension for part in self.parts} - {INTERVENTION} or {INTERVENTION}
+        return dimensions.pop() if len(dimensions) == 1 else "mixed"
 
 
 def chain(*perturbations: Perturbation | Chain) -> Chain:
@@ -275,10 +285,10 @@ class Condition:
     """One column of the grid: perturbations at single magnitudes; the control has none.
 
     Attributes:
-      parts: what acts, in order.
-      onset: step.
-      name, dimension: of the perturbation or chain.
-      swept: which of the parts stands for the condition: the first that was swept, or the first.
+      parts: the perturbations that act, in order.
+      onset: the step at which the condition's lanes fork from the baseline.
+      name, dimension: the name and dimension of the perturbation or chain.
+      swept: the index of the part whose magnitude is the condition's: the first part with a sweep, or 0.
     """
 
     parts: tuple[Perturbation, ...]
@@ -289,22 +299,22 @@ class Condition:
 
     @property
     def magnitude(self) -> float:
-        """The magnitude of the part that stands for the condition; NaN for the control."""
+        """The magnitude of the part with index `swept`; NaN for the control."""
         return float(self.parts[self.swept].magnitudes[0]) if self.parts else math.nan
 
     @property
     def neutral(self) -> float:
-        """The neutral magnitude of the part that stands for the condition; NaN for the control."""
+        """The neutral magnitude of the part with index `swept`; NaN for the control."""
         return float(self.parts[self.swept].neutral) if self.parts else math.nan
 
 
 def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> list[Condition]:
-    """Returns the conditions of a grid: one for every combination of the magnitudes in a perturbation's or chain's
-    sweeps.
+    """Returns the conditions of a grid: for each perturbation or chain, all combinations of its swept magnitudes.
 
-    A chain's onset is the earliest of its parts'. Raises ValueError where a window leaves the run of `steps` steps.
+    The onset of a chain is the earliest onset of its parts. Raises ValueError if a window is not within the run of
+    `steps` steps.
     """
-    unrolled = []
+    combinations = []
     for perturbation in perturbations:
         onset = min(part.when.resolve(steps)[0] for part in perturbation.parts)
         swept = next((i for i, part in enumerate(perturbation.parts) if len(part.magnitudes) > 1), 0)
@@ -312,8 +322,8 @@ def conditions(perturbations: Sequence[Perturbation | Chain], steps: int) -> lis
             parts = tuple(
                 replace(part, magnitude=float(value)) for part, value in zip(perturbation.parts, values, strict=True)
             )
-            unrolled.append(Condition(parts, onset, perturbation.name, perturbation.dimension, swept))
-    return unrolled
+            combinations.append(Condition(parts, onset, perturbation.name, perturbation.dimension, swept))
+    return combinations
 
 
 def control(onset: int) -> Condition:
@@ -321,11 +331,102 @@ def control(onset: int) -> Condition:
     return Condition((), onset, "control", "control")
 
 
-def _number(what: str, value: Any) -> float:
-    scalar = getattr(value, "item", None)  # of NumPy or JAX
-    number = scalar() if callable(scalar) else value
+def number_of(name: str, value: Any) -> float:
+    """Returns a number, or a scalar of NumPy or JAX, as a float; raises ValueError for another value or NaN."""
+    item = getattr(value, "item", None)
+    number = item() if callable(item) else value
     if isinstance(number, bool) or not isinstance(number, int | float):
-        raise ValueError(f"{what} must be a number, not {value!r}")
+        raise ValueError(f"{name} must be a number, not {value!r}")
     if number != number:
-        raise ValueError(f"{what} must be a number, not NaN")
+        raise ValueError(f"{name} must be a number, not NaN")
     return float(number)
+
+
+def perturbation(
+    dimension: str,
+    site: str,
+    *,
+    magnitude: float,
+    neutral: float,
+    duration: int | str,
+    onset: float | int = 0.3,
+    init: Callable[..., Any] | None = None,
+    **rest: Any,
+) -> Callable[[Callable[..., Any]], Kind]:
+    """Decorator that makes `f(key, value, magnitude, **context) -> value` a kind of perturbation with the name of `f`.
+
+    The keywords are the kind's standard magnitude and window, its neutral magnitude, and the remaining fields of
+    `Kind`: target, needs, limits, reach, whole and sized. With `init`, which creates the state, the function is
+    `f(key, value, magnitude, state, **context) -> (value, state)`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Kind:
+        return _register_kind(
+            registry.perturbations,
+            function,
+            stateless(function) if init is None else function,
+            dimension=dimension,
+            site=site,
+            magnitude=magnitude,
+            neutral=neutral,
+            when=Window(onset, duration),
+            init=init or nothing,
+            **rest,
+        )
+
+    return decorate
+
+
+def intervention(
+    site: str, *, magnitude: float, neutral: float, init: Callable[..., Any] | None = None, **rest: Any
+) -> Callable[[Callable[..., Any]], Kind]:
+    """Decorator that makes `f(key, value, magnitude) -> value` an intervention with the name of `f`.
+
+    Its window is open from the onset to the end, but it acts only while the alarm is on. With `init`, which creates the
+    state, the function is `f(key, value, magnitude, state, *, alarm) -> (value, state)`, and must read the alarm
+    itself.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Kind:
+        return _register_kind(
+            registry.interventions,
+            function,
+            _on_alarm(function) if init is None else function,
+            dimension=INTERVENTION,
+            site=site,
+            magnitude=magnitude,
+            neutral=neutral,
+            when=Window(0.3, "end"),
+            needs=("alarm",),
+            init=init or nothing,
+            **rest,
+        )
+
+    return decorate
+
+
+def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with `state` as an additional last positional argument, which it returns beside the result."""
+
+    @functools.wraps(function)
+    def apply(*arguments: Any, **context: Any) -> tuple[Any, Any]:
+        *inner, state = arguments
+        return function(*inner, **context), state
+
+    return apply
+
+
+def _on_alarm(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def apply(key, value, magnitude, state, *, alarm):
+        changed = function(key, value, magnitude)
+        return jax.tree.map(lambda new, old: jnp.where(alarm, new, old), changed, value), state
+
+    return apply
+
+
+def _register_kind(
+    kinds: registry.Registry, function: Callable[..., Any], apply: Callable[..., Any], **fields: Any
+) -> Kind:
+    name = function.__name__
+    return kinds.register(name, registry.copy_function_metadata(function, Kind(name=name, apply=apply, **fields)))

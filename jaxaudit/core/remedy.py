@@ -1,36 +1,35 @@
-"""What a remedy is: a change to how a learner trains that is meant to make its training more stable."""
+"""`Remedy` and its kinds: changes to how a learner trains that are meant to make its training more stable."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flax import struct
 
-from jaxaudit.core.perturbation import nothing
+from jaxaudit.core.perturbation import nothing, number_of, stateless
 from jaxaudit.runtime import registry
 
 HOOKS = {
-    "penalty": "the gradient of a minibatch, before it is disturbed: what is added to the objective acts here",
-    "guard": "a `ProposedUpdate`, the update to be made, with the gradient as it is disturbed, before clipping by norm",
+    "penalty": "the gradient of a minibatch, before perturbations; terms that are added to the objective act here",
+    "guard": "a `ProposedUpdate`, the next update with its gradient after perturbations and before clipping by norm",
     "betas": "the decay rates (beta1, beta2) of Adam's moments, for one update",
     "direction": "the optimizer's direction for one update, before it is multiplied by the learning rate",
-    "trained": "parameters and optimizer state, `Trained`, after the updates of a step",
+    "trained": "the parameters and optimizer state, `Trained`, after the updates of a step",
 }
-"""Places where remedies act and perturbations do not. A remedy may act at any site, too."""
+"""The places where only remedies act. A remedy may also act at any site, as perturbations do."""
 
 
 @struct.dataclass
 class ProposedUpdate:
-    """An update of an optimizer that is about to be made, as remedies at the hook "guard" may change it.
+    """An optimizer's next update, which remedies at the hook "guard" can change.
 
     Attributes:
-      gradient: tree of the parameters.
-      moments: the state of the optax transformation, before the update.
-      keep: float32 scalar; 0 leaves parameters, moments, their count and weight decay as they are, 1 updates them.
-      scale: float32 scalar that multiplies the update.
+      gradient: the gradient, a tree of the parameters.
+      moments: the state of the optax transformation before the update.
+      keep: 1 makes the update, and 0 skips it (parameters, moments and their count stay), a float32 scalar.
+      scale: the factor of the update, a float32 scalar.
     """
 
     gradient: Any
@@ -41,11 +40,11 @@ class ProposedUpdate:
 
 @struct.dataclass
 class Trained:
-    """What is trained: parameters, and the state of the optimizer that trains them.
+    """The trained parameters and the state of their optimizer.
 
     Attributes:
-      params: tree of the parameters.
-      moments: the optimizer's state, of these parameters or of some of them.
+      params: the tree of the parameters.
+      moments: the state of the optimizer of all or some of these parameters.
     """
 
     params: Any
@@ -57,29 +56,29 @@ Settings = Any
 
 @dataclass(frozen=True)
 class RemedyKind:
-    """A kind of remedy; called with a strength, it makes a `Remedy`.
+    """A kind of remedy; calling it with a strength returns a `Remedy`.
 
     It transforms a value at a site or hook of the learner (`apply`), changes the learner's settings before it is built
-    (`settings`), or both. A remedy at a site acts before perturbations of that site do.
+    (`settings`), or both. A remedy at a site acts before the perturbations of that site.
 
     Attributes:
-      name: e.g. "l2_init".
-      strength: the standard one.
-      site: of the value that it transforms: a site of the learner, or one of `HOOKS`; "" where it changes settings
-        alone.
-      apply: `apply(value, strength, state, **context) -> (value, state)`; pure, structure, shapes and dtypes kept.
-        `strength` is a float32 scalar, and data: other strengths compile nothing. Give a module-level function:
-        programs are cached by it.
-      neutral: the strength at which the value is left as it is, bit for bit; None where there is none: the learner
-        without the remedy is another program then.
-      limits: (lowest, highest) strength that means something.
-      whole: whether only whole strengths mean something.
-      needs: names of context that `apply` takes: what the learner gives at the site (of the hooks, see
-        `jaxaudit.Optimizer`), and "minibatch" (the number of the minibatch in this step, int32), "progress" (the share
-        of the run that is over after this step; 1 outside of runs) or "key" (a random key).
-      init: `init(value) -> state`, the pytree that `apply` is given first, and that the lane carries from then on; only
-        shapes and dtypes of `value` can be read.
-      settings: `settings(settings, strength) -> changes`, what it changes of the settings of the learner, by name; the
+      name: the name of the kind, e.g. "l2_init".
+      strength: the standard strength.
+      site: the site of the learner or the hook (see `HOOKS`) of the transformed value; "" for a remedy that only
+        changes settings.
+      apply: `apply(value, strength, state, **context) -> (value, state)`, a pure function that preserves structure,
+        shapes and dtypes. `strength` is a float32 scalar and data, so that another strength needs no compilation. Pass
+        a module-level function, since programs are cached by it.
+      neutral: the strength at which the value stays the same bit for bit; None if there is none, in which case the
+        learner without the remedy is another program.
+      limits: the lowest and highest strength that are allowed.
+      whole: whether only integer strengths are allowed.
+      needs: the names of context that `apply` takes: context of the learner at the site (see `jaxaudit.Optimizer` for
+        the hooks), "minibatch" (the index of the minibatch in this step, int32), "progress" (the share of the run that
+        has passed after this step; 1 outside of runs) or "key" (a random key).
+      init: `init(value) -> state` returns the first state, a pytree that the lane carries; it can read only shapes and
+        dtypes of `value`.
+      settings: `settings(settings, strength) -> changes` returns the changed settings of the learner by name; the
         strength is a Python float.
     """
 
@@ -98,44 +97,40 @@ class RemedyKind:
         if self.apply is None and self.settings is None:
             raise ValueError(f"remedy '{self.name}' changes nothing: it has neither an `apply` nor `settings`")
         if bool(self.site) != (self.apply is not None):
-            raise ValueError(f"remedy '{self.name}' has an `apply` and a site, or neither")
+            raise ValueError(f"remedy '{self.name}' must have both an `apply` and a site, or neither")
         if self.apply is not None and self.neutral is None:
-            raise ValueError(f"remedy '{self.name}' transforms a value, and so has a neutral strength")
-        self()
+            raise ValueError(f"remedy '{self.name}' transforms a value, and so must have a neutral strength")
+        self()  # checks the standard strength
 
     @property
     def keeps_state(self) -> bool:
-        """Whether remedies of this kind have a state that lanes carry."""
+        """Whether remedies of this kind are stateful; lanes carry their state."""
         return self.init is not nothing
 
     def __call__(self, strength: float | None = None) -> Remedy:
-        """A remedy of this kind, of the standard strength unless given. Raises ValueError for one out of its range."""
+        """Returns a remedy of this kind, by default with the standard strength. Raises ValueError if out of range."""
         return Remedy(self, self.strength if strength is None else strength)
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A kind of remedy with its strength, a number."""
+    """A kind of remedy together with its strength, a number."""
 
     kind: RemedyKind
     strength: float
 
     def __post_init__(self):
-        strength = self.strength
-        scalar = getattr(strength, "item", None)  # of NumPy or JAX
-        number = scalar() if callable(scalar) else strength
-        if isinstance(number, bool) or not isinstance(number, int | float) or number != number:
-            raise ValueError(f"the strength of '{self.name}' must be a number, not {strength!r}")
+        number = number_of(f"the strength of '{self.name}'", self.strength)
         low, high = self.kind.limits
         if not low <= number <= high and number != self.kind.neutral:
-            raise ValueError(f"strength {number!r} of '{self.name}' is outside its range {low:g} to {high:g}")
-        if self.kind.whole and not float(number).is_integer():
-            raise ValueError(f"strength {number!r} of '{self.name}' must be a whole number")
-        object.__setattr__(self, "strength", float(number))
+            raise ValueError(f"strength {self.strength!r} of '{self.name}' is outside its range {low:g} to {high:g}")
+        if self.kind.whole and not number.is_integer():
+            raise ValueError(f"strength {self.strength!r} of '{self.name}' must be a whole number")
+        object.__setattr__(self, "strength", number)
 
     @property
     def name(self) -> str:
-        """The name of the kind of remedy, which specs and telemetry use."""
+        """The name of the kind, which specs and telemetry use."""
         return self.kind.name
 
 
@@ -147,32 +142,23 @@ def remedy(
     init: Callable[..., Any] | None = None,
     **rest: Any,
 ) -> Callable[[Callable[..., Any]], RemedyKind]:
-    """Decorator: makes `f(value, strength, **context) -> value` a registered kind of remedy named like `f`.
+    """Decorator that makes `f(value, strength, **context) -> value` a registered kind of remedy with the name of `f`.
 
-    With an `init`, which makes its state, it is `f(value, strength, state, **context) -> (value, state)`. The other
-    keywords are fields of `RemedyKind`.
+    With `init`, which creates the state, the function is `f(value, strength, state, **context) -> (value, state)`. The
+    other keywords are fields of `RemedyKind`.
     """
 
     def decorate(function: Callable[..., Any]) -> RemedyKind:
-        apply = _stateless(function) if init is None else function
-        kept = {} if init is None else {"init": init}
-        fields = {"strength": strength, "site": site, "apply": apply, "neutral": neutral} | kept | rest
-        return _registered(function, **fields)
+        apply = stateless(function) if init is None else function
+        fields = {"strength": strength, "site": site, "apply": apply, "neutral": neutral, "init": init or nothing}
+        return _registered(function, **fields | rest)
 
     return decorate
 
 
 def setting(*, strength: float = 1.0, **rest: Any) -> Callable[[Callable[..., Any]], RemedyKind]:
-    """Decorator: makes `f(settings, strength) -> changes` a registered kind of remedy that changes settings alone."""
+    """Decorator that makes `f(settings, strength) -> changes` a registered kind of remedy that changes settings."""
     return lambda function: _registered(function, strength=strength, settings=function, **rest)
-
-
-def _stateless(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def apply(value, strength, state, **context):
-        return function(value, strength, **context), state
-
-    return apply
 
 
 def _registered(function: Callable[..., Any], **fields: Any) -> RemedyKind:

@@ -1,4 +1,4 @@
-"""Where a learner can be disturbed: found by tracing one step."""
+"""Finds where a learner can be disturbed, by tracing one of its steps."""
 
 from __future__ import annotations
 
@@ -11,49 +11,50 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaudit.core.learner import Learner, without_lasting
-from jaxaudit.core.taps import NEVER, ROOT, STATE, Slot, States, Taps, loose, lost_state, misplaced, numbers_of
+from jaxaudit.core.taps import NEVER, STATE, Taps, misplaced_tap, only_numbers, state_lost, state_not_carried
 from jaxaudit.runtime import tracing
 from jaxaudit.runtime.paths import paths_of
 
 _NUMBERS = (int, float, np.integer, np.floating)
 
 
-class Helped(NamedTuple):
-    """A value that remedies may act on.
+class RemedyPoint(NamedTuple):
+    """A value that remedies can act on.
 
     Attributes:
-      value: its shapes and dtypes.
-      context: what every tap there gives beside it, by name: shapes and dtypes, functions and the like as they are.
-      lost: why no state can be kept there, or None.
+      value: the shapes and dtypes of the value.
+      context: what every tap at this place passes beside the value, by name: shapes and dtypes of arrays and numbers,
+        and other objects, such as functions, as they are.
+      state_lost: why no state can be kept there, or None.
     """
 
     value: Any
     context: Mapping[str, Any]
-    lost: str | None
+    state_lost: str | None
 
 
 def _shape(x: Any) -> Any:
-    known = hasattr(x, "dtype") or isinstance(x, _NUMBERS)
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) if known else x
+    is_array = hasattr(x, "dtype") or isinstance(x, _NUMBERS)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) if is_array else x
 
 
 @dataclass
 class Recorder:
-    """Taps that change nothing and note what passes: a learner's sites, their leaves and their context.
+    """Taps that change nothing and record a learner's sites, the leaves of their values and their context.
 
     Attributes:
       step, steps, data: as in `Taps`.
       paths: for every site, the paths of its leaves.
-      context: for every site, the names of the context given at each of its taps.
-      numbers: for every site, those of its context that are plain numbers, the same at each of its taps.
-      values: for every site, the shapes and dtypes seen, by label.
-      loose: for sites where no state can be kept, a sentence on why.
-      lost: for sites that cannot be disturbed at all where they are tapped, a sentence on why.
-      helped: where remedies may act: for every site and hook, by label, what passes.
-      absent: the learner's, on what is not there.
-      carried: whether this place can keep a state.
-      home: where it was made.
-      inner_states, inner_counts: of the remedies of the learner whose taps it stands in for.
+      context: for every site, the names of the context that all of its taps pass.
+      numbers: for every site, the entries of its context that are Python numbers and the same at all of its taps.
+      values: for every site, the shapes and dtypes of the value, by label.
+      stateless: for sites where stateful perturbations cannot act, a clause on why.
+      blocked: for sites where no perturbation can act, a clause on why.
+      remedy_points: for every site and hook, the values that remedies can act on, by label.
+      absent: the learner's `absent`.
+      carries_state: whether the current loop or branch carries states.
+      origin: the trace in which the recorder was created.
+      inner_states, inner_counts: the states and counts of remedies that the learner has already.
     """
 
     step: Any = 0
@@ -63,69 +64,72 @@ class Recorder:
     context: dict[str, set[str]] = field(default_factory=dict)
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    loose: dict[str, str] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
-    helped: dict[str, dict[str, Helped]] = field(default_factory=dict)
+    stateless: dict[str, str] = field(default_factory=dict)
+    blocked: dict[str, str] = field(default_factory=dict)
+    remedy_points: dict[str, dict[str, RemedyPoint]] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
-    carried: bool = True
-    home: Any = field(default_factory=tracing.current_trace)
+    carries_state: bool = True
+    origin: Any = field(default_factory=tracing.current_trace)
     inner_states: Any = None
     inner_counts: Any = None
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
-        """Notes the site and returns the value."""
+        """Records the site and returns the value."""
         return self.disturb(site, self.remedy(site, value, label=label, **context), label=label, **context)
 
     def disturb(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
-        """Notes where perturbations may act, and returns the value."""
-        whole = value
-        value = value if site == STATE else numbers_of(value)
-        seen = self.paths.get(site, ())
-        self.paths[site] = seen + tuple(p for p in paths_of(value, label) if p not in seen)
+        """Records that perturbations can act here, and returns the value."""
+        tapped = value if site == STATE else only_numbers(value)
+        earlier = self.paths.get(site, ())
+        self.paths[site] = earlier + tuple(path for path in paths_of(tapped, label) if path not in earlier)
         self.context[site] = self.context.get(site, set(context)) & set(context)
-        known = {name: float(given) for name, given in context.items() if isinstance(given, _NUMBERS)}
-        self.numbers[site] = dict(self.numbers.get(site, known).items() & known.items())
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
+        numbers = {name: float(entry) for name, entry in context.items() if isinstance(entry, _NUMBERS)}
+        self.numbers[site] = dict(self.numbers.get(site, numbers).items() & numbers.items())
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tapped)
         self.values.setdefault(site, {})[label] = shapes
-        if reason := misplaced(site, self.home, keeps_state=False):
-            self.lost[site] = reason
-        if reason := misplaced(site, self.home, keeps_state=True) or (None if self.carried else loose(site)):
-            self.loose[site] = reason
-        return whole
-
-    def remedy(self, place: str, value: Any, *, label: str = "", **context: Any) -> Any:
-        """Notes where remedies may act, and returns the value."""
-        shapes, given = jax.tree.map(_shape, (value, context))
-        reason = lost_state(place, self.home) or (None if self.carried else loose(place))
-        seen = self.helped.setdefault(place, {})
-        known = seen.get(label)
-        kept = given if known is None else {name: known.context[name] for name in known.context if name in given}
-        seen[label] = Helped(shapes, kept, reason if known is None else known.lost or reason)
+        if reason := misplaced_tap(site, self.origin, keeps_state=False):
+            self.blocked[site] = reason
+        if reason := misplaced_tap(site, self.origin, keeps_state=True) or self._not_carried(site):
+            self.stateless[site] = reason
         return value
 
+    def remedy(self, place: str, value: Any, *, label: str = "", **context: Any) -> Any:
+        """Records that remedies can act here, and returns the value."""
+        shapes, offered = jax.tree.map(_shape, (value, context))
+        reason = state_lost(place, self.origin) or self._not_carried(place)
+        points = self.remedy_points.setdefault(place, {})
+        if earlier := points.get(label):
+            offered = {name: entry for name, entry in earlier.context.items() if name in offered}
+            reason = earlier.state_lost or reason
+        points[label] = RemedyPoint(shapes, offered, reason)
+        return value
+
+    def _not_carried(self, place: str) -> str | None:
+        return None if self.carries_state else state_not_carried(place)
+
     def helps(self, *places: str) -> bool:
-        """True: where remedies could act is to be noted."""
+        """Returns True, so that every place where remedies could act is recorded."""
         return True
 
     def acts(self, *sites: str) -> bool:
-        """True: where perturbations or remedies could act is to be noted."""
+        """Returns True, so that every place where perturbations or remedies could act is recorded."""
         return True
 
     def with_remedies(self, remedies: Any, states: Any, data: Any, counted: Iterable[str] = ()) -> Recorder:
-        """A recorder of the same sites for the learner inside a remedied one, which reads other data."""
+        """Returns a recorder of the same sites for the learner inside a remedied one, which reads other data."""
         return replace(self, data=data, inner_states=states, inner_counts={name: jnp.zeros(2) for name in counted})
 
     def take_back(self, recorder: Recorder) -> tuple[Any, Any]:
-        """The states and counts of remedies that `with_remedies` was given: nothing has changed them."""
+        """Returns the states and counts that `with_remedies` was called with, which nothing has changed."""
         return recorder.inner_states, recorder.inner_counts
 
     @property
     def closed(self) -> Taps:
-        """Taps that disturb nothing, and of which nothing is noted."""
+        """Taps that disturb and record nothing."""
         return Taps(self.step, self.steps, data=self.data)
 
     def disturbs(self, *sites: str) -> bool:
-        """True: what could be disturbed is to be noted."""
+        """Returns True, so that every place where perturbations could act is recorded."""
         return True
 
     def disturbed(self, *sites: str) -> jax.Array:
@@ -135,54 +139,65 @@ class Recorder:
         return jnp.int32(NEVER)
 
     def fold_in(self, index: Any) -> Recorder:
-        """A recorder of the same sites, at a place that keeps no state."""
-        return replace(self, carried=False, home=tracing.current_trace())
+        """Returns a recorder of the same sites for a loop that does not carry states."""
+        return replace(self, carries_state=False, origin=tracing.current_trace())
 
     def scan(self, body: Callable, init: Any, xs: Any = None, length: int | None = None) -> tuple[Any, Any]:
-        """`jax.lax.scan` whose body gets a recorder of the same sites."""
+        """Runs `jax.lax.scan` over `body(recorder, carry, x)` with a recorder of the same sites."""
 
-        def turn(carry: Any, x: Any) -> tuple[Any, Any]:
-            return body(replace(self, home=tracing.current_trace()), carry, x)
+        def iteration(carry: Any, x: Any) -> tuple[Any, Any]:
+            return body(replace(self, origin=tracing.current_trace()), carry, x)
 
-        return jax.lax.scan(turn, init, xs, length)
+        return jax.lax.scan(iteration, init, xs, length)
 
     def repeat(self, body: Callable, init: Any, times: Any, until: Callable | None = None) -> Any:
-        """`jax.lax.fori_loop` whose body gets a recorder of the same sites; what ends it early does not matter here."""
+        """Runs `jax.lax.fori_loop` over `body(recorder, carry, number)` with a recorder of the same sites."""
         return jax.lax.fori_loop(
-            0, times, lambda number, carry: body(replace(self, home=tracing.current_trace()), carry, number), init
+            0, times, lambda number, carry: body(replace(self, origin=tracing.current_trace()), carry, number), init
         )
 
     def cond(self, chosen: jax.Array, body: Callable, carry: Any) -> tuple[Any, Any]:
-        """`body` with this recorder: what could be tapped is to be noted."""
+        """Returns `body(recorder, carry)`, so that the sites in the branch are recorded."""
         return body(self, carry)
 
     @property
     def sites(self) -> Sites:
-        context = {site: frozenset(names) for site, names in self.context.items()}
-        numbers = dict(self.numbers)
+        """The sites that were recorded."""
         return Sites(
-            dict(self.paths), context, dict(self.values), self.loose, self.lost, numbers, self.absent, self.helped
+            paths=dict(self.paths),
+            context={site: frozenset(names) for site, names in self.context.items()},
+            values=dict(self.values),
+            stateless=self.stateless,
+            blocked=self.blocked,
+            numbers=dict(self.numbers),
+            absent=self.absent,
+            remedy_points=self.remedy_points,
         )
 
 
 @dataclass(frozen=True)
 class Sites:
-    """Where a learner can be disturbed: `paths[site]` are the leaves there, `context[site]` what the tap offers.
+    """Where a learner can be disturbed.
 
-    `values[site][label]` are the shapes that pass, and `loose[site]` and `lost[site]` say why no state can be kept
-    there, or nothing disturbed; `numbers[site]` are the plain numbers that the tap offers, and those that the learner
-    tells, by name. `absent` says of sites and context that are not there why. `helped` is where remedies may act, hooks
-    among the sites.
+    Attributes:
+      paths: for every site, the paths of its leaves.
+      context: for every site, the names of the context that all of its taps pass.
+      values: for every site, the shapes and dtypes of the value, by label.
+      stateless: for sites where stateful perturbations cannot act, a clause on why.
+      blocked: for sites where no perturbation can act, a clause on why.
+      numbers: for every site, the Python numbers in its context and the learner's `numbers` there, by name.
+      absent: for missing sites, context and labels, the learner's explanation.
+      remedy_points: for every site and hook, the values that remedies can act on, by label.
     """
 
     paths: Mapping[str, tuple[str, ...]]
     context: Mapping[str, frozenset[str]]
     values: Mapping[str, Mapping[str, Any]]
-    loose: Mapping[str, str] = field(default_factory=dict)
-    lost: Mapping[str, str] = field(default_factory=dict)
+    stateless: Mapping[str, str] = field(default_factory=dict)
+    blocked: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
-    helped: Mapping[str, Mapping[str, Helped]] = field(default_factory=dict)
+    remedy_points: Mapping[str, Mapping[str, RemedyPoint]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)
@@ -191,59 +206,52 @@ class Sites:
         return site in self.paths
 
     def with_bounds_of(self, learner: Learner) -> Sites:
-        """Returns a copy with `learner`'s bounds of magnitudes.
+        """Returns a copy with the learner's `numbers`, which bound the magnitudes that mean something.
 
         Learners that compare equal share a program, but may have different bounds.
         """
         numbers = {site: {**self.numbers[site], **learner.numbers.get(site, {})} for site in self}
         return replace(self, numbers=numbers)
 
+    def reason_absent(self, name: str) -> str:
+        """Returns the learner's explanation of a missing name as the end of a sentence; "" if there is none."""
+        return f", for {self.absent[name]}" if name in self.absent else ""
+
 
 def find_sites(learner: Learner, steps: int | None = None) -> Sites:
-    """Traces one step abstractly (no computation) and returns the sites it taps."""
-    return _found(learner, steps)[0].with_bounds_of(learner)
+    """Traces one step abstractly, without computing anything, and returns the sites that it taps."""
+    return _traced(learner, steps)[0].with_bounds_of(learner)
 
 
 def step_telemetry(learner: Learner, steps: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The shape of each channel of a learner's telemetry, from the trace that finds its sites."""
-    return dict(_found(learner, steps)[1])
+    """Returns the shape of each channel of a learner's telemetry, from the trace that finds its sites."""
+    return dict(_traced(learner, steps)[1])
 
 
 def trace(learner: Learner, recorder: Recorder) -> None:
-    """Traces one step of a learner with `recorder` for its taps; `find_sites` needs no trace of its own after it."""
+    """Traces one step of a learner with `recorder` for its taps; `find_sites` uses the result of the latest trace."""
     recorder.absent = learner.absent
 
     # The step index is an argument, as in the audit, so that a learner's arithmetic on it sees a traced int32.
-    def traced(state, key, index, data):
-        recorder.step, recorder.data, recorder.home = index, data, tracing.current_trace()
+    def step(state, key, index, data):
+        recorder.step, recorder.data, recorder.origin = index, data, tracing.current_trace()
         recorder(STATE, without_lasting(state))
-        return learner.advance(state, key, recorder)[1]  # type: ignore[arg-type]  # it stands in for taps
+        return learner.advance(state, key, recorder)[1]  # type: ignore[arg-type]  # a recorder stands in for taps
 
-    key = jax.random.key(0)
-    data = learner.shapes.tree
-    telemetry = jax.eval_shape(traced, learner.state_shapes, key, jnp.int32(0), data)
+    telemetry = jax.eval_shape(step, learner.state_shapes, jax.random.key(0), jnp.int32(0), learner.shapes.tree)
     shapes = {name: value.shape for name, value in telemetry.items()}
-    _LATEST[learner.without_data, recorder.steps] = recorder.sites, shapes
-    if len(_LATEST) > _MOST:
-        del _LATEST[next(iter(_LATEST))]
+    _TRACES[learner.without_data, recorder.steps] = recorder.sites, shapes
+    if len(_TRACES) > _MAX_TRACES:
+        del _TRACES[next(iter(_TRACES))]
 
 
-_MOST = 64
-_LATEST: dict[tuple[Learner, int | None], tuple[Sites, dict[str, tuple[int, ...]]]] = {}
-"""What the latest traces found, the oldest first: at most `_MOST`."""
+_MAX_TRACES = 64
+_TRACES: dict[tuple[Learner, int | None], tuple[Sites, dict[str, tuple[int, ...]]]] = {}
+"""The sites and telemetry shapes of the latest traces by learner and number of steps, the oldest first."""
 
 
-def _found(learner: Learner, steps: int | None) -> tuple[Sites, dict[str, tuple[int, ...]]]:
+def _traced(learner: Learner, steps: int | None) -> tuple[Sites, dict[str, tuple[int, ...]]]:
     key = learner.without_data, steps
-    if key not in _LATEST:
+    if key not in _TRACES:
         trace(learner, Recorder(steps=steps))
-    return _LATEST[key]
-
-
-def initial_states(slots: tuple[Slot, ...], sites: Sites) -> States:
-    """The states of one lane's perturbations when their windows open."""
-    return {
-        slot.id: {label or ROOT: slot.init(value) for label, value in sites.values[slot.kind.site].items()}
-        for slot in slots
-        if slot.kind.keeps_state
-    }
+    return _TRACES[key]

@@ -1,7 +1,7 @@
-"""Sites, and the object a step calls at each of them: `value = taps("gradient", value)`.
+"""The standard sites, and `Taps`, the object that a learner's step calls at each: `value = taps("gradient", value)`.
 
-A learner names the places where something can go wrong; the audit decides, per lane and step, what goes wrong there.
-Inside a program kinds of perturbation, each in a slot, are structure; their magnitudes, windows and targets are data.
+A learner names the places where something can go wrong. The audit decides for each lane and step what goes wrong there.
+A program's structure contains the kinds of perturbation, each in a slot. Magnitudes, windows and targets are data.
 """
 
 from __future__ import annotations
@@ -50,24 +50,25 @@ SITES = (
     "ratio_clip",
     "reference",
 )
-"""The standard sites, those from the difficulty on of dialogues; a learner may add its own."""
+"""The standard sites; those from "difficulty" on occur in dialogue learners only. A learner may add its own sites."""
 
 PERSISTENT_SITES = {
-    "params": "what is trained: a change stays, and is trained on from; the standard kinds act once",
-    "optimizer_state": "what it is trained with: a change stays, until the moments have forgotten it",
+    "params": "the trained parameters: training continues from the change; the standard kinds act once",
+    "optimizer_state": "the optimizer's state: the change decays as fast as the moments do",
     "reference": "the policy that divergence is measured from: moved once, or further at every step of the window",
 }
 """Standard sites whose value a learner keeps from step to step, so that a change there outlasts its window.
 
-At all others a disturbance ends with its window: what is tapped is a copy (of the behaviour policy or the reward model,
-whose parameters are part of a dialogue learner's state), is made anew in each step, or is a setting.
+At all other sites a disturbance ends with its window, because the tapped value is a copy (of the behaviour policy or of
+the reward model, whose parameters are part of a dialogue learner's state), is computed anew in each step, or is a
+setting.
 """
 
 ACTING_SITES = ("observation", "action", "dynamics")
-"""Sites at which a disturbance touches how a learner fares at once, whether it has got worse or not."""
+"""Sites at which a disturbance changes the returns that a learner collects at once, even if the policy is unchanged."""
 
 STATE = "state"
-"""The site that every learner has: its whole state before a step, but for what is `Lasting` in it."""
+"""The site that every learner has: its whole state before a step, except for its `Lasting` parts."""
 
 
 @dataclass(frozen=True)
@@ -75,39 +76,39 @@ class Slot:
     """A place in a program where perturbations of one kind act.
 
     Attributes:
-      kind: of perturbation.
-      occurrence: 0, or 1, 2, ... where one condition chains the same kind several times.
-      copy: 0, or 1, 2, ... where chains have it in different orders among the kinds of its site.
-      most: the largest magnitude of the grid, for kinds whose state depends on it.
+      kind: the kind of perturbation.
+      occurrence: the index of this occurrence of the kind within a condition, which may chain one kind several times.
+      copy: the index of this copy of the slot; there are several if chains order the kinds of one site differently.
+      max_magnitude: the largest magnitude in the grid if the kind is `sized`, else None.
     """
 
     kind: Kind
     occurrence: int = 0
     copy: int = 0
-    most: float | None = None
+    max_magnitude: float | None = None
 
     @property
     def id(self) -> str:
-        """Tells this slot from every other one of a program."""
+        """An identifier that is unique within a program: "kind/occurrence/copy"."""
         return f"{self.kind.name}/{self.occurrence}/{self.copy}"
 
     @property
     def stream(self) -> int:
-        """A number that tells this kind's random stream from every other kind's, whatever else is in the grid."""
+        """The number that is folded into the random key; it depends on the kind's name and occurrence alone."""
         return zlib.crc32(f"{self.kind.name}/{self.occurrence}".encode()) & 0x7FFFFFFF
 
     def init(self, value: Any) -> Any:
-        """The state, for values like this one, when the window opens."""
-        return self.kind.init(value, self.most) if self.kind.sized else self.kind.init(value)
+        """Returns the perturbation's state when the window opens, for a value with the shapes and dtypes of `value`."""
+        return self.kind.init(value, self.max_magnitude) if self.kind.sized else self.kind.init(value)
 
 
 NEVER = 2**30
-"""Steps since a window was open that has not been."""
+"""The number of steps that `Windows.idle` returns for a window that has not been open yet."""
 
 
 @struct.dataclass
 class Windows:
-    """When a perturbation is open, in steps: `start <= t < stop`, and `(t - start) % period < length`.
+    """The steps t in which perturbations act: `start <= t < stop` and `(t - start) % period < length`.
 
     All fields are int32 arrays of one shape.
     """
@@ -118,32 +119,32 @@ class Windows:
     length: Any
 
     def idle(self, step: jax.Array) -> jax.Array:
-        """Steps since each window was last open: 0 where it is open at `step` (scalar int), `NEVER` if it was not."""
+        """Returns the steps since each window was last open: 0 if it is open at `step` (a scalar int), or `NEVER`."""
         since = jnp.minimum(step, self.stop - 1) - self.start
         latest = since - jnp.maximum(since % self.period - (self.length - 1), 0)
         return jnp.where((since >= 0) & (self.length > 0), step - self.start - latest, NEVER)
 
     def open(self, step: jax.Array) -> jax.Array:
-        """Whether each window is open at `step`: bool, the fields' shape."""
+        """Returns whether each window is open at `step`, bool in the shape of the fields."""
         return self.idle(step) == 0
 
     def opening(self, step: jax.Array) -> jax.Array:
-        """Whether each window is open at `step` and was not before."""
+        """Returns whether each window is open at `step` and was closed at the step before."""
         return self.open(step) & ~self.open(step - 1)
 
     def elapsed(self, step: jax.Array) -> jax.Array:
-        """The share of the span from start to stop that has passed when `step` is over: 1 at its last step."""
+        """Returns the share of the span from start to stop that has passed at the end of `step`: 1 at its last step."""
         return jnp.clip((step - self.start + 1) / jnp.maximum(self.stop - self.start, 1), 0.0, 1.0)
 
 
 @struct.dataclass
 class Disturbance:
-    """What one lane does in each of the program's K slots; with a leading axis, what each of L lanes does.
+    """The perturbations of one lane in the program's K slots, or of L lanes if all arrays have a leading axis L.
 
     Attributes:
-      magnitude: float32 `[K]`.
-      windows: fields `[K]`.
-      targets: for each slot, which paths of its site's value it may touch: bool `[paths]`.
+      magnitude: the magnitudes, float32 `[K]`.
+      windows: the windows, with fields `[K]`.
+      targets: for each slot, which paths of its site's value the perturbation may change, bool `[paths]`.
     """
 
     magnitude: Any
@@ -152,34 +153,41 @@ class Disturbance:
 
 
 OFFERED = ("selected", "elapsed", "alarm")
-"""Context every tap offers: the paths the target selects (bool `[paths]`), `Windows.elapsed`, and the lane's alarm."""
+"""Context that every tap offers to perturbations.
+
+"selected" are the paths that the target selects (bool `[paths]`), "elapsed" is `Windows.elapsed`, and "alarm" is
+whether the lane's monitor raised an alarm.
+"""
 
 REMEDY_OFFERED = ("minibatch", "progress", "key")
-"""Context every tap offers to remedies.
+"""Context that every tap offers to remedies.
 
-"minibatch", int32, is the number of the value's turn in this step: of the loops of `Taps.scan` and `Taps.repeat` around
-it, counted from 0 through all of them. "progress" is the share of the run that is over after this step, 1 outside of
-runs, and "key" is a random key.
+"minibatch" (int32) counts the iterations of the surrounding `Taps.scan` and `Taps.repeat` loops within this step, from
+0 through all loops. "progress" is the share of the run that has passed after this step, or 1 outside of runs. "key" is
+a random key.
 """
 
 States = dict[str, dict[str, Any]]
-"""Of one lane's perturbations that keep state, by the slot's id and the tap's label (ROOT where it has none).
+"""The states of one lane's stateful perturbations by slot id and tap label (ROOT if the tap has none).
 
-Likewise of its remedies, by the remedy's name and the label.
+The states of its remedies are stored by remedy name and label likewise.
 """
 
 ROOT = "value"
 
 
-def numbers_of(value: Any) -> Any:
-    """A pytree with None for its random keys and functions, which nothing can disturb; itself if it has none."""
+def only_numbers(value: Any) -> Any:
+    """Returns a pytree with None in place of its random keys and functions, which cannot be disturbed.
+
+    The same object is returned if the pytree has neither.
+    """
     if all(map(_is_number, jax.tree.leaves(value))):
         return value
     return jax.tree.map(lambda x: x if _is_number(x) else None, value)
 
 
-def with_numbers(value: Any, numbers: Any) -> Any:
-    """A pytree with the numbers that another has, which was made from its `numbers_of`."""
+def replace_numbers(value: Any, numbers: Any) -> Any:
+    """Returns `value` with the leaves of `numbers`, a pytree in the structure of `only_numbers(value)`."""
     return jax.tree.map(lambda x, y: y if _is_number(x) else x, value, numbers)
 
 
@@ -190,30 +198,31 @@ def _is_number(x: Any) -> bool:
 
 
 Counts = dict[str, jax.Array]
-"""By a remedy's name, float32 `[2]`: how often it changed a value in this step, and how often it was applied."""
+"""For each remedy, by name, how often it changed a value in this step and how often it was applied, float32 `[2]`."""
 
-Kept = tuple[States | None, States | None, Counts | None]
-"""The states of perturbations and of remedies, and the remedies' counts; None where they cannot be kept."""
+CarriedStates = tuple[States | None, States | None, Counts | None]
+"""The states of perturbations, the states of remedies, and the remedies' counts; None where they cannot be carried."""
 
 
 class Taps:
-    """What a learner's `step` calls at its sites: `taps(site, value)` returns the value, disturbed in disturbed lanes.
+    """The object that a learner's `step` calls at its sites: `taps(site, value)` returns the value, which is disturbed
+    in disturbed lanes.
 
-    Taps belong to the trace in which they were made. A loop, a batch or a branch inside a step needs taps of its own,
-    which `scan`, `repeat`, `cond` and `fold_in` make. Under `jax.grad` and `jax.checkpoint` the step's taps can be
-    used, unless a perturbation of the site keeps a state.
+    Taps belong to the trace in which they were created. A loop, a batch or a branch inside a step needs taps of its
+    own, which `scan`, `repeat`, `cond` and `fold_in` create. The step's taps can be used under `jax.grad` and
+    `jax.checkpoint`, unless a perturbation of the site is stateful.
 
     A perturbation is computed only while its window is open in some lane, in a branch of `jax.lax.cond`. On a GPU the
-    host decides each branch inside a loop, which takes time. Where `branch_in_loops` is false, perturbations that are
-    computed entry by entry are therefore computed in every turn of a loop, and selected.
+    host decides each branch inside a loop, which takes time. If `branch_in_loops` is false, elementwise perturbations
+    inside loops are therefore computed in every iteration, and their result is selected.
 
     Attributes:
       step: the current step, an int32 scalar that is the same in all lanes, so that `lax.cond` on it stays a branch.
       steps: the number of steps of the run, or None outside of an audit.
       data: the learner's `data`.
-      states: the states of perturbations that keep one. Each call at their site advances them. None where they cannot
-        be kept: in a loop that does not carry them (see `scan`).
-      remedy_states: the states of remedies that keep one, likewise.
+      states: the states of stateful perturbations, which each call at their site advances. None in a loop that does
+        not carry them (see `scan`).
+      remedy_states: the states of stateful remedies, likewise.
       remedy_counts: how often each remedy has acted in this step.
     """
 
@@ -247,38 +256,39 @@ class Taps:
         self._branch_in_loops = branch_in_loops
         self._remedies: tuple[tuple[RemedyKind, jax.Array], ...] = ()
         self._in_loop = False
-        self._turns: tuple[tuple[Any, Any], ...] = ()
+        self._iterations: tuple[tuple[Any, Any], ...] = ()
         self._calls: dict[str, int] = {}
-        self._home = tracing.current_trace()
+        self._origin = tracing.current_trace()
 
     def __call__(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
         """Passes `value` (any pytree) through the perturbations of `site`.
 
-        `label` tells apart several values of one site (two optimizers' learning rates) and begins their paths.
-        `context` is what some perturbations need beside the value, e.g. `schedule` at the learning rate.
-        A closed window returns the value bit for bit, and random keys and functions in it are always what they were.
+        `label` distinguishes several values of one site (e.g. the learning rates of two optimizers) and is the first
+        component of their paths. `context` contains what some perturbations need besides the value, e.g. `schedule` at
+        the learning rate. While no window is open, the value is returned bit for bit. Random keys and functions in it
+        are never changed.
         """
         return self.disturb(site, self.remedy(site, value, label=label, **context), label=label, **context)
 
     def disturb(self, site: str, value: Any, *, label: str = "", **context: Any) -> Any:
-        """Passes `value` through the perturbations of `site` alone: `taps(site, value)` is this after `remedy`."""
+        """Passes `value` through the perturbations of `site` only; `taps(site, value)` calls `remedy` before."""
         call = self._calls.get(site, 0)
         self._calls[site] = call + 1
         for index, slot in enumerate(self._slots):
             if slot.kind.site == site:
-                if reason := misplaced(site, self._home, slot.kind.keeps_state):
+                if reason := misplaced_tap(site, self._origin, slot.kind.keeps_state):
                     raise ValueError(f"perturbation '{slot.kind.name}' {reason}")
-                bare = value if site == STATE else numbers_of(value)
-                disturbed = self._disturb(index, slot, call, bare, label, context)
-                value = disturbed if bare is value else with_numbers(value, disturbed)
+                numbers = value if site == STATE else only_numbers(value)
+                disturbed = self._disturb(index, slot, call, numbers, label, context)
+                value = disturbed if numbers is value else replace_numbers(value, disturbed)
         return value
 
     def remedy(self, place: str, value: Any, *, label: str = "", **context: Any) -> Any:
-        """Passes `value`, any pytree, through the remedies of a site or hook, in their order, and through no
-        perturbation.
+        """Passes `value`, any pytree, through the remedies of a site or hook in their order, but not through the
+        perturbations.
 
-        `label` and `context` are those of a tap. The value is unchanged, bit for bit, where a remedy has its neutral
-        strength.
+        `label` and `context` are as in a call of the taps. A remedy at its neutral strength returns the value bit for
+        bit.
         """
         for kind, strength in self._remedies:
             if kind.site == place:
@@ -286,20 +296,23 @@ class Taps:
         return value
 
     def helps(self, *places: str) -> bool:
-        """Returns whether any remedy acts at one of some sites or hooks; known when the program is traced."""
+        """Returns whether any remedy acts at one of `places`, sites or hooks; known when the program is traced."""
         return any(kind.site in places for kind, _ in self._remedies)
 
     def acts(self, *sites: str) -> bool:
-        """Returns whether any perturbation or remedy acts at one of some sites; known when the program is traced."""
+        """Returns whether any perturbation or remedy acts at one of `sites`; known when the program is traced."""
         return self.disturbs(*sites) or self.helps(*sites)
 
     def with_remedies(
         self, remedies: tuple[tuple[RemedyKind, jax.Array], ...], states: States, data: Any, counted: Iterable[str] = ()
     ) -> Taps:
-        """Returns these taps with further remedies, which act after those there are, and with other data.
+        """Returns a copy of the taps with additional remedies, which act after the present ones, and with other data.
 
-        `remedies` are kinds and strengths, `states` the states of those that keep one, and `counted` the names of those
-        whose actions can be counted.
+        Args:
+          remedies: the kinds of remedies with their strengths.
+          states: the states of the stateful remedies.
+          data: replaces `Taps.data`.
+          counted: the names of the remedies whose actions are counted.
         """
         taps = copy.copy(self)
         taps._remedies = (*self._remedies, *remedies)
@@ -309,12 +322,12 @@ class Taps:
         return taps
 
     def take_back(self, taps: Taps) -> tuple[States, Counts]:
-        """Continues after a step that was made with taps which `with_remedies` returned.
+        """Takes over the states of `taps`, which `with_remedies` returned and with which a step was made.
 
         Returns the states and the counts of the remedies that `with_remedies` added.
         """
-        assert taps.remedy_states is not None, "with_remedies gives it"
-        assert taps.remedy_counts is not None, "likewise"
+        assert taps.remedy_states is not None, "with_remedies sets it"
+        assert taps.remedy_counts is not None, "with_remedies sets it"
         states, counts = self.remedy_states or {}, self.remedy_counts or {}
         self.states, self._calls = taps.states, taps._calls
         self.remedy_states = {name: taps.remedy_states[name] for name in states}
@@ -326,15 +339,15 @@ class Taps:
 
     @property
     def closed(self) -> Taps:
-        """Taps that disturb nothing, to measure with: what is read through them is the learner's own."""
+        """Taps without perturbations and remedies, to measure the learner's own performance with."""
         return Taps(self.step, self.steps, data=self.data)
 
     def disturbs(self, *sites: str) -> bool:
-        """Returns whether any lane is ever disturbed at one of some sites; known when the program is traced."""
+        """Returns whether any lane is ever disturbed at one of `sites`; known when the program is traced."""
         return any(slot.kind.site in sites for slot in self._slots)
 
     def disturbed(self, *sites: str) -> jax.Array:
-        """Returns whether this lane is disturbed at one of some sites in this step, a bool scalar."""
+        """Returns whether this lane is disturbed at one of `sites` in this step, a bool scalar."""
         if self._lane is None:
             return jnp.zeros((), bool)
         neutral = np.array([slot.kind.neutral for slot in self._slots], np.float32)
@@ -342,43 +355,43 @@ class Taps:
         return jnp.any(active & np.array([slot.kind.site in sites for slot in self._slots], bool))
 
     def idle(self, *sites: str) -> jax.Array:
-        """Returns how many steps ago a window at one of some sites was last open, in any lane of the program.
+        """Returns how many steps ago a window at one of `sites` was last open in any lane of the program.
 
-        It is an int32 scalar: 0 where a window is open, `NEVER` where none was. It is not batched, so that `lax.cond`
-        on it stays a branch.
+        The result is an int32 scalar: 0 if a window is open, `NEVER` if none has been open. It is not batched, so that
+        `lax.cond` on it stays a branch.
         """
-        counted = [self._idle[index] for index, slot in enumerate(self._slots) if slot.kind.site in sites]
-        return jnp.min(jnp.stack(counted)) if counted else jnp.int32(NEVER)
+        idle = [self._idle[index] for index, slot in enumerate(self._slots) if slot.kind.site in sites]
+        return jnp.min(jnp.stack(idle)) if idle else jnp.int32(NEVER)
 
     def fold_in(self, index: Any) -> Taps:
-        """Returns the same taps with their own randomness, for the body of a loop that knows its index.
+        """Returns a copy of the taps with its own randomness, for the body of a loop that knows its index.
 
-        Perturbations that keep a state refuse to act there; `scan` carries their states. Two loops that use the same
-        index get the same randomness, and so do the turns of a `scan` of that number.
+        Stateful perturbations raise an error there; `scan` carries their states. Two loops that use the same index get
+        the same randomness, as does the iteration of a `scan` with that index.
         """
-        return self._within(index, (None, None, None))
+        return self._in_iteration(index, (None, None, None))
 
     def scan(
         self, body: Callable[[Taps, Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None
     ) -> tuple[Any, Any]:
-        """Does as `jax.lax.scan` for `body(taps, carry, x) -> (carry, y)`; each turn has its own taps.
+        """Runs `jax.lax.scan` over `body(taps, carry, x) -> (carry, y)`, with separate taps in each iteration.
 
-        The states of perturbations and remedies are carried from turn to turn.
+        The states of perturbations and remedies are carried from iteration to iteration.
         """
 
-        def turn(carried: tuple[Any, Kept], numbered: tuple[jax.Array, Any]):
-            carry, kept = carried
+        def iteration(carried: tuple[Any, CarriedStates], numbered: tuple[jax.Array, Any]):
+            carry, states = carried
             index, x = numbered
-            here = self._within(index, kept)
-            here._turns = (*self._turns, (index, turns))
-            carry, y = body(here, carry, x)
-            calls.update(here._calls)
-            return (carry, here._kept), y
+            inner = self._in_iteration(index, states)
+            inner._iterations = (*self._iterations, (index, iterations))
+            carry, y = body(inner, carry, x)
+            calls.update(inner._calls)
+            return (carry, inner._carried), y
 
         calls: dict[str, int] = {}
-        turns = jax.tree.leaves(xs)[0].shape[0] if length is None else length
-        (carry, self._kept), ys = jax.lax.scan(turn, (init, self._kept), (jnp.arange(turns), xs))
-        self._calls |= calls  # the turns of another loop draw other randomness
+        iterations = jax.tree.leaves(xs)[0].shape[0] if length is None else length
+        (carry, self._carried), ys = jax.lax.scan(iteration, (init, self._carried), (jnp.arange(iterations), xs))
+        self._calls |= calls  # so that a later loop draws different random numbers
         return carry, ys
 
     def repeat(
@@ -388,82 +401,84 @@ class Taps:
         times: Any,
         until: Callable[[Any], jax.Array] | None = None,
     ) -> Any:
-        """Calls `body(taps, carry, number) -> carry` for the numbers from 0 to `times` - 1; each turn has its own taps.
+        """Calls `body(taps, carry, number) -> carry` for the numbers from 0 to `times` - 1, with separate taps in each
+        iteration.
 
-        `times`, an int scalar, may be traced, as in `jax.lax.while_loop`; there is no gradient through the loop then.
-        The states of perturbations and remedies are carried from turn to turn.
+        The states of perturbations and remedies are carried from iteration to iteration.
 
-        `until(carry)`, a bool scalar, says that further turns would change nothing. They are left out, unless a
-        perturbation keeps a state, which may count them. Under `vmap` it should not be batched
-        (`jaxaudit.models.sampling.all_finished` is not), or every turn copies the carry.
+        Args:
+          body: the body of the loop.
+          init: the first carry.
+          times: the number of iterations, an int scalar. It may be traced, as in `jax.lax.while_loop`, but then there
+            is no gradient through the loop.
+          until: `until(carry)`, a bool scalar, returns whether further iterations would change nothing. They are
+            skipped, unless a perturbation is stateful, because its state may count them. Under `vmap` the result should
+            not be batched (that of `jaxaudit.models.sampling.all_finished` is not), or each iteration copies the carry.
         """
 
-        def turn(number: jax.Array, carried: tuple[Any, Kept]) -> tuple[Any, Kept]:
-            before, kept = carried
-            here = self._within(number, kept)
-            here._turns = (*self._turns, (number, times))
-            carry = body(here, before, number)
-            calls.update(here._calls)
-            if until is not None and (
-                here.remedy_states or here.remedy_counts
-            ):  # the turns that others leave out are no turns to remedies
+        def iteration(number: jax.Array, carried: tuple[Any, CarriedStates]) -> tuple[Any, CarriedStates]:
+            before, states = carried
+            inner = self._in_iteration(number, states)
+            inner._iterations = (*self._iterations, (number, times))
+            carry = body(inner, before, number)
+            calls.update(inner._calls)
+            if until is not None and (inner.remedy_states or inner.remedy_counts):
+                # Remedies do not count the iterations that a program without stateful perturbations skips.
                 over = until(before)
-                here.remedy_states = _where(over, kept[1], here.remedy_states)
-                here.remedy_counts = _where(over, kept[2], here.remedy_counts)
-            return carry, here._kept
+                inner.remedy_states = _where(over, states[1], inner.remedy_states)
+                inner.remedy_counts = _where(over, states[2], inner.remedy_counts)
+            return carry, inner._carried
 
         calls: dict[str, int] = {}
         if until is None or self.states:
-            carry, self._kept = jax.lax.fori_loop(0, times, turn, (init, self._kept))
+            carry, self._carried = jax.lax.fori_loop(0, times, iteration, (init, self._carried))
         else:
-            _, (carry, self._kept) = jax.lax.while_loop(
+            _, (carry, self._carried) = jax.lax.while_loop(
                 lambda loop: (loop[0] < times) & ~until(loop[1][0]),
-                lambda loop: (loop[0] + 1, turn(*loop)),
-                (jnp.int32(0), (init, self._kept)),
+                lambda loop: (loop[0] + 1, iteration(*loop)),
+                (jnp.int32(0), (init, self._carried)),
             )
         self._calls |= calls
         return carry
 
     def cond(self, chosen: jax.Array, body: Callable[[Taps, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
-        """Returns `body(taps, carry) -> (carry, y)` where `chosen`, and otherwise the carry and zeros; as
+        """Returns `body(taps, carry) -> (carry, y)` if `chosen`, else the carry and zeros in the shape of y, by
         `jax.lax.cond`.
 
         The states of perturbations and remedies are carried through both branches.
         """
 
-        def do(carry: Any, kept: Kept) -> tuple[Any, Any, Kept]:
-            here = self._here(self._key, kept)
-            carry, y = body(here, carry)
-            calls.update(here._calls)
-            return carry, y, here._kept
+        def do(carry: Any, states: CarriedStates) -> tuple[Any, Any, CarriedStates]:
+            inner = self._in_current_trace(self._key, states)
+            carry, y = body(inner, carry)
+            calls.update(inner._calls)
+            return carry, y, inner._carried
 
-        def skip(carry: Any, kept: Kept) -> tuple[Any, Any, Kept]:
+        def skip(carry: Any, states: CarriedStates) -> tuple[Any, Any, CarriedStates]:
             shapes = jax.eval_shape(lambda carry: body(self.closed, carry)[1], carry)
-            return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), kept
+            return carry, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), states
 
         calls: dict[str, int] = {}
-        carry, y, self._kept = jax.lax.cond(chosen, do, skip, carry, self._kept)
+        carry, y, self._carried = jax.lax.cond(chosen, do, skip, carry, self._carried)
         self._calls |= calls
         return carry, y
 
     @property
-    def _kept(self) -> Kept:
-        """The states of perturbations and remedies, and the counts, which loops and branches carry."""
+    def _carried(self) -> CarriedStates:
         return self.states, self.remedy_states, self.remedy_counts
 
-    @_kept.setter
-    def _kept(self, kept: Kept) -> None:
-        self.states, self.remedy_states, self.remedy_counts = kept
+    @_carried.setter
+    def _carried(self, states: CarriedStates) -> None:
+        self.states, self.remedy_states, self.remedy_counts = states
 
-    def _within(self, index: Any, kept: Kept) -> Taps:
-        taps = self._here(self._key if self._key is None else jax.random.fold_in(self._key, index), kept)
+    def _in_iteration(self, index: Any, states: CarriedStates) -> Taps:
+        taps = self._in_current_trace(self._key if self._key is None else jax.random.fold_in(self._key, index), states)
         taps._in_loop = True
         return taps
 
-    def _here(self, key: jax.Array | None, kept: Kept) -> Taps:
-        """The same taps at the place where this is called."""
+    def _in_current_trace(self, key: jax.Array | None, states: CarriedStates) -> Taps:
         taps = copy.copy(self)
-        taps._key, taps._kept, taps._calls, taps._home = key, kept, dict(self._calls), tracing.current_trace()
+        taps._key, taps._carried, taps._calls, taps._origin = key, states, dict(self._calls), tracing.current_trace()
         return taps
 
     def _apply_remedy(self, kind: RemedyKind, strength: jax.Array, value: Any, label: str, context: dict) -> Any:
@@ -471,37 +486,39 @@ class Taps:
             raise ValueError(
                 f"remedy '{kind.name}' needs {', '.join(missing)} at '{kind.site}', and the learner does not give it"
             )
-        offered = dict(context)
+        available = dict(context)
         if "minibatch" in kind.needs:
-            offered["minibatch"] = functools.reduce(lambda n, turn: n * turn[1] + turn[0], self._turns, jnp.int32(0))
+            available["minibatch"] = functools.reduce(
+                lambda total, loop: total * loop[1] + loop[0], self._iterations, jnp.int32(0)
+            )
         if "progress" in kind.needs:
-            offered["progress"] = (jnp.asarray(self.step, jnp.float32) + 1) / self.steps if self.steps else 1.0
+            available["progress"] = (jnp.asarray(self.step, jnp.float32) + 1) / self.steps if self.steps else 1.0
         if "key" in kind.needs:
-            offered["key"] = self._remedy_key(kind)
+            available["key"] = self._remedy_key(kind)
         state: Any = ()
         if kind.keeps_state:
-            if reason := lost_state(kind.site, self._home):
+            if reason := state_lost(kind.site, self._origin):
                 raise ValueError(f"remedy '{kind.name}' {reason}")
             if self.remedy_states is None:
-                raise ValueError(f"remedy '{kind.name}' {loose(kind.site)}")
+                raise ValueError(f"remedy '{kind.name}' {state_not_carried(kind.site)}")
             state = self.remedy_states[kind.name][label or ROOT]
-        assert kind.apply is not None, "it is at a site"
-        changed, after = kind.apply(value, strength, state, **{name: offered[name] for name in kind.needs})
+        assert kind.apply is not None, "a remedy that acts at a site has a function"
+        changed, after = kind.apply(value, strength, state, **{name: available[name] for name in kind.needs})
         if kind.keeps_state:
-            assert self.remedy_states is not None, "or its state could not have been read"
-            own = {**self.remedy_states[kind.name], label or ROOT: _as(after, state)}
-            self.remedy_states = {**self.remedy_states, kind.name: own}
+            assert self.remedy_states is not None, "the state was read above"
+            by_label = {**self.remedy_states[kind.name], label or ROOT: _cast_like(after, state)}
+            self.remedy_states = {**self.remedy_states, kind.name: by_label}
         acts = jnp.asarray(strength != kind.neutral)
-        after_remedy = _unless_same(acts, changed, value)
+        after_remedy = _where_changed(acts, changed, value)
         counts = self.remedy_counts
-        if counts is not None and kind.name in counts and lost_state(kind.site, self._home) is None:
+        if counts is not None and kind.name in counts and state_lost(kind.site, self._origin) is None:
             count = counts[kind.name] + jnp.stack([jnp.where(acts, _differs(after_remedy, value), 0.0), 1.0])
             self.remedy_counts = {**counts, kind.name: count}
         return after_remedy
 
     def _remedy_key(self, kind: RemedyKind) -> jax.Array:
         if self._key is None:
-            raise ValueError(f"remedy '{kind.name}' draws randomness, which taps without a key have none of")
+            raise ValueError(f"remedy '{kind.name}' draws random numbers, but these taps have no random key")
         call = self._calls.get(f"remedy/{kind.name}", 0)
         self._calls[f"remedy/{kind.name}"] = call + 1
         stream = zlib.crc32(f"remedy/{kind.name}".encode()) & 0x7FFFFFFF
@@ -517,18 +534,18 @@ class Taps:
             )
         value = jax.tree.map(jnp.asarray, value)
         lane, key, step = self._lane, self._key, self.step
-        assert lane is not None, "an audit gives its taps a lane"
-        assert key is not None, "and a key"
-        known = self._paths[kind.site]
+        assert lane is not None, "an audit passes a lane to its taps"
+        assert key is not None, "an audit passes a key to its taps"
+        site_paths = self._paths[kind.site]
         leaf_paths = paths_of(value, label)
-        rows = np.array([known.index(path) for path in leaf_paths], dtype=np.int32)
+        rows = np.array([site_paths.index(path) for path in leaf_paths], dtype=np.int32)
 
         def apply(value: Any, state: Any, magnitude: jax.Array, windows: Windows, selected: jax.Array) -> Any:
             alarm = jnp.zeros((), bool) if self._alarm is None else self._alarm
-            offered = {"selected": selected, "elapsed": windows.elapsed(step), "alarm": alarm, **context}
-            given = {name: offered[name] for name in kind.needs}
-            own = jax.random.fold_in(jax.random.fold_in(key, slot.stream), call)
-            return kind.apply(own, value, magnitude, state, **given)
+            available = {"selected": selected, "elapsed": windows.elapsed(step), "alarm": alarm, **context}
+            needed = {name: available[name] for name in kind.needs}
+            call_key = jax.random.fold_in(jax.random.fold_in(key, slot.stream), call)
+            return kind.apply(call_key, value, magnitude, state, **needed)
 
         def disturbed(value: Any, state: Any) -> tuple[Any, Any]:
             magnitude = lane.magnitude[index]
@@ -539,8 +556,8 @@ class Taps:
             return _select(active & selected, changed, value), _where(active, after, state)
 
         def elementwise(value: Any, state: Any) -> bool:
-            always = Windows(*4 * [jnp.int32(1)])
-            return tracing.is_elementwise(apply, value, state, jnp.float32(1), always, jnp.ones(len(rows), bool))
+            any_window = Windows(*4 * [jnp.int32(1)])
+            return tracing.is_elementwise(apply, value, state, jnp.float32(1), any_window, jnp.ones(len(rows), bool))
 
         state = self._state(slot, label)
         if self._in_loop and not self._branch_in_loops and elementwise(value, state):
@@ -550,7 +567,7 @@ class Taps:
                 self._idle[index] == 0, disturbed, lambda value, state: (value, state), value, state
             )
         if kind.keeps_state:
-            assert self.states is not None, "or it could not have been read"
+            assert self.states is not None, "the state was read above"
             self.states = {**self.states, slot.id: {**self.states[slot.id], label or ROOT: after}}
         return value
 
@@ -558,90 +575,100 @@ class Taps:
         if not slot.kind.keeps_state:
             return ()
         if self.states is None:
-            raise ValueError(f"perturbation '{slot.kind.name}' {loose(slot.kind.site)}")
+            raise ValueError(f"perturbation '{slot.kind.name}' {state_not_carried(slot.kind.site)}")
         return self.states[slot.id][label or ROOT]
 
 
-def misplaced(site: str, home: Any, keeps_state: bool) -> str | None:
-    """Returns what to say of a perturbation at a tap called here whose taps were made at `home`, if it fails there; or
-    None.
+def misplaced_tap(site: str, origin: Any, keeps_state: bool) -> str | None:
+    """Returns why a perturbation cannot act at a tap in the current trace, or None if it can.
 
-    Where a body runs several times, all turns would draw the same noise; and a state would be lost.
+    A function that is traced once but runs several times would draw the same noise each time, and lose the state.
+
+    Args:
+      site: the site that is tapped.
+      origin: the trace in which the taps were created.
+      keeps_state: whether the perturbation is stateful.
     """
-    around = tracing.transformations_since(home)
-    if loop := next((name for name in around if tracing.may_repeat(name)), None):
-        instead = INSIDE.get(loop, INSIDE["scan"])
-        return f"cannot act at '{site}', which the learner taps inside {loop} with taps from outside; {instead}"
-    return lost_state(site, home) if keeps_state else None
+    transformations = tracing.transformations_since(origin)
+    if loop := next((name for name in transformations if tracing.may_repeat(name)), None):
+        alternative = ALTERNATIVES.get(loop, ALTERNATIVES["scan"])
+        return f"cannot act at '{site}', which the learner taps inside {loop} with taps from outside; {alternative}"
+    return state_lost(site, origin) if keeps_state else None
 
 
-def lost_state(site: str, home: Any) -> str | None:
-    """Returns what to say of a state that is kept at a tap called here whose taps were made at `home`; or None."""
-    around = tracing.transformations_since(home)
-    if not around:
+def state_lost(site: str, origin: Any) -> str | None:
+    """Returns why a tap in the current trace would lose a state, or None if it keeps it.
+
+    `origin` is the trace in which the taps were created.
+    """
+    transformations = tracing.transformations_since(origin)
+    if not transformations:
         return None
-    instead = ", or with the taps of taps.cond" if around[0] == "cond" else ""
-    return f"keeps state, and the learner taps '{site}' inside {around[0]}, which loses it; tap outside{instead}"
+    innermost = transformations[0]
+    alternative = ", or with the taps of taps.cond" if innermost == "cond" else ""
+    return f"keeps state, and the learner taps '{site}' inside {innermost}, which loses it; tap outside{alternative}"
 
 
-INSIDE = {
+ALTERNATIVES = {
     "scan": "write that loop with taps.scan",
     "vmap": "tap the whole batch outside, write a loop with taps.scan, or give each row taps.fold_in(its number)",
     "jit": "leave out the inner jit: a whole audit is compiled as one program, and loops are written with taps.scan",
 }
-"""What to do instead."""
+"""For each transformation, what a learner can do instead of using taps from outside inside of it."""
 
 
-def loose(site: str) -> str:
-    """What to say of a perturbation that keeps state, at a site tapped where none can be kept."""
+def state_not_carried(site: str) -> str:
+    """Returns why a stateful perturbation or remedy cannot act at a site that is tapped with taps of `fold_in`."""
     return (
         f"keeps state, and the learner taps '{site}' in a loop that does not carry it; write that loop with taps.scan"
     )
 
 
-def forget(states: States, slots: tuple[Slot, ...], windows: Windows, step: jax.Array, initial: States) -> States:
-    """The states of one lane at the beginning of `step`: the initial ones for slots whose window opens there."""
+def reset_opening_states(
+    states: States, slots: tuple[Slot, ...], windows: Windows, step: jax.Array, initial: States
+) -> States:
+    """Returns the states of one lane's perturbations, reset to `initial` in slots whose window opens at `step`."""
     opening = {slot.id: windows.opening(step)[index] for index, slot in enumerate(slots)}
-    return {name: _where(opening[name], initial[name], kept) for name, kept in states.items()}
+    return {name: _where(opening[name], initial[name], state) for name, state in states.items()}
 
 
 def _where(chosen: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(chosen, n, o).astype(jnp.asarray(o).dtype), new, old)
 
 
-def _as(new: Any, old: Any) -> Any:
+def _cast_like(new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.asarray(n).astype(jnp.asarray(o).dtype), new, old)
 
 
-def _unless_same(chosen: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where `chosen`, else `old`, in old's dtypes; a leaf that is the same in both is not selected."""
+def _where_changed(chosen: jax.Array, new: Any, old: Any) -> Any:
+    """Returns `new` if `chosen`, else `old`, in the dtypes of `old`; leaves that are the same object are returned."""
 
-    def one(new: Any, old: Any) -> Any:
+    def select(new: Any, old: Any) -> Any:
         if new is old:
             return old
         old = jnp.asarray(old)
         return jnp.where(chosen, jnp.asarray(new).astype(old.dtype), old)
 
-    return jax.tree.map(one, new, old)
+    return jax.tree.map(select, new, old)
 
 
 def _differs(new: Any, old: Any) -> jax.Array:
-    """1 if any entry of two trees of the same structure differs, else 0: float32 scalar. NaN equals NaN."""
+    """Returns 1 if any entry of two trees of the same structure differs, else 0, a float32 scalar. NaN equals NaN."""
 
-    def one(new: Any, old: Any) -> jax.Array:
+    def leaf_differs(new: Any, old: Any) -> jax.Array:
         new, old = jnp.asarray(new), jnp.asarray(old)
         return jnp.any((new != old) & ~((new != new) & (old != old)))
 
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    found = [one(n, o) for n, o in pairs if n is not o]
-    return jnp.any(jnp.stack(found)).astype(jnp.float32) if found else jnp.float32(0)
+    differences = [leaf_differs(n, o) for n, o in pairs if n is not o]
+    return jnp.any(jnp.stack(differences)).astype(jnp.float32) if differences else jnp.float32(0)
 
 
 def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
-    """`new` at the paths that are `chosen`, `old` elsewhere, in old's dtypes."""
+    """Returns `new` at the paths that are `chosen` (bool `[paths]`), else `old`, in the dtypes of `old`."""
 
-    def one(picked: jax.Array, new: Any, old: jax.Array) -> jax.Array:
+    def select(leaf_chosen: jax.Array, new: Any, old: jax.Array) -> jax.Array:
         new = jnp.asarray(new)
-        return jnp.where(picked, new if new.dtype == old.dtype else new.astype(old.dtype), old)
+        return jnp.where(leaf_chosen, new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
-    return jax.tree.map(one, spread_over_leaves(chosen, old), new, old)
+    return jax.tree.map(select, spread_over_leaves(chosen, old), new, old)

@@ -1,7 +1,7 @@
-"""What a learner trains on: tasks of several kinds, each kind one small class.
+"""The protocol of tasks, which learners train on; each kind of task is one small class.
 
-A kind is a frozen dataclass. Its fields are the keys that a spec's [task] has beside `kind`, with their types and
-defaults, and `__post_init__` says in one sentence what is wrong with them; one registration makes it known:
+A kind is a frozen dataclass. Its fields are the keys of a spec's [task] besides `kind`, with their types and defaults,
+and `__post_init__` raises ValueError with one sentence for values that are not allowed. One line registers it:
 
     @ja.register("task kind", "maze")
     @dataclass(frozen=True)
@@ -25,15 +25,15 @@ defaults, and `__post_init__` says in one sentence what is wrong with them; one 
         def listing(cls):
             return [("smallest", "one corridor"), ("<path>", "a text file")]
 
-Another package registers its class in the entry-point group `jaxaudit.task_kinds`, under the same name. A field that is
-a path says so, as `name` does here: the path of what exists is made absolute when a spec is read, so that a run goes on
-from any folder, and the `words` are no paths.
+Another package registers its class in the entry-point group `jaxaudit.task_kinds`, under the same name. The metadata
+of `name` declare a field that contains a path, except for the `words`. The path of an existing file is made absolute
+when a spec is read, so that a run can be continued from any folder.
 
-A kind whose "auto" is one simulation on a CPU and another on a GPU has the members of `Simulated` beside these, so that
-a run keeps the one that it was begun with.
+A kind whose engine "auto" depends on the platform also has the members of `Simulated`, so that a run keeps the engine
+that it was started with.
 
-Where the name decides what keys there are beside it, the fields are `name` and `settings`, and a class method
-`named(name)` gives the dataclass of the settings, whose fields the keys are.
+If the name determines the other keys, the fields are `name` and `settings`, and a class method `named(name)` returns
+the dataclass of the settings, whose fields are the keys.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from jaxaudit.runtime.registry import task_kinds
 
 
 class Task(Protocol):
-    """A task of some kind: a frozen dataclass, so that equal ones can be made once.
+    """A task of some kind: a frozen dataclass, so that what equal tasks make can be cached.
 
     Attributes:
-      kind: the name that the class is registered under.
-      gives: what `make` gives, in one word, by which a learner says what it needs: "environment", a brax `Env`,
-        "text", a `Corpus`, or "dialogue", a `Dialogue`. An environment has the attributes `max_episode_steps`, and
-        `actions` (how many discrete ones there are) or `action_low` and `action_high`.
+      kind: the name under which the class is registered.
+      gives: what `make` returns: "environment" (a brax `Env`), "text" (a `Corpus`) or "dialogue" (a `Dialogue`). Each
+        learner needs one of them. An environment has the attributes `max_episode_steps` and either `actions`, the
+        number of discrete actions, or `action_low` and `action_high`.
     """
 
     kind: ClassVar[str]
@@ -63,51 +63,47 @@ class Task(Protocol):
         """The name of the task in tables and messages."""
 
     def make(self) -> Any:
-        """What learners train on. Raises ValueError where it cannot be had."""
+        """Returns what learners train on. Raises ValueError if it is not available."""
 
     @classmethod
     def listing(cls) -> Sequence[tuple[str, str]]:
-        """The names there are, each with what it is: for a list of the tasks."""
+        """Returns the names of the tasks of this kind, each with a short description, for a list of tasks."""
 
 
 @runtime_checkable
 class Simulated(Protocol):
-    """What a task has besides where the kind of device decides which engine simulates it, unless a spec does."""
+    """The additional members of a task whose engine depends on the kind of device, unless a spec names the engine."""
 
     @property
     def engine(self) -> str:
-        """The engine's name; "auto" where it is left to the device, "" for a task that has no choice of engines."""
+        """The engine's name; "auto" if the device determines it, "" for a task without a choice of engines."""
 
     def engine_on(self, platform: str) -> str:
-        """The engine that "auto" is on a platform, by JAX's name: "cpu", "gpu" or "tpu"."""
+        """Returns the engine that "auto" stands for on a platform of JAX: "cpu", "gpu" or "tpu"."""
 
     def runs_on(self, platform: str) -> bool:
-        """Whether the task's engine can run on a platform."""
+        """Returns whether the task's engine can run on a platform."""
 
     def simulated_by(self, engine: str) -> Task:
         """Returns the same task, simulated by another engine."""
 
 
 def resolved(task: Task | None, platform: str) -> Task | None:
-    """The task with the engine that it has on a platform, where that is left to the device."""
+    """Returns the task with its engine on a platform in place of "auto"; other tasks are returned unchanged."""
     if isinstance(task, Simulated) and task.engine == "auto":
         return task.simulated_by(task.engine_on(platform))
     return task
 
 
 def resolved_like(task: Task | None, other: Task | None) -> Task | None:
-    """The task with the engine of another, where its own is left to the device; as it is where the other has none."""
+    """Returns the task with the engine of another task in place of "auto"; other tasks are returned unchanged."""
     if isinstance(task, Simulated) and task.engine == "auto" and isinstance(other, Simulated) and other.engine:
         return task.simulated_by(other.engine)
     return task
 
 
 def fitting(task: Any, needs: str, learner: str) -> Any:
-    """A task, if it gives what a learner needs.
-
-    Raises:
-      ValueError: it does not, or is no task.
-    """
+    """Returns the task if `make` returns what a learner needs, e.g. "environment", and raises ValueError otherwise."""
     if getattr(task, "gives", None) == needs:
         return task
     kind = repr(getattr(task, "kind", task))

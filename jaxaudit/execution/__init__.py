@@ -1,1 +1,1 @@
-"""Compiles and trains a grid: the engine, its schedule of phases, and the room it needs."""
+"""Compiles and trains a grid: the engine, the loop over chunks, memory, and the choice of the execution."""

@@ -1,69 +1,113 @@
-"""How lanes run fastest here: measured, where a grid leaves it open."""
+"""Chooses the fastest way to run a grid's lanes, by measuring it if the grid leaves it open."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 
 from jaxaudit.core.batches import Plan, layout
-from jaxaudit.core.grid import Grid
+from jaxaudit.core.grid import Grid, plan
+from jaxaudit.core.learner import Learner
+from jaxaudit.core.perturbation import Chain, Perturbation
+from jaxaudit.core.program import Execution
 from jaxaudit.execution import memory
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.machine import release_memory
+from jaxaudit.runtime.tracing import MatmulPrecision
 
-TIMED = 3
-"""Steps that are timed, after one that is not; the fastest counts."""
+TIMED_STEPS = 3
+"""The number of timed steps, of which the fastest counts; they follow one untimed step."""
 
-FEW = 4
-"""Lanes of a GPU or TPU that may be as fast one after the other as side by side: more leave most of it idle."""
+FEW_LANES = 4
+"""The number of lanes per GPU or TPU up to which they may be as fast one after the other as side by side."""
+
+
+def tuned_grid(
+    learner: Learner,
+    perturbations: Sequence[Perturbation | Chain],
+    seeds: int | Sequence[int],
+    steps: int,
+    execution: Execution,
+    devices: Sequence[jax.Device] | None,
+    model_devices: int,
+    matmul_precision: MatmulPrecision,
+    *,
+    rows: int,
+    resident: bool = False,
+    **options: Any,
+) -> tuple[Grid, dict[str, float]]:
+    """Returns the grid of these arguments of `audit` or `margin`, after `autotune`, and the measured speeds.
+
+    `rows` and `resident` are as in `memory.fit`, and `options` are further arguments of `plan`. Raises ValueError as
+    `plan`, and for devices of several processes.
+    """
+    grid = plan(
+        learner,
+        perturbations,
+        seeds=seeds,
+        steps=steps,
+        execution=execution,
+        devices=devices,
+        model_devices=model_devices,
+        matmul_precision=matmul_precision,
+        **options,
+    )
+    if grid.program.across_hosts:
+        raise ValueError(
+            "audit() and margin() train in the memory of one process, on jax.local_devices(); to train on several "
+            "hosts, write a spec and use: jaxaudit run --distributed"
+        )
+    return autotune(grid, rows, resident=resident)
 
 
 def autotune(
     grid: Grid, rows: int, deal: Callable[..., Plan] = layout, resident: bool = False, beside: int = 1
 ) -> tuple[Grid, dict[str, float]]:
-    """A grid with its execution chosen, and lane steps per second of what was tried; none if it was chosen before.
+    """Returns a grid with its execution chosen, and the lane steps per second of each candidate that was measured.
 
-    All devices run their lanes side by side ("vmap") or one after the other ("map"), or one device, or one row of those
-    that share a lane, does one lane after the other with all threads to itself. Each is measured on the widest fork
-    group's first steps, with as many lanes at a time as it would have; what does not fit in memory is left out. GPUs
-    and TPUs that have room for more than a few lanes side by side (`FEW` each) run them so, and "map" is not measured.
+    Nothing is measured if the grid's execution is not "auto". Candidates are: all devices run their lanes side by side
+    ("vmap"), all run them one after the other ("map"), or, on CPUs, a single device or row of devices that share a lane
+    runs them one after the other with all threads. Each is measured on the first steps of the widest fork group, with
+    as many lanes at a time as a run would have. Candidates that do not fit in memory are left out. GPUs and TPUs that
+    have memory for more than `FEW_LANES` lanes each run them side by side, and "map" is not measured.
 
     Args:
-      grid: what is to run.
-      rows: the engine's.
-      deal: lays a grid out in batches of at most so many lanes.
-      resident, beside: as for `memory.fit`.
+      grid: the grid.
+      rows: the largest number of steps in a call of the engine.
+      deal: `deal(grid, max_lanes)` returns a plan with batches of at most `max_lanes` lanes.
+      resident, beside: as in `memory.fit`.
 
     Raises:
-      UserError: too little memory for any.
+      UserError: no candidate fits in memory.
     """
     if grid.program.execution != "auto":
         return grid, {}
-    tried = candidates(grid)
-    found: dict[str, float] = {}
-    idle = False
-    for name, candidate in tried.items():
-        if idle and candidate.program.execution == "map":
+    grids = candidates(grid)
+    speeds: dict[str, float] = {}
+    skip_map = False
+    for name, candidate in grids.items():
+        if skip_map and candidate.program.execution == "map":
             continue
         try:
-            found[name], lanes = _speed(candidate, rows, deal, resident, beside)
-            idle = idle or many(candidate, lanes)
+            speeds[name], lanes = _speed(candidate, rows, deal, resident, beside)
+            skip_map = skip_map or underuses_accelerator(candidate, lanes)
         except (UserError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             misfit = error
         release_memory()
-    if not found:
+    if not speeds:
         raise UserError(f"no way to run the lanes fits in memory: {misfit}")
-    return tried[max(found, key=found.__getitem__)], found
+    return grids[max(speeds, key=speeds.__getitem__)], speeds
 
 
 def candidates(grid: Grid) -> dict[str, Grid]:
-    """The ways there are to run a grid, by name."""
+    """Returns the grid with each execution that `autotune` considers, by the name of the execution."""
     devices = grid.program.devices
     programs = {name: replace(grid.program, execution=name) for name in ("vmap", "map")}
     shared = grid.program.model_devices
@@ -73,23 +117,23 @@ def candidates(grid: Grid) -> dict[str, Grid]:
     return {name: replace(grid, program=program) for name, program in programs.items()}
 
 
-def many(grid: Grid, lanes: int) -> bool:
-    """Whether a batch of so many lanes, one after the other on each device, leaves most of a GPU or TPU idle."""
-    return accelerated(grid) and lanes > FEW * grid.program.groups
+def underuses_accelerator(grid: Grid, lanes: int) -> bool:
+    """Returns whether `lanes` lanes, one after the other on each device, would leave most of a GPU or TPU idle."""
+    return accelerated(grid) and lanes > FEW_LANES * grid.program.groups
 
 
 def accelerated(grid: Grid) -> bool:
-    """Whether a grid's devices are GPUs or TPUs, say, and no CPUs."""
+    """Returns whether a grid's devices are accelerators, such as GPUs or TPUs."""
     return grid.program.devices[0].platform != "cpu"
 
 
 def _speed(grid: Grid, rows: int, deal: Callable[..., Plan], resident: bool, beside: int) -> tuple[float, int]:
-    """Lane steps per second, and how many lanes a batch had."""
-    engine, plan, _ = memory.fit(grid, rows, partial(deal, grid), resident, beside)
-    batch = max(plan, key=lambda batch: (batch.disturbed, len(batch.seeds)))
+    """Returns the lane steps per second of a grid's widest batch, and its number of lanes."""
+    engine, batches, _ = memory.fit(grid, rows, partial(deal, grid), resident, beside)
+    batch = max(batches, key=lambda batch: (batch.disturbed, len(batch.seeds)))
     states, seconds = engine.initial(batch), []
-    for step in range(1 + TIMED):
-        begun = time.perf_counter()
+    for step in range(1 + TIMED_STEPS):
+        start = time.perf_counter()
         states, _ = engine.advance(batch, states, min(step, grid.steps - 1), min(step + 1, grid.steps))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return len(batch.seeds) / min(seconds[1:]), len(batch.seeds)

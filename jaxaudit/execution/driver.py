@@ -1,7 +1,7 @@
-"""The one loop that trains: a batch of lanes from its beginning to its end, in chunks of steps.
+"""`run_batch`, the only loop that trains: it trains a batch of lanes from beginning to end in chunks of steps.
 
-What differs between an audit in memory, a run in a folder, a replay and a search for margins is where states come from
-and what becomes of what is trained: a `BatchSink`.
+An audit in memory, a run in a folder, a replay and a margin search differ in their `BatchSink`, which provides initial
+states and receives states and telemetry.
 """
 
 from __future__ import annotations
@@ -18,67 +18,73 @@ from jaxaudit.core.grid import Grid
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.program import LaneState
 from jaxaudit.execution.engine import Engine, ProgramPiece, Source
-from jaxaudit.execution.telemetry_layout import blank_telemetry, place
+from jaxaudit.execution.grid_program import blank_telemetry, place
 
 CHUNKS_PER_RUN = 40
 
 
 class BatchSink(Protocol):
-    """Where a batch begins, and where what it trains goes."""
+    """Provides the first states of batches, and receives the states and telemetry of their training."""
 
     def source(self, onset: int) -> Source:
-        """Returns the baseline's states at an onset."""
+        """Returns the `Source` of the baseline's states at an onset."""
 
     def restored(self, engine: Engine, batch: Batch) -> tuple[int, LaneState] | None:
-        """The step up to which a batch is trained already, and its states there; None where it begins."""
+        """Returns the step up to which a batch has been trained and its states there; None if it has not started."""
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
-        """A batch's states at its beginning and after every chunk; they are trained on when this returns."""
+        """Receives a batch's states at its onset and after every chunk; training donates them afterwards."""
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """The telemetry `[T, L, ...]` of steps `start` to `stop`."""
+        """Receives the telemetry `[T, L, ...]` of the steps `start` to `stop`."""
 
 
-def run_batch(engine: Engine, batch: Batch, place: BatchSink, advance: Callable[..., Any] | None = None) -> None:
-    """Trains a batch from where it stands to its end; `advance` in place of the engine's, e.g. one to interrupt."""
-    known = place.restored(engine, batch)
-    if known is None:
-        step, states = batch.onset, engine.begin(batch, place.source)
-        place.reached(engine, batch, states, step)
+def run_batch(engine: Engine, batch: Batch, sink: BatchSink, advance: Callable[..., Any] | None = None) -> None:
+    """Trains a batch to its end, from its onset or from the step that `sink.restored` returns.
+
+    `advance` replaces `engine.advance`, e.g. by a function that can be interrupted.
+    """
+    restored = sink.restored(engine, batch)
+    if restored is None:
+        step, states = batch.onset, engine.begin(batch, sink.source)
+        sink.reached(engine, batch, states, step)
     else:
-        step, states = known
-    del known
+        step, states = restored
+    del restored  # or the states could not be donated
     for start, stop in spans(engine.grid, batch, engine.rows):
         if start >= step:
             states, rows = (advance or engine.advance)(batch, states, start, stop)
-            place.rows(batch, rows, start, stop)
-            place.reached(engine, batch, states, stop)
+            sink.rows(batch, rows, start, stop)
+            sink.reached(engine, batch, states, stop)
 
 
-def chunk_size(steps: int, chosen: int = 0) -> int:
-    """Steps in a chunk: what was chosen, or a fortieth of the run."""
-    return min(chosen or -(-steps // CHUNKS_PER_RUN), steps)
+def chunk_size(steps: int, requested: int = 0) -> int:
+    """Returns the number of steps in a chunk: the requested number, or a fortieth of the run."""
+    return min(requested or -(-steps // CHUNKS_PER_RUN), steps)
 
 
 def spans(grid: Grid, batch: Batch, size: int) -> list[tuple[int, int]]:
-    """The chunks of a batch, (start, stop): they end at multiples of `size`, and the baseline's at onsets too."""
-    also = [] if batch.disturbed else [fork.onset for fork in grid.forks]
+    """Returns the chunks of a batch as pairs (start, stop).
+
+    They end at multiples of `size`, and those of the baseline at onsets as well.
+    """
+    onsets = [] if batch.disturbed else [fork.onset for fork in grid.forks]
     multiples = range(-(-batch.onset // size) * size, batch.stop, size)
-    edges = {batch.onset, batch.stop, *multiples, *(e for e in also if batch.onset < e < batch.stop)}
+    edges = {batch.onset, batch.stop, *multiples, *(onset for onset in onsets if batch.onset < onset < batch.stop)}
     return list(pairwise(sorted(edges)))
 
 
 def is_onset(grid: Grid, batch: Batch, step: int) -> bool:
-    """Whether a batch is of the baseline and conditions fork from it at a step."""
+    """Returns whether a batch belongs to the baseline and conditions fork from it at a step."""
     return not batch.disturbed and any(fork.onset == step for fork in grid.forks)
 
 
 class MemorySink:
-    """A place in memory: telemetry of the whole grid, and the baseline's states at the onsets.
+    """A `BatchSink` in memory, for the telemetry of the whole grid and the baseline's states at the onsets.
 
     Attributes:
-      arrays: telemetry by channel, `[seed, condition, step, ...]`.
-      trained: the baseline's performance, `[seed, step]`, NaN where it was not trained.
+      arrays: the telemetry by channel, `[seed, condition, step, ...]`.
+      trained: the baseline's performance, `[seed, step]`, NaN at steps for which it was not trained.
     """
 
     def __init__(self, grid: Grid, telemetry: bool = True):
@@ -92,15 +98,15 @@ class MemorySink:
         return lambda seeds: self._pieces[onset]
 
     def restored(self, engine: Engine, batch: Batch) -> None:
-        """Returns where a batch goes on; None where it begins."""
+        """Returns None, since batches in memory are always trained from their onset."""
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
-        """Takes the states at a step."""
+        """Copies the baseline's states if the step is an onset."""
         if is_onset(self._grid, batch, step):
             self._pieces.setdefault(step, []).extend(engine.copies(batch, states))
 
     def rows(self, batch: Batch, rows: Telemetry, start: int, stop: int) -> None:
-        """Takes the telemetry of a chunk."""
+        """Writes the telemetry of a chunk into `arrays`, and the baseline's performance into `trained`."""
         if not batch.disturbed:
             self.trained[batch.seeds, start:stop] = np.asarray(rows[PERFORMANCE])[: stop - start, : len(batch.seeds)].T
         if self.arrays:

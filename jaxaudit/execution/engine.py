@@ -1,4 +1,4 @@
-"""The compiled program of a grid, on real arrays."""
+"""`Engine`: compiles the programs of a grid, and trains batches of lanes with them on the devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxaudit.core.batches import Batch
-from jaxaudit.core.grid import Grid
+from jaxaudit.core.grid import Grid, disturbance
 from jaxaudit.core.learner import Telemetry
 from jaxaudit.core.perturbation import control
 from jaxaudit.core.program import (
@@ -27,15 +27,14 @@ from jaxaudit.core.program import (
     LaneState,
     Program,
     advance,
-    first_shapes,
-    initial,
+    baseline_program,
+    empty_telemetry,
+    initial_shapes,
+    initial_states,
     split_states,
-    telemetry_rows,
-    undisturbed,
     with_perturbations,
 )
-from jaxaudit.core.slots import disturbance
-from jaxaudit.execution import device_layout as shards
+from jaxaudit.execution import device_layout
 from jaxaudit.runtime import hosts
 from jaxaudit.runtime.machine import CACHE_VARIABLE, compilation_cache_folder, core_count, release_memory
 from jaxaudit.runtime.sharding import LANES, REPLICATED, ROWS, map_over_devices, named_sharding
@@ -45,25 +44,26 @@ CALL = re.compile(r'kind=kCustom, calls=%?([^\s,]+).*"kind":"__ynn_fusion"')
 INSTRUCTION = re.compile(r"^  (ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\((.*)$")
 
 VIEWS = ("parameter", "bitcast", "broadcast", "constant", "iota", "reshape")
-"""Instructions that make no array of their own."""
+"""Instructions that allocate no array."""
 
 PACKS_WHOLE = jaxlib.version.__version_info__ < (0, 11)
-"""Whether YNNPACK may pack all of a factor at a time, as it did before jaxlib 0.11."""
+"""Whether YNNPACK may pack a whole factor of a product at once, as it did before jaxlib 0.11."""
 
 
 @functools.lru_cache(maxsize=64)
 def workspace_bytes(compiled: jax.stages.Compiled) -> int:
-    """The most bytes that a fusion can need; zero where there is none, as on a GPU.
+    """Returns an upper bound on the bytes that a YNNPACK fusion of a program needs besides XLA's buffers.
 
-    Seen to be needed of it are from nothing to all: some factors are packed in parts, some results not held whole.
+    It is zero for programs without such fusions, as on a GPU. The actual need lies between nothing and this bound,
+    because some factors are packed in parts and some results are not stored as a whole.
     """
     text = compiled.as_text() or ""
-    called = set(CALL.findall(text))
-    return max((_fusion_bytes(lines) for name, lines in _computations(text) if name in called), default=0)
+    fusions = set(CALL.findall(text))
+    return max((_fusion_bytes(lines) for name, lines in _computations(text) if name in fusions), default=0)
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The computations of a module, by name, as lines."""
+    """Yields the name and the lines of each computation in the text of an HLO module."""
     name = ""
     lines: list[str] = []
     for line in text.splitlines():
@@ -76,108 +76,108 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _fusion_bytes(lines: list[str]) -> int:
-    """Of results within a fusion, and of what each product takes besides."""
+    """Returns the bytes of the intermediate results of a fusion, and of the workspace of its products."""
     sizes, total = {}, 0
     for line in lines:
-        if not (found := INSTRUCTION.match(line)):
+        if not (match := INSTRUCTION.match(line)):
             continue
-        root, name, dtype, shape, kind, rest = found.groups()
-        size = sizes[name] = math.prod(int(n) for n in shape.split(",") if n) * _width(dtype)
+        root, name, dtype, shape, kind, rest = match.groups()
+        size = sizes[name] = math.prod(int(n) for n in shape.split(",") if n) * _itemsize(dtype)
         if not root and kind not in VIEWS:
             total += size
         if kind == "dot":
             operands = re.findall(r"%([\w.-]+)", rest.partition(")")[0])
             factors = [sizes.get(operand, 0) for operand in operands]
-            total += _product_bytes(factors, size, _width(dtype))
+            total += _product_bytes(factors, size, _itemsize(dtype))
     return total
 
 
-def _product_bytes(factors: list[int], result: int, width: int) -> int:
-    """Of the larger factor, packed; or else of the sums in float32 of a result that is narrower."""
+def _product_bytes(factors: list[int], result: int, itemsize: int) -> int:
+    """Returns the bytes of the packed larger factor, or of float32 sums for a result of a narrower dtype."""
     if PACKS_WHOLE:
         return max(factors)
-    return result // width * 4 if width < 4 else 0
+    return result // itemsize * 4 if itemsize < 4 else 0
 
 
-def _width(dtype: str) -> int:
-    """Bytes of a number: of "f32", 4."""
+def _itemsize(dtype: str) -> int:
+    """Returns the bytes of a number of an HLO dtype, e.g. 4 for "f32"."""
     bits = re.search(r"\d+", dtype)
     return -(-int(bits[0]) // 8) if bits else 1
 
 
-SIDE_BY_SIDE = 4
-"""The most programs that compile at a time, on as many cores."""
+MAX_COMPILING = 4
+"""The largest number of programs that compile at the same time, each on one core."""
 
 
-def compiling(lowered: jax.stages.Lowered) -> Future[jax.stages.Compiled]:
-    """Compiles a program in a thread of its own; Ctrl-C does not wait for it."""
-    _kept.enter()
+def compile_in_background(lowered: jax.stages.Lowered) -> Future[jax.stages.Compiled]:
+    """Compiles a program in a separate thread, which Ctrl-C does not wait for."""
+    _persistent_cache.enter()
 
     def compiled() -> jax.stages.Compiled:
         try:
             return lowered.compile()
-        finally:  # before anyone has the program: what the caller compiles next is not kept
-            _kept.leave()
+        finally:  # before the result is available, so that what the caller compiles next is not cached
+            _persistent_cache.leave()
 
-    return _threads().submit(compiled)
+    return _compile_threads().submit(compiled)
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(core_count(), SIDE_BY_SIDE), "jaxaudit-compile")
+def _compile_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(core_count(), MAX_COMPILING), "jaxaudit-compile")
 
 
-class _Kept:
-    """While programs compile, JAX's cache of compiled programs, unless the caller has a say in it."""
+class _PersistentCache:
+    """Enables JAX's persistent compilation cache while programs compile, unless the user has configured it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
-        self._ours: str | None = None
+        self._compiling = 0
+        self._folder: str | None = None
 
     def enter(self) -> None:
         with self._lock:
-            self._inside += 1
-            if not self._ours and self._free():
-                self._ours = str(compilation_cache_folder())
-                self._switch(self._ours)
+            self._compiling += 1
+            if not self._folder and self._allowed():
+                self._folder = str(compilation_cache_folder())
+                self._set_folder(self._folder)
 
     def leave(self) -> None:
         with self._lock:
-            self._inside -= 1
-            if self._ours and not self._inside:
+            self._compiling -= 1
+            if self._folder and not self._compiling:
                 config: Any = jax.config
-                if config.jax_compilation_cache_dir == self._ours:  # or the caller has chosen one meanwhile
-                    self._switch(None)
-                self._ours = None
+                if config.jax_compilation_cache_dir == self._folder:  # unless the user has chosen a folder meanwhile
+                    self._set_folder(None)
+                self._folder = None
 
-    def _free(self) -> bool:
+    def _allowed(self) -> bool:
         config: Any = jax.config
-        chosen = config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache
-        return not chosen and os.environ.get(CACHE_VARIABLE) != "off"
+        configured = config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache
+        return not configured and os.environ.get(CACHE_VARIABLE) != "off"
 
-    def _switch(self, place: str | None) -> None:
-        jax.config.update("jax_compilation_cache_dir", place)
+    def _set_folder(self, folder: str | None) -> None:
+        jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.reset_cache()
 
 
-_kept = _Kept()
+_persistent_cache = _PersistentCache()
 
 
 PIECE = 2**26
-"""Bytes of the states that go to and from a checkpoint at once; more where one lane has more."""
+"""The largest size in bytes of a piece of states that is written or read at once, unless one lane is larger."""
 
 LARGE = 2**24
-"""Bytes of a piece whose memory is worth some time to have back at once."""
+"""The size in bytes from which the memory of a piece is returned to the operating system at once."""
 
 
 class ProgramPiece(NamedTuple):
-    """The states of some lanes that follow each other, without those that fill a batch up.
+    """The states of consecutive lanes on the host, without padding lanes.
 
     Attributes:
-      first: the number of the first within its group; of the baseline: its seed's position.
-      lanes: how many.
-      states: leading axis `lanes`; random keys as their data.
+      first: the number of the first lane within its group (of the baseline, the position of its seed).
+      lanes: the number of lanes.
+      states: the states, with leading axis `lanes`; random keys are stored as their data.
     """
 
     first: int
@@ -186,19 +186,24 @@ class ProgramPiece(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Whether its memory is worth some time to have it back at once when it has been used."""
+        """Whether the piece has at least `LARGE` bytes."""
         return sum(x.nbytes for x in jax.tree.leaves(self.states)) >= LARGE
 
 
 Source = Callable[[set[int]], Iterable[ProgramPiece]]
-"""Gives the baseline's states at an onset: the pieces that hold the seeds at some positions, and maybe more."""
+"""A function that returns pieces with the baseline's states at an onset, of at least the seeds at given positions."""
 
 
 class Engine:
-    """The program of a grid, compiled once for each width of lanes, and the states it trains.
+    """Compiles a grid's programs, one for each width of its batches, and trains batches with them.
 
-    States have a leading axis of lanes, filled up to the batch's width, and lie on the devices. They are never
-    copied as a whole: `advance` uses up what it is given, and other places hold them in pieces.
+    States have a leading axis of lanes, padded to the batch's width, and are on the devices. They are never copied as a
+    whole: `advance` donates the states that it is called with, and everything else handles them in pieces.
+
+    Attributes:
+      grid: the grid.
+      rows: the largest number of steps that one call of `advance` trains.
+      compile_seconds: the seconds spent waiting for compilations so far.
     """
 
     def __init__(self, grid: Grid, rows: int):
@@ -209,98 +214,97 @@ class Engine:
         self._data: Any = None
 
     def compile(self, batches: Iterable[Batch]) -> None:
-        """Has the programs of some batches compiled side by side, in the background."""
-        begun = time.perf_counter()
+        """Starts to compile the programs of some batches in parallel in the background."""
+        start = time.perf_counter()
         for batch in batches:
             _compiled(*self._key(batch), self.rows)
             if not batch.disturbed:
                 _initial(*self._key(batch))
-        self.compile_seconds += time.perf_counter() - begun
+        self.compile_seconds += time.perf_counter() - start
 
     def begin(self, batch: Batch, source: Callable[[int], Source]) -> LaneState:
-        """A batch's first states; `source(onset)` gives the baseline's there."""
+        """Returns a batch's first states; `source(onset)` returns the `Source` of the baseline's states."""
         return self.forked(source(batch.onset), batch) if batch.disturbed else self.initial(batch)
 
     def initial(self, batch: Batch) -> LaneState:
         """Returns the states of a batch's lanes at step 0."""
-        return self._timed(_initial, *self._key(batch))(self.data, self._placed(batch).seed)
+        return self._wait_for(_initial, *self._key(batch))(self.data, self._device_lanes(batch).seed)
 
     def forked(self, source: Source, batch: Batch) -> LaneState:
-        """A fork group's states at its onset, from the baseline's."""
-        return self._assembled(batch, source(set(batch.seeds.tolist())), batch.positions)
+        """Returns the states of a fork group's batch at its onset, from the baseline's states."""
+        return self._assemble(batch, source(set(batch.seeds.tolist())), batch.positions)
 
     def restored(self, pieces: Iterable[ProgramPiece], batch: Batch) -> LaneState:
-        """A batch's states from its own pieces; the lanes that fill it up repeat the first."""
-        return self._assembled(batch, pieces, batch.filled(batch.numbers))
+        """Returns a batch's states, assembled from its pieces; padding lanes repeat the first lane."""
+        return self._assemble(batch, pieces, batch.padded(batch.numbers))
 
     def pieces(self, batch: Batch, states: LaneState) -> Iterator[ProgramPiece]:
-        """A batch's states on the host, a piece at a time; on CPUs they are the states, not copies.
+        """Yields a batch's states on the host, one piece at a time; on CPUs the pieces are views, not copies.
 
-        A piece must be let go before the states are trained on, or they are copied there.
+        Release each piece before the states are trained on, or `advance` has to copy them.
         """
-        program, count, states = self.grid.program, len(batch.seeds), _as_data(states)
-        most, shapes = self._piece_lanes(batch), _piece_shapes(program, batch.disturbed)
-        each = batch.width // program.groups
-        if program.across_hosts:  # each has a part of every lane's, or of every leaf's
+        program, count, states = self.grid.program, len(batch.seeds), _keys_as_data(states)
+        piece_lanes, shapes = _lanes_in_piece(self.lane_bytes(batch)), _piece_shapes(program, batch.disturbed)
+        group_lanes = batch.width // program.groups
+        if program.across_hosts:  # each process has a part of the lanes, or of the leaves
             yield ProgramPiece(batch.first, count, _first_lanes(program, batch.disturbed, batch.width, count)(states))
             return
-        if count <= most:
-            whole = shards.cut(jax.tree.map(np.asarray, states), shapes)
-            yield ProgramPiece(batch.first, count, jax.tree.map(lambda x: x[:count], whole))
+        if count <= piece_lanes:
+            arrays = device_layout.unpadded(jax.tree.map(np.asarray, states), shapes)
+            yield ProgramPiece(batch.first, count, jax.tree.map(lambda x: x[:count], arrays))
             return
-        for begin in range(0, count, each):
-            shard = shards.cut(shards.on_host(program, states, begin // each), shapes)
-            for first in range(begin, min(begin + each, count), most):
-                lanes = min(most, begin + each - first, count - first)
-                cut = slice(first - begin, first - begin + lanes)
-                yield ProgramPiece(batch.first + first, lanes, jax.tree.map(lambda x: x[cut], shard))  # noqa: B023
+        for begin in range(0, count, group_lanes):
+            group = device_layout.unpadded(device_layout.group_on_host(program, states, begin // group_lanes), shapes)
+            for first in range(begin, min(begin + group_lanes, count), piece_lanes):
+                lanes = min(piece_lanes, begin + group_lanes - first, count - first)
+                rows = slice(first - begin, first - begin + lanes)
+                yield ProgramPiece(batch.first + first, lanes, jax.tree.map(lambda x: x[rows], group))  # noqa: B023
 
     def copies(self, batch: Batch, states: LaneState) -> list[ProgramPiece]:
-        """A batch's states on the host, to be kept while they are trained on."""
+        """Returns copies of a batch's states on the host, which can be kept while the states are trained on."""
         return [piece._replace(states=jax.tree.map(np.array, piece.states)) for piece in self.pieces(batch, states)]
 
     def lane_shapes(self, batch: Batch) -> LaneState:
-        """Shapes and dtypes of one lane's state in the pieces of a batch."""
+        """Returns the shapes and dtypes of one lane's state in the pieces of a batch."""
         return _lane_shapes(self.grid.program, batch.disturbed)
 
     def lane_bytes(self, batch: Batch) -> int:
-        """The size of one lane's state, in bytes."""
+        """Returns the size of one lane's state in bytes."""
         return _bytes(self.lane_shapes(batch))
 
     def piece_bytes(self, batch: Batch) -> int:
-        """The size of a batch's largest piece on the host, in bytes."""
-        return min(self._piece_lanes(batch), len(batch.seeds)) * self.lane_bytes(batch)
+        """Returns the size of a batch's largest piece on the host in bytes."""
+        lane = self.lane_bytes(batch)
+        return min(_lanes_in_piece(lane), len(batch.seeds)) * lane
 
     def placed_bytes(self, batch: Batch) -> int:
-        """Bytes of one lane's state on its devices, all together."""
+        """Returns the size of one lane's state in bytes, summed over the devices that share it, with padding."""
         program = self.grid.program
-        return program.model_devices * shards.device_bytes(program, self.lane_shapes(batch))
+        return program.model_devices * device_layout.device_bytes(program, self.lane_shapes(batch))
 
     def onset_shapes(self) -> LaneState:
-        """Shapes and dtypes of one lane's state of the baseline, in pieces."""
+        """Returns the shapes and dtypes of one lane's state in the pieces of the baseline."""
         return _lane_shapes(self.grid.program, False)
 
     def onset_lane_bytes(self) -> int:
-        """Bytes of one lane's state of the baseline."""
+        """Returns the size of one lane's state of the baseline in bytes."""
         return _bytes(self.onset_shapes())
 
     def onset_piece_bytes(self) -> int:
-        """Bytes of the largest piece that the baseline's states may come in."""
+        """Returns the size of the largest piece of the baseline's states in bytes."""
         lane = self.onset_lane_bytes()
-        return min(max(1, PIECE // max(1, lane)), len(self.grid.seeds)) * lane
-
-    def _piece_lanes(self, batch: Batch) -> int:
-        return max(1, PIECE // max(1, self.lane_bytes(batch)))
+        return min(_lanes_in_piece(lane), len(self.grid.seeds)) * lane
 
     def advance(self, batch: Batch, states: LaneState, start: int, stop: int) -> tuple[LaneState, Telemetry]:
-        """Trains a batch's lanes from `start` to `stop`, at most `rows` steps; the `states` given are used up.
+        """Trains a batch's lanes from step `start` to `stop`, at most `rows` steps. The `states` are donated.
 
-        Row t - start of the telemetry is step t; rows past the last are NaN.
+        Returns the states at `stop` and the telemetry `[rows, L, ...]` by channel, in which step t is row t - `start`;
+        rows from `stop` on are NaN.
         """
         program = self.program(batch)
-        arguments = self.data, states, self._placed(batch), np.int32(start), np.int32(stop)
+        arguments = self.data, states, self._device_lanes(batch), np.int32(start), np.int32(stop)
         if self.grid.program.across_hosts:
-            hosts.broadcast()  # all have compiled it
+            hosts.broadcast()  # waits until all processes have compiled the program
         return jax.block_until_ready(program(*arguments))
 
     @property
@@ -308,153 +312,154 @@ class Engine:
         """The learner's data, on every device."""
         if self._data is None:
             program, data = self.grid.program, self.grid.data
-            whole = program.model_devices == 1 and not program.across_hosts
-            placed = data if whole else jax.tree.map(np.asarray, data)
-            self._data = jax.device_put(shards.filled(program, placed, 0), shards.of_data(program, data))
+            as_is = program.model_devices == 1 and not program.across_hosts
+            arrays = data if as_is else jax.tree.map(np.asarray, data)
+            shardings = device_layout.data_shardings(program, data)
+            self._data = jax.device_put(device_layout.padded(program, arrays, 0), shardings)
         return self._data
 
     def program(self, batch: Batch) -> jax.stages.Compiled:
-        """The compiled program of a batch; batches and fork groups of one width share it."""
-        return self._timed(_compiled, *self._key(batch), self.rows)
+        """Returns the compiled program of a batch, which all batches of its width share."""
+        return self._wait_for(_compiled, *self._key(batch), self.rows)
 
     def program_bytes(self, batch: Batch) -> int:
-        """Bytes that all devices need for a batch's program: states, telemetry, temporaries, libraries' workspace."""
-        return self._needed(self.program(batch))
+        """Returns the bytes that all devices need to train a batch, with telemetry, temporaries and workspaces."""
+        return self._total_bytes(self.program(batch))
 
     def initial_bytes(self, batch: Batch) -> int:
-        """Bytes that all devices need for a batch's initial states."""
-        return self._needed(self._timed(_initial, *self._key(batch)))
+        """Returns the bytes that all devices need to compute a batch's initial states."""
+        return self._total_bytes(self._wait_for(_initial, *self._key(batch)))
 
-    def _needed(self, compiled: jax.stages.Compiled) -> int:
+    def _total_bytes(self, compiled: jax.stages.Compiled) -> int:
         sizes: Any = compiled.memory_analysis()
         results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         planned = sizes.argument_size_in_bytes + results + sizes.temp_size_in_bytes
         return len(self.grid.program.devices) * (planned + workspace_bytes(compiled))
 
     def _key(self, batch: Batch) -> tuple[Program, int, bool]:
-        program = self.grid.program if batch.disturbed else undisturbed(self.grid.program)
+        program = self.grid.program if batch.disturbed else baseline_program(self.grid.program)
         return program, batch.width, batch.disturbed
 
-    def _timed(self, program: Any, *key: Any) -> jax.stages.Compiled:
-        begun = time.perf_counter()
+    def _wait_for(self, program: Any, *key: Any) -> jax.stages.Compiled:
+        start = time.perf_counter()
         try:
             return program(*key).result()
         except Exception:
-            program.cache_clear()  # another time there may be memory for it
+            program.cache_clear()  # there may be enough memory at the next attempt
             raise
         finally:
-            self.compile_seconds += time.perf_counter() - begun
+            self.compile_seconds += time.perf_counter() - start
 
-    def _placed(self, batch: Batch) -> Lanes:
+    def _device_lanes(self, batch: Batch) -> Lanes:
         if self._latest is None or self._latest[0] is not batch:
-            self._latest = batch, jax.device_put(batch.lanes(self.grid), _by_lane(self.grid.program))
+            self._latest = batch, jax.device_put(batch.lanes(self.grid), _lane_sharding(self.grid.program))
         return self._latest[1]
 
-    def _assembled(self, batch: Batch, pieces: Iterable[ProgramPiece], wanted: np.ndarray) -> LaneState:
-        """States whose lane i is the one that has the number `wanted[i]` in the pieces, written into their place."""
+    def _assemble(self, batch: Batch, pieces: Iterable[ProgramPiece], numbers: np.ndarray) -> LaneState:
+        """Returns states whose lane i is the lane with number `numbers[i]` in the pieces."""
         program = self.grid.program
-        each = len(wanted) // program.groups
-        here = shards.groups_here(program)
-        blocks = {group: _blank(program, each, batch.disturbed, group)() for group in here}
+        group_lanes = len(numbers) // program.groups
+        groups = device_layout.local_groups(program)
+        blocks = {group: _blank(program, group_lanes, batch.disturbed, group)() for group in groups}
         for piece in pieces:
             if large := piece.large:
                 release_memory()
-            for index in here:
-                rows = wanted[index * each : (index + 1) * each] - piece.first
+            for group in groups:
+                rows = numbers[group * group_lanes : (group + 1) * group_lanes] - piece.first
                 lanes = np.flatnonzero((rows >= 0) & (rows < piece.lanes))
                 if len(lanes):
-                    places = np.zeros((2, each), np.int32)
-                    places[:, : len(lanes)] = lanes, rows[lanes]
-                    states = shards.put(program, piece.states, index)
-                    blocks[index] = jax.block_until_ready(_put(blocks[index], states, places, np.int32(len(lanes))))
-                    del states
+                    indices = np.zeros((2, group_lanes), np.int32)
+                    indices[:, : len(lanes)] = lanes, rows[lanes]
+                    states = device_layout.put_group(program, piece.states, group)
+                    block = _copy_lanes(blocks[group], states, indices, np.int32(len(lanes)))
+                    blocks[group] = jax.block_until_ready(block)
+                    del states, block
             del piece
             if large:
                 release_memory()
 
-        return shards.joined(program, len(wanted), list(blocks.values()))
+        return device_layout.join_groups(program, len(numbers), list(blocks.values()))
 
 
 @functools.lru_cache(maxsize=32)
 def _first_lanes(program: Program, disturbed: bool, width: int, count: int) -> Callable[[LaneState], LaneState]:
-    """Cuts states `[width, ...]` to the first lanes and what fills arrays up; they stay split where that is even."""
+    """Returns a function that removes padding from states `[width, ...]`; axes that divide evenly stay split."""
     shapes = _piece_shapes(program, disturbed)
 
     def cut(states: LaneState) -> LaneState:
-        return jax.tree.map(lambda x: x[:count], shards.cut(states, shapes))
+        return jax.tree.map(lambda x: x[:count], device_layout.unpadded(states, shapes))
 
-    return jax.jit(cut, out_shardings=shards.of_pieces(program, shapes, width == count))
+    return jax.jit(cut, out_shardings=device_layout.piece_shardings(program, shapes, width == count))
 
 
 @functools.lru_cache(maxsize=32)
 def _compiled(program: Program, width: int, disturbed: bool, rows: int) -> Future[jax.stages.Compiled]:
-    """Trains lanes in place: `(data, states, lanes, start, stop) -> (states, telemetry)`."""
-    shapes, laid_out = _first_shapes(program, width, disturbed), _by_lane_each(program, disturbed)
+    """Compiles `(data, states, lanes, start, stop) -> (states, telemetry)`, which trains lanes in place."""
+    shapes, shardings = _state_shapes(program, width, disturbed), _state_shardings(program, disturbed)
 
     def train(data: Any, states: LaneState, lanes: Lanes, start: Any, stop: Any) -> tuple[LaneState, Telemetry]:
-        data, states = _whole(program, data), shards.cut(states, shapes)
-        blank = telemetry_rows(program, rows, width)
+        data, states = _unpad_data(program, data), device_layout.unpadded(states, shapes)
+        blank = empty_telemetry(program, rows, width)
         states, telemetry = advance(program, data, states, lanes, start, stop, blank, start)
-        return shards.filled(program, states, 1), telemetry
+        return device_layout.padded(program, states, 1), telemetry
 
-    data = disturbance(control(0), program, program.steps) if disturbed else None
-    lane = Lanes(np.uint32(0), data)
+    lane = Lanes(np.uint32(0), disturbance(control(0), program, program.steps) if disturbed else None)
     step = _shape((), np.int32, _sharding(program))
     arguments = (
-        _data(program),
-        jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), shards.filled_shapes(program, shapes, 1), laid_out),
-        jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _by_lane(program)), lane),
+        _data_arguments(program),
+        _with_shardings(device_layout.padded_shapes(program, shapes, 1), shardings),
+        jax.tree.map(lambda x: _shape((width, *np.shape(x)), np.asarray(x).dtype, _lane_sharding(program)), lane),
     )
-    rows_lie = REPLICATED if program.across_hosts else ROWS  # whoever writes them has all
-    results = (laid_out, _sharding(program, rows_lie))
-    # Data that no step reads lie on the devices as well, and count in what the program needs.
+    # With several hosts, the process that writes the telemetry needs all of it.
+    results = (shardings, _sharding(program, REPLICATED if program.across_hosts else ROWS))
+    # Unused data are kept as arguments, because they are on the devices and count in the memory of the program.
     jitted = jax.jit(train, donate_argnums=1, out_shardings=results, keep_unused=True)
-    return compiling(jitted.lower(*arguments, step, step))
+    return compile_in_background(jitted.lower(*arguments, step, step))
 
 
 @functools.lru_cache(maxsize=32)
 def _initial(program: Program, width: int, disturbed: bool) -> Future[jax.stages.Compiled]:
-    """The states at step 0 of lanes with some seeds `[width]`."""
-    first = functools.partial(_first, program, disturbed)
-    dealt = map_over_devices(program.devices, first, (REPLICATED, LANES), LANES, program.model_devices)
+    """Compiles `(data, seeds) -> states`, which computes the states at step 0 of lanes with seeds `[width]`."""
+    initial_batch = functools.partial(_initial_batch, program, disturbed)
+    sharded = map_over_devices(program.devices, initial_batch, (REPLICATED, LANES), LANES, program.model_devices)
 
-    def begin(data: Any, seeds: jax.Array) -> LaneState:
-        return shards.filled(program, dealt(_whole(program, data), seeds), 1)
+    def with_padding(data: Any, seeds: jax.Array) -> LaneState:
+        return device_layout.padded(program, sharded(_unpad_data(program, data), seeds), 1)
 
-    seeds = _shape((width,), np.uint32, _by_lane(program))
-    chosen = dealt if program.model_devices == 1 else begin
-    jitted = jax.jit(chosen, out_shardings=_by_lane_each(program, disturbed), keep_unused=True)
-    return compiling(jitted.lower(_data(program), seeds))
+    seeds = _shape((width,), np.uint32, _lane_sharding(program))
+    function = sharded if program.model_devices == 1 else with_padding
+    jitted = jax.jit(function, out_shardings=_state_shardings(program, disturbed), keep_unused=True)
+    return compile_in_background(jitted.lower(_data_arguments(program), seeds))
 
 
-def _first(program: Program, disturbed: bool, data: Any, seeds: jax.Array) -> LaneState:
-    states = initial(program, data, seeds)
+def _initial_batch(program: Program, disturbed: bool, data: Any, seeds: jax.Array) -> LaneState:
+    states = initial_states(program, data, seeds)
     return split_states(program, with_perturbations(program, states, len(seeds)) if disturbed else states)
 
 
-def _first_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
-    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype), first_shapes(program))
+def _state_shapes(program: Program, lanes: int, disturbed: bool) -> LaneState:
+    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype), initial_shapes(program))
     if not disturbed:
         return states
     return jax.eval_shape(lambda states: with_perturbations(program, states, lanes), states)
 
 
-def _data(program: Program) -> Any:
-    """Shapes of the learner's data, on the devices."""
+def _data_arguments(program: Program) -> Any:
+    """Returns the shapes of the learner's padded data with their shardings."""
     shapes = program.learner.shapes.tree
-    laid_out = shards.of_data(program, shapes)
-    return jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), shards.filled_shapes(program, shapes, 0), laid_out)
+    return _with_shardings(
+        device_layout.padded_shapes(program, shapes, 0), device_layout.data_shardings(program, shapes)
+    )
 
 
-def _whole(program: Program, data: Any) -> Any:
-    """The learner's data without what fills them up on the devices."""
-    return shards.cut(data, program.learner.shapes.tree, leading=0)
+def _unpad_data(program: Program, data: Any) -> Any:
+    return device_layout.unpadded(data, program.learner.shapes.tree, leading=0)
 
 
 @functools.lru_cache(maxsize=32)
 def _piece_shapes(program: Program, disturbed: bool) -> LaneState:
-    """Shapes of a piece of one lane."""
-    return jax.eval_shape(_as_data, _first_shapes(program, 1, disturbed))
+    """Returns the shapes of the states in a piece with one lane."""
+    return jax.eval_shape(_keys_as_data, _state_shapes(program, 1, disturbed))
 
 
 @functools.lru_cache(maxsize=32)
@@ -463,49 +468,53 @@ def _lane_shapes(program: Program, disturbed: bool) -> LaneState:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
 
 
+def _lanes_in_piece(lane_bytes: int) -> int:
+    return max(1, PIECE // max(1, lane_bytes))
+
+
 def _bytes(shapes: LaneState) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 @functools.lru_cache(maxsize=32)
 def _blank(program: Program, lanes: int, disturbed: bool, group: int) -> Callable[[], LaneState]:
-    """Makes room for some lanes' states on a device, or on the devices that share them."""
-    shapes = _first_shapes(program, lanes, disturbed=False)
+    """Returns a function that allocates states of `lanes` lanes, zero or as windows open, on a group's devices."""
+    shapes = _state_shapes(program, lanes, disturbed=False)
 
     def make() -> LaneState:
         states = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), shapes)
-        return shards.filled(program, with_perturbations(program, states, lanes) if disturbed else states, 1)
+        return device_layout.padded(program, with_perturbations(program, states, lanes) if disturbed else states, 1)
 
-    whole = _first_shapes(program, lanes, disturbed)
-    return jax.jit(make, out_shardings=shards.of_group(program, whole, group))
+    shardings = device_layout.group_shardings(program, _state_shapes(program, lanes, disturbed), group)
+    return jax.jit(make, out_shardings=shardings)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(block: LaneState, piece: LaneState, places: jax.Array, count: jax.Array) -> LaneState:
-    """Lane `places[0, i]` of the block becomes the piece's `places[1, i]`, for i below `count`.
+def _copy_lanes(block: LaneState, piece: LaneState, indices: jax.Array, count: jax.Array) -> LaneState:
+    """Copies lane `indices[1, i]` of the piece to lane `indices[0, i]` of the block for all i below `count`.
 
-    A piece without states of perturbations leaves the block's.
+    If the piece has no states of perturbations, those of the block stay.
     """
-    learner = _filled(block.learner, piece.learner, places, count)
+    learner = _copy_leaves(block.learner, piece.learner, indices, count)
     perturbations = block.perturbations
     if piece.perturbations:
-        perturbations = _filled(perturbations, piece.perturbations, places, count)
-    return LaneState(learner, perturbations, _filled(block.watched, piece.watched, places, count))
+        perturbations = _copy_leaves(perturbations, piece.perturbations, indices, count)
+    return LaneState(learner, perturbations, _copy_leaves(block.watched, piece.watched, indices, count))
 
 
-def _filled(block: Any, piece: Any, places: jax.Array, count: jax.Array) -> Any:
-    def one(i: jax.Array, data: Any) -> Any:
-        return jax.tree.map(lambda x, y: x.at[places[0, i]].set(y[places[1, i]]), data, piece)
+def _copy_leaves(block: Any, piece: Any, indices: jax.Array, count: jax.Array) -> Any:
+    def copy_lane(i: jax.Array, data: Any) -> Any:
+        return jax.tree.map(lambda x, y: x.at[indices[0, i]].set(y[indices[1, i]]), data, piece)
 
-    data = jax.lax.fori_loop(0, count, one, _as_data(block))
-    return jax.tree.map(lambda x, y: _key_of(x, y) if _is_key(x) else y, block, data)
+    data = jax.lax.fori_loop(0, count, copy_lane, _keys_as_data(block))
+    return jax.tree.map(lambda x, y: _wrap_key(x, y) if _is_key(x) else y, block, data)
 
 
-def _as_data(states: Any) -> Any:
+def _keys_as_data(states: Any) -> Any:
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, states)
 
 
-def _key_of(like: jax.Array, data: jax.Array) -> jax.Array:
+def _wrap_key(like: jax.Array, data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
 
 
@@ -517,14 +526,17 @@ def _shape(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.ShapeD
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, sharding: _shape(x.shape, x.dtype, sharding), shapes, shardings)
+
+
 def _sharding(program: Program, spec: PartitionSpec = REPLICATED) -> NamedSharding:
     return named_sharding(program.devices, spec, program.model_devices)
 
 
-def _by_lane(program: Program) -> NamedSharding:
+def _lane_sharding(program: Program) -> NamedSharding:
     return _sharding(program, LANES)
 
 
-def _by_lane_each(program: Program, disturbed: bool) -> LaneState:
-    """Where each array of the states lies."""
-    return shards.of_lanes(program, _first_shapes(program, 1, disturbed))
+def _state_shardings(program: Program, disturbed: bool) -> LaneState:
+    return device_layout.lane_shardings(program, _state_shapes(program, 1, disturbed))

@@ -1,10 +1,11 @@
-"""What a grid needs, by its compiled programs, and how many lanes at a time the free memory can hold."""
+"""Computes the memory that a grid needs from its compiled programs, and how many lanes at a time fit in free memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
@@ -16,24 +17,23 @@ from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.machine import available_host_memory, format_bytes
 
 SHARE = 0.9
-"""How much of the free memory batches are made for: other processes come to need some, too."""
+"""The share of the free memory that batches may need, which leaves some for other processes."""
 
 LIBRARIES = 2**25
-"""Bytes that the libraries come to need which read and write a run's files."""
-
+"""The bytes that the libraries need which read and write a run's files."""
 
 PlanOf = Callable[[int | None], Plan]
-"""A plan of batches of at most so many lanes."""
+"""A function that returns a plan whose batches have at most the given number of lanes."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes, at the moment that takes most.
+    """The peak memory of some batches, in bytes.
 
     Attributes:
-      total: of the memory that lanes live in: the devices', which for CPUs is the host's.
-      host: of the host's besides; zero for CPUs.
-      lane: one lane's share of the largest program.
+      total: the memory of the devices, which for CPUs is the host's.
+      host: the memory of the host besides; zero for CPUs.
+      lane: the share of one lane in the largest program.
     """
 
     total: int
@@ -44,51 +44,53 @@ class Needs:
 def fit(
     grid: Grid, rows: int, plan_of: PlanOf | None = None, resident: bool = False, beside: int = 1
 ) -> tuple[Engine, Plan, Needs]:
-    """An engine, and a plan of batches that the free memory can hold: as large as can be if the grid leaves it open.
+    """Returns an engine, a plan of batches that fit in the free memory, and the memory that they need.
 
-    The bytes of a compiled program are taken as linear in its lanes; what is chosen is compiled and checked, and is
-    the program that then runs.
+    If the grid does not set the batch size, batches are as large as possible. The bytes of a compiled program are
+    assumed to be linear in its number of lanes. The chosen program is compiled, checked, and then used by the engine.
 
     Args:
-      grid: `batch` None leaves the size open.
-      rows: the engine's.
-      plan_of: the plan in batches of at most so many lanes, None being as many as there are; the grid's own layout.
-      resident: see `needs`.
-      beside: processes that share the memory, each with a batch of its own.
+      grid: the grid; if `batch` is None, the batch size is chosen.
+      rows: the largest number of steps in a call of the engine.
+      plan_of: returns the plan for a largest number of lanes in a batch, or without limit for None; by default the
+        grid's `layout`.
+      resident: as in `needs`.
+      beside: the number of processes that share the memory, each with a separate batch.
 
     Raises:
-      UserError: too little memory, with the numbers.
+      UserError: there is too little memory; the message contains the numbers.
     """
-    laid_out = plan_of or (lambda most: layout(grid, most))
+    plan_of = plan_of or partial(layout, grid)
     free, groups = available_memory(grid.program.devices), grid.program.groups
     free = None if free is None else free // beside
-    engine, most, seen = Engine(grid, rows), grid.batch, []
+    engine, max_lanes, measured = Engine(grid, rows), grid.batch, []
     while True:
-        plan = laid_out(most)
+        plan = plan_of(max_lanes)
         widest = max(plan, key=lambda batch: batch.width)
         width = widest.width
-        least = width * engine.placed_bytes(widest) + (_kept(engine, resident) if _on_cpus(grid) else 0)
+        estimate = width * engine.placed_bytes(widest) + (_resident_bytes(engine, resident) if _on_cpus(grid) else 0)
         limit = math.inf if free is None else free if grid.batch else SHARE * free
-        if grid.batch or least <= limit:
+        if grid.batch or estimate <= limit:
             engine.compile([widest, *plan])
             needed = needs(engine, plan if grid.batch else [widest], resident)
             if needed.total <= limit:
                 needed = needs(engine, plan, resident)
             if needed.total <= limit:
-                return engine, plan, _checked_on_host(needed)
-            seen.append((width, least := needed.total))
+                _check_host_memory(needed)
+                return engine, plan, needed
+            measured.append((width, estimate := needed.total))
         if grid.batch:
             raise UserError(
-                f"{width} lanes at a time need about {format_bytes(least)} of memory and {format_bytes(free or 0)} are "
-                'available; take fewer, or lanes = "auto"'
+                f"{width} lanes at a time need about {format_bytes(estimate)} of memory and {format_bytes(free or 0)} "
+                'are available; take fewer, or lanes = "auto"'
             )
         if width <= groups:
             few = "one lane" if groups == 1 else f"{groups} lanes, one on {_each(grid)},"
             raise UserError(
-                f"{few} and what goes with it need about {format_bytes(least)} of memory and "
-                f"{format_bytes(free or 0)} are available"
+                f"{few} and their data need about {format_bytes(estimate)} of memory and {format_bytes(free or 0)} are "
+                "available"
             )
-        most = _fewer(seen or [(width, least)], width - 1, limit, groups)
+        max_lanes = _fewer(measured or [(width, estimate)], width - 1, limit, groups)
 
 
 def _each(grid: Grid) -> str:
@@ -96,40 +98,42 @@ def _each(grid: Grid) -> str:
     return "each device" if shared == 1 else f"every {shared} devices"
 
 
-def _checked_on_host(needed: Needs) -> Needs:
+def _check_host_memory(needed: Needs) -> None:
     free = available_host_memory() if needed.host else 0
     if needed.host > free:
         raise UserError(
             f"the grid needs about {format_bytes(needed.host)} of the host's memory and {format_bytes(free)} are free"
         )
-    return needed
 
 
-def _fewer(seen: list[tuple[int, int]], most: int, free: float, groups: int) -> int:
-    """Lanes, at most `most`, that should fit by the latest of the (lanes, bytes) seen; whole vectors in all groups."""
-    (above, high), (below, low) = seen[-1], seen[-2] if len(seen) > 1 else (0, 0)
+def _fewer(measured: list[tuple[int, int]], max_lanes: int, free: float, groups: int) -> int:
+    """Returns a number of lanes, at most `max_lanes`, that should fit in `free` bytes, in whole vectors per group.
+
+    It extrapolates the last two of the `measured` pairs (lanes, bytes) linearly.
+    """
+    (above, high), (below, low) = measured[-1], measured[-2] if len(measured) > 1 else (0, 0)
     slope = (high - low) / (above - below)
     fitting = above - (high - free) / slope if slope > 0 else above / 2
-    each = max(1, min(most, int(max(fitting, 0))) // groups)
+    each = max(1, min(max_lanes, int(max(fitting, 0))) // groups)
     return groups * (each // VECTOR * VECTOR if each > WHOLE_VECTORS_FROM else each)
 
 
 def needs(engine: Engine, plan: Plan, resident: bool = False) -> Needs:
-    """What some batches need, one after the other; their programs are compiled for it.
+    """Returns the memory that batches need when they run one after the other; this compiles their programs.
 
-    `resident`: the baseline's states at the onsets, and all telemetry, stay on the host.
+    `resident` says whether the baseline's states at the onsets and all telemetry stay on the host.
     """
-    alike = list({(batch.fork, batch.width): batch for batch in plan}.values())
-    moments = [moment for batch in alike for moment in _moments(engine, batch)]
-    kept = _kept(engine, resident)
-    lane = max(engine.program_bytes(batch) // batch.width for batch in alike)
+    batches = list({(batch.fork, batch.width): batch for batch in plan}.values())
+    phases = [phase for batch in batches for phase in _phases(engine, batch)]
+    always = _resident_bytes(engine, resident)
+    lane = max(engine.program_bytes(batch) // batch.width for batch in batches)
     if _on_cpus(engine.grid):
-        return Needs(max(map(sum, moments)) + kept, 0, lane)
-    return Needs(max(devices for devices, _ in moments), max(host for _, host in moments) + kept, lane)
+        return Needs(max(map(sum, phases)) + always, 0, lane)
+    return Needs(max(devices for devices, _ in phases), max(host for _, host in phases) + always, lane)
 
 
-def _moments(engine: Engine, batch: Batch) -> Iterator[tuple[int, int]]:
-    """Bytes on the devices, and on the host besides, while a batch begins, is stored, and runs."""
+def _phases(engine: Engine, batch: Batch) -> Iterator[tuple[int, int]]:
+    """Yields the bytes on the devices, and on the host besides, while a batch begins, is stored, and runs."""
     states = batch.width * engine.placed_bytes(batch)
     if batch.disturbed:
         piece = engine.onset_piece_bytes()
@@ -141,8 +145,8 @@ def _moments(engine: Engine, batch: Batch) -> Iterator[tuple[int, int]]:
     yield engine.program_bytes(batch), 0
 
 
-def _kept(engine: Engine, resident: bool) -> int:
-    """Bytes on the host from the beginning to the end."""
+def _resident_bytes(engine: Engine, resident: bool) -> int:
+    """Returns the bytes on the host that are needed during the whole run."""
     if not resident:
         return LIBRARIES
     grid = engine.grid
@@ -156,14 +160,14 @@ def _on_cpus(grid: Grid) -> bool:
 
 
 def available_memory(devices: tuple[jax.Device, ...]) -> int | None:
-    """Bytes that can still be taken: of the host for CPU devices, else of all devices; None where unknown.
+    """Returns the free bytes of the host for CPU devices, else of all devices together; None if they are unknown.
 
-    Other hosts' devices are taken to be as free as those here.
+    Devices of other hosts are assumed to have as much free memory as the local ones.
     """
     if devices[0].platform == "cpu":
         return available_host_memory()
-    here = [device for device in devices if device in jax.local_devices()]
-    stats = [device.memory_stats() or {} for device in here]
+    local = [device for device in devices if device in jax.local_devices()]
+    stats = [device.memory_stats() or {} for device in local]
     if not all("bytes_limit" in s for s in stats):
         return None
-    return sum(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats) * len(devices) // len(here)
+    return sum(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats) * len(devices) // len(local)

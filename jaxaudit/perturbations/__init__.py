@@ -1,4 +1,4 @@
-"""The standard perturbations, one file for each stability dimension, and what composes them."""
+"""The standard perturbations by stability dimension, and the functions that sweep, time and chain them."""
 
 from jaxaudit.core.perturbation import (
     DIMENSIONS,
@@ -11,6 +11,8 @@ from jaxaudit.core.perturbation import (
     chain,
     conditions,
     control,
+    intervention,
+    perturbation,
     retime,
     sweep,
     window,
@@ -57,21 +59,18 @@ from jaxaudit.perturbations.interventions import (
     roll_back,
     tighten_clip,
 )
-from jaxaudit.perturbations.kinds import intervention, perturbation
 from jaxaudit.perturbations.optimization import (
     clip_failure,
+    critic_reset,
     gradient_scale,
+    layer_reset,
     lr_schedule_error,
     lr_spike,
     momentum_noise,
-    ratio_clip_failure,
-    second_moment_drift,
-)
-from jaxaudit.perturbations.parametric import (
-    critic_reset,
-    layer_reset,
     quantize,
     quantize_float,
+    ratio_clip_failure,
+    second_moment_drift,
     value_bias,
     weight_noise,
 )

@@ -1,6 +1,6 @@
-"""Interventions: transforms at the same sites as perturbations, which act while a monitor's alarm is on.
+"""Interventions: transformations at the same sites as perturbations that act while a monitor's alarm is on.
 
-They are chained with what they are to help against: `chain(lr_spike(100.0), lower_learning_rate(0.1))`.
+They are chained with the perturbations that they counteract: `chain(lr_spike(100.0), lower_learning_rate(0.1))`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxaudit.core.perturbation import intervention
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.kinds import intervention
 
 SNAPSHOTS = 3
-"""States of a lane that `roll_back` keeps."""
+"""The number of states of a lane that `roll_back` stores."""
 
 
 @intervention("learning_rate", magnitude=0.1, neutral=1.0, limits=(0.0, math.inf))
@@ -41,19 +41,19 @@ def tighten_clip(key, value, magnitude):
 
 @intervention("optimizer_state", magnitude=1.0, neutral=0.0, limits=(0.0, 1.0))
 def reset_moments(key, value, magnitude):
-    """Moves the optimizer's state to (1 - magnitude) of itself at the beginning of every step with an alarm.
+    """Multiplies the optimizer's state by 1 - magnitude at the beginning of every step with an alarm.
 
-    At 1 it is zero in every entry, counts of steps too: what optax's Adam begins from.
+    At 1 all entries, including counts of steps, become zero, as in the first state of optax's Adam.
 
     >>> float(reset_moments(1.0).apply({"mu": 2.0}, alarm=True)["mu"])
     0.0
     """
 
-    def less(x: jax.Array) -> jax.Array:
-        # Zero times what has overflowed would be NaN.
+    def shrink(x: jax.Array) -> jax.Array:
+        # Zero times an infinite entry would be NaN.
         return jnp.where(magnitude >= 1.0, 0.0, (1.0 - magnitude) * x).astype(x.dtype)
 
-    return jax.tree.map(less, value)
+    return jax.tree.map(shrink, value)
 
 
 @intervention("entropy_coefficient", magnitude=10.0, neutral=1.0, limits=(0.0, math.inf))
@@ -68,13 +68,13 @@ def raise_entropy(key, value, magnitude):
 
 @struct.dataclass
 class Snapshots:
-    """Recent states of a lane, a ring.
+    """The state of `roll_back`: a ring buffer of recent states of a lane.
 
     Attributes:
-      states: leaves `[SNAPSHOTS, ...]`.
-      taken: how many were written since the ring was begun or last gone back to.
-      wait: steps until the next is taken.
-      rest: steps until the lane may go back again.
+      states: the snapshots, with leaves `[SNAPSHOTS, ...]`.
+      taken: the number of snapshots since the window opened or a snapshot was restored.
+      wait: the number of steps until the next snapshot.
+      rest: the number of steps until a snapshot may be restored again.
     """
 
     states: Any
@@ -90,25 +90,25 @@ def no_snapshots(value: Any) -> Snapshots:
 
 @intervention("state", magnitude=10, neutral=0, limits=(0, math.inf), init=no_snapshots, whole=True)
 def roll_back(key, value, magnitude, snapshots, *, alarm):
-    """Goes back to the learner's state of `magnitude` steps ago, or up to half as many more, when an alarm is raised.
+    """Restores the learner's state of `magnitude` steps ago, or up to half as many more, when an alarm is raised.
 
-    Until there is one so old, to the oldest there is. At most once in `magnitude` steps: again and again, to the same
-    state, while the alarm stays on. A replay buffer stays as it is (`jaxaudit.core.learner.Lasting`).
+    Until there is one so old, it restores the oldest state. It does so at most once in `magnitude` steps: repeatedly,
+    with the same state, while the alarm stays on. A replay buffer is not changed (`jaxaudit.core.learner.Lasting`).
 
-    >>> float(roll_back(10).apply({"x": 1.0}, alarm=True)["x"])  # there is nothing yet to go back to
+    >>> float(roll_back(10).apply({"x": 1.0}, alarm=True)["x"])  # there is no earlier state yet
     1.0
     """
     every = jnp.maximum(jnp.ceil(magnitude / (SNAPSHOTS - 1)).astype(jnp.int32), 1)
     restore = alarm & (snapshots.rest <= 0) & (snapshots.taken > 0)
     take = ~alarm & (snapshots.wait <= 0)
     oldest = jnp.where(snapshots.taken < SNAPSHOTS, 0, snapshots.taken % SNAPSHOTS)
-    back = jax.tree.map(lambda ring, now: jnp.where(restore, ring[oldest], now), snapshots.states, value)
-    # What was taken since then may be what the alarm is about: the state gone back to is the only one left.
-    place = jnp.where(restore, 0, snapshots.taken % SNAPSHOTS)
+    restored = jax.tree.map(lambda ring, now: jnp.where(restore, ring[oldest], now), snapshots.states, value)
+    # Later snapshots may already show the problem behind the alarm, so that the restored state is the only one kept.
+    index = jnp.where(restore, 0, snapshots.taken % SNAPSHOTS)
     states = jax.tree.map(
-        lambda ring, now: ring.at[place].set(jnp.where(restore | take, now, ring[place])), snapshots.states, back
+        lambda ring, now: ring.at[index].set(jnp.where(restore | take, now, ring[index])), snapshots.states, restored
     )
-    return back, Snapshots(
+    return restored, Snapshots(
         states,
         taken=jnp.where(restore, 1, snapshots.taken + take),
         wait=jnp.where(restore | take, every, snapshots.wait) - 1,

@@ -1,4 +1,4 @@
-"""Learning-signal stability: disturbances of what the learner is told to improve (Tables S1 and S4)."""
+"""Learning-signal stability: perturbations of rewards, objectives, gradients and labels (Tables S1 and S4)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxaudit.core.perturbation import perturbation
 from jaxaudit.perturbations import transforms
-from jaxaudit.perturbations.kinds import perturbation
 
 
 @perturbation("signal", "reward", magnitude=0.5, neutral=0.0, duration="end", limits=(0.0, math.inf))
 def reward_noise(key, value, magnitude):
-    """Adds Gaussian noise of standard deviation `magnitude` to the reward learned from (Table S4: N(0, 0.5)).
+    """Adds Gaussian noise of standard deviation `magnitude` to the rewards of training (Table S4: N(0, 0.5)).
 
     >>> reward_noise(0.5).apply(jnp.zeros(8)).shape
     (8,)
@@ -23,7 +23,7 @@ def reward_noise(key, value, magnitude):
 
 @perturbation("signal", "reward", magnitude=10.0, neutral=1.0, duration="end")
 def reward_scale(key, value, magnitude):
-    """Multiplies the reward learned from by `magnitude`; a negative factor inverts the goal.
+    """Multiplies the rewards of training by `magnitude`; a negative factor inverts the goal.
 
     >>> float(reward_scale(10.0).apply(1.0))
     10.0
@@ -47,45 +47,45 @@ def reward_flip(key, value, magnitude):
     magnitude=16.0,
     neutral=0.0,
     duration="end",
-    limits=(0.0, transforms.MOST_REWARD_STEPS),
+    limits=(0.0, transforms.MAX_REWARD_DELAY),
     needs=("ends",),
-    init=transforms.nothing_due,
+    init=transforms.no_pending_rewards,
     whole=True,
 )
 def reward_delay(key, value, magnitude, state, *, ends):
-    """Rewards `[N]` arrive `magnitude` env steps late; an episode's last step pays what is still due (Table S1).
+    """Delays rewards `[N]` by `magnitude` env steps; an episode's last step pays all pending rewards (Table S1).
 
-    So an episode within the window keeps its sum. Before the first arrives rewards are zero, and what is still due
-    when the window closes is lost.
+    Episodes within the window therefore keep their sum of rewards. Before the first reward arrives, rewards are zero,
+    and rewards that are pending when the window closes are lost.
 
     >>> reward_delay(1.0).apply(jnp.array([3.0, 4.0]), ends=jnp.array([False, True]))
     Array([0., 4.], dtype=float32)
     """
-    return transforms.pay_late(value, magnitude, state, ends)
+    return transforms.delay_rewards(value, magnitude, state, ends)
 
 
 @perturbation(
     "signal", "reward", magnitude=0.5, neutral=0.0, duration="end", limits=(0.0, math.inf), needs=("td_error",)
 )
 def adversarial_reward(key, value, magnitude, *, td_error):
-    """Moves rewards `[N]` by up to `magnitude`, against what the learner would conclude from them (Table S1).
+    """Moves rewards `[N]` by up to `magnitude` against the sign of their temporal-difference error (Table S1).
 
-    Of `transforms.CANDIDATES` uniform draws and the reward itself it takes the one whose temporal-difference error
-    is most opposed to the true reward's: a pleasant surprise is lessened or turned into a disappointment, and the
-    reverse.
+    Among `transforms.CANDIDATES` uniform draws and the reward itself, it takes the one whose temporal-difference error
+    is most opposed to that of the true reward.
 
     >>> 0.5 <= float(adversarial_reward(0.5).apply(jnp.ones(1), td_error=lambda reward: reward)[0]) <= 1.0
     True
     """
     direction = jnp.sign(td_error(value))
-    return transforms.worst_draw(key, value, magnitude, lambda reward: -direction * td_error(reward))
+    return transforms.most_harmful_draw(key, value, magnitude, lambda reward: -direction * td_error(reward))
 
 
 @perturbation("signal", "objective", magnitude=-1.0, neutral=1.0, duration=10)
 def objective_scale(key, value, magnitude):
-    """Multiplies the loss whose gradient is taken by `magnitude` (Table S1: objective perturbations).
+    """Multiplies the training loss by `magnitude` (Table S1: objective perturbations).
 
-    A negative factor makes the learner go uphill; of positive ones Adam sees little but through the clipping before it.
+    A negative factor makes the learner increase the loss. Adam is nearly invariant to positive factors, except through
+    gradient clipping.
 
     >>> float(objective_scale(-1.0).apply(2.0))
     -2.0
@@ -95,9 +95,9 @@ def objective_scale(key, value, magnitude):
 
 @perturbation("signal", "label_smoothing", magnitude=0.2, neutral=0.0, duration="end", limits=(0.0, 1.0))
 def label_smoothing(key, value, magnitude):
-    """The label smoothing of the objective becomes `magnitude` (Szegedy et al., 2016; Table S4: alpha = 0.2).
+    """Sets the label smoothing of the objective to `magnitude` (Szegedy et al., 2016; Table S4: alpha = 0.2).
 
-    The target is (1 - magnitude) on the label and magnitude spread evenly over the vocabulary.
+    The target distribution has 1 - magnitude on the label and magnitude spread uniformly over the vocabulary.
 
     >>> float(label_smoothing(0.25).apply(0.0))
     0.25
@@ -127,10 +127,10 @@ def gradient_mask(key, value, magnitude):
 
 @perturbation("signal", "reward", magnitude=0.1, neutral=0.0, duration="end", limits=(0.0, 1.0), needs=("bound",))
 def verifier_flip(key, value, magnitude, *, bound):
-    """Each reward r, of right (1) or wrong (0), is 1 - r with probability `magnitude`: the verifier errs.
+    """Replaces each reward r in [0, 1] by 1 - r with probability `magnitude`, as if the verifier made an error.
 
-    It is of rewards that lie between 0 and `bound`, which is 1 for all learners here; r becomes `bound` - r. Scores
-    without bounds, as a reward model's, have no opposite.
+    For rewards between 0 and `bound`, which is 1 for all learners of this package, r becomes `bound` - r. Unbounded
+    scores, such as those of a reward model, have no opposite.
 
     >>> verifier_flip(1.0).apply(jnp.array([0.0, 1.0, 0.75]), bound=1.0)
     Array([1.  , 0.  , 0.25], dtype=float32)
@@ -140,9 +140,9 @@ def verifier_flip(key, value, magnitude, *, bound):
 
 @perturbation("signal", "reward", magnitude=0.01, neutral=0.0, duration="end", needs=("lengths",))
 def length_bias(key, value, magnitude, *, lengths):
-    """Adds `magnitude` for each of a row's own tokens to its reward `[N]`; a negative one favours short rows.
+    """Adds `magnitude` times the number of a row's own tokens to its reward `[N]`; negative ones favour short rows.
 
-    `lengths` float32 `[N]` are the rows' own tokens.
+    `lengths` float32 `[N]` are the numbers of the rows' own tokens.
 
     >>> length_bias(0.5).apply(jnp.array([1.0, 0.0]), lengths=jnp.array([2.0, 3.0]))
     Array([2. , 1.5], dtype=float32)
@@ -162,10 +162,10 @@ def advantage_noise(key, value, magnitude, *, own):
 
 @perturbation("signal", "gae_lambda", magnitude=0.5, neutral=1.0, duration="end", limits=(0.0, math.inf))
 def signal_decay(key, value, magnitude):
-    """Multiplies the lambda of advantage estimation by `magnitude`, within [0, 1].
+    """Multiplies the lambda of advantage estimation by `magnitude` and clips it to [0, 1].
 
-    A reward at a row's end reaches the token k own tokens before it times lambda^k; the lambda of the critic's targets
-    is another one and stays as it is, so that the critic learns what it did (VC-PPO, Yuan et al., 2025).
+    A reward at the end of a row is weighted by lambda^k at the token k own tokens before. The lambda of the critic's
+    targets is separate and does not change (VC-PPO, Yuan et al., 2025).
 
     >>> float(signal_decay(0.5).apply(0.5))
     0.25
@@ -175,7 +175,7 @@ def signal_decay(key, value, magnitude):
 
 @perturbation("signal", "kl_coefficient", magnitude=0.0, neutral=1.0, duration="end", limits=(0.0, math.inf))
 def kl_failure(key, value, magnitude):
-    """Multiplies the weight of the penalty on leaving the reference by `magnitude`; zero switches it off.
+    """Multiplies the coefficient of the KL penalty by `magnitude`; zero switches the penalty off.
 
     >>> float(kl_failure(0.0).apply(0.5))
     0.0

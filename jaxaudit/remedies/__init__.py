@@ -1,7 +1,6 @@
-"""Changes for stability: changes to how a learner trains that are meant to make its training more stable."""
+"""Remedies: changes to how a learner trains that are meant to make its training more stable."""
 
 from jaxaudit.core.remedy import HOOKS, ProposedUpdate, Remedy, RemedyKind, Trained, remedy, setting
-from jaxaudit.remedies.adam import adam_rel, equal_betas, spam, stable_adamw
 from jaxaudit.remedies.objectives import (
     adaptive_entropy,
     clip_cov,
@@ -21,12 +20,16 @@ from jaxaudit.remedies.objectives import (
 )
 from jaxaudit.remedies.updates import (
     adagc,
+    adam_rel,
+    equal_betas,
     l2_init,
     learning_rate_scale,
     learning_rate_warmup,
     nonfinite_skip,
     periodic_reset,
     six_sigma_skip,
+    spam,
+    stable_adamw,
     target_kl_stop,
     weight_decay,
     zclip,

@@ -15,7 +15,7 @@ from jaxaudit.core.remedy import remedy, setting
 
 @remedy("ratio_clip", strength=0.28, neutral=0.0, limits=(0.0, math.inf))
 def clip_higher(value, strength):
-    """Raises the upper bound of the probability ratio to 1 + strength; the lower one stays (DAPO: Yu et al., 2025)."""
+    """Sets the upper bound of the probability ratio to 1 + strength; the lower one stays (DAPO: Yu et al., 2025)."""
     return value.at[1].set(strength)
 
 
@@ -49,7 +49,7 @@ def _no_coefficient(value: jax.Array) -> jax.Array:
 
 
 def _with_entropy_bonus(settings: Any, strength: float) -> dict[str, Any]:
-    """Returns an entropy bonus with a negligible coefficient where there is none, for the remedy to replace."""
+    """Adds an entropy bonus with a negligible coefficient, which the remedy then replaces, if there is no bonus."""
     return {} if settings.entropy_coefficient > 0 else {"entropy_coefficient": 1e-30}
 
 
@@ -68,9 +68,9 @@ def adaptive_entropy(value, strength, state, *, entropy):
     The coefficient rises by 0.005 in a step with less entropy than the target and falls by 0.005 otherwise, within
     [0, 1]; the bonus acts only while the entropy is at most the target (Skywork-OR1: He et al., 2025, as in TRL).
     """
-    latest = entropy()
-    coefficient = jnp.clip(state + jnp.where(latest < strength, ENTROPY_STEP, -ENTROPY_STEP), 0.0, 1.0)
-    return jnp.where(latest <= strength, coefficient, 0.0), coefficient
+    current = entropy()
+    coefficient = jnp.clip(state + jnp.where(current < strength, ENTROPY_STEP, -ENTROPY_STEP), 0.0, 1.0)
+    return jnp.where(current <= strength, coefficient, 0.0), coefficient
 
 
 # The KL divergence from the reference.
@@ -78,25 +78,25 @@ def adaptive_entropy(value, strength, state, *, entropy):
 
 @setting(strength=0.05, limits=(0.0, math.inf))
 def kl_in_reward(settings, strength):
-    """Penalises the reward by strength * log(policy / reference): k1 in the reward, nothing in the loss.
+    """Subtracts strength * log(policy / reference) from the reward: k1 in the reward, and no KL term in the loss.
 
-    Its gradient is that of the sequence's KL (Shah et al., 2025).
+    Its gradient is the gradient of the sequence's KL divergence (Shah et al., 2025).
     """
     return {"kl": "k1", "kl_in": "reward", "kl_weight": "none", "kl_coefficient": strength}
 
 
 @setting(strength=0.05, limits=(0.0, math.inf))
 def kl_in_both(settings, strength):
-    """Puts k1 into the reward and into the loss, each with the strength (Shah et al., 2025).
+    """Adds k1 to the reward and to the loss, each with the strength as coefficient (Shah et al., 2025).
 
-    On policy the term in the loss has a gradient of mean zero.
+    On policy, the gradient of the term in the loss has mean zero.
     """
     return {"kl": "k1", "kl_in": "both", "kl_weight": "none", "kl_coefficient": strength}
 
 
 @setting(strength=0.05, limits=(0.0, math.inf))
 def kl_off_policy(settings, strength):
-    """Puts the ratio, differentiable, times k3 into the loss: also right off policy (Tang and Munos, 2025)."""
+    """Adds the differentiable ratio times k3 to the loss, which is also correct off policy (Tang and Munos, 2025)."""
     return {"kl": "k3", "kl_in": "loss", "kl_weight": "ratio", "kl_coefficient": strength}
 
 
@@ -111,7 +111,7 @@ def truncated_importance(settings, strength):
 
 @setting(strength=2.0, limits=(1.0, math.inf))
 def masked_importance(settings, strength):
-    """Weights tokens as `truncated_importance`, but masks ratios outside [1 / strength, strength] (MIS)."""
+    """Weights tokens as `truncated_importance` does, but masks ratios outside [1 / strength, strength] (MIS)."""
     bounds = {"mis_low": 1.0 / strength, "mis_high": strength}
     return {"correction": "mis", "correction_level": "token"} | bounds
 
@@ -127,16 +127,16 @@ def sequence_mask(settings, strength):
 
 @remedy("critic_lambda", strength=1.0, neutral=0.0, limits=(0.0, 1.0))
 def decoupled_lambda(value, strength):
-    """Sets lambda of the critic's targets to the strength; the advantages keep theirs (VC-PPO: Yuan et al., 2025).
+    """Sets lambda of the critic's targets, but not of the advantages, to the strength (VC-PPO: Yuan et al., 2025).
 
-    With 1 the targets are the samples' returns.
+    With 1 the targets are the returns of the samples.
     """
     return jnp.full_like(value, strength)
 
 
 @setting(strength=0.05, limits=(0.0, math.inf))
 def length_adaptive_lambda(settings, strength):
-    """Sets lambda of a row with l own tokens to max(0, 1 - 1 / (strength l)), for advantages (VAPO: Yue et al., 2025).
+    """Sets lambda for advantages of rows with l own tokens to max(0, 1 - 1 / (strength l)) (VAPO: Yue et al., 2025).
 
     With 0.05 it is 0 for rows of up to 20 tokens.
     """
@@ -145,9 +145,9 @@ def length_adaptive_lambda(settings, strength):
 
 @setting(strength=2000.0, limits=(1.0, math.inf), whole=True)
 def value_pretraining(settings, strength):
-    """Trains the critic for as many updates as the strength before the first iteration, on returns of the fixed policy.
+    """Trains the critic for `strength` updates before the first iteration, on returns of the fixed policy.
 
-    VC-PPO: Yuan et al., 2025; see `critic_warm_start` in `jaxaudit list learners`.
+    From VC-PPO (Yuan et al., 2025); see `critic_warm_start` in `jaxaudit list learners`.
     """
     if hasattr(settings, "parts") and not settings.parts.critic:
         raise ValueError("the learner has no critic")

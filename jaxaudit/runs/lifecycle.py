@@ -15,7 +15,7 @@ from jaxaudit.core.batches import Plan, layout
 from jaxaudit.core.grid import Grid
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution import memory
-from jaxaudit.execution.autotune import autotune, many
+from jaxaudit.execution.autotune import autotune, underuses_accelerator
 from jaxaudit.execution.driver import chunk_size
 from jaxaudit.execution.engine import Engine
 from jaxaudit.runs import checkpoint
@@ -253,7 +253,7 @@ def _resolve_map_execution(grid: Grid, plan: Plan, map_is_for_cpus: bool) -> Gri
     This is decided where the plan is made, since a driver of workers does not have devices like theirs.
     """
     lanes = max(len(batch.seeds) for batch in plan)
-    if grid.program.execution != "map" or not many(grid, lanes):
+    if grid.program.execution != "map" or not underuses_accelerator(grid, lanes):
         return grid
     devices = f"{len(grid.program.devices)} {grid.program.devices[0].platform} device(s)"
     if map_is_for_cpus:

@@ -205,7 +205,7 @@ def export(folder: Path, out: Path, seed: int | None = None, condition: str | No
             if batch.disturbed and lanes.size:
                 sink = _LastStateSink(store, engine, int(batch.numbers[lanes[0]]))
                 run_batch(engine, batch, sink)
-                learner.save(out, contract.functions_as_leaves(sink.state), grid.data)
+                learner.save(out, contract.unwrap_functions(sink.state), grid.data)
         claim.keep()
     return f"{out}: seed {grid.seeds[row]}, {labels[column]}, after {grid.steps} steps"
 

@@ -28,7 +28,7 @@ from jaxaudit.core.grid import Fork, Grid
 from jaxaudit.core.learner import Channel, Telemetry
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.execution.engine import Engine
-from jaxaudit.execution.telemetry_layout import place
+from jaxaudit.execution.grid_program import place
 from jaxaudit.runtime import array_store, machine
 from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.files import UNFINISHED, locked, read_object, remove, write_text

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxaudit.analysis.metrics import MetricSettings
-from jaxaudit.core.grid import Grid, plan
+from jaxaudit.core.grid import Grid, plan, site_misfit
 from jaxaudit.core.learner import Learner
 from jaxaudit.core.remedied_learner import remedied
 from jaxaudit.core.sites import Recorder, trace
-from jaxaudit.core.slots import site_misfit
 from jaxaudit.core.taps import OFFERED
 from jaxaudit.core.task_kinds import Task, resolved, resolved_like
 from jaxaudit.monitoring.watch import MonitorWatch

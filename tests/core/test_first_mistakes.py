@@ -44,11 +44,11 @@ MISTAKES = {
     ),
     "telemetry alone": (
         {"step": lambda x, key, taps: {"performance": total(x)}},
-        "step gives a dict, where it must give",
+        "step returns a dict, where it must return",
     ),
-    "three values": ({"step": lambda x, key, taps: (x, {}, 1)}, "step gives 3 values, where it must give two"),
-    "nothing": ({"step": lambda x, key, taps: None}, "step gives a NoneType, where it must give two"),
-    "a list for telemetry": ({"step": lambda x, key, taps: (x, [1.0])}, "step gives a list for telemetry"),
+    "three values": ({"step": lambda x, key, taps: (x, {}, 1)}, "step returns 3 values, where it must return two"),
+    "nothing": ({"step": lambda x, key, taps: None}, "step returns a NoneType, where it must return two"),
+    "a list for telemetry": ({"step": lambda x, key, taps: (x, [1.0])}, "step returns a list for telemetry"),
     "no performance": ({"step": gives(loss=total)}, "telemetry has no 'performance'; it has: loss"),
     "performance of each environment": (
         {"step": gives(performance=lambda x: x)},
@@ -68,11 +68,11 @@ MISTAKES = {
     ),
     "another type": (
         {"step": gives(lambda x: x.astype(jnp.bfloat16), performance=total)},
-        r"step gives bfloat16\[3\] at the root, where it got float32\[3\]",
+        r"step returns bfloat16\[3\] at the root, where it got float32\[3\]",
     ),
     "a longer state": (
         {"step": gives(lambda x: jnp.append(x, 1.0), performance=total)},
-        r"step gives float32\[4\] at the root, where it got float32\[3\]",
+        r"step returns float32\[4\] at the root, where it got float32\[3\]",
     ),
     "a string for a channel": (
         {"step": gives(performance=total, note=lambda x: "hi")},
@@ -90,25 +90,25 @@ MISTAKES = {
     ),
     "a string in the state": (
         {"init": lambda key: {"x": init(key), "name": "ppo"}},
-        "init gives a str at 'name', where a state has arrays and numbers",
+        "init returns a str at 'name', where a state has arrays and numbers",
     ),
     "a corpus as a list of texts in the state": (
         {"init": lambda key: {"x": init(key), "texts": ["a", "b"]}},
-        "init gives a str at 'texts/0', where a state has arrays and numbers",
+        "init returns a str at 'texts/0', where a state has arrays and numbers",
     ),
     "a part of the state less": (
         {
             "init": lambda key: {"x": init(key), "t": jnp.int32(0)},
             "step": lambda s, key, taps: ({"x": descend(s["x"], taps)}, {"performance": total(s["x"])}),
         },
-        "step gives a state with no array at 't', where there was one",
+        "step returns a state with no array at 't', where there was one",
     ),
     "a part of the state more": (
         {
             "init": lambda key: {"x": init(key)},
             "step": lambda s, key, taps: ({**s, "old": descend(s["x"], taps)}, {"performance": total(s["x"])}),
         },
-        "step gives a state with an array at 'old', which was not there",
+        "step returns a state with an array at 'old', which was not there",
     ),
     "a callback": (
         {

@@ -13,12 +13,12 @@ import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
 from jaxaudit.core import sites
 from jaxaudit.core.batches import layout
+from jaxaudit.core.grid import lanes_of
+from jaxaudit.core.perturbation import stateless
 from jaxaudit.core.program import telemetry_shapes
 from jaxaudit.core.sites import find_sites
-from jaxaudit.core.slots import lanes_of
 from jaxaudit.execution.engine import Engine
 from jaxaudit.perturbations import conditions
-from jaxaudit.perturbations.kinds import stateless
 from jaxaudit.runtime import registry, sharding
 from jaxaudit.spec.document import misfits
 
@@ -182,7 +182,7 @@ def test_a_state_may_have_the_size_of_the_grids_largest_magnitude():
 
     learner = ja.Learner(lambda key: jnp.zeros(()), step)
     grid = ja.plan(learner, [late(ja.sweep(2.0, 3.0), onset=2, duration="end")], seeds=1, steps=9)
-    assert [slot.most for slot in grid.program.slots] == [3.0]
+    assert [slot.max_magnitude for slot in grid.program.slots] == [3.0]
     seen = ja.audit(learner, [late(3.0, onset=2, duration="end")], seeds=1, steps=9).telemetry["performance"].values
     np.testing.assert_array_equal(seen[0, 1], [0, 1, 0, 0, 0, 2, 3, 4, 5])
     with pytest.raises(ValueError, match="magnitude 4 of 'late' is above its grid's largest, 3"):
@@ -485,8 +485,8 @@ def test_sites_are_those_of_a_run_of_its_length():
 
 
 def test_of_what_traces_found_the_oldest_is_forgotten(monkeypatch):
-    monkeypatch.setattr(sites, "_MOST", 2)
-    monkeypatch.setattr(sites, "_LATEST", {})
+    monkeypatch.setattr(sites, "_MAX_TRACES", 2)
+    monkeypatch.setattr(sites, "_TRACES", {})
     traced = []
 
     def step(x, key, taps):

@@ -21,10 +21,10 @@ from small_runs import FEW, header
 
 from jaxaudit.analysis import metrics, results
 from jaxaudit.analysis.statistics import critical_magnitude
-from jaxaudit.core import slots
+from jaxaudit.core import grid as grids
 from jaxaudit.core.batches import as_json, from_json, layout
 from jaxaudit.core.channel_names import PERFORMANCE
-from jaxaudit.execution.telemetry_layout import blank_telemetry, place
+from jaxaudit.execution.grid_program import blank_telemetry, place
 from jaxaudit.runs import checkpoint
 from jaxaudit.runs import collect as gathering
 from jaxaudit.runs import lifecycle as durable
@@ -84,8 +84,8 @@ def test_ten_times_as_many_lanes_take_no_more_python(monkeypatch):
         planned(grid)  # what is kept from the first time on
     assert calls(planned, many) <= calls(planned, few)
     seen = Counter()
-    one = slots.disturbance
-    monkeypatch.setattr(slots, "disturbance", lambda c, *rest: seen.update([id(c)]) or one(c, *rest))
+    one = grids.disturbance
+    monkeypatch.setattr(grids, "disturbance", lambda c, *rest: seen.update([id(c)]) or one(c, *rest))
     planned(many)
     assert set(seen.values()) == {1}
     assert len(many.conditions) <= len(seen) <= len(many.conditions) + len(many.forks)
@@ -98,7 +98,7 @@ def test_lanes_do_what_their_conditions_say(lanes):
         if batch.disturbed:
             stacked = batch.lanes(grid).disturbance
             for place, condition in enumerate(batch.conditions):
-                alone = slots.disturbance(condition, grid.program, grid.steps)
+                alone = grids.disturbance(condition, grid.program, grid.steps)
                 jax.tree.map(lambda x, y, i=place: np.testing.assert_array_equal(x[i], y), stacked, alone)
 
 
@@ -279,5 +279,5 @@ def test_two_thousand_lanes_of_four_hundred_steps(grid):
 def test_the_largest_magnitude_is_found_among_thousands():
     kind = next(iter(parse(spec_of(1, 1, (100,))).build().program.slots)).kind
     sized = dataclasses.replace(kind, sized=True, init=lambda value, most: ())
-    parts = [slots.Condition((sized(float(m), onset=3),), 3, "sized", "data") for m in (2, 5, 3)]
-    assert [slot.most for slot in slots.slots_of(parts)] == [5.0]
+    parts = [grids.Condition((sized(float(m), onset=3),), 3, "sized", "data") for m in (2, 5, 3)]
+    assert [slot.max_magnitude for slot in grids.slots_of(parts)] == [5.0]

@@ -19,12 +19,11 @@ from tiny_dialogue import TINY_DIALOGUE
 from without_baseline import train_from_the_start
 
 import jaxaudit as ja
-from jaxaudit.core.grid import plan
+from jaxaudit.core.grid import plan, site_misfit
 from jaxaudit.core.optimizer import Optimizer, linear_to_zero
 from jaxaudit.core.program import compiled
-from jaxaudit.core.remedied_learner import misfit
+from jaxaudit.core.remedied_learner import remedy_misfit
 from jaxaudit.core.sites import find_sites
-from jaxaudit.core.slots import site_misfit
 from jaxaudit.core.taps import SITES
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.execution.grid_program import arrange, inputs
@@ -163,7 +162,7 @@ def with_every_remedy(learner):
     """A learner with all remedies that act in it while it trains, but for those APART."""
     sites = find_sites(learner)
     kinds = [registry.remedies[name] for name in registry.remedies if name not in APART]
-    fitting = [kind() for kind in kinds if kind.apply and not kind.settings and misfit(kind, sites) is None]
+    fitting = [kind() for kind in kinds if kind.apply and not kind.settings and remedy_misfit(kind, sites) is None]
     return ja.remedied(learner, *fitting)
 
 

@@ -35,7 +35,7 @@ from small_learner import (
 import jaxaudit as ja
 from jaxaudit import remedies
 from jaxaudit.core.perturbation import nothing
-from jaxaudit.core.remedied_learner import misfit, remedy_names
+from jaxaudit.core.remedied_learner import remedy_misfit, remedy_names
 from jaxaudit.core.sites import find_sites
 from jaxaudit.core.taps import ROOT, Taps
 from jaxaudit.runtime import registry
@@ -130,7 +130,7 @@ def test_a_learner_with_neutral_remedies_trains_as_without():
 @pytest.mark.parametrize("name", [kind.name for kind in kinds() if kind.apply])
 def test_a_learner_with_one_neutral_remedy_trains_as_without(name):
     kind = registry.remedies[name]
-    if reason := misfit(kind, find_sites(small())):
+    if reason := remedy_misfit(kind, find_sites(small())):
         pytest.skip(reason)
     same_as_plain(audited(ja.remedied(small(), kind(kind.neutral))), within=1e-6)
 
@@ -161,9 +161,9 @@ def test_a_periodic_reset_replaces_parameters_and_moments_after_equal_parts_of_t
 )
 def test_learners_can_be_reset(learner):
     made = learner()
-    labels = set(find_sites(made).helped["trained"])
+    labels = set(find_sites(made).remedy_points["trained"])
     assert labels == ({"policy", "critic"} if made.name == "ppo_lm" else {""})
-    assert misfit(remedies.periodic_reset, find_sites(made)) is None
+    assert remedy_misfit(remedies.periodic_reset, find_sites(made)) is None
 
 
 def test_what_a_learner_taps_but_does_not_use_is_given_its_strength():

@@ -10,7 +10,7 @@ import numpy as np
 import jaxaudit as ja
 from jaxaudit import remedies
 from jaxaudit.core.optimizer import linear_to_zero
-from jaxaudit.core.remedied_learner import misfit
+from jaxaudit.core.remedied_learner import remedy_misfit
 from jaxaudit.core.sites import find_sites
 from jaxaudit.core.taps import ROOT, Taps
 from jaxaudit.runtime import registry
@@ -193,7 +193,7 @@ def kinds():
 @functools.cache
 def fitting():
     """The kinds of remedies that act in the small learner."""
-    return [kind for kind in kinds() if kind.apply is not None and misfit(kind, find_sites(small())) is None]
+    return [kind for kind in kinds() if kind.apply is not None and remedy_misfit(kind, find_sites(small())) is None]
 
 
 def helped(**strengths):

@@ -3,7 +3,7 @@
 import jaxaudit as ja
 from jaxaudit.core.batches import layout
 from jaxaudit.execution.engine import Engine
-from jaxaudit.execution.telemetry_layout import blank_telemetry, place
+from jaxaudit.execution.grid_program import blank_telemetry, place
 
 
 def train_from_the_start(learner, perturbations, *, seeds, steps):

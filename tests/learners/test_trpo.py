@@ -11,10 +11,10 @@ from probes import PLAIN, Probe
 from without_baseline import train_from_the_start
 
 import jaxaudit as ja
+from jaxaudit.core.perturbation import stateless
 from jaxaudit.core.taps import Taps
 from jaxaudit.learners.rl.on_policy import Samples
 from jaxaudit.learners.rl.trpo import TRPO, TRPOSettings, _root_mean_square_norm, line_search
-from jaxaudit.perturbations.kinds import stateless
 
 WIDTH, SAMPLES, DELTA, DAMPING = 5, 64, 0.01, 0.1
 OPEN = slice(4, 6)

@@ -13,16 +13,7 @@ from without_baseline import train_from_the_start
 import jaxaudit as ja
 from jaxaudit.core.sites import find_sites
 from jaxaudit.core.taps import Taps
-from jaxaudit.perturbations import (
-    conditions,
-    data,
-    dialogues,
-    interventions,
-    optimization,
-    parametric,
-    signal,
-    transforms,
-)
+from jaxaudit.perturbations import conditions, data, dialogues, interventions, optimization, signal, transforms
 from jaxaudit.runtime import registry
 from jaxaudit.runtime.paths import matches, paths_of
 
@@ -527,7 +518,7 @@ def test_quantize_float_rounds_as_the_formats_do(bits, dtype):
     np.testing.assert_array_equal(zeros, 0.0)
 
 
-FILES = (data, dialogues, interventions, dialogues, optimization, parametric, dialogues, signal)
+FILES = (data, dialogues, interventions, dialogues, optimization, optimization, dialogues, signal)
 
 
 @pytest.mark.exhaustive
@@ -562,7 +553,7 @@ def test_a_kind_of_ones_own_takes_few_lines():
 @pytest.mark.parametrize("name", ["weight_noise", "gradient_sign_flip", "gradient_mask"])
 def test_leaves_of_a_tree_are_disturbed_independently(monkeypatch, name, at_once):
     """Of a small tree, whose randomness is drawn at once, and of a large one; of leaves that are alike, too."""
-    monkeypatch.setattr(transforms, "DRAWN_AT_ONCE", 2**20 if at_once else 1)
+    monkeypatch.setattr(transforms, "JOINT_DRAW_LIMIT", 2**20 if at_once else 1)
     tree = {"a": jnp.ones((40, 50)), "b": jnp.ones((40, 50)), "c": jnp.ones(3), "d": jnp.float32(1.0)}
     changed = registry.perturbations[name](0.5).apply(tree, jax.random.key(3))
     assert jax.tree.map(jnp.shape, changed) == jax.tree.map(jnp.shape, tree)

@@ -15,7 +15,7 @@ import jaxaudit as ja
 from jaxaudit.core.batches import layout
 from jaxaudit.core.grid import plan
 from jaxaudit.execution.engine import Engine
-from jaxaudit.execution.telemetry_layout import blank_telemetry, place
+from jaxaudit.execution.grid_program import blank_telemetry, place
 from jaxaudit.runtime import registry
 from jaxaudit.spec.document import misfits
 from jaxaudit.tasks._brax import Env, State

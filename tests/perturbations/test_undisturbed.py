@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.core.grid import site_misfit
 from jaxaudit.core.sites import find_sites
-from jaxaudit.core.slots import site_misfit
 from jaxaudit.core.taps import ACTING_SITES
 from jaxaudit.runtime import registry
 from jaxaudit.tasks._brax import Env, State

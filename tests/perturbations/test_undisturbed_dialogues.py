@@ -6,8 +6,8 @@ import pytest
 from test_undisturbed import WRITES
 
 import jaxaudit as ja
+from jaxaudit.core.grid import site_misfit
 from jaxaudit.core.sites import find_sites
-from jaxaudit.core.slots import site_misfit
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.models import gpt2
 from jaxaudit.runtime import registry

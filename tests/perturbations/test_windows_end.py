@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxaudit as ja
+from jaxaudit.core.grid import site_misfit
 from jaxaudit.core.sites import find_sites
-from jaxaudit.core.slots import site_misfit
 from jaxaudit.core.taps import ACTING_SITES, PERSISTENT_SITES, SITES
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.models import gpt2

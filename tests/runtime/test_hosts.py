@@ -185,7 +185,7 @@ def test_ctrl_c_stops_both_in_the_same_chunk(spec, reference, tmp_path):
 
 def test_an_audit_in_memory_is_one_process(monkeypatch):
     monkeypatch.setattr(Program, "across_hosts", True)
-    with pytest.raises(ValueError, match="an audit in memory is one process's"):
+    with pytest.raises(ValueError, match="in the memory of one process"):
         ja.audit(quadratic(None), [], seeds=1, steps=4)
 
 

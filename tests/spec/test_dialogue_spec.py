@@ -12,8 +12,8 @@ from refusals import refusal
 
 from jaxaudit.cli import main as cli
 from jaxaudit.cli import printing as listing
+from jaxaudit.core.grid import site_misfit
 from jaxaudit.core.sites import find_sites
-from jaxaudit.core.slots import site_misfit
 from jaxaudit.learners import grpo
 from jaxaudit.learners.dialogue.factories import PRESETS, settings_of
 from jaxaudit.learners.dialogue.settings import DialogueSettings

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 
 from jaxaudit.analysis.metrics import Cadence, MetricSettings, collapse_time
-from jaxaudit.core.batches import Batch, layout, width_of
+from jaxaudit.core.batches import Batch, layout, padded_width
 from jaxaudit.core.channel_names import PERFORMANCE
-from jaxaudit.core.grid import Grid, plan
+from jaxaudit.core.grid import Grid
 from jaxaudit.core.learner import Learner, Telemetry
 from jaxaudit.core.perturbation import Chain, Perturbation, control
 from jaxaudit.core.program import Execution, LaneState
 from jaxaudit.execution import memory
-from jaxaudit.execution.autotune import autotune
+from jaxaudit.execution.autotune import tuned_grid
 from jaxaudit.execution.driver import MemorySink, chunk_size, run_batch
 from jaxaudit.execution.engine import Engine, Source
 from jaxaudit.runs.margins.bisection import CONTROL, Probe, SearchConfig, next_round
@@ -114,20 +114,12 @@ def margin(
         perturbation, or if an onset is before step 2, where J_pre is undefined.
     """
     margin_settings = MarginSettings(**search)
-    grid = plan(
-        learner,
-        perturbations,
-        seeds=seeds,
-        steps=steps,
-        execution=execution,
-        devices=devices,
-        model_devices=model_devices,
-        matmul_precision=matmul_precision,
-        tail=0,
+    chunk = chunk_size(steps)
+    grid, _ = tuned_grid(
+        learner, perturbations, seeds, steps, execution, devices, model_devices, matmul_precision, rows=chunk, tail=0
     )
-    grid, _ = autotune(grid, chunk_size(steps))
     config = configure_search(grid, perturbations, margin_settings)
-    engine, batches, config = prepare_engine(grid, config, chunk_size(steps), baseline=True)
+    engine, batches, config = prepare_engine(grid, config, chunk, baseline=True)
     fork_point_of = train_baseline(engine, batches, settings or MetricSettings())
     probes: list[Probe] = []
     for _ in run_rounds(grid, config, probes, sequential_trainer(engine, config, fork_point_of)):
@@ -179,7 +171,7 @@ def prepare_engine(
     def batches(most: int | None) -> list[Batch]:
         lanes = min(config.lanes, most or config.lanes)
         unassigned = np.zeros(lanes, int)
-        width = width_of(grid.program, lanes)
+        width = padded_width(grid.program, lanes)
         pool = Batch(0, 0, grid.forks[0].onset, grid.steps, 0, unassigned, unassigned, (), width)
         return [*(batch for batch in layout(grid, most) if baseline and not batch.disturbed), pool]
 
