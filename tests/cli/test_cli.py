@@ -458,7 +458,7 @@ def test_help(option, capsys):
         (["learners"], "clip_value true"),
         (["perturbations"], "weight_noise parametric params 0.01 once"),
         (["interventions"], "roll_back intervention state 10 end"),
-        (["metrics"], "collapse_time T_c"),
+        (["metrics"], "collapse_time Returns T_c"),
         ([], "perturbations: name "),
     ],
 )

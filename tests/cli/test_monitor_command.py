@@ -134,7 +134,7 @@ def test_what_a_user_can_mistake_is_one_sentence(logs, tmp_path, capsys):
 def test_gaps_and_repeated_steps_are_notes(monitored):
     _, out, said = monitored
     notes = json.loads((out / "monitored.json").read_text())["notes"]
-    for words in ("there twice", "from step 200 to 290"):
+    for words in ("more than once", "from step 200 to 290"):
         assert any(words in note for note in notes), words
         assert words in said
 
