@@ -12,7 +12,7 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL
 from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Parts
 from jaxaudit.models import gpt2, sampling
 
 pytestmark = pytest.mark.long

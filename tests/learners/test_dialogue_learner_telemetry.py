@@ -19,10 +19,10 @@ from jaxaudit.dialogues import Dialogue
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.preference import Preference
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
-from jaxaudit.learners.dialogue import held_out, rollout
+from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.telemetry import rewards, vocabulary
+from jaxaudit.learners.dialogue.telemetry import measurement, rewards, token_statistics
 
 pytestmark = pytest.mark.long
 
@@ -92,7 +92,7 @@ def iteration():
         after, visited = made_of.update_epochs(state, None, data.numbers, experience, key, taps)
         trained = Models(after.policy.params, after.critic.params, reference=reference, initial=state.initial)
         found = state.told.update(made_of.compute_telemetry(models, trained, state, experience, visited))[1]
-        held = held_out.measure(made_of.collector, trained, dialogue, data.numbers, experience)
+        held = measurement.measure_held_out(made_of.collector, trained, dialogue, data.numbers, experience)
         found |= state.measured.update(held)[1]
         hidden = made_of.policy.hidden(after.policy.params, None, experience.batch.rows)
         embeddings = [x["wte"]["embedding"] for x in (models.policy, reference, after.policy.params)]
@@ -303,16 +303,16 @@ def test_weights_after_the_last_update_are_by_its_ratios(iteration):
 
 def test_a_large_vocabulary_is_looked_at_where_the_policy_wrote():
     own = np.random.default_rng(0).random((6, 8)) < 0.5
-    slots = vocabulary.some(jnp.asarray(own), 10)
+    slots = token_statistics.some(jnp.asarray(own), 10)
     known = np.asarray(slots.known)
     assert known.sum() == 10
     assert not (known & ~own).any()
     x = np.arange(48.0).reshape(6, 8)
     np.testing.assert_array_equal(slots.back(slots.of(jnp.asarray(x))), np.where(known, x, 0))
-    few = vocabulary.some(jnp.asarray(np.arange(48).reshape(6, 8) == 5), 10)
+    few = token_statistics.some(jnp.asarray(np.arange(48).reshape(6, 8) == 5), 10)
     assert np.asarray(few.known).sum() == 1
     assert np.asarray(few.known)[0, 5]
-    none = vocabulary.some(jnp.zeros((6, 8), bool), 10)
+    none = token_statistics.some(jnp.zeros((6, 8), bool), 10)
     assert not np.asarray(none.known).any()
 
 
@@ -345,10 +345,10 @@ class Reader:
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_one_who_reads_changed_prompts_succeeds_with_them(monkeypatch, reads):
-    monkeypatch.setattr(held_out, "representation", lambda *_: {})
+    monkeypatch.setattr(measurement, "representation_statistics", lambda *_: {})
     reader = Reader(reads)
     dialogue, numbers = Hop(), SimpleNamespace(difficulty=3.0)
-    found = held_out.measure(reader, Models(*[None] * 5), dialogue, numbers, None)
+    found = measurement.measure_held_out(reader, Models(*[None] * 5), dialogue, numbers, None)
     told = {name: float(found[name].value) for name in ("performance", "greedy_success", "changed_prompt_success")}
     assert told == {"performance": 1.0, "greedy_success": 1.0, "changed_prompt_success": float(reads)}
     prompts, changed = reader.prompts[:4], reader.prompts[12:]
@@ -397,7 +397,7 @@ def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
     shown.clear()
 
     def step(state, key, data):
-        collect, measure = learner.step.__self__.collector.collect, held_out.measure
+        collect, measure = learner.step.__self__.collector.collect, measurement.measure_held_out
 
         def collected(*arguments):
             found = collect(*arguments)
@@ -413,7 +413,7 @@ def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
             return found
 
         monkeypatch.setattr(learner.step.__self__.collector, "collect", collected)
-        monkeypatch.setattr(held_out, "measure", measured)
+        monkeypatch.setattr(measurement, "measure_held_out", measured)
         return learner.step(state, key, Taps(0, 4, data=data))[1]
 
     jax.eval_shape(step, state, jax.random.key(2), learner.data)
@@ -430,7 +430,7 @@ def test_ranks_and_drift_are_of_hidden_states_at_tokens_of_the_policy(few):
     role = jnp.where(own, OWN, PROMPT)
     rows = Rows(role, role, *[jnp.zeros((2, 6))] * 7, rewards={})
     collector = SimpleNamespace(policy=SimpleNamespace(hidden=lambda params, *_: jnp.asarray(params)))
-    found = held_out.representation(collector, Models(now, initial=then), rows)
+    found = measurement.representation_statistics(collector, Models(now, initial=then), rows)
     assert [bool(one.count) for one in found.values()] == [not few] * 3
     if few:
         return
@@ -459,7 +459,7 @@ def test_critic_errors_leave_out_held_out_rows_as_the_loss_would(masked):
         batch=SimpleNamespace(rows=rows, loss_inputs=SimpleNamespace(loss_mask=rows.own)),
         recomputed=SimpleNamespace(returns=nothing + 2.0),
     )
-    found = held_out.critic(collector, Models(None), rows, learner.data.numbers, experience)
+    found = measurement.held_out_critic_errors(collector, Models(None), rows, learner.data.numbers, experience)
     np.testing.assert_allclose(found["critic_error"].value, [4.0, 1.0 if masked else 5.0])
 
 

@@ -10,9 +10,8 @@ from places import DATA
 
 from jaxaudit.learners.dialogue import advantages, loss_terms
 from jaxaudit.learners.dialogue.advantages import estimate
-from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.factories import PRESETS
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, Parts
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
 
 DATA = DATA

@@ -11,10 +11,9 @@ import pytest
 
 from jaxaudit.learners.dialogue import advantages, loss_terms
 from jaxaudit.learners.dialogue.advantages import estimate
-from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.factories import PRESETS, settings_of
 from jaxaudit.learners.dialogue.loss_terms import denominators
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, Parts
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss, weights
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

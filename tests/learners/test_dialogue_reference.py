@@ -19,12 +19,13 @@ from errand import CALL, Errand, random_params
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import OWN, PROMPT, TOOL
-from jaxaudit.learners.dialogue import demonstrations, held_out
+from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner, DialogueState, Trained
+from jaxaudit.learners.dialogue.telemetry import measurement
 from jaxaudit.learners.dialogue.telemetry.channels import before_the_first
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
-from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
+from jaxaudit.learners.dialogue.telemetry.token_statistics import Bigrams
 from jaxaudit.models import gpt2
 
 pytestmark = pytest.mark.long
@@ -251,7 +252,7 @@ def iteration(case, monkeypatch):
     settings = settings_of(case.preset)(**COMMON | case.settings)
     learner = Watched(Errand(), settings.structure, Errand.length)
     random = np.random.default_rng(case.seed)
-    monkeypatch.setattr(held_out, "measure_when_due", lambda collector, latest, *rest: (latest, latest.values))
+    monkeypatch.setattr(measurement, "measure_held_out_when_due", lambda collector, latest, *rest: (latest, latest.values))
     base = random_params(dataclasses.replace(learner.policy, rank=0), random) if settings.lora_rank else None
     policy = random_params(learner.policy, random)
     reference, stale = (random_params(learner.policy, random, policy, by) for by in (0.5, 0.3))

@@ -11,9 +11,9 @@ from jaxaudit import learners
 from jaxaudit.core.learner import Learner
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
 from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata
+from jaxaudit.learners.dialogue.telemetry import policy, rewards, token_statistics
 from jaxaudit.learners.dialogue.telemetry.channels import FEATURES, TABLE, Extent, channels
-from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
+from jaxaudit.learners.dialogue.telemetry.token_statistics import Bigrams
 
 PROMPTS, MEMBERS, SLOTS = 5, 4, 24
 ROWS = PROMPTS * MEMBERS
@@ -54,12 +54,14 @@ def cast(found):
 @jax.jit
 def told(r):
     """All token statistics of some rows, in one program."""
-    masks = strata.strata_of(r["own"], r["given"], 2)
+    masks = token_statistics.strata_of(r["own"], r["given"], 2)
     clip = jnp.array([0.2, 0.28])
     score = (r["advantage"] * policy.saturation(r["log_probability"], jnp.exp(r["log_probability"]) ** 2)) ** 2
     visited = policy.ratio_statistics(r["log_ratio"], r["advantage"], r["weight"], clip, masks)
     after = policy.ratio_statistics(2 * r["log_ratio"], r["advantage"], 2 * r["weight"] ** 2, clip, masks)
-    found = strata.token_means(masks, entropy=r["entropy"], saturation=score, mass_cut=r["exact"], update_kl=r["exact"])
+    found = token_statistics.token_means(
+        masks, entropy=r["entropy"], saturation=score, mass_cut=r["exact"], update_kl=r["exact"]
+    )
     found |= policy.reference_statistics(r["log_probability"], r["reference"], r["exact"], masks)
     found |= policy.unfamiliarity(r["reference"], r["log_probability"], r["given"])
     found |= policy.at_moments(jax.tree.map(lambda *x: jnp.stack(x), visited, after))
@@ -344,12 +346,12 @@ def test_a_policy_that_is_not_finite_is_told():
 
 
 def test_what_was_seen_last():
-    last = strata.LastSeen.zeros({"a": (3, 2), "b": ()})
+    last = token_statistics.LastSeen.zeros({"a": (3, 2), "b": ()})
 
     def step(last, turn):
         count = jnp.stack([turn + 1, turn % 2, 0 * turn])
         value = jnp.where(turn == 3, jnp.nan, 1.0 + turn) * jnp.ones((3, 2))
-        found = {"a": strata.Measured(value, count), "b": strata.Measured(10.0 * turn, turn)}
+        found = {"a": token_statistics.Measured(value, count), "b": token_statistics.Measured(10.0 * turn, turn)}
         return last.update(found)
 
     last, said = jax.lax.scan(step, last, jnp.arange(5))
@@ -357,17 +359,37 @@ def test_what_was_seen_last():
     np.testing.assert_array_equal(said["a"][..., 1].T, [[1, 2, 3, nan, 5], [0, 2, 2, nan, 2], [0] * 5])
     np.testing.assert_array_equal(said["b"], [0, 10, 20, 30, 40])
     np.testing.assert_array_equal(last.values["a"][:, 0], [5, 2, 0])
-    kept, only = last.update({"b": strata.Measured(jnp.float32(7), jnp.int32(1))})
+    kept, only = last.update({"b": token_statistics.Measured(jnp.float32(7), jnp.int32(1))})
     assert (set(only), set(kept.values)) == ({"b"}, {"a", "b"})
 
 
 def test_slots_soon_after_a_result():
     given = np.array([[0, 1, 1, 0, 0, 0, 1, 0]], bool)
     own = np.array([[1, 0, 0, 1, 1, 1, 0, 1]], bool)
-    assert strata.soon_after(given, own, 1)[0].tolist() == [False, False, False, True, False, False, False, True]
-    assert strata.soon_after(given, own, 2)[0].tolist() == [False, False, False, True, True, False, False, True]
-    np.testing.assert_array_equal(strata.counts_of(strata.strata_of(own, given, 2)), [5, 3, 2, 1, 3, 1, 0])
-    assert strata.strata_of(own).shape == (1, 1, 8)
+    assert token_statistics.soon_after(given, own, 1)[0].tolist() == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert token_statistics.soon_after(given, own, 2)[0].tolist() == [
+        False,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    np.testing.assert_array_equal(
+        token_statistics.counts_of(token_statistics.strata_of(own, given, 2)), [5, 3, 2, 1, 3, 1, 0]
+    )
+    assert token_statistics.strata_of(own).shape == (1, 1, 8)
 
 
 def test_bigrams_of_results_are_counted_once_more_than_they_were():
@@ -402,7 +424,7 @@ def test_a_run_has_the_channels_of_what_it_has():
     full = channels("full", (), EXTENT)
     assert full["entropy"].dims == (("stratum", ("all",)),)
     assert not {"kl", "ratio_max", "explained_variance", "calls", "reward_part", "pair_margin"} & full.keys()
-    assert channels("full", ("tools",), EXTENT)["entropy"].dims == (("stratum", strata.STRATA),)
+    assert channels("full", ("tools",), EXTENT)["entropy"].dims == (("stratum", token_statistics.STRATA),)
     assert "layer_gradient_norm" not in channels("full", (), Extent(members=8, slots=3))
     basic = channels("basic", FEATURES, EXTENT)
     assert basic.keys() < channels("full", FEATURES, EXTENT).keys()

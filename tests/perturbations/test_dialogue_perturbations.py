@@ -15,9 +15,9 @@ from tiny_dialogue import TINY_DIALOGUE
 
 import jaxaudit as ja
 from jaxaudit.learners.dialogue.advantages import estimate
-from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.collection import tapped
 from jaxaudit.learners.dialogue.factories import PRESETS
+from jaxaudit.learners.dialogue.objective import Coefficients
 from jaxaudit.runtime import registry
 
 KEY = jax.random.key(11)

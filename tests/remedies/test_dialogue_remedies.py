@@ -20,7 +20,7 @@ from jaxaudit.learners.dialogue.advantages import estimate
 from jaxaudit.learners.dialogue.collection import Models, sampled_entropy, tapped
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.loss_terms import Denominators, denominators
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Parts
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
 from jaxaudit.models import gpt2
 

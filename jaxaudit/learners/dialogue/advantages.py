@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxaudit.learners.dialogue import loss_terms
-from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, Parts
 
 
 def penalty(length: ArrayLike, longest: ArrayLike, buffer: ArrayLike) -> jax.Array:

@@ -15,9 +15,8 @@ from jaxaudit.dialogues.automaton import AutomatonState
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learners.dialogue import advantages, loss_terms, packing, policy_loss, rollout
 from jaxaudit.learners.dialogue.advantages import estimate, token_rewards
-from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.network import Network
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, Parts
 from jaxaudit.learners.dialogue.rows import Experience, Recomputed, Rollout, Rows, TrainingBatch
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 

@@ -16,9 +16,8 @@ from jaxaudit.core.task_kinds import fitting
 from jaxaudit.dialogues import named
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.learners.dialogue import settings as settings_module
-from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.learner import GPT2_POSITIONS, DialogueData, DialogueLearner
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, Parts
 from jaxaudit.learners.dialogue.settings import DialogueSettings
 from jaxaudit.learners.rl import settings as checks
 from jaxaudit.models import gpt2, gpt2_checkpoint

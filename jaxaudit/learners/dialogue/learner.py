@@ -17,19 +17,25 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.kernels.shuffle import shuffled
-from jaxaudit.learners.dialogue import demonstrations, held_out, loss_terms, packing, policy_loss
+from jaxaudit.learners.dialogue import demonstrations, loss_terms, packing, policy_loss
 from jaxaudit.learners.dialogue.collection import CRITIC, POLICY, REWARD_MODEL, Collector, Models, longest
 from jaxaudit.learners.dialogue.loss_terms import Denominators
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import Predictions
 from jaxaudit.learners.dialogue.rows import Experience, Rows, TrainingBatch
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
-from jaxaudit.learners.dialogue.telemetry import vocabulary
+from jaxaudit.learners.dialogue.telemetry import iteration, token_statistics
 from jaxaudit.learners.dialogue.telemetry.channels import before_the_first, channels_of
-from jaxaudit.learners.dialogue.telemetry.iteration import Instruments, Tokens, UpdateStats
+from jaxaudit.learners.dialogue.telemetry.measurement import Instruments, Tokens, UpdateStats
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
-from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, LastSeen, Measured, Statistics
-from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
+from jaxaudit.learners.dialogue.telemetry.token_statistics import (
+    SOURCES,
+    STRATA,
+    Bigrams,
+    LastSeen,
+    Measured,
+    Statistics,
+)
 from jaxaudit.learners.language_model import decays
 from jaxaudit.models import gpt2, gpt2_checkpoint, lora
 from jaxaudit.runtime.paths import squares_by_group
@@ -221,14 +227,14 @@ class DialogueLearner:
 
     def count_results(
         self, policy: Any, base: Any, dialogue: Dialogue, numbers: Numbers, key: jax.Array
-    ) -> vocabulary.Bigrams:
+    ) -> token_statistics.Bigrams:
         """What tools say to a policy, counted over rows that are sampled a part at a time."""
 
-        def add(so_far: vocabulary.Bigrams, key: jax.Array) -> tuple[vocabulary.Bigrams, None]:
+        def add(so_far: token_statistics.Bigrams, key: jax.Array) -> tuple[token_statistics.Bigrams, None]:
             return so_far.add(self.collector.undisturbed(policy, base, dialogue, numbers, key, LOOKED_AT)), None
 
-        keys = jax.random.split(key, vocabulary.ROWS // LOOKED_AT)
-        return jax.lax.scan(add, vocabulary.Bigrams.empty(dialogue.vocabulary), keys)[0]
+        keys = jax.random.split(key, token_statistics.ROWS // LOOKED_AT)
+        return jax.lax.scan(add, token_statistics.Bigrams.empty(dialogue.vocabulary), keys)[0]
 
     def sample_returns(
         self, models: Models, dialogue: Dialogue, numbers: Numbers, key: jax.Array
@@ -272,7 +278,7 @@ class DialogueLearner:
         trained = self.models_of(after, data)
         told, telemetry = state.told.update(self.compute_telemetry(models, trained, state, experience, visited))
         telemetry["warm_start_success"] = state.warm_start_success
-        measured, held = held_out.measure_when_due(
+        measured, held = iteration.measure_held_out_when_due(
             self.collector, state.measured, trained, dialogue, numbers, experience, taps
         )
         return dataclasses.replace(after, told=told, measured=measured), telemetry | held

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.learners.dialogue import loss_terms
-from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.loss_terms import Denominators, aggregate, token_minibatch
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, Parts
 
 
 @struct.dataclass

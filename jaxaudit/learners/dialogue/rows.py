@@ -10,7 +10,7 @@ from flax import struct
 
 from jaxaudit.dialogues.protocol import END, GOLD, OWN, PROMPT
 from jaxaudit.learners.dialogue import policy_loss
-from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.objective import Coefficients
 
 
 @struct.dataclass

@@ -12,8 +12,7 @@ from flax import struct
 
 from jaxaudit.core.optimizer import DECAYS
 from jaxaudit.learners.dialogue import packing
-from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, Parts
 from jaxaudit.learners.rl import settings as checks
 from jaxaudit.models import gpt2
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jaxaudit.core.channel_names import ACTING, PERFORMANCE, PERFORMANCE_ERROR
 from jaxaudit.core.learner import Channel
 from jaxaudit.dialogues.protocol import GOLD, ROLES, Dialogue, has_changes, has_demonstrations
-from jaxaudit.learners.dialogue.held_out import SHOWN
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.settings import DialogueSettings
+from jaxaudit.learners.dialogue.telemetry.measurement import SHOWN_ROWS
 from jaxaudit.learners.dialogue.telemetry.policy import DISTANCE_LABELS, ESTIMATORS
 from jaxaudit.learners.dialogue.telemetry.rewards import powers_of_two
-from jaxaudit.learners.dialogue.telemetry.strata import SOURCES, STRATA, LastSeen
+from jaxaudit.learners.dialogue.telemetry.token_statistics import SOURCES, STRATA, LastSeen
 from jaxaudit.runtime.paths import groups_of
 
 FEATURES = (
@@ -261,7 +261,7 @@ def channels_of(dialogue: Dialogue, settings: DialogueSettings, policy: Network)
         slots=dialogue.length,
         parts=parts,
         layers=groups_of(jax.eval_shape(policy.init, jax.random.key(0))),
-        shown=min(SHOWN, settings.performance_rows),
+        shown=min(SHOWN_ROWS, settings.performance_rows),
         every=settings.performance_every,
         split=dialogue.splits,
         words=dialogue.words,

@@ -20,7 +20,7 @@ from jaxaudit.kernels.tails import (
     top_share,
 )
 from jaxaudit.learners.dialogue import loss_terms
-from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
+from jaxaudit.learners.dialogue.telemetry.token_statistics import Measured, Statistics, by_stratum, mean
 
 DISTANCES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Where bins of the distance from a row's end begin, in own tokens; the last has no end."""

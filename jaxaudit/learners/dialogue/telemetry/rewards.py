@@ -13,7 +13,7 @@ from flax import struct
 
 from jaxaudit.core.channel_names import ACTING
 from jaxaudit.kernels.tails import masked_quantiles
-from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, mean
+from jaxaudit.learners.dialogue.telemetry.token_statistics import Measured, Statistics, mean
 
 LENGTH_QUANTILES = (0.1, 0.5, 0.9)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,19 +11,167 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxaudit.core.channel_names import PERFORMANCE, PERFORMANCE_ERROR
 from jaxaudit.core.optimizer import OptimizerStats
-from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue
-from jaxaudit.learners.dialogue import advantages, loss_terms, policy_loss
-from jaxaudit.learners.dialogue.collection import Models, longest
+from jaxaudit.core.taps import Taps
+from jaxaudit.dialogues.automaton import AutomatonState
+from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue, has_changes, has_demonstrations
+from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
+from jaxaudit.learners.dialogue import advantages, demonstrations, loss_terms, policy_loss
+from jaxaudit.learners.dialogue.collection import Collector, Models, longest
 from jaxaudit.learners.dialogue.loss_terms import denominators
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import Predictions
-from jaxaudit.learners.dialogue.rows import Experience
-from jaxaudit.learners.dialogue.settings import DialogueSettings
-from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata, vocabulary
-from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, by_stratum, mean
-from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
+from jaxaudit.learners.dialogue.rows import Experience, Rows
+from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
+from jaxaudit.learners.dialogue.telemetry import policy, rewards, token_statistics
+from jaxaudit.learners.dialogue.telemetry.token_statistics import (
+    Bigrams,
+    LastSeen,
+    Measured,
+    Statistics,
+    by_stratum,
+    mean,
+)
 from jaxaudit.models import gpt2
+
+HELD_OUT_SEED = 0x4E1D
+"""Of the prompts and draws."""
+
+SHOWN_ROWS = 2
+"""Rows of a measurement that are kept to be read."""
+
+
+def measure_held_out(
+    collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, experience: Experience
+) -> Statistics:
+    """Samples held-out rows of a policy, and reads them.
+
+    In "full" telemetry half as many are greedy, and of a dialogue that changes prompts half as many have one token of
+    theirs changed and are rewarded for what they ask then; their prompts are the first of the others'.
+
+    Args:
+      collector: samples.
+      models: after the last update.
+      dialogue: bound to its data.
+      numbers: the settings that are data.
+      experience: the iteration's, which a critic's errors are compared with.
+    """
+    settings, key, dialogue = collector.settings, jax.random.key(HELD_OUT_SEED), dialogue.held_out()
+    count = settings.performance_rows
+    if settings.telemetry == "basic":
+        rows = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, count)
+        return performance_statistics(rows.gold)
+    half, changes = max(count // 2, 1), has_changes(dialogue)
+    total = count + (2 * half if changes else half)
+
+    def altered(begun: AutomatonState) -> AutomatonState:
+        first = jax.tree.map(lambda x: x[:half], begun)
+        others = [first, change_prompts(dialogue, first, jax.random.fold_in(key, 1))] if changes else [first]
+        return jax.tree.map(lambda x, *more: jnp.concatenate([x[:count], *more]), begun, *others)
+
+    greedy = (jnp.arange(total) >= count) & (jnp.arange(total) < count + half)
+    found = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, total, greedy, altered)
+    rows = jax.tree.map(lambda x: x[:count], found)
+    told = performance_statistics(rows.gold) | {
+        "greedy_success": _always_known(jnp.mean(found.gold[count : count + half])),
+        "shown_token": _always_known(rows.tokens[:SHOWN_ROWS]),
+        "shown_role": _always_known(rows.role[:SHOWN_ROWS]),
+        "shown_log_probability": _always_known(rows.log_probability[:SHOWN_ROWS]),
+        "shown_reward": _always_known(rows.gold[:SHOWN_ROWS]),
+    }
+    if changes:
+        told["changed_prompt_success"] = _always_known(jnp.mean(found.gold[count + half :]))
+    told |= representation_statistics(collector, models, rows)
+    if collector.critic is not None:
+        told |= held_out_critic_errors(collector, models, rows, numbers, experience)
+        if has_demonstrations(dialogue):
+            told |= held_out_critic_separation(collector, models, dialogue, numbers, half)
+    return told
+
+
+def performance_statistics(gold: jax.Array) -> Statistics:
+    """The mean of `[N]`, and its standard error over rows."""
+    error = jnp.std(gold, ddof=1) / jnp.sqrt(gold.size) if gold.size > 1 else jnp.zeros(())
+    return {PERFORMANCE: _always_known(jnp.mean(gold)), PERFORMANCE_ERROR: _always_known(error)}
+
+
+def change_prompts(dialogue: Dialogue, begun: AutomatonState, key: jax.Array) -> AutomatonState:
+    """Dialogues `[N]` of which nothing is written yet, each with one token of its prompt changed."""
+    keys = jax.random.split(key, begun.over.shape[0])
+    state, queue = jax.vmap(dialogue.changed)(begun.state, begun.queue, keys)
+    return dataclasses.replace(begun, state=state, queue=queue)
+
+
+def representation_statistics(collector: Collector, models: Models, rows: Rows) -> Statistics:
+    """Ranks of the hidden states of some own slots, less their mean, and how far they are from the initial policy's."""
+    slots = token_statistics.some(rows.own, token_statistics.LOOKED_AT)
+    there = slots.of(slots.known)
+    now, then = (
+        slots.of(collector.policy.hidden(params, models.base, rows)).astype(jnp.float32)
+        for params in (models.policy, models.initial)
+    )
+    count = jnp.sum(there)
+    centre = jnp.sum(jnp.where(there[:, None], now, 0.0), axis=0) / jnp.maximum(count, 1)
+    spectrum = singular_values(jnp.where(there[:, None], now - centre, 0.0))
+    found = {
+        "effective_rank": effective_rank(spectrum),
+        "stable_rank": stable_rank(spectrum),
+        "representation_drift": 1.0 - linear_cka(now, then, there),
+    }
+    return {name: Measured(value, count > 1) for name, value in found.items()}
+
+
+def held_out_critic_errors(
+    collector: Collector, models: Models, rows: Rows, numbers: Numbers, experience: Experience
+) -> Statistics:
+    """The updated critic's errors on the rows that it was updated on, and on held-out ones: against their returns."""
+    assert collector.critic is not None, "or there would be nothing to measure"
+    batch = experience.batch
+    collected = collector.critic.values(models.critic, models.base, batch.rows) - experience.recomputed.returns
+    held = collector.critic.values(models.critic, models.base, rows) - collector.returns(models, rows, numbers)
+    return policy.critic_errors(collected, batch.loss_inputs.loss_mask, held, rows.own & collector.kept(rows)[:, None])
+
+
+def held_out_critic_separation(
+    collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, pairs: int
+) -> Statistics:
+    """The critic's values of demonstrations, a right and a wrong one of each prompt, after their first other token."""
+    assert collector.critic is not None, "or there would be nothing to measure"
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(HELD_OUT_SEED), 2), pairs)
+    right = jnp.arange(2 * pairs) < pairs
+    shown = demonstrations.demonstrated(dialogue, jnp.concatenate([keys, keys]), numbers.difficulty, right)
+    good, bad = shown.tokens[:pairs], shown.tokens[pairs:]
+    slot = jnp.argmax(good != bad, axis=1)[:, None]
+    told = collector.critic.scalars(models.critic, models.base, shown)
+    after_good, after_bad = (jnp.take_along_axis(x, slot, axis=1)[:, 0] for x in (told[:pairs], told[pairs:]))
+    return policy.separation(after_good, after_bad, jnp.any(good != bad, axis=1))
+
+
+def measure_held_out_when_due(
+    collector: Collector,
+    latest: LastSeen,
+    models: Models,
+    dialogue: Dialogue,
+    numbers: Numbers,
+    experience: Experience,
+    taps: Taps,
+) -> tuple[LastSeen, dict[str, jax.Array]]:
+    """`measure` at the learner's cadence, and between the latest again."""
+
+    def now() -> tuple[LastSeen, dict[str, jax.Array]]:
+        return latest.update(measure_held_out(collector, models, dialogue, numbers, experience))
+
+    every = collector.settings.performance_every
+    if every == 1:
+        return now()
+    due = (jnp.asarray(taps.step) + 1) % every == 0
+    return jax.lax.cond(due, now, lambda: (latest, latest.values))
+
+
+def _always_known(value: Any) -> Measured:
+    return Measured(value, jnp.asarray(1))
+
 
 POLICY = "policy"
 
@@ -98,8 +247,8 @@ class Instruments:
     def masks(self, role: jax.Array, own: jax.Array) -> jax.Array:
         """The strata of own tokens, bool `[S, N, T]`."""
         if not self.dialogue.result_tokens:
-            return strata.strata_of(own)
-        return strata.strata_of(own, role == TOOL, self.settings.tool_window)
+            return token_statistics.strata_of(own)
+        return token_statistics.strata_of(own, role == TOOL, self.settings.tool_window)
 
     def read(
         self,
@@ -163,24 +312,24 @@ class Instruments:
         """
         rows, loss_inputs, recomputed = experience.batch.rows, experience.batch.loss_inputs, experience.recomputed
         masks = self.masks(rows.role, rows.own)
-        counts = strata.counts_of(masks)
+        counts = token_statistics.counts_of(masks)
         entropy = rows.entropy if self.settings.parts.follows_sampler else recomputed.entropy
-        found = strata.token_means(masks, entropy=entropy)
+        found = token_statistics.token_means(masks, entropy=entropy)
         if self.dialogue.result_tokens:
-            first = strata.soon_after(rows.role == TOOL, rows.own, 1)
+            first = token_statistics.soon_after(rows.role == TOOL, rows.own, 1)
             found["entropy_after_result"] = Measured(mean(entropy, first), jnp.sum(first))
         found["own_tokens"] = Measured(counts, jnp.ones_like(counts))
-        slots = vocabulary.slots_of(rows.own, self.dialogue.vocabulary)
+        slots = token_statistics.slots_of(rows.own, self.dialogue.vocabulary)
         known = masks & slots.known
 
         def logs(params: Any, hidden: jax.Array) -> jax.Array:
             embedding = gpt2.embedding(self.policy.whole(params, base))
-            return vocabulary.log_distributions(hidden, embedding, experience.temperature, slots)
+            return token_statistics.log_distributions(hidden, embedding, experience.temperature, slots)
 
         if recomputed.reference_hidden is None:
             return found
         now = logs(before, recomputed.hidden)
-        exact = slots.back(vocabulary.divergence(now, logs(reference, recomputed.reference_hidden)))
+        exact = slots.back(token_statistics.divergence(now, logs(reference, recomputed.reference_hidden)))
         if not self.full:
             return found | {"kl": by_stratum(mean, known, exact)}
         found |= policy.reference_statistics(recomputed.log_probability, loss_inputs.reference, exact, masks)
@@ -190,8 +339,8 @@ class Instruments:
         collision = slots.back(jnp.sum(jnp.exp(2 * now), axis=-1))
         slope = policy.saturation(recomputed.log_probability, collision)
         weight = slope if loss_inputs.advantage is None else slope * loss_inputs.advantage
-        found |= strata.token_means(
-            known, saturation=slope, update_kl=slots.back(vocabulary.divergence(now, later)), mass_cut=rows.cut
+        found |= token_statistics.token_means(
+            known, saturation=slope, update_kl=slots.back(token_statistics.divergence(now, later)), mass_cut=rows.cut
         )
         found |= policy.churn(first, then, known)
         found |= policy.score_share(recomputed.entropy, weight**2, known)
