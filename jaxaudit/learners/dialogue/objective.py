@@ -1,7 +1,8 @@
-"""Which parts a learner on dialogues is made of: the structure of its program, as words."""
+"""The objective of dialogue learners: structural choices, which are compiled, and coefficients, which are data."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,29 +14,30 @@ from jaxaudit.learners.rl import settings as checks
 
 @struct.dataclass
 class Coefficients:
-    """Scalars: Python floats as a user writes them, float32 in a program (`jax.tree.map(jnp.float32, coefficients)`).
+    """The numbers of the objective: Python floats as a user writes them, float32 scalars in a program.
 
-    Those of parts that are not there are not read.
+    Other values share the same compiled program. A coefficient is read only if `ObjectiveConfig` has its term.
 
     Attributes:
-      clip_low, clip_high: how far below and above 1 a ratio may gain.
-      dual_clip: the largest ratio that counts where the advantage is negative; infinity for none.
+      clip_low, clip_high: how far below and above 1 the probability ratio may move before it is clipped.
+      dual_clip: the largest ratio that counts where the advantage is negative; infinity for no bound.
       kl_coefficient: weight of the KL, in the loss or in the reward.
       entropy_coefficient: weight of the entropy bonus.
       value_coefficient: weight of the value loss.
-      value_clip: how far a value may move from the old one.
-      gamma: discount of an own token.
+      value_clip: how far a value may move from the old value before it is clipped.
+      gamma: discount per response token.
       gae_lambda: lambda of the advantages.
-      gae_lambda_length: a row of l own tokens has the lambda max(0, 1 - 1 / (this l)) in the place of that.
-      covariance_share: the share of own tokens that are treated apart for their covariance.
+      gae_lambda_length: scale of the length-adaptive lambda, which a row of l response tokens has in the place of
+        `gae_lambda`: max(0, 1 - 1 / (gae_lambda_length * l)).
+      covariance_share: fraction of response tokens that Clip-Cov or KL-Cov selects.
       critic_lambda: lambda of the critic's targets.
-      std_epsilon: added to a group's standard deviation.
+      std_epsilon: number that is added to a group's standard deviation.
       tis_cap: the largest weight of truncated importance sampling.
-      mis_low, mis_high: the weights that masked importance sampling lets through.
+      mis_low, mis_high: bounds of the weights that masked importance sampling keeps.
       beta: scale of the implicit reward of a preference objective.
-      label_smoothing: probability that a pair is the wrong way round.
-      overlong_coefficient: weight of the penalty on long rows.
-      overlong_buffer: share of a response's longest length over which that penalty grows.
+      label_smoothing: probability that a preference label is wrong.
+      overlong_coefficient: weight of the penalty on overlong responses.
+      overlong_buffer: fraction of a response's largest length over which the penalty grows.
     """
 
     clip_low: Any = 0.2
@@ -60,9 +62,9 @@ class Coefficients:
     overlong_buffer: Any = 0.2
 
     def check(self) -> None:
-        """Raises ValueError, in one sentence, for the first number as written that makes no sense."""
+        """Raises ValueError, in one sentence, for the first coefficient that is out of range."""
         for name in ("gamma", "gae_lambda", "critic_lambda", "overlong_buffer", "clip_low", "covariance_share"):
-            self._demand(name, 0 <= getattr(self, name) <= 1, "lie in [0, 1]")
+            self._require(name, 0 <= getattr(self, name) <= 1, "lie in [0, 1]")
         for name in (
             "clip_high",
             "kl_coefficient",
@@ -71,16 +73,16 @@ class Coefficients:
             "std_epsilon",
             "gae_lambda_length",
         ):
-            self._demand(name, getattr(self, name) >= 0, "not be negative")
+            self._require(name, getattr(self, name) >= 0, "not be negative")
         for name in ("value_clip", "beta", "tis_cap"):
-            self._demand(name, getattr(self, name) > 0, "be positive")
-        self._demand("dual_clip", self.dual_clip > 1, "be above 1")
-        self._demand("label_smoothing", 0 <= self.label_smoothing < 0.5, "lie in [0, 0.5)")
-        self._demand("mis_low", 0 <= self.mis_low < self.mis_high, f"lie in [0, mis_high = {self.mis_high})")
+            self._require(name, getattr(self, name) > 0, "be positive")
+        self._require("dual_clip", self.dual_clip > 1, "be above 1")
+        self._require("label_smoothing", 0 <= self.label_smoothing < 0.5, "lie in [0, 0.5)")
+        self._require("mis_low", 0 <= self.mis_low < self.mis_high, f"lie in [0, mis_high = {self.mis_high})")
 
-    def _demand(self, name: str, met: bool, what: str) -> None:
-        if not met:
-            raise ValueError(f"{name} must {what}, not {getattr(self, name)}")
+    def _require(self, name: str, condition: bool, requirement: str) -> None:
+        if not condition:
+            raise ValueError(f"{name} must {requirement}, not {getattr(self, name)}")
 
 
 ADVANTAGES = ("gae", "group", "group_mean", "leave_one_out")
@@ -88,30 +90,31 @@ KLS = ("none", *loss_terms.KL_ESTIMATORS, "exact")
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The structural choices; numbers are `Coefficients`, which are data.
+class ObjectiveConfig:
+    """The structural choices of the objective, which decide what is compiled; its numbers are `Coefficients`.
 
     Attributes:
-      objective: "policy", or "preference" (DPO), of whose other parts only the reference matters.
-      advantage: "gae" (needs a critic), "group", "group_mean" or "leave_one_out".
-      whiten: token advantages to mean 0, variance 1 over an iteration's own tokens.
-      ratio: "token", "sequence_mean" or "sequence_sum".
-      correction: of a mismatch of sampler and trainer, "none", "tis" or "mis".
-      correction_level: "token", "sequence", or for mis "geometric".
+      objective: "policy", or "preference" (DPO), which reads none of the other choices but the reference.
+      advantage: advantage estimator: "gae" (which trains a critic), "group", "group_mean" or "leave_one_out".
+      whiten: whether token advantages are scaled to mean 0, variance 1 over an iteration's response tokens.
+      ratio: probability ratio: "token", "sequence_mean" or "sequence_sum".
+      correction: importance weights for a sampler that differs from the trainer: "none", "tis" or "mis".
+      correction_level: what has an importance weight: "token", "sequence", or for mis "geometric".
       aggregation: "token_minibatch", "token_iteration", "sequence" or "constant".
-      kl: estimator of KL(policy || reference), "k1", "k2", "k3" or "exact"; "none" for no such term.
-      kl_in: "loss", "reward" or "both".
-      kl_weight: in the loss, "none", "ratio" (unbiased off policy with k3) or "stopped_ratio" (with k2).
-      covariance: which tokens are treated apart whose advantage and log-probability vary together, of `covariance`:
-        "clip" takes some out of the gradient, "kl" adds the log-ratio of the highest to the loss; "none".
-      adaptive_lambda: a row's lambda follows its number of own tokens.
-      entropy: an entropy bonus.
-      clip_value: the value loss, too.
-      old: old log-probabilities are "recomputed" by the trainer or the "sampled" ones.
+      kl: estimator of KL(policy || reference), "k1", "k2", "k3" or "exact"; "none" for no KL term.
+      kl_in: where the KL is subtracted or added: "loss", "reward" or "both".
+      kl_weight: factor of the KL in the loss: "none", "ratio" (unbiased off policy with k3) or "stopped_ratio" (with
+        k2).
+      covariance: treatment of tokens by the covariance of their advantage and log-probability: "clip" (Clip-Cov) takes
+        some of them out of the gradient, "kl" (KL-Cov) adds the log-ratio of the highest to the loss; or "none".
+      adaptive_lambda: whether a row's lambda depends on its number of response tokens.
+      entropy_bonus: whether the loss has an entropy bonus.
+      clip_value: whether the value loss is clipped, too.
+      old_log_probability: where old log-probabilities come from: "recomputed" by the trainer, or as "sampled".
       reference: whether there is a reference policy.
-      overlong: the penalty on long rows is added to the score.
-      mask_truncated: rows that were cut off leave the loss and the baselines.
-      dynamic: rollout groups without signal are drawn anew, from a fixed surplus.
+      overlong_penalty: whether the penalty on overlong responses is added to the score.
+      mask_truncated: whether truncated rows are left out of the loss and the baselines.
+      dynamic_sampling: whether rollout groups without signal are replaced from a fixed surplus.
     """
 
     objective: str = "policy"
@@ -126,13 +129,13 @@ class Parts:
     kl_weight: str = "none"
     covariance: str = "none"
     adaptive_lambda: bool = False
-    entropy: bool = False
+    entropy_bonus: bool = False
     clip_value: bool = True
-    old: str = "recomputed"
+    old_log_probability: str = "recomputed"
     reference: bool = True
-    overlong: bool = False
+    overlong_penalty: bool = False
     mask_truncated: bool = False
-    dynamic: bool = False
+    dynamic_sampling: bool = False
 
     def __post_init__(self):
         checks.one_of(
@@ -146,70 +149,74 @@ class Parts:
             kl=KLS,
             kl_in=("loss", "reward", "both"),
             kl_weight=loss_terms.KL_WEIGHTS,
-            old=("recomputed", "sampled"),
+            old_log_probability=("recomputed", "sampled"),
             covariance=loss_terms.COVARIANCE_TREATMENTS,
         )
-        for wrong, why in self._misfits():
-            if wrong:
-                raise ValueError(why)
+        for conflict, message in self._conflicts():
+            if conflict:
+                raise ValueError(message)
 
-    def _misfits(self):
-        yield self.kl != "none" and not self.reference, f"kl = {self.kl!r} is measured from a reference, which is off"
+    def _conflicts(self) -> Iterator[tuple[bool, str]]:
+        yield (
+            self.kl != "none" and not self.reference,
+            f"kl = {self.kl!r} needs a reference policy, so reference must be True",
+        )
         yield (
             self.objective == "preference" and not self.reference,
-            "a preference objective compares with a reference, which is off",
+            "a preference objective needs a reference policy, so reference must be True",
         )
         yield (
             self.objective == "preference" and self.kl != "none",
-            f"a preference objective has its KL within it, so kl must be 'none', not {self.kl!r}",
+            f"a preference objective contains its own KL, so kl must be 'none', not {self.kl!r}",
         )
         yield (
-            self.objective == "preference" and (self.correction != "none" or self.entropy),
-            "a preference objective has no ratio and no entropy bonus, so correction must be 'none' and "
-            "entropy_coefficient 0",
+            self.objective == "preference" and (self.correction != "none" or self.entropy_bonus),
+            "a preference objective has no probability ratio and no entropy bonus, so correction must be 'none' and "
+            "entropy_coefficient must be 0",
         )
         yield (
-            self.correction != "none" and self.old == "sampled",
-            f"correction = {self.correction!r} weighs by recomputed over sampled probabilities, so "
+            self.correction != "none" and self.old_log_probability == "sampled",
+            f"correction = {self.correction!r} weighs tokens by recomputed over sampled probabilities, so "
             "old_log_probability must be 'recomputed', not 'sampled'",
         )
         yield (
             self.correction_level == "geometric" and self.correction != "mis",
-            f"correction_level = 'geometric' is a mask, so correction must be 'mis', not {self.correction!r}",
+            f"correction_level = 'geometric' only masks, so correction must be 'mis', not {self.correction!r}",
         )
         yield (
             self.kl_weight != "none" and (self.kl == "none" or self.kl_in != "loss"),
-            f"kl_weight = {self.kl_weight!r} is of a KL in the loss, and there is none",
+            f"kl_weight = {self.kl_weight!r} multiplies a KL in the loss, so kl must not be 'none' and kl_in must be "
+            f"'loss', not {self.kl!r} and {self.kl_in!r}",
         )
         yield (
             self.kl_weight != "none" and self.kl == "exact",
-            f"kl_weight = {self.kl_weight!r} is of an estimate from the token written, which kl = 'exact' is not",
+            f"kl_weight = {self.kl_weight!r} multiplies an estimate from the sampled token, so kl must not be 'exact'",
         )
         yield (
             self.covariance != "none" and (self.objective == "preference" or self.ratio != "token"),
-            f"covariance = {self.covariance!r} is of tokens, so objective must be 'policy' and ratio 'token'",
+            f"covariance = {self.covariance!r} selects single tokens, so objective must be 'policy' and ratio 'token'",
         )
         yield (
             self.adaptive_lambda and self.advantage != "gae",
-            f"gae_lambda_length is of a critic's advantages, so advantage must be 'gae', not {self.advantage!r}",
+            f"gae_lambda_length applies to a critic's advantages, so advantage must be 'gae', not {self.advantage!r}",
         )
         yield (
             self.whiten and self.advantage != "gae",
-            f"whiten is of a critic's token advantages, so advantage must be 'gae', not {self.advantage!r}",
+            f"whiten applies to a critic's token advantages, so advantage must be 'gae', not {self.advantage!r}",
         )
         yield (
             self.advantage == "gae" and self.ratio == "sequence_sum",
-            "ratio = 'sequence_sum' has one advantage for a row, so advantage must not be 'gae'",
+            "ratio = 'sequence_sum' needs one advantage per row, so advantage must not be 'gae'",
         )
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether a token's reward is less the KL's estimate."""
+        """Whether the KL estimate is subtracted from the tokens' rewards."""
         return self.kl != "none" and self.kl_in in ("reward", "both")
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the KL's estimate is a part of the loss."""
+        """Whether the KL is a term of the loss."""
         return self.kl != "none" and self.kl_in in ("loss", "both")
 
     @property
@@ -219,20 +226,20 @@ class Parts:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the objective asks for the reference's log-probabilities."""
+        """Whether the objective reads the reference's log-probabilities."""
         return self.objective == "preference" or self.kl != "none"
 
     @property
     def clips_ratio(self) -> bool:
-        """Whether the objective reads bounds of the probability ratio."""
+        """Whether the objective reads the bounds of the probability ratio."""
         return self.objective == "policy" and self.covariance != "kl"
 
     @property
-    def reads_sampled(self) -> bool:
-        """Whether the objective reads the log-probabilities that the sampler gave."""
-        return self.follows_sampler or (self.objective == "policy" and self.correction != "none")
+    def uses_rollout_log_prob(self) -> bool:
+        """Whether the objective reads the log-probabilities that the sampler returned."""
+        return self.old_log_prob_is_sampled or (self.objective == "policy" and self.correction != "none")
 
     @property
-    def follows_sampler(self) -> bool:
+    def old_log_prob_is_sampled(self) -> bool:
         """Whether ratios are relative to the sampler's log-probabilities."""
-        return self.objective == "policy" and self.old == "sampled"
+        return self.objective == "policy" and self.old_log_probability == "sampled"

@@ -1,4 +1,8 @@
-"""What an iteration's rows and updates tell: every channel of the table that is not of held-out rows."""
+"""Computes the statistics of an iteration: of its rows and updates, and of held-out rows.
+
+Held-out rows are undisturbed, and their prompts and samples are the same for all lanes and steps. The prompts are those
+that the dialogue holds out; a dialogue that is not split has no such prompts, and is measured on fixed ones.
+"""
 
 from __future__ import annotations
 
@@ -18,183 +22,191 @@ from jaxaudit.dialogues.automaton import AutomatonState
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue, has_changes, has_demonstrations
 from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
 from jaxaudit.learners.dialogue import advantages, demonstrations, loss_terms, policy_loss
-from jaxaudit.learners.dialogue.collection import Collector, Models, longest
+from jaxaudit.learners.dialogue.collection import POLICY, Collector, Experience, Models, max_response_tokens
 from jaxaudit.learners.dialogue.loss_terms import denominators
 from jaxaudit.learners.dialogue.network import Network
 from jaxaudit.learners.dialogue.policy_loss import Predictions
-from jaxaudit.learners.dialogue.rows import Experience, Rows
+from jaxaudit.learners.dialogue.rollout import Rows
 from jaxaudit.learners.dialogue.settings import DialogueSettings, Numbers
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, token_statistics
 from jaxaudit.learners.dialogue.telemetry.token_statistics import (
     Bigrams,
-    LastSeen,
-    Measured,
+    LastValues,
+    Statistic,
     Statistics,
     by_stratum,
+    defined,
     mean,
 )
 from jaxaudit.models import gpt2
 
 HELD_OUT_SEED = 0x4E1D
-"""Of the prompts and draws."""
+"""The seed of the held-out prompts and samples."""
 
 SHOWN_ROWS = 2
-"""Rows of a measurement that are kept to be read."""
+"""The number of held-out rows whose tokens are stored."""
 
 
 def measure_held_out(
     collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, experience: Experience
 ) -> Statistics:
-    """Samples held-out rows of a policy, and reads them.
+    """Samples held-out rows of a policy and computes their statistics.
 
-    In "full" telemetry half as many are greedy, and of a dialogue that changes prompts half as many have one token of
-    theirs changed and are rewarded for what they ask then; their prompts are the first of the others'.
+    In "full" telemetry further rows, half as many, are greedy. If the dialogue can change prompts, as many rows again
+    have one token of their prompt replaced and are rewarded by the changed prompt. Both use the first half of the
+    prompts.
 
     Args:
-      collector: samples.
-      models: after the last update.
+      collector: samples the rows.
+      models: parameters after the last update.
       dialogue: bound to its data.
       numbers: the settings that are data.
-      experience: the iteration's, which a critic's errors are compared with.
+      experience: what the iteration learned from; the critic's errors on it are compared with those on held-out rows.
     """
     settings, key, dialogue = collector.settings, jax.random.key(HELD_OUT_SEED), dialogue.held_out()
     count = settings.performance_rows
     if settings.telemetry == "basic":
-        rows = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, count)
+        rows = collector.sample_undisturbed(models.policy, models.base, dialogue, numbers, key, count)
         return performance_statistics(rows.gold)
     half, changes = max(count // 2, 1), has_changes(dialogue)
     total = count + (2 * half if changes else half)
 
-    def altered(begun: AutomatonState) -> AutomatonState:
+    def repeat_prompts(begun: AutomatonState) -> AutomatonState:
         first = jax.tree.map(lambda x: x[:half], begun)
         others = [first, change_prompts(dialogue, first, jax.random.fold_in(key, 1))] if changes else [first]
         return jax.tree.map(lambda x, *more: jnp.concatenate([x[:count], *more]), begun, *others)
 
     greedy = (jnp.arange(total) >= count) & (jnp.arange(total) < count + half)
-    found = collector.undisturbed(models.policy, models.base, dialogue, numbers, key, total, greedy, altered)
-    rows = jax.tree.map(lambda x: x[:count], found)
-    told = performance_statistics(rows.gold) | {
-        "greedy_success": _always_known(jnp.mean(found.gold[count : count + half])),
-        "shown_token": _always_known(rows.tokens[:SHOWN_ROWS]),
-        "shown_role": _always_known(rows.role[:SHOWN_ROWS]),
-        "shown_log_probability": _always_known(rows.log_probability[:SHOWN_ROWS]),
-        "shown_reward": _always_known(rows.gold[:SHOWN_ROWS]),
+    all_rows = collector.sample_undisturbed(
+        models.policy, models.base, dialogue, numbers, key, total, greedy, repeat_prompts
+    )
+    rows = jax.tree.map(lambda x: x[:count], all_rows)
+    statistics = performance_statistics(rows.gold) | {
+        "greedy_success": defined(jnp.mean(all_rows.gold[count : count + half])),
+        "shown_token": defined(rows.tokens[:SHOWN_ROWS]),
+        "shown_role": defined(rows.role[:SHOWN_ROWS]),
+        "shown_log_probability": defined(rows.log_prob[:SHOWN_ROWS]),
+        "shown_reward": defined(rows.gold[:SHOWN_ROWS]),
     }
     if changes:
-        told["changed_prompt_success"] = _always_known(jnp.mean(found.gold[count + half :]))
-    told |= representation_statistics(collector, models, rows)
+        statistics["changed_prompt_success"] = defined(jnp.mean(all_rows.gold[count + half :]))
+    statistics |= representation_statistics(collector, models, rows)
     if collector.critic is not None:
-        told |= held_out_critic_errors(collector, models, rows, numbers, experience)
+        statistics |= held_out_critic_errors(collector, models, rows, numbers, experience)
         if has_demonstrations(dialogue):
-            told |= held_out_critic_separation(collector, models, dialogue, numbers, half)
-    return told
+            statistics |= held_out_critic_separation(collector, models, dialogue, numbers, half)
+    return statistics
 
 
 def performance_statistics(gold: jax.Array) -> Statistics:
-    """The mean of `[N]`, and its standard error over rows."""
+    """Returns the mean of gold rewards `[N]`, and its standard error over rows."""
     error = jnp.std(gold, ddof=1) / jnp.sqrt(gold.size) if gold.size > 1 else jnp.zeros(())
-    return {PERFORMANCE: _always_known(jnp.mean(gold)), PERFORMANCE_ERROR: _always_known(error)}
+    return {PERFORMANCE: defined(jnp.mean(gold)), PERFORMANCE_ERROR: defined(error)}
 
 
 def change_prompts(dialogue: Dialogue, begun: AutomatonState, key: jax.Array) -> AutomatonState:
-    """Dialogues `[N]` of which nothing is written yet, each with one token of its prompt changed."""
+    """Returns N dialogues, of which nothing is written yet, each with one token of its prompt replaced."""
     keys = jax.random.split(key, begun.over.shape[0])
     state, queue = jax.vmap(dialogue.changed)(begun.state, begun.queue, keys)
     return dataclasses.replace(begun, state=state, queue=queue)
 
 
 def representation_statistics(collector: Collector, models: Models, rows: Rows) -> Statistics:
-    """Ranks of the hidden states of some own slots, less their mean, and how far they are from the initial policy's."""
-    slots = token_statistics.some(rows.own, token_statistics.LOOKED_AT)
-    there = slots.of(slots.known)
-    now, then = (
-        slots.of(collector.policy.hidden(params, models.base, rows)).astype(jnp.float32)
+    """Computes ranks of centred hidden states at selected response slots, and their distance from the initial policy's.
+
+    Returns:
+      effective_rank, stable_rank, and representation_drift (1 - linear CKA).
+    """
+    slots = token_statistics.select_slots(rows.response_mask, token_statistics.MAX_SELECTED_SLOTS)
+    mask = slots.gather(slots.mask)
+    hidden, initial_hidden = (
+        slots.gather(collector.policy.hidden(params, models.base, rows)).astype(jnp.float32)
         for params in (models.policy, models.initial)
     )
-    count = jnp.sum(there)
-    centre = jnp.sum(jnp.where(there[:, None], now, 0.0), axis=0) / jnp.maximum(count, 1)
-    spectrum = singular_values(jnp.where(there[:, None], now - centre, 0.0))
-    found = {
+    count = jnp.sum(mask)
+    centre = jnp.sum(jnp.where(mask[:, None], hidden, 0.0), axis=0) / jnp.maximum(count, 1)
+    spectrum = singular_values(jnp.where(mask[:, None], hidden - centre, 0.0))
+    values = {
         "effective_rank": effective_rank(spectrum),
         "stable_rank": stable_rank(spectrum),
-        "representation_drift": 1.0 - linear_cka(now, then, there),
+        "representation_drift": 1.0 - linear_cka(hidden, initial_hidden, mask),
     }
-    return {name: Measured(value, count > 1) for name, value in found.items()}
+    return {name: Statistic(value, count > 1) for name, value in values.items()}
 
 
 def held_out_critic_errors(
     collector: Collector, models: Models, rows: Rows, numbers: Numbers, experience: Experience
 ) -> Statistics:
-    """The updated critic's errors on the rows that it was updated on, and on held-out ones: against their returns."""
-    assert collector.critic is not None, "or there would be nothing to measure"
+    """Computes the updated critic's errors against returns, on the rows that it was trained on and on held-out ones."""
+    assert collector.critic is not None, "only a critic has errors"
     batch = experience.batch
-    collected = collector.critic.values(models.critic, models.base, batch.rows) - experience.recomputed.returns
-    held = collector.critic.values(models.critic, models.base, rows) - collector.returns(models, rows, numbers)
-    return policy.critic_errors(collected, batch.loss_inputs.loss_mask, held, rows.own & collector.kept(rows)[:, None])
+    values = collector.critic.values(models.critic, models.base, batch.rows)
+    collected = values - experience.trainer_outputs.returns
+    held_out = collector.critic.values(models.critic, models.base, rows) - collector.returns(models, rows, numbers)
+    held_out_mask = rows.response_mask & collector.row_mask(rows)[:, None]
+    return policy.critic_errors(collected, batch.loss_inputs.loss_mask, held_out, held_out_mask)
 
 
 def held_out_critic_separation(
     collector: Collector, models: Models, dialogue: Dialogue, numbers: Numbers, pairs: int
 ) -> Statistics:
-    """The critic's values of demonstrations, a right and a wrong one of each prompt, after their first other token."""
-    assert collector.critic is not None, "or there would be nothing to measure"
+    """Compares the critic's values of a right and a wrong demonstration of each prompt.
+
+    The values are those after the first token in which the two differ.
+    """
+    assert collector.critic is not None, "only a critic has values"
     keys = jax.random.split(jax.random.fold_in(jax.random.key(HELD_OUT_SEED), 2), pairs)
-    right = jnp.arange(2 * pairs) < pairs
-    shown = demonstrations.demonstrated(dialogue, jnp.concatenate([keys, keys]), numbers.difficulty, right)
-    good, bad = shown.tokens[:pairs], shown.tokens[pairs:]
-    slot = jnp.argmax(good != bad, axis=1)[:, None]
-    told = collector.critic.scalars(models.critic, models.base, shown)
-    after_good, after_bad = (jnp.take_along_axis(x, slot, axis=1)[:, 0] for x in (told[:pairs], told[pairs:]))
-    return policy.separation(after_good, after_bad, jnp.any(good != bad, axis=1))
+    is_right = jnp.arange(2 * pairs) < pairs
+    rows = demonstrations.demonstrate(dialogue, jnp.concatenate([keys, keys]), numbers.difficulty, is_right)
+    right, wrong = rows.tokens[:pairs], rows.tokens[pairs:]
+    slot = jnp.argmax(right != wrong, axis=1)[:, None]
+    values = collector.critic.head_outputs(models.critic, models.base, rows)
+    after_right, after_wrong = (jnp.take_along_axis(x, slot, axis=1)[:, 0] for x in (values[:pairs], values[pairs:]))
+    return policy.separation(after_right, after_wrong, jnp.any(right != wrong, axis=1))
 
 
 def measure_held_out_when_due(
     collector: Collector,
-    latest: LastSeen,
+    last_values: LastValues,
     models: Models,
     dialogue: Dialogue,
     numbers: Numbers,
     experience: Experience,
     taps: Taps,
-) -> tuple[LastSeen, dict[str, jax.Array]]:
-    """`measure` at the learner's cadence, and between the latest again."""
+) -> tuple[LastValues, dict[str, jax.Array]]:
+    """Returns last values and channels of `measure_held_out` every `performance_every` steps, else the last values."""
 
-    def now() -> tuple[LastSeen, dict[str, jax.Array]]:
-        return latest.update(measure_held_out(collector, models, dialogue, numbers, experience))
+    def measure() -> tuple[LastValues, dict[str, jax.Array]]:
+        return last_values.update(measure_held_out(collector, models, dialogue, numbers, experience))
 
     every = collector.settings.performance_every
     if every == 1:
-        return now()
+        return measure()
     due = (jnp.asarray(taps.step) + 1) % every == 0
-    return jax.lax.cond(due, now, lambda: (latest, latest.values))
+    return jax.lax.cond(due, measure, lambda: (last_values, last_values.values))
 
 
-def _always_known(value: Any) -> Measured:
-    return Measured(value, jnp.asarray(1))
+LOSS_CHANNELS = ("loss", "value_loss", "correction_mean", "correction_zero", "ratio_mean", "kl_loss")
+"""Metrics of the loss that are channels under the same name."""
 
-
-POLICY = "policy"
-
-ALONE = ("loss", "value_loss", "correction_mean", "correction_zero", "ratio_mean", "kl_loss")
-"""Parts of the loss that are channels by their own names."""
-
-RENAMED = {
+RENAMED_LOSS_CHANNELS = {
     "approx_kl": "old_kl",
     "dual_clip_fraction": "clip_dual",
     "value_clip_fraction": "value_clipped",
     "pair_margin": "margin",
     "pair_accuracy": "preference_accuracy",
 }
-"""Those that are channels by other names."""
+"""Metrics of the loss that are channels under another name: the metric's name by the channel's."""
 
 
 @struct.dataclass
-class Tokens:
-    """What is looked at of a minibatch's tokens, `[n, T]`; None where it is not.
+class TokenRecords:
+    """What is recorded of a minibatch's tokens, `[n, T]`.
 
     Attributes:
-      log_ratio: before clipping.
-      weight: with which a token's score enters the gradient, see `policy_loss.weights`.
+      log_ratio: log probability ratio before clipping.
+      weight: absolute weight of each token's score in the policy gradient, see `policy_loss.score_weights`; None in
+        "basic" telemetry.
     """
 
     log_ratio: Any
@@ -203,23 +215,23 @@ class Tokens:
 
 @struct.dataclass
 class UpdateStats:
-    """What the updates of an iteration tell, `[epochs, minibatches, ...]`.
+    """What is recorded of an iteration's updates, `[epochs, minibatches, ...]`.
 
     Attributes:
-      rows: int32, which rows each was of, `[..., n]`.
-      tokens: of each, `[..., n, T]`; None of a preference objective.
-      told: what the loss is made of, by name.
-      done: what the optimizer did, by label.
-      layers: the policy's gradient norms by layer, `[..., layers]`, in "full" telemetry; else None.
-      squares: squared norms of the policy's gradients by SOURCES, `[..., 2]`; None where they are not told apart.
-      coherence: `CoherenceSum` of the policy's gradients; None of a single update.
-      summed_squares: squared norms of the sums of these gradients over all updates, `[2]`; likewise.
+      rows: indices of each minibatch's n rows, int32 `[..., n]`.
+      tokens: records of their tokens, `[..., n, T]`; None for a preference objective.
+      metrics: metrics of the loss, by name.
+      optimizer: statistics of the optimizers, by label.
+      layers: the policy's gradient norms by layer, `[..., layers]`; None in "basic" telemetry.
+      squares: squared norms of the policy's gradients by `SOURCES`, `[..., 2]`; None if they are not measured.
+      coherence: `CoherenceSum` of the policy's gradients over all updates.
+      summed_squares: squared norms of the gradients by `SOURCES` summed over all updates, `[2]`; None as `squares`.
     """
 
     rows: Any
-    tokens: Tokens | None
-    told: dict[str, Any]
-    done: dict[str, OptimizerStats]
+    tokens: TokenRecords | None
+    metrics: dict[str, Any]
+    optimizer: dict[str, OptimizerStats]
     layers: Any
     squares: Any
     coherence: Any = None
@@ -228,12 +240,12 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class Instruments:
-    """Reads an iteration.
+    """Computes the statistics of an iteration's rows and updates.
 
     Attributes:
-      dialogue: without its arrays.
-      settings: their `structure`.
-      policy: its network.
+      dialogue: the dialogue without its arrays, which are data.
+      settings: the settings' `structure`.
+      policy: the policy's network.
     """
 
     dialogue: Dialogue
@@ -242,177 +254,192 @@ class Instruments:
 
     @property
     def full(self) -> bool:
+        """Whether telemetry is "full" and not "basic"."""
         return self.settings.telemetry == "full"
 
-    def masks(self, role: jax.Array, own: jax.Array) -> jax.Array:
-        """The strata of own tokens, bool `[S, N, T]`."""
+    def masks(self, role: jax.Array, response_mask: jax.Array) -> jax.Array:
+        """Returns the strata of response tokens, bool `[S, N, T]`."""
         if not self.dialogue.result_tokens:
-            return token_statistics.strata_of(own)
-        return token_statistics.strata_of(own, role == TOOL, self.settings.tool_window)
+            return token_statistics.strata_masks(response_mask)
+        return token_statistics.strata_masks(response_mask, role == TOOL, self.settings.tool_window)
 
-    def read(
+    def measure(
         self,
         before: Models,
         after: Models,
         scales: Mapping[str, rewards.Scale],
         results: Bigrams | None,
         experience: Experience,
-        visited: UpdateStats,
+        updates: UpdateStats,
     ) -> Statistics:
-        """All statistics of an iteration.
+        """Computes all statistics of an iteration's rows and updates.
 
         Args:
-          before, after: the models before the first update and after the last.
-          scales: of rewards, as `rewards.reward_statistics` takes them.
-          results: what tools said before the first iteration; None without tools, or in "basic" telemetry.
-          experience: what was learned from.
-          visited: what the updates told.
+          before, after: models before the first update and after the last.
+          scales: scales of rewards, as `rewards.reward_statistics` takes them.
+          results: bigrams of tools' results before the first iteration; None without tools, or in "basic" telemetry.
+          experience: what the iteration learned from.
+          updates: what was recorded of the updates.
         """
         base = before.base
-        later = self.policy.hidden(after.policy, base, experience.batch.rows) if self.full else None
-        found = self.of_rows(scales, experience) | self.of_updates(visited)
-        found |= self.of_tokens(before.policy, after.policy, before.reference, base, experience, later)
+        rows, loss_inputs, outputs = experience.batch.rows, experience.batch.loss_inputs, experience.trainer_outputs
+        hidden_after = self.policy.hidden(after.policy, base, rows) if self.full else None
+        statistics = self.row_statistics(scales, experience) | self.update_statistics(updates)
+        statistics |= self.policy_statistics(before, after, experience, hidden_after)
         if self.settings.objective == "policy":
-            found |= self.of_ratios(self.policy.whole(after.policy, base), experience, visited, later)
-        loss_inputs, rows = experience.batch.loss_inputs, experience.batch.rows
-        if loss_inputs.value is not None:
-            found |= policy.value_statistics(loss_inputs.value, loss_inputs.target, loss_inputs.loss_mask)
-            reward = advantages.terminal(experience.recomputed.score, loss_inputs.loss_mask)
-            scored = advantages.discounted_sum(reward, loss_inputs.loss_mask, experience.coefficients.gamma)
-            found |= policy.of_scores(loss_inputs.value, scored, loss_inputs.loss_mask)
+            params = self.policy.transformer_params(after.policy, base)
+            statistics |= self.ratio_statistics(params, experience, updates, hidden_after)
+        loss_mask, value = loss_inputs.loss_mask, loss_inputs.old_value
+        if value is not None:
+            statistics |= policy.value_statistics(value, loss_inputs.value_target, loss_mask)
+            reward = advantages.terminal_reward(outputs.score, loss_mask)
+            score_returns = advantages.discounted_sum(reward, loss_mask, experience.coefficients.gamma)
+            statistics |= policy.score_value_statistics(value, score_returns, loss_mask)
             if self.full:
-                found |= policy.correlation_by_distance(
-                    loss_inputs.value, experience.recomputed.returns, loss_inputs.loss_mask
-                )
+                statistics |= policy.correlation_by_distance(value, outputs.returns, loss_mask)
         if results is not None:
-            found |= policy.unfamiliarity(loss_inputs.reference, results.log_probability(rows), rows.role == TOOL)
-        return found
+            statistics |= policy.unfamiliarity(loss_inputs.ref_log_prob, results.log_prob(rows), rows.role == TOOL)
+        return statistics
 
-    def of_rows(self, scales: Mapping[str, rewards.Scale], experience: Experience) -> Statistics:
-        """Returns statistics of all rows that were sampled, also of those that nothing is learned from."""
-        drawn = experience.drawn
-        rows, gold = drawn.rows, drawn.rows.gold
+    def row_statistics(self, scales: Mapping[str, rewards.Scale], experience: Experience) -> Statistics:
+        """Computes statistics of all sampled rows, whether they are trained on or not."""
+        rollout = experience.rollout
+        rows, gold = rollout.rows, rollout.rows.gold
         groups = (-1, self.settings.group_size)
-        everything = jnp.ones_like(drawn.kept)
-        prompts = jnp.ones(everything.size // self.settings.group_size, bool)
+        all_rows = jnp.ones_like(rollout.row_mask)
+        all_prompts = jnp.ones(all_rows.size // self.settings.group_size, bool)
         parts = {name: value for name, value in rows.rewards.items() if name != GOLD}
-        found = rewards.reward_statistics(gold, drawn.reward, parts, everything, scales)
-        found |= rewards.success_statistics((gold >= 1.0).reshape(groups), prompts)
-        found |= rewards.group_statistics(drawn.reward.reshape(groups), prompts)
-        found |= rewards.length_statistics(rows.own, rows.calls, rows.truncated, everything)
+        statistics = rewards.reward_statistics(gold, rollout.reward, parts, all_rows, scales)
+        statistics |= rewards.success_statistics((gold >= 1.0).reshape(groups), all_prompts)
+        statistics |= rewards.group_statistics(rollout.reward.reshape(groups), all_prompts)
+        statistics |= rewards.length_statistics(rows.response_mask, rows.calls, rows.truncated, all_rows)
         if self.settings.reward == "learned":
-            found |= rewards.order(drawn.scored.reshape(groups), gold.reshape(groups))
-        return found
+            statistics |= rewards.order(rollout.undisturbed_reward.reshape(groups), gold.reshape(groups))
+        return statistics
 
-    def of_tokens(
-        self, before: Any, after: Any, reference: Any, base: Any, experience: Experience, later_hidden: Any
+    def policy_statistics(
+        self, before: Models, after: Models, experience: Experience, hidden_after: jax.Array | None
     ) -> Statistics:
-        """Returns statistics of the policy on the rows learned from, before the first update and, with `later_hidden`,
-        after the last.
-        """
-        rows, loss_inputs, recomputed = experience.batch.rows, experience.batch.loss_inputs, experience.recomputed
-        masks = self.masks(rows.role, rows.own)
-        counts = token_statistics.counts_of(masks)
-        entropy = rows.entropy if self.settings.parts.follows_sampler else recomputed.entropy
-        found = token_statistics.token_means(masks, entropy=entropy)
-        if self.dialogue.result_tokens:
-            first = token_statistics.soon_after(rows.role == TOOL, rows.own, 1)
-            found["entropy_after_result"] = Measured(mean(entropy, first), jnp.sum(first))
-        found["own_tokens"] = Measured(counts, jnp.ones_like(counts))
-        slots = token_statistics.slots_of(rows.own, self.dialogue.vocabulary)
-        known = masks & slots.known
+        """Computes statistics of the policy on the training rows, before the first update and after the last.
 
-        def logs(params: Any, hidden: jax.Array) -> jax.Array:
-            embedding = gpt2.embedding(self.policy.whole(params, base))
+        `hidden_after` are the hidden states after the last update, which "full" telemetry alone reads.
+        """
+        rows, loss_inputs, outputs = experience.batch.rows, experience.batch.loss_inputs, experience.trainer_outputs
+        masks = self.masks(rows.role, rows.response_mask)
+        counts = token_statistics.counts_of(masks)
+        is_sampled = self.settings.objective_config.old_log_prob_is_sampled
+        entropy = rows.entropy if is_sampled else outputs.entropy
+        statistics = token_statistics.token_means(masks, entropy=entropy)
+        if self.dialogue.result_tokens:
+            first = token_statistics.soon_after(rows.role == TOOL, rows.response_mask, 1)
+            statistics["entropy_after_result"] = Statistic(mean(entropy, first), jnp.sum(first))
+        statistics["own_tokens"] = Statistic(counts, jnp.ones_like(counts))
+        slots = token_statistics.select_distribution_slots(rows.response_mask, self.dialogue.vocabulary)
+        selected_masks = masks & slots.mask
+
+        def log_distributions(params: Any, hidden: jax.Array) -> jax.Array:
+            embedding = gpt2.embedding(self.policy.transformer_params(params, before.base))
             return token_statistics.log_distributions(hidden, embedding, experience.temperature, slots)
 
-        if recomputed.reference_hidden is None:
-            return found
-        now = logs(before, recomputed.hidden)
-        exact = slots.back(token_statistics.divergence(now, logs(reference, recomputed.reference_hidden)))
+        if outputs.ref_hidden is None:
+            return statistics
+        log_probs = log_distributions(before.policy, outputs.hidden)
+        ref_log_probs = log_distributions(before.reference, outputs.ref_hidden)
+        exact_kl = slots.scatter(token_statistics.kl_divergence(log_probs, ref_log_probs))
         if not self.full:
-            return found | {"kl": by_stratum(mean, known, exact)}
-        found |= policy.reference_statistics(recomputed.log_probability, loss_inputs.reference, exact, masks)
-        found |= {"kl": by_stratum(mean, known, exact), "kl_largest": by_stratum(policy.largest, known, exact)}
-        later = logs(after, later_hidden)
-        first, then = (slots.back(jnp.argmax(x, axis=-1)) for x in (now, later))
-        collision = slots.back(jnp.sum(jnp.exp(2 * now), axis=-1))
-        slope = policy.saturation(recomputed.log_probability, collision)
-        weight = slope if loss_inputs.advantage is None else slope * loss_inputs.advantage
-        found |= token_statistics.token_means(
-            known, saturation=slope, update_kl=slots.back(token_statistics.divergence(now, later)), mass_cut=rows.cut
+            return statistics | {"kl": by_stratum(mean, selected_masks, exact_kl)}
+        statistics |= policy.reference_statistics(outputs.log_prob, loss_inputs.ref_log_prob, exact_kl, masks)
+        statistics |= {
+            "kl": by_stratum(mean, selected_masks, exact_kl),
+            "kl_largest": by_stratum(policy.largest, selected_masks, exact_kl),
+        }
+        log_probs_after = log_distributions(after.policy, hidden_after)
+        greedy, greedy_after = (slots.scatter(jnp.argmax(x, axis=-1)) for x in (log_probs, log_probs_after))
+        collision = slots.scatter(jnp.sum(jnp.exp(2 * log_probs), axis=-1))
+        saturation = policy.saturation(outputs.log_prob, collision)
+        score = saturation if loss_inputs.advantages is None else saturation * loss_inputs.advantages
+        statistics |= token_statistics.token_means(
+            selected_masks,
+            saturation=saturation,
+            update_kl=slots.scatter(token_statistics.kl_divergence(log_probs, log_probs_after)),
+            mass_cut=rows.mass_cut,
         )
-        found |= policy.churn(first, then, known)
-        found |= policy.score_share(recomputed.entropy, weight**2, known)
+        statistics |= policy.churn(greedy, greedy_after, selected_masks)
+        statistics |= policy.score_share(outputs.entropy, score**2, selected_masks)
         if self.settings.objective == "policy" or self.settings.online:
-            found |= policy.mismatch(loss_inputs.sampled, recomputed.log_probability, masks)
-        return found
+            statistics |= policy.mismatch(loss_inputs.rollout_log_prob, outputs.log_prob, masks)
+        return statistics
 
-    def of_ratios(self, whole: Any, experience: Experience, visited: UpdateStats, later_hidden: Any) -> Statistics:
-        """Returns statistics of the ratios in all minibatches and, with `later_hidden`, of all rows after the last
-        update.
+    def ratio_statistics(
+        self, transformer_params: Any, experience: Experience, updates: UpdateStats, hidden_after: jax.Array | None
+    ) -> Statistics:
+        """Computes statistics of the probability ratios in all minibatches and of all rows after the last update.
+
+        `hidden_after` are the hidden states after the last update, which "full" telemetry alone reads.
         """
         rows, loss_inputs, coefficients = experience.batch.rows, experience.batch.loss_inputs, experience.coefficients
-        masks = self.masks(rows.role, loss_inputs.loss_mask)
+        loss_mask = loss_inputs.loss_mask
+        masks = self.masks(rows.role, loss_mask)
         clip = jnp.stack([coefficients.clip_low, coefficients.clip_high])
-        index = visited.rows.reshape(-1)
-        assert visited.tokens is not None, "a policy objective has ratios"
-        log_ratio = visited.tokens.log_ratio.reshape(-1, masks.shape[-1])
+        index = updates.rows.reshape(-1)
+        assert updates.tokens is not None, "a policy objective has ratios"
+        log_ratio = updates.tokens.log_ratio.reshape(-1, masks.shape[-1])
         if not self.full:
-            low_high = policy.clip_fraction(log_ratio, loss_inputs.advantage[index], clip, masks[:, index])
-            return {
-                name: Measured(statistic.value[:, None], statistic.count[:, None])
-                for name, statistic in low_high.items()
-            }
-        new = self.policy.log_prob_and_entropy(later_hidden, whole, rows, experience.temperature)[0]
-        new, old = (jnp.where(loss_inputs.loss_mask, x, 0.0) for x in (new, loss_inputs.old))
-        last = jnp.broadcast_to(
-            loss_terms.RATIOS[self.settings.ratio](new, old, loss_inputs.loss_mask), loss_inputs.loss_mask.shape
+            statistics = policy.clip_fraction(log_ratio, loss_inputs.advantages[index], clip, masks[:, index])
+            return {name: Statistic(x.value[:, None], x.count[:, None]) for name, x in statistics.items()}
+        log_prob = self.policy.log_prob_and_entropy_from_hidden(
+            hidden_after, transformer_params, rows, experience.temperature
+        )[0]
+        log_prob, old_log_prob = (jnp.where(loss_mask, x, 0.0) for x in (log_prob, loss_inputs.old_log_prob))
+        ratio = loss_terms.RATIOS[self.settings.ratio]
+        log_ratio_after = jnp.broadcast_to(ratio(log_prob, old_log_prob, loss_mask), loss_mask.shape)
+        counts = denominators(loss_mask, max_response_tokens(self.dialogue))
+        config = self.settings.objective_config
+        weight_after = policy_loss.score_weights(config, coefficients, Predictions(log_prob), loss_inputs, counts)
+        weight = updates.tokens.weight.reshape(log_ratio.shape)
+        # Rows after the last update are repeated to the number of visited rows, so that one program serves both.
+        epochs = self.settings.epochs
+        log_ratio_after, weight_after = (jnp.tile(x, (epochs, 1)) for x in (log_ratio_after, weight_after))
+        all_rows = jnp.tile(jnp.arange(loss_mask.shape[0]), epochs)
+
+        def statistics_of(log_ratio: jax.Array, weight: jax.Array, index: jax.Array) -> Statistics:
+            return policy.ratio_statistics(log_ratio, loss_inputs.advantages[index], weight, clip, masks[:, index])
+
+        both = jax.vmap(statistics_of)(
+            jnp.stack([log_ratio, log_ratio_after]), jnp.stack([weight, weight_after]), jnp.stack([index, all_rows])
         )
-        counts = denominators(loss_inputs.loss_mask, longest(self.dialogue))
-        weight = policy_loss.weights(self.settings.parts, coefficients, Predictions(new), loss_inputs, counts)
-        visited_weight = visited.tokens.weight.reshape(log_ratio.shape)
-        # Both moments are of one length, so that one program serves both.
-        last, weight = (jnp.tile(x, (self.settings.epochs, 1)) for x in (last, weight))
-        every = jnp.tile(jnp.arange(loss_inputs.loss_mask.shape[0]), self.settings.epochs)
+        return policy.moments_last(both)
 
-        def one(log_ratio: jax.Array, weight: jax.Array, index: jax.Array) -> Statistics:
-            return policy.ratio_statistics(log_ratio, loss_inputs.advantage[index], weight, clip, masks[:, index])
-
-        both = jax.vmap(one)(
-            jnp.stack([log_ratio, last]), jnp.stack([visited_weight, weight]), jnp.stack([index, every])
-        )
-        return policy.at_moments(both)
-
-    def of_updates(self, visited: UpdateStats) -> Statistics:
-        """Returns statistics of losses, gradients and updates; an update without a gradient has no direction."""
-        done, told = visited.done[POLICY], visited.told
-        there = jnp.asarray(1)
-        norms, moved = done.gradient_norm, done.gradient_norm != 0
-        count = jnp.sum(moved)
-        found = {name: Measured(jnp.mean(told[name]), there) for name in ALONE if name in told}
-        found |= {name: Measured(jnp.mean(told[part]), there) for name, part in RENAMED.items() if part in told}
-        found |= {
-            "gradient_norm": Measured(jnp.mean(norms), there),
-            "x_grad": Measured(visited.coherence.mean_pairwise_cosine(), visited.coherence.nonzero > 1),
-            "x_mem": Measured(mean(done.persistence, moved), count),
-            "x_used": Measured(mean(done.used, moved), count),
-            "learning_rate": Measured(jnp.mean(done.learning_rate), there),
-            "clipped_fraction": Measured(jnp.mean(done.clipped), there),
+    def update_statistics(self, updates: UpdateStats) -> Statistics:
+        """Computes statistics of losses, gradients and updates; an update with a zero gradient has no direction."""
+        stats, metrics = updates.optimizer[POLICY], updates.metrics
+        norms, is_nonzero = stats.gradient_norm, stats.gradient_norm != 0
+        count = jnp.sum(is_nonzero)
+        channels = {name: name for name in LOSS_CHANNELS} | RENAMED_LOSS_CHANNELS
+        statistics = {
+            name: defined(jnp.mean(metrics[metric])) for name, metric in channels.items() if metric in metrics
         }
-        for label, other in visited.done.items():
+        statistics |= {
+            "gradient_norm": defined(jnp.mean(norms)),
+            "x_grad": Statistic(updates.coherence.mean_pairwise_cosine(), updates.coherence.nonzero > 1),
+            "x_mem": Statistic(mean(stats.persistence, is_nonzero), count),
+            "x_used": Statistic(mean(stats.used, is_nonzero), count),
+            "learning_rate": defined(jnp.mean(stats.learning_rate)),
+            "clipped_fraction": defined(jnp.mean(stats.clipped)),
+        }
+        for label, other in updates.optimizer.items():
             if label != POLICY:
-                found[f"{label}_gradient_norm"] = Measured(jnp.mean(other.gradient_norm), there)
+                statistics[f"{label}_gradient_norm"] = defined(jnp.mean(other.gradient_norm))
         if self.full:
-            logs = jnp.log(jnp.where(moved, norms, 1.0))
-            spread = jnp.sqrt(mean((logs - mean(logs, moved)) ** 2, moved))
-            found["gradient_norm_spread"] = Measured(spread, count)
-            found["layer_gradient_norm"] = Measured(jnp.mean(visited.layers, axis=(0, 1)), there)
-        if visited.squares is not None:
-            squares = jnp.mean(visited.squares, axis=(0, 1))
-            updates = norms.size
-            # The trace of a sample's covariance, E |g|^2 - |E g|^2, which rounding may leave below 0 of equal ones.
-            variance = jnp.maximum(squares - visited.summed_squares / updates**2, 0) * updates / max(updates - 1, 1)
-            found["source_gradient_norm"] = Measured(jnp.mean(jnp.sqrt(visited.squares), axis=(0, 1)), there)
-            found["source_gradient_variance"] = Measured(variance, there)
-        return found
+            log_norms = jnp.log(jnp.where(is_nonzero, norms, 1.0))
+            spread = jnp.sqrt(mean((log_norms - mean(log_norms, is_nonzero)) ** 2, is_nonzero))
+            statistics["gradient_norm_spread"] = Statistic(spread, count)
+            statistics["layer_gradient_norm"] = defined(jnp.mean(updates.layers, axis=(0, 1)))
+        if updates.squares is not None:
+            squares = jnp.mean(updates.squares, axis=(0, 1))
+            n = norms.size
+            # The trace of the sample covariance, E |g|^2 - |E g|^2; rounding may leave equal gradients below 0.
+            variance = jnp.maximum(squares - updates.summed_squares / n**2, 0) * n / max(n - 1, 1)
+            statistics["source_gradient_norm"] = defined(jnp.mean(jnp.sqrt(updates.squares), axis=(0, 1)))
+            statistics["source_gradient_variance"] = defined(variance)
+        return statistics
