@@ -135,7 +135,8 @@ def test_corrections_are_trl_s(case, trl):
     )
     own = jnp.asarray(trl["own"])
     bounds = {"tis_token": (1.3,), "tis_sequence": (1.3,), "mis_token": (0.7, 1.3), "mis_sequence": (0.5, 2.0)}[case]
-    weight = getattr(loss_terms, kind)(old - sampled, own, *bounds, level)
+    function = {"tis": loss_terms.truncated_importance_weight, "mis": loss_terms.masked_importance_weight}[kind]
+    weight = function(old - sampled, own, *bounds, level)
     wanted = np.broadcast_to(trl[f"{case}.weight"], own.shape)
     np.testing.assert_allclose(weight, np.where(own, wanted, 0), **EXACT)
 

@@ -105,8 +105,9 @@ def warm_start_policy(
             return jax.tree.map(lambda new, old: jnp.where(due, new, old), after, carry), None
 
         keys = jax.random.split(update_key, UPDATES_PER_CHECK)
-        carry, _ = jax.lax.scan(update_if_due, (params, moments), (keys, jnp.arange(UPDATES_PER_CHECK)))
-        return (*carry, success), None
+        turns = keys, jnp.arange(UPDATES_PER_CHECK)
+        (params, moments), _ = jax.lax.scan(update_if_due, (params, moments), turns)
+        return (params, moments, success), None
 
     checks = -(-updates // UPDATES_PER_CHECK) + 1  # after the last check no update is due
     initial = params, adam.init(params), jnp.float32(-1.0)

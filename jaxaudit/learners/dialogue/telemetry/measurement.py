@@ -317,9 +317,7 @@ class Instruments:
             statistics |= rewards.order(rollout.undisturbed_reward.reshape(groups), gold.reshape(groups))
         return statistics
 
-    def policy_statistics(
-        self, before: Models, after: Models, experience: Experience, hidden_after: jax.Array | None
-    ) -> Statistics:
+    def policy_statistics(self, before: Models, after: Models, experience: Experience, hidden_after: Any) -> Statistics:
         """Computes statistics of the policy on the training rows, before the first update and after the last.
 
         `hidden_after` are the hidden states after the last update, which "full" telemetry alone reads.
@@ -371,7 +369,7 @@ class Instruments:
         return statistics
 
     def ratio_statistics(
-        self, transformer_params: Any, experience: Experience, updates: UpdateStats, hidden_after: jax.Array | None
+        self, transformer_params: Any, experience: Experience, updates: UpdateStats, hidden_after: Any
     ) -> Statistics:
         """Computes statistics of the probability ratios in all minibatches and of all rows after the last update.
 
@@ -413,33 +411,34 @@ class Instruments:
     def update_statistics(self, updates: UpdateStats) -> Statistics:
         """Computes statistics of losses, gradients and updates; an update with a zero gradient has no direction."""
         stats, metrics = updates.optimizer[POLICY], updates.metrics
+        one = jnp.asarray(1)  # the count of statistics that are always defined
         norms, is_nonzero = stats.gradient_norm, stats.gradient_norm != 0
         count = jnp.sum(is_nonzero)
         channels = {name: name for name in LOSS_CHANNELS} | RENAMED_LOSS_CHANNELS
         statistics = {
-            name: defined(jnp.mean(metrics[metric])) for name, metric in channels.items() if metric in metrics
+            name: Statistic(jnp.mean(metrics[metric]), one) for name, metric in channels.items() if metric in metrics
         }
         statistics |= {
-            "gradient_norm": defined(jnp.mean(norms)),
+            "gradient_norm": Statistic(jnp.mean(norms), one),
             "x_grad": Statistic(updates.coherence.mean_pairwise_cosine(), updates.coherence.nonzero > 1),
             "x_mem": Statistic(mean(stats.persistence, is_nonzero), count),
             "x_used": Statistic(mean(stats.used, is_nonzero), count),
-            "learning_rate": defined(jnp.mean(stats.learning_rate)),
-            "clipped_fraction": defined(jnp.mean(stats.clipped)),
+            "learning_rate": Statistic(jnp.mean(stats.learning_rate), one),
+            "clipped_fraction": Statistic(jnp.mean(stats.clipped), one),
         }
         for label, other in updates.optimizer.items():
             if label != POLICY:
-                statistics[f"{label}_gradient_norm"] = defined(jnp.mean(other.gradient_norm))
+                statistics[f"{label}_gradient_norm"] = Statistic(jnp.mean(other.gradient_norm), one)
         if self.full:
             log_norms = jnp.log(jnp.where(is_nonzero, norms, 1.0))
             spread = jnp.sqrt(mean((log_norms - mean(log_norms, is_nonzero)) ** 2, is_nonzero))
             statistics["gradient_norm_spread"] = Statistic(spread, count)
-            statistics["layer_gradient_norm"] = defined(jnp.mean(updates.layers, axis=(0, 1)))
+            statistics["layer_gradient_norm"] = Statistic(jnp.mean(updates.layers, axis=(0, 1)), one)
         if updates.squares is not None:
             squares = jnp.mean(updates.squares, axis=(0, 1))
             n = norms.size
             # The trace of the sample covariance, E |g|^2 - |E g|^2; rounding may leave equal gradients below 0.
             variance = jnp.maximum(squares - updates.summed_squares / n**2, 0) * n / max(n - 1, 1)
-            statistics["source_gradient_norm"] = defined(jnp.mean(jnp.sqrt(updates.squares), axis=(0, 1)))
-            statistics["source_gradient_variance"] = defined(variance)
+            statistics["source_gradient_norm"] = Statistic(jnp.mean(jnp.sqrt(updates.squares), axis=(0, 1)), one)
+            statistics["source_gradient_variance"] = Statistic(variance, one)
         return statistics
