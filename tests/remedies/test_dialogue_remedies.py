@@ -961,7 +961,7 @@ REFUSED = [
     ("dpo", "kl_in_reward", "'kl_in_reward': a preference objective contains its own KL"),
     ("dpo", "kl_in_both", "'kl_in_both': a preference objective contains its own KL"),
     ("dpo", "kl_off_policy", "'kl_off_policy': a preference objective contains its own KL"),
-    ("dpo", "truncated_importance", "'truncated_importance': a preference objective has no ratio"),
+    ("dpo", "truncated_importance", "'truncated_importance': a preference objective has no probability ratio"),
     ("dpo", "adaptive_entropy", "'adaptive_entropy': a preference objective has no .* entropy bonus"),
     ("grpo", "decoupled_lambda", "'decoupled_lambda' acts at site 'critic_lambda', which the learner does not tap"),
     ("dpo", "target_kl_stop", "'target_kl_stop' needs approximate_kl at 'guard'"),

@@ -79,8 +79,8 @@ def gae(
         return carry, jnp.where(is_response, advantage, 0)
 
     zeros = jnp.zeros_like(value[:, 0])
-    inputs = reward.T, value.T, response_mask.T
-    _, advantages = jax.lax.scan(backward, (zeros, jnp.stack([zeros] * 2)), inputs, reverse=True)
+    carry = zeros, jnp.stack([zeros] * 2)
+    _, advantages = jax.lax.scan(backward, carry, (reward.T, value.T, response_mask.T), reverse=True)
     return advantages[:, 0].T, jnp.where(response_mask, advantages[:, 1].T + value, 0)
 
 

@@ -200,10 +200,10 @@ class Collector:
                 "entropy_coefficient", coefficients.entropy_coefficient, entropy=lambda: sampled_entropy(rows)
             )
             coefficients = dataclasses.replace(coefficients, entropy_coefficient=weight)
-        rollout_log_prob, response_mask = rows.log_prob, rows.response_mask
+        rollout_log_prob = rows.log_prob
         if self.config.uses_rollout_log_prob and taps.disturbs("log_probability"):
-            disturbed = taps("log_probability", rollout_log_prob, own=response_mask)
-            rollout_log_prob = jnp.where(response_mask, disturbed, 0.0)
+            disturbed = taps("log_probability", rollout_log_prob, own=rows.response_mask)
+            rollout_log_prob = jnp.where(rows.response_mask, disturbed, 0.0)
         undisturbed_reward = self.undisturbed_reward(models, rows)
         bound: dict[str, Any] = {"bound": 1.0} if self.reward_model is None else {}
         reward = taps("reward", undisturbed_reward, lengths=rows.response_token_counts, **bound)

@@ -411,34 +411,33 @@ class Instruments:
     def update_statistics(self, updates: UpdateStats) -> Statistics:
         """Computes statistics of losses, gradients and updates; an update with a zero gradient has no direction."""
         stats, metrics = updates.optimizer[POLICY], updates.metrics
-        one = jnp.asarray(1)  # the count of statistics that are always defined
         norms, is_nonzero = stats.gradient_norm, stats.gradient_norm != 0
         count = jnp.sum(is_nonzero)
         channels = {name: name for name in LOSS_CHANNELS} | RENAMED_LOSS_CHANNELS
         statistics = {
-            name: Statistic(jnp.mean(metrics[metric]), one) for name, metric in channels.items() if metric in metrics
+            name: defined(jnp.mean(metrics[metric])) for name, metric in channels.items() if metric in metrics
         }
         statistics |= {
-            "gradient_norm": Statistic(jnp.mean(norms), one),
+            "gradient_norm": defined(jnp.mean(norms)),
             "x_grad": Statistic(updates.coherence.mean_pairwise_cosine(), updates.coherence.nonzero > 1),
             "x_mem": Statistic(mean(stats.persistence, is_nonzero), count),
             "x_used": Statistic(mean(stats.used, is_nonzero), count),
-            "learning_rate": Statistic(jnp.mean(stats.learning_rate), one),
-            "clipped_fraction": Statistic(jnp.mean(stats.clipped), one),
+            "learning_rate": defined(jnp.mean(stats.learning_rate)),
+            "clipped_fraction": defined(jnp.mean(stats.clipped)),
         }
         for label, other in updates.optimizer.items():
             if label != POLICY:
-                statistics[f"{label}_gradient_norm"] = Statistic(jnp.mean(other.gradient_norm), one)
+                statistics[f"{label}_gradient_norm"] = defined(jnp.mean(other.gradient_norm))
         if self.full:
             log_norms = jnp.log(jnp.where(is_nonzero, norms, 1.0))
             spread = jnp.sqrt(mean((log_norms - mean(log_norms, is_nonzero)) ** 2, is_nonzero))
             statistics["gradient_norm_spread"] = Statistic(spread, count)
-            statistics["layer_gradient_norm"] = Statistic(jnp.mean(updates.layers, axis=(0, 1)), one)
+            statistics["layer_gradient_norm"] = defined(jnp.mean(updates.layers, axis=(0, 1)))
         if updates.squares is not None:
             squares = jnp.mean(updates.squares, axis=(0, 1))
             n = norms.size
             # The trace of the sample covariance, E |g|^2 - |E g|^2; rounding may leave equal gradients below 0.
             variance = jnp.maximum(squares - updates.summed_squares / n**2, 0) * n / max(n - 1, 1)
-            statistics["source_gradient_norm"] = Statistic(jnp.mean(jnp.sqrt(updates.squares), axis=(0, 1)), one)
-            statistics["source_gradient_variance"] = Statistic(variance, one)
+            statistics["source_gradient_norm"] = defined(jnp.mean(jnp.sqrt(updates.squares), axis=(0, 1)))
+            statistics["source_gradient_variance"] = defined(variance)
         return statistics
