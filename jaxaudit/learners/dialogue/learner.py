@@ -20,7 +20,7 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import Dialogue
 from jaxaudit.kernels.coherence import CoherenceSum
 from jaxaudit.kernels.shuffle import shuffled
-from jaxaudit.learners.dialogue import demonstrations, loss_terms, packing, policy_loss
+from jaxaudit.learners.dialogue import demonstrations, packing, policy_loss
 from jaxaudit.learners.dialogue.collection import (
     CRITIC,
     POLICY,
@@ -431,12 +431,13 @@ class DialogueLearner:
 
         def predict(params: dict[str, Any], piece: packing.PackedPiece) -> Predictions:
             sequences = piece.sequences
-            predictions = Predictions(
-                *self.policy.predict(params[POLICY], base, sequences, temperature),
-                value=None if self.critic is None else self.critic.head_outputs(params[CRITIC], base, sequences),
-                exact_kl=self.exact_kl(params[POLICY], reference, base, sequences, temperature),
-            )
-            return jax.tree.map(piece.unpack, predictions)
+            log_prob, entropy = self.policy.predict(params[POLICY], base, sequences, temperature)
+            value = exact_kl = None
+            if self.critic is not None:
+                value = self.critic.head_outputs(params[CRITIC], base, sequences)
+            if self.config.kl == "exact":
+                exact_kl = self.policy.exact_kl(params[POLICY], reference, base, sequences, temperature)
+            return jax.tree.map(piece.unpack, Predictions(log_prob, entropy, value, exact_kl))
 
         def loss(predictions: Predictions, inputs: LossInputs, taps: Taps) -> tuple[jax.Array, Any]:
             objective, metrics = policy_loss.policy_loss(self.config, coefficients, predictions, inputs, denominators)
@@ -452,7 +453,7 @@ class DialogueLearner:
                 weight = None
                 if full:
                     weight = policy_loss.score_weights(self.config, coefficients, predictions, inputs, denominators)
-                tokens = TokenRecords(self.log_ratio(predictions, inputs), weight)
+                tokens = TokenRecords(policy_loss.unclipped_log_ratio(self.config, predictions, inputs), weight)
             if tool_mask is not None:
                 (tool_gradient,) = pull_back(jax.tree.map(lambda x: jnp.where(tool_mask, x, 0), cotangent))
                 tool_gradient = tool_gradient[POLICY]
@@ -462,29 +463,6 @@ class DialogueLearner:
         packed = packing.arrange(batch.rows, loss_mask, self.settings.uses_packing)
         sizes = self.settings.piece_sizes(loss_mask.shape[0])
         return packing.sum_over_pieces(packed, sizes, piece_gradient, taps)
-
-    def log_ratio(self, predictions: Predictions, inputs: LossInputs) -> jax.Array:
-        """Returns the log-ratio of each token before clipping, `[n, T]`, without a gradient."""
-        log_prob, old_log_prob = (
-            jnp.where(inputs.loss_mask, x, 0.0) for x in (predictions.log_prob, inputs.old_log_prob)
-        )
-        log_ratio = loss_terms.RATIOS[self.config.ratio](log_prob, old_log_prob, inputs.loss_mask)
-        return jax.lax.stop_gradient(jnp.broadcast_to(log_ratio, inputs.loss_mask.shape))
-
-    def exact_kl(
-        self, params: Any, reference: Any, base: Any, sequences: packing.Sequences, temperature: jax.Array
-    ) -> jax.Array | None:
-        """Returns KL(policy || reference) over the vocabulary at each place, `[S, T]`; None unless the loss has it."""
-        if self.config.kl != "exact":
-            return None
-
-        def log_distribution(params: Any) -> jax.Array:
-            hidden = self.policy.hidden(params, base, sequences)
-            logits = gpt2.logits(self.policy.transformer_params(params, base), hidden) / temperature
-            return jax.nn.log_softmax(logits)
-
-        log_prob, ref_log_prob = log_distribution(params), jax.lax.stop_gradient(log_distribution(reference))
-        return jnp.sum(jnp.exp(log_prob) * (log_prob - ref_log_prob), axis=-1)
 
     def apply_updates(
         self,

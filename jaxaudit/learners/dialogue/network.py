@@ -78,6 +78,19 @@ class Network:
         hidden = self.hidden(params, base, sequences)
         return _log_prob_and_entropy(hidden, self.transformer_params(params, base), sequences.target, temperature)
 
+    def exact_kl(
+        self, params: gpt2.Params, reference: gpt2.Params, base: Any, sequences: Sequences, temperature: jax.Array
+    ) -> jax.Array:
+        """Returns KL(policy || reference) over the vocabulary at each place, `[S, T]`; constant in `reference`."""
+
+        def log_distribution(params: gpt2.Params) -> jax.Array:
+            hidden = self.hidden(params, base, sequences)
+            logits = gpt2.logits(self.transformer_params(params, base), hidden) / temperature
+            return jax.nn.log_softmax(logits)
+
+        log_prob, ref_log_prob = log_distribution(params), jax.lax.stop_gradient(log_distribution(reference))
+        return jnp.sum(jnp.exp(log_prob) * (log_prob - ref_log_prob), axis=-1)
+
     def head_outputs(self, params: gpt2.Params, base: Any, rows: Rows | Sequences) -> jax.Array:
         """Returns the head's scalar for each hidden state: float32 `[N, T]`."""
         hidden = self.hidden(params, base, rows).astype(jnp.float32)

@@ -89,6 +89,13 @@ def token_terms(
     return TokenTerms(log_ratio, surrogate, _correction_weight(config, coefficients, inputs))
 
 
+def unclipped_log_ratio(config: ObjectiveConfig, predictions: Predictions, inputs: LossInputs) -> jax.Array:
+    """Returns the log-ratio of each token before clipping, `[N, T]`, without a gradient."""
+    log_prob, old_log_prob = (jnp.where(inputs.loss_mask, x, 0.0) for x in (predictions.log_prob, inputs.old_log_prob))
+    log_ratio = loss_terms.RATIOS[config.ratio](log_prob, old_log_prob, inputs.loss_mask)
+    return jax.lax.stop_gradient(jnp.broadcast_to(log_ratio, inputs.loss_mask.shape))
+
+
 def surrogate_loss(
     config: ObjectiveConfig,
     coefficients: Coefficients,
