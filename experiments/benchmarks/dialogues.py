@@ -155,7 +155,7 @@ def written_of(one, advance, arguments) -> list[int]:
 
     def rows(params, seed):
         dialogue = made.dialogue.bind(one.data.dialogue)
-        return made.collector.undisturbed(params, None, dialogue, one.data.numbers, jax.random.key(seed), 64)
+        return made.collector.sample_undisturbed(params, None, dialogue, one.data.numbers, jax.random.key(seed), 64)
 
     found = jax.vmap(rows)(states.learner.policy.params, np.arange(arguments.lanes, dtype=np.uint32))
     return (np.sum(np.asarray(found.role) != END, axis=-1) - made.dialogue.prompt_length).reshape(-1).tolist()

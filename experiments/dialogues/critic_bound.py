@@ -30,7 +30,7 @@ from jaxaudit.dialogues.protocol import OWN, Dialogue
 from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.factories import settings_of, structure_of
 from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
-from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.rollout import Rows
 from jaxaudit.models import gpt2, sampling
 
 CASES: dict[str, Dialogue] = {
@@ -63,8 +63,14 @@ class Frozen:
     def _sampled(self, params: Any, key: jax.Array, rows: int) -> tuple[Rows, automaton.AutomatonState]:
         """Rows of a policy, and the dialogues as they had begun."""
         begun = []
-        found = self.learner.collector.undisturbed(
-            params, None, self.learner.dialogue, self.numbers, key, rows, altered=lambda one: begun.append(one) or one
+        found = self.learner.collector.sample_undisturbed(
+            params,
+            None,
+            self.learner.dialogue,
+            self.numbers,
+            key,
+            rows,
+            change_begun=lambda one: begun.append(one) or one,
         )
         return found, begun[0]
 
@@ -90,7 +96,7 @@ class Frozen:
         def turn(carry: Any, slot: Any) -> tuple[Any, None]:
             progress, cache, latest = carry
             hidden, cache = sampling.decode(model, unrolled, *latest, slot - 1, cache)
-            chosen, _ = sampler.choose(gpt2.logits(params, hidden) / self.numbers.temperature, uniform[slot], 1.0)
+            chosen, _ = sampler.sample(gpt2.logits(params, hidden) / self.numbers.temperature, uniform[slot], 1.0)
             progress, latest = written(progress, slot, chosen)
             return (progress, cache, latest), None
 
@@ -144,8 +150,8 @@ def means(frozen: Frozen, params: Any, seed: int, known: bool) -> tuple[np.ndarr
     """Mean returns of each own token's prefix `[N, T]`, their variances over continuations, and the rows."""
     key = jax.random.key(7_000 + seed)
     rows, begun = frozen.sampled(params, key, ROWS)
-    tokens, own = np.asarray(rows.tokens), np.asarray(rows.own)
-    begun = rollout.repeated(begun, CONTINUATIONS)
+    tokens, own = np.asarray(rows.tokens), np.asarray(rows.response_mask)
+    begun = rollout.repeat_dialogues(begun, CONTINUATIONS)
     repeated = np.repeat(tokens, CONTINUATIONS, axis=0)
     rng = np.random.default_rng(seed)
     mean, spread = np.full(own.shape, np.nan), np.full(own.shape, np.nan)
@@ -172,7 +178,7 @@ def share(mean: np.ndarray, spread: np.ndarray) -> float:
 
 def told(mean: np.ndarray, spread: np.ndarray, rows: Rows, rng: Any) -> dict[str, float]:
     """The share with its 95% interval over rows, and what it is of."""
-    own = np.asarray(rows.own)
+    own = np.asarray(rows.response_mask)
     drawn = [share(mean[i], spread[i]) for i in rng.integers(0, len(mean), (RESAMPLED, len(mean)))]
     low, high = np.quantile(drawn, (0.025, 0.975))
     first = mean[np.arange(len(mean)), own.argmax(1)]

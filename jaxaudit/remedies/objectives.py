@@ -149,7 +149,7 @@ def value_pretraining(settings, strength):
 
     From VC-PPO (Yuan et al., 2025); see `critic_warm_start` in `jaxaudit list learners`.
     """
-    if hasattr(settings, "parts") and not settings.parts.critic:
+    if hasattr(settings, "objective_config") and not settings.objective_config.critic:
         raise ValueError("the learner has no critic")
     return {"critic_warm_start": int(strength)}
 

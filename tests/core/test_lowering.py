@@ -19,8 +19,8 @@ from jaxaudit.kernels.layers import lookup
 from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
-from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.telemetry import vocabulary
+from jaxaudit.learners.dialogue.rollout import Rows
+from jaxaudit.learners.dialogue.telemetry import token_statistics
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.spec.document import parse
 
@@ -141,10 +141,10 @@ def test_an_embeddings_gradient_is_a_scatter_on_cpus_alone(platform):
 
 def test_permutations_and_packing_have_no_repeated_indices():
     def packed(own):
-        return packing.packed(Rows(**{field.name: own for field in dataclasses.fields(Rows)}), own).place
+        return packing.pack(Rows(**{field.name: own for field in dataclasses.fields(Rows)}), own).place
 
     def looked_at(own):
-        return vocabulary.some(own, 10).back(jnp.ones(10))
+        return token_statistics.select_slots(own, 10).scatter(jnp.ones(10))
 
     own, uniforms = jax.ShapeDtypeStruct((32, 8, 16), bool), jax.ShapeDtypeStruct((32, 9), jnp.float32)
     for function, given in ((drawing.cycle, uniforms), (packed, own), (looked_at, own)):

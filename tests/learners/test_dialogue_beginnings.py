@@ -87,16 +87,18 @@ def test_a_reward_model_has_pairs_and_a_rate_of_its_own():
     assert [equal(first.reward_model, other.reward_model) for other in others] == [True, False, False]
 
 
-@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.exhaustive), demonstrations.LOOKS + 1])
+@pytest.mark.parametrize(
+    "updates", [pytest.param(1, marks=pytest.mark.exhaustive), demonstrations.UPDATES_PER_CHECK + 1]
+)
 def test_a_warm_start_makes_no_more_updates_than_it_is_given(updates):
     """Adam's steps are of the rate at most, so that the largest change counts them while gradients keep their sign."""
     policy = Network(gpt2.GPT2(HOP.vocabulary, HOP.length, gpt2.SIZES["tiny"]))
     params, rate = policy.init(jax.random.key(0)), 1e-5
-    given = {"rows": 4, "right": 0.5, "rate": rate, "enough": 1.0, "difficulty": 1.0, "temperature": 1.0}
+    given = {"rows": 4, "right": 0.5, "rate": rate, "target_success": 1.0, "difficulty": 1.0, "temperature": 1.0}
 
     @jax.jit
     def run(params):
-        return demonstrations.warmed_up(
+        return demonstrations.warm_start_policy(
             policy,
             params,
             HOP,
@@ -150,7 +152,7 @@ def test_a_curriculum_goes_from_the_lowest_difficulty_to_the_dialogue_s():
     def asked(step):
         """The hops in the prompts of a step."""
         models = made.models_of(state, data)
-        rows = made.collector._sampled(models, hop, data.numbers, 1.0, jax.random.key(1), Taps(step, 8, data=data))
+        rows = made.collector._sample_rows(models, hop, data.numbers, 1.0, jax.random.key(1), Taps(step, 8, data=data))
         return rows.tokens[:, 0]
 
     one, two = hop.token["1"], hop.token["2"]

@@ -11,8 +11,8 @@ import jaxaudit as ja
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL
 from jaxaudit.learners.dialogue import rollout
-from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.factories import _cached_learner, settings_of, structure_of
+from jaxaudit.learners.dialogue.objective import ObjectiveConfig
 from jaxaudit.models import gpt2, sampling
 
 pytestmark = pytest.mark.long
@@ -140,23 +140,23 @@ def test_a_tool_that_fails_harms_acting_at_once(audited):
 @pytest.mark.exhaustive
 def test_at_rate_zero_sampler_and_trainer_agree_for_fifty_iterations():
     settings = settings_of("grpo")(**FEW, learning_rate=0.0)
-    made = _made(structure_of(Guess()), settings.structure)
+    made = _cached_learner(structure_of(Guess()), settings.structure)
     one = learner(learning_rate=0.0)
     told, state = trained(one, 50)
     assert np.ptp(told["params_norm"], axis=1).max() == 0
     assert np.abs(told["performance"] - told["performance"][:, :1]).max() == 0
 
     def gap(params, key):
-        rows = made.collector.undisturbed(params, None, one.data.dialogue or Guess(), one.data.numbers, key, 256)
-        again = made.policy.log_probabilities(params, None, rows, one.data.numbers.temperature)[0]
-        return jnp.max(jnp.where(rows.own, jnp.abs(again - rows.log_probability), 0.0)), rows
+        rows = made.collector.sample_undisturbed(params, None, one.data.dialogue or Guess(), one.data.numbers, key, 256)
+        again = made.policy.log_prob_and_entropy(params, None, rows, one.data.numbers.temperature)[0]
+        return jnp.max(jnp.where(rows.response_mask, jnp.abs(again - rows.log_prob), 0.0)), rows
 
     found, rows = jax.jit(jax.vmap(gap))(state.policy.params, jax.random.split(jax.random.key(7), 2))
     assert float(found.max()) < 1e-5
     roles, tokens = np.asarray(rows.role), np.asarray(rows.tokens)
     assert set(np.unique(tokens[roles == TOOL])) == {LOWER, HIGHER}
     assert (roles == OWN).any()
-    assert (np.asarray(rows.log_probability)[roles != OWN] == 0).all()
+    assert (np.asarray(rows.log_prob)[roles != OWN] == 0).all()
 
 
 @pytest.mark.exhaustive
@@ -182,15 +182,15 @@ def test_the_samplers_log_probabilities_spare_the_trainer_a_reading_of_the_rows(
 
 def test_the_samplers_entropy_is_before_truncation_and_a_nan_comes_through():
     logits = jnp.array([[jnp.log(3.0), -jnp.inf, 0.0], [0.0, jnp.nan, 0.0]])
-    one_left = rollout.Sampler(_made(Guess(), settings_of("grpo")(**FEW)).policy.model, top_k=1)
-    entropy = one_left.choose(logits, jnp.zeros(2), 1.0)[1].entropy
+    one_left = rollout.Sampler(_cached_learner(Guess(), settings_of("grpo")(**FEW)).policy.model, top_k=1)
+    entropy = one_left.sample(logits, jnp.zeros(2), 1.0)[1].entropy
     np.testing.assert_allclose(entropy, [np.log(4) - 0.75 * np.log(3), np.nan], rtol=1e-6)
 
 
 def test_pairs_follow_no_sampler():
     """A preference objective has no ratio, so its entropy is the trainer's, whatever its rows were sampled from."""
-    assert not Parts(objective="preference", old="sampled").follows_sampler
-    assert Parts(old="sampled").follows_sampler
+    assert not ObjectiveConfig(objective="preference", old_log_probability="sampled").old_log_prob_is_sampled
+    assert ObjectiveConfig(old_log_probability="sampled").old_log_prob_is_sampled
 
 
 def assert_same_rows(a, b):
@@ -221,7 +221,7 @@ def test_sampling_leaves_off_when_all_rows_of_all_lanes_are_over(monkeypatch):
     def sampled(count):
         turns.clear()
         lanes = jax.random.split(jax.random.key(4), count)
-        draw = jax.jit(jax.vmap(lambda key: made.collector.undisturbed(params, None, Short(), numbers, key, 2)))
+        draw = jax.jit(jax.vmap(lambda key: made.collector.sample_undisturbed(params, None, Short(), numbers, key, 2)))
         rows = jax.block_until_ready(draw(lanes))
         jax.effects_barrier()
         return rows, len({int(slot) for slot in turns})
@@ -243,9 +243,9 @@ def test_tokens_are_drawn_with_the_policys_probabilities():
     from scipy import stats
 
     one = learner()
-    made = _made(structure_of(Guess()), settings_of("grpo")(**FEW).structure)
+    made = _cached_learner(structure_of(Guess()), settings_of("grpo")(**FEW).structure)
     params = jax.tree.map(lambda x: 8.0 * x, made.policy.init(jax.random.key(3)))
-    rows = jax.jit(lambda key: made.collector.undisturbed(params, None, Guess(), one.data.numbers, key, 4096))(
+    rows = jax.jit(lambda key: made.collector.sample_undisturbed(params, None, Guess(), one.data.numbers, key, 4096))(
         jax.random.key(5)
     )
     hidden = made.policy.hidden(params, None, jax.tree.map(lambda x: x[:1], rows))[0, 0]
@@ -261,7 +261,7 @@ def test_each_slot_of_each_row_has_a_draw_of_its_own():
 
     made, numbers = learner(dialogue=Short()).step.__self__, learner(dialogue=Short()).data.numbers
     params = jax.tree.map(jnp.zeros_like, made.policy.init(jax.random.key(0)))
-    rows = made.collector.undisturbed(params, None, Short(), numbers, jax.random.key(5), 4096)
+    rows = made.collector.sample_undisturbed(params, None, Short(), numbers, jax.random.key(5), 4096)
     first, second = np.asarray(rows.tokens)[np.asarray(rows.role[:, 3]) == OWN][:, [1, 3]].T
     pairs = {"slots": (first, second), "rows": (first[:-1], first[1:])}
     for name, (one, other) in pairs.items():
@@ -273,15 +273,15 @@ def test_each_slot_of_each_row_has_a_draw_of_its_own():
 def test_a_value_model_on_a_constant_reward_converges_to_it():
     one = learner("ppo_lm", Constant(), critic_warm_start=0, kl="none", kl_coefficient=0.0, learning_rate=0.0)
     _, state = trained(one, 60)
-    made = _made(
+    made = _cached_learner(
         structure_of(Constant()),
         settings_of("ppo_lm")(**FEW, critic_warm_start=0, kl="none", kl_coefficient=0.0).structure,
     )
     numbers = one.data.numbers
 
     def values(params, critic):
-        rows = made.collector.undisturbed(params, None, Constant(), numbers, jax.random.key(1), 16)
-        return made.critic.values(critic, None, rows), rows.own
+        rows = made.collector.sample_undisturbed(params, None, Constant(), numbers, jax.random.key(1), 16)
+        return made.critic.values(critic, None, rows), rows.response_mask
 
     found, own = jax.jit(jax.vmap(values))(state.policy.params, state.critic.params)
     assert np.abs(np.asarray(found)[np.asarray(own)] - 0.5).max() < 0.05

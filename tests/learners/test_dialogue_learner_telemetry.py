@@ -19,10 +19,10 @@ from jaxaudit.dialogues import Dialogue
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.preference import Preference
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
-from jaxaudit.learners.dialogue import held_out, rollout
+from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.collection import Models
-from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.telemetry import rewards, vocabulary
+from jaxaudit.learners.dialogue.rollout import Rows
+from jaxaudit.learners.dialogue.telemetry import measurement, rewards, token_statistics
 
 pytestmark = pytest.mark.long
 
@@ -92,7 +92,7 @@ def iteration():
         after, visited = made_of.update_epochs(state, None, data.numbers, experience, key, taps)
         trained = Models(after.policy.params, after.critic.params, reference=reference, initial=state.initial)
         found = state.told.update(made_of.compute_telemetry(models, trained, state, experience, visited))[1]
-        held = held_out.measure(made_of.collector, trained, dialogue, data.numbers, experience)
+        held = measurement.measure_held_out(made_of.collector, trained, dialogue, data.numbers, experience)
         found |= state.measured.update(held)[1]
         hidden = made_of.policy.hidden(after.policy.params, None, experience.batch.rows)
         embeddings = [x["wte"]["embedding"] for x in (models.policy, reference, after.policy.params)]
@@ -102,17 +102,17 @@ def iteration():
         alone = dataclasses.replace(
             experience.batch,
             loss_inputs=dataclasses.replace(
-                experience.batch.loss_inputs, advantage=jnp.where(tool, experience.batch.loss_inputs.advantage, 0.0)
+                experience.batch.loss_inputs, advantages=jnp.where(tool, experience.batch.loss_inputs.advantages, 0.0)
             ),
         )
         both = {"policy": state.policy, "critic": state.critic}
         gradients = [
-            made_of.gradient(both, reference, None, experience, batch.picked(first), share, taps)[0]["policy"]
+            made_of.gradient(both, reference, None, experience, batch.take(first), share, taps)[0]["policy"]
             for batch in (experience.batch, alone)
         ]
         apart = [gradients[1], jax.tree.map(jnp.subtract, *gradients)]
         found["squares"] = jnp.stack([optax.tree.norm(one) ** 2 for one in apart])
-        found["bigrams"] = state.results.log_probability(experience.batch.rows)
+        found["bigrams"] = state.results.log_prob(experience.batch.rows)
         found["returns"] = made_of.collector.returns(models, experience.batch.rows, data.numbers)
         found["updated_values"] = made_of.critic.values(after.critic.params, None, experience.batch.rows)
         return experience, visited, hidden, embeddings, found
@@ -140,9 +140,9 @@ def strata(role, window=4):
 @pytest.mark.exhaustive
 def test_of_tokens(iteration):
     experience, _, hidden, embeddings, found = iteration
-    rows, recomputed = experience.batch.rows, experience.recomputed
+    rows, recomputed = experience.batch.rows, experience.trainer_outputs
     before = log_softmax(recomputed.hidden, embeddings[0])
-    reference = log_softmax(recomputed.reference_hidden, embeddings[1])
+    reference = log_softmax(recomputed.ref_hidden, embeddings[1])
     after = log_softmax(hidden, embeddings[2])
     entropy = -(np.exp(before) * before).sum(-1)
     kl = (np.exp(before) * (before - reference)).sum(-1)
@@ -163,7 +163,7 @@ def test_of_tokens(iteration):
         np.testing.assert_allclose(
             found["reference_log_probability"][place], log_of(reference, rows)[mask].mean(), rtol=1e-4
         )
-    np.testing.assert_allclose(picked[rows.role == OWN], recomputed.log_probability[rows.role == OWN], atol=1e-5)
+    np.testing.assert_allclose(picked[rows.role == OWN], recomputed.log_prob[rows.role == OWN], atol=1e-5)
 
 
 def log_of(logs, rows):
@@ -187,12 +187,12 @@ def test_of_ratios_as_visited_and_after(iteration):
     experience, visited, hidden, embeddings, found = iteration
     rows, loss_inputs = experience.batch.rows, experience.batch.loss_inputs
     new = log_of(log_softmax(hidden, embeddings[2]), rows)
-    last = np.exp(np.where(loss_inputs.loss_mask, new - loss_inputs.old, 0.0))
+    last = np.exp(np.where(loss_inputs.loss_mask, new - loss_inputs.old_log_prob, 0.0))
     index, seen = visited.rows.reshape(-1), np.exp(visited.tokens.log_ratio.reshape(-1, rows.tokens.shape[1]))
     assert sorted(index) == sorted(list(range(8)) * 2)
     np.testing.assert_allclose(visited.tokens.log_ratio[0, 0], 0.0, atol=2e-6)  # nothing has moved yet
     for moment, (ratio, of) in enumerate([(seen, index), (last, np.arange(8))]):
-        own, advantage = loss_inputs.loss_mask[of], loss_inputs.advantage[of]
+        own, advantage = loss_inputs.loss_mask[of], loss_inputs.advantages[of]
         low, high = (advantage < 0) & (ratio < 0.8), (advantage > 0) & (ratio > 1.2)
         np.testing.assert_allclose(found["ratio_max"][0, moment], ratio[own].max(), rtol=1e-4)
         np.testing.assert_allclose(found["clip_fraction"][0, moment], [low[own].mean(), high[own].mean()], atol=1e-6)
@@ -219,21 +219,21 @@ def discounted(reward, own, gamma):
 @pytest.mark.exhaustive
 def test_of_rows_values_and_updates(iteration):
     experience, visited, _, _, found = iteration
-    rows, loss_inputs, drawn = experience.batch.rows, experience.batch.loss_inputs, experience.drawn
+    rows, loss_inputs, drawn = experience.batch.rows, experience.batch.loss_inputs, experience.rollout
     gold = drawn.rows.rewards["gold"]
     assert found["acting_performance"] == gold.mean()
     assert found["proxy"] == drawn.reward.mean()
     np.testing.assert_allclose(found["row_tokens"], (drawn.rows.role == OWN).sum(1).mean(), rtol=1e-6)
-    recomputed, own = experience.recomputed, loss_inputs.loss_mask
-    reward = np.where(own, -0.3 * (recomputed.log_probability - loss_inputs.reference), 0.0)
+    recomputed, own = experience.trainer_outputs, loss_inputs.loss_mask
+    reward = np.where(own, -0.3 * (recomputed.log_prob - loss_inputs.ref_log_prob), 0.0)
     assert np.abs(reward).max() > 0.01, "a KL in the reward that can be seen"
     returned, scored = (discounted(x + last_own(own) * recomputed.score[:, None], own, 0.9) for x in (reward, 0.0))
-    for name, wanted in (("value_bias", loss_inputs.target), ("score_value_bias", scored)):
+    for name, wanted in (("value_bias", loss_inputs.value_target), ("score_value_bias", scored)):
         np.testing.assert_allclose(
-            found[name], (loss_inputs.value - wanted)[own].mean(), rtol=1e-4, atol=1e-6, err_msg=name
+            found[name], (loss_inputs.old_value - wanted)[own].mean(), rtol=1e-4, atol=1e-6, err_msg=name
         )
-    for name, wanted in (("explained_variance", loss_inputs.target), ("score_explained_variance", scored)):
-        explained = 1 - np.var((wanted - loss_inputs.value)[own]) / np.var(wanted[own])
+    for name, wanted in (("explained_variance", loss_inputs.value_target), ("score_explained_variance", scored)):
+        explained = 1 - np.var((wanted - loss_inputs.old_value)[own]) / np.var(wanted[own])
         np.testing.assert_allclose(found[name], explained, rtol=1e-3, atol=1e-5, err_msg=name)
     np.testing.assert_allclose(recomputed.returns[own], returned[own], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(
@@ -241,7 +241,7 @@ def test_of_rows_values_and_updates(iteration):
     )
     error = (found["updated_values"] - returned)[own]
     np.testing.assert_allclose(found["critic_error"][0], (error**2).mean(), rtol=1e-4, atol=1e-8)
-    norms = visited.done["policy"].gradient_norm.reshape(-1)
+    norms = visited.optimizer["policy"].gradient_norm.reshape(-1)
     assert (norms > 0).all()
     np.testing.assert_allclose(found["gradient_norm"], norms.mean(), rtol=1e-5)
     np.testing.assert_allclose(found["gradient_norm_spread"], np.log(norms).std(), rtol=1e-3)
@@ -268,7 +268,7 @@ def test_gradients_of_tokens_after_a_result_and_of_the_rest(iteration):
 @pytest.mark.exhaustive
 def test_what_follows_a_result_and_how_familiar_it_is(iteration):
     experience, *_, found = iteration
-    rows, entropy = experience.batch.rows, experience.recomputed.entropy
+    rows, entropy = experience.batch.rows, experience.trainer_outputs.entropy
     after = (rows.role == OWN) & np.pad(rows.role == TOOL, ((0, 0), (1, 0)))[:, :-1]
     assert after.any()
     np.testing.assert_allclose(found["entropy_after_result"], entropy[after].mean(), rtol=1e-5)
@@ -281,7 +281,7 @@ def test_weights_are_coefficients_of_scores_in_the_gradient(iteration):
     """Of whitened advantages under a mean over a minibatch's tokens, where nothing has moved yet."""
     experience, visited, _, _, _ = iteration
     loss_inputs, index = experience.batch.loss_inputs, visited.rows[0, 0]
-    own, advantage = loss_inputs.loss_mask[index], loss_inputs.advantage[index]
+    own, advantage = loss_inputs.loss_mask[index], loss_inputs.advantages[index]
     np.testing.assert_allclose(visited.tokens.weight[0, 0][own], np.abs(advantage)[own] / own.sum(), rtol=1e-4)
     assert not visited.tokens.weight[0, 0][~own].any()
 
@@ -290,8 +290,8 @@ def test_weights_are_coefficients_of_scores_in_the_gradient(iteration):
 def test_weights_after_the_last_update_are_by_its_ratios(iteration):
     experience, _, hidden, embeddings, found = iteration
     rows, loss_inputs = experience.batch.rows, experience.batch.loss_inputs
-    ratio = np.exp(log_of(log_softmax(hidden, embeddings[2]), rows) - loss_inputs.old)[loss_inputs.loss_mask]
-    advantage = loss_inputs.advantage[loss_inputs.loss_mask]
+    ratio = np.exp(log_of(log_softmax(hidden, embeddings[2]), rows) - loss_inputs.old_log_prob)[loss_inputs.loss_mask]
+    advantage = loss_inputs.advantages[loss_inputs.loss_mask]
     flat = ((advantage < 0) & (ratio < 0.8)) | ((advantage > 0) & (ratio > 1.2))
     weight = np.where(flat, 0.0, ratio * np.abs(advantage)) / ratio.size
     assert np.ptp(ratio) > 0.01, "the policy has moved"
@@ -303,17 +303,17 @@ def test_weights_after_the_last_update_are_by_its_ratios(iteration):
 
 def test_a_large_vocabulary_is_looked_at_where_the_policy_wrote():
     own = np.random.default_rng(0).random((6, 8)) < 0.5
-    slots = vocabulary.some(jnp.asarray(own), 10)
-    known = np.asarray(slots.known)
+    slots = token_statistics.select_slots(jnp.asarray(own), 10)
+    known = np.asarray(slots.mask)
     assert known.sum() == 10
     assert not (known & ~own).any()
     x = np.arange(48.0).reshape(6, 8)
-    np.testing.assert_array_equal(slots.back(slots.of(jnp.asarray(x))), np.where(known, x, 0))
-    few = vocabulary.some(jnp.asarray(np.arange(48).reshape(6, 8) == 5), 10)
-    assert np.asarray(few.known).sum() == 1
-    assert np.asarray(few.known)[0, 5]
-    none = vocabulary.some(jnp.zeros((6, 8), bool), 10)
-    assert not np.asarray(none.known).any()
+    np.testing.assert_array_equal(slots.scatter(slots.gather(jnp.asarray(x))), np.where(known, x, 0))
+    few = token_statistics.select_slots(jnp.asarray(np.arange(48).reshape(6, 8) == 5), 10)
+    assert np.asarray(few.mask).sum() == 1
+    assert np.asarray(few.mask)[0, 5]
+    none = token_statistics.select_slots(jnp.zeros((6, 8), bool), 10)
+    assert not np.asarray(none.mask).any()
 
 
 class Reader:
@@ -324,8 +324,8 @@ class Reader:
     def __init__(self, reads):
         self.reads, self.prompts = reads, None
 
-    def undisturbed(self, policy, base, dialogue, numbers, key, rows, greedy, altered):
-        begun = rollout.prompted(dialogue, key, jnp.full(rows, numbers.difficulty), Taps())
+    def sample_undisturbed(self, policy, base, dialogue, numbers, key, rows, greedy, altered):
+        begun = rollout.begin_dialogues(dialogue, key, jnp.full(rows, numbers.difficulty), Taps())
         progress = altered(begun)
         self.prompts, self.greedy = np.asarray(progress.queue), np.asarray(greedy)
         first = np.asarray(begun.queue)[np.r_[:8, :4, :4]]
@@ -345,10 +345,10 @@ class Reader:
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_one_who_reads_changed_prompts_succeeds_with_them(monkeypatch, reads):
-    monkeypatch.setattr(held_out, "representation", lambda *_: {})
+    monkeypatch.setattr(measurement, "representation_statistics", lambda *_: {})
     reader = Reader(reads)
     dialogue, numbers = Hop(), SimpleNamespace(difficulty=3.0)
-    found = held_out.measure(reader, Models(*[None] * 5), dialogue, numbers, None)
+    found = measurement.measure_held_out(reader, Models(*[None] * 5), dialogue, numbers, None)
     told = {name: float(found[name].value) for name in ("performance", "greedy_success", "changed_prompt_success")}
     assert told == {"performance": 1.0, "greedy_success": 1.0, "changed_prompt_success": float(reads)}
     prompts, changed = reader.prompts[:4], reader.prompts[12:]
@@ -397,7 +397,7 @@ def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
     shown.clear()
 
     def step(state, key, data):
-        collect, measure = learner.step.__self__.collector.collect, held_out.measure
+        collect, measure = learner.step.__self__.collector.collect, measurement.measure_held_out
 
         def collected(*arguments):
             found = collect(*arguments)
@@ -413,7 +413,7 @@ def test_prompts_measured_are_held_out_and_all_others_are_not(monkeypatch):
             return found
 
         monkeypatch.setattr(learner.step.__self__.collector, "collect", collected)
-        monkeypatch.setattr(held_out, "measure", measured)
+        monkeypatch.setattr(measurement, "measure_held_out", measured)
         return learner.step(state, key, Taps(0, 4, data=data))[1]
 
     jax.eval_shape(step, state, jax.random.key(2), learner.data)
@@ -430,7 +430,7 @@ def test_ranks_and_drift_are_of_hidden_states_at_tokens_of_the_policy(few):
     role = jnp.where(own, OWN, PROMPT)
     rows = Rows(role, role, *[jnp.zeros((2, 6))] * 7, rewards={})
     collector = SimpleNamespace(policy=SimpleNamespace(hidden=lambda params, *_: jnp.asarray(params)))
-    found = held_out.representation(collector, Models(now, initial=then), rows)
+    found = measurement.representation_statistics(collector, Models(now, initial=then), rows)
     assert [bool(one.count) for one in found.values()] == [not few] * 3
     if few:
         return
@@ -456,10 +456,10 @@ def test_critic_errors_leave_out_held_out_rows_as_the_loss_would(masked):
     rows = Rows(nothing, jnp.full((2, 4), OWN), *[nothing] * 6, **of_rows)
     collector.critic = SimpleNamespace(values=lambda *_: nothing)
     experience = SimpleNamespace(
-        batch=SimpleNamespace(rows=rows, loss_inputs=SimpleNamespace(loss_mask=rows.own)),
-        recomputed=SimpleNamespace(returns=nothing + 2.0),
+        batch=SimpleNamespace(rows=rows, loss_inputs=SimpleNamespace(loss_mask=rows.response_mask)),
+        trainer_outputs=SimpleNamespace(returns=nothing + 2.0),
     )
-    found = held_out.critic(collector, Models(None), rows, learner.data.numbers, experience)
+    found = measurement.held_out_critic_errors(collector, Models(None), rows, learner.data.numbers, experience)
     np.testing.assert_allclose(found["critic_error"].value, [4.0, 1.0 if masked else 5.0])
 
 

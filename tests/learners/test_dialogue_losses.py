@@ -9,10 +9,9 @@ import pytest
 from places import DATA
 
 from jaxaudit.learners.dialogue import advantages, loss_terms
-from jaxaudit.learners.dialogue.advantages import estimate
-from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.advantages import estimate_advantages
 from jaxaudit.learners.dialogue.factories import PRESETS
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, ObjectiveConfig
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
 
 DATA = DATA
@@ -35,13 +34,13 @@ def verl():
     return dict(np.load(DATA / "dialogue_losses_verl.npz"))
 
 
-GRPO = PRESETS["grpo"].parts
+GRPO = PRESETS["grpo"].config
 PLAIN = dataclasses.replace(GRPO, kl="none")
 RATIOS = {"clip_low": 0.2, "clip_high": 0.2}
 CASES = {
     "grpo": (GRPO, PRESETS["grpo"].coefficients),
     "dual": (PLAIN, Coefficients(dual_clip=1.5)),
-    "entropy": (dataclasses.replace(PLAIN, entropy=True), Coefficients(entropy_coefficient=0.1)),
+    "entropy": (dataclasses.replace(PLAIN, entropy_bonus=True), Coefficients(entropy_coefficient=0.1)),
     "weighted_kl": (dataclasses.replace(GRPO, kl_weight="ratio"), Coefficients(kl_coefficient=0.4)),
     "truncated": (dataclasses.replace(PLAIN, mask_truncated=True), Coefficients()),
     "token_minibatch": (dataclasses.replace(PLAIN, aggregation="token_minibatch"), Coefficients()),
@@ -79,7 +78,7 @@ def ours(parts, coefficients, x, own, rows=6):
         of_tokens(x[f"{name}_logits"], x["tokens"])[0] for name in ("old", "sampler", "reference")
     )
     penalty = loss_terms.k1(old, reference) if parts.kl_in == "reward" and parts.kl != "none" else None
-    advantage, _ = estimate(parts, coefficients, x["rewards"], x["own"] | own, penalty=penalty)
+    advantage, _ = estimate_advantages(parts, coefficients, x["rewards"], x["own"] | own, kl_penalty=penalty)
     given = LossInputs(own, old, advantage, sampled, reference)
 
     def losses(logits):
@@ -136,7 +135,8 @@ def test_corrections_are_trl_s(case, trl):
     )
     own = jnp.asarray(trl["own"])
     bounds = {"tis_token": (1.3,), "tis_sequence": (1.3,), "mis_token": (0.7, 1.3), "mis_sequence": (0.5, 2.0)}[case]
-    weight = getattr(loss_terms, kind)(old - sampled, own, *bounds, level)
+    function = {"tis": loss_terms.truncated_importance_weight, "mis": loss_terms.masked_importance_weight}[kind]
+    weight = function(old - sampled, own, *bounds, level)
     wanted = np.broadcast_to(trl[f"{case}.weight"], own.shape)
     np.testing.assert_allclose(weight, np.where(own, wanted, 0), **EXACT)
 
@@ -150,7 +150,7 @@ def test_preferences_are_trl_s(trl):
     def loss(logits):
         now = Predictions(of_tokens(logits, x["tokens"])[0])
         counts = loss_terms.denominators(x["own"], x["own"].shape[1])
-        return policy_loss(parts, coefficients, now, LossInputs(x["own"], reference=reference), counts)
+        return policy_loss(parts, coefficients, now, LossInputs(x["own"], ref_log_prob=reference), counts)
 
     gradient, told = jax.grad(loss, has_aux=True)(x["new_logits"])
     np.testing.assert_allclose(told["loss"], trl["dpo.loss"], **EXACT)
@@ -162,12 +162,14 @@ def test_preferences_are_trl_s(trl):
 
 @pytest.mark.parametrize("buffer", [0, 4])
 def test_the_penalty_on_long_rows_is_trl_s(buffer, trl):
-    np.testing.assert_allclose(advantages.penalty(trl["lengths"], 10, buffer), trl[f"overlong.{buffer}"], **EXACT)
+    np.testing.assert_allclose(
+        advantages.overlong_penalty(trl["lengths"], 10, buffer), trl[f"overlong.{buffer}"], **EXACT
+    )
 
 
 def test_advantages_over_given_tokens_are_verl_s(verl):
     own = jnp.asarray(verl["own"])
-    np.testing.assert_array_equal(advantages.terminal(verl["score"].reshape(-1), own), verl["reward"])
+    np.testing.assert_array_equal(advantages.terminal_reward(verl["score"].reshape(-1), own), verl["reward"])
     advantage, target = jax.jit(advantages.gae)(verl["reward"], verl["value"], own, 0.97, 0.9)
     np.testing.assert_allclose(target[own], verl["returns"][own], **EXACT)
     # verl divides by a count + 1e-8.
@@ -195,7 +197,7 @@ def test_one_token_alone_is_whitened_to_zero():
 def test_baselines_of_groups_are_verl_s(name, verl):
     kwargs = {"eps": 1e-6} if name == "group" else {}
     advantage = getattr(advantages, name)(jnp.asarray(verl["score"]), **kwargs)
-    mine = advantages.to_tokens(advantage, jnp.asarray(verl["own"]))
+    mine = advantages.broadcast_to_tokens(advantage, jnp.asarray(verl["own"]))
     np.testing.assert_allclose(mine, verl[name], **EXACT)
 
 
@@ -258,7 +260,9 @@ def test_estimators_are_verl_s(name, verl):
 
 def test_a_penalised_reward_is_verl_s_at_own_tokens(verl):
     own = jnp.asarray(verl["own"])
-    mine = loss_terms.penalised(jnp.asarray(verl["reward"]), loss_terms.k1(verl["old"], verl["reference"]), own, 0.05)
+    mine = loss_terms.subtract_kl_penalty(
+        jnp.asarray(verl["reward"]), loss_terms.k1(verl["old"], verl["reference"]), own, 0.05
+    )
     np.testing.assert_allclose(mine, np.where(own, verl["penalised"], 0), **EXACT)
 
 
@@ -270,8 +274,10 @@ def test_ppo_is_its_parts_as_verl_has_them(verl):
 
     def whole(new, value):
         penalty = loss_terms.k1(x["old"], x["reference"])
-        advantage, target = estimate(parts, coefficients, x["score"], x["own"], penalty=penalty, value=x["value"])
-        rows = LossInputs(x["own"], x["old"], advantage, value=x["value"], target=target)
+        advantage, target = estimate_advantages(
+            parts, coefficients, x["score"], x["own"], kl_penalty=penalty, value=x["value"]
+        )
+        rows = LossInputs(x["own"], x["old"], advantage, old_value=x["value"], value_target=target)
         return policy_loss(parts, coefficients, Predictions(new, value=value), rows, counts)[0]
 
     loss, gradient = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(x["new"], x["new_value"])
@@ -302,19 +308,22 @@ def test_ppo_is_its_parts_as_verl_has_them(verl):
     ("settings", "sentence"),
     [
         ({"ratio": "row"}, "ratio must be token, sequence_mean, sequence_sum, not 'row'"),
-        ({"kl": "k3", "reference": False}, "kl = 'k3' is measured from a reference, which is off"),
-        ({"correction": "tis", "old": "sampled"}, "correction = 'tis' weighs by recomputed over sampled"),
-        ({"objective": "preference", "reference": False}, "a preference objective compares with a reference"),
+        ({"kl": "k3", "reference": False}, "kl = 'k3' needs a reference policy, so reference must be True"),
+        (
+            {"correction": "tis", "old_log_probability": "sampled"},
+            "correction = 'tis' weighs tokens by recomputed over sampled",
+        ),
+        ({"objective": "preference", "reference": False}, "a preference objective needs a reference policy"),
         ({"objective": "preference", "kl": "k1"}, "so kl must be 'none', not 'k1'"),
         ({"correction": "tis", "correction_level": "geometric"}, "correction must be 'mis', not 'tis'"),
-        ({"kl": "k3", "kl_in": "reward", "kl_weight": "ratio"}, "kl_weight = 'ratio' is of a KL in the loss"),
+        ({"kl": "k3", "kl_in": "reward", "kl_weight": "ratio"}, "kl_weight = 'ratio' multiplies a KL in the loss"),
         ({"whiten": True}, "advantage must be 'gae', not 'group'"),
         ({"advantage": "gae", "ratio": "sequence_sum"}, "advantage must not be 'gae'"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused_in_a_sentence(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
-        Parts(**settings)
+        ObjectiveConfig(**settings)
 
 
 @pytest.mark.parametrize("wrong", [{"gamma": 1.5}, {"dual_clip": 0.9}, {"mis_low": 3.0}, {"clip_high": float("nan")}])

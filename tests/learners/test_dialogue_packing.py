@@ -10,10 +10,10 @@ from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT
 from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.collection import Models
-from jaxaudit.learners.dialogue.factories import _made, settings_of, structure_of
+from jaxaudit.learners.dialogue.factories import _cached_learner, settings_of, structure_of
 from jaxaudit.learners.dialogue.learner import Trained
 from jaxaudit.learners.dialogue.network import Network
-from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.rollout import Rows
 from jaxaudit.models import gpt2
 
 COUNT, SLOTS, VOCABULARY = 12, 10, 17
@@ -38,10 +38,10 @@ def rows_of(lengths, seed=0):
         tokens=jnp.asarray(np.where(there, rng.integers(0, VOCABULARY, there.shape), 0)),
         role=jnp.asarray(role),
         position=jnp.asarray(np.where(chunked, slot - 3, slot) + 0 * there),
-        first=jnp.asarray(np.where(chunked, 3, 0) + 0 * there),
-        log_probability=jnp.zeros(there.shape),
+        attention_start=jnp.asarray(np.where(chunked, 3, 0) + 0 * there),
+        log_prob=jnp.zeros(there.shape),
         entropy=jnp.zeros(there.shape),
-        cut=jnp.zeros(there.shape),
+        mass_cut=jnp.zeros(there.shape),
         calls=nothing,
         truncated=nothing > 0,
         rewards={"gold": nothing},
@@ -65,13 +65,13 @@ def test_every_slot_has_a_place_that_reads_its_row_up_to_it(seed):
     lengths = np.random.default_rng(seed).integers(0, SLOTS + 1, COUNT)
     lengths[lengths == 1] = 0
     rows = rows_of(lengths, seed)
-    packed = jax.device_get(jax.jit(packing.packed)(rows, rows.own))
+    packed = jax.device_get(jax.jit(packing.pack)(rows, rows.response_mask))
     found, tokens = packed.sequences, np.asarray(rows.tokens)
     assert packed.used == first_fit_decreasing(np.maximum(lengths - 1, 0), SLOTS)
-    assert (packed.slot[packed.used :] == packing.NOWHERE).all()
+    assert (packed.slot[packed.used :] == packing.EMPTY).all()
     taken = set()
     for row, length in enumerate(lengths):
-        assert (packed.place[row, max(length, 1) :] == packing.NOWHERE).all()
+        assert (packed.place[row, max(length, 1) :] == packing.EMPTY).all()
         for slot in range(1, length):
             place = packed.place[row, slot]
             sequence, at = divmod(place, SLOTS)
@@ -79,11 +79,11 @@ def test_every_slot_has_a_place_that_reads_its_row_up_to_it(seed):
             assert found.tokens[sequence, at] == tokens[row, slot - 1]
             assert found.target[sequence, at] == tokens[row, slot]
             assert found.position[sequence, at] == rows.position[row, slot - 1]
-            seen = range(found.first[sequence, at], at + 1)
+            seen = range(found.attention_start[sequence, at], at + 1)
             read = [packed.slot[sequence, i] for i in seen]
-            assert read == [row * SLOTS + i + 1 for i in range(rows.first[row, slot - 1], slot)]
+            assert read == [row * SLOTS + i + 1 for i in range(rows.attention_start[row, slot - 1], slot)]
             taken.add(place)
-    assert len(taken) == np.maximum(lengths - 1, 0).sum() == (packed.slot != packing.NOWHERE).sum()
+    assert len(taken) == np.maximum(lengths - 1, 0).sum() == (packed.slot != packing.EMPTY).sum()
 
 
 @pytest.mark.exhaustive
@@ -92,18 +92,23 @@ def test_rows_that_share_sequences_are_predicted_as_alone():
     rows = rows_of(lengths)
     network = Network(gpt2.GPT2(VOCABULARY, SLOTS, gpt2.Size(16, 2, 2)))
     params = jax.tree.map(lambda x: 3 * x, network.init(jax.random.key(0)))
-    alone = network.log_probabilities(params, None, rows, jnp.float32(0.8))
-    packed = packing.packed(rows, rows.own)
+    alone = network.log_prob_and_entropy(params, None, rows, jnp.float32(0.8))
+    packed = packing.pack(rows, rows.response_mask)
     assert int(packed.used) < COUNT - 2
-    for sizes in (packing.Sizes(12, 12), packing.Sizes(4, 4), packing.Sizes(1, 1), packing.Sizes(6, 2)):
-        shared = packing.read(packed, sizes, lambda s: network.predicted(params, None, s, jnp.float32(0.8)))
+    for sizes in (
+        packing.PieceSizes(12, 12),
+        packing.PieceSizes(4, 4),
+        packing.PieceSizes(1, 1),
+        packing.PieceSizes(6, 2),
+    ):
+        shared = packing.apply(packed, sizes, lambda s: network.predict(params, None, s, jnp.float32(0.8)))
         for ours, wanted in zip(shared, alone, strict=True):
-            np.testing.assert_allclose(ours, np.where(rows.own, wanted, 0), atol=2e-6)
+            np.testing.assert_allclose(ours, np.where(rows.response_mask, wanted, 0), atol=2e-6)
 
 
 @pytest.mark.parametrize("sequences", range(1, 70))
 def test_halves_and_eighths_come_out_even(sequences):
-    sizes = packing.Sizes.halved(sequences)
+    sizes = packing.PieceSizes.half_then_eighths(sequences)
     rest = sequences - sizes.first
     assert rest % sizes.later == 0
     assert 0 <= rest <= sequences / 2
@@ -118,8 +123,8 @@ def test_pieces_are_of_a_minibatch(preset, microbatches, wanted):
     prompts = 32 if preset == "dpo" else 8
     settings = settings_of(preset)(prompts=prompts, group_size=8, minibatches=2, microbatches=microbatches)
     assert settings.rows == 64
-    assert settings.pieces_of(32) == packing.Sizes(*wanted)
-    assert settings.packs == (preset == "grpo" and microbatches != 1)
+    assert settings.piece_sizes(32) == packing.PieceSizes(*wanted)
+    assert settings.uses_packing == (preset == "grpo" and microbatches != 1)
 
 
 PRESETS = {
@@ -143,10 +148,10 @@ def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
     settings, dialogue = settings_of(preset), Ended()
 
     def learner(parts):
-        return _made(structure_of(dialogue), settings(**few | chosen, microbatches=parts).structure)
+        return _cached_learner(structure_of(dialogue), settings(**few | chosen, microbatches=parts).structure)
 
     side_by_side, shared = learner(1), learner(parts)
-    assert shared.settings.packs == (preset != "dpo")
+    assert shared.settings.uses_packing == (preset != "dpo")
     numbers = settings(**few | chosen).numbers(3.0)
     params = jax.tree.map(lambda x: 4 * x, side_by_side.policy.init(jax.random.key(1)))
     reference = side_by_side.policy.init(jax.random.key(2))
@@ -164,7 +169,7 @@ def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
         first, second = (
             made.collector.collect(models, dialogue, numbers, key, Taps()) for made in (side_by_side, shared)
         )
-        own = first.batch.rows.own & (jnp.arange(first.batch.rows.own.shape[0]) % 5 != 3)[:, None]
+        own = first.batch.rows.response_mask & (jnp.arange(first.batch.rows.response_mask.shape[0]) % 5 != 3)[:, None]
         batch = first.batch.replace(loss_inputs=first.batch.loss_inputs.replace(loss_mask=own))
         moved = {label: Trained(jax.tree.map(lambda x: 1.05 * x, one.params), None) for label, one in trained.items()}
         return (first, second), tuple(
@@ -172,7 +177,7 @@ def test_gradients_are_those_of_rows_side_by_side(name, monkeypatch):
         )
 
     (first, second), (wanted, found) = jax.device_get(both(jax.random.key(4)))
-    own = first.batch.rows.own
+    own = first.batch.rows.response_mask
     lengths = np.where(own.any(1), dialogue.length - np.argmax(own[:, ::-1], axis=1), 0)
     assert np.ptp(lengths) > 8, "rows of several lengths"
     for one, other in zip(
@@ -195,7 +200,7 @@ def test_a_minibatch_without_own_tokens_has_no_gradient(monkeypatch):
     monkeypatch.setitem(gpt2.SIZES, "tiny", gpt2.Size(16, 1, 2))
     few = {"size": "tiny", "prompts": 4, "group_size": 4, "minibatches": 1, "telemetry": "basic", "warm_start": 0}
     settings, dialogue = settings_of("grpo")(**few, kl="none", kl_coefficient=0.0), Hop()
-    made = _made(structure_of(dialogue), settings.structure)
+    made = _cached_learner(structure_of(dialogue), settings.structure)
     params = made.policy.init(jax.random.key(1))
     models = Models(params, reference=params)
     experience = jax.jit(lambda key: made.collector.collect(models, dialogue, settings.numbers(3.0), key, Taps()))(

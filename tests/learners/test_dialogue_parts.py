@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from jaxaudit.learners.dialogue import advantages, loss_terms
-from jaxaudit.learners.dialogue.advantages import estimate
-from jaxaudit.learners.dialogue.coefficients import Coefficients
+from jaxaudit.learners.dialogue.advantages import estimate_advantages
 from jaxaudit.learners.dialogue.factories import PRESETS, settings_of
 from jaxaudit.learners.dialogue.loss_terms import denominators
-from jaxaudit.learners.dialogue.parts import Parts
-from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss, weights
+from jaxaudit.learners.dialogue.objective import Coefficients, ObjectiveConfig
+from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss, score_weights
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -118,7 +117,9 @@ def test_k2_is_right_for_a_token_and_wrong_for_a_row_where_k1_in_the_reward_is_r
 
     def penalised(logits):
         new = of_rows(logits)
-        reward = loss_terms.penalised(jnp.zeros_like(new), loss_terms.k1(new, of_rows(reference)), own, 1.0).sum(1)
+        reward = loss_terms.subtract_kl_penalty(
+            jnp.zeros_like(new), loss_terms.k1(new, of_rows(reference)), own, 1.0
+        ).sum(1)
         return -jnp.sum(chance * reward * new.sum(1))
 
     for mine, known in zip(jax.jit(jax.grad(penalised))(policy), wanted, strict=True):
@@ -132,8 +133,8 @@ def test_kl_is_in_the_loss_as_the_parts_say(float64):
     new, old, reference, exact = (jnp.asarray(rng.normal(size=own.shape)) for _ in range(4))
     counts = denominators(own, 5)
     for name in ("k1", "k2", "k3", "exact"):
-        rows = LossInputs(own, old, jnp.zeros_like(new), reference=reference)
-        run = jax.jit(functools.partial(policy_loss, Parts(kl=name), Coefficients(kl_coefficient=0.3)))
+        rows = LossInputs(own, old, jnp.zeros_like(new), ref_log_prob=reference)
+        run = jax.jit(functools.partial(policy_loss, ObjectiveConfig(kl=name), Coefficients(kl_coefficient=0.3)))
         loss, told = run(Predictions(new, exact_kl=exact), rows, counts)
         estimate = np.asarray(exact if name == "exact" else loss_terms.KL_ESTIMATORS[name](new, reference))
         means = [np.mean(e[o]) for e, o in zip(estimate, np.asarray(own), strict=True)]
@@ -168,7 +169,7 @@ def test_given_tokens_between_own_ones_are_as_if_they_were_not_there(float64):
 
 def test_a_score_is_paid_at_the_last_own_token():
     own = jnp.asarray([[False, True, True, False], [True, False, False, False], [False, False, False, False]])
-    found = advantages.terminal(jnp.asarray([2.0, 3.0, 4.0]), own)
+    found = advantages.terminal_reward(jnp.asarray([2.0, 3.0, 4.0]), own)
     np.testing.assert_array_equal(found, [[0, 0, 2, 0], [3, 0, 0, 0], [0, 0, 0, 0]])
 
 
@@ -194,7 +195,7 @@ def test_rows_that_are_not_kept_leave_means_deviations_and_counts(float64):
     for x in found.values():
         np.testing.assert_array_equal(x[2:], 0)  # one row has no other to compare with
         np.testing.assert_array_equal(np.asarray(x)[~kept], 0)
-    np.testing.assert_array_equal(advantages.differ(spoilt, jnp.asarray(kept)), [True, True, False, False])
+    np.testing.assert_array_equal(advantages.has_signal(spoilt, jnp.asarray(kept)), [True, True, False, False])
 
 
 def test_a_group_without_signal_has_advantages_of_exactly_zero():
@@ -216,7 +217,9 @@ def test_a_bandit_s_gradient_is_the_softmax_policy_gradient(float64, ratio):
 
     def loss(logits):
         now = Predictions(jax.nn.log_softmax(logits)[:, None])
-        return policy_loss(Parts(advantage="group_mean", ratio=ratio), wide, now, rows, denominators(own, 1))[0]
+        return policy_loss(ObjectiveConfig(advantage="group_mean", ratio=ratio), wide, now, rows, denominators(own, 1))[
+            0
+        ]
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(logits)
     chance, advantage = np.exp(logits) / np.exp(logits).sum(), np.asarray(advantage)
@@ -295,8 +298,8 @@ def test_ratios_of_rows(float64):
 def test_masks_by_a_row_s_geometric_mean_do_not_reject_it_for_being_long(float64):
     log_weight = jnp.full((2, 40), 0.05).at[1].set(0.5)
     own = jnp.ones_like(log_weight, bool)
-    by_product = loss_terms.mis(log_weight, own, 0.5, 1.5, "sequence")
-    by_mean = loss_terms.mis(log_weight, own, 0.5, 1.5, "geometric")
+    by_product = loss_terms.masked_importance_weight(log_weight, own, 0.5, 1.5, "sequence")
+    by_mean = loss_terms.masked_importance_weight(log_weight, own, 0.5, 1.5, "geometric")
     np.testing.assert_array_equal(by_product, 0)
     np.testing.assert_allclose(by_mean, [[np.exp(0.05)] * 40, [0.0] * 40], **EXACT)
 
@@ -304,7 +307,8 @@ def test_masks_by_a_row_s_geometric_mean_do_not_reject_it_for_being_long(float64
 @pytest.mark.parametrize("kind", ["tis", "mis"])
 def test_weights_are_constants_to_the_gradient(kind):
     bounds = {"tis": (2.0,), "mis": (0.5, 2.0)}[kind]
-    weight = lambda x: jnp.sum(getattr(loss_terms, kind)(x, jnp.ones((1, 2), bool), *bounds))  # noqa: E731
+    function = {"tis": loss_terms.truncated_importance_weight, "mis": loss_terms.masked_importance_weight}[kind]
+    weight = lambda x: jnp.sum(function(x, jnp.ones((1, 2), bool), *bounds))  # noqa: E731
     np.testing.assert_array_equal(jax.grad(weight)(jnp.asarray([[0.1, 0.2]])), 0)
 
 
@@ -315,11 +319,11 @@ def test_a_pair_of_which_one_row_does_not_count_does_not_count(float64):
     parts, coefficients = PRESETS["dpo"]
 
     def loss(new):
-        rows = LossInputs(own, reference=reference)
+        rows = LossInputs(own, ref_log_prob=reference)
         return policy_loss(parts, coefficients, Predictions(new), rows, denominators(own[:2], own.shape[1]))
 
     gradient, told = jax.grad(loss, has_aux=True)(new)
-    first = loss_terms.pairs_of_rows(new[:2], reference[:2], own[:2], coefficients.beta, coefficients.label_smoothing)
+    first = loss_terms.dpo_of_rows(new[:2], reference[:2], own[:2], coefficients.beta, coefficients.label_smoothing)
     np.testing.assert_allclose(told["loss"], first.loss[0])
     np.testing.assert_allclose(told["margin"], first.margin[0])
     assert (gradient[:2] != 0).all()
@@ -327,7 +331,7 @@ def test_a_pair_of_which_one_row_does_not_count_does_not_count(float64):
 
 
 def test_smoothed_preferences_are_a_cross_entropy(float64):
-    made = loss_terms.dpo(*(jnp.asarray([x]) for x in (-3.0, -4.0, -3.5, -3.0)), beta=0.5, smoothing=0.1)
+    made = loss_terms.dpo(*(jnp.asarray([x]) for x in (-3.0, -4.0, -3.5, -3.0)), beta=0.5, label_smoothing=0.1)
     chance = 1 / (1 + np.exp(-0.5 * (0.5 - -1.0)))
     np.testing.assert_allclose(made.loss, -0.9 * np.log(chance) - 0.1 * np.log(1 - chance), **EXACT)
     np.testing.assert_allclose(made.margin, 0.75, **EXACT)
@@ -338,11 +342,14 @@ def test_smoothed_preferences_are_a_cross_entropy(float64):
 
 WHOLES = PRESETS | {
     "tis": (
-        Parts(correction="tis", correction_level="sequence", kl="k3", kl_weight="ratio"),
+        ObjectiveConfig(correction="tis", correction_level="sequence", kl="k3", kl_weight="ratio"),
         Coefficients(kl_coefficient=0.1),
     ),
-    "mis": (Parts(correction="mis", correction_level="geometric", entropy=True), Coefficients(entropy_coefficient=0.1)),
-    "exact": (Parts(kl="exact", aggregation="token_minibatch"), Coefficients(kl_coefficient=0.1)),
+    "mis": (
+        ObjectiveConfig(correction="mis", correction_level="geometric", entropy_bonus=True),
+        Coefficients(entropy_coefficient=0.1),
+    ),
+    "exact": (ObjectiveConfig(kl="exact", aggregation="token_minibatch"), Coefficients(kl_coefficient=0.1)),
 }
 PAIRS, MEMBERS, SLOTS = 4, 2, 6
 
@@ -364,7 +371,7 @@ def advance(parts, coefficients, own, score, x, counts=None, kept=None):
     policy = parts.objective == "policy"
     penalty = loss_terms.k1(x["old"], x["reference"]) if policy and parts.kl_in == "reward" else None
     value = x["value"] if parts.critic else None
-    both = estimate(parts, coefficients, score, own, kept, penalty, value) if policy else (None, None)
+    both = estimate_advantages(parts, coefficients, score, own, kept, penalty, value) if policy else (None, None)
     rows = LossInputs(own, x["old"], both[0], x["sampled"], x["reference"], value, both[1])
     return of_minibatch(parts, coefficients, rows, x, denominators(own, SLOTS) if counts is None else counts)
 
@@ -386,7 +393,7 @@ def test_what_is_said_of_given_tokens_changes_no_bit(name):
     run = jax.jit(lambda c, own, score, x: advance(parts, c, own, score, x))
     rng = np.random.default_rng(9)
     told, gradient = run(coefficients, own, score, x)
-    assert float(np.abs(gradient.log_probability).max()) > 1e-4
+    assert float(np.abs(gradient.log_prob).max()) > 1e-4
     for other in (lambda a: a + rng.normal(0, 9, a.shape), lambda a: np.full(a.shape, np.nan)):
         spoilt = {k: np.where(own, v, np.float32(other(v))) for k, v in x.items()}
         again, gradients = run(coefficients, own, score, spoilt)
@@ -408,7 +415,7 @@ def test_a_weight_is_the_share_of_a_token_s_score_in_the_gradient(name):
         own = own > 0
         value = x["value"] if parts.critic else None
         penalty = loss_terms.k1(x["old"], x["reference"]) if parts.kl_in == "reward" else None
-        advantage, target = estimate(parts, coefficients, score, own, None, penalty, value)
+        advantage, target = estimate_advantages(parts, coefficients, score, own, None, penalty, value)
         rows = LossInputs(own, x["old"], advantage, x["sampled"], x["reference"], value, target)
         counts = denominators(own, SLOTS)
 
@@ -418,7 +425,7 @@ def test_a_weight_is_the_share_of_a_token_s_score_in_the_gradient(name):
 
         steps = 1e-6 * jnp.eye(own.size).reshape(-1, *own.shape)
         slopes = jax.vmap(lambda d: (loss(x["new"] + d) - loss(x["new"] - d)) / 2e-6)(steps).reshape(own.shape)
-        found = weights(parts, coefficients, Predictions(x["new"]), rows, counts)
+        found = score_weights(parts, coefficients, Predictions(x["new"]), rows, counts)
     np.testing.assert_allclose(found, np.abs(slopes), rtol=1e-5, atol=1e-8)
     assert not np.asarray(found)[~np.asarray(own)].any()
     assert np.asarray(found)[np.asarray(own)].max() > 1e-3
@@ -430,8 +437,7 @@ def test_parts_of_a_minibatch_add_up(name):
     own, _, x = drawn()
     own[:2] = False  # a pair that sampling did not keep
     counts = denominators(jnp.asarray(own), SLOTS, 7.0)
-    given = {k: x[k] for k in ("old", "sampled", "reference", "value")}
-    rows = LossInputs(own, **given, advantage=x["entropy"], target=x["exact_kl"])
+    rows = LossInputs(own, x["old"], x["entropy"], x["sampled"], x["reference"], x["value"], x["exact_kl"])
     cut = lambda tree, at: jax.tree.map(lambda a: a[at], tree)  # noqa: E731
     run = jax.jit(lambda rows, x: of_minibatch(parts, coefficients, rows, x, counts))
     whole, gradient = run(rows, x)
@@ -467,7 +473,7 @@ def test_tokens_of_rows_that_are_not_kept_do_not_enter_the_critic_s_advantages()
     parts, coefficients = PRESETS["ppo_lm"]
     own, score, x = drawn()
     kept = np.array([[True] * 2, [True, False], [True] * 2, [False] * 2])
-    run = jax.jit(functools.partial(estimate, parts, coefficients))
+    run = jax.jit(functools.partial(estimate_advantages, parts, coefficients))
     given = jnp.asarray(score), jnp.asarray(own)
     found = run(*given, jnp.asarray(kept), x["entropy"], x["value"])
     cut = run(given[0], jnp.asarray(own & kept.reshape(-1, 1)), jnp.ones_like(kept), x["entropy"], x["value"])

@@ -19,12 +19,13 @@ from errand import CALL, Errand, random_params
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.protocol import OWN, PROMPT, TOOL
-from jaxaudit.learners.dialogue import demonstrations, held_out
+from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner, DialogueState, Trained
-from jaxaudit.learners.dialogue.telemetry.channels import before_the_first
+from jaxaudit.learners.dialogue.telemetry import measurement
+from jaxaudit.learners.dialogue.telemetry.channels import initial_values
 from jaxaudit.learners.dialogue.telemetry.rewards import Scale
-from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
+from jaxaudit.learners.dialogue.telemetry.token_statistics import Bigrams
 from jaxaudit.models import gpt2
 
 pytestmark = pytest.mark.long
@@ -208,7 +209,8 @@ def flat(tree):
 
 def written(rows):
     """Rows as the reference has them."""
-    arrays = {name: np.asarray(getattr(rows, name)) for name in ("tokens", "role", "position", "first", "truncated")}
+    names = {name: name for name in ("tokens", "role", "position", "truncated")} | {"first": "attention_start"}
+    arrays = {name: np.asarray(getattr(rows, field)) for name, field in names.items()}
     return plain.Written(**arrays, rewards={name: np.float64(reward) for name, reward in rows.rewards.items()})
 
 
@@ -242,7 +244,7 @@ class Iteration:
 
     @property
     def drawn(self):
-        return self.experience.drawn
+        return self.experience.rollout
 
 
 def iteration(case, monkeypatch):
@@ -251,12 +253,14 @@ def iteration(case, monkeypatch):
     settings = settings_of(case.preset)(**COMMON | case.settings)
     learner = Watched(Errand(), settings.structure, Errand.length)
     random = np.random.default_rng(case.seed)
-    monkeypatch.setattr(held_out, "measure_when_due", lambda collector, latest, *rest: (latest, latest.values))
+    monkeypatch.setattr(
+        measurement, "measure_held_out_when_due", lambda collector, latest, *rest: (latest, latest.values)
+    )
     base = random_params(dataclasses.replace(learner.policy, rank=0), random) if settings.lora_rank else None
     policy = random_params(learner.policy, random)
     reference, stale = (random_params(learner.policy, random, policy, by) for by in (0.5, 0.3))
     critic, reward_model = (one and random_params(one, random) for one in (learner.critic, learner.reward_model))
-    told, measured = before_the_first(learner.channels, jnp.float32(0))
+    told, measured = initial_values(learner.channels, jnp.float32(0))
     scale, counts = Scale.of(jnp.arange(2.0)), settings.telemetry == "full"
     before = DialogueState(
         policy=Trained(policy, learner.transform.init(policy)),
@@ -301,7 +305,7 @@ def iteration(case, monkeypatch):
         after=after,
         author=stale if "behaviour" in case.sites else reference if follows else policy,
         base=base,
-        rows=written(seen["experience"].drawn.rows),
+        rows=written(seen["experience"].rollout.rows),
         uniform=np.float64(jax.random.uniform(draws, (count, Errand.length))),
         disturbed=plain.Disturbed(**{site: np.float64(x) for site, x in noise.items()}),
         experience=seen["experience"],
@@ -332,33 +336,37 @@ def compare_collected(it):
     )
     found = plain.collected(it.settings, Errand(), HEADS, models, it.rows, it.uniform, it.disturbed, it.drawn.reward)
     drawn, own = it.drawn, it.rows.own
-    same("all sampler's log-probability", drawn.rows.log_probability, found["all sampler's log-probability"], own)
+    same("all sampler's log-probability", drawn.rows.log_prob, found["all sampler's log-probability"], own)
     same("all sampler's entropy", drawn.rows.entropy, found["all sampler's entropy"], own)
-    same("all mass cut", drawn.rows.cut, found["all mass cut"], own)
+    same("all mass cut", drawn.rows.mass_cut, found["all mass cut"], own)
     same("all token drawn", drawn.rows.tokens, found["all token drawn"], own)
-    for name in ("scored", "reward", "kept"):
-        same(f"all {name}", getattr(drawn, name), found[f"all {name}"])
-    loss_inputs, rows, recomputed = it.experience.batch.loss_inputs, it.experience.batch.rows, it.experience.recomputed
+    for name, field in {"scored": "undisturbed_reward", "reward": "reward", "kept": "row_mask"}.items():
+        same(f"all {name}", getattr(drawn, field), found[f"all {name}"])
+    loss_inputs, rows, recomputed = (
+        it.experience.batch.loss_inputs,
+        it.experience.batch.rows,
+        it.experience.trainer_outputs,
+    )
     own = found["own"]
     same("the rows that are learned from, by their own tokens that count", loss_inputs.loss_mask, own)
-    for name in ("tokens", "position", "first"):
-        same(f"chosen rows' {name}", getattr(rows, name), getattr(found["rows"], name), own)
+    for name, field in {"tokens": "tokens", "position": "position", "attention_start": "first"}.items():
+        same(f"chosen rows' {name}", getattr(rows, name), getattr(found["rows"], field), own)
     same("score", recomputed.score, found["score"], own.any(-1))
     same("temperature", it.experience.temperature, np.float64(it.settings.temperature))
-    if recomputed.log_probability is not None:
-        same("recomputed log-probability", recomputed.log_probability, found["recomputed"], own)
+    if recomputed.log_prob is not None:
+        same("recomputed log-probability", recomputed.log_prob, found["recomputed"], own)
         same("entropy", recomputed.entropy, found["entropy"], own)
     if it.settings.correction != "none" or it.settings.old_log_probability == "sampled":
-        same("sampled log-probability as learned from", loss_inputs.sampled, found["sampled"], own)
+        same("sampled log-probability as learned from", loss_inputs.rollout_log_prob, found["sampled"], own)
     if it.settings.kl != "none" or it.settings.objective == "preference":
-        same("reference's log-probability", loss_inputs.reference, found["reference"], own)
+        same("reference's log-probability", loss_inputs.ref_log_prob, found["reference"], own)
     if found["value"] is not None:
-        same("value", loss_inputs.value, found["value"], own)
+        same("value", loss_inputs.old_value, found["value"], own)
         same("returns", recomputed.returns, found["returns"])
-        same("target", loss_inputs.target, found["target"])
+        same("target", loss_inputs.value_target, found["target"])
     if it.settings.objective == "policy":
-        same("old log-probability", loss_inputs.old, found["old"], own)
-        same("advantage", loss_inputs.advantage, found["advantage"], atol=2e-5)
+        same("old log-probability", loss_inputs.old_log_prob, found["old"], own)
+        same("advantage", loss_inputs.advantages, found["advantage"], atol=2e-5)
     return found
 
 
@@ -411,7 +419,7 @@ def compare_updates(it, found):
                 same(what + "the better row is first", index[::2] % 2, np.zeros(len(index) // 2, int))
             told, done, tokens = jax.tree.map(
                 lambda x: x[epoch, number],  # noqa: B023
-                (it.visited.told, it.visited.done, it.visited.tokens),
+                (it.visited.metrics, it.visited.optimizer, it.visited.tokens),
             )
             trained = {label: flat(one.params) for label, one in told.pop("trained").items()}
             gradient = {label: flat(one) for label, one in told.pop("gradient").items()}
@@ -499,7 +507,7 @@ def assert_it_says_something(it, found, told, every_bound=True):
     if settings.objective == "policy":
         lengths = np.max(np.where(own, np.arange(Errand.length), 0), -1)
         taken = max(lengths[index].sum() for epoch in it.visited.rows for index in epoch) / Errand.length
-        pieces = settings.pieces_of(settings.rows // settings.minibatches)
+        pieces = settings.piece_sizes(settings.rows // settings.minibatches)
         assert taken > pieces.first or not settings.microbatches > 1, "several pieces"
         penalty = plain.overlong(settings, Errand(), found["rows"])[own.any(-1)]
         assert len(set(penalty)) > 2, "penalties"
@@ -578,17 +586,21 @@ def prepared(settings, monkeypatch):
     No other rows are sampled to tell whether the warm start is over, which it never is, nor what a reward's scale is.
     """
     learner, stages = DialogueLearner(Errand(), settings.structure), []
-    adam, demonstrated, undisturbed = optax.scale_by_adam, demonstrations.demonstrated, learner.collector.undisturbed
+    adam, demonstrated, undisturbed = (
+        optax.scale_by_adam,
+        demonstrations.demonstrate,
+        learner.collector.sample_undisturbed,
+    )
     monkeypatch.setattr(optax, "scale_by_adam", lambda *args: stages.append(Pretraining(adam(*args))) or stages[-1])
-    monkeypatch.setattr(demonstrations, "demonstrated", lambda *args: stages[-1].see(demonstrated(*args)))
+    monkeypatch.setattr(demonstrations, "demonstrate", lambda *args: stages[-1].see(demonstrated(*args)))
 
-    given, returned, value_model = {}, learner.sample_returns, demonstrations.value_model
+    given, returned, value_model = {}, learner.sample_returns, demonstrations.pretrain_value_model
 
     def unsampled(*args):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: undisturbed(*args)))
 
     def really_returned(*args):
-        monkeypatch.setattr(learner.collector, "undisturbed", undisturbed)
+        monkeypatch.setattr(learner.collector, "sample_undisturbed", undisturbed)
         return returned(*args)
 
     def fitted(network, params, base, rows, returns, key, **rest):
@@ -596,9 +608,9 @@ def prepared(settings, monkeypatch):
         jax.debug.callback(given.update, seen, ordered=True)
         return value_model(network, params, base, rows, returns, key, **rest)
 
-    monkeypatch.setattr(learner.collector, "undisturbed", unsampled)
+    monkeypatch.setattr(learner.collector, "sample_undisturbed", unsampled)
     monkeypatch.setattr(learner, "sample_returns", really_returned)
-    monkeypatch.setattr(demonstrations, "value_model", fitted)
+    monkeypatch.setattr(demonstrations, "pretrain_value_model", fitted)
     # A transformation of its own for the iterations' moments, which are not looked at here.
     monkeypatch.setattr(learner, "transform", optax.identity())
     state = jax.jit(learner.init)(jax.random.key(3), DialogueData(settings.numbers(1.0)))
@@ -624,7 +636,7 @@ def follow(what, stage, updates, rate, loss_of, looked_at=(0, 1, 4), falls=False
 def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
     given = {
         "reward": "learned",
-        "warm_start": demonstrations.LOOKS,
+        "warm_start": demonstrations.UPDATES_PER_CHECK,
         "warm_start_rows": 12,
         "warm_start_success": 1.0,
         "warm_start_learning_rate": 0.01,
@@ -646,7 +658,7 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
     policy = follow(
         "warm start",
         warm,
-        demonstrations.LOOKS,
+        demonstrations.UPDATES_PER_CHECK,
         rate,
         lambda n: lambda params: plain.imitation(settings, HEADS, params, warm.shown[n][0]),
     )
@@ -680,7 +692,7 @@ def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
     rows = written(fitted["rows"])
     assert len(rows.tokens) == 2 * settings.rows, "whole iterations' rows, as many as are asked for"
     logs = plain.log_softmax(plain.logits(policy, rows, HEADS) / settings.temperature)
-    told = fitted["rows"].log_probability
+    told = fitted["rows"].log_prob
     same("value pretraining's rows are the policy's", told, plain.of_token(logs, rows), rows.own)
     scored = plain.scores(model, rows, HEADS)
     assert np.std(scored) > 0.01

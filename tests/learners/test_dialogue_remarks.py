@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxaudit.learners.dialogue.factories import of_the_beginning
+from jaxaudit.learners.dialogue.factories import early_remarks
 
 
 def begun(proxy, truncated, no_signal):
@@ -13,10 +13,10 @@ def begun(proxy, truncated, no_signal):
 
 
 def test_a_beginning_with_something_to_learn_from_is_not_remarked_on():
-    assert of_the_beginning(begun([0.5, 0.01], [0.2, 0.9], [0.9, 0.99])) == []
+    assert early_remarks(begun([0.5, 0.01], [0.2, 0.9], [0.9, 0.99])) == []
     late = begun([0.0], [0.0], [1.0])
     late["proxy"][0, 2], late["no_signal"][0, 2] = 0.02, 0.9
-    assert of_the_beginning(late) == []
+    assert early_remarks(late) == []
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,15 @@ def test_a_beginning_with_something_to_learn_from_is_not_remarked_on():
     ],
 )
 def test_a_beginning_with_nothing_to_learn_from_is_one_sentence(telemetry, words):
-    (sentence,) = of_the_beginning(telemetry)
+    (sentence,) = early_remarks(telemetry)
     assert words in sentence
 
 
 def test_each_seed_is_told_of_once_and_a_critic_needs_no_groups():
-    told = of_the_beginning(begun([0, 1, 0.5], [1, 0, 0], [1, 1, 1]))
+    told = early_remarks(begun([0, 1, 0.5], [1, 0, 0], [1, 1, 1]))
     assert [sentence.split(" seeds ")[1].split(",")[0].split(";")[0] for sentence in told] == [
         "every row runs out of slots",
         "every row is rewarded in full",
         "no rollout group has rewards that differ",
     ]
-    assert of_the_beginning(begun([0.5], [0], [1]), compares=False) == []
+    assert early_remarks(begun([0.5], [0], [1]), compares_within_groups=False) == []

@@ -10,10 +10,10 @@ import pytest
 from jaxaudit import learners
 from jaxaudit.core.learner import Learner
 from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
-from jaxaudit.learners.dialogue.rows import Rows
-from jaxaudit.learners.dialogue.telemetry import policy, rewards, strata
-from jaxaudit.learners.dialogue.telemetry.channels import FEATURES, TABLE, Extent, channels
-from jaxaudit.learners.dialogue.telemetry.vocabulary import Bigrams
+from jaxaudit.learners.dialogue.rollout import Rows
+from jaxaudit.learners.dialogue.telemetry import policy, rewards, token_statistics
+from jaxaudit.learners.dialogue.telemetry.channels import FEATURES, TABLE, RunDimensions, channels
+from jaxaudit.learners.dialogue.telemetry.token_statistics import Bigrams
 
 PROMPTS, MEMBERS, SLOTS = 5, 4, 24
 ROWS = PROMPTS * MEMBERS
@@ -54,15 +54,17 @@ def cast(found):
 @jax.jit
 def told(r):
     """All token statistics of some rows, in one program."""
-    masks = strata.strata_of(r["own"], r["given"], 2)
+    masks = token_statistics.strata_masks(r["own"], r["given"], 2)
     clip = jnp.array([0.2, 0.28])
     score = (r["advantage"] * policy.saturation(r["log_probability"], jnp.exp(r["log_probability"]) ** 2)) ** 2
     visited = policy.ratio_statistics(r["log_ratio"], r["advantage"], r["weight"], clip, masks)
     after = policy.ratio_statistics(2 * r["log_ratio"], r["advantage"], 2 * r["weight"] ** 2, clip, masks)
-    found = strata.token_means(masks, entropy=r["entropy"], saturation=score, mass_cut=r["exact"], update_kl=r["exact"])
+    found = token_statistics.token_means(
+        masks, entropy=r["entropy"], saturation=score, mass_cut=r["exact"], update_kl=r["exact"]
+    )
     found |= policy.reference_statistics(r["log_probability"], r["reference"], r["exact"], masks)
     found |= policy.unfamiliarity(r["reference"], r["log_probability"], r["given"])
-    found |= policy.at_moments(jax.tree.map(lambda *x: jnp.stack(x), visited, after))
+    found |= policy.moments_last(jax.tree.map(lambda *x: jnp.stack(x), visited, after))
     found |= policy.score_share(r["entropy"], score, masks)
     found |= policy.churn((r["values"] > 0).astype(int), (r["returns"] > 0).astype(int), masks)
     found |= policy.mismatch(r["log_probability"], r["reference"], masks)
@@ -257,7 +259,7 @@ def test_a_critic_that_knows_and_one_that_guesses_its_mean():
     assert apart["explained_variance"].count == 30
     unsure = policy.separation(jnp.ones(4), jnp.array([1.0, 0.0, 2.0, 1.0]), jnp.ones(4, bool))
     assert float(unsure["critic_order"].value) == 0.5
-    assert list(policy.distances(jnp.array([[False, True, False, True, True, False]]))[0]) == [3, 2, 2, 1, 0, 0]
+    assert list(policy.tokens_remaining(jnp.array([[False, True, False, True, True, False]]))[0]) == [3, 2, 2, 1, 0, 0]
 
 
 def test_whether_returns_are_equal_is_judged_by_the_size_of_own_tokens_values_alone():
@@ -344,12 +346,12 @@ def test_a_policy_that_is_not_finite_is_told():
 
 
 def test_what_was_seen_last():
-    last = strata.LastSeen.zeros({"a": (3, 2), "b": ()})
+    last = token_statistics.LastValues.zeros({"a": (3, 2), "b": ()})
 
     def step(last, turn):
         count = jnp.stack([turn + 1, turn % 2, 0 * turn])
         value = jnp.where(turn == 3, jnp.nan, 1.0 + turn) * jnp.ones((3, 2))
-        found = {"a": strata.Measured(value, count), "b": strata.Measured(10.0 * turn, turn)}
+        found = {"a": token_statistics.Statistic(value, count), "b": token_statistics.Statistic(10.0 * turn, turn)}
         return last.update(found)
 
     last, said = jax.lax.scan(step, last, jnp.arange(5))
@@ -357,17 +359,37 @@ def test_what_was_seen_last():
     np.testing.assert_array_equal(said["a"][..., 1].T, [[1, 2, 3, nan, 5], [0, 2, 2, nan, 2], [0] * 5])
     np.testing.assert_array_equal(said["b"], [0, 10, 20, 30, 40])
     np.testing.assert_array_equal(last.values["a"][:, 0], [5, 2, 0])
-    kept, only = last.update({"b": strata.Measured(jnp.float32(7), jnp.int32(1))})
+    kept, only = last.update({"b": token_statistics.Statistic(jnp.float32(7), jnp.int32(1))})
     assert (set(only), set(kept.values)) == ({"b"}, {"a", "b"})
 
 
 def test_slots_soon_after_a_result():
     given = np.array([[0, 1, 1, 0, 0, 0, 1, 0]], bool)
     own = np.array([[1, 0, 0, 1, 1, 1, 0, 1]], bool)
-    assert strata.soon_after(given, own, 1)[0].tolist() == [False, False, False, True, False, False, False, True]
-    assert strata.soon_after(given, own, 2)[0].tolist() == [False, False, False, True, True, False, False, True]
-    np.testing.assert_array_equal(strata.counts_of(strata.strata_of(own, given, 2)), [5, 3, 2, 1, 3, 1, 0])
-    assert strata.strata_of(own).shape == (1, 1, 8)
+    assert token_statistics.soon_after(given, own, 1)[0].tolist() == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert token_statistics.soon_after(given, own, 2)[0].tolist() == [
+        False,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    np.testing.assert_array_equal(
+        token_statistics.counts_of(token_statistics.strata_masks(own, given, 2)), [5, 3, 2, 1, 3, 1, 0]
+    )
+    assert token_statistics.strata_masks(own).shape == (1, 1, 8)
 
 
 def test_bigrams_of_results_are_counted_once_more_than_they_were():
@@ -377,7 +399,7 @@ def test_bigrams_of_results_are_counted_once_more_than_they_were():
     rows = Rows(**dict.fromkeys((f.name for f in dataclasses.fields(Rows)), None) | {"tokens": tokens, "role": role})
     counted = Bigrams.empty(5).add(rows)
     assert np.asarray(counted.counts).sum() == 4
-    found = np.exp(counted.log_probability(rows))
+    found = np.exp(counted.log_prob(rows))
     np.testing.assert_allclose(found[:, 0], 1.0)
     np.testing.assert_allclose(found[0, 1:], [1 / 5, 3 / 8, 2 / 6], rtol=1e-6)
     np.testing.assert_allclose(found[2, 2], 2 / 8, rtol=1e-6)
@@ -387,7 +409,7 @@ def test_bigrams_of_results_are_counted_once_more_than_they_were():
     np.testing.assert_array_equal(large.add(many).counts, large.add(rows).counts)
 
 
-EXTENT = Extent(members=MEMBERS, slots=SLOTS, parts=("a", "b"), layers=("wte", "h/0"), every=5)
+EXTENT = RunDimensions(group_size=MEMBERS, slots=SLOTS, parts=("a", "b"), layers=("wte", "h/0"), every=5)
 
 
 def test_the_table_has_the_channels_that_are_computed():
@@ -402,8 +424,8 @@ def test_a_run_has_the_channels_of_what_it_has():
     full = channels("full", (), EXTENT)
     assert full["entropy"].dims == (("stratum", ("all",)),)
     assert not {"kl", "ratio_max", "explained_variance", "calls", "reward_part", "pair_margin"} & full.keys()
-    assert channels("full", ("tools",), EXTENT)["entropy"].dims == (("stratum", strata.STRATA),)
-    assert "layer_gradient_norm" not in channels("full", (), Extent(members=8, slots=3))
+    assert channels("full", ("tools",), EXTENT)["entropy"].dims == (("stratum", token_statistics.STRATA),)
+    assert "layer_gradient_norm" not in channels("full", (), RunDimensions(group_size=8, slots=3))
     basic = channels("basic", FEATURES, EXTENT)
     assert basic.keys() < channels("full", FEATURES, EXTENT).keys()
     assert {"performance", "entropy", "kl", "success", "x_grad"} < basic.keys()
@@ -412,7 +434,7 @@ def test_a_run_has_the_channels_of_what_it_has():
     unsplit = channels("full", ("critic",), dataclasses.replace(EXTENT, split=False))
     assert unsplit["critic_error"].dims[0][1] == ("collected", "fixed_prompts")
     assert (full["performance"].every, full["entropy"].every, full["shown_token"].monitored) == (5, 1, False)
-    with pytest.raises(ValueError, match=r"features are of tools, .*, not 'spoons'"):
+    with pytest.raises(ValueError, match=r"features must be among tools, .*, not 'spoons'"):
         channels("full", ("spoons",), EXTENT)
 
 

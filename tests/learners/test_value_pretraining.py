@@ -61,10 +61,10 @@ def test_a_pretrained_value_model_explains_what_can_be_known(monkeypatch):
         begin_key, rows_key = jax.random.split(key)
         state = learner.init(begin_key, DialogueData(numbers))
         policy, critic = state.policy.params, state.critic.params
-        rows = learner.collector.undisturbed(policy, None, learner.dialogue, numbers, rows_key, 1024)
+        rows = learner.collector.sample_undisturbed(policy, None, learner.dialogue, numbers, rows_key, 1024)
         returns = learner.collector.returns(Models(policy, reference=policy), rows, numbers)
         known = 0.5 * (rows.tokens[:, 0] == rows.tokens[:, 2] - COIN[0])
-        return learner.critic.values(critic, None, rows), returns, rows.own, known
+        return learner.critic.values(critic, None, rows), returns, rows.response_mask, known
 
     values, returns, own, known = map(np.asarray, pretrained(jax.random.key(0)))
     assert own.sum() == 2 * 1024

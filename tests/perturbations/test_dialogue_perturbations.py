@@ -14,10 +14,10 @@ from scipy import stats
 from tiny_dialogue import TINY_DIALOGUE
 
 import jaxaudit as ja
-from jaxaudit.learners.dialogue.advantages import estimate
-from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.collection import tapped
+from jaxaudit.learners.dialogue.advantages import estimate_advantages
+from jaxaudit.learners.dialogue.collection import tap_coefficients
 from jaxaudit.learners.dialogue.factories import PRESETS
+from jaxaudit.learners.dialogue.objective import Coefficients
 from jaxaudit.runtime import registry
 
 KEY = jax.random.key(11)
@@ -290,13 +290,13 @@ def test_factors_multiply(name):
 def test_signal_decay_is_of_the_advantages_alone_and_what_the_critic_learns_stays():
     """Lambda 0.8 times 0.5: what a row ends with reaches the token k before its end times 0.4^k; lambda 0.9 of the
     critic's targets, by hand from one of the rows."""
-    parts = PRESETS["ppo_lm"].parts
+    parts = PRESETS["ppo_lm"].config
     parts = dataclasses.replace(parts, whiten=False, kl="none", kl_in="loss")
     usual = Coefficients(gamma=1.0, gae_lambda=0.8, critic_lambda=0.9)
     own, score, value = jnp.ones((2, 5), bool), jnp.array([[1.0], [0.5]]), jnp.zeros((2, 5))
 
     def step(x, key, taps):
-        advantage, target = estimate(parts, tapped(parts, usual, taps), score, own, value=value)
+        advantage, target = estimate_advantages(parts, tap_coefficients(parts, usual, taps), score, own, value=value)
         return x, {"performance": x, "advantage": advantage, "targets": target}
 
     learner = ja.Learner(lambda key: jnp.float32(0.0), step)

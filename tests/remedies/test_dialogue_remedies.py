@@ -16,11 +16,11 @@ import jaxaudit as ja
 from jaxaudit import remedies
 from jaxaudit.core.taps import ROOT, Taps
 from jaxaudit.learners.dialogue import advantages, loss_terms
-from jaxaudit.learners.dialogue.advantages import estimate
-from jaxaudit.learners.dialogue.collection import Models, sampled_entropy, tapped
+from jaxaudit.learners.dialogue.advantages import estimate_advantages
+from jaxaudit.learners.dialogue.collection import Models, sampled_entropy, tap_coefficients
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.loss_terms import Denominators, denominators
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import ObjectiveConfig
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
 from jaxaudit.models import gpt2
 
@@ -119,16 +119,16 @@ def of_sequences(settings, behaviour=None):
     """What the library makes the gradient of each sequence's loss at `POLICY`, `[27, 13, 3]`, where no row earns more
     than another; on policy, or of a loss alone on what another policy has written.
     """
-    parts, coefficients = settings.parts, settings.coefficients
+    parts, coefficients = settings.objective_config, settings.coefficients
     own, zeros = jnp.ones(EVERY.shape, bool), jnp.zeros(EVERY.shape)
     old = jnp.asarray(of_tokens(POLICY if behaviour is None else behaviour))
     reference, anchor = jnp.asarray(of_tokens(REFERENCE)), log_softmax(REFERENCE)
     penalty = loss_terms.KL_ESTIMATORS[parts.kl](old, reference) if parts.kl_in_reward else None
     assert behaviour is None or penalty is None
     score = jnp.zeros((len(EVERY), 1))
-    advantage, target = estimate(parts, coefficients, score, own, penalty=penalty, value=zeros)
-    rows = LossInputs(own, old, advantage, reference=reference, value=zeros, target=target)
-    counts = Denominators(tokens=1, rows=1, share=1, longest=1)
+    advantage, target = estimate_advantages(parts, coefficients, score, own, kl_penalty=penalty, value=zeros)
+    rows = LossInputs(own, old, advantage, ref_log_prob=reference, old_value=zeros, value_target=target)
+    counts = Denominators(tokens=1, rows=1, tokens_per_minibatch=1, max_response_tokens=1)
 
     def losses(table):
         every = jax.nn.log_softmax(table)
@@ -275,16 +275,16 @@ def test_off_policy_the_gradient_is_that_of_tokens_on_the_behaviour_s_prefixes(s
 def test_compared_with_another_row_the_gradient_is_still_the_divergence_s(preset, name, share):
     """All pairs of sequences: leaving a row out of its baseline is right, and the mean of two rows takes half of it."""
     settings = with_remedy(name, dataclasses.replace(settings_of(preset)(), group_size=2))
-    parts, coefficients = settings.parts, settings.coefficients
+    parts, coefficients = settings.objective_config, settings.coefficients
     pairs = np.array(list(itertools.product(range(len(EVERY)), repeat=2)))
     index = pairs.reshape(-1)
     own = jnp.ones((len(index), LENGTH), bool)
     old, reference = (jnp.asarray(of_tokens(table)[index]) for table in (POLICY, REFERENCE))
     penalty = loss_terms.KL_ESTIMATORS[parts.kl](old, reference)
-    advantage, _ = estimate(parts, coefficients, jnp.zeros(pairs.shape), own, penalty=penalty)
-    rows = LossInputs(own, old, advantage, reference=reference)
+    advantage, _ = estimate_advantages(parts, coefficients, jnp.zeros(pairs.shape), own, kl_penalty=penalty)
+    rows = LossInputs(own, old, advantage, ref_log_prob=reference)
     chance = jnp.asarray(np.prod(probability(POLICY)[pairs], -1))
-    counts = Denominators(tokens=2 * LENGTH, rows=2, share=2 * LENGTH, longest=1)
+    counts = Denominators(tokens=2 * LENGTH, rows=2, tokens_per_minibatch=2 * LENGTH, max_response_tokens=1)
 
     def expectation(table):
         new = jax.nn.log_softmax(table)[BEFORE, EVERY][index]
@@ -329,7 +329,7 @@ def covariances(own, advantage, old):
 
 def chosen(how, share, own, advantage, old, seed=0):
     return np.asarray(
-        loss_terms.select_tokens(how, share, *map(jnp.asarray, (advantage, old, own)), jax.random.key(seed))
+        loss_terms.select_covariance_tokens(how, share, *map(jnp.asarray, (advantage, old, own)), jax.random.key(seed))
     )
 
 
@@ -402,7 +402,10 @@ def test_clip_cov_takes_any_of_the_eligible_tokens_as_often_as_another_and_kl_co
     eligible = np.asarray(own) & (values > 1) & (values < 5)
     share, draws = 0.05, 3000
     many = jax.jit(
-        jax.vmap(lambda how, key: loss_terms.select_tokens(how, share, advantage, old, own, key), in_axes=(None, 0)),
+        jax.vmap(
+            lambda how, key: loss_terms.select_covariance_tokens(how, share, advantage, old, own, key),
+            in_axes=(None, 0),
+        ),
         static_argnums=0,
     )
     keys = jax.random.split(jax.random.key(9), draws)
@@ -424,12 +427,12 @@ TREATMENTS = {"clip": remedies.clip_cov, "kl": remedies.kl_cov}
 @pytest.mark.parametrize("how", TREATMENTS)
 def test_tokens_treated_apart_have_no_gradient_or_that_of_their_log_ratio_and_no_clipping_anywhere(how, aggregation):
     settings = changed(dataclasses.replace(GROUPS, aggregation=aggregation), TREATMENTS[how](0.15))
-    parts, coefficients = settings.parts, settings.coefficients
+    parts, coefficients = settings.objective_config, settings.coefficients
     assert (parts.covariance, coefficients.covariance_share) == (how, 0.15)
     own, advantage, old = batch(poison=True)
     new = np.where(own, old + 0.8 * np.random.default_rng(7).normal(size=own.shape), np.nan)
     apart = chosen(how, 0.15, own, advantage, old)
-    rows = jax.tree.map(jnp.asarray, LossInputs(own, old, advantage, covarying=apart))
+    rows = jax.tree.map(jnp.asarray, LossInputs(own, old, advantage, covariance_mask=apart))
     counts = denominators(rows.loss_mask, SLOTS)
 
     def loss(new):
@@ -472,12 +475,14 @@ def test_the_log_ratio_of_the_highest_covariances_has_no_gradient_before_the_fir
     counts = denominators(jnp.asarray(own), SLOTS)
 
     def gradient(parts, apart):
-        rows = LossInputs(*map(jnp.asarray, (own, old, advantage)), covarying=jnp.asarray(apart))
+        rows = LossInputs(*map(jnp.asarray, (own, old, advantage)), covariance_mask=jnp.asarray(apart))
         return jax.grad(lambda new: policy_loss(parts, settings.coefficients, Predictions(new), rows, counts)[0])(
-            rows.old
+            rows.old_log_prob
         )
 
-    np.testing.assert_array_equal(gradient(settings.parts, apart), gradient(settings.parts, False & apart))
+    np.testing.assert_array_equal(
+        gradient(settings.objective_config, apart), gradient(settings.objective_config, False & apart)
+    )
 
 
 # Lambdas.
@@ -550,13 +555,13 @@ def test_the_lambda_of_a_row_follows_its_length(scale):
 def test_length_adaptive_lambda_is_of_the_advantages_and_leaves_the_critic_s_targets_alone(scale):
     settings = changed(CRITIC, remedies.kl_in_reward(0.2), remedies.length_adaptive_lambda(scale))
     settings = dataclasses.replace(settings, gae_lambda=0.3, critic_lambda=0.6, gamma=0.9)
-    assert settings.parts.adaptive_lambda
-    assert not CRITIC.parts.adaptive_lambda
+    assert settings.objective_config.adaptive_lambda
+    assert not CRITIC.objective_config.adaptive_lambda
     _, value, own = earned()
     kept = np.array([True, True, False, True, True, True])
     score, penalty = np.random.default_rng(3).normal(size=ROWS), np.random.default_rng(4).normal(size=own.shape)
-    advantage, target = estimate(
-        settings.parts,
+    advantage, target = estimate_advantages(
+        settings.objective_config,
         settings.coefficients,
         jnp.asarray(score[:, None]),
         jnp.asarray(own),
@@ -587,11 +592,11 @@ def test_corrections_weigh_the_gradient_of_each_token_as_a_loop_does(one):
     settings = changed(GROUPS, one)
     own, advantage, old = batch()
     gap = 0.4 * np.random.default_rng(16).normal(size=own.shape)
-    rows = jax.tree.map(jnp.asarray, LossInputs(own, old, advantage, sampled=old - gap))
+    rows = jax.tree.map(jnp.asarray, LossInputs(own, old, advantage, rollout_log_prob=old - gap))
     counts = denominators(rows.loss_mask, SLOTS)
     gradient = jax.grad(
-        lambda new: policy_loss(settings.parts, settings.coefficients, Predictions(new), rows, counts)[0]
-    )(rows.old)
+        lambda new: policy_loss(settings.objective_config, settings.coefficients, Predictions(new), rows, counts)[0]
+    )(rows.old_log_prob)
     expected = np.zeros(own.shape)
     for row, slots in enumerate(map(np.flatnonzero, own)):
         of_row = math.exp(sum(gap[row, slots]))
@@ -672,7 +677,7 @@ def test_a_learner_with_a_remedy_has_its_parts_and_coefficients_and_no_others(
     base = learner(preset)
     one = ja.remedied(base, getattr(remedies, name)(strength))
     before, after = inside(base), inside(one)
-    assert after.parts == dataclasses.replace(before.parts, **parts)
+    assert after.config == dataclasses.replace(before.config, **parts)
     data = one.data.learner if name in SLOW_TO_TRACE else one.data
     expected = dataclasses.replace(base.data.numbers.objective, **coefficients)
     expected = dataclasses.replace(base.data.numbers, objective=jax.tree.map(np.float32, expected))
@@ -684,7 +689,7 @@ def test_a_learner_with_a_remedy_has_its_parts_and_coefficients_and_no_others(
 def test_a_pretrained_critic_is_trained_for_2000_updates_unless_told_otherwise():
     one = ja.remedied(learner("ppo_lm"), remedies.value_pretraining())
     assert inside(one).settings.critic_warm_start == 2000
-    assert inside(one).parts == inside(learner("ppo_lm")).parts
+    assert inside(one).config == inside(learner("ppo_lm")).config
 
 
 NUMBERS = [(preset, name) for preset, name, *_ in SETTINGS if name not in ("value_pretraining", *SLOW_TO_TRACE)]
@@ -715,8 +720,8 @@ def test_remedies_of_settings_add_up():
     nested = ja.remedied(ja.remedied(learner("ppo_lm"), remedies.kl_in_both()), remedies.length_adaptive_lambda())
     nested = ja.remedied(nested, remedies.kl_cov())
     assert one.without_data == nested.without_data
-    assert isinstance(inside(one).parts, Parts)
-    found = inside(one).parts
+    assert isinstance(inside(one).config, ObjectiveConfig)
+    found = inside(one).config
     assert (found.kl_in, found.adaptive_lambda, found.covariance) == ("both", True, "kl")
 
 
@@ -733,7 +738,7 @@ def test_a_remedy_of_a_coefficient_changes_that_one_alone(preset, remedy, number
     coefficients = jax.tree.map(jnp.float32, settings.coefficients)
     for strength, expected in strengths.items():
         taps = Taps().with_remedies(((remedy, jnp.float32(strength)),), {}, None)
-        found = tapped(settings.parts, coefficients, taps)
+        found = tap_coefficients(settings.objective_config, coefficients, taps)
         changes = dataclasses.replace(coefficients, **{number: jnp.float32(expected)})
         jax.tree.map(np.testing.assert_array_equal, found, changes)
     assert remedies.clip_higher().strength == 0.28
@@ -768,9 +773,9 @@ def test_the_coefficient_of_entropy_rises_below_the_target_and_falls_above_it_wi
 
 def test_the_entropy_that_is_read_is_the_mean_of_what_own_tokens_were_sampled_with():
     own, _, logs = batch()
-    rows = SimpleNamespace(own=jnp.asarray(own), log_probability=jnp.asarray(np.where(own, logs, np.nan)))
+    rows = SimpleNamespace(response_mask=jnp.asarray(own), log_prob=jnp.asarray(np.where(own, logs, np.nan)))
     assert float(sampled_entropy(rows)) == pytest.approx(-logs[own].mean(), rel=1e-6)
-    nothing = SimpleNamespace(own=jnp.zeros(own.shape, bool), log_probability=rows.log_probability)
+    nothing = SimpleNamespace(response_mask=jnp.zeros(own.shape, bool), log_prob=rows.log_prob)
     assert float(sampled_entropy(nothing)) == 0
 
 
@@ -778,7 +783,7 @@ def test_the_entropy_that_is_read_is_the_mean_of_what_own_tokens_were_sampled_wi
 def test_a_learner_gets_a_bonus_that_weighs_nothing_unless_it_has_one(weight):
     settings = settings_of("grpo")(entropy_coefficient=weight)
     after = changed(settings, remedies.adaptive_entropy())
-    assert after.parts.entropy
+    assert after.objective_config.entropy_bonus
     assert after.coefficients.entropy_coefficient == (weight or 1e-30)
     assert changed(after, remedies.adaptive_entropy()) == after
 
@@ -877,37 +882,37 @@ def collected():
 def test_an_iteration_s_advantages_targets_and_tokens_apart_are_those_of_loops(collected):
     experience, _ = collected(0.0, 0.85, 0.28)
     loss_inputs = experience.batch.loss_inputs
-    own, value = loss_inputs.loss_mask, np.float64(loss_inputs.value)
+    own, value = loss_inputs.loss_mask, np.float64(loss_inputs.old_value)
     assert 0 < own.any(1).mean() < 1, "rows that do not count"
-    penalty = np.where(own, np.float64(loss_inputs.old) - loss_inputs.reference, 0)
+    penalty = np.where(own, np.float64(loss_inputs.old_log_prob) - loss_inputs.ref_log_prob, 0)
     reward = -0.3 * penalty
     for row, slots in enumerate(map(np.flatnonzero, own)):
-        reward[row, slots[-1:]] += experience.recomputed.score[row]
+        reward[row, slots[-1:]] += experience.trainer_outputs.score[row]
     lambdas = lambdas_of(own, 0.5)
     assert len(np.unique(lambdas)) > 3
     close = {"rtol": 1e-4, "atol": 1e-5}
     advantage = by_loop(reward, value, own, 0.9, lambdas)
-    np.testing.assert_allclose(loss_inputs.advantage, advantage, **close)
+    np.testing.assert_allclose(loss_inputs.advantages, advantage, **close)
     target = by_loop(reward, value, own, 0.9, np.full(len(own), 0.85)) + np.where(own, value, 0)
-    np.testing.assert_allclose(loss_inputs.target, target, **close)
+    np.testing.assert_allclose(loss_inputs.value_target, target, **close)
     returned = by_loop(reward, 0 * value, own, 0.9, np.ones(len(own)))
-    np.testing.assert_allclose(experience.recomputed.returns, returned, **close)
-    values = covariances(own, advantage, np.float64(loss_inputs.old))
+    np.testing.assert_allclose(experience.trainer_outputs.returns, returned, **close)
+    values = covariances(own, advantage, np.float64(loss_inputs.old_log_prob))
     most = math.floor(0.2 * own.sum())
     assert 1 < most < 0.2 * own.sum() - 0.25, "rounded down"
     ordered = np.sort(values[own])[::-1]
     assert ordered[most - 1] - ordered[most] > 1e-4, "no decision hangs on rounding"
     np.testing.assert_array_equal(
-        loss_inputs.covarying, own & (np.nan_to_num(values, nan=-np.inf) >= ordered[most - 1])
+        loss_inputs.covariance_mask, own & (np.nan_to_num(values, nan=-np.inf) >= ordered[most - 1])
     )
 
 
 def test_an_iteration_s_coefficients_are_what_remedies_at_their_sites_make_of_them(collected):
     experience, state = collected(0.0, 0.0, 0.0)
-    rows = experience.drawn.rows
+    rows = experience.rollout.rows
     before = dataclasses.asdict(experience.coefficients)
     own = rows.role == 0
-    entropy = -np.float64(rows.log_probability[own]).mean()
+    entropy = -np.float64(rows.log_prob[own]).mean()
     assert state == pytest.approx(0.295), "it is not read"
     assert before["entropy_coefficient"] == np.float32(1e-30)
     for target, bonus, kept in ((entropy * 1.001, 0.305, 0.305), (entropy * 0.999, 0.0, 0.295)):
@@ -940,7 +945,7 @@ def test_remedies_of_which_one_would_undo_or_disable_the_other_are_refused(prese
 
 def test_a_lambda_of_each_row_s_own_is_no_site():
     one = ja.remedied(learner("ppo_lm"), remedies.length_adaptive_lambda())
-    with pytest.raises(ValueError, match=r"'gae_lambda', .* each row's lambda is that of its length"):
+    with pytest.raises(ValueError, match=r"'gae_lambda', .* each row's lambda depends on its length"):
         ja.plan(one, [ja.signal_decay(onset=0)], seeds=1, steps=3)
 
 
@@ -953,10 +958,10 @@ REFUSED = [
     ("dpo", "kl_cov", "'kl_cov': .* objective must be 'policy'"),
     ("gspo", "clip_cov", "'clip_cov': .* ratio 'token'"),
     ("rloo", "kl_cov", "'kl_cov': .* ratio 'token'"),
-    ("dpo", "kl_in_reward", "'kl_in_reward': a preference objective has its KL within it"),
-    ("dpo", "kl_in_both", "'kl_in_both': a preference objective has its KL within it"),
-    ("dpo", "kl_off_policy", "'kl_off_policy': a preference objective has its KL within it"),
-    ("dpo", "truncated_importance", "'truncated_importance': a preference objective has no ratio"),
+    ("dpo", "kl_in_reward", "'kl_in_reward': a preference objective contains its own KL"),
+    ("dpo", "kl_in_both", "'kl_in_both': a preference objective contains its own KL"),
+    ("dpo", "kl_off_policy", "'kl_off_policy': a preference objective contains its own KL"),
+    ("dpo", "truncated_importance", "'truncated_importance': a preference objective has no probability ratio"),
     ("dpo", "adaptive_entropy", "'adaptive_entropy': a preference objective has no .* entropy bonus"),
     ("grpo", "decoupled_lambda", "'decoupled_lambda' acts at site 'critic_lambda', which the learner does not tap"),
     ("dpo", "target_kl_stop", "'target_kl_stop' needs approximate_kl at 'guard'"),
@@ -1019,7 +1024,7 @@ def test_many_remedies_at_once_are_finite_and_a_neutral_disturbance_is_none_bit_
         remedies.length_adaptive_lambda(0.5),
     ]
     base = learner("ppo_lm", prompts=2, minibatches=2, learning_rate=5e-3)
-    assert inside(base).parts.kl_in == "reward"
+    assert inside(base).config.kl_in == "reward"
     one = ja.remedied(base, *chosen)
     settings = ja.metrics.MetricSettings(window=2, hold=1, horizon=1)
     spikes = [ja.lr_spike(ja.sweep(1.0, 30.0), onset=1, duration=1)]

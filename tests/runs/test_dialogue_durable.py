@@ -11,7 +11,7 @@ from small_runs import arrays, assert_same, chunks_done, killing
 
 import jaxaudit as ja
 from jaxaudit.analysis.run_reader import load
-from jaxaudit.learners.dialogue.telemetry.strata import STRATA
+from jaxaudit.learners.dialogue.telemetry.token_statistics import STRATA
 from jaxaudit.runs import lifecycle as durable
 from jaxaudit.spec.document import load as load_spec
 

@@ -95,8 +95,8 @@ SPECS = {
     "never measured": (learner("performance_every = 0"), "performance_every must be at least 1, not 0"),
     "half a row": (learner("group_size = 4.5"), "group_size must be a whole number, not the number 4.5"),
     "a buffer longer than rows": (learner("overlong_buffer = 2", "dapo"), "overlong_buffer must lie in [0, 1], not 2"),
-    "groups of one": (learner("group_size = 1"), "group_size must be at least 2 for advantage 'group', which compares"),
-    "pairs of one": (learner("group_size = 1", "dpo"), "group_size must be at least 2 for a preference objective"),
+    "groups of one": (learner("group_size = 1"), "group_size must be at least 2, not 1, for advantage 'group'"),
+    "pairs of one": (learner("group_size = 1", "dpo"), "group_size must be at least 2, not 1, for a pref"),
     "rows that do not divide": (learner("minibatches = 3"), "minibatches must divide the 64 rows (prompts * "),
     "pairs that do not divide": (learner("minibatches = 5", "dpo"), "minibatches must divide the 32 pairs, and 5 does"),
     "parts that do not divide": (learner("microbatches = 5"), "microbatches must divide the 32 rows (prompts * group_"),
@@ -118,28 +118,28 @@ SPECS = {
     ),
     "the weight of a KL in DPO": (
         learner("kl_coefficient = 0.1", "dpo"),
-        "from the reference, and a preference objective has its own, weighed by beta; leave it 0",
+        "from the reference, and a preference objective has its own, weighed by beta; leave kl_coefficient at 0",
     ),
     "an exact KL in the reward": (learner('kl = "exact"\nkl_in = "reward"'), "in the reward kl must be k1, k2 or k3"),
     "TIS with what was sampled": (
         learner('correction = "tis"\nold_log_probability = "sampled"'),
-        "correction = 'tis' weighs by recomputed over sampled probabilities, so old_log_probability must be",
+        "correction = 'tis' weighs tokens by recomputed over sampled probabilities, so old_log_probability must be",
     ),
     "a geometric TIS": (
         learner('correction = "tis"\ncorrection_level = "geometric"'),
-        "correction_level = 'geometric' is a mask, so correction must be 'mis', not 'tis'",
+        "correction_level = 'geometric' only masks, so correction must be 'mis', not 'tis'",
     ),
     "oversampling with a critic": (
         learner("oversampling = 2", "ppo_lm"),
         "oversampling 2 keeps rollout groups whose rewards differ, which advantage 'gae' does not compare",
     ),
     "sequences with a critic": (learner('ratio = "sequence_sum"', "ppo_lm"), "so advantage must not be 'gae'"),
-    "a KL in DPO": (learner('kl = "k3"', "dpo"), "a preference objective has its KL within it, so kl must be 'none'"),
+    "a KL in DPO": (learner('kl = "k3"', "dpo"), "a preference objective contains its own KL, so kl must be 'none'"),
     "TIS in DPO": (
         learner('correction = "tis"', "dpo"),
-        "a preference objective has no ratio and no entropy bonus, so correction must be 'none' and entropy_coeff",
+        "a preference objective has no probability ratio and no entropy bonus, so correction must be 'none' and",
     ),
-    "online GRPO": (learner("online = true"), "online is for a preference objective"),
+    "online GRPO": (learner("online = true"), "online applies to a preference objective"),
     "adapters of nothing": (learner("lora_rank = 4"), "lora_rank 4 adapts the parameters of a checkpoint, and none is"),
     "a word nobody knows": (
         learner('advantage = "grup"'),
@@ -148,7 +148,7 @@ SPECS = {
     "a setting nobody knows": (learner("clip_hi = 0.2"), "unknown key 'clip_hi' (did you mean 'clip_high'?)"),
     "a reward in Python": (
         learner('reward = "mine:reward"'),
-        "reward must be 'gold' or 'learned', not 'mine:reward': a reward in Python is that of a dialogue of one's own",
+        "reward must be 'gold' or 'learned', not 'mine:reward': to write a reward in Python, register a dialogue",
     ),
     # The checkpoint.
     "a checkpoint that is not there": (learner('checkpoint = "nowhere"'), "nowhere: there is no such file"),
@@ -229,7 +229,7 @@ def test_sites_that_settings_leave_out_say_why(capsys):
 
 
 def test_a_function_as_a_reward_is_told_the_way():
-    with pytest.raises(ValueError, match="a reward in Python is that of a dialogue of one's own, registered by"):
+    with pytest.raises(ValueError, match="to write a reward in Python, register a dialogue with"):
         grpo("hop", reward=lambda row: 1.0)
 
 

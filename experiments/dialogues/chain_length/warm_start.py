@@ -18,7 +18,7 @@ import optax
 import pandas as pd
 
 from jaxaudit.dialogues.chain import ChainDialogue
-from jaxaudit.learners.dialogue.demonstrations import demonstrated
+from jaxaudit.learners.dialogue.demonstrations import demonstrate
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueLearner
 
@@ -46,21 +46,21 @@ class WarmStart:
         """`BETWEEN` updates, and a look."""
 
         def loss(params: Any, shown: Any) -> jax.Array:
-            told = self.learner.policy.log_probabilities(params, None, shown, 1.0)[0]
-            return -jnp.sum(jnp.where(shown.own, told, 0.0)) / jnp.maximum(jnp.sum(shown.own), 1)
+            told = self.learner.policy.log_prob_and_entropy(params, None, shown, 1.0)[0]
+            return -jnp.sum(jnp.where(shown.response_mask, told, 0.0)) / jnp.maximum(jnp.sum(shown.response_mask), 1)
 
         def update(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
             params, moments = carry
             chosen_key, prompts_key = jax.random.split(key)
             chosen = jax.random.bernoulli(chosen_key, right, (ROWS,))
-            shown = demonstrated(self.dialogue, jax.random.split(prompts_key, ROWS), steps, chosen)
+            shown = demonstrate(self.dialogue, jax.random.split(prompts_key, ROWS), steps, chosen)
             direction, moments = self.adam.update(jax.grad(loss)(params, shown), moments)
             return (jax.tree.map(lambda p, d: p - 1e-3 * d, params, direction), moments), None
 
         update_key, look_key = jax.random.split(key)
         carry, _ = jax.lax.scan(update, carry, jax.random.split(update_key, BETWEEN))
         numbers = self.numbers.replace(difficulty=steps)
-        rows = self.learner.collector.undisturbed(carry[0], None, self.dialogue, numbers, look_key, SAMPLED)
+        rows = self.learner.collector.sample_undisturbed(carry[0], None, self.dialogue, numbers, look_key, SAMPLED)
         return carry, {"success": jnp.mean(rows.gold), "shown": jnp.mean(rows.rewards["shown"])}
 
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from critic_bound import Frozen
 
 from jaxaudit.learners.dialogue.network import HEAD
-from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.rollout import Rows
 from jaxaudit.learners.dialogue.telemetry.policy import value_statistics
 
 KEPT = Path("runs/policies")
@@ -101,7 +101,7 @@ class Fits:
             self.frozen.sampled(self.policy, jax.random.key(90_000 + 2 * seed + i), n)[0]
             for i, n in enumerate((BANK, HELD))
         )
-        last = np.where(self.bank.own, np.arange(self.bank.own.shape[1]), 0).max(1)
+        last = np.where(self.bank.response_mask, np.arange(self.bank.response_mask.shape[1]), 0).max(1)
         slots = int(np.quantile(last, 0.999)) + 1  # what stands later costs time and is next to nothing
         self.bank, self.held = (
             jax.tree.map(lambda x: x[:, :slots] if x.ndim == 2 else x, rows) for rows in (self.bank, self.held)
@@ -110,7 +110,7 @@ class Fits:
 
     def _scored(self, params: Any, bias: Any, scale: Any) -> jax.Array:
         values = bias + scale * self.critic.values(params, None, self.held)
-        own, gold = self.held.own, jnp.broadcast_to(self.held.gold[:, None], self.held.own.shape)
+        own, gold = self.held.response_mask, jnp.broadcast_to(self.held.gold[:, None], self.held.response_mask.shape)
         return value_statistics(values, gold, own)["explained_variance"].value
 
     def _run(self, params: Any, moments: Any, bank: Rows, key: Any, first: Any, v: Any, rows: int, span: int) -> Any:
@@ -124,7 +124,7 @@ class Fits:
 
             def loss(params: Any) -> jax.Array:
                 errors = (self.critic.values(params, None, batch) - target) ** 2
-                return 0.5 * jnp.sum(jnp.where(batch.own, errors, 0.0)) / jnp.sum(batch.own)
+                return 0.5 * jnp.sum(jnp.where(batch.response_mask, errors, 0.0)) / jnp.sum(batch.response_mask)
 
             gradient = jax.grad(loss)(params)
             norm = optax.tree.norm(gradient)
@@ -159,7 +159,7 @@ class Fits:
             params["h"] = dataclasses.replace(deeper, layers=joined)
         else:
             params = self.critic.with_head(self.policy)
-        gold, weight = np.asarray(self.bank.gold), np.asarray(self.bank.own).sum(1)
+        gold, weight = np.asarray(self.bank.gold), np.asarray(self.bank.response_mask).sum(1)
         mean = np.average(gold, weights=weight)
         std = np.sqrt(np.average((gold - mean) ** 2, weights=weight))
         normal = v["scale"] == "std"

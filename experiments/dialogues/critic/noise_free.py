@@ -21,13 +21,13 @@ import numpy as np
 import pandas as pd
 
 from jaxaudit.dialogues.chain import ChainDialogue
-from jaxaudit.learners.dialogue.demonstrations import value_model
-from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.demonstrations import pretrain_value_model
+from jaxaudit.learners.dialogue.rollout import Rows
 
 
 def classes(dialogue: ChainDialogue, rows: Rows) -> np.ndarray:
     """The class of the prefix before each own token, int `[N, T]`: an even number where something written is wrong."""
-    tokens, own = np.asarray(rows.tokens), np.asarray(rows.own)
+    tokens, own = np.asarray(rows.tokens), np.asarray(rows.response_mask)
     steps = int(dialogue.difficulty)
     path = [tokens[:, 0]]
     for step in range(steps):
@@ -52,9 +52,9 @@ def main(out: str, case: str, seed: str, updates: str) -> None:
     fits, total = fit.Fits(case, int(seed)), int(updates)
     dialogue, critic, bank = fits.frozen.dialogue, fits.critic, fits.bank
     assert isinstance(dialogue, ChainDialogue), "the rule is of chains"
-    own, held_own = np.asarray(bank.own), np.asarray(fits.held.own)
-    gold, held_gold = (np.broadcast_to(np.asarray(x.gold)[:, None], x.own.shape) for x in (bank, fits.held))
-    of_bank, of_held = (np.where(x.own, classes(dialogue, x), 0) for x in (bank, fits.held))
+    own, held_own = np.asarray(bank.response_mask), np.asarray(fits.held.response_mask)
+    gold, held_gold = (np.broadcast_to(np.asarray(x.gold)[:, None], x.response_mask.shape) for x in (bank, fits.held))
+    of_bank, of_held = (np.where(x.response_mask, classes(dialogue, x), 0) for x in (bank, fits.held))
     most = 1 + max(of_bank.max(), of_held.max())
 
     def means(of: np.ndarray) -> np.ndarray:
@@ -67,7 +67,7 @@ def main(out: str, case: str, seed: str, updates: str) -> None:
     targets = jnp.asarray(means(of_bank)[of_bank], jnp.float32)
     began = time.time()
     params = jax.jit(
-        lambda params: value_model(
+        lambda params: pretrain_value_model(
             critic, params, None, bank, targets, jax.random.key(int(seed)), updates=total, minibatch=64, rate=1e-3
         )
     )(critic.with_head(fits.policy))

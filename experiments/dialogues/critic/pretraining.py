@@ -39,8 +39,8 @@ def main(out: str, case: str, seeds: str, updates: str, *settings: str) -> None:
 
     @jax.jit
     def explained(params, rows):
-        returns = jnp.broadcast_to(rows.gold[:, None], rows.own.shape)
-        found = value_statistics(critic.values(params, None, rows), returns, rows.own)
+        returns = jnp.broadcast_to(rows.gold[:, None], rows.response_mask.shape)
+        found = value_statistics(critic.values(params, None, rows), returns, rows.response_mask)
         return {name: one.value for name, one in found.items()}
 
     for seed in range(int(seeds)):

@@ -43,8 +43,8 @@ def main(out: Path) -> None:
     def told(data, key, difficulty):
         numbers = dataclasses.replace(data.numbers, difficulty=difficulty)
         bound = made.dialogue.bind(data.dialogue)
-        rows = made.collector.undisturbed(state.policy.params, None, bound, numbers, key, ROWS)
-        masks, called = made.instruments.masks(rows.role, rows.own), rows.calls > 0
+        rows = made.collector.sample_undisturbed(state.policy.params, None, bound, numbers, key, ROWS)
+        masks, called = made.instruments.masks(rows.role, rows.response_mask), rows.calls > 0
         share = jnp.sum(masks[1]) / jnp.sum(masks[0])
         return share, jnp.mean(called), jnp.mean(rows.gold), jnp.sum(rows.gold * called) / jnp.sum(called)
 

@@ -87,10 +87,10 @@ def iteration(made: DialogueLearner, data: Any, state: Any, turn: Any) -> tuple[
         found = gpt2.logits(params, made.policy.hidden(params, None, rows))[:, :-1]
         return jnp.pad(found, ((0, 0), (1, 0), (0, 0))) / experience.temperature
 
-    sampled = loss_inputs.advantage, experience.recomputed.log_probability
+    sampled = loss_inputs.advantages, experience.trainer_outputs.log_prob
     coefficient = numbers.objective.entropy_coefficient
     found = told(logits(state.policy.params), logits(after.policy.params), loss_inputs.loss_mask, sampled, coefficient)
-    return after, found | {"reward": jnp.mean(experience.drawn.reward)}
+    return after, found | {"reward": jnp.mean(experience.rollout.reward)}
 
 
 def main(out: str) -> None:

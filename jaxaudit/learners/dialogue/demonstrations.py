@@ -1,4 +1,4 @@
-"""What comes before reinforcement learning: a policy, a reward model and a value model that know something already."""
+"""Training before reinforcement learning: warm start of the policy, the reward model, and value pretraining."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import optax
 from jaxaudit.dialogues import automaton
 from jaxaudit.dialogues.protocol import END, GOLD, Dialogue
 from jaxaudit.learners.dialogue.network import Network
-from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.learners.dialogue.rollout import Rows
 
-SEEN = "seen"
-"""The reward by which pairs for a reward model are labelled, where a dialogue tells it beside the gold one: flawed."""
+LABEL_REWARD = "seen"
+"""The name of the flawed reward that labels pairs for a reward model, if the dialogue has one beside gold."""
 
-LOOKS = 15
-"""Updates of a warm start from one look at the sampled success to the next."""
+UPDATES_PER_CHECK = 15
+"""Number of warm-start updates between two checks of the sampled success."""
 
 
-def demonstrated(dialogue: Dialogue, keys: jax.Array, difficulty: jax.Array, right: jax.Array) -> Rows:
-    """Demonstrations of the prompts of `keys` `[N]`, right ones where `right` (bool `[N]`) says so."""
+def demonstrate(dialogue: Dialogue, keys: jax.Array, difficulty: jax.Array, right: jax.Array) -> Rows:
+    """Returns demonstrations for the prompts of `keys` `[N]`, right ones where `right`, bool `[N]`, is true."""
 
-    def one(key: jax.Array, right: jax.Array) -> Rows:
+    def row(key: jax.Array, right: jax.Array) -> Rows:
         tokens = dialogue.demonstration(key, difficulty, right)
-        seen = automaton.replay(dialogue, key, difficulty, tokens)
-        nothing = jnp.zeros(tokens.shape)
+        replayed = automaton.replay(dialogue, key, difficulty, tokens)
+        zeros = jnp.zeros(tokens.shape)
         return Rows(
             tokens=jnp.maximum(tokens, 0),
-            role=jnp.where(tokens >= 0, seen.role, END),
-            position=seen.position,
-            first=seen.chunk,
-            log_probability=nothing,
-            entropy=nothing,
-            cut=nothing,
+            role=jnp.where(tokens >= 0, replayed.role, END),
+            position=replayed.position,
+            attention_start=replayed.chunk,
+            log_prob=zeros,
+            entropy=zeros,
+            mass_cut=zeros,
             calls=jnp.zeros(()),
             truncated=jnp.zeros((), bool),
-            rewards=seen.reward,
+            rewards=replayed.reward,
         )
 
-    return jax.vmap(one)(keys, right)
+    return jax.vmap(row)(keys, right)
 
 
-def warmed_up(
+def warm_start_policy(
     policy: Network,
     params: Any,
     dialogue: Dialogue,
@@ -55,63 +55,68 @@ def warmed_up(
     rows: int,
     right: jax.Array,
     rate: jax.Array,
-    enough: jax.Array,
+    target_success: jax.Array,
     difficulty: jax.Array,
     temperature: jax.Array,
 ) -> tuple[Any, jax.Array]:
-    """A policy trained on demonstrations until its sampled success is `enough`, and that success.
+    """Trains a policy on demonstrations until its sampled success reaches `target_success`.
 
-    It stays as it is from the first look that finds so much, every `LOOKS` updates.
+    Success is checked every `UPDATES_PER_CHECK` updates; after the first check that reaches the target, the parameters
+    stay as they are.
 
     Args:
-      policy, params: it, before.
+      policy, params: the network, and its parameters before the warm start.
       dialogue: bound to its data.
-      key: decides the demonstrations.
-      success_of: `success_of(params, key)`, of sampled rows.
-      updates: at most.
-      rows: demonstrations of an update.
-      right: share of them that is right.
-      rate: Adam's.
-      enough: success to stop at.
-      difficulty, temperature: of the prompts, of the policy.
+      key: PRNG key of the demonstrations.
+      success_of: `success_of(params, key)` returns the success of sampled rows.
+      updates: the largest number of updates.
+      rows: number of demonstrations per update.
+      right: fraction of right demonstrations.
+      rate: Adam's learning rate.
+      target_success: success at which the warm start stops.
+      difficulty, temperature: of the prompts, and of the policy.
+
+    Returns:
+      the parameters, and their sampled success.
     """
     adam = optax.scale_by_adam(0.9, 0.95)
 
     def loss(params: Any, shown: Rows) -> jax.Array:
-        told = policy.log_probabilities(params, None, shown, temperature)[0]
-        return -jnp.sum(jnp.where(shown.own, told, 0.0)) / jnp.maximum(jnp.sum(shown.own), 1)
+        log_prob = policy.log_prob_and_entropy(params, None, shown, temperature)[0]
+        return -jnp.sum(jnp.where(shown.response_mask, log_prob, 0.0)) / jnp.maximum(jnp.sum(shown.response_mask), 1)
 
-    def update(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
+    def update(carry: tuple[Any, Any], key: jax.Array) -> tuple[Any, Any]:
         params, moments = carry
-        chosen_key, prompts_key = jax.random.split(key)
-        chosen = jax.random.bernoulli(chosen_key, right, (rows,))
-        shown = demonstrated(dialogue, jax.random.split(prompts_key, rows), difficulty, chosen)
-        direction, moments = adam.update(jax.grad(loss)(params, shown), moments)
-        return (jax.tree.map(lambda p, d: p - rate * d, params, direction), moments), None
+        right_key, prompts_key = jax.random.split(key)
+        is_right = jax.random.bernoulli(right_key, right, (rows,))
+        shown = demonstrate(dialogue, jax.random.split(prompts_key, rows), difficulty, is_right)
+        return _adam_step(adam, params, moments, jax.grad(loss)(params, shown), rate)
 
-    def look(carry: tuple[Any, Any, jax.Array], turn: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+    def check_and_update(carry: tuple[Any, Any, jax.Array], turn: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         params, moments, success = carry
         key, number = turn
-        update_key, look_key = jax.random.split(key)
-        success = jnp.where(success < enough, success_of(params, look_key), success)
+        update_key, success_key = jax.random.split(key)
+        success = jnp.where(success < target_success, success_of(params, success_key), success)
 
-        def update_if_due(carry: tuple[Any, Any], one: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
-            key, place = one
-            due = (success < enough) & (number * LOOKS + place < updates)
-            after = update(carry, key)[0]
+        def update_if_due(carry: tuple[Any, Any], turn: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
+            key, index = turn
+            due = (success < target_success) & (number * UPDATES_PER_CHECK + index < updates)
+            after = update(carry, key)
             return jax.tree.map(lambda new, old: jnp.where(due, new, old), after, carry), None
 
-        keys = jax.random.split(update_key, LOOKS)
-        kept = jax.lax.scan(update_if_due, (params, moments), (keys, jnp.arange(LOOKS)))[0]
-        return (*kept, success), None
+        keys = jax.random.split(update_key, UPDATES_PER_CHECK)
+        turns = keys, jnp.arange(UPDATES_PER_CHECK)
+        (params, moments), _ = jax.lax.scan(update_if_due, (params, moments), turns)
+        return (params, moments, success), None
 
-    turns = -(-updates // LOOKS) + 1  # the last one looks and leaves it at that
-    begun = params, adam.init(params), jnp.float32(-1.0)
-    (params, _, success), _ = jax.lax.scan(look, begun, (jax.random.split(key, turns), jnp.arange(turns)))
+    checks = -(-updates // UPDATES_PER_CHECK) + 1  # after the last check no update is due
+    initial = params, adam.init(params), jnp.float32(-1.0)
+    turns = jax.random.split(key, checks), jnp.arange(checks)
+    (params, _, success), _ = jax.lax.scan(check_and_update, initial, turns)
     return params, success
 
 
-def reward_model(
+def train_reward_model(
     network: Network,
     params: Any,
     base: Any,
@@ -123,34 +128,32 @@ def reward_model(
     rate: jax.Array,
     difficulty: jax.Array,
 ) -> Any:
-    """A reward model trained on pairs of demonstrations of one prompt (Bradley and Terry, 1952).
+    """Trains a reward model on pairs of demonstrations of one prompt, and returns its parameters.
 
-    The better of a pair is the one of the higher reward `SEEN`, or gold where there is no other; equal ones teach
-    nothing.
+    The loss is that of Bradley and Terry (1952). The better row of a pair has the higher `LABEL_REWARD`, or gold where
+    the dialogue has none; pairs with equal rewards do not count.
     """
     adam = optax.scale_by_adam(0.9, 0.95)
 
-    def loss(params: Any, good: Rows, poor: Rows) -> jax.Array:
-        margin = network.score(params, base, good) - network.score(params, base, poor)
-        gap = _seen(good) - _seen(poor)
+    def loss(params: Any, right: Rows, wrong: Rows) -> jax.Array:
+        margin = network.score(params, base, right) - network.score(params, base, wrong)
+        gap = _label_reward(right) - _label_reward(wrong)
         return -jnp.mean(jnp.where(gap == 0, 0.0, jax.nn.log_sigmoid(jnp.sign(gap) * margin)))
 
     def update(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
         params, moments = carry
         keys = jax.random.split(key, pairs)
-        sides = (demonstrated(dialogue, keys, difficulty, jnp.full(pairs, right)) for right in (True, False))
-        direction, moments = adam.update(jax.grad(loss)(params, *sides), moments)
-        return (jax.tree.map(lambda p, d: p - rate * d, params, direction), moments), None
+        sides = (demonstrate(dialogue, keys, difficulty, jnp.full(pairs, right)) for right in (True, False))
+        return _adam_step(adam, params, moments, jax.grad(loss)(params, *sides), rate), None
 
-    (params, _), _ = jax.lax.scan(update, (params, adam.init(params)), jax.random.split(key, updates))
-    return params
+    return jax.lax.scan(update, (params, adam.init(params)), jax.random.split(key, updates))[0][0]
 
 
-def _seen(rows: Rows) -> jax.Array:
-    return rows.rewards.get(SEEN, rows.rewards[GOLD])
+def _label_reward(rows: Rows) -> jax.Array:
+    return rows.rewards.get(LABEL_REWARD, rows.rewards[GOLD])
 
 
-def value_model(
+def pretrain_value_model(
     network: Network,
     params: Any,
     base: Any,
@@ -162,28 +165,38 @@ def value_model(
     minibatch: int,
     rate: jax.Array,
 ) -> Any:
-    """A value model fitted to a fixed policy's returns (value pretraining; Yuan et al., 2025).
+    """Fits a value model to a fixed policy's returns (value pretraining; Yuan et al., 2025).
 
     Args:
-      network, params, base: the value model, before.
-      rows, returns: of the policy, and what each own token of them returns, `[N, T]`.
-      key: decides which rows an update takes.
-      updates: how many.
-      minibatch: rows of each, any of the N.
-      rate: Adam's at first; it falls linearly to 0, for most of what a row returns is chance.
+      network, params, base: the value model, and its parameters before.
+      rows, returns: N rows of the policy, and the return of each response token, `[N, T]`.
+      key: PRNG key that chooses the rows of each update.
+      updates: number of updates.
+      minibatch: number of rows per update, any of the N.
+      rate: Adam's initial learning rate; it falls linearly to 0, because most of the variance of returns is noise.
+
+    Returns:
+      the value model's parameters after the last update.
     """
     adam = optax.scale_by_adam(0.9, 0.95)
 
     def loss(params: Any, rows: Rows, returns: jax.Array) -> jax.Array:
-        errors = jnp.where(rows.own, network.values(params, base, rows) - returns, 0.0)
-        return 0.5 * jnp.sum(errors**2) / jnp.maximum(jnp.sum(rows.own), 1)
+        errors = jnp.where(rows.response_mask, network.values(params, base, rows) - returns, 0.0)
+        return 0.5 * jnp.sum(errors**2) / jnp.maximum(jnp.sum(rows.response_mask), 1)
 
     def update(carry: tuple[Any, Any], number: jax.Array) -> tuple[tuple[Any, Any], None]:
         params, moments = carry
-        chosen = jax.random.randint(jax.random.fold_in(key, number), (minibatch,), 0, returns.shape[0])
-        gradient = jax.grad(loss)(params, *jax.tree.map(lambda x: x[chosen], (rows, returns)))
+        index = jax.random.randint(jax.random.fold_in(key, number), (minibatch,), 0, returns.shape[0])
+        gradient = jax.grad(loss)(params, *jax.tree.map(lambda x: x[index], (rows, returns)))
         direction, moments = adam.update(gradient, moments)
-        step = rate * (1.0 - number / updates)
-        return (jax.tree.map(lambda p, d: p - step * d, params, direction), moments), None
+        decayed = rate * (1.0 - number / updates)
+        return (jax.tree.map(lambda p, d: p - decayed * d, params, direction), moments), None
 
     return jax.lax.scan(update, (params, adam.init(params)), jnp.arange(updates))[0][0]
+
+
+def _adam_step(
+    adam: optax.GradientTransformation, params: Any, moments: Any, gradient: Any, rate: jax.Array
+) -> tuple[Any, Any]:
+    direction, moments = adam.update(gradient, moments)
+    return jax.tree.map(lambda p, d: p - rate * d, params, direction), moments

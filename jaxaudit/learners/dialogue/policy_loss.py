@@ -1,4 +1,4 @@
-"""The objective of one minibatch, composed of the parts chosen."""
+"""The loss of one minibatch, composed of the terms that an `ObjectiveConfig` chooses."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxaudit.learners.dialogue import loss_terms
-from jaxaudit.learners.dialogue.coefficients import Coefficients
 from jaxaudit.learners.dialogue.loss_terms import Denominators, aggregate, token_minibatch
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, ObjectiveConfig
 
 
 @struct.dataclass
 class Predictions:
-    """What the trained parameters say of the rows' tokens, `[N, T]`; gradients go through it. None: not asked for.
+    """What the trained parameters predict at the rows' tokens, `[N, T]`; gradients flow through these arrays.
 
     Attributes:
-      log_probability: of the token written.
-      entropy: of the policy there.
-      value: the critic's.
-      exact_kl: KL(policy || reference) over the vocabulary.
+      log_prob: log-probability of the token that was written.
+      entropy: entropy of the policy's distribution of this token.
+      value: the critic's value; None without a critic.
+      exact_kl: KL(policy || reference) over the whole vocabulary; None unless the loss has it.
     """
 
-    log_probability: Any
+    log_prob: Any
     entropy: Any = None
     value: Any = None
     exact_kl: Any = None
@@ -34,170 +33,195 @@ class Predictions:
 
 @struct.dataclass
 class LossInputs:
-    """A minibatch's constants, `[N, T]`. None: not asked for.
+    """A minibatch's constants, `[N, T]`; None where the loss does not read them.
 
     Attributes:
-      loss_mask: bool, tokens that the policy wrote, in rows that count.
-      old: old log-probabilities.
-      advantage: of each token.
-      sampled: the sampler's log-probabilities, for corrections, whose numerator is `old`.
-      reference: the reference's log-probabilities.
-      value: the critic's values when the rows were written.
-      target: what they should be.
-      covarying: bool, tokens that are treated apart for their covariance.
+      loss_mask: bool, response tokens (written by the policy) of the rows that count.
+      old_log_prob: log-probabilities that ratios are relative to.
+      advantages: advantage of each token.
+      rollout_log_prob: the sampler's log-probabilities; importance weights are exp(old_log_prob - rollout_log_prob).
+      ref_log_prob: the reference policy's log-probabilities.
+      old_value: the critic's values before the first update.
+      value_target: targets of the critic.
+      covariance_mask: bool, tokens that Clip-Cov or KL-Cov selected.
     """
 
     loss_mask: Any
-    old: Any = None
-    advantage: Any = None
-    sampled: Any = None
-    reference: Any = None
-    value: Any = None
-    target: Any = None
-    covarying: Any = None
+    old_log_prob: Any = None
+    advantages: Any = None
+    rollout_log_prob: Any = None
+    ref_log_prob: Any = None
+    old_value: Any = None
+    value_target: Any = None
+    covariance_mask: Any = None
 
 
 @struct.dataclass
 class TokenTerms:
-    """What the policy's loss is made of, token by token.
+    """The terms of each token in the policy's loss.
 
     Attributes:
-      log_ratio: logarithm of the ratio that is clipped, `[N, T]`, or `[N, 1]` of rows.
-      surrogate: see `clipping.Surrogate`.
-      weight: of the correction, `[N, T]`.
+      log_ratio: logarithm of the ratio that is clipped, `[N, T]`, or `[N, 1]` for ratios of rows.
+      surrogate: the clipped surrogate, see `loss_terms.Surrogate`.
+      correction_weight: importance weight that corrects for the sampler, `[N, T]`.
     """
 
     log_ratio: Any
     surrogate: Any
-    weight: Any
+    correction_weight: Any
 
 
-def tokens(parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs) -> TokenTerms:
-    """Ratios, the surrogate and weights of a policy objective."""
-    now, rows = _masked(now, rows.loss_mask), _masked(rows, rows.loss_mask)
-    log_ratio = loss_terms.RATIOS[parts.ratio](now.log_probability, rows.old, rows.loss_mask)
+def token_terms(
+    config: ObjectiveConfig, coefficients: Coefficients, predictions: Predictions, inputs: LossInputs
+) -> TokenTerms:
+    """Computes ratios, surrogate and importance weights of a policy objective."""
+    predictions, inputs = _zero_masked(predictions, inputs.loss_mask), _zero_masked(inputs, inputs.loss_mask)
+    log_ratio = loss_terms.RATIOS[config.ratio](predictions.log_prob, inputs.old_log_prob, inputs.loss_mask)
     bounds = coefficients.clip_low, coefficients.clip_high, coefficients.dual_clip
-    if parts.covariance == "kl":
-        bounds = jnp.inf, jnp.inf, jnp.inf  # in the place of clipping there is a penalty
-    surrogate = loss_terms.surrogate(log_ratio, rows.advantage, *bounds)
-    if parts.covariance != "none":
-        objective = loss_terms.apply_covariance(parts.covariance, surrogate.objective, log_ratio, rows.covarying)
+    if config.covariance == "kl":
+        bounds = jnp.inf, jnp.inf, jnp.inf  # KL-Cov has a penalty in the place of clipping
+    surrogate = loss_terms.surrogate(log_ratio, inputs.advantages, *bounds)
+    if config.covariance != "none":
+        objective = loss_terms.apply_covariance(
+            config.covariance, surrogate.objective, log_ratio, inputs.covariance_mask
+        )
         surrogate = dataclasses.replace(surrogate, objective=objective)
-    return TokenTerms(log_ratio, surrogate, _correction(parts, coefficients, rows))
+    return TokenTerms(log_ratio, surrogate, _correction_weight(config, coefficients, inputs))
+
+
+def unclipped_log_ratio(config: ObjectiveConfig, predictions: Predictions, inputs: LossInputs) -> jax.Array:
+    """Returns the log-ratio of each token before clipping, `[N, T]`, without a gradient."""
+    log_prob, old_log_prob = (jnp.where(inputs.loss_mask, x, 0.0) for x in (predictions.log_prob, inputs.old_log_prob))
+    log_ratio = loss_terms.RATIOS[config.ratio](log_prob, old_log_prob, inputs.loss_mask)
+    return jax.lax.stop_gradient(jnp.broadcast_to(log_ratio, inputs.loss_mask.shape))
 
 
 def surrogate_loss(
-    parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs, counts: Denominators
+    config: ObjectiveConfig,
+    coefficients: Coefficients,
+    predictions: Predictions,
+    inputs: LossInputs,
+    denominators: Denominators,
 ) -> tuple[jax.Array, TokenTerms]:
-    """The clipped, corrected and aggregated surrogate of a policy objective, negative, and what it is made of."""
-    made = tokens(parts, coefficients, now, rows)
-    gain = jnp.broadcast_to(made.surrogate.objective, rows.loss_mask.shape) * made.weight
-    return aggregate(parts.aggregation, -gain, rows.loss_mask, counts), made
+    """Returns the negative surrogate, clipped, importance-weighted and aggregated, and its token terms."""
+    terms = token_terms(config, coefficients, predictions, inputs)
+    gain = jnp.broadcast_to(terms.surrogate.objective, inputs.loss_mask.shape) * terms.correction_weight
+    return aggregate(config.aggregation, -gain, inputs.loss_mask, denominators), terms
 
 
-def weights(
-    parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs, counts: Denominators
+def score_weights(
+    config: ObjectiveConfig,
+    coefficients: Coefficients,
+    predictions: Predictions,
+    inputs: LossInputs,
+    denominators: Denominators,
 ) -> jax.Array:
-    """With what absolute coefficient each token's score, the gradient of its log-probability, enters the policy's.
+    """Returns the absolute weight of each token's score (gradient of its log-probability) in the policy gradient.
 
-    That is |d surrogate_loss / d log pi|, after clipping (0 where a bound holds), aggregation and correction: float32
-    `[N, T]`, 0 at given tokens. It takes no pass through the model.
+    That is |d surrogate_loss / d log pi|, after clipping (0 where the ratio is clipped), aggregation and correction:
+    float32 `[N, T]`, 0 at masked tokens. It needs no pass through the model.
     """
 
-    def of(log_probability: jax.Array) -> jax.Array:
-        return surrogate_loss(parts, coefficients, Predictions(log_probability), rows, counts)[0]
+    def loss(log_prob: jax.Array) -> jax.Array:
+        return surrogate_loss(config, coefficients, Predictions(log_prob), inputs, denominators)[0]
 
-    return jnp.abs(jax.grad(of)(jax.lax.stop_gradient(now.log_probability)))
+    return jnp.abs(jax.grad(loss)(jax.lax.stop_gradient(predictions.log_prob)))
 
 
 def policy_loss(
-    parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs, counts: Denominators
+    config: ObjectiveConfig,
+    coefficients: Coefficients,
+    predictions: Predictions,
+    inputs: LossInputs,
+    denominators: Denominators,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What is minimised, scalar, and what it is made of by name: scalars, sums over the same counts as the loss's.
+    """Returns the scalar loss that is minimised, and scalar metrics by name.
 
-    The surrogate and a KL in the loss are aggregated as `parts.aggregation` says. The entropy bonus and the value loss
-    are means over own tokens whichever it is, so that their coefficients mean the same with all. With several
-    parts of a minibatch and the `counts` of the whole, losses and statistics add up.
+    The surrogate and a KL in the loss are aggregated by `config.aggregation`. Entropy bonus, value loss and metrics are
+    always means over tokens, so that their coefficients mean the same under every aggregation. Losses and metrics of
+    the pieces of a minibatch add up if each is computed with the `denominators` of the whole minibatch.
     """
-    now, rows = _masked(now, rows.loss_mask), _masked(rows, rows.loss_mask)
-    if parts.objective == "preference":
-        return _preference(coefficients, now, rows, counts)
-    loss, made = surrogate_loss(parts, coefficients, now, rows, counts)
+    predictions, inputs = _zero_masked(predictions, inputs.loss_mask), _zero_masked(inputs, inputs.loss_mask)
+    if config.objective == "preference":
+        return _preference_loss(coefficients, predictions, inputs, denominators)
+    loss, terms = surrogate_loss(config, coefficients, predictions, inputs, denominators)
 
     def mean(x: jax.Array) -> jax.Array:
-        return token_minibatch(
-            jnp.broadcast_to(x, rows.loss_mask.shape).astype(rows.old.dtype), rows.loss_mask, counts.tokens
-        )
+        x = jnp.broadcast_to(x, inputs.loss_mask.shape).astype(inputs.old_log_prob.dtype)
+        return token_minibatch(x, inputs.loss_mask, denominators.tokens)
 
-    ratio = jax.lax.stop_gradient(jnp.exp(made.log_ratio))
-    told = {
+    ratio = jax.lax.stop_gradient(jnp.exp(terms.log_ratio))
+    metrics = {
         "surrogate_loss": loss,
-        "clip_low": mean(made.surrogate.low),
-        "clip_high": mean(made.surrogate.high),
-        "clip_dual": mean(made.surrogate.dual),
+        "clip_low": mean(terms.surrogate.low),
+        "clip_high": mean(terms.surrogate.high),
+        "clip_dual": mean(terms.surrogate.dual),
         "ratio_mean": mean(ratio),
-        "old_kl": mean(loss_terms.k3(rows.old, now.log_probability)),
+        "old_kl": mean(loss_terms.k3(inputs.old_log_prob, predictions.log_prob)),
     }
-    if parts.correction != "none":
-        told["correction_mean"] = mean(made.weight)
-        told["correction_zero"] = mean(made.weight == 0)
-    if parts.kl_in_loss:
-        estimate = _kl(parts, now, rows)
-        term = aggregate(parts.aggregation, estimate, rows.loss_mask, counts)
-        loss = loss + coefficients.kl_coefficient * term
-        told["kl_loss"] = term
-    if parts.entropy:
-        bonus = mean(now.entropy)
-        loss = loss - coefficients.entropy_coefficient * bonus
-        told["entropy"] = bonus
-    if parts.critic:
-        critic, stopped = _value(parts, coefficients, now, rows)
-        told |= {"value_loss": mean(critic), "value_clipped": mean(stopped)}
-        loss = loss + coefficients.value_coefficient * told["value_loss"]
-    return loss, {"loss": loss} | told
+    if config.correction != "none":
+        metrics["correction_mean"] = mean(terms.correction_weight)
+        metrics["correction_zero"] = mean(terms.correction_weight == 0)
+    if config.kl_in_loss:
+        kl = aggregate(config.aggregation, _kl(config, predictions, inputs), inputs.loss_mask, denominators)
+        loss = loss + coefficients.kl_coefficient * kl
+        metrics["kl_loss"] = kl
+    if config.entropy_bonus:
+        entropy = mean(predictions.entropy)
+        loss = loss - coefficients.entropy_coefficient * entropy
+        metrics["entropy"] = entropy
+    if config.critic:
+        value_loss, clipped = _value_loss(config, coefficients, predictions, inputs)
+        metrics |= {"value_loss": mean(value_loss), "value_clipped": mean(clipped)}
+        loss = loss + coefficients.value_coefficient * metrics["value_loss"]
+    return loss, {"loss": loss} | metrics
 
 
-def _masked(arrays: Any, own: jax.Array) -> Any:
-    """Arrays with zeros (or False) where a token is given: whatever was there, NaN too, enters no loss or gradient."""
-    return jax.tree.map(lambda x: jnp.where(own, x, jnp.zeros((), x.dtype)), arrays)
+def _zero_masked(arrays: Any, loss_mask: jax.Array) -> Any:
+    """Returns arrays with zero (or False) at masked tokens, so that no value there, NaN included, enters a gradient."""
+    return jax.tree.map(lambda x: jnp.where(loss_mask, x, jnp.zeros((), x.dtype)), arrays)
 
 
-def _correction(parts: Parts, coefficients: Coefficients, rows: LossInputs) -> jax.Array:
-    if parts.correction == "none":
-        return loss_terms.no_correction(rows.old)
-    log_weight, level = rows.old - rows.sampled, parts.correction_level
-    if parts.correction == "tis":
-        return loss_terms.tis(log_weight, rows.loss_mask, coefficients.tis_cap, level)
-    return loss_terms.mis(log_weight, rows.loss_mask, coefficients.mis_low, coefficients.mis_high, level)
+def _correction_weight(config: ObjectiveConfig, coefficients: Coefficients, inputs: LossInputs) -> jax.Array:
+    if config.correction == "none":
+        return jnp.ones_like(inputs.old_log_prob)
+    log_weight, level = inputs.old_log_prob - inputs.rollout_log_prob, config.correction_level
+    if config.correction == "tis":
+        return loss_terms.truncated_importance_weight(log_weight, inputs.loss_mask, coefficients.tis_cap, level)
+    bounds = coefficients.mis_low, coefficients.mis_high
+    return loss_terms.masked_importance_weight(log_weight, inputs.loss_mask, *bounds, level)
 
 
-def _kl(parts: Parts, now: Predictions, rows: LossInputs) -> jax.Array:
-    """The KL's estimate in the loss, `[N, T]`."""
-    if parts.kl == "exact":
-        return now.exact_kl
-    estimate = loss_terms.KL_ESTIMATORS[parts.kl](now.log_probability, rows.reference)
-    return loss_terms.weighted_kl(
-        estimate, loss_terms.token_ratio(now.log_probability, rows.old, rows.loss_mask), parts.kl_weight
+def _kl(config: ObjectiveConfig, predictions: Predictions, inputs: LossInputs) -> jax.Array:
+    if config.kl == "exact":
+        return predictions.exact_kl
+    estimate = loss_terms.KL_ESTIMATORS[config.kl](predictions.log_prob, inputs.ref_log_prob)
+    log_ratio = loss_terms.token_ratio(predictions.log_prob, inputs.old_log_prob, inputs.loss_mask)
+    return loss_terms.weighted_kl(estimate, log_ratio, config.kl_weight)
+
+
+def _value_loss(
+    config: ObjectiveConfig, coefficients: Coefficients, predictions: Predictions, inputs: LossInputs
+) -> tuple[jax.Array, jax.Array]:
+    if not config.clip_value:
+        loss = loss_terms.squared_value_loss(predictions.value, inputs.value_target)
+        return loss, jnp.zeros_like(inputs.loss_mask)
+    return loss_terms.clipped_value_loss(
+        predictions.value, inputs.old_value, inputs.value_target, coefficients.value_clip
     )
 
 
-def _value(parts: Parts, coefficients: Coefficients, now: Predictions, rows: LossInputs) -> tuple[jax.Array, jax.Array]:
-    if not parts.clip_value:
-        return loss_terms.squared_value_loss(now.value, rows.target), jnp.zeros_like(rows.loss_mask)
-    return loss_terms.clipped_value_loss(now.value, rows.value, rows.target, coefficients.value_clip)
-
-
-def _preference(
-    coefficients: Coefficients, now: Predictions, rows: LossInputs, counts: Denominators
+def _preference_loss(
+    coefficients: Coefficients, predictions: Predictions, inputs: LossInputs, denominators: Denominators
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """DPO's loss, a mean over the pairs both of whose rows count."""
-    pairs = loss_terms.pairs_of_rows(
-        now.log_probability, rows.reference, rows.loss_mask, coefficients.beta, coefficients.label_smoothing
+    """Returns DPO's loss, a mean over the pairs both of whose rows count, and its metrics."""
+    pairs = loss_terms.dpo_of_rows(
+        predictions.log_prob, inputs.ref_log_prob, inputs.loss_mask, coefficients.beta, coefficients.label_smoothing
     )
-    whole = jnp.all(jnp.any(rows.loss_mask, -1).reshape(-1, 2), -1)
+    both_count = jnp.all(jnp.any(inputs.loss_mask, -1).reshape(-1, 2), -1)
 
     def mean(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(whole, x, 0)) / jnp.maximum(counts.rows / 2, 1)
+        return jnp.sum(jnp.where(both_count, x, 0)) / jnp.maximum(denominators.rows / 2, 1)
 
     loss = mean(pairs.loss)
     return loss, {

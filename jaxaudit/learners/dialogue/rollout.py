@@ -1,8 +1,7 @@
-"""Generation inside a step: a dialogue's automaton and a policy with its cache, carried on slot by slot until all rows
-are over.
+"""Rows of tokens, and their generation by a policy with a key-value cache in dialogue with an automaton, slot by slot.
 
-The randomness of a row's slot depends on the key, the row and the slot alone, and is drawn where a token is given, too:
-lanes whose rows have parted are still paired slot by slot.
+The randomness of a slot of a row depends on the PRNG key, the row and the slot alone. It is drawn at prompt and tool
+tokens, too, so that lanes whose rows have diverged still share their randomness slot by slot.
 """
 
 from __future__ import annotations
@@ -18,94 +17,165 @@ from flax import struct
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues import automaton
-from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL, Dialogue
-from jaxaudit.learners.dialogue.rows import Rows
+from jaxaudit.dialogues.protocol import END, GOLD, NOTHING, OWN, PROMPT, TOOL, Dialogue
 from jaxaudit.models import gpt2, sampling
+
+
+@struct.dataclass
+class Rows:
+    """N dialogues of T slots (token positions); arrays are `[N, T]` unless stated otherwise.
+
+    Attributes:
+      tokens: int32, 0 after a dialogue's end.
+      role: int32, who wrote each token: `OWN` (the policy), `PROMPT`, `TOOL`, or `END` after a dialogue's end.
+      position: int32, position ids, which begin at 0 in each chunk.
+      attention_start: int32, the first slot that each slot attends to.
+      log_prob: float32, log-probability of response tokens under the behaviour policy at its temperature, before
+        top-k and top-p truncation; 0 elsewhere.
+      entropy: float32, entropy of the distribution that response tokens were sampled from, before truncation; 0
+        elsewhere.
+      mass_cut: float32, probability that top-k and top-p removed at response tokens; 0 elsewhere.
+      calls: float32 `[N]`, number of tool calls, answered or not.
+      truncated: bool `[N]`, whether the slots ran out before the dialogue ended.
+      rewards: float32 `[N]` by name, "gold" among them.
+    """
+
+    tokens: Any
+    role: Any
+    position: Any
+    attention_start: Any
+    log_prob: Any
+    entropy: Any
+    mass_cut: Any
+    calls: Any
+    truncated: Any
+    rewards: dict[str, Any]
+
+    @property
+    def response_mask(self) -> jax.Array:
+        """Whether the policy wrote each token: bool `[N, T]`."""
+        return self.role == OWN
+
+    @property
+    def gold(self) -> jax.Array:
+        """The reward of the dialogue's verifier: float32 `[N]`."""
+        return self.rewards[GOLD]
+
+    @property
+    def response_token_counts(self) -> jax.Array:
+        """The number of tokens that the policy wrote in each row: float32 `[N]`."""
+        return jnp.sum(self.response_mask, axis=1, dtype=jnp.float32)
+
+    @property
+    def prompt_lengths(self) -> jax.Array:
+        """The number of tokens in each row's first prompt, without the prompts of later chunks: float32 `[N]`."""
+        return jnp.sum(jnp.cumprod(self.role == PROMPT, axis=1), axis=1, dtype=jnp.float32)
+
+    @property
+    def response_lengths(self) -> jax.Array:
+        """The number of slots after each row's first prompt, whoever wrote them: float32 `[N]`."""
+        return jnp.sum(self.role != END, axis=1, dtype=jnp.float32) - self.prompt_lengths
+
+    @property
+    def last_response_token(self) -> jax.Array:
+        """Whether each token is the last response token of its row: bool `[N, T]`."""
+        remaining = jnp.cumsum(self.response_mask[:, ::-1], axis=1)[:, ::-1]
+        return self.response_mask & (remaining == 1)
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How tokens are chosen.
+    """Samples tokens from logits.
 
     Attributes:
-      model: the policy's.
-      top_k: the likeliest tokens that are left; 0: all.
-      truncates: whether top-p is applied at all.
+      model: the policy's transformer.
+      top_k: number of the likeliest tokens that are sampled from; 0 for all.
+      uses_top_p: whether top-p truncation is applied.
     """
 
     model: gpt2.GPT2
     top_k: int = 0
-    truncates: bool = False
+    uses_top_p: bool = False
 
-    def choose(
+    def sample(
         self, logits: jax.Array, uniform: jax.Array, top_p: Any, greedy: jax.Array | None = None
-    ) -> tuple[jax.Array, Draw]:
-        """Tokens int32 `[N]`, and what they were drawn from.
+    ) -> tuple[jax.Array, TokenStats]:
+        """Samples one token for each row.
 
         Args:
           logits: float32 `[N, V]`, divided by the temperature.
-          uniform: float32 `[N]` in [0, 1), by which tokens are drawn: the first whose cumulative probability is above.
-          top_p: share of the probability that is left; read where `truncates`.
+          uniform: float32 `[N]` in [0, 1); the token is the first one whose cumulative probability exceeds it.
+          top_p: probability mass that is sampled from; read only if `uses_top_p`.
           greedy: bool `[N]`, rows that take the likeliest token instead.
+
+        Returns:
+          tokens int32 `[N]`, and statistics of the distributions they were sampled from.
         """
-        logs = jax.nn.log_softmax(logits)
-        chances = jnp.exp(logs)
-        # Not where it is above 0: a NaN is to come through.
-        entropy = -jnp.sum(jnp.where(chances == 0, 0.0, chances * logs), axis=1)
-        left, cut = logits, jnp.zeros(logits.shape[0])
-        if self.top_k or self.truncates:
-            left, cut = sampling.truncate_logits(logits, self.top_k, top_p if self.truncates else 1.0)
-        rising = jnp.cumsum(jnp.exp(left - jnp.max(left, axis=1, keepdims=True)), axis=1)
-        below = rising <= uniform[:, None] * rising[:, -1:]
+        log_probs = jax.nn.log_softmax(logits)
+        probs = jnp.exp(log_probs)
+        # The condition is not `probs > 0`, so that a NaN is propagated.
+        entropy = -jnp.sum(jnp.where(probs == 0, 0.0, probs * log_probs), axis=1)
+        truncated, mass_cut = logits, jnp.zeros(logits.shape[0])
+        if self.top_k or self.uses_top_p:
+            truncated, mass_cut = sampling.truncate_logits(logits, self.top_k, top_p if self.uses_top_p else 1.0)
+        cumulative = jnp.cumsum(jnp.exp(truncated - jnp.max(truncated, axis=1, keepdims=True)), axis=1)
+        below = cumulative <= uniform[:, None] * cumulative[:, -1:]
         token = jnp.minimum(jnp.sum(below, axis=1, dtype=jnp.int32), logits.shape[1] - 1)
         if greedy is not None:
-            token = jnp.where(greedy, jnp.argmax(left, axis=1).astype(jnp.int32), token)
-        picked = jnp.take_along_axis(logs, token[:, None], axis=1)[:, 0]
-        return token, Draw(picked, entropy, cut)
+            token = jnp.where(greedy, jnp.argmax(truncated, axis=1).astype(jnp.int32), token)
+        log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0]
+        return token, TokenStats(log_prob, entropy, mass_cut)
 
 
 @struct.dataclass
-class Draw:
-    """What tokens were drawn from, float32 `[N]`, or `[T, N]` of every slot; 0 where a token was given.
+class TokenStats:
+    """Statistics of sampled tokens, float32 `[N]`, or `[T, N]` of all slots; 0 at prompt and tool tokens.
 
     Attributes:
-      log_probability: of the token, before truncation.
-      entropy: before truncation.
-      cut: the probability that truncation took.
+      log_prob: log-probability of the token, before truncation.
+      entropy: entropy of the distribution, before truncation.
+      mass_cut: probability that top-k and top-p removed.
     """
 
-    log_probability: Any
+    log_prob: Any
     entropy: Any
-    cut: Any
+    mass_cut: Any
 
 
 @struct.dataclass
-class Latest:
-    """The token written last, of each row: int32 `[N]`, with its position and the first slot it sees."""
+class LastToken:
+    """The latest token of each row, int32 `[N]`, with its position id and the first slot it attends to."""
 
     token: Any
     position: Any
-    first: Any
+    attention_start: Any
 
 
 @struct.dataclass
 class TokenSlot:
-    """What happened in one slot, `[N]`, or in every one, `[T, N]`; the names are those of `LossInputs`."""
+    """What was written in one slot, `[N]`, or in all slots, `[T, N]`.
 
-    latest: Latest
+    Attributes:
+      last: the token with its position.
+      role: who wrote it, as in `Rows`.
+      stats: statistics of the distribution that it was sampled from.
+      called: bool, whether the token completes a tool call.
+    """
+
+    last: LastToken
     role: Any
-    draw: Any
+    stats: Any
     called: Any
 
 
-def prompted(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, taps: Taps) -> automaton.AutomatonState:
-    """Dialogues `[P]` that have begun, each with its prompt to be written; tapped at "difficulty" and "prompt".
+def begin_dialogues(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, taps: Taps) -> automaton.AutomatonState:
+    """Begins P dialogues, whose prompts are queued and not written yet; taps "difficulty" and "prompt".
 
     Args:
       dialogue: bound to its data.
-      key: a prompt depends on it and its number.
+      key: PRNG key; a prompt depends on it and on the prompt's index.
       difficulty: float32 `[P]`.
-      taps: of the step.
+      taps: taps of the step.
     """
     lowest, highest = dialogue.difficulties
     if taps.disturbs("difficulty"):
@@ -118,17 +188,12 @@ def prompted(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, taps: Ta
     return progress
 
 
-def repeated(progress: automaton.AutomatonState, times: int) -> automaton.AutomatonState:
-    """Each dialogue `times` times, `[P * times]`: rollout groups."""
+def repeat_dialogues(progress: automaton.AutomatonState, times: int) -> automaton.AutomatonState:
+    """Returns each of P dialogues `times` times, `[P * times]`, as rollout groups."""
     return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), progress)
 
 
-def _put(slot: jax.Array, every: jax.Array, x: jax.Array) -> jax.Array:
-    """Writes `x` `[N]` to a slot of `[slots, N]`: a scatter would be a loop on a GPU with deterministic operations."""
-    return jax.lax.dynamic_update_index_in_dim(every, x.astype(every.dtype), slot, 0)
-
-
-def carried_on(
+def generate(
     sampler: Sampler,
     params: Any,
     dialogue: Dialogue,
@@ -139,103 +204,115 @@ def carried_on(
     taps: Taps,
     greedy: jax.Array | None = None,
 ) -> Rows:
-    """Dialogues `[N]` that have begun, to their end or the last slot; taps "tool_result" and "sampled_logits".
+    """Continues N dialogues to their end or to the last slot; taps "tool_result" and "sampled_logits".
 
     Args:
-      sampler: chooses tokens.
-      params: the behaviour policy's, as `gpt2.apply` takes them.
+      sampler: samples the policy's tokens.
+      params: parameters of the behaviour policy, as `gpt2.apply` takes them.
       dialogue: bound to its data.
-      progress: of each row, its prompt not written yet.
-      key: decides what is drawn.
-      temperature: of the policy, scalar.
-      top_p: share of the probability that is sampled from, scalar.
-      taps: of the step.
+      progress: dialogues that have begun, from `begin_dialogues`.
+      key: PRNG key of the sampling.
+      temperature: sampling temperature, scalar.
+      top_p: probability mass that is sampled from, scalar.
+      taps: taps of the step.
       greedy: bool `[N]`, rows that take the likeliest tokens.
     """
     rows, slots = progress.queue.shape[0], dialogue.length
     uniform = jax.random.uniform(key, (rows, slots)).T
-    progress, written = _given(dialogue, progress)
-    latest = jax.tree.map(lambda x: x[-1], written.latest)
-    begun = written.latest.token.shape[0]
+    progress, prompts = _write_prompts(dialogue, progress)
+    last = jax.tree.map(lambda x: x[-1], prompts.last)
+    prompt_length = prompts.last.token.shape[0]
     unrolled = sampling.unstack_layers(params, sampler.model.size.heads)
-    # The last of these is read again by the first turn, which writes over what a prompt of one token left.
-    before = jax.tree.map(lambda x: x[: max(begun - 1, 1)].T, written.latest)
-    cache = sampling.prefill(sampler.model, unrolled, before.token, slots, before.position, before.first)[1]
+    # The first turn reads the last prompt token again, and writes over what a prompt of one token left.
+    prefix = jax.tree.map(lambda x: x[: max(prompt_length - 1, 1)].T, prompts.last)
+    cache = sampling.prefill(sampler.model, unrolled, prefix.token, slots, prefix.position, prefix.attention_start)[1]
 
     def turn(taps: Taps, carry: Any, number: jax.Array) -> Any:
-        progress, cache, latest, so_far = carry
-        slot = begun + number
+        progress, cache, last, written = carry
+        slot = prompt_length + number
         hidden, cache = sampling.decode(
-            sampler.model, unrolled, latest.token, latest.position, latest.first, slot - 1, cache
+            sampler.model, unrolled, last.token, last.position, last.attention_start, slot - 1, cache
         )
         logits = gpt2.logits(params, hidden)
         if taps.disturbs("sampled_logits"):
             logits = taps("sampled_logits", logits)
-        chosen, draw = sampler.choose(logits / temperature, uniform[slot], top_p, greedy)
+        sampled, stats = sampler.sample(logits / temperature, uniform[slot], top_p, greedy)
         given, role = jax.vmap(automaton.given)(progress)
-        own = role == OWN
-        token = jnp.where(own, chosen, given)
-        progress, done = _written(dialogue, progress, token, slot, taps)
-        done = dataclasses.replace(done, role=role, draw=jax.tree.map(lambda x: jnp.where(own, x, 0.0), draw))
-        return progress, cache, done.latest, jax.tree.map(partial(_put, slot), so_far, done)
+        is_response = role == OWN
+        token = jnp.where(is_response, sampled, given)
+        progress, current = _write_tokens(dialogue, progress, token, slot, taps)
+        stats = jax.tree.map(lambda x: jnp.where(is_response, x, 0.0), stats)
+        current = dataclasses.replace(current, role=role, stats=stats)
+        return progress, cache, current.last, jax.tree.map(partial(_write_slot, slot), written, current)
 
-    so_far = jax.tree.map(lambda x: jnp.pad(x, ((0, slots - begun), (0, 0))), written)
-    so_far = dataclasses.replace(so_far, role=so_far.role.at[begun:].set(END))
-    progress, _, _, every = taps.repeat(
-        turn, (progress, cache, latest, so_far), slots - begun, until=lambda carry: sampling.all_finished(carry[0].over)
+    written = jax.tree.map(lambda x: jnp.pad(x, ((0, slots - prompt_length), (0, 0))), prompts)
+    written = dataclasses.replace(written, role=written.role.at[prompt_length:].set(END))
+    progress, _, _, written = taps.repeat(
+        turn, (progress, cache, last, written), slots - prompt_length, until=lambda c: sampling.all_finished(c[0].over)
     )
-    every = _with_the_end(jax.tree.map(jnp.transpose, every), progress)
+    written = _fill_after_end(jax.tree.map(jnp.transpose, written), progress)
     return Rows(
-        tokens=every.latest.token,
-        role=every.role,
-        position=every.latest.position,
-        first=every.latest.first,
-        log_probability=every.draw.log_probability,
-        entropy=every.draw.entropy,
-        cut=every.draw.cut,
-        calls=jnp.sum(every.called, axis=1, dtype=jnp.float32),
+        tokens=written.last.token,
+        role=written.role,
+        position=written.last.position,
+        attention_start=written.last.attention_start,
+        log_prob=written.stats.log_prob,
+        entropy=written.stats.entropy,
+        mass_cut=written.stats.mass_cut,
+        calls=jnp.sum(written.called, axis=1, dtype=jnp.float32),
         truncated=~progress.over,
         rewards=jax.vmap(dialogue.reward)(progress.state),
     )
 
 
-def _with_the_end(every: TokenSlot, progress: automaton.AutomatonState) -> TokenSlot:
-    """Fields `[N, T]` with what stands after rows' ends, written or left out: the positions of their last progress."""
-    ended = every.role == END
-    position = jnp.where(ended, progress.position[:, None], every.latest.position)
-    first = jnp.where(ended, progress.chunk[:, None], every.latest.first)
-    return dataclasses.replace(every, latest=Latest(every.latest.token, position, first))
+def _write_slot(slot: jax.Array, slots: jax.Array, x: jax.Array) -> jax.Array:
+    # A scatter would be a loop on a GPU with deterministic operations.
+    return jax.lax.dynamic_update_index_in_dim(slots, x.astype(slots.dtype), slot, 0)
 
 
-def _given(dialogue: Dialogue, progress: automaton.AutomatonState) -> tuple[automaton.AutomatonState, TokenSlot]:
-    """The first slots, which all prompts fill, without the policy; fields `[prompt_length, N]`."""
+def _fill_after_end(written: TokenSlot, progress: automaton.AutomatonState) -> TokenSlot:
+    """Gives the slots `[N, T]` after each row's end the positions of its final state.
+
+    The generation loop may or may not have reached these slots, so they must not depend on it.
+    """
+    ended = written.role == END
+    position = jnp.where(ended, progress.position[:, None], written.last.position)
+    attention_start = jnp.where(ended, progress.chunk[:, None], written.last.attention_start)
+    return dataclasses.replace(written, last=LastToken(written.last.token, position, attention_start))
+
+
+def _write_prompts(
+    dialogue: Dialogue, progress: automaton.AutomatonState
+) -> tuple[automaton.AutomatonState, TokenSlot]:
+    """Writes the first `dialogue.prompt_length` slots, which every prompt fills; fields `[prompt_length, N]`."""
 
     def turn(progress: automaton.AutomatonState, slot: jax.Array) -> tuple[automaton.AutomatonState, TokenSlot]:
         token, role = jax.vmap(automaton.given)(progress)
-        progress, done = _written(dialogue, progress, token, slot, None)
-        nothing = jnp.zeros(token.shape[0])
-        return progress, dataclasses.replace(done, role=role, draw=Draw(nothing, nothing, nothing))
+        progress, current = _write_tokens(dialogue, progress, token, slot, None)
+        zeros = jnp.zeros(token.shape[0])
+        return progress, dataclasses.replace(current, role=role, stats=TokenStats(zeros, zeros, zeros))
 
     return jax.lax.scan(turn, progress, jnp.arange(dialogue.prompt_length))
 
 
-def _written(
+def _write_tokens(
     dialogue: Dialogue, progress: automaton.AutomatonState, token: jax.Array, slot: jax.Array, taps: Taps | None
 ) -> tuple[automaton.AutomatonState, TokenSlot]:
-    """Each row's token in its slot, and what the dialogue says to it, queued; a tool's result is tapped."""
-    latest = Latest(token, progress.position, progress.chunk)
+    """Writes each row's token in a slot, and queues the dialogue's reply; taps "tool_result"."""
+    last = LastToken(token, progress.position, progress.chunk)
     progress, reply = jax.vmap(lambda p, t: automaton.write(dialogue, p, t))(progress, token)
     called = reply.role == TOOL
     if taps is not None and taps.disturbs("tool_result") and dialogue.result_tokens:
-        reply = dataclasses.replace(reply, tokens=taps("tool_result", reply.tokens, called=called, **_tool(dialogue)))
+        context = _tool_context(dialogue)
+        reply = dataclasses.replace(reply, tokens=taps("tool_result", reply.tokens, called=called, **context))
     progress = jax.vmap(lambda p, r: automaton.take(p, r, slot))(progress, reply)
-    return progress, TokenSlot(latest=latest, role=None, draw=None, called=called)
+    return progress, TokenSlot(last=last, role=None, stats=None, called=called)
 
 
-def _tool(dialogue: Dialogue) -> dict[str, Any]:
-    """What disturbances of a tool need to know of it."""
+def _tool_context(dialogue: Dialogue) -> dict[str, Any]:
+    """Returns what perturbations at "tool_result" read: the error reply, the result tokens, and their rare synonyms."""
     error = jnp.full(dialogue.reply_length, NOTHING, jnp.int32)
     error = error.at[: len(dialogue.result_error)].set(jnp.array(dialogue.result_error, jnp.int32))
-    twins = dict(dialogue.rare)
-    rare = jnp.array([twins.get(token, token) for token in range(dialogue.vocabulary)], jnp.int32)
+    synonyms = dict(dialogue.rare)
+    rare = jnp.array([synonyms.get(token, token) for token in range(dialogue.vocabulary)], jnp.int32)
     return {"error": error, "tokens": jnp.array(dialogue.result_tokens, jnp.int32), "rare": rare}

@@ -1,8 +1,9 @@
-"""What a learner on dialogues is set by: structure, which is compiled, and numbers, which are data."""
+"""Settings of dialogue learners: structural ones, which are compiled, and numeric ones, which are data."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,20 +13,19 @@ from flax import struct
 
 from jaxaudit.core.optimizer import DECAYS
 from jaxaudit.learners.dialogue import packing
-from jaxaudit.learners.dialogue.coefficients import Coefficients
-from jaxaudit.learners.dialogue.parts import Parts
+from jaxaudit.learners.dialogue.objective import Coefficients, ObjectiveConfig
 from jaxaudit.learners.rl import settings as checks
 from jaxaudit.models import gpt2
 
 
 def number(default: float) -> Any:
-    """A field that is data: other values of it share one compiled program."""
+    """Returns a dataclass field that is data: all its values share one compiled program."""
     return field(default=default, metadata={"data": True})
 
 
 @struct.dataclass
 class Numbers:
-    """All numbers that are data, float32 scalars; what each means is in `DialogueSettings` and `Coefficients`."""
+    """The numeric settings that are data, float32 scalars; see `DialogueSettings` and `Coefficients`."""
 
     objective: Coefficients
     difficulty: Any
@@ -41,82 +41,85 @@ class Numbers:
     reward_model_learning_rate: Any
 
 
-BEGINNINGS = ("policy", "random")
-"""What a value or reward model's transformer may begin as, beside a checkpoint of its own."""
+NETWORK_INITS = ("policy", "random")
+"""The values of `critic_init` and `reward_model_init` that are not the path of a checkpoint."""
 
-BEGINNING = {"path": True, "words": BEGINNINGS}
+NETWORK_INIT_METADATA = {"path": True, "words": NETWORK_INITS}
 
 REWARDS = ("gold", "learned")
-"""What a learner may see of a row's worth: what the verifier says, or a reward model that is learned."""
+"""Where a learner's rewards come from: the verifier, or a learned reward model."""
 
 
 @dataclass(frozen=True)
 class DialogueSettings:
-    """The settings of all presets; a preset is another choice of defaults.
+    """The settings of all presets; a preset is a set of defaults.
 
     Attributes:
-      size: of the policy's transformer, and of the value and reward models'.
-      checkpoint: a folder or safetensors file with GPT-2's parameters to begin with; "": random ones, warmed up.
-      lora_rank: of adapters, which are then all that is trained, on the checkpoint's parameters; 0: all parameters.
-      precision: of activations and products; parameters are float32.
-      remat: layers are computed again in the backward pass, which takes less memory and more time.
-      curriculum: share of the run over which the difficulty of prompts rises linearly from the dialogue's lowest to its
-        own; 0: it is the same throughout. What is measured on held-out rows is at its own difficulty.
-      prompts: rollout groups in an iteration.
-      group_size: rows of each.
-      oversampling: how many times as many prompts are drawn, of which the first `prompts` rollout groups whose rewards
-        differ are kept, and those missing masked (DAPO's dynamic sampling); 1: all are kept.
-      temperature: of the policy, in sampling and training alike.
-      top_k: tokens that sampling leaves; 0: all.
-      top_p: share of the probability that sampling leaves.
+      size: size of the transformers of policy, value model and reward model.
+      checkpoint: a folder or safetensors file with GPT-2's parameters to begin with; "" for random ones and a warm
+        start.
+      lora_rank: rank of adapters on the checkpoint's parameters, which are then all that is trained; 0 to train all
+        parameters.
+      precision: dtype of activations and matrix products; parameters are float32.
+      remat: whether layers are recomputed in the backward pass, which takes less memory and more time.
+      curriculum: fraction of the run over which the difficulty of prompts rises linearly from the dialogue's lowest to
+        its own; 0 for a constant difficulty. Held-out rows always have the dialogue's own difficulty.
+      prompts: number of rollout groups per iteration.
+      group_size: number of rows per group.
+      oversampling: factor by which more prompts are sampled than trained on; the first `prompts` groups whose rewards
+        differ are kept, and missing ones are masked (DAPO's dynamic sampling). 1 keeps all groups.
+      temperature: temperature of the policy, in sampling and in training.
+      top_k: number of the likeliest tokens that are sampled from; 0 for all.
+      top_p: probability mass that is sampled from.
       epochs: passes over an iteration's rows.
-      minibatches: updates in each pass.
-      microbatches: equal parts that a minibatch's gradient is added up over, for less memory, of which rows are packed
-        into as few as they fill. 0: half of it at once, and the rest, as far as it is filled, in eighths. Pairs of a
-        preference objective are not packed: 0 is a single part of them.
-      learning_rate: Adam's.
-      beta1, beta2, epsilon: Adam's.
-      weight_decay: of kernels and embeddings.
-      max_grad_norm: threshold on the gradient's global norm.
-      learning_rate_warmup: share of the run over which both rates rise linearly from 0.
-      learning_rate_decay: how they fall after that, until the run's end: "constant" for not at all, "linear" or
-        "cosine".
-      learning_rate_final: what they fall to, as a share of their peak.
-      critic_learning_rate: the value model's.
-      critic_init: what the value model's transformer begins as: the "policy" before its first iteration, "random"
-        parameters, or a checkpoint of its own, as `checkpoint`. Its head begins with zeros.
-      critic_warm_start: updates of the value model before the first iteration, on what rows of the fixed policy return
-        (value pretraining; VC-PPO: Yuan et al., 2025), 0 for none. The first thousands explain little: on "hop" 12,800
-        come to 0.9 of what the prefix allows, and long chains take more, of more rows.
-      critic_warm_start_rows: rows that these are on, drawn beforehand in batches of an iteration's.
-      critic_warm_start_minibatch: rows of each update, any of those.
-      critic_warm_start_learning_rate: Adam's there at first; it falls linearly to 0.
-      old_log_probability: what ratios are relative to: "recomputed" by the trainer's undisturbed parameters before the
-        first update, or "sampled", as the behaviour policy gave them; so is the entropy then, and without a reference
-        and with basic telemetry the trainer does not read the rows before the first update at all.
+      minibatches: updates per pass.
+      microbatches: number of equal pieces over which a minibatch's gradient is summed, to save memory; rows are packed
+        into as few pieces as they fill. 0: half of the minibatch at once, and the rest, as far as it is filled, in
+        eighths; for a preference objective, whose pairs are not packed, the whole minibatch.
+      learning_rate: peak learning rate of the policy.
+      beta1, beta2, epsilon: coefficients of Adam, for policy and value model.
+      weight_decay: AdamW's weight decay, of kernels and embeddings; 0 for Adam.
+      max_grad_norm: global norm to which gradients are clipped, those of policy and value model separately.
+      learning_rate_warmup: fraction of the run over which both learning rates rise linearly from 0.
+      learning_rate_decay: how the rates fall after the warmup, until the run's end: "constant", "linear" or "cosine".
+      learning_rate_final: final learning rate as a fraction of the peak.
+      critic_learning_rate: peak learning rate of the value model.
+      critic_init: initial parameters of the value model's transformer: those of the "policy" before its first
+        iteration, "random" ones, or a checkpoint, as in `checkpoint`. Its head begins with zeros.
+      critic_warm_start: number of updates of the value model before the first iteration, on the returns of a fixed
+        policy (value pretraining; VC-PPO: Yuan et al., 2025); 0 for none. The first thousands explain little: on "hop"
+        12,800 reach 0.9 of the variance that the prefix explains, and long chains take more updates, on more rows.
+      critic_warm_start_rows: number of rows for these updates, sampled beforehand.
+      critic_warm_start_minibatch: number of rows per update, any of those.
+      critic_warm_start_learning_rate: initial Adam learning rate of these updates; it falls linearly to 0.
+      old_log_probability: log-probabilities that ratios are relative to: "recomputed" by the trainer's undisturbed
+        parameters before the first update, or as "sampled" by the behaviour policy. With "sampled" the entropy is the
+        sampler's, too, and without a reference and with basic telemetry the trainer does not read the rows before the
+        first update at all.
       objective, advantage, whiten, ratio, correction, correction_level, aggregation, kl, kl_in, kl_weight, covariance,
-      clip_value: see `parts.Parts`.
+      clip_value: see `objective.ObjectiveConfig`.
       clip_low, clip_high, dual_clip, kl_coefficient, entropy_coefficient, value_coefficient, value_clip, gamma,
       gae_lambda, gae_lambda_length, covariance_share, critic_lambda, std_epsilon, tis_cap, mis_low, mis_high, beta,
-      label_smoothing, overlong_coefficient, overlong_buffer: see `coefficients.Coefficients`; without an
-        entropy_coefficient there is no bonus, without an overlong_buffer no penalty, and without a gae_lambda_length
-        all rows have gae_lambda.
-      mask_truncated: truncated rows are left out of the loss and the baselines.
-      online: a preference objective's rows are the policy's, not the reference's.
-      reward: the verifier's "gold", or a "learned" reward model's score.
-      reward_model_init: what the reward model's transformer begins as, as with `critic_init`.
-      reward_model_warm_start: updates of the reward model on pairs of demonstrations before the first iteration.
-      reward_model_pairs: pairs of each.
-      reward_model_learning_rate: Adam's there.
-      warm_start: the most updates on demonstrations before the first iteration.
-      warm_start_rows: demonstrations of each.
-      warm_start_success: sampled success at which the warm start stops.
-      warm_start_right: share of demonstrations that are right; the others show no more than the manner.
-      warm_start_learning_rate: Adam's there.
-      performance_rows: held-out rows whose mean gold reward is the performance; of a dialogue that is not split, rows
-        on fixed prompts.
-      performance_every: iterations from one measurement to the next.
-      tool_window: slots after a tool's result whose own tokens are the stratum "tool".
+      label_smoothing, overlong_coefficient, overlong_buffer: see `objective.Coefficients`. With 0 for
+        entropy_coefficient there is no bonus, for overlong_buffer no penalty, and for gae_lambda_length all rows have
+        gae_lambda.
+      mask_truncated: whether truncated rows are left out of the loss and the baselines.
+      online: whether a preference objective's rows are sampled from the policy, and not from the reference.
+      reward: "gold" for the verifier's reward, or "learned" for a reward model's score.
+      reward_model_init: initial parameters of the reward model's transformer, as in `critic_init`.
+      reward_model_warm_start: number of updates of the reward model on pairs of demonstrations before the first
+        iteration.
+      reward_model_pairs: number of pairs per update.
+      reward_model_learning_rate: Adam learning rate of these updates.
+      warm_start: largest number of updates of the policy on demonstrations before the first iteration.
+      warm_start_rows: number of demonstrations per update.
+      warm_start_success: success of sampled rows at which the warm start stops.
+      warm_start_right: fraction of demonstrations that are right; the others show the format alone.
+      warm_start_learning_rate: Adam learning rate of the warm start.
+      performance_rows: number of held-out rows whose mean gold reward is the performance; for a dialogue that is not
+        split, rows on fixed prompts.
+      performance_every: iterations between two measurements on held-out rows.
+      tool_window: number of slots after a tool's result whose response tokens are the stratum "tool".
       telemetry: "basic" or "full".
     """
 
@@ -145,7 +148,7 @@ class DialogueSettings:
     learning_rate_decay: Literal["constant", "linear", "cosine"] = "constant"
     learning_rate_final: float = 0.0
     critic_learning_rate: float = number(1e-3)
-    critic_init: str = field(default="policy", metadata=BEGINNING)
+    critic_init: str = field(default="policy", metadata=NETWORK_INIT_METADATA)
     critic_warm_start: int = 0
     critic_warm_start_rows: int = 16384
     critic_warm_start_minibatch: int = 16
@@ -186,7 +189,7 @@ class DialogueSettings:
     mask_truncated: bool = False
     online: bool = False
     reward: str = "gold"
-    reward_model_init: str = field(default="policy", metadata=BEGINNING)
+    reward_model_init: str = field(default="policy", metadata=NETWORK_INIT_METADATA)
     reward_model_warm_start: int = 200
     reward_model_pairs: int = 64
     reward_model_learning_rate: float = number(1e-3)
@@ -224,47 +227,48 @@ class DialogueSettings:
         )
         if self.reward not in REWARDS:
             raise ValueError(
-                f"reward must be {' or '.join(map(repr, REWARDS))}, not {self.reward!r}: a reward in Python is that of "
-                'a dialogue of one\'s own, registered by register("dialogue", name)'
+                f"reward must be {' or '.join(map(repr, REWARDS))}, not {self.reward!r}: to write a reward in Python, "
+                'register a dialogue with register("dialogue", name)'
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
-        self._divided("minibatches", self.minibatches, self.units, self._units)
-        of_minibatch = f"{self._units} of a minibatch"
-        self._divided("microbatches", self.microbatches or 1, self.units // self.minibatches, of_minibatch)
-        for wrong, why in self._misfits():
-            if wrong:
-                raise ValueError(why)
+        unit_name = "pairs" if self.objective == "preference" else "rows (prompts * group_size)"
+        self._check_divides("minibatches", self.minibatches, self.units, unit_name)
+        minibatch_units = self.units // self.minibatches
+        self._check_divides("microbatches", self.microbatches or 1, minibatch_units, f"{unit_name} of a minibatch")
+        for conflict, message in self._conflicts():
+            if conflict:
+                raise ValueError(message)
         self.coefficients.check()
-        _ = self.parts
+        _ = self.objective_config
 
-    def _divided(self, name: str, parts: int, whole: int, what: str) -> None:
-        if whole % parts:
-            raise ValueError(f"{name} must divide the {whole} {what}, and {parts} does not")
+    def _check_divides(self, name: str, divisor: int, total: int, unit: str) -> None:
+        if total % divisor:
+            raise ValueError(f"{name} must divide the {total} {unit}, and {divisor} does not")
 
-    def _misfits(self):
-        compared = "a preference objective" if self.objective == "preference" else f"advantage '{self.advantage}'"
+    def _conflicts(self) -> Iterator[tuple[bool, str]]:
+        reader = "a preference objective" if self.objective == "preference" else f"advantage '{self.advantage}'"
         yield (
-            self.compares and self.group_size == 1,
-            f"group_size must be at least 2 for {compared}, which compares rows of one prompt, not 1",
+            self.compares_within_groups and self.group_size == 1,
+            f"group_size must be at least 2, not 1, for {reader}, which compares rows of one prompt",
         )
         yield (
             self.kl == "none" and self.kl_coefficient > 0,
             f"kl_coefficient {self.kl_coefficient:g} weighs a divergence from the reference, and "
             + (
-                "a preference objective has its own, weighed by beta; leave it 0"
+                "a preference objective has its own, weighed by beta; leave kl_coefficient at 0"
                 if self.objective == "preference"
                 else "kl is 'none'; choose k1, k2, k3 or exact, or kl_coefficient = 0"
             ),
         )
         yield (
             self.kl == "exact" and self.kl_in != "loss",
-            "kl 'exact' goes into the loss; in the reward kl must be k1, k2 or k3",
+            f"kl 'exact' can only be in the loss, and kl_in is {self.kl_in!r}; in the reward kl must be k1, k2 or k3",
         )
         yield (
             (self.covariance == "none") != (self.covariance_share == 0),
-            f"covariance_share {self.covariance_share:g} is the share of tokens that are treated apart, and covariance "
-            f"is {self.covariance!r}",
+            f"covariance_share {self.covariance_share:g} is the fraction of tokens that covariance selects, and "
+            f"covariance is {self.covariance!r}: covariance_share must be 0 if and only if covariance is 'none'",
         )
         yield (
             self.lora_rank > 0 and not self.checkpoint,
@@ -273,22 +277,23 @@ class DialogueSettings:
         for name in ("critic_init", "reward_model_init"):
             yield (
                 self.lora_rank > 0 and getattr(self, name) != "policy",
-                f"{name} must be 'policy' with adapters, which are all on the parameters of one checkpoint, not "
+                f"{name} must be 'policy' with adapters, which all adapt the parameters of one checkpoint, not "
                 f"{getattr(self, name)!r}",
             )
         yield (
             self.online and self.objective != "preference",
-            "online is for a preference objective; others train on the policy's own rows always",
+            f"online applies to a preference objective, and objective is {self.objective!r}, which always trains on "
+            "the policy's own rows",
         )
         yield (
-            self.oversampling > 1 and not self.compares,
+            self.oversampling > 1 and not self.compares_within_groups,
             f"oversampling {self.oversampling} keeps rollout groups whose rewards differ, which advantage 'gae' does "
             "not compare",
         )
 
     @property
     def scheduled(self) -> bool:
-        """Whether the rates change as the run goes on."""
+        """Whether the learning rates change during the run."""
         return self.learning_rate_warmup > 0 or self.learning_rate_decay != "constant"
 
     @property
@@ -298,63 +303,62 @@ class DialogueSettings:
 
     @property
     def units(self) -> int:
-        """What minibatches are made of: pairs of a preference objective, else rows."""
+        """The number of units that minibatches are made of: pairs of a preference objective, else rows."""
         return self.prompts if self.objective == "preference" else self.rows
 
-    def pieces_of(self, sequences: int) -> packing.Sizes:
-        """Of pieces that so many sequences, a minibatch's or an iteration's, are worked off in."""
+    def piece_sizes(self, sequences: int) -> packing.PieceSizes:
+        """Returns the sizes of the pieces in which a minibatch's or an iteration's sequences are processed."""
         if self.microbatches:
-            each = self.rows // self.minibatches // self.microbatches
-            return packing.Sizes(each, each)
+            size = self.rows // self.minibatches // self.microbatches
+            return packing.PieceSizes(size, size)
         if self.objective == "preference":
-            return packing.Sizes(sequences, sequences)
-        return packing.Sizes.halved(sequences)
+            return packing.PieceSizes(sequences, sequences)
+        return packing.PieceSizes.half_then_eighths(sequences)
 
     @property
-    def packs(self) -> bool:
-        """Whether rows share sequences; where there is but one piece, nothing is gained by it."""
+    def uses_packing(self) -> bool:
+        """Whether rows share sequences; with a single piece, packing would gain nothing."""
         minibatch = self.rows // self.minibatches
-        return self.objective == "policy" and self.pieces_of(minibatch).first < minibatch
+        return self.objective == "policy" and self.piece_sizes(minibatch).first < minibatch
 
     @property
-    def _units(self) -> str:
-        return "pairs" if self.objective == "preference" else "rows (prompts * group_size)"
-
-    @property
-    def compares(self) -> bool:
-        """Whether rows of one prompt are compared."""
+    def compares_within_groups(self) -> bool:
+        """Whether rows of one prompt are compared with each other."""
         return self.objective == "preference" or self.advantage != "gae"
 
     @property
-    def parts(self) -> Parts:
-        """The parts that the objective is made of."""
-        same = {f.name: getattr(self, f.name) for f in dataclasses.fields(Parts) if hasattr(self, f.name)}
-        return Parts(
-            **same,
-            entropy=self.entropy_coefficient > 0,
-            old=self.old_log_probability,
+    def objective_config(self) -> ObjectiveConfig:
+        """The structural choices of the objective."""
+        return ObjectiveConfig(
+            **self._values_of(ObjectiveConfig),
+            entropy_bonus=self.entropy_coefficient > 0,
             adaptive_lambda=self.gae_lambda_length > 0,
-            overlong=self.overlong_buffer > 0,
-            dynamic=self.oversampling > 1,
+            overlong_penalty=self.overlong_buffer > 0,
+            dynamic_sampling=self.oversampling > 1,
         )
 
     @property
     def coefficients(self) -> Coefficients:
-        """The objective's coefficients, numbers that compile nothing when they change."""
-        return Coefficients(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Coefficients)})
+        """The coefficients of the objective, which compile nothing when they change."""
+        return Coefficients(**self._values_of(Coefficients))
 
     def numbers(self, difficulty: float) -> Numbers:
-        """All numbers that are data, beside the difficulty of prompts."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Numbers) if hasattr(self, f.name)}
-        own |= {"objective": self.coefficients, "difficulty": difficulty}
-        return jax.tree.map(jnp.float32, Numbers(**own))
+        """Returns all numeric settings that are data, with the difficulty of prompts."""
+        values = self._values_of(Numbers) | {"objective": self.coefficients, "difficulty": difficulty}
+        return jax.tree.map(jnp.float32, Numbers(**values))
+
+    def _values_of(self, kind: Any) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(kind) if hasattr(self, f.name)}
 
     @property
     def structure(self) -> DialogueSettings:
-        """Returns the settings with standard numbers, which is what a program depends on. What a zero leaves out stays
-        left out.
+        """The settings that a program depends on: these settings with standard numbers.
+
+        A number that is zero and so removes a term stays zero.
         """
-        standard: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(DialogueSettings) if _data(f)}
+        standard: dict[str, Any] = {
+            f.name: f.default for f in dataclasses.fields(DialogueSettings) if f.metadata.get("data")
+        }
         standard["kl_coefficient"] = 0.0
         standard["entropy_coefficient"] = float(self.entropy_coefficient > 0)
         standard["gae_lambda_length"] = float(self.gae_lambda_length > 0)
@@ -363,9 +367,5 @@ class DialogueSettings:
         standard["top_p"] = 1.0 if self.top_p == 1.0 else 0.5
         standard["checkpoint"] = "a checkpoint" if self.checkpoint else ""
         for name in ("critic_init", "reward_model_init"):
-            standard[name] = own if (own := getattr(self, name)) in BEGINNINGS else "a checkpoint"
+            standard[name] = init if (init := getattr(self, name)) in NETWORK_INITS else "a checkpoint"
         return DialogueSettings(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | standard)
-
-
-def _data(f: dataclasses.Field) -> bool:
-    return bool(f.metadata.get("data"))

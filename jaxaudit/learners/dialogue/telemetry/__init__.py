@@ -1,1 +1,1 @@
-"""Channels of learners on dialogues: pure functions of rows' arrays, by what they are about, and the table of names."""
+"""Telemetry of dialogue learners: statistics as pure functions of arrays, by subject, and the table of channels."""

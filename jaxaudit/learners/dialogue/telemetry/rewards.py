@@ -1,4 +1,4 @@
-"""What is measured of rows: what they earn, how prompts' rollout groups differ, and how long they are."""
+"""Statistics of rows: their rewards, the differences within rollout groups, and their lengths."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from flax import struct
 
 from jaxaudit.core.channel_names import ACTING
 from jaxaudit.kernels.tails import masked_quantiles
-from jaxaudit.learners.dialogue.telemetry.strata import Measured, Statistics, mean
+from jaxaudit.learners.dialogue.telemetry.token_statistics import Statistic, Statistics, mean
 
 LENGTH_QUANTILES = (0.1, 0.5, 0.9)
 
 
 @struct.dataclass
 class Scale:
-    """A scale of rewards: their mean over rows before the first iteration, and their standard deviation; scalars."""
+    """Mean and standard deviation of the rewards of rows before the first iteration; scalars."""
 
     mean: Any
     std: Any
 
     def __call__(self, reward: jax.Array) -> jax.Array:
-        """How many standard deviations rewards are above that mean; without a deviation, how far above they are."""
+        """Returns rewards in standard deviations above the mean; if the deviation is 0, minus the mean."""
         return (reward - self.mean) / jnp.where(self.std == 0, 1.0, self.std)
 
     @classmethod
     def of(cls, reward: jax.Array) -> Scale:
-        """The mean and standard deviation of the rewards of some rows, `[N]`."""
+        """Returns the mean and standard deviation of rewards `[N]`."""
         return cls(jnp.mean(reward), jnp.std(reward))
 
 
@@ -39,124 +39,133 @@ def reward_statistics(
     gold: jax.Array,
     proxy: jax.Array,
     parts: Mapping[str, jax.Array],
-    kept: jax.Array,
+    row_mask: jax.Array,
     scales: Mapping[str, Scale] | None = None,
 ) -> Statistics:
-    """Means over rows.
+    """Computes mean rewards over rows.
 
     Args:
-      gold: the verifier's, `[N]`.
-      proxy: what the learner sees, `[N]`.
-      parts: of the gold reward by name, `[N]` each; may be empty.
-      kept: the rows that count, bool `[N]`.
-      scales: of "proxy" and "gold", by which a score without a scale of its own is compared with gold; None or empty:
-        both are in gold's units.
+      gold: the verifier's rewards, `[N]`.
+      proxy: the rewards that the learner receives, `[N]`.
+      parts: parts of the gold reward by name, `[N]` each; may be empty.
+      row_mask: rows that count, bool `[N]`.
+      scales: scales of "proxy" and "gold", which make a learned score comparable with gold; None or empty if both are
+        in gold's units.
 
     Returns:
-      acting_performance (gold), proxy, reward_gap (proxy less gold, by `scales` if there are any), and
-      reward_part `[parts]` in the order of the names, if there are any.
+      acting_performance (gold), proxy, reward_gap (proxy minus gold, both scaled if there are scales), and, if there
+      are parts, reward_part `[parts]` in the order of their names.
     """
-    count = jnp.sum(kept)
+    count = jnp.sum(row_mask)
     gap = scales["proxy"](proxy) - scales["gold"](gold) if scales else proxy - gold
-    means = {ACTING: mean(gold, kept), "proxy": mean(proxy, kept), "reward_gap": mean(gap, kept)}
-    found = {name: Measured(value, count) for name, value in means.items()}
+    means = {ACTING: mean(gold, row_mask), "proxy": mean(proxy, row_mask), "reward_gap": mean(gap, row_mask)}
+    statistics = {name: Statistic(value, count) for name, value in means.items()}
     if parts:
-        found["reward_part"] = Measured(jnp.stack([mean(parts[name], kept) for name in sorted(parts)]), count)
-    return found
+        part_means = jnp.stack([mean(parts[name], row_mask) for name in sorted(parts)])
+        statistics["reward_part"] = Statistic(part_means, count)
+    return statistics
 
 
-def powers_of_two(most: int) -> tuple[int, ...]:
-    """1, 2, 4 and so on, and `most` itself: the k of pass@k."""
-    return tuple(sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most}))
+def powers_of_two(maximum: int) -> tuple[int, ...]:
+    """Returns 1, 2, 4 and so on up to `maximum`, and `maximum` itself: the k of pass@k."""
+    return tuple(sorted({2**i for i in range(maximum.bit_length()) if 2**i <= maximum} | {maximum}))
 
 
 @cache
-def _pass_at(members: int) -> np.ndarray:
-    """pass@k of a group with c right rows, float32 `[members + 1, k]`: 1 - C(n - c, k) / C(n, k)."""
-    table = np.ones((members + 1, len(powers_of_two(members))))
-    for right in range(members + 1):
-        for place, k in enumerate(powers_of_two(members)):
-            miss = [(members - right - i) / (members - i) for i in range(k)]
-            table[right, place] = 1.0 - np.prod(np.maximum(miss, 0.0))
+def _pass_at(group_size: int) -> np.ndarray:
+    """Returns pass@k of a group of n rows, c of which succeed, float32 `[n + 1, k]`: 1 - C(n - c, k) / C(n, k)."""
+    table = np.ones((group_size + 1, len(powers_of_two(group_size))))
+    for successes in range(group_size + 1):
+        for column, k in enumerate(powers_of_two(group_size)):
+            failure = [(group_size - successes - i) / (group_size - i) for i in range(k)]
+            table[successes, column] = 1.0 - np.prod(np.maximum(failure, 0.0))
     return table.astype(np.float32)
 
 
-def success_statistics(right: jax.Array, kept: jax.Array) -> Statistics:
-    """How often rows succeed, and how often one of k does.
+def success_statistics(success: jax.Array, prompt_mask: jax.Array) -> Statistics:
+    """Computes how often rows succeed, and how often at least one of k rows does.
 
     Args:
-      right: whether a row has succeeded, bool `[P, G]`.
-      kept: the prompts that count, bool `[P]`.
+      success: whether each row succeeds, bool `[P, G]`.
+      prompt_mask: prompts that count, bool `[P]`.
 
     Returns:
-      success, and pass_at `[k]` for the k of `powers_of_two(G)`: the share of prompts that one of k rows solves, from G
-      rows without bias (Chen et al., 2021).
+      success, and pass_at `[k]` for the k of `powers_of_two(G)`: the share of prompts that at least one of k rows
+      solves, an unbiased estimate from G rows (Chen et al., 2021).
     """
-    members = right.shape[1]
-    solved = jnp.asarray(_pass_at(members))[jnp.sum(right, axis=1)]
-    count = jnp.sum(kept)
-    at = jax.vmap(mean, in_axes=(1, None))(solved, kept)
-    return {"success": Measured(mean(jnp.mean(right, axis=1), kept), count), "pass_at": Measured(at, count)}
+    group_size = success.shape[1]
+    solved = jnp.asarray(_pass_at(group_size))[jnp.sum(success, axis=1)]
+    count = jnp.sum(prompt_mask)
+    pass_at = jax.vmap(mean, in_axes=(1, None))(solved, prompt_mask)
+    return {
+        "success": Statistic(mean(jnp.mean(success, axis=1), prompt_mask), count),
+        "pass_at": Statistic(pass_at, count),
+    }
 
 
-def group_statistics(rewards: jax.Array, kept: jax.Array) -> Statistics:
-    """How much rows of one prompt differ in what the learner sees.
+def group_statistics(rewards: jax.Array, prompt_mask: jax.Array) -> Statistics:
+    """Computes how much the rewards within rollout groups differ.
 
     Args:
-      rewards: `[P, G]`.
-      kept: the prompts that count, bool `[P]`.
+      rewards: the rewards that the learner receives, `[P, G]`.
+      prompt_mask: prompts that count, bool `[P]`.
 
     Returns:
       no_signal, the share of rollout groups whose rewards are all equal, from which group-relative advantages learn
-      nothing; group_std, the mean standard deviation within a group (n - 1 in the divisor; 0 where G is 1).
+      nothing; group_std, the mean standard deviation within a group (ddof 1; 0 if G is 1).
     """
-    members, count = rewards.shape[1], jnp.sum(kept)
-    flat = jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)
-    std = jnp.std(rewards, axis=1, ddof=1) if members > 1 else jnp.zeros(len(rewards))
-    # Of equal rewards the rounded mean leaves a deviation that is none.
-    std = jnp.where(flat, 0.0, std)
-    return {"no_signal": Measured(mean(flat, kept), count), "group_std": Measured(mean(std, kept), count)}
+    group_size, count = rewards.shape[1], jnp.sum(prompt_mask)
+    equal = jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)
+    std = jnp.std(rewards, axis=1, ddof=1) if group_size > 1 else jnp.zeros(len(rewards))
+    # Rounding of the mean can leave equal rewards a deviation above 0.
+    std = jnp.where(equal, 0.0, std)
+    return {
+        "no_signal": Statistic(mean(equal, prompt_mask), count),
+        "group_std": Statistic(mean(std, prompt_mask), count),
+    }
 
 
 def order(score: jax.Array, gold: jax.Array) -> Statistics:
-    """How a reward model orders pairs of rows of one prompt whose gold rewards differ.
+    """Computes how well a reward model orders pairs of rows of one prompt whose gold rewards differ.
 
     Args:
-      score: the model's, `[P, G]`.
-      gold: the verifier's, `[P, G]`.
+      score: the reward model's scores, `[P, G]`.
+      gold: the verifier's rewards, `[P, G]`.
 
     Returns:
-      reward_model_accuracy, the share of these pairs ordered as gold does, equal scores counting half.
+      reward_model_accuracy, the share of these pairs that are ordered as by gold, equal scores counting half.
     """
 
-    def gaps(x: jax.Array) -> jax.Array:
+    def differences(x: jax.Array) -> jax.Array:
         return x[:, :, None] - x[:, None, :]
 
-    better = gaps(gold) > 0  # each pair once, the better row first
-    right = (jnp.sign(gaps(score)) + 1) / 2
-    return {"reward_model_accuracy": Measured(mean(right, better), jnp.sum(better))}
+    is_better = differences(gold) > 0  # each pair once, the better row first
+    accuracy = (jnp.sign(differences(score)) + 1) / 2
+    return {"reward_model_accuracy": Statistic(mean(accuracy, is_better), jnp.sum(is_better))}
 
 
-def turns(own: jax.Array) -> jax.Array:
-    """How many turns, maximal runs of own tokens, the rows of bool `[N, T]` have: int32 `[N]`."""
-    before = jnp.pad(own[:, :-1], ((0, 0), (1, 0)))
-    return jnp.sum(own & ~before, axis=1, dtype=jnp.int32)
+def turns(response_mask: jax.Array) -> jax.Array:
+    """Returns the number of turns of each row, which are maximal runs of response tokens: `[N, T]` to int32 `[N]`."""
+    previous = jnp.pad(response_mask[:, :-1], ((0, 0), (1, 0)))
+    return jnp.sum(response_mask & ~previous, axis=1, dtype=jnp.int32)
 
 
-def length_statistics(own: jax.Array, calls: jax.Array, truncated: jax.Array, kept: jax.Array) -> Statistics:
-    """How long rows are.
+def length_statistics(
+    response_mask: jax.Array, calls: jax.Array, truncated: jax.Array, row_mask: jax.Array
+) -> Statistics:
+    """Computes how long rows are.
 
     Args:
-      own: bool `[N, T]`.
-      calls: completed tool calls, `[N]`.
+      response_mask: bool `[N, T]`.
+      calls: number of completed tool calls, `[N]`.
       truncated: whether a row ran out of slots before its end, bool `[N]`.
-      kept: the rows that count, bool `[N]`.
+      row_mask: rows that count, bool `[N]`.
 
     Returns:
-      row_tokens (own ones), turns, calls, truncated, means; length_quantile `[3]`, of own tokens.
+      the means row_tokens (response tokens), turns, calls and truncated; length_quantile `[3]`, of response tokens.
     """
-    count, lengths = jnp.sum(kept), jnp.sum(own, axis=1).astype(jnp.float32)
-    means = {"row_tokens": lengths, "turns": turns(own), "calls": calls, "truncated": truncated}
-    found = {name: Measured(mean(value, kept), count) for name, value in means.items()}
-    found["length_quantile"] = Measured(masked_quantiles(lengths, kept, LENGTH_QUANTILES), count)
-    return found
+    count, lengths = jnp.sum(row_mask), jnp.sum(response_mask, axis=1).astype(jnp.float32)
+    values = {"row_tokens": lengths, "turns": turns(response_mask), "calls": calls, "truncated": truncated}
+    statistics = {name: Statistic(mean(value, row_mask), count) for name, value in values.items()}
+    statistics["length_quantile"] = Statistic(masked_quantiles(lengths, row_mask, LENGTH_QUANTILES), count)
+    return statistics
