@@ -18,7 +18,7 @@ from flax import struct
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues import automaton
-from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL, Dialogue
+from jaxaudit.dialogues.protocol import END, NO_TOKEN, POLICY, TOOL, Dialogue
 from jaxaudit.learners.dialogue.rows import Rows
 from jaxaudit.models import gpt2, sampling
 
@@ -172,8 +172,8 @@ def carried_on(
         if taps.disturbs("sampled_logits"):
             logits = taps("sampled_logits", logits)
         chosen, draw = sampler.choose(logits / temperature, uniform[slot], top_p, greedy)
-        given, role = jax.vmap(automaton.given)(progress)
-        own = role == OWN
+        given, role = jax.vmap(automaton.next_token)(progress)
+        own = role == POLICY
         token = jnp.where(own, chosen, given)
         progress, done = _written(dialogue, progress, token, slot, taps)
         done = dataclasses.replace(done, role=role, draw=jax.tree.map(lambda x: jnp.where(own, x, 0.0), draw))
@@ -211,7 +211,7 @@ def _given(dialogue: Dialogue, progress: automaton.AutomatonState) -> tuple[auto
     """The first slots, which all prompts fill, without the policy; fields `[prompt_length, N]`."""
 
     def turn(progress: automaton.AutomatonState, slot: jax.Array) -> tuple[automaton.AutomatonState, TokenSlot]:
-        token, role = jax.vmap(automaton.given)(progress)
+        token, role = jax.vmap(automaton.next_token)(progress)
         progress, done = _written(dialogue, progress, token, slot, None)
         nothing = jnp.zeros(token.shape[0])
         return progress, dataclasses.replace(done, role=role, draw=Draw(nothing, nothing, nothing))
@@ -228,13 +228,13 @@ def _written(
     called = reply.role == TOOL
     if taps is not None and taps.disturbs("tool_result") and dialogue.result_tokens:
         reply = dataclasses.replace(reply, tokens=taps("tool_result", reply.tokens, called=called, **_tool(dialogue)))
-    progress = jax.vmap(lambda p, r: automaton.take(p, r, slot))(progress, reply)
+    progress = jax.vmap(lambda p, r: automaton.enqueue(p, r, slot))(progress, reply)
     return progress, TokenSlot(latest=latest, role=None, draw=None, called=called)
 
 
 def _tool(dialogue: Dialogue) -> dict[str, Any]:
     """What disturbances of a tool need to know of it."""
-    error = jnp.full(dialogue.reply_length, NOTHING, jnp.int32)
+    error = jnp.full(dialogue.reply_length, NO_TOKEN, jnp.int32)
     error = error.at[: len(dialogue.result_error)].set(jnp.array(dialogue.result_error, jnp.int32))
     twins = dict(dialogue.rare)
     rare = jnp.array([twins.get(token, token) for token in range(dialogue.vocabulary)], jnp.int32)

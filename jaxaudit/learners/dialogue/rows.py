@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.dialogues.protocol import END, GOLD, OWN, PROMPT
+from jaxaudit.dialogues.protocol import END, GOLD, POLICY, PROMPT
 from jaxaudit.learners.dialogue import policy_loss
 from jaxaudit.learners.dialogue.coefficients import Coefficients
 
@@ -19,7 +19,7 @@ class Rows:
 
     Attributes:
       tokens: int32, 0 where nothing was written.
-      role: int32, whose each is: `OWN`, `PROMPT`, `TOOL`, or `END` where nothing was written.
+      role: int32, whose each is: `POLICY`, `PROMPT`, `TOOL`, or `END` where nothing was written.
       position: int32, in its chunk.
       first: int32, the first slot that it sees.
       log_probability: float32, of own tokens under the behaviour policy at its temperature, before truncation; else 0.
@@ -44,7 +44,7 @@ class Rows:
     @property
     def own(self) -> jax.Array:
         """Whether the policy wrote a token: bool `[N, T]`."""
-        return self.role == OWN
+        return self.role == POLICY
 
     @property
     def gold(self) -> jax.Array:
