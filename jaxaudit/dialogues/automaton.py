@@ -41,17 +41,6 @@ class AutomatonState:
 
 
 @struct.dataclass
-class Prefix:
-    """The first slots of a row, which the prompt fills, int32 `[K]`, and the row's state after them."""
-
-    token: Any
-    role: Any
-    position: Any
-    chunk: Any
-    progress: AutomatonState
-
-
-@struct.dataclass
 class ReplayedRow:
     """The roles, positions and rewards of a complete row of tokens.
 
@@ -75,9 +64,7 @@ def begin(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array) -> Automato
     """Returns the state of a row before its first slot, with the prompt in the queue."""
     state, prompt = dialogue.reset(key, difficulty)
     zero = jnp.zeros((), jnp.int32)
-    return AutomatonState(
-        jax.tree.map(_strongly_typed, state), prompt.tokens, prompt.role, jnp.zeros((), bool), zero, zero
-    )
+    return AutomatonState(jax.tree.map(_strong, state), prompt.tokens, prompt.role, jnp.zeros((), bool), zero, zero)
 
 
 def next_token(progress: AutomatonState) -> tuple[jax.Array, jax.Array]:
@@ -117,24 +104,6 @@ def enqueue(progress: AutomatonState, reply: Reply, slot: jax.Array) -> Automato
     )
 
 
-def prefix(dialogue: Dialogue, progress: AutomatonState, slots: int) -> Prefix:
-    """Fills the first slots of a row, at most `prompt_length`, without the policy.
-
-    Args:
-      dialogue: The dialogue of the row.
-      progress: The state that `begin` returned; a perturbation may have changed its queue.
-      slots: K, the number of slots.
-    """
-
-    def advance(progress: AutomatonState, slot: jax.Array) -> tuple[AutomatonState, Prefix]:
-        token, role = next_token(progress)
-        written = Prefix(token, role, progress.position, progress.chunk, None)  # type: ignore[arg-type]
-        return enqueue(*write(dialogue, progress, token), slot), written
-
-    progress, written = jax.lax.scan(advance, progress, jnp.arange(slots, dtype=jnp.int32))
-    return replace(written, progress=progress)
-
-
 def replay(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, tokens: jax.Array) -> ReplayedRow:
     """Replays a complete row of tokens `[T]` in the dialogue that `reset(key, difficulty)` begins.
 
@@ -158,7 +127,7 @@ def replay(dialogue: Dialogue, key: jax.Array, difficulty: jax.Array, tokens: ja
     return ReplayedRow(role, position, chunk, agrees.all(), dialogue.reward(progress.state))
 
 
-def _strongly_typed(value: Any) -> jax.Array:
+def _strong(value: Any) -> jax.Array:
     # Loops carry the state, and a carried value must not change from weakly to strongly typed.
     value = jnp.asarray(value)
     return jax.lax.convert_element_type(value, value.dtype) if value.weak_type else value

@@ -130,9 +130,8 @@ class Calculator(Split):
             limit = looked_up(10 ** jnp.arange(self.digits + 1, dtype=jnp.int32), size)
             lowest = jnp.where(size == 1, 0, limit // 10)
             first, second = lowest + below(uniform[2:4], limit - lowest)
-            operator = looked_up(
-                jnp.asarray(self.operator_indices, jnp.int32), below(uniform[4], len(self.operator_indices))
-            )
+            allowed = jnp.asarray(self.operator_indices, jnp.int32)
+            operator = looked_up(allowed, below(uniform[4], len(self.operator_indices)))
             return first, operator, second, size
 
         uniform = self.draw_task(key, 15, lambda uniform: jnp.stack(task_of(uniform)[:3]))

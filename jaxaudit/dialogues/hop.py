@@ -125,9 +125,8 @@ class Hop(Split):
         is_entity = token < 2 * self.entities
         entity = self.entity(token)
         ended = ~in_prompt & ~called & (token == self.token["end"])
-        expects = jnp.where(
-            token == self.token["call"], CALLED, jnp.where(token == self.token["answer"], ANSWERING, IDLE)
-        )
+        call, answer = self.token["call"], self.token["answer"]
+        expects = jnp.where(token == call, CALLED, jnp.where(token == answer, ANSWERING, IDLE))
         after = replace(
             state,
             prompt_left=jnp.maximum(state.prompt_left - 1, 0),

@@ -63,10 +63,10 @@ def read(file: str, line_format: LineFormat) -> list[JsonlRecord]:
     records = list(_records(file, text, line_format))
     if not records:
         raise ValueError(f"file {file!r} has no lines")
-    with_one = [record.number for record in records if record.demonstration is not None]
-    without = [record.number for record in records if record.demonstration is None]
-    if with_one and without:
-        raise ValueError(f"file {file!r}, line {without[0]}: has no demonstration, and line {with_one[0]} has one")
+    demonstrated = [record.number for record in records if record.demonstration is not None]
+    missing = [record.number for record in records if record.demonstration is None]
+    if demonstrated and missing:
+        raise ValueError(f"file {file!r}, line {missing[0]}: has no demonstration, but line {demonstrated[0]} has one")
     return records
 
 
@@ -97,15 +97,13 @@ def _record(number: int, line: str, line_format: LineFormat) -> JsonlRecord:
 def _values(line: str, line_format: LineFormat) -> dict[str, Any]:
     """Returns the JSON object of a line. Raises ValueError, whose message is a predicate, if there is none."""
     expected = f'{{"{line_format.prompt}": ..., "{line_format.answer}": ...}}'
+    is_array = line.lstrip().startswith("[")
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
-        if line.lstrip().startswith("["):
-            raise ValueError(
-                f"must be {expected}, not the beginning of an array: write one object in each line"
-            ) from None
-        raise ValueError(f"is not JSON: {error}") from None
-    if isinstance(values, list):
+        if not is_array:
+            raise ValueError(f"is not JSON: {error}") from None
+    if is_array:
         raise ValueError(f"must be {expected}, not an array: write one object in each line")
     if not isinstance(values, dict):
         raise ValueError(f"must be {expected}")
@@ -146,8 +144,5 @@ def _not_a_string(key: str, value: Any) -> str:
 
 
 def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, dict) and "role" in message for message in value)
-    )
+    messages = value if isinstance(value, list) else []
+    return bool(messages) and all(isinstance(message, dict) and "role" in message for message in messages)

@@ -131,9 +131,8 @@ class Preference(Split):
 
         def task(uniform: jax.Array) -> jax.Array:
             bits = 2 ** np.arange(WORD_TOKENS.size, dtype=np.int32)
-            return jnp.stack(
-                [jnp.where(words, bits, 0).sum(dtype=jnp.int32) for words in _word_masks(prompt_of(uniform))]
-            )
+            masks = _word_masks(prompt_of(uniform))
+            return jnp.stack([jnp.where(mask, bits, 0).sum(dtype=jnp.int32) for mask in masks])
 
         prompt = prompt_of(self.draw_task(key, topics + WORD_TOKENS.size + 1, task))
         requested, forbidden = _word_masks(prompt)

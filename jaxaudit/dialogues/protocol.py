@@ -24,10 +24,11 @@ A dialogue is a set of pure functions of one row; learners vmap them over rows. 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +177,12 @@ class Dialogue:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def copy_with(self, **values: Any) -> Self:
+        """Returns a copy with other values of attributes that are not arguments of the dataclass."""
+        other = copy.copy(self)
+        other.derive(**values)
+        return other
+
     # The replies that `reset` and `respond` return.
 
     def own(self) -> Reply:
@@ -291,10 +298,7 @@ def misfit(dialogue: Dialogue) -> str | None:
         if not isinstance(size := getattr(dialogue, name, None), int) or size < 1:
             return f"must have a whole number of at least 1 as its {name}, not {size!r}"
     if dialogue.prompt_length > min(dialogue.reply_length, dialogue.length):
-        return (
-            f"has a prompt_length of {dialogue.prompt_length}, more than its reply_length {dialogue.reply_length} or "
-            f"its length {dialogue.length}"
-        )
+        return f"has a prompt_length of {dialogue.prompt_length}, more than its reply_length or its length"
     lowest, highest = dialogue.difficulties
     if not lowest <= dialogue.difficulty <= highest:
         return f"has difficulty {dialogue.difficulty:g}, outside its difficulties, {lowest:g} to {highest:g}"

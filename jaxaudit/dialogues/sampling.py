@@ -5,7 +5,6 @@ A row draws its uniform numbers in one call, because every call to a random gene
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
@@ -39,9 +38,7 @@ class Split(Dialogue):
 
     def held_out(self) -> Self:
         """Returns the dialogue of the held-out tasks."""
-        evaluation = copy.copy(self)
-        evaluation.derive(for_evaluation=True)
-        return evaluation
+        return self.copy_with(for_evaluation=True)
 
     def draw_task(self, key: jax.Array, count: int, task: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Returns uniform numbers in [0, 1), float32 `[count]`, from which a task of this split is made.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -78,9 +77,7 @@ def known_tokens(tokenizer: Tokenizer, tool: bool) -> KnownTokens:
         return KnownTokens(pieces, tokenizer.end_of_text)
     *single, error = (tokens.tolist() for tokens in encode(tokenizer, [*"0123456789-", ERROR]))
     if any(len(tokens) != 1 for tokens in single):
-        raise ValueError(
-            "a tool writes its results digit by digit, but this tokenizer has not one token for each digit"
-        )
+        raise ValueError("a tool writes results in digits, but this tokenizer has not one token for each digit")
     *digits, minus = (tokens[0] for tokens in single)
     return KnownTokens(pieces, tokenizer.end_of_text, tuple(digits), minus, tuple(error))
 
@@ -282,8 +279,7 @@ class TextDialogue(Dialogue):
             raise ValueError(f"file {self.file!r}, line {records[unusable.line].number}: {unusable}") from None
         held_out = round(len(records) * self.held_out_share)
         cut = min(max(len(records) - held_out, 1), len(records) - 1) if self.held_out_share else len(records)
-        dialogue = copy.copy(self)
-        dialogue.derive(
+        return self.copy_with(
             data=TextData(pad_rows(prompts), answers, demonstrations, *piece_table(known.pieces)),
             vocabulary=tokenizer.vocabulary,
             reply_length=max(*map(len, prompts), len(known.error), 1 + MAX_RESULT_DIGITS if known.error else 1),
@@ -297,7 +293,6 @@ class TextDialogue(Dialogue):
             between=(0, max(cut, 1)),
             known=known,
         )
-        return dialogue
 
     def _records(self) -> list[JsonlRecord]:
         """Returns the lines of the file, without calculator annotations in answers and demonstrations."""
@@ -333,15 +328,11 @@ class TextDialogue(Dialogue):
     def held_out(self) -> TextDialogue:
         """Returns the dialogue of the held-out lines; of all lines if none are held out."""
         first, end = self.between[1], len(self.data.prompts)
-        evaluation = copy.copy(self)
-        evaluation.derive(between=(first, end) if first < end else (0, end))
-        return evaluation
+        return self.copy_with(between=(first, end) if first < end else (0, end))
 
     def bind(self, data: TextData) -> TextDialogue:
         """Returns the dialogue with these arrays, such as a program's tracers, in place of its own."""
-        bound = copy.copy(self)
-        bound.derive(data=data)
-        return bound
+        return self.copy_with(data=data)
 
     def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[TextState, Reply]:
         """Draws a line of the file and returns its prompt."""
@@ -369,11 +360,9 @@ class TextDialogue(Dialogue):
         def read_byte(index: jax.Array, before: tuple[Any, tool_syntax.Call]) -> tuple[Any, tool_syntax.Call]:
             verifier_state, call = before
             byte = piece[index].astype(jnp.int32)
-            after = (
-                verifier.read(target, verifier_state, byte),
-                tool_syntax.read_byte(call, byte) if self.result_error else call,
-            )
-            return jax.tree.map(lambda old, new: jnp.where(index < size, new, old), before, after)
+            after = verifier.read(target, verifier_state, byte)
+            call_after = tool_syntax.read_byte(call, byte) if self.result_error else call
+            return jax.tree.map(lambda old, new: jnp.where(index < size, new, old), before, (after, call_after))
 
         initial = state.verifier, replace(state.call, complete=jnp.zeros((), bool))
         verifier_state, call = jax.lax.fori_loop(0, piece.size, read_byte, initial)
@@ -395,9 +384,7 @@ class TextDialogue(Dialogue):
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
         """Right: the demonstration of the prompt's line. Wrong: that of another line, cut off at the end of the row."""
         if self.data.demonstrations is None:
-            raise ValueError(
-                f"file {self.file!r} has no demonstrations, and its answers are patterns, which cannot be imitated"
-            )
+            raise ValueError(f"file {self.file!r} has no demonstrations, and its answers are patterns")
         state, prompt = self.reset(key, difficulty)
         first, end = self.between
         guessing = jax.random.uniform(jax.random.fold_in(key, DEMONSTRATION), (), jnp.float32)

@@ -72,7 +72,7 @@ def initial_call() -> Call:
 
 
 def read_byte(call: Call, byte: jax.Array) -> Call:
-    """Returns the state after one is_more byte, int32.
+    """Returns the state after one more byte, int32.
 
     A call has two whole numbers of at most 9 digits, each with or without a minus sign, and one of + - * / between
     them; spaces are ignored. A call with any other content, with a result beyond 32 bits, or with a division that has a

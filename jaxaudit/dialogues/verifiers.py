@@ -21,7 +21,7 @@ SPACES = b" \t\n\r\f\v"
 NUMBER = re.compile(rb"(-?)(\d[\d,]*)(?:\.(\d+))?")
 
 MAX_DIGITS = 9
-"""The largest number of digits of a number before the decimal is_point, and after it."""
+"""The largest number of digits of a number before the decimal point, and after it."""
 
 
 class Verifier(Protocol):
@@ -159,10 +159,10 @@ class _Number:
     """A decimal number.
 
     Attributes:
-      whole: The digits before the is_point, int32.
-      billionths: The digits after the is_point, in billionths, int32.
-      negative: Whether it has a minus is_sign, bool.
-      fits: Whether it has at most `MAX_DIGITS` digits before and after the is_point, bool.
+      whole: The digits before the point, int32.
+      billionths: The digits after the point, in billionths, int32.
+      negative: Whether it has a minus sign, bool.
+      fits: Whether it has at most `MAX_DIGITS` digits before and after the point, bool.
     """
 
     whole: Any
@@ -229,9 +229,8 @@ class Number:
         has_room = last.whole < 10 ** (MAX_DIGITS - 1)
         decimals = jnp.where(extends_fraction, state.decimals + 1, jnp.where(begins, 0, state.decimals))
         powers = jnp.asarray([0, *(10 ** np.arange(MAX_DIGITS - 1, -1, -1)), 0], jnp.int32)
-        billionths = (
-            value * jnp.where(jnp.arange(powers.size) == jnp.minimum(decimals, MAX_DIGITS + 1), powers, 0).sum()
-        )
+        index = jnp.arange(powers.size)
+        billionths = value * jnp.where(index == jnp.minimum(decimals, MAX_DIGITS + 1), powers, 0).sum()
         # A nonzero digit after the last billionth makes the number one that does not fit.
         fits = ~(extends_whole & ~has_room) & ~(extends_fraction & (decimals > MAX_DIGITS) & (value > 0))
         number = _Number(

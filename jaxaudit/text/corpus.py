@@ -137,9 +137,7 @@ def read(path: Path) -> np.ndarray:
     tokens = words[2 * HEADER :]
     if len(tokens) != header[2]:
         problem = "cut off" if len(tokens) < header[2] else "too long"
-        raise ValueError(
-            f"{path} should hold {header[2]} tokens by its header and is {problem}: it holds {len(tokens)}"
-        )
+        raise ValueError(f"{path} is {problem}: it has {len(tokens)} tokens, but {header[2]} by its header")
     return tokens
 
 
@@ -243,11 +241,10 @@ class _TokenShards:
 
     def slice(self, begin: int, end: int) -> np.ndarray:
         """Returns the tokens from `begin` to `end`."""
-        starts = self._ends - [len(shard) for shard in self._shards]
-        parts = [
-            shard[max(0, begin - start) : max(0, end - start)]
-            for shard, start in zip(self._shards, starts, strict=True)
-        ]
+        parts = []
+        for shard, shard_end in zip(self._shards, self._ends, strict=True):
+            start = shard_end - len(shard)
+            parts.append(shard[max(0, begin - start) : max(0, end - start)])
         return np.concatenate(parts)
 
     def subsampled(self, begin: int, end: int, max_tokens: int) -> np.ndarray:
@@ -319,9 +316,7 @@ def _tokenized(tokenizer: Tokenizer, documents: Sequence[bytes]) -> _TokenShards
 
 def _tokenizer(text: Text, documents: Sequence[bytes]) -> Tokenizer:
     if text.tokenizer != "bpe" and text.vocabulary is not None:
-        raise ValueError(
-            f"vocabulary is for tokenizer 'bpe' and for files of tokens; {text.tokenizer!r} has a fixed one"
-        )
+        raise ValueError(f"vocabulary is for tokenizer 'bpe' and files of tokens; {text.tokenizer!r} has a fixed one")
     if text.tokenizer == "bytes":
         return tokenizers.Bytes()
     if text.tokenizer != "bpe":

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,26 @@ SETTINGS = {
     "chain": {},
     "preference": {},
 }
+
+
+class FirstSlots(NamedTuple):
+    """The first slots of a row, which the prompt fills, int32 `[K]`, and the row's state after them."""
+
+    token: Any
+    role: Any
+    position: Any
+    chunk: Any
+    progress: Any
+
+
+def first_slots(dialogue, progress):
+    def advance(progress, slot):
+        token, role = automaton.next_token(progress)
+        after = automaton.enqueue(*automaton.write(dialogue, progress, token), slot)
+        return after, (token, role, progress.position, progress.chunk)
+
+    progress, slots = jax.lax.scan(advance, progress, jnp.arange(dialogue.prompt_length, dtype=jnp.int32))
+    return FirstSlots(*slots, progress)
 
 
 class Programs:
@@ -45,7 +66,7 @@ class Programs:
         self.dialogue = dialogue
         self.begun = jax.jit(jax.vmap(begun))
         self._written = jax.jit(jax.vmap(written))
-        self.prefix = jax.jit(jax.vmap(lambda progress: automaton.prefix(dialogue, progress, dialogue.prompt_length)))
+        self.prefix = jax.jit(jax.vmap(functools.partial(first_slots, dialogue)))
         self.replay = jax.jit(jax.vmap(lambda key, row: automaton.replay(dialogue, key, dialogue.difficulty, row)))
 
     def written(self, progress, own, replaced=None):

@@ -388,7 +388,7 @@ def test_a_demonstration_of_its_own(tmp_path):
     [
         (["{"], {}, "line 1: is not JSON"),
         (["[1]"], {}, 'line 1: must be {"prompt": ..., "answer": ...}, not an array: write one object in each line'),
-        (["", "[", '{"prompt": "a"}]'], {}, 'line 2: must be {"prompt": ..., "answer": ...}, not the beginning of an'),
+        (["", "[", '{"prompt": "a"}]'], {}, 'line 2: must be {"prompt": ..., "answer": ...}, not an array'),
         (['"a"'], {"prompt_field": "q"}, 'line 1: must be {"q": ..., "answer": ...}'),
         (
             ['{"question": "a", "answer": "b"}'],
@@ -457,7 +457,7 @@ def test_a_demonstration_of_its_own(tmp_path):
         (
             ['{"prompt": "a", "answer": "b"}', '{"prompt": "a", "answer": "b", "demonstration": "c"}'],
             {},
-            "line 1: has no demonstration, and line 2 has one",
+            "line 1: has no demonstration, but line 2 has one",
         ),
         ([""], {}, "has no lines"),
         (None, {}, "cannot be read: No such file or directory"),
