@@ -26,7 +26,7 @@ import pandas as pd
 from jaxaudit.dialogues import automaton
 from jaxaudit.dialogues.chain import ChainDialogue
 from jaxaudit.dialogues.hop import Hop
-from jaxaudit.dialogues.protocol import OWN, Dialogue
+from jaxaudit.dialogues.protocol import POLICY, Dialogue
 from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.factories import settings_of, structure_of
 from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner
@@ -87,11 +87,11 @@ class Frozen:
         def written(
             progress: automaton.AutomatonState, slot: Any, chosen: jax.Array
         ) -> tuple[automaton.AutomatonState, Any]:
-            given, role = jax.vmap(automaton.given)(progress)
-            token = jnp.where(role == OWN, jnp.where(slot < fork, tokens[:, slot], chosen), given)
+            given, role = jax.vmap(automaton.next_token)(progress)
+            token = jnp.where(role == POLICY, jnp.where(slot < fork, tokens[:, slot], chosen), given)
             at = token, progress.position, progress.chunk
             progress, reply = jax.vmap(lambda p, t: automaton.write(dialogue, p, t))(progress, token)
-            return jax.vmap(lambda p, r: automaton.take(p, r, slot))(progress, reply), at
+            return jax.vmap(lambda p, r: automaton.enqueue(p, r, slot))(progress, reply), at
 
         def turn(carry: Any, slot: Any) -> tuple[Any, None]:
             progress, cache, latest = carry

@@ -1,4 +1,4 @@
-"""Compose known functions in the head: nothing is rewarded before the end."""
+"""The dialogue "chain": a policy applies a sequence of memorised functions to a value, without a tool."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.dialogues.protocol import NOTHING, Reply
+from jaxaudit.dialogues.protocol import NO_TOKEN, Reply
 from jaxaudit.dialogues.sampling import DEMONSTRATION, Split, below, looked_up, rounded
 from jaxaudit.runtime.registry import dialogues
 
 
 @struct.dataclass
-class Composed:
-    """A row's state.
+class ChainState:
+    """The state of a row.
 
     Attributes:
-      path: the start and the value after each step, int32 `[most steps + 1]`; after the last step it stays.
-      steps: of this row, int32.
-      left: tokens of the prompt that are not yet written, int32.
-      shown: steps whose values were written, in their order, int32.
-      answering: bool, whether the next token is the answer.
-      answer: the latest one, a value; `NOTHING` before.
-      ended: bool.
+      path: The initial value and the value after each step, int32 `[most_steps + 1]`, constant after the last step.
+      steps: The number of steps of this row, int32.
+      prompt_left: The number of prompt tokens that are not yet written, int32.
+      shown: The number of steps whose values were written down in order, int32.
+      answering: Whether the next token is the answer, bool.
+      answer: The latest answer, a value, int32; `NO_TOKEN` before the first.
+      ended: Whether the policy has ended the row, bool.
     """
 
     path: jax.Array
     steps: jax.Array
-    left: jax.Array
+    prompt_left: jax.Array
     shown: jax.Array
     answering: jax.Array
     answer: jax.Array
@@ -40,20 +40,20 @@ class Composed:
 @dialogues.register("chain")
 @dataclass(frozen=True)
 class ChainDialogue(Split):
-    """Compose known functions of a value, in the head or written down, then answer what comes out.
+    """Compose memorised functions of a value, step by step or at once, then answer the result.
 
-    A row is "c X Z X ?  a d b  answer b end": a start and functions are given; the values after each step may be
-    written down before the answer, and need not be. The functions are permutations of the values, the same in every
-    row, which have to be known by heart. The latest answer counts, once the row is ended. A task is a start and
-    functions.
+    An example of a row is "c X Z X ?  a d b  answer b end". The prompt has an initial value and functions; the value
+    after each step may be written down before the answer, but need not be. The functions are permutations of the
+    values, the same in every row, and so have to be memorised. The latest answer counts, if the row is ended. A task is
+    an initial value and a sequence of functions.
 
     Attributes:
-      difficulty: steps; between whole numbers both neighbours are mixed.
-      values: that there are, at most 26.
-      functions: that there are, at most 26.
-      most_steps: the highest difficulty.
-      tables: draws the functions.
-      length: slots of a row.
+      difficulty: The number of steps; a fraction mixes the two adjacent difficulties.
+      values: The number of values, at most 26.
+      functions: The number of functions, at most 26.
+      most_steps: The highest difficulty.
+      tables: The seed of the random functions.
+      length: The number of slots of a row.
     """
 
     difficulty: float = 4.0
@@ -91,67 +91,67 @@ class ChainDialogue(Split):
             table=np.stack([rng.permutation(self.values) for _ in range(self.functions)]).astype(np.int32),
         )
 
-    def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Composed, Reply]:
-        """Draws a start and the functions to compose."""
+    def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[ChainState, Reply]:
+        """Draws an initial value and the functions to compose."""
         order = jnp.arange(self.most_steps + 1)
 
         def task_of(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             start, functions = below(uniform[-1], self.values), below(uniform[: self.most_steps], self.functions)
             steps = rounded(uniform[-2], difficulty, self.most_steps)
-            return start, jnp.where(order[:-1] < steps, functions, NOTHING), steps
+            return start, jnp.where(order[:-1] < steps, functions, NO_TOKEN), steps
 
         uniform = self.draw_task(key, self.most_steps + 2, lambda uniform: jnp.hstack(task_of(uniform)[:2]))
         start, functions, steps = task_of(uniform)
-        state = Composed(
+        state = ChainState(
             path=self._path(start, functions, steps),
             steps=steps,
-            left=steps + 2,
+            prompt_left=steps + 2,
             shown=jnp.int32(0),
             answering=jnp.zeros((), bool),
-            answer=jnp.int32(NOTHING),
+            answer=jnp.int32(NO_TOKEN),
             ended=jnp.zeros((), bool),
         )
-        after = jnp.append(self.values + functions, NOTHING)
-        shown = jnp.where(order < steps, after, jnp.where(order == steps, self.token["?"], NOTHING))
-        return state, self.prompt(jnp.append(start, shown))
+        function_tokens = jnp.append(self.values + functions, NO_TOKEN)
+        rest = jnp.where(order < steps, function_tokens, jnp.where(order == steps, self.token["?"], NO_TOKEN))
+        return state, self.prompt(jnp.append(start, rest))
 
-    def changed(self, state: Composed, prompt: jax.Array, key: jax.Array) -> tuple[Composed, jax.Array]:
-        """Another start, or another function in one step's place, all equally likely."""
+    def changed(self, state: ChainState, prompt: jax.Array, key: jax.Array) -> tuple[ChainState, jax.Array]:
+        """Replaces the initial value or the function of one step, all with equal probability."""
         uniform = jax.random.uniform(key, (2,), jnp.float32)
-        place = below(uniform[0], state.steps + 1)
-        first, many = jnp.where(place == 0, 0, self.values), jnp.where(place == 0, self.values, self.functions)
-        other = first + (looked_up(prompt, place) - first + 1 + below(uniform[1], many - 1)) % many
-        prompt = jnp.where(jnp.arange(self.reply_length) == place, other, prompt)
+        slot = below(uniform[0], state.steps + 1)
+        first, choices = jnp.where(slot == 0, 0, self.values), jnp.where(slot == 0, self.values, self.functions)
+        other = first + (looked_up(prompt, slot) - first + 1 + below(uniform[1], choices - 1)) % choices
+        prompt = jnp.where(jnp.arange(self.reply_length) == slot, other, prompt)
         path = self._path(prompt[0], prompt[1:-1] - self.values, state.steps)
         return replace(state, path=path), prompt
 
     def _path(self, start: jax.Array, functions: jax.Array, steps: jax.Array) -> jax.Array:
-        """The start and the value after each step; functions `[most_steps]` behind the last step do not matter."""
+        """Returns the initial value and the value after each step, of which only the first `steps` count."""
         path = [start]
         for step in range(self.most_steps):
             after = jnp.asarray(self.table)[functions[step], path[-1]]
             path.append(jnp.where(step < steps, after, path[-1]))
         return jnp.stack(path)
 
-    def respond(self, state: Composed, token: jax.Array) -> tuple[Composed, Reply]:
-        """Returns the reply to a token: none before the end."""
-        prompted = state.left > 0
-        value = token < self.values
-        ended = ~prompted & (token == self.token["end"])
-        right = ~prompted & ~state.answering & (state.shown < state.steps)
-        right &= value & (token == looked_up(state.path, state.shown + 1))
+    def respond(self, state: ChainState, token: jax.Array) -> tuple[ChainState, Reply]:
+        """Returns the reply to a token, which is empty before the end."""
+        in_prompt = state.prompt_left > 0
+        is_value = token < self.values
+        ended = ~in_prompt & (token == self.token["end"])
+        right = ~in_prompt & ~state.answering & (state.shown < state.steps)
+        right &= is_value & (token == looked_up(state.path, state.shown + 1))
         after = replace(
             state,
-            left=jnp.maximum(state.left - 1, 0),
+            prompt_left=jnp.maximum(state.prompt_left - 1, 0),
             shown=state.shown + right.astype(jnp.int32),
-            answering=~prompted & (token == self.token["answer"]),
-            answer=jnp.where(~prompted & state.answering & value, token, state.answer).astype(jnp.int32),
+            answering=~in_prompt & (token == self.token["answer"]),
+            answer=jnp.where(~in_prompt & state.answering & is_value, token, state.answer).astype(jnp.int32),
             ended=state.ended | ended,
         )
         return after, self.choose(ended, self.end(), self.own())
 
-    def reward(self, state: Composed) -> dict[str, jax.Array]:
-        """Gold 1 for the right answer of a row that was ended, else 0; and the share of the steps written down."""
+    def reward(self, state: ChainState) -> dict[str, jax.Array]:
+        """Returns gold, 1 for the right answer of an ended row, else 0; and the share of the steps written down."""
         right = state.ended & (state.answer == state.path[-1])
         return {
             "gold": right.astype(jnp.float32),
@@ -160,14 +160,14 @@ class ChainDialogue(Split):
         }
 
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
-        """Right: every step is written down. Wrong: another value, at once."""
+        """Right: writes down every step. Wrong: answers another value without any step."""
         state, prompt = self.reset(key, difficulty)
         guessing = jax.random.uniform(jax.random.fold_in(key, DEMONSTRATION), (), jnp.float32)
-        beside = jnp.where(right, 0, 1 + below(guessing, self.values - 1))
-        answer = (state.path[-1] + beside) % self.values
-        begin = state.left
+        offset = jnp.where(right, 0, 1 + below(guessing, self.values - 1))
+        answer = (state.path[-1] + offset) % self.values
+        begin = state.prompt_left
         shown = jnp.where(right, state.steps, 0)
-        row = jnp.full((self.length,), NOTHING, jnp.int32).at[: self.reply_length].set(prompt.tokens)
+        row = jnp.full((self.length,), NO_TOKEN, jnp.int32).at[: self.reply_length].set(prompt.tokens)
         slot = jnp.arange(self.length)
         written = (slot >= begin) & (slot < begin + shown)
         row = jnp.where(written, state.path[jnp.clip(slot - begin + 1, 0, self.most_steps)], row)

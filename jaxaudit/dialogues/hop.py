@@ -1,4 +1,4 @@
-"""Follow a hidden table: each step of the way is a call to a tool, and the way's end is the answer."""
+"""The dialogue "hop": a policy follows a hidden table by calls to a tool, and answers where the path ends."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.dialogues.protocol import NOTHING, Reply
+from jaxaudit.dialogues.protocol import NO_TOKEN, Reply
 from jaxaudit.dialogues.sampling import DEMONSTRATION, Split, below, cycle, looked_up, up_to
 from jaxaudit.runtime.registry import dialogues
 
 IDLE, CALLED, ANSWERING = range(3)
-"""What the next own token may be the argument of."""
+"""What the next token is the argument of: nothing, a tool call, or an answer."""
 
 
 @struct.dataclass
-class Way:
-    """A row's state.
+class HopState:
+    """The state of a row.
 
     Attributes:
-      table: the token that the tool writes for each entity's successor, int32 `[entities]`.
-      goal: the entity at the way's end, int32.
-      left: tokens of the prompt that are not yet written, int32.
-      expects: what the next token is the argument of.
-      answer: the latest one, an entity; `NOTHING` before.
-      ended: bool.
+      table: The token that the tool writes for each entity's successor, int32 `[entities]`.
+      goal: The entity at the end of the path, int32.
+      prompt_left: The number of prompt tokens that are not yet written, int32.
+      expects: What the next token is the argument of, int32: `IDLE`, `CALLED` or `ANSWERING`.
+      answer: The latest answer, an entity, int32; `NO_TOKEN` before the first.
+      ended: Whether the policy has ended the row, bool.
     """
 
     table: jax.Array
     goal: jax.Array
-    left: jax.Array
+    prompt_left: jax.Array
     expects: jax.Array
     answer: jax.Array
     ended: jax.Array
@@ -43,18 +43,18 @@ class Way:
 class Hop(Split):
     """Follow a hidden random table for some hops by calls to a tool, then answer where they lead.
 
-    A row is "2 c  call c  result e  call e  result a  answer a end": hops and a start are given, and so is what the
-    tool says. The table is one cycle through all entities, so one who answers without calls earns 1 / entities, or,
-    never answering the start, 1 / (entities - 1). The latest answer counts, once the row is ended. A task is a table, a
-    start and a number of hops.
+    An example of a row is "2 c  call c  result e  call e  result a  answer a end". The prompt has the number of hops
+    and the first entity. The table is one cycle through all entities, so a policy that answers without calls earns
+    1 / entities, or 1 / (entities - 1) if it never answers the first entity. The latest answer counts, if the row is
+    ended. A task is a table, a first entity and a number of hops.
 
     Attributes:
-      difficulty: the number of hops is uniform over 1 to it; between whole numbers both neighbours are mixed.
-      entities: that a table has, more than `hops`, at most 26.
-      hops: the highest difficulty.
-      rare_share: of entities that a row's tool names by their rare names, which mean the same.
-      scratch: tokens of scratch text, "hm", that demonstrations begin with, and that mean nothing.
-      length: slots of a row.
+      difficulty: The number of hops is uniform over 1 to `difficulty`; a fraction mixes the two adjacent difficulties.
+      entities: The number of entities in a table, more than `hops` and at most 26.
+      hops: The highest difficulty.
+      rare_share: The share of entities for which a row's tool writes a rare token with the same meaning.
+      scratch: The number of meaningless scratch tokens, "hm", at the beginning of demonstrations.
+      length: The number of slots of a row.
     """
 
     difficulty: float = 3.0
@@ -77,8 +77,8 @@ class Hop(Split):
         if self.scratch < 0:
             raise ValueError(f"scratch must not be negative, as {self.scratch} is")
         if self.length < (least := 5 + 4 * self.hops + self.scratch):
-            besides = f" and {self.scratch} tokens of scratch" if self.scratch else ""
-            raise ValueError(f"length must be at least {least} for {self.hops} hops{besides}, not {self.length}")
+            scratch = f" and {self.scratch} tokens of scratch" if self.scratch else ""
+            raise ValueError(f"length must be at least {least} for {self.hops} hops{scratch}, not {self.length}")
         n, letters = self.entities, "abcdefghijklmnopqrstuvwxyz"[: self.entities]
         digits = tuple(str(hops) for hops in range(1, self.hops + 1))
         words = (*letters, *letters.upper(), *digits, "call", "result", "answer", "end", "error")
@@ -97,8 +97,8 @@ class Hop(Split):
             token=token,
         )
 
-    def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Way, Reply]:
-        """A table, a start and a number of hops."""
+    def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[HopState, Reply]:
+        """Draws a table, a first entity and a number of hops."""
         n = self.entities
 
         def task_of(uniform: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -108,37 +108,39 @@ class Hop(Split):
         uniform = self.draw_task(key, 2 * n + 3, lambda uniform: jnp.hstack(task_of(uniform)))
         hops, start, successor = task_of(uniform)
         rare = uniform[n : 2 * n] < self.rare_share
-        state = Way(
+        state = HopState(
             table=successor + jnp.where(rare[successor], n, 0).astype(jnp.int32),
             goal=self._goal(successor, start, hops),
-            left=jnp.int32(2),
+            prompt_left=jnp.int32(2),
             expects=jnp.int32(IDLE),
-            answer=jnp.int32(NOTHING),
+            answer=jnp.int32(NO_TOKEN),
             ended=jnp.zeros((), bool),
         )
         return state, self.prompt(jnp.stack([self.token["1"] + hops - 1, start]))
 
-    def respond(self, state: Way, token: jax.Array) -> tuple[Way, Reply]:
-        """A call's argument is answered; what is no argument and no word of the tool is not."""
-        prompted = state.left > 0
-        called = ~prompted & (state.expects == CALLED)
-        named = token < 2 * self.entities
+    def respond(self, state: HopState, token: jax.Array) -> tuple[HopState, Reply]:
+        """Returns the reply to a token: the tool's result after the argument of a call, or the end."""
+        in_prompt = state.prompt_left > 0
+        called = ~in_prompt & (state.expects == CALLED)
+        is_entity = token < 2 * self.entities
         entity = self.entity(token)
-        ended = ~prompted & ~called & (token == self.token["end"])
-        asks = jnp.where(token == self.token["call"], CALLED, jnp.where(token == self.token["answer"], ANSWERING, IDLE))
+        ended = ~in_prompt & ~called & (token == self.token["end"])
+        call, answer = self.token["call"], self.token["answer"]
+        expects = jnp.where(token == call, CALLED, jnp.where(token == answer, ANSWERING, IDLE))
         after = replace(
             state,
-            left=jnp.maximum(state.left - 1, 0),
-            expects=jnp.where(prompted | called, IDLE, asks).astype(jnp.int32),
-            answer=jnp.where(~prompted & (state.expects == ANSWERING) & named, entity, state.answer),
+            prompt_left=jnp.maximum(state.prompt_left - 1, 0),
+            expects=jnp.where(in_prompt | called, IDLE, expects).astype(jnp.int32),
+            answer=jnp.where(~in_prompt & (state.expects == ANSWERING) & is_entity, entity, state.answer),
             ended=state.ended | ended,
         )
-        found = jnp.where(named, looked_up(state.table, entity), self.token["error"])
-        reply = self.choose(called, self.result(jnp.stack([jnp.int32(self.token["result"]), found])), self.own())
+        successor = jnp.where(is_entity, looked_up(state.table, entity), self.token["error"])
+        result = self.result(jnp.stack([jnp.int32(self.token["result"]), successor]))
+        reply = self.choose(called, result, self.own())
         return after, self.choose(ended, self.end(), reply)
 
-    def changed(self, state: Way, prompt: jax.Array, key: jax.Array) -> tuple[Way, jax.Array]:
-        """Another start, or fewer hops, half of the time each where there are several."""
+    def changed(self, state: HopState, prompt: jax.Array, key: jax.Array) -> tuple[HopState, jax.Array]:
+        """Replaces the first entity, or with probability 1/2, if there are several hops, reduces their number."""
         uniform = jax.random.uniform(key, (2,), jnp.float32)
         hops, start = prompt[0] - self.token["1"] + 1, prompt[1]
         fewer = (hops > 1) & (uniform[0] < 0.5)
@@ -148,47 +150,47 @@ class Hop(Split):
         return replace(state, goal=goal), jnp.stack([self.token["1"] + hops - 1, start])
 
     def _goal(self, successor: jax.Array, start: jax.Array, hops: jax.Array) -> jax.Array:
-        """The entity so many hops behind the start."""
+        """Returns the entity that is `hops` hops after the start."""
         goal = start
         for hop in range(self.hops):
             goal = jnp.where(hop < hops, looked_up(successor, goal), goal)
         return goal
 
-    def reward(self, state: Way) -> dict[str, jax.Array]:
-        """Gold 1 for the right answer of a row that was ended, else 0; and whether there was an answer."""
+    def reward(self, state: HopState) -> dict[str, jax.Array]:
+        """Returns gold, 1 for the right answer of an ended row, else 0; and whether there was an answer."""
         right = state.ended & (state.answer == state.goal)
         return {"gold": right.astype(jnp.float32), "answered": (state.answer >= 0).astype(jnp.float32)}
 
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
-        """Right: every hop is called for, and every name is used as it was read. Wrong: another entity, at once.
+        """Right: calls the tool for every hop and copies its results. Wrong: answers another entity without a call.
 
-        Either begins with the scratch text.
+        Both begin with the scratch tokens.
         """
         state, prompt = self.reset(key, difficulty)
         hops = jnp.where(right, prompt.tokens[0] - self.token["1"] + 1, 0)
-        names = [prompt.tokens[1]]
+        path_tokens = [prompt.tokens[1]]
         for _ in range(self.hops):
-            names.append(looked_up(state.table, self.entity(names[-1])))
+            path_tokens.append(looked_up(state.table, self.entity(path_tokens[-1])))
         guessing = jax.random.uniform(jax.random.fold_in(key, DEMONSTRATION), (), jnp.float32)
         guess = (state.goal + 1 + below(guessing, self.entities - 1)) % self.entities
-        way = jnp.stack(names)
+        path = jnp.stack(path_tokens)
         calls = [
             jnp.stack([jnp.int32(self.token["call"]), a, jnp.int32(self.token["result"]), b])
-            for a, b in itertools.pairwise(names)
+            for a, b in itertools.pairwise(path_tokens)
         ]
         answer = jnp.stack(
             [
                 jnp.int32(self.token["answer"]),
-                jnp.where(right, looked_up(way, hops), guess),
+                jnp.where(right, looked_up(path, hops), guess),
                 jnp.int32(self.token["end"]),
             ]
         )
         slots = jnp.arange(self.length)
-        scratch = jnp.full((self.scratch,), self.token.get("hm", NOTHING), jnp.int32)
+        scratch = jnp.full((self.scratch,), self.token.get("hm", NO_TOKEN), jnp.int32)
         row = jnp.concatenate([prompt.tokens, scratch, *calls, jnp.zeros((self.length,), jnp.int32)])[: self.length]
         end = 2 + self.scratch + 4 * hops
-        return jax.lax.dynamic_update_slice(jnp.where(slots < end, row, NOTHING), answer, (end,))
+        return jax.lax.dynamic_update_slice(jnp.where(slots < end, row, NO_TOKEN), answer, (end,))
 
     def entity(self, token: jax.Array) -> jax.Array:
-        """The entity that a token names by its common or its rare name; of another token, none."""
+        """Returns the entity that a common or rare token stands for, int32; no entity for any other token."""
         return jnp.where(token < self.entities, token, token - self.entities).astype(jnp.int32)

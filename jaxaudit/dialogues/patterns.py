@@ -1,7 +1,8 @@
-"""Regular expressions as automata over bytes, which no pattern can make slow and which run inside a program.
+"""Compiles regular expressions to deterministic automata over bytes, which run inside compiled programs.
 
-Thompson's construction and the subset construction (Aho, Lam, Sethi and Ullman, Compilers, 3.7). Patterns are Python's,
-without what an automaton cannot do: references to groups, and looking ahead or behind; "$" is the text's very end.
+The automata come from Thompson's construction and the subset construction (Aho, Lam, Sethi and Ullman, Compilers, 3.7),
+and take constant time for each byte. The syntax is Python's, without back-references, look-ahead and look-behind; "$"
+matches only at the very end of the text.
 """
 
 from __future__ import annotations
@@ -11,34 +12,44 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-MOST_STATES = 2**16
-"""Of all automata together."""
+MAX_STATES = 2**16
+"""The largest number of states of all automata of a file together."""
 
-MOST_REPEATS = 255
-MOST_NODES = 2**14
-"""Of one pattern's automaton before it is made deterministic."""
+MAX_REPEATS = 255
+"""The largest bound of a repetition."""
 
-ALL = frozenset(range(256))
+MAX_NODES = 2**14
+"""The largest number of nodes of one pattern's nondeterministic automaton."""
+
+ALL_BYTES = frozenset(range(256))
 DIGITS = frozenset(b"0123456789")
 SPACES = frozenset(b" \t\n\r\f\v")
 LETTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_") | DIGITS
-CLASSES = {"d": DIGITS, "D": ALL - DIGITS, "s": SPACES, "S": ALL - SPACES, "w": LETTERS, "W": ALL - LETTERS}
+CLASSES = {
+    "d": DIGITS,
+    "D": ALL_BYTES - DIGITS,
+    "s": SPACES,
+    "S": ALL_BYTES - SPACES,
+    "w": LETTERS,
+    "W": ALL_BYTES - LETTERS,
+}
 CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v"}
 
 BEGIN, END, EMPTY = "begin", "end", "empty"
-"""Edges that take no byte: at the text's begin, at its end, anywhere."""
+"""Labels of edges that consume no byte: at the beginning of the text, at its end, and anywhere."""
 
 Label = str | frozenset[int]
+"""The label of an edge: `BEGIN`, `END`, `EMPTY`, or the bytes that it consumes."""
 
 
 @dataclass(frozen=True)
 class Automata:
-    """Deterministic automata in one table.
+    """The deterministic automata of several patterns in one table.
 
     Attributes:
-      table: the state after a state and a byte, uint16 `[S, 256]`.
-      accepts: whether a text that ends in a state has matched, bool `[S]`.
-      starts: where each pattern begins, int32 `[P]`.
+      table: The next state for each state and byte, uint16 `[S, 256]`.
+      accepts: Whether a text that ends in each state has a match, bool `[S]`.
+      starts: The initial state of each pattern, int32 `[P]`.
     """
 
     table: np.ndarray
@@ -48,44 +59,48 @@ class Automata:
 
 @dataclass
 class _Nodes:
-    """The edges of a nondeterministic automaton, by node."""
+    """A nondeterministic automaton: the labels and targets of the edges of each node."""
 
     edges: list[list[tuple[Label, int]]] = field(default_factory=list)
 
-    def node(self) -> int:
-        if len(self.edges) >= MOST_NODES:
+    def add_node(self) -> int:
+        if len(self.edges) >= MAX_NODES:
             raise ValueError("is too large")
         self.edges.append([])
         return len(self.edges) - 1
 
 
-Part = Callable[[_Nodes, int], int]
-"""Adds a part of a pattern behind a node, and gives the node behind the part."""
+Fragment = Callable[[_Nodes, int], int]
+"""Adds the nodes of a part of a pattern after a node, and returns the last node of the part."""
 
 
-class Unusable(ValueError):
-    """One of several that cannot be used: `line` counts them from zero, the message has it for its subject."""
+class UnusableLine(ValueError):
+    """A line of a file that cannot be used. `line` is its index from zero; the message is a predicate of the line."""
 
     def __init__(self, line: int, message: str):
         super().__init__(message)
         self.line = line
 
 
-def compiled(patterns: Sequence[str]) -> Automata:
-    """Automata that search a text, its bytes in UTF-8, for the patterns; equal ones share theirs.
+def compile_patterns(patterns: Sequence[str]) -> Automata:
+    """Returns automata that search the UTF-8 bytes of a text for each pattern; equal patterns share an automaton.
 
-    Raises Unusable for one that cannot be.
+    Raises:
+      UnusableLine: A pattern has a syntax error or an unsupported construct, or the automata are too large.
     """
-    tables, accepts = [np.zeros((1, 256), np.int64)], [np.ones(1, bool)]  # state 0 has matched
+    tables, accepts = (
+        [np.zeros((1, 256), np.int64)],
+        [np.ones(1, bool)],
+    )  # state 0 is reached once a pattern has matched
     starts: dict[str, int] = {}
     states = 1
     for line, pattern in enumerate(patterns):
         if pattern in starts:
             continue
         try:
-            table, accepting = _determined(*_nodes(pattern), most=MOST_STATES - states)
+            table, accepting = _determinize(*_nodes(pattern), max_states=MAX_STATES - states)
         except ValueError as error:
-            raise Unusable(line, str(error)) from None
+            raise UnusableLine(line, str(error)) from None
         starts[pattern] = states
         tables.append(np.where(table < 0, 0, table + states))
         accepts.append(accepting)
@@ -98,187 +113,192 @@ def compiled(patterns: Sequence[str]) -> Automata:
 
 
 def _nodes(pattern: str) -> tuple[_Nodes, int, int]:
-    """The nodes of a pattern, the first and the last."""
+    """Returns the nondeterministic automaton of a pattern, with its first and its last node."""
     parser, nodes = _PatternParser(pattern), _Nodes()
-    whole = parser.alternatives()
+    fragment = parser.alternatives()
     if parser.rest:
         raise ValueError(f"has a {parser.rest[0]!r} that closes nothing")
-    first = nodes.node()
-    return nodes, first, whole(nodes, first)
+    first = nodes.add_node()
+    return nodes, first, fragment(nodes, first)
 
 
-def _closure(nodes: _Nodes, begun: Iterable[int], passing: set[str]) -> frozenset[int]:
-    found, waiting = set(begun), list(begun)
-    while waiting:
-        for label, node in nodes.edges[waiting.pop()]:
-            if isinstance(label, str) and label in passing and node not in found:
-                found.add(node)
-                waiting.append(node)
-    return frozenset(found)
+def _closure(nodes: _Nodes, initial: Iterable[int], labels: set[str]) -> frozenset[int]:
+    """Returns the nodes that are reachable from the initial nodes by edges with the given labels."""
+    reached, unexplored = set(initial), list(initial)
+    while unexplored:
+        for label, node in nodes.edges[unexplored.pop()]:
+            if isinstance(label, str) and label in labels and node not in reached:
+                reached.add(node)
+                unexplored.append(node)
+    return frozenset(reached)
 
 
-def _determined(nodes: _Nodes, first: int, last: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """A table `[S, 256]`, -1 where the pattern has matched for good, and whether a state accepts at the text's end."""
+def _determinize(nodes: _Nodes, first: int, last: int, max_states: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the transitions `[S, 256]`, -1 after a match, and whether each state accepts at the end of the text."""
     labels = {label for edges in nodes.edges for label, _ in edges if isinstance(label, frozenset)}
-    kinds: dict[tuple[bool, ...], list[int]] = {}
+    byte_classes: dict[tuple[bool, ...], list[int]] = {}
     for byte in range(256):
-        kinds.setdefault(tuple(byte in label for label in labels), []).append(byte)
-    again = _closure(nodes, [first], {EMPTY})
+        byte_classes.setdefault(tuple(byte in label for label in labels), []).append(byte)
+    restart = _closure(nodes, [first], {EMPTY})  # a search may begin at any byte
     start = _closure(nodes, [first], {EMPTY, BEGIN})
-    numbers: dict[frozenset[int] | None, int] = {None: 0}  # the text's begin is a state of its own
-    waiting, accepts = [start], []
+    numbers: dict[frozenset[int] | None, int] = {None: 0}  # the beginning of the text is a state of its own
+    unexplored, accepts = [start], []
     rows: list[np.ndarray] = []
-    while waiting:
-        here = waiting.pop(0)
+    while unexplored:
+        state = unexplored.pop(0)
         row = np.full(256, -1)
-        accepts.append(last in _closure(nodes, here, {EMPTY, END} if rows else {EMPTY, BEGIN, END}))
-        if last not in here:
-            for bytes_ in kinds.values():
-                edges = (edge for node in here for edge in nodes.edges[node])
+        accepts.append(last in _closure(nodes, state, {EMPTY, END} if rows else {EMPTY, BEGIN, END}))
+        if last not in state:
+            for bytes_ in byte_classes.values():
+                edges = (edge for node in state for edge in nodes.edges[node])
                 reached = {to for label, to in edges if not isinstance(label, str) and bytes_[0] in label}
-                then = _closure(nodes, reached, {EMPTY}) | again
-                if last in then:
+                successor = _closure(nodes, reached, {EMPTY}) | restart
+                if last in successor:
                     continue
-                if then not in numbers:
-                    if len(numbers) >= most:
+                if successor not in numbers:
+                    if len(numbers) >= max_states:
                         raise ValueError("is too large")
-                    numbers[then] = len(numbers)
-                    waiting.append(then)
-                row[bytes_] = numbers[then]
+                    numbers[successor] = len(numbers)
+                    unexplored.append(successor)
+                row[bytes_] = numbers[successor]
         rows.append(row)
     return np.stack(rows), np.array(accepts)
 
 
 class _PatternParser:
-    """A pattern's parts, by recursive descent. Raises ValueError, a sentence without a subject."""
+    """A recursive-descent parser of a pattern. Raises ValueError, whose message is a predicate of the pattern."""
 
     def __init__(self, pattern: str):
         self.rest = pattern
 
-    def take(self, expected: str = "") -> str:
+    def take(self, expected: str = "a character") -> str:
+        """Removes and returns the next character."""
         if not self.rest:
-            raise ValueError(f"ends where {expected or 'something'} is missing")
-        taken, self.rest = self.rest[0], self.rest[1:]
-        return taken
+            raise ValueError(f"ends where {expected} is missing")
+        character, self.rest = self.rest[0], self.rest[1:]
+        return character
 
-    def taken(self, begin: str) -> bool:
-        found = self.rest.startswith(begin)
-        self.rest = self.rest[len(begin) :] if found else self.rest
-        return found
+    def accept(self, prefix: str) -> bool:
+        """Removes a prefix, and returns whether there was one."""
+        accepted = self.rest.startswith(prefix)
+        self.rest = self.rest.removeprefix(prefix)
+        return accepted
 
-    def alternatives(self) -> Part:
-        parts = [self.sequence()]
-        while self.taken("|"):
-            parts.append(self.sequence())
-        return _either(parts) if len(parts) > 1 else parts[0]
+    def alternatives(self) -> Fragment:
+        branches = [self.sequence()]
+        while self.accept("|"):
+            branches.append(self.sequence())
+        return _alternation(branches) if len(branches) > 1 else branches[0]
 
-    def sequence(self) -> Part:
+    def sequence(self) -> Fragment:
         parts = []
         while self.rest and self.rest[0] not in "|)":
             parts.append(self.repeated(self.atom()))
-        return _after(parts)
+        return _concatenation(parts)
 
-    def repeated(self, part: Part) -> Part:
-        times = self.times()
-        if times is None:
+    def repeated(self, part: Fragment) -> Fragment:
+        quantifier = self.quantifier()
+        if quantifier is None:
             return part
-        self.taken("?")  # where a match ends does not matter
-        if self.times() is not None:
+        self.accept("?")  # a lazy quantifier only changes where a match ends
+        if self.quantifier() is not None:
             raise ValueError("repeats a repetition")
-        return _times(part, *times)
+        return _repetition(part, *quantifier)
 
-    def times(self) -> tuple[int, int | None] | None:
-        for sign, times in {"*": (0, None), "+": (1, None), "?": (0, 1)}.items():
-            if self.taken(sign):
-                return times
+    def quantifier(self) -> tuple[int, int | None] | None:
+        """Removes a quantifier; returns its bounds, the upper one None if unbounded, or None if there is none."""
+        for symbol, quantifier in {"*": (0, None), "+": (1, None), "?": (0, 1)}.items():
+            if self.accept(symbol):
+                return quantifier
         bounds, closed, rest = self.rest[1:].partition("}")
         least, comma, most = bounds.partition(",")
         if not (self.rest.startswith("{") and closed and ((least + most).isdecimal() or bounds == ",")):
-            return None  # "{" stands for itself
+            return None  # a "{" without bounds is literal
         self.rest = rest
         low, high = int(least or 0), int(most) if most else None if comma else int(least)
-        if max(low, high or 0) > MOST_REPEATS or (high is not None and high < low):
-            raise ValueError(f"repeats {{{bounds}}} times; from 0 to {MOST_REPEATS} is allowed")
+        if max(low, high or 0) > MAX_REPEATS or (high is not None and high < low):
+            raise ValueError(f"repeats {{{bounds}}} times; from 0 to {MAX_REPEATS} is allowed")
         return low, high
 
-    def atom(self) -> Part:
-        sign = self.take()
-        if sign == "(":
+    def atom(self) -> Fragment:
+        character = self.take()
+        if character == "(":
             if self.rest.startswith("?") and not self.rest.startswith("?:"):
-                raise ValueError(f"has a group ({self.rest[:3]}...), which an automaton cannot match; (?:...) can be")
-            self.taken("?:")
+                group = f"({self.rest[:3]}...)"
+                raise ValueError(f"has a group {group}, which an automaton cannot match; use (...) or (?:...)")
+            self.accept("?:")
             inner = self.alternatives()
             self.take("a ')'")
             return inner
-        if sign in "*+?":
-            raise ValueError(f"has a {sign!r} that repeats nothing")
-        if sign in "^$":
-            return _step(BEGIN if sign == "^" else END)
-        if sign == ".":
-            return _step(ALL - {ord("\n")})
-        if sign == "[":
-            return _step(self.set())
-        if sign == "\\":
+        if character in "*+?":
+            raise ValueError(f"has a {character!r} that repeats nothing")
+        if character in "^$":
+            return _edge(BEGIN if character == "^" else END)
+        if character == ".":
+            return _edge(ALL_BYTES - {ord("\n")})
+        if character == "[":
+            return _edge(self.bracket_set())
+        if character == "\\":
             return self.escaped()
-        return _bytes(sign)
+        return _bytes(character)
 
-    def escaped(self) -> Part:
-        sign = self.take("what is escaped")
-        if sign in CLASSES:
-            return _step(CLASSES[sign])
-        return _bytes(_escaped(sign))
+    def escaped(self) -> Fragment:
+        character = self.take("an escaped character")
+        if character in CLASSES:
+            return _edge(CLASSES[character])
+        return _bytes(_escaped(character))
 
-    def set(self) -> frozenset[int]:
-        outside, first = self.taken("^"), True
-        found: set[int] = set()
+    def bracket_set(self) -> frozenset[int]:
+        negated, first = self.accept("^"), True
+        members: set[int] = set()
         while first or not self.rest.startswith("]"):
             first = False
             low = self.member()
             if isinstance(low, frozenset):
-                found |= low
+                members |= low
             elif self.rest.startswith("-") and not self.rest.startswith("-]"):
                 self.take()
                 high = self.member()
                 if isinstance(high, frozenset) or high < low:
-                    raise ValueError("has a range in brackets that is none")
-                found |= set(range(low, high + 1))
+                    raise ValueError("has an invalid range in brackets")
+                members |= set(range(low, high + 1))
             else:
-                found.add(low)
+                members.add(low)
         self.take()
-        return ALL - found if outside else frozenset(found)
+        return ALL_BYTES - members if negated else frozenset(members)
 
     def member(self) -> int | frozenset[int]:
-        sign = self.take("a ']'")
-        if sign == "\\":
-            sign = self.take("what is escaped")
-            if sign in CLASSES:
-                return CLASSES[sign]
-            sign = _escaped(sign)
-        if not sign.isascii():
-            raise ValueError(f"has {sign!r} in brackets, where only ASCII is allowed")
-        return ord(sign)
+        character = self.take("a ']'")
+        if character == "\\":
+            character = self.take("an escaped character")
+            if character in CLASSES:
+                return CLASSES[character]
+            character = _escaped(character)
+        if not character.isascii():
+            raise ValueError(f"has {character!r} in brackets, where only ASCII is allowed")
+        return ord(character)
 
 
-def _escaped(sign: str) -> str:
-    if sign.isalnum() and sign not in CONTROLS:
-        raise ValueError(f"has \\{sign}, which is not allowed")
-    return CONTROLS.get(sign, sign)
+def _escaped(character: str) -> str:
+    if character.isalnum() and character not in CONTROLS:
+        raise ValueError(f"has \\{character}, which is not allowed")
+    return CONTROLS.get(character, character)
 
 
-def _step(label: Label) -> Part:
+def _edge(label: Label) -> Fragment:
     def add(nodes: _Nodes, begin: int) -> int:
-        end = nodes.node()
+        end = nodes.add_node()
         nodes.edges[begin].append((label, end))
         return end
 
     return add
 
 
-def _bytes(sign: str) -> Part:
-    return _after([_step(frozenset([byte])) for byte in sign.encode()])
+def _bytes(character: str) -> Fragment:
+    return _concatenation([_edge(frozenset([byte])) for byte in character.encode()])
 
 
-def _after(parts: Sequence[Part]) -> Part:
+def _concatenation(parts: Sequence[Fragment]) -> Fragment:
     def add(nodes: _Nodes, begin: int) -> int:
         for part in parts:
             begin = part(nodes, begin)
@@ -287,11 +307,11 @@ def _after(parts: Sequence[Part]) -> Part:
     return add
 
 
-def _either(parts: Sequence[Part]) -> Part:
+def _alternation(parts: Sequence[Fragment]) -> Fragment:
     def add(nodes: _Nodes, begin: int) -> int:
-        end = nodes.node()
+        end = nodes.add_node()
         for part in parts:
-            first = nodes.node()
+            first = nodes.add_node()
             nodes.edges[begin].append((EMPTY, first))
             nodes.edges[part(nodes, first)].append((EMPTY, end))
         return end
@@ -299,16 +319,16 @@ def _either(parts: Sequence[Part]) -> Part:
     return add
 
 
-def _times(part: Part, least: int, most: int | None) -> Part:
+def _repetition(part: Fragment, least: int, most: int | None) -> Fragment:
     def add(nodes: _Nodes, begin: int) -> int:
         for _ in range(least):
             begin = part(nodes, begin)
-        end = nodes.node()
+        end = nodes.add_node()
         for _ in range(most - least if most is not None else 0):
             nodes.edges[begin].append((EMPTY, end))
             begin = part(nodes, begin)
         if most is None:
-            first = nodes.node()
+            first = nodes.add_node()
             nodes.edges[begin].append((EMPTY, first))
             nodes.edges[part(nodes, first)].append((EMPTY, first))
             begin = first

@@ -1,8 +1,7 @@
-"""Prompts and answers from a file, in a tokenizer's tokens, checked by a verifier, with or without a tool."""
+"""The dialogue "text": prompts and answers from a file, tokenized, with a verifier and optionally a calculator."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,39 +13,42 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxaudit.dialogues import jsonl as lines
-from jaxaudit.dialogues import tool_syntax
-from jaxaudit.dialogues.arithmetic import digits, joined
+from jaxaudit.dialogues import jsonl, tool_syntax
 from jaxaudit.dialogues.jsonl import JsonlRecord
-from jaxaudit.dialogues.patterns import Unusable
-from jaxaudit.dialogues.protocol import NOTHING, Dialogue, Reply
-from jaxaudit.dialogues.sampling import DEMONSTRATION, below, looked_up
-from jaxaudit.dialogues.tool_syntax import left_out
+from jaxaudit.dialogues.patterns import UnusableLine
+from jaxaudit.dialogues.protocol import NO_TOKEN, Dialogue, Reply
+from jaxaudit.dialogues.sampling import DEMONSTRATION, below, digits, joined, looked_up
+from jaxaudit.dialogues.tool_syntax import strip_annotations
 from jaxaudit.dialogues.verifiers import VERIFIERS
 from jaxaudit.runtime.registry import check_name, dialogues
 from jaxaudit.text import tokenizers
 from jaxaudit.text.tokenizers import Tokenizer
 
-LONGEST_TOKEN = 32
-"""Bytes of a token that are looked at; of a longer one the first ones. GPT-2's longer ones are rules and blanks."""
+MAX_TOKEN_BYTES = 32
+"""The number of bytes of a token that are verified; longer tokens of GPT-2 are only rules and blanks."""
 
-MOST_SHOWN = 60
-"""Characters of a call that a sentence shows."""
+MAX_SHOWN = 60
+"""The largest number of characters of a call that an error shows."""
+
+MAX_RESULT_DIGITS = 10
+"""The largest number of digits of a tool's result, which is an int32."""
 
 ERROR = "error"
-"""What a tool that fails says."""
+"""The result of a failed tool call."""
+
+TOOLS = ("none", "calculator")
 
 
 @dataclass(frozen=True)
-class Signs:
-    """Tokens that are known by name.
+class KnownTokens:
+    """The tokens of a tokenizer that a dialogue reads or writes by their meaning.
 
     Attributes:
-      pieces: the bytes of each token.
-      end: of a text.
-      digits: from 0 to 9; () without a tool, as are the others.
-      minus: of a negative result.
-      error: what a tool that fails says.
+      pieces: The bytes of each token.
+      end: The end-of-text token.
+      digits: The tokens of the digits 0 to 9; () without a tool.
+      minus: The token of the minus sign of a result.
+      error: The tokens of the result of a failed tool call; () without a tool.
     """
 
     pieces: tuple[bytes, ...]
@@ -56,116 +58,120 @@ class Signs:
     error: tuple[int, ...] = ()
 
     def result(self, call: bytes) -> tuple[str, list[int]]:
-        """What the tool says to a call, as text and in tokens."""
-        value = tool_syntax.evaluated(call)
+        """Returns the tool's result of a call as a text and as tokens."""
+        value = tool_syntax.evaluate_call(call)
         if value is None:
             return ERROR, list(self.error)
-        return str(value), [self.minus if sign == "-" else self.digits[int(sign)] for sign in str(value)]
+        tokens = [self.minus if character == "-" else self.digits[int(character)] for character in str(value)]
+        return str(value), tokens
 
 
-def tool_signs(tokenizer: Tokenizer, tool: bool) -> Signs:
-    """The tokens that are known by name. Raises ValueError where there is a tool, and a digit is not one token."""
+def known_tokens(tokenizer: Tokenizer, tool: bool) -> KnownTokens:
+    """Returns the known tokens of a tokenizer.
+
+    Raises:
+      ValueError: There is a tool, and the tokenizer does not encode every digit and the minus sign as one token.
+    """
     pieces = tuple(tokenizer.pieces())
     if not tool:
-        return Signs(pieces, tokenizer.end_of_text)
+        return KnownTokens(pieces, tokenizer.end_of_text)
     *single, error = (tokens.tolist() for tokens in encode(tokenizer, [*"0123456789-", ERROR]))
-    if any(len(sign) != 1 for sign in single):
-        raise ValueError("a tool's results are written in digits, and in this tokenizer not every digit is one token")
-    *digits, minus = (sign[0] for sign in single)
-    return Signs(pieces, tokenizer.end_of_text, tuple(digits), minus, tuple(error))
+    if any(len(tokens) != 1 for tokens in single):
+        raise ValueError("a tool writes results in digits, but this tokenizer has not one token for each digit")
+    *digits, minus = (tokens[0] for tokens in single)
+    return KnownTokens(pieces, tokenizer.end_of_text, tuple(digits), minus, tuple(error))
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """The tokens of each text, int32, without its end."""
+    """Returns the tokens of each text, int32, without the end-of-text token."""
     tokens = tokenizer.encode([text.encode() for text in texts]).astype(np.int32)
     ends = np.flatnonzero(tokens == tokenizer.end_of_text)
     return [part[:-1] for part in np.split(tokens, ends + 1)[:-1]]
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> list[np.ndarray]:
-    """The tokens of each prompt, int32. Raises Unusable for one that leaves no room in a row of so many slots."""
-    found = encode(tokenizer, texts)
-    for line, prompt in enumerate(found):
+    """Returns the tokens of each prompt, int32.
+
+    Raises:
+      UnusableLine: A prompt is empty, or leaves no slot for an answer in a row of `length` slots.
+    """
+    prompts = encode(tokenizer, texts)
+    for line, prompt in enumerate(prompts):
         if not 0 < len(prompt) < length:
             allowed = f"from 1 to {length - 1} fit in rows of {length} slots"
-            raise Unusable(line, f"the prompt has {len(prompt)} tokens; {allowed}")
-    return found
+            raise UnusableLine(line, f"the prompt has {len(prompt)} tokens; {allowed}")
+    return prompts
 
 
-def complete_texts(tokenizer: Tokenizer, known: Signs, texts: Sequence[str]) -> list[np.ndarray]:
-    """The tokens of texts and their ends, int32, where calls end with a token and results are in digits.
+def encode_demonstrations(tokenizer: Tokenizer, known: KnownTokens, texts: Sequence[str]) -> list[np.ndarray]:
+    """Returns the tokens of texts with the end-of-text token, int32, with tool results as the tool writes them.
 
-    Raises Unusable for a text with a call that its result does not follow.
+    Raises:
+      UnusableLine: A call in a text is not followed by its result.
     """
-    parts = [part for line, text in enumerate(texts) for part in _parts(line, text.encode(), known)]
-    tokens = encode(tokenizer, [part.text for part in parts])
+    segments = [segment for line, text in enumerate(texts) for segment in _segments(line, text.encode(), known)]
+    tokens = encode(tokenizer, [segment.text for segment in segments])
     rows: list[list[int]] = [[] for _ in texts]
-    for part, text in zip(parts, tokens, strict=True):
-        rows[part.line] += [*text.tolist(), *part.result]
+    for segment, text in zip(segments, tokens, strict=True):
+        rows[segment.line] += [*text.tolist(), *segment.result]
     return [np.array([*row, known.end], np.int32) for row in rows]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A text up to the end of a call, and the tokens of the call's result; or the text behind the last call."""
+class _Segment:
+    """A text up to the end of a call with the tokens of the call's result, or the text after the last call."""
 
     line: int
     text: str
     result: list[int]
 
 
-def _parts(line: int, text: bytes, known: Signs) -> list[_Part]:
-    parts, begin = [], 0
+def _segments(line: int, text: bytes, known: KnownTokens) -> list[_Segment]:
+    segments, begin = [], 0
     while known.digits and (call := tool_syntax.CALL.search(text, begin)):
         result, tokens = known.result(call[0])
         if not text.startswith(result.encode(), call.end()):
-            raise Unusable(line, _unlike(call[0].decode(), result))
-        parts.append(_Part(line, text[begin : call.end()].decode(), tokens))
+            raise UnusableLine(line, _wrong_result(call[0].decode(), result))
+        segments.append(_Segment(line, text[begin : call.end()].decode(), tokens))
         begin = call.end() + len(result)
-    return [*parts, _Part(line, text[begin:].decode(), [])]
+    return [*segments, _Segment(line, text[begin:].decode(), [])]
 
 
-def _unlike(call: str, result: str) -> str:
-    """Why a call whose result does not follow it cannot be imitated."""
-    call = call if len(call) <= MOST_SHOWN else f"{call[:MOST_SHOWN]}..."
+def _wrong_result(call: str, result: str) -> str:
+    call = call if len(call) <= MAX_SHOWN else f"{call[:MAX_SHOWN]}..."
     if result != ERROR:
         return f"{call} must be followed by its result, {result}"
-    able = "two whole numbers with + - * or / between them, whose result is whole"
-    return f"{call} is not what the calculator can do, {able}, so that '{ERROR}' must follow it"
+    supported = "two whole numbers with + - * or / between them, whose result is whole"
+    return f"{call} is not supported by the calculator, which takes {supported}; so it must be followed by '{ERROR}'"
 
 
 def piece_table(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens' bytes, uint8 `[V, B]`, and how many they are, int32 `[V]`."""
-    cut = [piece[:LONGEST_TOKEN] for piece in pieces]
+    """Returns the bytes of each token, uint8 `[V, B]`, and their number, int32 `[V]`."""
+    cut = [piece[:MAX_TOKEN_BYTES] for piece in pieces]
     longest = max(map(len, cut))
-    found = np.frombuffer(b"".join(piece.ljust(longest, b"\0") for piece in cut), np.uint8)
-    return found.reshape(len(cut), longest), np.array([len(piece) for piece in cut], np.int32)
+    table = np.frombuffer(b"".join(piece.ljust(longest, b"\0") for piece in cut), np.uint8)
+    return table.reshape(len(cut), longest), np.array([len(piece) for piece in cut], np.int32)
 
 
-def rows(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Tokens of several texts, int32 `[P, longest]`, `NOTHING` after the last."""
-    found = np.full((len(parts), max(map(len, parts))), NOTHING, np.int32)
-    for row, part in zip(found, parts, strict=True):
-        row[: len(part)] = part
-    return found
-
-
-MOST_DIGITS = 10
-"""Of a tool's result."""
-
-TOOLS = ("none", "calculator")
+def pad_rows(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """Stacks the tokens of several texts, int32 `[P, longest]`, padded with `NO_TOKEN`."""
+    padded = np.full((len(texts), max(map(len, texts))), NO_TOKEN, np.int32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    return padded
 
 
 @struct.dataclass
-class Lines:
-    """The lines of a file, of which there are P, and a tokenizer's tokens.
+class TextData:
+    """The arrays of a file of P lines and of a tokenizer of V tokens.
 
     Attributes:
-      prompts: int32 `[P, R]`, `NOTHING` after the last token.
-      answers: as the verifier wants them.
-      demonstrations: text to imitate, its tools' results in it, and its end, int32 `[P, D]`, `NOTHING` after that.
-      pieces: the bytes of each token, uint8 `[V, B]`.
-      sizes: how many they are, int32 `[V]`.
+      prompts: The tokens of the prompts, int32 `[P, R]`, padded with `NO_TOKEN`.
+      answers: The answers as the verifier has prepared them.
+      demonstrations: The tokens to imitate after the prompts, with tool results and the end-of-text token, int32
+        `[P, D]`, padded with `NO_TOKEN`; None if there are none.
+      pieces: The bytes of each token, uint8 `[V, B]`.
+      sizes: The number of bytes of each token, int32 `[V]`.
     """
 
     prompts: Any
@@ -176,20 +182,20 @@ class Lines:
 
 
 @struct.dataclass
-class Read:
-    """A row's state.
+class TextState:
+    """The state of a row.
 
     Attributes:
-      line: its prompt's, int32.
-      left: tokens of the prompt that are not yet written, int32.
-      verified: the verifier's state.
-      call: the tool's.
-      ended: bool.
+      line: The index of the prompt's line, int32.
+      prompt_left: The number of prompt tokens that are not yet written, int32.
+      verifier: The verifier's state.
+      call: The state of the recogniser of tool calls.
+      ended: Whether the policy has ended the row, bool.
     """
 
     line: jax.Array
-    left: jax.Array
-    verified: Any
+    prompt_left: jax.Array
+    verifier: Any
     call: tool_syntax.Call
     ended: jax.Array
 
@@ -199,28 +205,31 @@ class Read:
 class TextDialogue(Dialogue):
     """Prompts and answers from a file, in the tokens of GPT-2 or of bytes, and a verifier.
 
-    Each line of the file is {"prompt": ..., "answer": ...}, or has other names for them: GSM8K's are read by
-    prompt_field = "question", answer_after = "####", verifier = "number". A row is a prompt and what is written after
-    it, up to the end of text. With the tool, what is written in <<12*34>> is calculated, and the result is given in
-    digits. Gold is 1 where the verifier finds the text after the prompt right, results included, whether or not it was
-    ended.
+    Each line of the file is {"prompt": ..., "answer": ...}, or has other field names: GSM8K is read with
+    prompt_field = "question", answer_after = "####", verifier = "number". A row is a prompt and the text that the
+    policy writes after it, up to the end of text. With the tool, a call such as <<12*34>> is evaluated, and its result
+    is written in digits. Gold is 1 if the verifier accepts the text after the prompt, which includes tool results and
+    need not be ended.
 
     Attributes:
-      file: the lines, JSON each. They may have a "demonstration" to imitate in the place of the answer. In either a
-        call is followed by its result, as in "That is <<6*7>>42.". GSM8K's annotations, <<6*7=42>>, are left out; with
-        the tool those that it can calculate are calls.
-      tokenizer: "bytes", or a folder with a GPT-2 tokenizer's files.
-      verifier: "exact", the text is the answer but for white space around it; "contains", the answer is in it;
-        "number", the text's last number is the answer's last; "regex", the answer is a regular expression that the text
-        has a match of.
+      file: The file of JSON lines. A line may have a "demonstration", which is imitated instead of the answer. A call
+        in a demonstration or answer must be followed by its result, as in "That is <<6*7>>42.". Annotations of GSM8K,
+        <<6*7=42>>, are removed; with the tool, those that it can evaluate become calls.
+      tokenizer: "bytes", or a folder with the files of a GPT-2 tokenizer.
+      verifier: "exact": the text equals the answer, except for white space around it; "contains": the text contains
+        the answer; "number": the last number of the text equals the last number of the answer; "regex": the text has a
+        match of the answer, a regular expression.
       tool: "calculator" or "none".
-      length: slots of a row.
-      held_out_share: of the lines, the last, on which is measured and not trained; 0: all are for both.
-      prompt_field, answer_field: what the lines call their prompt and answer.
-      answer_after: what the answer that is wanted stands behind, as "####", the last one there is in the field, all of
-        which is then imitated (but with verifier "exact"); "": the field is the answer.
-      content: of the files, once they are read: dialogues of other contents are not equal.
-      between: the first line of those that prompts are drawn from, and the first behind them, once they are read.
+      length: The number of slots of a row.
+      held_out_share: The share of the lines, from the end of the file, that are held out for evaluation; with 0, all
+        lines are for both training and evaluation.
+      prompt_field: The name of the prompt's field in the lines.
+      answer_field: The name of the answer's field in the lines.
+      answer_after: A mark such as "####", after whose last occurrence in the field the answer stands; the whole field
+        is then imitated, except with verifier "exact". "" if the field is the answer.
+      content: A hash of the files, once they are read, so that dialogues of different contents are not equal.
+      between: The first line that prompts are drawn from, and the first line after those, once the file is read.
+      known: The known tokens of the tokenizer, once it is read.
     """
 
     file: str = field(metadata={"path": True})
@@ -234,13 +243,13 @@ class TextDialogue(Dialogue):
     answer_after: str = ""
     content: str = field(default="", init=False, repr=False)
     between: tuple[int, int] = field(default=(0, 0), init=False)
-    signs: Signs = field(default=Signs((), 0), init=False, repr=False, compare=False)
+    known: KnownTokens = field(default=KnownTokens((), 0), init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if callable(self.verifier):
             raise ValueError(
-                "verifier must be a name, not a function: a reward in Python is that of a dialogue of one's own, "
-                'registered by register("dialogue", name)'
+                "verifier must be a name, not a function: to compute a reward in Python, register a dialogue with "
+                'register("dialogue", name)'
             )
         check_name("verifier", self.verifier, VERIFIERS)
         check_name("tool", self.tool, TOOLS)
@@ -254,142 +263,143 @@ class TextDialogue(Dialogue):
             raise ValueError(f"held_out_share must lie in [0, 1), not {self.held_out_share:g}")
 
     def make(self) -> TextDialogue:
-        """The dialogue with the lines in `data`.
+        """Returns the dialogue with the content of its files.
 
-        Raises ValueError where a file cannot be read, or a line cannot be used: the sentence names it.
+        Raises:
+          ValueError: A file cannot be read, or a line, whose number the message has, cannot be used.
         """
-        found = self._lines()
+        records = self._records()
         tokenizer = tokenizers.Bytes() if self.tokenizer == "bytes" else tokenizers.read(Path(self.tokenizer))
-        signs = tool_signs(tokenizer, tool=self.tool != "none")
+        known = known_tokens(tokenizer, tool=self.tool != "none")
         try:
-            prompts = encode_prompts(tokenizer, [line.prompt for line in found], self.length)
-            answers = VERIFIERS[self.verifier].prepared([line.answer for line in found])
-            demonstrations = self._demonstrations(tokenizer, signs, found, prompts)
-        except Unusable as unusable:
-            raise ValueError(f"file {self.file!r}, line {found[unusable.line].number}: {unusable}") from None
-        kept = round(len(found) * self.held_out_share)
-        cut = min(max(len(found) - kept, 1), len(found) - 1) if self.held_out_share else len(found)
-        made = copy.copy(self)
-        made.derive(
-            data=Lines(rows(prompts), answers, demonstrations, *piece_table(signs.pieces)),
+            prompts = encode_prompts(tokenizer, [record.prompt for record in records], self.length)
+            answers = VERIFIERS[self.verifier].prepare([record.answer for record in records])
+            demonstrations = self._demonstrations(tokenizer, known, records, prompts)
+        except UnusableLine as unusable:
+            raise ValueError(f"file {self.file!r}, line {records[unusable.line].number}: {unusable}") from None
+        held_out = round(len(records) * self.held_out_share)
+        cut = min(max(len(records) - held_out, 1), len(records) - 1) if self.held_out_share else len(records)
+        return self.copy_with(
+            data=TextData(pad_rows(prompts), answers, demonstrations, *piece_table(known.pieces)),
             vocabulary=tokenizer.vocabulary,
-            reply_length=max(*map(len, prompts), len(signs.error), 1 + MOST_DIGITS if signs.error else 1),
+            reply_length=max(*map(len, prompts), len(known.error), 1 + MAX_RESULT_DIGITS if known.error else 1),
             prompt_length=min(map(len, prompts)),
-            result_error=signs.error,
-            result_tokens=signs.digits,
+            result_error=known.error,
+            result_tokens=known.digits,
             prompt_tokens=tuple(np.unique(np.concatenate(prompts)).tolist()),
-            end_of_text=signs.end,
-            words=tuple(piece.decode(errors="replace") or "<end>" for piece in signs.pieces),
-            content=hashlib.sha256(repr((found, tokenizer.identity)).encode()).hexdigest(),
+            end_of_text=known.end,
+            words=tuple(piece.decode(errors="replace") or "<end>" for piece in known.pieces),
+            content=hashlib.sha256(repr((records, tokenizer.identity)).encode()).hexdigest(),
             between=(0, max(cut, 1)),
-            signs=signs,
+            known=known,
         )
-        return made
 
-    def _lines(self) -> list[JsonlRecord]:
-        """The file's lines, calculators' annotations left out of what is written."""
-        form = lines.Form(self.prompt_field, self.answer_field, self.answer_after, self.verifier != "exact")
+    def _records(self) -> list[JsonlRecord]:
+        """Returns the lines of the file, without calculator annotations in answers and demonstrations."""
+        imitate_field = self.verifier != "exact"
+        line_format = jsonl.LineFormat(self.prompt_field, self.answer_field, self.answer_after, imitate_field)
         tool = self.tool != "none"
 
-        def read(line: JsonlRecord) -> JsonlRecord:
-            answer = line.answer if self.verifier == "regex" else left_out(line.answer, tool)
-            shown = None if line.demonstration is None else left_out(line.demonstration, tool)
-            return replace(line, answer=answer, demonstration=shown)
+        def without_annotations(record: JsonlRecord) -> JsonlRecord:
+            answer = record.answer if self.verifier == "regex" else strip_annotations(record.answer, tool)
+            text = record.demonstration
+            return replace(record, answer=answer, demonstration=None if text is None else strip_annotations(text, tool))
 
-        return [read(line) for line in lines.read(self.file, form)]
+        return [without_annotations(record) for record in jsonl.read(self.file, line_format)]
 
     def _demonstrations(
-        self, tokenizer: Tokenizer, signs: Signs, found: Sequence[JsonlRecord], prompts: Sequence[np.ndarray]
+        self, tokenizer: Tokenizer, known: KnownTokens, records: Sequence[JsonlRecord], prompts: Sequence[np.ndarray]
     ) -> np.ndarray | None:
-        """What is imitated in each line; None where answers are patterns. Raises Unusable where a row has no room."""
-        if self.verifier == "regex" and found[0].demonstration is None:
+        """Returns the tokens to imitate in each line; None if there are only patterns.
+
+        Raises:
+          UnusableLine: A prompt and its demonstration do not fit in a row, or a call is not followed by its result.
+        """
+        if self.verifier == "regex" and records[0].demonstration is None:
             return None
-        texts = [line.answer if line.demonstration is None else line.demonstration for line in found]
-        shown = complete_texts(tokenizer, signs, texts)
-        for line, (prompt, text) in enumerate(zip(prompts, shown, strict=True)):
+        texts = [record.answer if record.demonstration is None else record.demonstration for record in records]
+        demonstrations = encode_demonstrations(tokenizer, known, texts)
+        for line, (prompt, text) in enumerate(zip(prompts, demonstrations, strict=True)):
             if len(prompt) + len(text) > self.length:
-                parts = f"a prompt of {len(prompt)} tokens, what follows it of {len(text) - 1} and the end"
-                raise Unusable(line, f"{parts} do not fit in rows of {self.length} slots")
-        return rows(shown)
+                parts = f"a prompt of {len(prompt)} tokens, its demonstration of {len(text) - 1} and the end of text"
+                raise UnusableLine(line, f"{parts} do not fit in rows of {self.length} slots")
+        return pad_rows(demonstrations)
 
     def held_out(self) -> TextDialogue:
-        """The dialogue of the lines that are held out; of all, where none are."""
-        first, behind = self.between[1], len(self.data.prompts)
-        other = copy.copy(self)
-        other.derive(between=(first, behind) if first < behind else (0, behind))
-        return other
+        """Returns the dialogue of the held-out lines; of all lines if none are held out."""
+        first, end = self.between[1], len(self.data.prompts)
+        return self.copy_with(between=(first, end) if first < end else (0, end))
 
-    def bind(self, data: Lines) -> TextDialogue:
-        """The dialogue with these lines, arrays of a program."""
-        bound = copy.copy(self)
-        bound.derive(data=data)
-        return bound
+    def bind(self, data: TextData) -> TextDialogue:
+        """Returns the dialogue with these arrays, such as a program's tracers, in place of its own."""
+        return self.copy_with(data=data)
 
-    def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[Read, Reply]:
+    def reset(self, key: jax.Array, difficulty: jax.Array) -> tuple[TextState, Reply]:
         """Draws a line of the file and returns its prompt."""
-        first, behind = self.between
-        line = first + below(jax.random.uniform(key, (), jnp.float32), behind - first)
+        first, end = self.between
+        line = first + below(jax.random.uniform(key, (), jnp.float32), end - first)
         verifier = VERIFIERS[self.verifier]
         prompt = jnp.asarray(self.data.prompts)[line]
-        state = Read(
+        state = TextState(
             line=line,
-            left=(prompt >= 0).sum(dtype=jnp.int32),
-            verified=verifier.begin(verifier.wanted(self.data.answers, line)),
-            call=tool_syntax.begin(),
+            prompt_left=(prompt >= 0).sum(dtype=jnp.int32),
+            verifier=verifier.begin(verifier.target(self.data.answers, line)),
+            call=tool_syntax.initial_call(),
             ended=jnp.zeros((), bool),
         )
         return state, self.prompt(prompt)
 
-    def respond(self, state: Read, token: jax.Array) -> tuple[Read, Reply]:
-        """A call is answered after the token that it is closed in."""
-        prompted = state.left > 0
+    def respond(self, state: TextState, token: jax.Array) -> tuple[TextState, Reply]:
+        """Returns the reply to a token: the tool's result after the token that closes a call, or the end."""
+        in_prompt = state.prompt_left > 0
         verifier = VERIFIERS[self.verifier]
-        wanted = verifier.wanted(self.data.answers, state.line)
+        target = verifier.target(self.data.answers, state.line)
         piece = jnp.asarray(self.data.pieces)[token]
-        size = jnp.where(prompted, 0, jnp.asarray(self.data.sizes)[token])
+        size = jnp.where(in_prompt, 0, jnp.asarray(self.data.sizes)[token])
 
-        def read(place: jax.Array, before: tuple[Any, tool_syntax.Call]) -> tuple[Any, tool_syntax.Call]:
-            verified, call = before
-            byte = piece[place].astype(jnp.int32)
-            after = verifier.read(wanted, verified, byte), tool_syntax.read(call, byte) if self.result_error else call
-            return jax.tree.map(lambda old, new: jnp.where(place < size, new, old), before, after)
+        def read_byte(index: jax.Array, before: tuple[Any, tool_syntax.Call]) -> tuple[Any, tool_syntax.Call]:
+            verifier_state, call = before
+            byte = piece[index].astype(jnp.int32)
+            after = verifier.read(target, verifier_state, byte)
+            call_after = tool_syntax.read_byte(call, byte) if self.result_error else call
+            return jax.tree.map(lambda old, new: jnp.where(index < size, new, old), before, (after, call_after))
 
-        begun = state.verified, replace(state.call, complete=jnp.zeros((), bool))
-        verified, call = jax.lax.fori_loop(0, piece.size, read, begun)
-        ended = ~prompted & (token == self.signs.end)
-        left = jnp.maximum(state.left - 1, 0)
-        after = Read(state.line, left, verified, call, state.ended | ended)
+        initial = state.verifier, replace(state.call, complete=jnp.zeros((), bool))
+        verifier_state, call = jax.lax.fori_loop(0, piece.size, read_byte, initial)
+        ended = ~in_prompt & (token == self.known.end)
+        prompt_left = jnp.maximum(state.prompt_left - 1, 0)
+        after = TextState(state.line, prompt_left, verifier_state, call, state.ended | ended)
         if not self.result_error:
             return after, self.choose(ended, self.end(), self.own())
         failed = self.result(jnp.asarray(self.result_error, jnp.int32))
-        result = self.choose(call.failed, failed, self.result(self._written(call.result)))
+        result = self.choose(call.failed, failed, self.result(self._result_tokens(call.result)))
         return after, self.choose(ended, self.end(), self.choose(call.complete, result, self.own()))
 
-    def reward(self, state: Read) -> dict[str, jax.Array]:
-        """Gold 1 for a right text, else 0; and whether it was ended."""
+    def reward(self, state: TextState) -> dict[str, jax.Array]:
+        """Returns gold, 1 for a right text, else 0; and whether the policy has ended it."""
         verifier = VERIFIERS[self.verifier]
-        right = verifier.right(verifier.wanted(self.data.answers, state.line), state.verified)
-        return {"gold": right.astype(jnp.float32), "ended": state.ended.astype(jnp.float32)}
+        correct = verifier.correct(verifier.target(self.data.answers, state.line), state.verifier)
+        return {"gold": correct.astype(jnp.float32), "ended": state.ended.astype(jnp.float32)}
 
     def demonstration(self, key: jax.Array, difficulty: jax.Array, right: jax.Array) -> jax.Array:
-        """Right: the line's own. Wrong: another line's, as far as there is room."""
+        """Right: the demonstration of the prompt's line. Wrong: that of another line, cut off at the end of the row."""
         if self.data.demonstrations is None:
             raise ValueError(f"file {self.file!r} has no demonstrations, and its answers are patterns")
         state, prompt = self.reset(key, difficulty)
-        first, behind = self.between
+        first, end = self.between
         guessing = jax.random.uniform(jax.random.fold_in(key, DEMONSTRATION), (), jnp.float32)
-        beside = 1 + below(guessing, max(behind - first - 1, 1))
-        other = first + (state.line - first + beside) % (behind - first)
-        shown = jnp.asarray(self.data.demonstrations)[jnp.where(right, state.line, other)]
-        row = jnp.pad(prompt.tokens, (0, self.length + shown.size), constant_values=NOTHING)
-        return jax.lax.dynamic_update_slice(row, shown, (state.left,))[: self.length]
+        offset = 1 + below(guessing, max(end - first - 1, 1))
+        other = first + (state.line - first + offset) % (end - first)
+        demonstration = jnp.asarray(self.data.demonstrations)[jnp.where(right, state.line, other)]
+        row = jnp.pad(prompt.tokens, (0, self.length + demonstration.size), constant_values=NO_TOKEN)
+        return jax.lax.dynamic_update_slice(row, demonstration, (state.prompt_left,))[: self.length]
 
     def text(self, tokens: Any) -> str:
-        """The text that tokens `[N]` are; `NOTHING` is left out."""
-        return b"".join(self.signs.pieces[int(token)] for token in tokens if token >= 0).decode("utf-8", "replace")
+        """Returns the text of tokens `[N]`, without `NO_TOKEN`."""
+        return b"".join(self.known.pieces[int(token)] for token in tokens if token >= 0).decode("utf-8", "replace")
 
-    def _written(self, result: jax.Array) -> jax.Array:
-        shown = digits(jnp.abs(result), MOST_DIGITS)
-        named = jax.vmap(looked_up, (None, 0))(jnp.asarray(self.signs.digits, jnp.int32), shown)
-        sign = jnp.where(result < 0, self.signs.minus, NOTHING).astype(jnp.int32)
-        return joined([sign[None], jnp.where(shown >= 0, named, NOTHING)])
+    def _result_tokens(self, result: jax.Array) -> jax.Array:
+        magnitude = digits(jnp.abs(result), MAX_RESULT_DIGITS)
+        tokens = jax.vmap(looked_up, (None, 0))(jnp.asarray(self.known.digits, jnp.int32), magnitude)
+        sign = jnp.where(result < 0, self.known.minus, NO_TOKEN).astype(jnp.int32)
+        return joined([sign[None], jnp.where(magnitude >= 0, tokens, NO_TOKEN)])

@@ -1,4 +1,4 @@
-"""Calls to a calculator in text, <<12*34>>, found byte by byte inside a program."""
+"""Calls to a calculator in text, such as <<12*34>>, recognised and evaluated byte by byte in compiled programs."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxaudit.dialogues.protocol import NOTHING
+from jaxaudit.dialogues.protocol import NO_TOKEN
 
 CALL = re.compile(rb"<<[^<>]*>>")
-OPERATORS = b"+-*/"
 
-MOST_DIGITS = 9
-"""Of an operand."""
+MAX_DIGITS = 9
+"""The largest number of digits of an operand."""
 
-LARGEST = 2**31 - 1
-"""A result."""
+MAX_RESULT = 2**31 - 1
+"""The largest absolute value of a result, which is an int32."""
 
 OUTSIDE, OPENING, OPENED, INSIDE, CLOSING = range(5)
-"""Places in a call: before it, after its first "<", after its second, further within it, after its first ">"."""
+"""Positions in a call: before it, after the first "<", after the second "<", further content, after the first ">"."""
 
 
 @struct.dataclass
 class Call:
-    """A call that may be under way.
+    """The state of the recogniser of calls.
 
     Attributes:
-      place: in it, int32.
-      first, operator: int32; the operator is a byte, `NOTHING` before it is written.
-      number, written: the operand that is being written, and how many digits of it are, int32.
-      negative, first_negative: bool, whether a sign stands before the operands.
-      valid: bool, whether all that was written so far can be calculated.
-      complete: bool, whether a call was completed by what was read since this was reset.
-      result: of the latest call, int32.
-      failed: bool, whether it has none.
+      place: The position in a call, int32: `OUTSIDE`, `OPENING`, `OPENED`, `INSIDE` or `CLOSING`.
+      first: The absolute value of the first operand, int32.
+      operator: The byte of the operator, int32; `NO_TOKEN` before it is read.
+      number: The absolute value of the current operand, int32.
+      written: The number of its digits so far, int32.
+      negative: Whether the current operand has a minus sign, bool.
+      first_negative: Whether the first operand has a minus sign, bool.
+      valid: Whether the call so far is well-formed, bool.
+      complete: Whether a call has been completed since this field was reset, bool.
+      result: The result of the latest call, int32.
+      failed: Whether the latest call has no result, bool.
     """
 
     place: jax.Array
@@ -52,105 +54,105 @@ class Call:
     failed: jax.Array
 
 
-def begin() -> Call:
-    zero, no = jnp.int32(0), jnp.zeros((), bool)
+def initial_call() -> Call:
+    zero, false = jnp.int32(0), jnp.zeros((), bool)
     return Call(
         place=jnp.int32(OUTSIDE),
         first=zero,
-        operator=jnp.int32(NOTHING),
+        operator=jnp.int32(NO_TOKEN),
         number=zero,
         written=zero,
-        negative=no,
-        first_negative=no,
-        valid=no,
-        complete=no,
+        negative=false,
+        first_negative=false,
+        valid=false,
+        complete=false,
         result=zero,
-        failed=no,
+        failed=false,
     )
 
 
-def read(call: Call, byte: jax.Array) -> Call:
-    """The call after one more byte, int32.
+def read_byte(call: Call, byte: jax.Array) -> Call:
+    """Returns the state after one more byte, int32.
 
-    Between "<<" and ">>" there may be two whole numbers of at most 9 digits, with signs or without, and + - * or /
-    between them; spaces do not matter. Anything else, a result beyond 32 bits, and a division that leaves something
-    make a call that fails.
+    A call has two whole numbers of at most 9 digits, each with or without a minus sign, and one of + - * / between
+    them; spaces are ignored. A call with any other content, with a result beyond 32 bits, or with a division that has a
+    remainder fails.
     """
     byte = byte.astype(jnp.int32)
-    less, more = byte == ord("<"), byte == ord(">")
-    opens = less & ((call.place == OPENING) | (call.place == OPENED))
-    closes = more & (call.place == CLOSING)
-    within = (call.place == OPENED) | (call.place == INSIDE)
-    inside = within & ~less & ~more
-    digit = inside & (byte >= ord("0")) & (byte <= ord("9"))
+    is_less, is_more = byte == ord("<"), byte == ord(">")
+    opened = is_less & ((call.place == OPENING) | (call.place == OPENED))
+    closed = is_more & (call.place == CLOSING)
+    in_call = (call.place == OPENED) | (call.place == INSIDE)
+    content = in_call & ~is_less & ~is_more
+    is_digit = content & (byte >= ord("0")) & (byte <= ord("9"))
     is_operator = (byte == ord("+")) | (byte == ord("-")) | (byte == ord("*")) | (byte == ord("/"))
-    middle = inside & is_operator & (call.written > 0) & (call.operator < 0)
-    signed = inside & (byte == ord("-")) & (call.written == 0) & ~call.negative
-    fits = call.written < MOST_DIGITS
-    understood = (digit & fits) | middle | signed | (inside & (byte == ord(" ")))
-    result, possible = _evaluated(call)
+    operator_read = content & is_operator & (call.written > 0) & (call.operator < 0)
+    sign_read = content & (byte == ord("-")) & (call.written == 0) & ~call.negative
+    fits = call.written < MAX_DIGITS
+    well_formed = (is_digit & fits) | operator_read | sign_read | (content & (byte == ord(" ")))
+    result, possible = _evaluate(call)
     valid = possible & call.valid & (call.written > 0) & (call.operator >= 0)
-    begins = opens | middle
-    place = jnp.where(less, OPENING, jnp.where(more & within, CLOSING, jnp.where(inside, INSIDE, OUTSIDE)))
-    place = jnp.where(opens, OPENED, place)
+    number_begins = opened | operator_read
+    place = jnp.where(is_less, OPENING, jnp.where(is_more & in_call, CLOSING, jnp.where(content, INSIDE, OUTSIDE)))
+    place = jnp.where(opened, OPENED, place)
     return replace(
         call,
         place=place.astype(jnp.int32),
-        first=jnp.where(middle, call.number, call.first),
-        operator=jnp.where(opens, NOTHING, jnp.where(middle, byte, call.operator)),
-        number=jnp.where(begins, 0, jnp.where(digit & fits, call.number * 10 + byte - ord("0"), call.number)),
-        written=jnp.where(begins, 0, call.written + (digit & fits).astype(jnp.int32)),
-        negative=~begins & (call.negative | signed),
-        first_negative=jnp.where(middle, call.negative, call.first_negative & ~opens),
-        valid=opens | (call.valid & (~inside | understood)),
-        complete=call.complete | closes,
-        result=jnp.where(closes, result, call.result),
-        failed=jnp.where(closes, ~valid, call.failed),
+        first=jnp.where(operator_read, call.number, call.first),
+        operator=jnp.where(opened, NO_TOKEN, jnp.where(operator_read, byte, call.operator)),
+        number=jnp.where(number_begins, 0, jnp.where(is_digit & fits, call.number * 10 + byte - ord("0"), call.number)),
+        written=jnp.where(number_begins, 0, call.written + (is_digit & fits).astype(jnp.int32)),
+        negative=~number_begins & (call.negative | sign_read),
+        first_negative=jnp.where(operator_read, call.negative, call.first_negative & ~opened),
+        valid=opened | (call.valid & (~content | well_formed)),
+        complete=call.complete | closed,
+        result=jnp.where(closed, result, call.result),
+        failed=jnp.where(closed, ~valid, call.failed),
     )
 
 
-def _evaluated(call: Call) -> tuple[jax.Array, jax.Array]:
-    """The result, and whether there is one."""
+def _evaluate(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Returns the result of a well-formed call, and whether it is a whole number of 32 bits."""
     first = jnp.where(call.first_negative, -call.first, call.first)
     second = jnp.where(call.negative, -call.number, call.number)
     divisor = jnp.where(second == 0, 1, second)
-    times, over = call.operator == ord("*"), call.operator == ord("/")
-    # |first x second| <= LARGEST, without the product.
-    small = (call.number == 0) | (call.first <= LARGEST // jnp.maximum(call.number, 1))
-    even = (second != 0) & (jax.lax.rem(first, divisor) == 0)
+    multiplies, divides = call.operator == ord("*"), call.operator == ord("/")
+    # |first x second| <= MAX_RESULT, without the product.
+    fits = (call.number == 0) | (call.first <= MAX_RESULT // jnp.maximum(call.number, 1))
+    divisible = (second != 0) & (jax.lax.rem(first, divisor) == 0)
     sums = jnp.where(call.operator == ord("+"), first + second, first - second)
-    result = jnp.where(times, first * second, jnp.where(over, jax.lax.div(first, divisor), sums))
-    return result, jnp.where(times, small, jnp.where(over, even, True))
+    result = jnp.where(multiplies, first * second, jnp.where(divides, jax.lax.div(first, divisor), sums))
+    return result, jnp.where(multiplies, fits, jnp.where(divides, divisible, True))
 
 
-def evaluated(call: bytes) -> int | None:
-    """The result of a call from "<<" to ">>"; None if it fails. What `read` finds, outside of programs."""
-    found = re.fullmatch(rb"<<(-?)(\d{1,9})([-+*/])(-?)(\d{1,9})>>", call.replace(b" ", b""))
-    if found is None:
+def evaluate_call(call: bytes) -> int | None:
+    """Returns the result of a call from "<<" to ">>", as `read_byte` computes it, in plain Python; None if it fails."""
+    match = re.fullmatch(rb"<<(-?)(\d{1,9})([-+*/])(-?)(\d{1,9})>>", call.replace(b" ", b""))
+    if match is None:
         return None
-    first = int(found[1] + found[2])
-    second = int(found[4] + found[5])
-    sign = found[3]
-    if sign == b"/":
+    first = int(match[1] + match[2])
+    second = int(match[4] + match[5])
+    operator = match[3]
+    if operator == b"/":
         return first // second if second and first % second == 0 else None
-    result = {b"+": first + second, b"-": first - second, b"*": first * second}[sign]
-    return result if abs(result) <= LARGEST else None
+    result = {b"+": first + second, b"-": first - second, b"*": first * second}[operator]
+    return result if abs(result) <= MAX_RESULT else None
 
 
 ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
+"""A calculator annotation of GSM8K, such as <<3*7=21>>."""
 
 
-def left_out(text: str, tool: bool) -> str:
-    """A text without its annotations; with the tool, those that it calculates are calls: "3*7 = <<3*7>>21".
+def strip_annotations(text: str, tool: bool) -> str:
+    """Removes calculator annotations; with the tool, "3*7 = <<3*7=21>>21" becomes the call "3*7 = <<3*7>>21" instead.
 
-    One that the tool cannot calculate, or whose result is not what follows, is left out there too.
+    With the tool, an annotation is still removed if the tool cannot evaluate it, or if its result does not follow it.
     """
-    return ANNOTATION.sub(lambda found: _call(found) if tool else "", text)
+    return ANNOTATION.sub(lambda match: _call_or_nothing(match) if tool else "", text)
 
 
-def _call(found: re.Match[str]) -> str:
-    """The call that an annotation is, or nothing."""
-    call = f"<<{found[1]}>>"
-    result, behind = evaluated(call.encode()), found.string[found.end() :]
-    follows = result is not None and re.match(rf"{result}(?!\d)", behind) is not None
-    return call if follows else ""
+def _call_or_nothing(annotation: re.Match[str]) -> str:
+    call = f"<<{annotation[1]}>>"
+    result = evaluate_call(call.encode())
+    following = annotation.string[annotation.end() :]
+    return call if result is not None and re.match(rf"{result}(?!\d)", following) else ""

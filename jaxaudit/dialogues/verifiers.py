@@ -1,6 +1,6 @@
-"""Whether a text is right, found byte by byte inside a program: no text is ever made of tokens again.
+"""Verifiers of text answers, which read the bytes of tokens inside compiled programs, without decoding to strings.
 
-The text is all that follows the prompt, what a tool says included.
+The text that is verified is everything after the prompt, including tool results.
 """
 
 from __future__ import annotations
@@ -15,54 +15,63 @@ import numpy as np
 from flax import struct
 
 from jaxaudit.dialogues import patterns
-from jaxaudit.dialogues.patterns import Unusable
+from jaxaudit.dialogues.patterns import UnusableLine
 
 SPACES = b" \t\n\r\f\v"
 NUMBER = re.compile(rb"(-?)(\d[\d,]*)(?:\.(\d+))?")
 
-MOST_DIGITS = 9
-"""Of a number before the point, and after it."""
+MAX_DIGITS = 9
+"""The largest number of digits of a number before the decimal point, and after it."""
 
 
 class Verifier(Protocol):
-    """Decides whether a text gives the answer that was wanted, reading it byte by byte."""
+    """Decides whether a text gives the right answer, by reading it byte by byte."""
 
-    def prepared(self, answers: Sequence[str]) -> Any:
-        """The wanted answers of all lines, arrays in a pytree. Raises `Unusable` for one that cannot be wanted."""
+    def prepare(self, answers: Sequence[str]) -> Any:
+        """Returns the answers of all lines as a pytree of arrays with a leading axis of lines.
 
-    def wanted(self, answers: Any, line: jax.Array) -> Any:
-        """Returns the wanted answer of one line, from what `prepared` has returned."""
+        Raises:
+          UnusableLine: The verifier cannot use an answer.
+        """
 
-    def begin(self, wanted: Any) -> Any:
+    def target(self, answers: Any, line: jax.Array) -> Any:
+        """Returns the answer of one line from what `prepare` returned."""
+
+    def begin(self, target: Any) -> Any:
         """Returns the state before the first byte."""
 
-    def read(self, wanted: Any, state: Any, byte: jax.Array) -> Any:
-        """The state after the text's next byte, int32."""
+    def read(self, target: Any, state: Any, byte: jax.Array) -> Any:
+        """Returns the state after one more byte of the text, int32."""
 
-    def right(self, wanted: Any, state: Any) -> jax.Array:
-        """Whether the text is right if it ends here, bool."""
+    def correct(self, target: Any, state: Any) -> jax.Array:
+        """Returns whether the text is right if it ends here, bool."""
 
 
 @struct.dataclass
-class Wanted:
-    """An answer's bytes, uint8 `[L]`, at the row's begin or its end, and how many they are, int32."""
+class AnswerBytes:
+    """An answer.
+
+    Attributes:
+      text: The bytes, uint8 `[L]`, padded at the end, or at the beginning if `Contains` compares them.
+      size: The number of bytes, int32.
+    """
 
     text: Any
     size: Any
 
 
-def _texts(answers: Sequence[str], at_end: bool) -> Wanted:
+def _answer_bytes(answers: Sequence[str], pad_left: bool) -> AnswerBytes:
     stripped = [answer.encode().strip(SPACES) for answer in answers]
     for line, text in enumerate(stripped):
         if not text:
-            raise Unusable(line, "the answer is empty")
+            raise UnusableLine(line, "the answer is empty")
     longest = max(map(len, stripped))
-    filled = [text.rjust(longest, b"\0") if at_end else text.ljust(longest, b"\0") for text in stripped]
-    rows = np.frombuffer(b"".join(filled), np.uint8).reshape(len(answers), longest)
-    return Wanted(rows, np.array([len(text) for text in stripped], np.int32))
+    padded = [text.rjust(longest, b"\0") if pad_left else text.ljust(longest, b"\0") for text in stripped]
+    rows = np.frombuffer(b"".join(padded), np.uint8).reshape(len(answers), longest)
+    return AnswerBytes(rows, np.array([len(text) for text in stripped], np.int32))
 
 
-def _at(answers: Any, line: jax.Array) -> Any:
+def _row(answers: Any, line: jax.Array) -> Any:
     return jax.tree.map(lambda rows: jnp.asarray(rows)[line], answers)
 
 
@@ -72,72 +81,89 @@ def _is_space(byte: jax.Array) -> jax.Array:
 
 @struct.dataclass
 class _Matched:
-    """Bytes of the answer that were found so far, int32; and whether there was no other, bool."""
+    """The progress of `Exact`.
 
-    bytes: Any
-    well: Any
+    Attributes:
+      count: The number of bytes of the answer that the text has so far, int32.
+      matches: Whether the text so far is a beginning of the answer, bool.
+    """
+
+    count: Any
+    matches: Any
 
 
 class Exact:
-    """The text is the answer, but for white space before and after it."""
+    """The text equals the answer, except for white space before and after it."""
 
-    def prepared(self, answers: Sequence[str]) -> Wanted:
-        """Returns arrays of the wanted answers, one row for each line."""
-        return _texts(answers, at_end=False)
+    def prepare(self, answers: Sequence[str]) -> AnswerBytes:
+        """Returns the answers as arrays, one row for each line."""
+        return _answer_bytes(answers, pad_left=False)
 
-    wanted = staticmethod(_at)
+    target = staticmethod(_row)
 
-    def begin(self, wanted: Wanted) -> _Matched:
+    def begin(self, target: AnswerBytes) -> _Matched:
         """Returns the state before the first byte."""
         return _Matched(jnp.int32(0), jnp.ones((), bool))
 
-    def read(self, wanted: Wanted, state: _Matched, byte: jax.Array) -> _Matched:
-        """The answer's next byte is found, or white space is where it may be."""
-        complete = state.bytes == wanted.size
-        here = ~complete & (jnp.asarray(wanted.text)[jnp.minimum(state.bytes, wanted.text.size - 1)] == byte)
-        around = (complete | (state.bytes == 0)) & _is_space(byte)
-        return _Matched(state.bytes + here.astype(jnp.int32), state.well & (here | around))
+    def read(self, target: AnswerBytes, state: _Matched, byte: jax.Array) -> _Matched:
+        """Returns the state after one more byte: the answer's next byte, white space around it, or a mismatch."""
+        complete = state.count == target.size
+        is_next = ~complete & (jnp.asarray(target.text)[jnp.minimum(state.count, target.text.size - 1)] == byte)
+        around = (complete | (state.count == 0)) & _is_space(byte)
+        return _Matched(state.count + is_next.astype(jnp.int32), state.matches & (is_next | around))
 
-    def right(self, wanted: Wanted, state: _Matched) -> jax.Array:
-        """The whole answer was found, and nothing else."""
-        return state.well & (state.bytes == wanted.size)
+    def correct(self, target: AnswerBytes, state: _Matched) -> jax.Array:
+        """Returns whether the text is the whole answer and nothing else, bool."""
+        return state.matches & (state.count == target.size)
 
 
 @struct.dataclass
 class _Window:
-    """The text's last bytes, int32 `[L]`; and whether the answer was among them, bool."""
+    """The progress of `Contains`.
+
+    Attributes:
+      bytes: The last bytes of the text, int32 `[L]`, -1 before its beginning.
+      found: Whether the answer has occurred, bool.
+    """
 
     bytes: Any
     found: Any
 
 
 class Contains:
-    """The answer stands somewhere in the text."""
+    """The text contains the answer."""
 
-    def prepared(self, answers: Sequence[str]) -> Wanted:
-        """Returns arrays of the wanted answers, one row for each line."""
-        return _texts(answers, at_end=True)
+    def prepare(self, answers: Sequence[str]) -> AnswerBytes:
+        """Returns the answers as arrays, one row for each line."""
+        return _answer_bytes(answers, pad_left=True)
 
-    wanted = staticmethod(_at)
+    target = staticmethod(_row)
 
-    def begin(self, wanted: Wanted) -> _Window:
+    def begin(self, target: AnswerBytes) -> _Window:
         """Returns the state before the first byte."""
-        return _Window(jnp.full(wanted.text.shape, -1, jnp.int32), jnp.zeros((), bool))
+        return _Window(jnp.full(target.text.shape, -1, jnp.int32), jnp.zeros((), bool))
 
-    def read(self, wanted: Wanted, state: _Window, byte: jax.Array) -> _Window:
+    def read(self, target: AnswerBytes, state: _Window, byte: jax.Array) -> _Window:
         """Returns the state after one more byte."""
         latest = jnp.append(state.bytes[1:], byte.astype(jnp.int32))
-        before = jnp.arange(latest.size) < latest.size - wanted.size
-        return _Window(latest, state.found | (before | (latest == wanted.text)).all())
+        padding = jnp.arange(latest.size) < latest.size - target.size
+        return _Window(latest, state.found | (padding | (latest == target.text)).all())
 
-    def right(self, wanted: Wanted, state: _Window) -> jax.Array:
-        """Returns whether the text so far gives the wanted answer, bool."""
+    def correct(self, target: AnswerBytes, state: _Window) -> jax.Array:
+        """Returns whether the text so far is right, bool."""
         return state.found
 
 
 @struct.dataclass
 class _Number:
-    """A number: the digits before the point as int32, those after it as billionths, its sign, whether it fits."""
+    """A decimal number.
+
+    Attributes:
+      whole: The digits before the point, int32.
+      billionths: The digits after the point, in billionths, int32.
+      negative: Whether it has a minus sign, bool.
+      fits: Whether it has at most `MAX_DIGITS` digits before and after the point, bool.
+    """
 
     whole: Any
     billionths: Any
@@ -147,7 +173,14 @@ class _Number:
 
 @struct.dataclass
 class _Reading:
-    """The latest number, the place in it, digits after its point, and whether there was one."""
+    """The progress of `Number`.
+
+    Attributes:
+      number: The latest number.
+      place: The position in that number, int32: `OUTSIDE`, `SIGN`, `WHOLE`, `POINT` or `FRACTION`.
+      decimals: How many digits after its point have been read, int32.
+      found: Whether the text has a number, bool.
+    """
 
     number: _Number
     place: Any
@@ -156,101 +189,102 @@ class _Reading:
 
 
 OUTSIDE, SIGN, WHOLE, POINT, FRACTION = range(5)
-"""Places in a number."""
+"""Positions in a number: outside of it, after its sign, before its point, after its point, after a decimal."""
 
 
 class Number:
-    """The text's last number equals the answer's last number; commas in numbers are left out, as in 1,234.5."""
+    """The last number of the text equals the last number of the answer; commas are ignored, as in 1,234.5."""
 
-    def prepared(self, answers: Sequence[str]) -> _Number:
-        """Returns arrays of the wanted answers, one row for each line."""
+    def prepare(self, answers: Sequence[str]) -> _Number:
+        """Returns the answers as arrays, one row for each line."""
         rows = []
         for line, answer in enumerate(answers):
-            found = NUMBER.findall(answer.encode())
-            if not found:
-                raise Unusable(line, "the answer has no number")
-            sign, whole, fraction = found[-1]
+            matches = NUMBER.findall(answer.encode())
+            if not matches:
+                raise UnusableLine(line, "the answer has no number")
+            sign, whole, fraction = matches[-1]
             whole, fraction = whole.replace(b",", b"").lstrip(b"0"), fraction.rstrip(b"0")
-            if max(len(whole), len(fraction)) > MOST_DIGITS:
-                allowed = f"{MOST_DIGITS} digits before or after its point"
-                raise Unusable(line, f"the answer has a number of more than {allowed}")
-            rows.append((int(whole or b"0"), int(fraction.ljust(MOST_DIGITS, b"0")), bool(sign)))
-        whole_, billionths, negative = (np.array(column) for column in zip(*rows, strict=True))
-        return _Number(whole_.astype(np.int32), billionths.astype(np.int32), negative, np.ones(len(rows), bool))
+            if max(len(whole), len(fraction)) > MAX_DIGITS:
+                limit = f"{MAX_DIGITS} digits before or after its point"
+                raise UnusableLine(line, f"the answer has a number of more than {limit}")
+            rows.append((int(whole or b"0"), int(fraction.ljust(MAX_DIGITS, b"0")), bool(sign)))
+        wholes, billionths, negative = (np.array(column) for column in zip(*rows, strict=True))
+        return _Number(wholes.astype(np.int32), billionths.astype(np.int32), negative, np.ones(len(rows), bool))
 
-    wanted = staticmethod(_at)
+    target = staticmethod(_row)
 
-    def begin(self, wanted: _Number) -> _Reading:
+    def begin(self, target: _Number) -> _Reading:
         """Returns the state before the first byte."""
-        zero, no = jnp.int32(0), jnp.zeros((), bool)
-        return _Reading(_Number(zero, zero, no, no), jnp.int32(OUTSIDE), zero, no)
+        zero, false = jnp.int32(0), jnp.zeros((), bool)
+        return _Reading(_Number(zero, zero, false, false), jnp.int32(OUTSIDE), zero, false)
 
-    def read(self, wanted: _Number, state: _Reading, byte: jax.Array) -> _Reading:
-        """The latest number goes on, ends, or another begins."""
+    def read(self, target: _Number, state: _Reading, byte: jax.Array) -> _Reading:
+        """Returns the state after one more byte, which may continue or end the latest number, or begin another."""
         byte, last, place = byte.astype(jnp.int32), state.number, state.place
         value = byte - ord("0")
         digit = (value >= 0) & (value <= 9)
-        new = digit & (place <= SIGN)
-        longer = digit & (place == WHOLE)
-        finer = digit & (place >= POINT)
-        room = last.whole < 10 ** (MOST_DIGITS - 1)
-        decimals = jnp.where(finer, state.decimals + 1, jnp.where(new, 0, state.decimals))
-        powers = jnp.asarray([0, *(10 ** np.arange(MOST_DIGITS - 1, -1, -1)), 0], jnp.int32)
-        share = value * jnp.where(jnp.arange(powers.size) == jnp.minimum(decimals, MOST_DIGITS + 1), powers, 0).sum()
-        # A digit further behind than there is room for makes another number, unless it is zero.
-        fits = ~(longer & ~room) & ~(finer & (decimals > MOST_DIGITS) & (value > 0))
+        begins = digit & (place <= SIGN)
+        extends_whole = digit & (place == WHOLE)
+        extends_fraction = digit & (place >= POINT)
+        has_room = last.whole < 10 ** (MAX_DIGITS - 1)
+        decimals = jnp.where(extends_fraction, state.decimals + 1, jnp.where(begins, 0, state.decimals))
+        powers = jnp.asarray([0, *(10 ** np.arange(MAX_DIGITS - 1, -1, -1)), 0], jnp.int32)
+        index = jnp.arange(powers.size)
+        billionths = value * jnp.where(index == jnp.minimum(decimals, MAX_DIGITS + 1), powers, 0).sum()
+        # A nonzero digit after the last billionth makes the number one that does not fit.
+        fits = ~(extends_whole & ~has_room) & ~(extends_fraction & (decimals > MAX_DIGITS) & (value > 0))
         number = _Number(
-            whole=jnp.where(new, value, jnp.where(longer & room, last.whole * 10 + value, last.whole)),
-            billionths=jnp.where(new, 0, jnp.where(finer, last.billionths + share, last.billionths)),
-            negative=jnp.where(new, place == SIGN, last.negative),
-            fits=jnp.where(new, True, last.fits & fits),
+            whole=jnp.where(begins, value, jnp.where(extends_whole & has_room, last.whole * 10 + value, last.whole)),
+            billionths=jnp.where(begins, 0, jnp.where(extends_fraction, last.billionths + billionths, last.billionths)),
+            negative=jnp.where(begins, place == SIGN, last.negative),
+            fits=jnp.where(begins, True, last.fits & fits),
         )
-        within = (place == WHOLE) & (byte == ord(","))
-        point = (place == WHOLE) & (byte == ord("."))
-        sign = byte == ord("-")
-        other = jnp.where(sign, SIGN, jnp.where(point, POINT, jnp.where(within, WHOLE, OUTSIDE)))
-        goes_on = jnp.where(new | longer, WHOLE, jnp.where(finer, FRACTION, other))
+        comma = (place == WHOLE) & (byte == ord(","))
+        is_point = (place == WHOLE) & (byte == ord("."))
+        is_sign = byte == ord("-")
+        other_place = jnp.where(is_sign, SIGN, jnp.where(is_point, POINT, jnp.where(comma, WHOLE, OUTSIDE)))
+        next_place = jnp.where(begins | extends_whole, WHOLE, jnp.where(extends_fraction, FRACTION, other_place))
         return _Reading(
             jax.tree.map(lambda new, old: new.astype(old.dtype), number, last),
-            goes_on.astype(jnp.int32),
+            next_place.astype(jnp.int32),
             decimals.astype(jnp.int32),
             state.found | digit,
         )
 
-    def right(self, wanted: _Number, state: _Reading) -> jax.Array:
-        """The latest number is the answer's; zero has no sign."""
+    def correct(self, target: _Number, state: _Reading) -> jax.Array:
+        """Returns whether the latest number equals the answer, bool; -0 equals 0."""
         number = state.number
-        same = (number.whole == wanted.whole) & (number.billionths == wanted.billionths)
+        same = (number.whole == target.whole) & (number.billionths == target.billionths)
         zero = (number.whole == 0) & (number.billionths == 0)
-        return state.found & number.fits & same & (zero | (number.negative == wanted.negative))
+        return state.found & number.fits & same & (zero | (number.negative == target.negative))
 
 
 class Regex:
-    """The answer is a regular expression, and the text has a match of it."""
+    """The text has a match of the answer, a regular expression."""
 
-    def prepared(self, answers: Sequence[str]) -> dict[str, np.ndarray]:
-        """Returns arrays of the wanted answers, one row for each line."""
+    def prepare(self, answers: Sequence[str]) -> dict[str, np.ndarray]:
+        """Returns the answers as arrays, one row for each line."""
         try:
-            return vars(patterns.compiled(answers))
-        except Unusable as error:
-            raise Unusable(error.line, f"the answer {error}") from None
+            return vars(patterns.compile_patterns(answers))
+        except UnusableLine as error:
+            raise UnusableLine(error.line, f"the answer {error}") from None
 
-    def wanted(self, answers: dict[str, Any], line: jax.Array) -> dict[str, Any]:
-        """The table of all, and where the line's begins."""
+    def target(self, answers: dict[str, Any], line: jax.Array) -> dict[str, Any]:
+        """Returns the table of all patterns with the initial state of the line's pattern."""
         return {**answers, "starts": jnp.asarray(answers["starts"])[line]}
 
-    def begin(self, wanted: dict[str, Any]) -> jax.Array:
+    def begin(self, target: dict[str, Any]) -> jax.Array:
         """Returns the state before the first byte."""
-        return wanted["starts"]
+        return target["starts"]
 
-    def read(self, wanted: dict[str, Any], state: jax.Array, byte: jax.Array) -> jax.Array:
+    def read(self, target: dict[str, Any], state: jax.Array, byte: jax.Array) -> jax.Array:
         """Returns the state after one more byte."""
-        return jnp.asarray(wanted["table"])[state, byte].astype(jnp.int32)
+        return jnp.asarray(target["table"])[state, byte].astype(jnp.int32)
 
-    def right(self, wanted: dict[str, Any], state: jax.Array) -> jax.Array:
-        """Returns whether the text so far gives the wanted answer, bool."""
-        return jnp.asarray(wanted["accepts"])[state]
+    def correct(self, target: dict[str, Any], state: jax.Array) -> jax.Array:
+        """Returns whether the text so far is right, bool."""
+        return jnp.asarray(target["accepts"])[state]
 
 
 VERIFIERS: dict[str, Verifier] = {"exact": Exact(), "contains": Contains(), "number": Number(), "regex": Regex()}
-"""By name."""
+"""The verifiers by the names that specs use."""

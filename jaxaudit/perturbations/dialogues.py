@@ -1,6 +1,6 @@
 """Perturbations of dialogue learners: prompts, tool results, sampling, the reward model and the reference.
 
-Prompts are int32 `[P, R]`, for P prompts, and tool results `[N, R]`, for N rows; both are padded with `NOTHING`. The
+Prompts are int32 `[P, R]`, for P prompts, and tool results `[N, R]`, for N rows; both are padded with `NO_TOKEN`. The
 standard magnitudes are our own.
 """
 
@@ -239,7 +239,7 @@ def reference_drift(key, value, magnitude, *, policy):
     return transforms.towards(value, policy, magnitude)
 
 
-NOTHING = -1
+NO_TOKEN = -1
 """The padding in place of a missing token, as in `jaxaudit.dialogues.protocol`."""
 
 
@@ -252,8 +252,8 @@ def replace_called(
 
 
 def random_tokens_like(key: jax.Array, value: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns tokens drawn uniformly from `tokens` `[K]`, and `NOTHING` where `value` has none."""
-    return jnp.where(value == NOTHING, NOTHING, jax.random.choice(key, jnp.asarray(tokens, value.dtype), value.shape))
+    """Returns tokens drawn uniformly from `tokens` `[K]`, and `NO_TOKEN` where `value` has none."""
+    return jnp.where(value == NO_TOKEN, NO_TOKEN, jax.random.choice(key, jnp.asarray(tokens, value.dtype), value.shape))
 
 
 @perturbation(
@@ -303,7 +303,7 @@ def tool_timeout(key, value, magnitude, *, called):
     >>> tool_timeout(1.0).apply(jnp.array([[3, 4]]), called=jnp.array([True]))
     Array([[-1, -1]], dtype=int32)
     """
-    return replace_called(key, value, magnitude, called, jnp.full_like(value, NOTHING))
+    return replace_called(key, value, magnitude, called, jnp.full_like(value, NO_TOKEN))
 
 
 @perturbation(
@@ -324,7 +324,7 @@ def tool_shift(key, value, magnitude, *, called, rare):
     Array([[ 5, -1]], dtype=int32)
     """
     synonyms = jnp.asarray(rare, value.dtype)[jnp.maximum(value, 0)]
-    return replace_called(key, value, magnitude, called, jnp.where(value == NOTHING, NOTHING, synonyms))
+    return replace_called(key, value, magnitude, called, jnp.where(value == NO_TOKEN, NO_TOKEN, synonyms))
 
 
 def difficulty_shift_limits(numbers: Mapping[str, float]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Corpora and tokenizers: text as a task, corpora, the tokenizers that read them, and batches of them."""
+"""Corpora of text as tasks, and the tokenizers that encode them."""
 
 from jaxaudit.text.corpus import BUILT_IN as BUILT_IN
 from jaxaudit.text.corpus import Corpus as Corpus

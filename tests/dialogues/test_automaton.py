@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import plain_dialogues
 import pytest
 
 from jaxaudit.dialogues import Dialogue, automaton, named
-from jaxaudit.dialogues.protocol import END, NOTHING, OWN, PROMPT, TOOL
+from jaxaudit.dialogues.protocol import END, NO_TOKEN, POLICY, PROMPT, TOOL
 
 ROWS = 256
 SETTINGS = {
@@ -19,6 +20,26 @@ SETTINGS = {
     "chain": {},
     "preference": {},
 }
+
+
+class FirstSlots(NamedTuple):
+    """The first slots of a row, which the prompt fills, int32 `[K]`, and the row's state after them."""
+
+    token: Any
+    role: Any
+    position: Any
+    chunk: Any
+    progress: Any
+
+
+def first_slots(dialogue, progress):
+    def advance(progress, slot):
+        token, role = automaton.next_token(progress)
+        after = automaton.enqueue(*automaton.write(dialogue, progress, token), slot)
+        return after, (token, role, progress.position, progress.chunk)
+
+    progress, slots = jax.lax.scan(advance, progress, jnp.arange(dialogue.prompt_length, dtype=jnp.int32))
+    return FirstSlots(*slots, progress)
 
 
 class Programs:
@@ -32,12 +53,12 @@ class Programs:
         def written(progress, own, replaced, where):
             def advance(progress, at):
                 slot, own, replaced, where = at
-                token, role = automaton.given(progress)
-                token = jnp.where(role == OWN, own, token)
+                token, role = automaton.next_token(progress)
+                token = jnp.where(role == POLICY, own, token)
                 after, reply = automaton.write(dialogue, progress, token)
                 reply = reply.replace(tokens=jnp.where(where & (reply.role == TOOL), replaced, reply.tokens))
-                seen = jnp.where(role == END, NOTHING, token), role, progress.position, progress.chunk
-                return automaton.take(after, reply, slot), jnp.stack(seen)
+                seen = jnp.where(role == END, NO_TOKEN, token), role, progress.position, progress.chunk
+                return automaton.enqueue(after, reply, slot), jnp.stack(seen)
 
             progress, seen = jax.lax.scan(advance, progress, (jnp.arange(own.shape[0]), own, replaced, where))
             return seen, progress, dialogue.reward(progress.state)
@@ -45,7 +66,7 @@ class Programs:
         self.dialogue = dialogue
         self.begun = jax.jit(jax.vmap(begun))
         self._written = jax.jit(jax.vmap(written))
-        self.prefix = jax.jit(jax.vmap(lambda progress: automaton.prefix(dialogue, progress, dialogue.prompt_length)))
+        self.prefix = jax.jit(jax.vmap(functools.partial(first_slots, dialogue)))
         self.replay = jax.jit(jax.vmap(lambda key, row: automaton.replay(dialogue, key, dialogue.difficulty, row)))
 
     def written(self, progress, own, replaced=None):
@@ -97,7 +118,7 @@ def test_rows_are_those_of_a_plain_loop(name):
     rows, golds = made.plain(name, progress, own)
     np.testing.assert_array_equal(seen, rows)
     np.testing.assert_allclose(reward["gold"], golds, atol=1e-6)
-    assert {OWN, PROMPT, END} <= set(rows[..., 1].ravel())
+    assert {POLICY, PROMPT, END} <= set(rows[..., 1].ravel())
     assert 0 < (golds == 1).mean() < 1
     assert (TOOL in rows[..., 1]) == bool(made.dialogue.result_error)
 
@@ -110,9 +131,9 @@ def test_results_that_are_lost_or_spoilt(name):
     size = (*own.shape, dialogue.reply_length)
     # A third of the results is lost, a third is an error, and a third is of tokens drawn, however many.
     kind, some = rng.integers(0, 3, own.shape), rng.choice(dialogue.result_tokens, size)
-    some = np.where(np.arange(size[-1]) < rng.integers(1, size[-1] + 1, own.shape)[..., None], some, NOTHING)
-    error = np.pad(dialogue.result_error, (0, size[-1] - len(dialogue.result_error)), constant_values=NOTHING)
-    replaced = np.where((kind == 0)[..., None], NOTHING, np.where((kind == 1)[..., None], error, some))
+    some = np.where(np.arange(size[-1]) < rng.integers(1, size[-1] + 1, own.shape)[..., None], some, NO_TOKEN)
+    error = np.pad(dialogue.result_error, (0, size[-1] - len(dialogue.result_error)), constant_values=NO_TOKEN)
+    replaced = np.where((kind == 0)[..., None], NO_TOKEN, np.where((kind == 1)[..., None], error, some))
     seen, after, reward = made.written(progress, own, replaced)
     lost = [set(np.flatnonzero(row == 0)) for row in kind]
     spoilt = [{slot: [t for t in line if t >= 0] for slot, line in enumerate(row)} for row in replaced]
@@ -208,8 +229,8 @@ def test_replaying_is_writing_again(name):
     differing = {
         "a given token": np.where(roles == PROMPT, (tokens + 1) % vocabulary, tokens),
         "a result": np.where(roles == TOOL, (tokens + 1) % vocabulary, tokens),
-        "an own token that there is not": np.where(roles == OWN, vocabulary, tokens),
-        "no own token": np.where(roles == OWN, NOTHING, tokens),
+        "an own token that there is not": np.where(roles == POLICY, vocabulary, tokens),
+        "no own token": np.where(roles == POLICY, NO_TOKEN, tokens),
         "a token after the end": np.where(roles == END, 0, tokens),
     }
     for what, rows in differing.items():
@@ -229,7 +250,7 @@ def test_a_prefix_is_the_first_slots(name):
     # And a row goes on behind it as if it had been written slot by slot: one prompt token is left, or none is.
     waiting = np.asarray(progress.queue >= 0).sum(1) - slots
     np.testing.assert_array_equal(np.asarray(prefix.progress.queue >= 0).sum(1), waiting)
-    np.testing.assert_array_equal(prefix.progress.state.left, waiting)
+    np.testing.assert_array_equal(prefix.progress.state.prompt_left, waiting)
 
 
 def test_a_disturbed_prompt_is_what_is_given():

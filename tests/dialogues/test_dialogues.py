@@ -14,7 +14,7 @@ from jaxaudit.cli import printing as listing
 from jaxaudit.core.task_kinds import fitting
 from jaxaudit.dialogues import Dialogue, DialogueTask, automaton, named
 from jaxaudit.dialogues import sampling as drawing
-from jaxaudit.dialogues.protocol import NOTHING, TOOL
+from jaxaudit.dialogues.protocol import NO_TOKEN, TOOL
 from jaxaudit.learners.dialogue.factories import structure_of
 from jaxaudit.runtime import registry
 
@@ -127,7 +127,7 @@ def test_hops_are_uniform_and_mixed_between_whole_difficulties(difficulty, share
 @pytest.mark.parametrize(("name", "mean"), [("chain", 2.6), ("calculator", (0.4 * 1.5 + 0.6 * 2))])
 def test_sizes_between_whole_difficulties(name, mean):
     state, _ = drawn(named(name).make(), 2.6)
-    sizes = state.steps if name == "chain" else state.left // 2 - 1
+    sizes = state.steps if name == "chain" else state.prompt_left // 2 - 1
     assert set(sizes) == ({2, 3} if name == "chain" else {1, 2, 3})
     assert abs(sizes.mean() - mean) < 0.08
 
@@ -170,7 +170,7 @@ def test_numbers_of_a_calculation():
     state, prompts = drawn(dialogue)
     texts = [dialogue.text(prompt).replace(" ", "") for prompt in prompts]
     sizes = set()
-    for text, wanted in zip(texts, state.wanted, strict=True):
+    for text, wanted in zip(texts, state.target, strict=True):
         first, second = text.removesuffix("=").split("*")
         assert int(first) * int(second) == wanted
         assert len(first) == len(second)
@@ -346,7 +346,7 @@ def test_demonstrations_of_held_out_tasks(name):
     assert (seen.reward["gold"][1::2] < 1).all()
     state, prompts = drawn(dialogue)
     size = prompts.shape[1]
-    np.testing.assert_array_equal(np.where(prompts >= 0, rows[:, :size], NOTHING), prompts)
+    np.testing.assert_array_equal(np.where(prompts >= 0, rows[:, :size], NO_TOKEN), prompts)
     trained, other, _ = replayed(name)
     assert trained.held_out() == dialogue
     assert (rows != other).any(1).mean() > 0.9
@@ -405,7 +405,7 @@ def changes(dialogue):
 
 @functools.cache
 def judge(dialogue):
-    """Gold of rows of tokens, `NOTHING` after the last, from their states on."""
+    """Gold of rows of tokens, `NO_TOKEN` after the last, from their states on."""
 
     def told(state, row):
         def advance(state, token):
@@ -420,7 +420,7 @@ def judge(dialogue):
 def gold_of_right_readers(name, dialogue, state, read, given):
     """Of rows that answer the prompts that were read, after those that were given."""
     answers = rules(name, dialogue, state, read, lambda of, *row: of(*row).right())
-    rows = np.full((ROWS, dialogue.length), NOTHING, np.int32)
+    rows = np.full((ROWS, dialogue.length), NO_TOKEN, np.int32)
     for row, prompt, answer in zip(rows, given, answers, strict=True):
         written = [*prompt[prompt >= 0], *map(dialogue.words.index, answer)]
         row[: len(written)] = written
@@ -576,7 +576,7 @@ def test_a_dialogue_of_ones_own_may_change_its_prompts(monkeypatch):
     (wanted, _), changed = dialogue.changed(state, prompt.tokens, jax.random.key(0))
     assert int(wanted) == int(changed[0]) == (int(prompt.tokens[0]) + 1) % 8
     assert not dialogue.splits
-    with pytest.raises(ValueError, match="dialogue 'changing' changes a prompt to one, or to a state, that differs"):
+    with pytest.raises(ValueError, match="dialogue 'changing' changes a prompt or a state to one that differs"):
         named("changing", flaw="another change").make()
     with pytest.raises(NotImplementedError, match="Echo does not change its prompts"):
         Echo().changed(state, prompt.tokens, jax.random.key(0))
@@ -585,9 +585,9 @@ def test_a_dialogue_of_ones_own_may_change_its_prompts(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"flaw": "another dtype"}, "gives a state after a token that differs from its first one"),
-        ({"flaw": "no reply"}, "gives a reply that is none"),
-        ({"flaw": "no gold"}, "must give its reward as scalars by name, of which one is 'gold'"),
+        ({"flaw": "another dtype"}, "returns a state from respond that differs from the state of reset"),
+        ({"flaw": "no reply"}, "returns something other than a Reply"),
+        ({"flaw": "no gold"}, "must return its rewards as a dict of scalars with the key 'gold'"),
         ({"vocabulary": 0}, "must have a whole number of at least 1 as its vocabulary, not 0"),
     ],
 )
@@ -599,5 +599,5 @@ def test_a_dialogue_whose_functions_do_not_fit(monkeypatch, settings, message):
 
 def test_what_a_registered_dialogue_must_be(monkeypatch):
     monkeypatch.setitem(registry.dialogues._entries, "function", lambda key: key)
-    with pytest.raises(ValueError, match="dialogue 'function' must be a frozen dataclass that is made from Dialogue"):
+    with pytest.raises(ValueError, match="dialogue 'function' must be a frozen dataclass that is derived"):
         DialogueTask.named("function")

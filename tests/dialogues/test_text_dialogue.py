@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxaudit as ja
 from jaxaudit.dialogues import automaton, named, patterns, tool_syntax
-from jaxaudit.dialogues.protocol import NOTHING, OWN, TOOL
+from jaxaudit.dialogues.protocol import NO_TOKEN, POLICY, TOOL
 from jaxaudit.dialogues.verifiers import NUMBER, VERIFIERS
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.text import tokenizers
@@ -46,21 +46,21 @@ def judge(name):
     verifier = VERIFIERS[name]
 
     def one(answers, line, text, size):
-        wanted = verifier.wanted(answers, line)
+        target = verifier.target(answers, line)
 
         def read(state, at):
             byte, place = at
-            after = verifier.read(wanted, state, byte)
+            after = verifier.read(target, state, byte)
             return jax.tree.map(lambda old, new: jnp.where(place < size, new, old), state, after), None
 
-        state, _ = jax.lax.scan(read, verifier.begin(wanted), (text, jnp.arange(LONGEST)))
-        return verifier.right(wanted, state)
+        state, _ = jax.lax.scan(read, verifier.begin(target), (text, jnp.arange(LONGEST)))
+        return verifier.correct(target, state)
 
     return jax.jit(jax.vmap(one, (None, 0, 0, 0)))
 
 
 def judged(name, answers, texts):
-    prepared = VERIFIERS[name].prepared(answers)
+    prepared = VERIFIERS[name].prepare(answers)
     return np.asarray(judge(name)(prepared, np.arange(len(texts)), *padded(texts)))
 
 
@@ -144,7 +144,7 @@ expressions = st.recursive(
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(expressions, st.lists(st.text("abc1 .-é\n", max_size=8), min_size=1, max_size=6))
 def test_patterns_match_what_pythons_do(pattern, texts):
-    automata = patterns.compiled([pattern.replace(r"\Z", "$")])
+    automata = patterns.compile_patterns([pattern.replace(r"\Z", "$")])
     # Python's on bytes, as ours is.
     expected = re.compile("".join(sign if sign.isascii() else f"(?:{sign})" for sign in pattern).encode())
     for text in texts:
@@ -170,14 +170,14 @@ def test_patterns_run_inside_a_program():
         ("a**", "repeats a repetition"),
         ("a{300}", r"repeats \{300\} times; from 0 to 255 is allowed"),
         ("[é]", "has 'é' in brackets, where only ASCII is allowed"),
-        ("[b-a]", "has a range in brackets that is none"),
+        ("[b-a]", "has an invalid range in brackets"),
         ("a.{20}", "is too large"),
         ("((a{200}){200})", "is too large"),
     ],
 )
 def test_patterns_that_cannot_be(pattern, message):
     with pytest.raises(ValueError, match=message) as raised:
-        patterns.compiled(["a", pattern])
+        patterns.compile_patterns(["a", pattern])
     assert raised.value.line == 1
 
 
@@ -193,16 +193,16 @@ def test_calls_are_found_and_calculated():
     def last(text, size):
         def read(call, at):
             byte, place = at
-            after = tool_syntax.read(call, byte)
+            after = tool_syntax.read_byte(call, byte)
             return jax.tree.map(lambda old, new: jnp.where(place < size, new, old), call, after), None
 
-        return jax.lax.scan(read, tool_syntax.begin(), (text, jnp.arange(40)))[0]
+        return jax.lax.scan(read, tool_syntax.initial_call(), (text, jnp.arange(40)))[0]
 
     found = jax.device_get(jax.jit(jax.vmap(last))(*padded(coded, 40)))
     good = 0
     for text, complete, failed, result in zip(coded, found.complete, found.failed, found.result, strict=True):
         calls = tool_syntax.CALL.findall(text)
-        value = tool_syntax.evaluated(calls[-1]) if calls else None
+        value = tool_syntax.evaluate_call(calls[-1]) if calls else None
         assert complete == bool(calls), text
         if calls:
             assert failed == (value is None), text
@@ -222,7 +222,7 @@ def python_value(call):
 
 @pytest.mark.parametrize("call", ["<<3*4>>", "<<3-14>>", "<<84/-7>>", "<<7/2>>", "<<1/0>>", "<<99999*99999>>", "<<5>>"])
 def test_calls_have_pythons_values(call):
-    assert tool_syntax.evaluated(call.encode()) == (python_value(call) if call != "<<5>>" else None)
+    assert tool_syntax.evaluate_call(call.encode()) == (python_value(call) if call != "<<5>>" else None)
 
 
 @functools.cache
@@ -259,8 +259,8 @@ def test_demonstrations_call_and_are_right(file, tokenizer, verifier, pairs):
     assert set(texts) <= {line["prompt"] + line["answer"] for line in PRODUCTS}
     for row, role, text in zip(rows[::2], seen.role[::2], texts, strict=True):
         result = re.search(">>(-?[0-9]+)", text)[1]
-        assert dialogue.text(np.where(role == TOOL, row, NOTHING)) == result
-        assert (role == OWN).sum() == (row >= 0).sum() - (role == TOOL).sum() - (role == 1).sum()
+        assert dialogue.text(np.where(role == TOOL, row, NO_TOKEN)) == result
+        assert (role == POLICY).sum() == (row >= 0).sum() - (role == TOOL).sum() - (role == 1).sum()
     assert dialogue == task.make()
     assert hash(dialogue) == hash(task.make())
     # In a program the lines are its inputs, and no constants.
@@ -285,7 +285,7 @@ def test_a_call_that_fails_and_one_that_is_undone(file):
 
     def told(text):
         state, _ = dialogue.reset(jax.random.key(0), 0.0)
-        state, said = state.__class__(**{**vars(state), "left": jnp.int32(0)}), None
+        state, said = state.__class__(**{**vars(state), "prompt_left": jnp.int32(0)}), None
         respond, replies = jax.jit(dialogue.respond), []
         for byte in text:
             state, said = respond(state, byte)
@@ -388,12 +388,12 @@ def test_a_demonstration_of_its_own(tmp_path):
     [
         (["{"], {}, "line 1: is not JSON"),
         (["[1]"], {}, 'line 1: must be {"prompt": ..., "answer": ...}, not an array: write one object in each line'),
-        (["", "[", '{"prompt": "a"}]'], {}, 'line 2: must be {"prompt": ..., "answer": ...}, and not begin an array'),
+        (["", "[", '{"prompt": "a"}]'], {}, 'line 2: must be {"prompt": ..., "answer": ...}, not an array'),
         (['"a"'], {"prompt_field": "q"}, 'line 1: must be {"q": ..., "answer": ...}'),
         (
             ['{"question": "a", "answer": "b"}'],
             {},
-            "line 1: 'prompt' is missing: prompt_field can name another field, and there are 'question', 'answer'",
+            "line 1: 'prompt' is missing: prompt_field can name another field; the line has 'question', 'answer'",
         ),
         (
             ['{"prompt": "a", "x\\n": "b"}'],
@@ -421,7 +421,7 @@ def test_a_demonstration_of_its_own(tmp_path):
         (
             ['{"prompt": "a", "answer": "<<7/2>>3.5"}'],
             {"tool": "calculator"},
-            "line 1: <<7/2>> is not what the calculator can do, two whole numbers with + - * or / between them",
+            "line 1: <<7/2>> is not supported by the calculator, which takes two whole numbers with + - * or /",
         ),
         (['{"prompt": "a"}'], {}, "line 1: 'answer' is missing"),
         (['{"prompt": "a", "answer": 3}'], {}, "line 1: answer must be a string"),
@@ -439,7 +439,7 @@ def test_a_demonstration_of_its_own(tmp_path):
         (
             ['{"prompt": "aa", "answer": "bb"}'],
             {"length": 4},
-            "line 1: a prompt of 2 tokens, what follows it of 2 and the",
+            "line 1: a prompt of 2 tokens, its demonstration of 2 and the",
         ),
         (['{"prompt": "a", "answer": " "}'], {}, "line 1: the answer is empty"),
         (['{"prompt": "a", "answer": "b"}'], {"verifier": "number"}, "line 1: the answer has no number"),
@@ -457,7 +457,7 @@ def test_a_demonstration_of_its_own(tmp_path):
         (
             ['{"prompt": "a", "answer": "b"}', '{"prompt": "a", "answer": "b", "demonstration": "c"}'],
             {},
-            "line 1: has no demonstration, and line 2 has one",
+            "line 1: has no demonstration, but line 2 has one",
         ),
         ([""], {}, "has no lines"),
         (None, {}, "cannot be read: No such file or directory"),
@@ -475,7 +475,7 @@ def test_files_that_cannot_be_used(tmp_path, lines, settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"verifier": lambda text: 1.0}, "verifier must be a name, not a function: a reward in Python is that of a"),
+        ({"verifier": lambda text: 1.0}, "verifier must be a name, not a function: to compute a reward in Python,"),
         ({"verifier": "exakt"}, "unknown verifier 'exakt' (did you mean 'exact'?)"),
         ({"tool": "python"}, "unknown tool 'python'"),
         ({"length": 1}, "length must be at least 2, not 1"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxaudit as ja
-from jaxaudit.dialogues.protocol import NOTHING
+from jaxaudit.dialogues.protocol import NO_TOKEN
 
 CALL, TURN, END, RESULT, BEGIN = range(4, 9)
 
@@ -23,7 +23,7 @@ class Errand(ja.Dialogue):
     def reset(self, key, difficulty):
         secret, twice = jax.random.randint(key, (2,), 0, 4)
         twice = twice < 2
-        asked = jnp.stack([jnp.int32(BEGIN), secret, jnp.where(twice, secret, NOTHING)])
+        asked = jnp.stack([jnp.int32(BEGIN), secret, jnp.where(twice, secret, NO_TOKEN)])
         state = {name: jnp.int32(0) for name in ("hits", "letters", "turned", "over")}
         return state | {"secret": secret, "left": 2 + twice.astype(jnp.int32)}, self.prompt(asked)
 
@@ -50,7 +50,7 @@ class Errand(ja.Dialogue):
 
     def demonstration(self, key, difficulty, right):
         state, prompt = self.reset(key, difficulty)
-        secret, nothing = state["secret"], jnp.int32(NOTHING)
+        secret, nothing = state["secret"], jnp.int32(NO_TOKEN)
         other = jax.random.randint(jax.random.fold_in(key, 1), (2,), 0, 4)
         said = jax.random.randint(jax.random.fold_in(key, 2), (), 0, 3)
         good = [jnp.int32(CALL), jnp.int32(RESULT), secret, secret, jnp.int32(END), nothing]
@@ -58,7 +58,7 @@ class Errand(ja.Dialogue):
         words = jnp.where(right, jnp.stack(good), jnp.stack([*bad, jnp.int32(END)]))
         words = jnp.concatenate([prompt.tokens, words])
         order = jnp.argsort(words < 0, stable=True)  # what is written, moved together
-        return jnp.pad(words[order], (0, self.length - words.size), constant_values=NOTHING)
+        return jnp.pad(words[order], (0, self.length - words.size), constant_values=NO_TOKEN)
 
 
 def random_params(network, random, near=None, by=1.0):

@@ -6,7 +6,7 @@ that a tool writes. `right` is what a right reader of the prompt writes, without
 
 import re
 
-from jaxaudit.dialogues.protocol import END, NOTHING, OWN, PROMPT, TOOL
+from jaxaudit.dialogues.protocol import END, NO_TOKEN, POLICY, PROMPT, TOOL
 
 OVER = "over"
 CALCULATED = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
@@ -157,15 +157,15 @@ def row(rules, prompt, words, own, length, lost=(), spoilt=()):
       spoilt: by slot, tokens that take a tool's result's place.
 
     Returns:
-      For each slot (token, role, position, chunk), the token `NOTHING` after the end.
+      For each slot (token, role, position, chunk), the token `NO_TOKEN` after the end.
     """
     queue, role, over = [(word, PROMPT) for word in prompt], PROMPT, False
     asked, chunk, position, slots = len(prompt), 0, 0, []
     for slot in range(length):
         if over:
-            slots.append((NOTHING, END, position, chunk))
+            slots.append((NO_TOKEN, END, position, chunk))
             continue
-        word, role = queue.pop(0) if queue else (words[own[slot]], OWN)
+        word, role = queue.pop(0) if queue else (words[own[slot]], POLICY)
         slots.append((words.index(word), role, position, chunk))
         position += 1
         if slot < asked:

@@ -9,7 +9,7 @@ import pytest
 
 import jaxaudit as ja
 from jaxaudit.core.taps import Taps
-from jaxaudit.dialogues.protocol import END, NOTHING, OWN, TOOL
+from jaxaudit.dialogues.protocol import END, NO_TOKEN, POLICY, TOOL
 from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.factories import _cached_learner, settings_of, structure_of
 from jaxaudit.learners.dialogue.objective import ObjectiveConfig
@@ -155,8 +155,8 @@ def test_at_rate_zero_sampler_and_trainer_agree_for_fifty_iterations():
     assert float(found.max()) < 1e-5
     roles, tokens = np.asarray(rows.role), np.asarray(rows.tokens)
     assert set(np.unique(tokens[roles == TOOL])) == {LOWER, HIGHER}
-    assert (roles == OWN).any()
-    assert (np.asarray(rows.log_prob)[roles != OWN] == 0).all()
+    assert (roles == POLICY).any()
+    assert (np.asarray(rows.log_prob)[roles != POLICY] == 0).all()
 
 
 @pytest.mark.exhaustive
@@ -262,7 +262,7 @@ def test_each_slot_of_each_row_has_a_draw_of_its_own():
     made, numbers = learner(dialogue=Short()).step.__self__, learner(dialogue=Short()).data.numbers
     params = jax.tree.map(jnp.zeros_like, made.policy.init(jax.random.key(0)))
     rows = made.collector.sample_undisturbed(params, None, Short(), numbers, jax.random.key(5), 4096)
-    first, second = np.asarray(rows.tokens)[np.asarray(rows.role[:, 3]) == OWN][:, [1, 3]].T
+    first, second = np.asarray(rows.tokens)[np.asarray(rows.role[:, 3]) == POLICY][:, [1, 3]].T
     pairs = {"slots": (first, second), "rows": (first[:-1], first[1:])}
     for name, (one, other) in pairs.items():
         counts = np.bincount(5 * one + other, minlength=25)
@@ -292,4 +292,4 @@ def test_other_numbers_compile_nothing():
     assert one == other
     assert one.without_data == other.without_data
     assert learner(epochs=2) != one
-    assert NOTHING < 0
+    assert NO_TOKEN < 0

@@ -18,7 +18,7 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues import Dialogue
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.dialogues.preference import Preference
-from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
+from jaxaudit.dialogues.protocol import END, POLICY, PROMPT, TOOL
 from jaxaudit.learners.dialogue import rollout
 from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.rollout import Rows
@@ -129,7 +129,7 @@ def log_softmax(hidden, embedding):
 
 
 def strata(role, window=4):
-    own = role == OWN
+    own = role == POLICY
     tool = np.zeros_like(own)
     for n, t in np.argwhere(own):
         tool[n, t] = (role[n, max(t - window, 0) : t] == TOOL).any()
@@ -147,8 +147,8 @@ def test_of_tokens(iteration):
     entropy = -(np.exp(before) * before).sum(-1)
     kl = (np.exp(before) * (before - reference)).sum(-1)
     moved = (np.exp(before) * (before - after)).sum(-1)
-    assert kl[rows.role == OWN].min() > 1e-4
-    assert moved[rows.role == OWN].max() > 1e-6
+    assert kl[rows.role == POLICY].min() > 1e-4
+    assert moved[rows.role == POLICY].max() > 1e-6
     picked = np.take_along_axis(before, rows.tokens[..., None], -1)[..., 0]
     slope = np.linalg.norm(np.eye(before.shape[-1])[rows.tokens] - np.exp(before), axis=-1)
     for place, mask in enumerate(strata(rows.role)):
@@ -163,7 +163,7 @@ def test_of_tokens(iteration):
         np.testing.assert_allclose(
             found["reference_log_probability"][place], log_of(reference, rows)[mask].mean(), rtol=1e-4
         )
-    np.testing.assert_allclose(picked[rows.role == OWN], recomputed.log_prob[rows.role == OWN], atol=1e-5)
+    np.testing.assert_allclose(picked[rows.role == POLICY], recomputed.log_prob[rows.role == POLICY], atol=1e-5)
 
 
 def log_of(logs, rows):
@@ -223,7 +223,7 @@ def test_of_rows_values_and_updates(iteration):
     gold = drawn.rows.rewards["gold"]
     assert found["acting_performance"] == gold.mean()
     assert found["proxy"] == drawn.reward.mean()
-    np.testing.assert_allclose(found["row_tokens"], (drawn.rows.role == OWN).sum(1).mean(), rtol=1e-6)
+    np.testing.assert_allclose(found["row_tokens"], (drawn.rows.role == POLICY).sum(1).mean(), rtol=1e-6)
     recomputed, own = experience.trainer_outputs, loss_inputs.loss_mask
     reward = np.where(own, -0.3 * (recomputed.log_prob - loss_inputs.ref_log_prob), 0.0)
     assert np.abs(reward).max() > 0.01, "a KL in the reward that can be seen"
@@ -269,7 +269,7 @@ def test_gradients_of_tokens_after_a_result_and_of_the_rest(iteration):
 def test_what_follows_a_result_and_how_familiar_it_is(iteration):
     experience, *_, found = iteration
     rows, entropy = experience.batch.rows, experience.trainer_outputs.entropy
-    after = (rows.role == OWN) & np.pad(rows.role == TOOL, ((0, 0), (1, 0)))[:, :-1]
+    after = (rows.role == POLICY) & np.pad(rows.role == TOOL, ((0, 0), (1, 0)))[:, :-1]
     assert after.any()
     np.testing.assert_allclose(found["entropy_after_result"], entropy[after].mean(), rtol=1e-5)
     np.testing.assert_allclose(found["result_log_probability"], found["bigrams"][rows.role == TOOL].mean(), rtol=1e-5)
@@ -338,7 +338,7 @@ class Reader:
             for token in tokens[n, : 2 + len(answer)]:
                 state = dialogue.respond(state, token)[0]
             gold.append(dialogue.reward(state)["gold"])
-        role = np.broadcast_to([PROMPT] * 2 + [OWN] * 3 + [END] * (dialogue.length - 5), tokens.shape)
+        role = np.broadcast_to([PROMPT] * 2 + [POLICY] * 3 + [END] * (dialogue.length - 5), tokens.shape)
         nothing, rewards = jnp.zeros(tokens.shape), {"gold": jnp.stack(gold)}
         return Rows(jnp.asarray(tokens), role, nothing, nothing, nothing, nothing, nothing, nothing, nothing, rewards)
 
@@ -427,7 +427,7 @@ def test_ranks_and_drift_are_of_hidden_states_at_tokens_of_the_policy(few):
     random = np.random.default_rng(0)
     own = np.arange(12).reshape(2, 6) == 4 if few else random.random((2, 6)) < 0.7
     now, then = (np.where(own[..., None], random.normal(size=(2, 6, 3)) + 5, 100.0) for _ in range(2))
-    role = jnp.where(own, OWN, PROMPT)
+    role = jnp.where(own, POLICY, PROMPT)
     rows = Rows(role, role, *[jnp.zeros((2, 6))] * 7, rewards={})
     collector = SimpleNamespace(policy=SimpleNamespace(hidden=lambda params, *_: jnp.asarray(params)))
     found = measurement.representation_statistics(collector, Models(now, initial=then), rows)
@@ -453,7 +453,7 @@ def test_critic_errors_leave_out_held_out_rows_as_the_loss_would(masked):
     collector = copy.copy(learner.step.__self__.collector)
     nothing = jnp.zeros((2, 4))
     of_rows = {"truncated": jnp.array([True, False]), "rewards": {"gold": jnp.array([3.0, 1.0])}}
-    rows = Rows(nothing, jnp.full((2, 4), OWN), *[nothing] * 6, **of_rows)
+    rows = Rows(nothing, jnp.full((2, 4), POLICY), *[nothing] * 6, **of_rows)
     collector.critic = SimpleNamespace(values=lambda *_: nothing)
     experience = SimpleNamespace(
         batch=SimpleNamespace(rows=rows, loss_inputs=SimpleNamespace(loss_mask=rows.response_mask)),

@@ -7,7 +7,7 @@ import pytest
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.hop import Hop
-from jaxaudit.dialogues.protocol import END, OWN, PROMPT
+from jaxaudit.dialogues.protocol import END, POLICY, PROMPT
 from jaxaudit.learners.dialogue import packing
 from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.factories import _cached_learner, settings_of, structure_of
@@ -32,7 +32,7 @@ def rows_of(lengths, seed=0):
     slot = np.arange(SLOTS)
     there = slot < np.asarray(lengths)[:, None]
     chunked = (np.arange(len(lengths)) % 2 == 1)[:, None] & (slot >= 3)
-    role = np.where(there, np.where(slot == 0, PROMPT, OWN), END)
+    role = np.where(there, np.where(slot == 0, PROMPT, POLICY), END)
     nothing = np.zeros(len(lengths))
     return Rows(
         tokens=jnp.asarray(np.where(there, rng.integers(0, VOCABULARY, there.shape), 0)),

@@ -18,7 +18,7 @@ import pytest
 from errand import CALL, Errand, random_params
 
 from jaxaudit.core.taps import Taps
-from jaxaudit.dialogues.protocol import OWN, PROMPT, TOOL
+from jaxaudit.dialogues.protocol import POLICY, PROMPT, TOOL
 from jaxaudit.learners.dialogue import demonstrations
 from jaxaudit.learners.dialogue.factories import settings_of
 from jaxaudit.learners.dialogue.learner import DialogueData, DialogueLearner, DialogueState, Trained
@@ -492,11 +492,11 @@ def assert_it_says_something(it, found, told, every_bound=True):
     """Asserts that what could make no difference does; with `every_bound`, each bound of the ratio alone, too."""
     settings, rows = it.settings, it.rows
     assert 0.1 < rows.truncated.mean() < 0.9, "truncated rows and others"
-    for role in (OWN, PROMPT, TOOL):
+    for role in (POLICY, PROMPT, TOOL):
         assert (rows.role == role).mean() > 0.02
     assert (rows.first > 0).any(), "chunks"
     assert (rows.role[:, 2] == PROMPT).any()
-    assert (rows.role[:, 2] == OWN).any(), "prompts of two lengths"
+    assert (rows.role[:, 2] == POLICY).any(), "prompts of two lengths"
     assert (found["all mass cut"][rows.own] > 0.05).mean() > 0.2, "top-p"
     assert found["all certain"][rows.own].mean() > 0.95, "tokens that rounding does not decide"
     own = found["own"]

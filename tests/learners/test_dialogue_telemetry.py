@@ -9,7 +9,7 @@ import pytest
 
 from jaxaudit import learners
 from jaxaudit.core.learner import Learner
-from jaxaudit.dialogues.protocol import END, OWN, PROMPT, TOOL
+from jaxaudit.dialogues.protocol import END, POLICY, PROMPT, TOOL
 from jaxaudit.learners.dialogue.rollout import Rows
 from jaxaudit.learners.dialogue.telemetry import policy, rewards, token_statistics
 from jaxaudit.learners.dialogue.telemetry.channels import FEATURES, TABLE, RunDimensions, channels
@@ -395,7 +395,7 @@ def test_slots_soon_after_a_result():
 def test_bigrams_of_results_are_counted_once_more_than_they_were():
     """Rows of tokens a b | c d, of which c and d are a tool's: c after b twice, d after c and after b once each."""
     tokens = np.array([[0, 1, 2, 3], [4, 1, 2, 0], [0, 1, 3, 0]])
-    role = np.array([[PROMPT, OWN, TOOL, TOOL], [PROMPT, OWN, TOOL, OWN], [PROMPT, OWN, TOOL, END]])
+    role = np.array([[PROMPT, POLICY, TOOL, TOOL], [PROMPT, POLICY, TOOL, POLICY], [PROMPT, POLICY, TOOL, END]])
     rows = Rows(**dict.fromkeys((f.name for f in dataclasses.fields(Rows)), None) | {"tokens": tokens, "role": role})
     counted = Bigrams.empty(5).add(rows)
     assert np.asarray(counted.counts).sum() == 4

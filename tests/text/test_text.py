@@ -98,14 +98,14 @@ def test_a_large_corpus_is_thinned_out_to_pieces_in_order(tmp_path, monkeypatch)
     ("write", "sentence"),
     [
         (lambda p: p.write_bytes(b""), "is empty"),
-        (lambda p: p.write_bytes(b"abc"), "no whole number"),
+        (lambda p: p.write_bytes(b"abc"), "not a whole number"),
         (lambda p: llmc(p, numbers(900), magic=20240801), r"20240801.*32 bits"),
         (lambda p: llmc(p, numbers(900), magic=7), "begins with the number 7, not 20240520"),
         (lambda p: llmc(p, numbers(900), version=2), "version 2"),
-        (lambda p: llmc(p, numbers(900), count=1000), "should hold 1000 tokens by its header and is cut off"),
-        (lambda p: llmc(p, numbers(900), count=800), "should hold 800 tokens by its header and is longer than that"),
+        (lambda p: llmc(p, numbers(900), count=1000), "is cut off: it has 900 tokens, but 1000 by its header"),
+        (lambda p: llmc(p, numbers(900), count=800), "is too long: it has 900 tokens, but 800 by its header"),
         (lambda p: p.write_bytes(llmc(p, numbers(900)).read_bytes()[:600]), "cut off within its header"),
-        (lambda p: nanogpt(p, numbers(900, most=1100)), "has token 10[0-9]+; the vocabulary's are 0 to 999"),
+        (lambda p: nanogpt(p, numbers(900, most=1100)), "has token 10[0-9]+, but its vocabulary is 0 to 999"),
     ],
 )
 def test_a_wrong_file_is_told_in_one_sentence(tmp_path, write, sentence):
@@ -122,7 +122,7 @@ def test_a_wrong_file_is_told_in_one_sentence(tmp_path, write, sentence):
         ("nowhere", "neither a built-in corpus nor a .txt file; built-in: python-stdlib"),
         ("empty.txt", "is empty"),
         ("folder", "has no .txt file"),
-        ("other.md", "is no .txt file"),
+        ("other.md", "is not a .txt file"),
     ],
 )
 def test_a_wrong_text_is_told_in_one_sentence(tmp_path, name, sentence):
@@ -235,7 +235,7 @@ def test_without_a_place_to_keep_tokens_they_are_made_each_time(tmp_path, monkey
     ("settings", "sentence"),
     [
         ({"name": ""}, "must not be empty"),
-        ({"vocabulary": 300}, "vocabulary is for tokenizer 'bpe' and for files of tokens; 'bytes' has its own"),
+        ({"vocabulary": 300}, "vocabulary is for tokenizer 'bpe' and files of tokens; 'bytes' has a fixed one"),
         ({"vocabulary": 2**16 + 1, "tokenizer": "bpe"}, "from 2 to 65536"),
         ({"vocabulary": 200, "tokenizer": "bpe"}, "from 257 to 65536"),
         ({"most_tokens": 7}, "most_tokens must be at least"),
@@ -253,7 +253,7 @@ def test_a_tokenizer_with_tokens_of_more_than_16_bits(tmp_path):
     (kept,) = (tmp_path / "caches" / "jaxaudit" / "tokenizers").iterdir()
     vocabulary = json.loads((kept / "vocab.json").read_text())
     (kept / "vocab.json").write_text(json.dumps(vocabulary | {"more": 2**16}))
-    with pytest.raises(ValueError, match="has token 65536; those below 65536 can be read"):
+    with pytest.raises(ValueError, match="has token 65536; tokens must be below 65536"):
         load(Text(name=str(tmp_path / "a.txt"), tokenizer=str(kept)))
 
 
@@ -307,7 +307,7 @@ def test_the_token_that_ends_a_text(tmp_path):
     assert tokenizers.read(parts).end_of_text == roberta["vocab"]["</s>"]
     del roberta["vocab"]["</s>"]
     (parts / "vocab.json").write_text(json.dumps(roberta["vocab"]))
-    with pytest.raises(ValueError, match=r"has no token that ends a text: no '<\|endoftext\|>' or '</s>', and none"):
+    with pytest.raises(ValueError, match=r"has no end-of-text token: neither '<\|endoftext\|>' nor '</s>', nor an"):
         tokenizers.read(parts)
 
 
@@ -324,25 +324,28 @@ def test_all_three_files_are_those_of_older_versions_and_keep_their_identity(tmp
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 OTHER_KINDS = {
-    "unigram": ({"model": {"type": "Unigram"}}, "its model is of type 'Unigram', not byte-level pairs"),
-    "no model": ({"model": {"type": None, "merges": None}}, "its model is of type None, not byte-level pairs"),
+    "unigram": ({"model": {"type": "Unigram"}}, "its model has type 'Unigram', not byte pairs"),
+    "no model": ({"model": {"type": None, "merges": None}}, "its model has type None, not byte pairs"),
     "sentencepiece": (
         {"model": {"byte_fallback": True}, "pre_tokenizer": None},
         "pairs are of characters .byte_fallback",
     ),
     "ends of words": ({"model": {"end_of_word_suffix": "</w>"}}, "it marks parts of words .end_of_word_suffix '</w>'"),
-    "dropout": ({"model": {"dropout": 0.1}}, "it leaves out pairs at random .dropout 0.1"),
+    "dropout": ({"model": {"dropout": 0.1}}, "it omits pairs at random .dropout 0.1"),
     "normalizer": ({"normalizer": {"type": "NFC"}}, "changes texts before they are split .normalizer 'NFC'"),
     "normalizers": (
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}},
         "normalizer 'NFC', 'Lowercase'",
     ),
-    "white space": ({"pre_tokenizer": {"type": "Whitespace"}}, "it splits texts otherwise .pre_tokenizer 'Whitespace'"),
+    "white space": (
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        "it splits texts differently .pre_tokenizer 'Whitespace'",
+    ),
     "expression": (
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, BYTES]}},
-        "splits texts otherwise .pre_tokenizer 'Split', 'ByteLevel'",
+        "splits texts differently .pre_tokenizer 'Split', 'ByteLevel'",
     ),
-    "words as a whole": ({"pre_tokenizer": BYTES | {"use_regex": False}}, "it splits texts otherwise"),
+    "words as a whole": ({"pre_tokenizer": BYTES | {"use_regex": False}}, "it splits texts differently"),
     "space": ({"pre_tokenizer": BYTES | {"add_prefix_space": True}}, "puts a space before every text"),
     "space by the settings": ({"config": {"add_prefix_space": True}}, "puts a space before every text"),
 }
@@ -351,7 +354,7 @@ OTHER_KINDS = {
 @pytest.mark.parametrize("case", OTHER_KINDS)
 def test_a_tokenizer_of_another_kind_is_told_in_one_sentence(tmp_path, case):
     changes, sentence = OTHER_KINDS[case]
-    with pytest.raises(ValueError, match=f"is none of GPT-2's kind: .*{sentence}.*; give a folder with") as caught:
+    with pytest.raises(ValueError, match=f"is not like GPT-2's: .*{sentence}.*; give a folder with") as caught:
         tokenizers.read(tokenizer_json(tmp_path, **changes))
     assert "\n" not in str(caught.value)
 
@@ -364,7 +367,7 @@ DAMAGED = {
                 | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             ]
         },
-        "no token 'new' can have the number 7",
+        "token 'new' cannot have the number 7",
     ),
     "added": ({"added_tokens": ["x" * 10_000]}, "tokenizer.json cannot be read: invalid type: string"),
     "vocabulary": ({"model": {"vocab": {"a": -1}}}, "tokenizer.json cannot be read"),
@@ -396,8 +399,11 @@ def test_what_is_no_tokenizers_json(tmp_path, content):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("spiece.model", "spiece.model is sentencepiece's, and byte-level pairs can be read; give a folder with"),
-        ("vocab.txt", "vocab.txt is WordPiece's, as BERT has it, and byte-level pairs can be read; give a folder"),
+        (
+            "spiece.model",
+            "spiece.model is sentencepiece's, but only byte-level byte pairs can be read; give a folder with",
+        ),
+        ("vocab.txt", "vocab.txt is WordPiece's, as BERT has it, but only byte-level byte pairs can be read"),
         ("notes.txt", r"there is no file .*tokenizer\.json, and no vocab.json and merges.txt"),
     ],
 )
@@ -418,7 +424,7 @@ def test_text_to_validate_on_may_have_files_of_its_own(tmp_path):
     assert bytes(found.validation[:-1].astype(np.uint8)) == b"apart"
     (tmp_path / "corpus" / "train.txt").unlink()
     (tmp_path / "corpus" / "medieval_0.txt").unlink()
-    with pytest.raises(ValueError, match="has files to validate on alone"):
+    with pytest.raises(ValueError, match="has only files for validation"):
         load(str(tmp_path / "corpus"))
 
 

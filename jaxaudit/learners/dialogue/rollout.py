@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues import automaton
-from jaxaudit.dialogues.protocol import END, GOLD, NOTHING, OWN, PROMPT, TOOL, Dialogue
+from jaxaudit.dialogues.protocol import END, GOLD, NO_TOKEN, POLICY, PROMPT, TOOL, Dialogue
 from jaxaudit.models import gpt2, sampling
 
 
@@ -27,7 +27,7 @@ class Rows:
 
     Attributes:
       tokens: int32, 0 after a dialogue's end.
-      role: int32, who wrote each token: `OWN` (the policy), `PROMPT`, `TOOL`, or `END` after a dialogue's end.
+      role: int32, who wrote each token: `POLICY` (the policy), `PROMPT`, `TOOL`, or `END` after a dialogue's end.
       position: int32, position ids, which begin at 0 in each chunk.
       attention_start: int32, the first slot that each slot attends to.
       log_prob: float32, log-probability of response tokens under the behaviour policy at its temperature, before
@@ -54,7 +54,7 @@ class Rows:
     @property
     def response_mask(self) -> jax.Array:
         """Whether the policy wrote each token: bool `[N, T]`."""
-        return self.role == OWN
+        return self.role == POLICY
 
     @property
     def gold(self) -> jax.Array:
@@ -237,8 +237,8 @@ def generate(
         if taps.disturbs("sampled_logits"):
             logits = taps("sampled_logits", logits)
         sampled, stats = sampler.sample(logits / temperature, uniform[slot], top_p, greedy)
-        given, role = jax.vmap(automaton.given)(progress)
-        is_response = role == OWN
+        given, role = jax.vmap(automaton.next_token)(progress)
+        is_response = role == POLICY
         token = jnp.where(is_response, sampled, given)
         progress, current = _write_tokens(dialogue, progress, token, slot, taps)
         stats = jax.tree.map(lambda x: jnp.where(is_response, x, 0.0), stats)
@@ -287,7 +287,7 @@ def _write_prompts(
     """Writes the first `dialogue.prompt_length` slots, which every prompt fills; fields `[prompt_length, N]`."""
 
     def turn(progress: automaton.AutomatonState, slot: jax.Array) -> tuple[automaton.AutomatonState, TokenSlot]:
-        token, role = jax.vmap(automaton.given)(progress)
+        token, role = jax.vmap(automaton.next_token)(progress)
         progress, current = _write_tokens(dialogue, progress, token, slot, None)
         zeros = jnp.zeros(token.shape[0])
         return progress, dataclasses.replace(current, role=role, stats=TokenStats(zeros, zeros, zeros))
@@ -305,13 +305,13 @@ def _write_tokens(
     if taps is not None and taps.disturbs("tool_result") and dialogue.result_tokens:
         context = _tool_context(dialogue)
         reply = dataclasses.replace(reply, tokens=taps("tool_result", reply.tokens, called=called, **context))
-    progress = jax.vmap(lambda p, r: automaton.take(p, r, slot))(progress, reply)
+    progress = jax.vmap(lambda p, r: automaton.enqueue(p, r, slot))(progress, reply)
     return progress, TokenSlot(last=last, role=None, stats=None, called=called)
 
 
 def _tool_context(dialogue: Dialogue) -> dict[str, Any]:
     """Returns what perturbations at "tool_result" read: the error reply, the result tokens, and their rare synonyms."""
-    error = jnp.full(dialogue.reply_length, NOTHING, jnp.int32)
+    error = jnp.full(dialogue.reply_length, NO_TOKEN, jnp.int32)
     error = error.at[: len(dialogue.result_error)].set(jnp.array(dialogue.result_error, jnp.int32))
     synonyms = dict(dialogue.rare)
     rare = jnp.array([synonyms.get(token, token) for token in range(dialogue.vocabulary)], jnp.int32)
