@@ -63,6 +63,12 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def here(capsys, monkeypatch):
     """Runs a command in this process, where most programs are compiled already."""
 

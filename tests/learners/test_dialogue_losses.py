@@ -15,13 +15,9 @@ from jaxaudit.learners.dialogue.objective import Coefficients, ObjectiveConfig
 from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, policy_loss
 
 DATA = DATA
+pytestmark = pytest.mark.usefixtures("float64")
+
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,6 @@ from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, poli
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
 # KL estimators, over all tokens that there are.
 
 
