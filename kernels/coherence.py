@@ -80,7 +80,7 @@ def _mean_pairwise(squared_sum: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def gram(gradients: PyTree) -> jax.Array:
-    """Returns the inner products of K vectors, `[K, K]`, which are summed leaf by leaf without building `[K, P]`.
+    """Returns the inner products of K gradients, `[K, K]`, summed leaf by leaf without flattening the pytree.
 
     Args:
       gradients: leaves `[K, ...]`.

@@ -261,7 +261,7 @@ class Result:
         Args:
           perturbation: The name of a perturbation.
           onset: The step of the onset; required if the perturbation has several.
-          target: The target; required if the perturbation has several.
+          target: The path of the parameters it acts on; required if its conditions differ in that.
           standing: Whether only seeds whose control does not collapse count.
 
         Raises:

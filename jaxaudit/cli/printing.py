@@ -69,7 +69,7 @@ def _default(setting: dataclasses.Field) -> str:
 
 
 def remedies() -> list[str]:
-    """Returns the remedies with the site at which they act, their default strength, and the one without effect."""
+    """Returns a line for each remedy: the site at which it acts, its default strength, and its neutral strength."""
     rows = [("name", "acts on", "strength", "neutral", "what it does")]
     for name in registry.remedies:
         kind = registry.remedies[name]

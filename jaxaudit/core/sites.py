@@ -214,7 +214,7 @@ class Sites:
         return replace(self, numbers=numbers)
 
     def reason_absent(self, name: str) -> str:
-        """Returns the learner's explanation of a missing name as the end of a sentence; "" if there is none."""
+        """Returns the learner's reason for not having a site, as a clause ", for ..."; "" if it gives none."""
         return f", for {self.absent[name]}" if name in self.absent else ""
 
 

@@ -323,7 +323,7 @@ class Engine:
         return self._wait_for(_compiled, *self._key(batch), self.rows)
 
     def program_bytes(self, batch: Batch) -> int:
-        """Returns the bytes that all devices need to train a batch, with telemetry, temporaries and workspaces."""
+        """Returns the bytes that all devices need in total to train a batch, with temporaries and workspaces."""
         return self._total_bytes(self.program(batch))
 
     def initial_bytes(self, batch: Batch) -> int:

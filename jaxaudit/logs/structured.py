@@ -162,7 +162,7 @@ HISTORY = "log_history"
 
 
 def read_json(path: Path) -> Records:
-    """Reads JSON objects, either one on each line or in a list of one document; names of nested objects join with "/".
+    """Reads JSON objects, one on each line or in a list within a single document; nested names are joined with "/".
 
     A last line without a line end is left out if it is not a complete object.
 

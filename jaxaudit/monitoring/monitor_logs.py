@@ -355,7 +355,7 @@ class ScoredGroup:
 
 
 def _restricted(run: NamedAttempt, channel_steps: Mapping[str, np.ndarray | None]) -> NamedAttempt:
-    """Returns a run with these channels alone, each at the steps at which it is compared."""
+    """Returns a run with only these channels, each at its steps in `channel_steps`, or at all of its steps for None."""
     series = {name: alignment.restrict_to_steps(run.series(name), steps) for name, steps in channel_steps.items()}
     present = {name: values for name, values in series.items() if values is not None}
     return replace(run, attempt=replace(run.attempt, series=present))

@@ -20,10 +20,10 @@ MAX_LENGTH = 10.0
 
 
 def projection_plane(clean: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns the directions `[m, COMPONENTS]` in which latents `[n, T, m]` vary most about zero.
+    """Returns the first principal directions `[m, COMPONENTS]` of latents `[n, T, m]`, which are not centred.
 
-    Both sets of latents have the same weight, and steps with a latent that is not finite are left out. If m is less
-    than COMPONENTS, the remaining directions are zero.
+    `clean` and `others` have the same weight in total, and steps with a latent that is not finite are left out. If m
+    is less than COMPONENTS, the remaining directions are zero.
     """
     moments = []
     for latents in (clean, others):

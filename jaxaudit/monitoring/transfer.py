@@ -44,7 +44,10 @@ class SplitLanes:
 
     @property
     def fit_runs(self) -> list[np.ndarray]:
-        """The clean runs `[n, T, d]` to fit to in every fold; monitors of other learners use the first fold's."""
+        """For each fold, the clean runs `[n, T, d]` to which this learner's own monitor is fitted.
+
+        A monitor that is tested on other learners is fitted to the runs of the first fold.
+        """
         return [self.lanes.values[fold.fit] for fold in self.folds]
 
     @property

@@ -54,9 +54,9 @@ def empty_ring(value: Any, max_lag: float) -> StaleCopies:
 def stale_policy(key, value, magnitude, state):
     """Samples rows with the policy of `magnitude` steps ago (an integer, at most 8).
 
-    Until there is one so old, the policy of the step at which the window opened is used. One copy of the parameters is
-    stored for every step of the longest lag; use `sync_interval` for large models. It affects DPO only if it is
-    `online`, because otherwise its rows come from the frozen reference, whose copies are all the same.
+    In the first `magnitude` steps of its window, it uses the policy at which the window opened. One copy of the
+    parameters is stored for every step of the longest lag, so the perturbation `sync_interval` suits large models
+    better. It has no effect on DPO unless that is `online`, because otherwise the frozen reference samples the rows.
 
     >>> float(stale_policy(2).apply({"kernel": 1.0})["kernel"])  # there is no earlier policy yet
     1.0

@@ -145,9 +145,9 @@ def length_adaptive_lambda(settings, strength):
 
 @setting(strength=2000.0, limits=(1.0, math.inf), whole=True)
 def value_pretraining(settings, strength):
-    """Trains the critic for `strength` updates before the first iteration, on returns of the fixed policy.
+    """Trains the critic for `strength` updates before the first iteration, on returns of the initial policy.
 
-    From VC-PPO (Yuan et al., 2025); see `critic_warm_start` in `jaxaudit list learners`.
+    From VC-PPO (Yuan et al., 2025). It sets the learner's setting `critic_warm_start`.
     """
     if hasattr(settings, "objective_config") and not settings.objective_config.critic:
         raise ValueError("the learner has no critic")

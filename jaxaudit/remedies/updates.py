@@ -163,7 +163,8 @@ def _no_first_params(gradient: Any) -> Begun:
 def l2_init(value, strength, state, *, params):
     """Adds strength * |params - first params|^2 to the objective (L2 Init: Kumar et al., 2023).
 
-    It adds 2 strength (params - first params) to the gradient. The first parameters are those before the first update.
+    `value` is the gradient, to which it adds 2 strength (params - first params). The first parameters are those before
+    the first update.
     """
     first_params = jax.tree.map(lambda old, now: jnp.where(state.known, old, now), state.params, params)
     gradient = jax.tree.map(lambda g, now, first: g + 2.0 * strength * (now - first), value, params, first_params)

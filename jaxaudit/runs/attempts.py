@@ -152,7 +152,7 @@ class BatchAttempt:
                 unfinished.rename(self.path / path.name)
 
     def latest_write(self) -> float:
-        """Returns when the attempt last stored telemetry, or began, in seconds since the epoch."""
+        """Returns the time at which the attempt last stored telemetry, or else began, in seconds since the epoch."""
         return max(path.stat().st_mtime for path in [self.path / BEGUN, *self.path.glob("rows-*")])
 
     def clear(self) -> None:

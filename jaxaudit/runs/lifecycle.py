@@ -70,7 +70,8 @@ def run(
       spec: what to run.
       folder: the new folder, which workers on other machines must be able to access.
       workers: the workers that train; None to train in this process.
-      like: a run whose plan is taken: which lanes run together, and how. Both runs then end bitwise equal.
+      like: a run of the same spec whose plan is taken: which lanes run together, and how. Both runs then end bitwise
+        equal.
       map_is_for_cpus: whether `execution = "map"` in the spec is meant for CPUs alone, as in a packaged spec; GPUs and
         TPUs with many lanes then run them by "vmap". Otherwise "map" is kept everywhere.
 

@@ -338,7 +338,7 @@ class SubmititBackend:
         return self._jobs[-1]
 
     def query_due(self) -> bool:
-        """Returns whether to query Slurm about all jobs now; submitit by itself would every ten minutes."""
+        """Returns whether to query Slurm now, and if so records the time; submitit's own interval is 10 minutes."""
         if self.local or time.monotonic() - self._latest_query < SLURM_POLL_SECONDS:
             return False
         self._latest_query = time.monotonic()

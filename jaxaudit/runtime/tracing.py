@@ -107,8 +107,8 @@ def current_trace() -> Any:
 def transformations_since(origin: Any) -> tuple[str, ...]:
     """Returns the names of the transformations between the trace `origin` and the current one, the innermost first.
 
-    The names are "scan", "vmap", "grad" and so on. If `origin` has ended or belongs to another function, the names of
-    all transformations around the current trace are returned.
+    The names are "scan", "vmap", "grad" and so on. If `origin`, a JAX trace, has ended or does not enclose the
+    current trace, the names of all transformations around the current trace are returned.
     """
     names, trace = [], core.trace_ctx.trace
     while trace is not None and trace is not origin:

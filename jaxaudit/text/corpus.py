@@ -142,7 +142,7 @@ def read(path: Path) -> np.ndarray:
 
 
 def _has_header(words: np.ndarray) -> bool:
-    """Returns whether a file begins like llm.c's: with the magic number, or with zeros after some numbers."""
+    """Returns whether 16-bit words begin with llm.c's header: its magic number, or zeros after some numbers."""
     begin = np.asarray(words[: 2 * HEADER])
     if len(begin) < 2 * HEADER:
         return len(begin) >= 2 and int(begin[:2].view(np.int32)[0]) == MAGIC

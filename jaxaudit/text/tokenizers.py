@@ -294,7 +294,12 @@ def _read_tokenizer_file(folder: Path, path: Path) -> TokenizerFiles:
 
 
 def _unsupported_parts(content: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
-    """Yields the reasons why a tokenizer would encode otherwise than byte pairs like GPT-2's."""
+    """Yields the reasons why a tokenizer does not encode by byte pairs like GPT-2's.
+
+    Args:
+      content: the parsed tokenizer.json.
+      config: the parsed tokenizer_config.json.
+    """
     model, pre_tokenizer = _table(content.get("model")), _table(content.get("pre_tokenizer"))
     kind = model.get("type", "BPE" if "merges" in model else None)
     if kind != "BPE":

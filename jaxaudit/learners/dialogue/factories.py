@@ -46,11 +46,12 @@ EARLY_REMARKS = (
 
 
 def early_remarks(telemetry: Mapping[str, np.ndarray], compares_within_groups: bool = True) -> list[str]:
-    """Returns a sentence for each reason why seeds have little to learn from; an empty list if they have enough.
+    """Returns a sentence for each reason why the learner has little signal to learn from, or an empty list.
 
     Args:
       telemetry: the first steps of undisturbed lanes, one per seed, `[seed, step, ...]` by channel. It needs the
-        channels "proxy" (the reward that the learner receives), "truncated" and "no_signal".
+        channels "proxy" (the reward that the learner receives), "truncated" and "no_signal" (the share of groups whose
+        rewards are equal).
       compares_within_groups: whether rows of one prompt are compared, so that groups of equal rewards teach nothing.
     """
     reward, truncated = (np.asarray(telemetry[name], np.float64) for name in ("proxy", "truncated"))

@@ -45,7 +45,7 @@ class Network:
         return {**params, HEAD: {"kernel": jnp.zeros(self.model.size.width), "bias": jnp.zeros(())}}
 
     def transformer_params(self, params: gpt2.Params, base: Any = None) -> Any:
-        """Returns the transformer's parameters for `gpt2.apply`: without a head, and adapters joined to `base`."""
+        """Returns the parameters for `gpt2.apply`: without the scalar head, and LoRA adapters paired with `base`."""
         trunk = {name: value for name, value in params.items() if name != HEAD}
         return gpt2.Adapted(base, trunk) if self.rank else trunk
 

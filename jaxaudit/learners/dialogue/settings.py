@@ -307,7 +307,7 @@ class DialogueSettings:
         return self.prompts if self.objective == "preference" else self.rows
 
     def piece_sizes(self, sequences: int) -> packing.PieceSizes:
-        """Returns the sizes of the pieces in which a minibatch's or an iteration's sequences are processed."""
+        """Returns the sizes of the pieces (microbatches) into which this number of sequences is split."""
         if self.microbatches:
             size = self.rows // self.minibatches // self.microbatches
             return packing.PieceSizes(size, size)

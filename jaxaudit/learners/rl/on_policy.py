@@ -360,8 +360,10 @@ class OnPolicy:
     ) -> tuple[jax.Array, Moments, jax.Array]:
         """Divides rewards `[T, N]` by the running standard deviation of the discounted return.
 
+        The moments of the returns are updated with this rollout first.
+
         Returns:
-          the scaled rewards, and the new values of the state's `returns` and `discounted`.
+          the scaled rewards, and the new values of the state's fields `returns` and `discounted`.
         """
         if not self.settings.normalize_rewards:
             return rewards, state.returns, state.discounted

@@ -84,7 +84,7 @@ def critic_errors(
 
 
 def tokens_remaining(response_mask: jax.Array) -> jax.Array:
-    """Returns the number of response tokens of the row after every slot: int32 `[N, T]`, 0 at the last one."""
+    """Returns the number of response tokens in the row after each position: int32 `[N, T]`, 0 from the last one on."""
     from_here = jnp.cumsum(response_mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
     return from_here - response_mask
 
@@ -94,8 +94,8 @@ def correlation_by_distance(
 ) -> Statistics:
     """Computes Pearson's correlation of values and returns, by the distance from the row's end.
 
-    If the reward comes at the end, a value signal that decays over a row shows as a correlation that falls with the
-    distance.
+    If the reward comes at the end of a row and the critic's values carry less of it the earlier the token, the
+    correlation falls with the distance.
 
     Args:
       values: `[N, T]`.
