@@ -74,7 +74,7 @@ def _shard_row(batch: Batch, attempt: BatchAttempt, beginning: dict[str, Any], t
 
 
 def gather(store: Folder, grid: Grid, batch: Batch, attempt: BatchAttempt, after: int = 0) -> int:
-    """Copies an attempt's telemetry from the step `after` on, included, to the run; returns the step after the last row."""
+    """Copies an attempt's telemetry from the step `after` on to the run, and returns the step after the last row."""
     for rows, start, stop in _join_chunks(attempt.read_rows(after)):
         store.write_rows(grid, batch, rows, start, stop)
         after = stop
