@@ -151,7 +151,10 @@ class _Measurements(NamedTuple):
         return self.cadence != Cadence()
 
     def last_value(self, where: ArrayLike = True) -> jax.Array:
-        """Returns the last measured value where `where` `[M]` is true, or the first entry, measured or not."""
+        """Returns the last value that was measured where `where` is true, a bool `[M]` or scalar.
+
+        If nothing was measured there, it returns `values[0]`, which may be NaN.
+        """
         indices = jnp.where(self.is_measured & where, jnp.arange(self.values.shape[0]), 0)
         return self.values[indices.max()]
 

@@ -64,7 +64,10 @@ def has_held_out_rows(telemetry: xr.Dataset) -> bool:
 
 
 def held_out_cadence(telemetry: xr.Dataset) -> int:
-    """Returns the number of steps from one measurement of held-out rows to the next."""
+    """Returns the number of steps from one measurement of held-out rows to the next, as the telemetry records it.
+
+    It is 1 if nothing is recorded. The telemetry must have held-out rows (see `has_held_out_rows`).
+    """
     return int(telemetry[TOKENS].attrs.get("every", 1))
 
 
@@ -162,7 +165,10 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the whole run, computed or not."""
+        """The number of steps that every lane has when the run is finished, as the spec says.
+
+        It is the number of steps in the telemetry if the spec does not say it.
+        """
         planned = self.spec.get("audit", {}).get("steps")
         return int(planned) if isinstance(planned, int) else int(self.telemetry.sizes["step"])
 

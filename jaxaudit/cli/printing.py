@@ -159,7 +159,10 @@ def _since_onset(run: Run, column: int, step: int) -> str:
 
 
 def _row_lines(row: HeldOutRow, number: int) -> Iterator[str]:
-    """Yields the lines of a row: its number and reward, and then each turn."""
+    """Yields the lines of a row: a heading, and then the tokens of each turn.
+
+    The heading has the row's number and reward, the number of generated tokens, and their total log-probability.
+    """
     generated = [token.log_probability for token in row.tokens if token.is_own]
     yield (
         f"row {number}: reward {row.reward:g}, {len(generated)} generated tokens with a total log-probability of "

@@ -104,7 +104,7 @@ def _batch(grid: Grid, number: int, fork: int | None, first: int, lanes: int, wi
         return Batch(number, fork, 0, grid.baseline_steps, first, seeds, np.full_like(columns, -1), (), width)
     group = grid.forks[fork]
     columns += group.conditions[0]
-    conditions = tuple(grid.conditions[column] for column in columns.tolist())
+    conditions = tuple(map(grid.conditions.__getitem__, columns.tolist()))  # fast for many lanes
     return Batch(number, fork, group.onset, grid.steps, first, seeds, columns, conditions, width)
 
 

@@ -218,7 +218,8 @@ def lane_step(
 ) -> tuple[LaneState, Telemetry]:
     """Returns the state of one lane after a step, and the step's telemetry.
 
-    The learner's random key depends on (seed, step), and a perturbation's also on its kind.
+    The learner's random key depends on (seed, step). A perturbation's depends on (seed, step), the name of its kind,
+    and its occurrence. The telemetry is one value of each channel; a monitor adds its score and alarm.
 
     Args:
       program: the structure.
@@ -226,8 +227,9 @@ def lane_step(
       state: the lane's state before the step.
       lane: the lane's seed and perturbations.
       step: the step, an int32 scalar.
-      idle: for each slot, the number of steps since a window of the lanes that are computed together was last open. It
-        must not be batched.
+      idle: int32 `[K]`, for each of the program's K slots (places where perturbations act) the number of steps since
+        its window was last open in any of the lanes that are computed together: 0 while one is open. Slots whose
+        windows are closed are skipped by a branch on it, so `jax.vmap` must not map over it. None for the baseline.
     """
     perturbations = state.perturbations
     if perturbations and lane.disturbance is not None:

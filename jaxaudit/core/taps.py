@@ -133,7 +133,11 @@ class Windows:
         return self.open(step) & ~self.open(step - 1)
 
     def elapsed(self, step: jax.Array) -> jax.Array:
-        """Returns the share of the span from start to stop that has passed at the end of `step`: 1 at its last step."""
+        """Returns the share of each window's span, from start to stop, that has passed at the end of `step`.
+
+        It is 0 before `start`, rises linearly, and is 1 from the last step, `stop - 1`, on. `step` is a scalar int, and
+        the result has the shape of the fields.
+        """
         return jnp.clip((step - self.start + 1) / jnp.maximum(self.stop - self.start, 1), 0.0, 1.0)
 
 

@@ -274,7 +274,7 @@ class Regex:
         return {**answers, "starts": jnp.asarray(answers["starts"])[line]}
 
     def begin(self, target: dict[str, Any]) -> jax.Array:
-        """Returns the state before the first byte."""
+        """Returns the state before the first byte: int32 scalar, a row of `target["table"]`."""
         return target["starts"]
 
     def read(self, target: dict[str, Any], state: jax.Array, byte: jax.Array) -> jax.Array:

@@ -110,7 +110,12 @@ MAX_COMPILING = 4
 
 
 def compile_in_background(lowered: jax.stages.Lowered) -> Future[jax.stages.Compiled]:
-    """Compiles a program in a separate thread, which Ctrl-C does not wait for."""
+    """Starts to compile a program, and returns its future at once.
+
+    At most `MAX_COMPILING` programs compile at the same time, each in a thread of its own, with JAX's persistent cache
+    of compilations. Ctrl-C interrupts the wait for the result, and not the compilation: the command line ends without
+    it.
+    """
     _persistent_cache.enter()
 
     def compiled() -> jax.stages.Compiled:
@@ -231,7 +236,15 @@ class Engine:
         return self._wait_for(_initial, *self._key(batch))(self.data, self._device_lanes(batch).seed)
 
     def forked(self, source: Source, batch: Batch) -> LaneState:
-        """Returns the states of a fork group's batch at its onset, from the baseline's states."""
+        """Returns the states of a fork group's batch at its onset, with leading axis `batch.width`.
+
+        Every lane continues from the baseline's state of its seed, and perturbations that keep a state have their first
+        one.
+
+        Args:
+          source: returns the baseline's states at the onset.
+          batch: a batch of a fork group.
+        """
         return self._assemble(batch, source(set(batch.seeds.tolist())), batch.positions)
 
     def restored(self, pieces: Iterable[ProgramPiece], batch: Batch) -> LaneState:

@@ -36,7 +36,11 @@ def draw_sequences(key: jax.Array, tokens: jax.Array, batch: int, length: int) -
 
 
 def evenly_spaced(tokens: np.ndarray, count: int, length: int) -> np.ndarray:
-    """Returns `count` evenly spaced sequences of `tokens` `[N]`, without overlap if they fit: `[count, length]`."""
+    """Returns `count` sequences of `length` consecutive tokens of `tokens` `[N]`: `[count, length]`.
+
+    Their starts are evenly spaced, from the first token to N - `length`. Sequences overlap only if there are fewer than
+    `count * length` tokens. N must be at least `length`.
+    """
     starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
     return np.stack([tokens[start : start + length] for start in starts])
 
@@ -270,7 +274,11 @@ class LanguageModel:
         return cross_entropy(hidden, embedding, tokens[:, 1:].reshape(-1), weights, smoothing), entropies
 
     def validation_loss(self, params: Params, sequences: jax.Array) -> jax.Array:
-        """Returns the mean loss of sequences `[M, T + 1]`, evaluated `held_out` sequences at a time."""
+        """Returns the mean next-token cross entropy, in nats, of M sequences `[M, T + 1]`: a scalar.
+
+        At most `settings.held_out` sequences are evaluated at the same time, which bounds the memory. M can be any
+        number.
+        """
         batch_size = min(self.settings.held_out, sequences.shape[0])
 
         def loss(row: jax.Array) -> jax.Array:

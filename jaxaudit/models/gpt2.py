@@ -344,17 +344,20 @@ class Adapted:
 
 
 def init_adapters(model: GPT2, rank: int, key: jax.Array, layers: tuple[str, ...] = LORA_LAYERS) -> dict[str, Any]:
-    """Returns initial adapters, float32, whose change is zero: a `Stack` "h" with leaves like "attn/c_attn/a".
+    """Returns initial adapters, float32, which do not change the model yet because each `b` is zero.
+
+    An adapter adds a multiple of `a @ b` to a weight matrix. The result has one entry "h", a `Stack` of the model's
+    layers with leaves such as "attn/c_attn/a".
 
     Args:
       model: the model to adapt.
-      rank: rank of the change of each weight matrix.
-      key: PRNG key of `a` `[depth, in, rank]`, which is uniform within 1 / sqrt(in) as in the authors' code. `b`
-        `[depth, rank, out]` is zero.
-      layers: the adapted layers, some of `LORA_LAYERS`.
+      rank: the rank of the change of each weight matrix.
+      key: PRNG key of the `a` `[depth, in, rank]`, which are uniform between -1 / sqrt(in) and 1 / sqrt(in), as in the
+        code of LoRA's authors. The `b` are `[depth, rank, out]`.
+      layers: which dense layers of a transformer layer are adapted, some of `LORA_LAYERS`.
 
     Raises:
-      ValueError: the rank is below 1, or layers are empty or unknown.
+      ValueError: the rank is below 1, or `layers` is empty or has an unknown name.
     """
     if rank < 1:
         raise ValueError(f"the rank of adapters must be at least 1, not {rank}")

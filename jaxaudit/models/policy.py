@@ -176,7 +176,7 @@ class Gaussian:
         return Normal(output, params["log_std"])
 
     def sample(self, key: jax.Array, distribution: Normal) -> jax.Array:
-        """Samples an action of the distribution, before `to_task`."""
+        """Samples actions `[..., A]`, which are not clipped to the task's bounds yet: `to_task` does that."""
         mean, log_std = distribution
         return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 

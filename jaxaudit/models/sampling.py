@@ -319,7 +319,7 @@ def generate(
       prompts: int `[N, P]`, each of at least one token, followed by `PADDING`.
       key: PRNG key. A row's samples depend on its index and on no other row.
       tokens: the largest number of tokens that a row gets. Sampling stops early when all rows are finished.
-      temperature: the logits are divided by it, with `greedy` too.
+      temperature: the logits are divided by it. With `greedy` this changes only the log-probabilities.
       top_k, top_p: as in `truncate_logits`.
       greedy: whether to take the likeliest token instead of sampling.
       end: the token after which a row is finished, which is part of the row. None means that there is none.
@@ -330,7 +330,8 @@ def generate(
         `[N, P + tokens]`, 0 elsewhere.
 
     Raises:
-      ValueError: prompts have another shape, are empty, have unknown tokens, or do not fit into the model's context.
+      ValueError: `tokens` is below 1, or prompts have another shape, are empty, have unknown tokens, or do not fit into
+        the model's context.
     """
     _check(model, prompts, tokens)
     prompts = jnp.asarray(prompts, jnp.int32)

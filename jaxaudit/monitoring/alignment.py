@@ -420,7 +420,11 @@ def group_runs(
 
 
 def restrict_to_steps(series: Series | None, steps: np.ndarray | None) -> Series | None:
-    """Returns a channel's values at some of its steps; all of them if `steps` is None."""
+    """Returns the part of a channel's series that was logged at some steps, an array of step numbers.
+
+    Steps at which the channel was not logged are ignored. The series is returned as it is if `steps` is None, and None
+    if there is no series.
+    """
     if series is None or steps is None:
         return series
     kept = np.isin(series.steps, steps)

@@ -96,10 +96,17 @@ def _collapsing_note(lanes: LabelledLanes) -> str:
 def compare(lanes: LabelledLanes, detectors: Sequence[Detector], settings: DetectionSettings) -> pd.DataFrame:
     """Fits every detector in every fold, and returns its score and alarm for every lane.
 
+    In each fold a detector is fitted to clean lanes of the other folds, and its threshold is calibrated on the rest of
+    their clean lanes. A lane's row is from the fold that tests it.
+
     Returns:
-      a row per detector and lane: the lane's columns, and family, the detector's; fold; score, the largest of all
-      steps; threshold; alarm, the first step with a score above it, or NEVER; late_alarm, the first such step at or
-      after the onset, or NEVER.
+      A row per detector and lane, with the columns of `lanes.table` and: learner; lane, its index; detector, the name;
+      family, the detector's `family`; fold, the number of the fold that tests the lane; score, the largest of all
+      steps; threshold; alarm, the first step with a score above the threshold, or NEVER; late_alarm, the first such
+      step at or after the onset, or NEVER.
+
+    Raises:
+      ValueError: there are too few clean lanes for alpha.
     """
     folds = split_lanes(lanes, settings)
     tables = []

@@ -140,9 +140,11 @@ class ScoreNormalizer(NamedTuple):
         return cls(np.float32(middle), np.float32(np.maximum(spread, MIN_LOG_SPREAD)))
 
     def normalize(self, scores: Any, xp: Any = np) -> Any:
-        """Returns scores `[..., S]` on one scale: clean runs' maxima have a median of 0, and a 97th percentile of 1.
+        """Returns scores of S kinds, `[..., S]`, on one scale: `(log(scores) - middle) / spread`, `[..., S]`.
 
-        It is computed with `xp`, NumPy or `jax.numpy`.
+        A score equal to the median of the clean runs' largest scores becomes 0, and one equal to their 97th percentile
+        1, or less than 1 if these runs barely differ (`MIN_LOG_SPREAD`). Scores below `MIN_SCORE` count as `MIN_SCORE`.
+        `xp` is the module that computes, NumPy or `jax.numpy`.
         """
         return (xp.log(xp.maximum(scores, MIN_SCORE)) - self.middle) / self.spread
 

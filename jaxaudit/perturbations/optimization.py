@@ -173,7 +173,8 @@ def _units(value: Any) -> tuple[list[str], list[bool]]:
 def critic_reset(key, value, magnitude, *, reinitialise):
     """Moves the critic's parameters p to (1 - magnitude) p + magnitude times newly initialised ones (Table S1).
 
-    At 1 it is a full reset. The optimizer's moments do not change. The default `target` is the critic.
+    At 1 it is a full reset. The optimizer's moments do not change. The default `target` is the critic. The table is
+    that of the paper that the README names.
 
     >>> float(critic_reset(0.5).apply({"kernel": 2.0}, reinitialise=lambda key: {"kernel": 0.0})["kernel"])
     1.0

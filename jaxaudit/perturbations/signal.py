@@ -129,8 +129,8 @@ def gradient_mask(key, value, magnitude):
 def verifier_flip(key, value, magnitude, *, bound):
     """Replaces each reward r in [0, 1] by 1 - r with probability `magnitude`, as if the verifier made an error.
 
-    For rewards between 0 and `bound`, which is 1 for all learners of this package, r becomes `bound` - r. Unbounded
-    scores, such as those of a reward model, have no opposite.
+    For rewards between 0 and `bound`, which is 1 for all learners of this package, r becomes `bound` - r. Learners with
+    unbounded rewards, such as the scores of a reward model, offer no `bound` and cannot be disturbed in this way.
 
     >>> verifier_flip(1.0).apply(jnp.array([0.0, 1.0, 0.75]), bound=1.0)
     Array([1.  , 0.  , 0.25], dtype=float32)

@@ -218,7 +218,11 @@ def condition_table(run: Run) -> page.Table | None:
 
 
 def lane_table(run: Run) -> page.Table | None:
-    """Returns a table with one row per lane; None without metrics, or if there are more than `MAX_LANES` lanes."""
+    """Returns a table with one row per lane: seed, condition, and the metrics of the lane.
+
+    Its columns are those of `LANE_COLUMNS` that the run's metrics have. None if the run has no metrics, or more than
+    `MAX_LANES` lanes.
+    """
     if run.metrics is None or len(run.metrics) > MAX_LANES:
         return None
     columns = {name: title for name, title in LANE_COLUMNS.items() if name in run.metrics}

@@ -119,7 +119,11 @@ def _summary(about: dict[str, Any], runs: Sequence[str], alarms: pd.DataFrame, t
 
 
 def _false_alarm_text(alpha: float, calibrated_on: int | None) -> Markup:
-    """Returns which share of clean runs has a false alarm: on average, and with calibration sets of this size."""
+    """Returns a sentence on the share of clean runs that have a false alarm: on average at most `alpha`.
+
+    It adds the interval of the share for nine in ten sets of `calibrated_on` calibration runs, unless that number is
+    None or too small for `alpha`.
+    """
     text = Markup(" False alarms occur in at most {}% of clean runs on average").format(
         page.number(100 * alpha, digits=3)
     )

@@ -409,9 +409,11 @@ def _without_effect(run: Run) -> list[str]:
 
 
 def _trend(run: Run, onset: int, window: int) -> float:
-    """Returns the share of the variance of performance before an onset that a line explains, or 0 if it is unknown.
+    """Returns how much of the variance of performance in the `window` steps before an onset a straight line explains.
 
-    The share is the median over seeds.
+    This is R squared, in [0, 1]: the median over seeds, each with its own line. All conditions of the onset share these
+    steps. A seed whose performance is constant or not finite there counts as 0. The result is 0 if there is no
+    performance, or if fewer than `window` steps precede the onset.
     """
     performance = run.channel("performance")
     if performance is None or not 0 < window <= onset:

@@ -152,7 +152,13 @@ class _ComparisonSink(_StoredOnsetSink):
                 self._note(name, np.broadcast_to(values[:, None, : old.shape[2]], old.shape), old)
 
     def _compare(self, new: dict[str, np.ndarray], conditions: np.ndarray, seeds: np.ndarray, start: int) -> None:
-        """Compares the lanes of a fork group, `[lane, step, ...]` from step `start` on."""
+        """Compares new telemetry of a fork group's lanes with the stored one, and notes the channels that differ.
+
+        Args:
+          new: the new values by channel, `[lane, step, ...]`.
+          conditions, seeds: the positions of each lane's condition and seed in the grid, int `[lane]`.
+          start: the first step of `new`.
+        """
         first, last = conditions.min(), conditions.max()
         for name, values in new.items():
             if values.shape[1]:
@@ -223,7 +229,7 @@ class _LastStateSink(_StoredOnsetSink):
         self._number = number
 
     def reached(self, engine: Engine, batch: Batch, states: LaneState, step: int) -> None:
-        """Keeps the lane's state if the batch has reached its end."""
+        """Keeps the learner's state of the lane that the sink was created for, if `step` is the end of the batch."""
         for piece in engine.pieces(batch, states) if step == batch.stop else ():
             index = self._number - piece.first
             if 0 <= index < piece.lanes:

@@ -120,11 +120,17 @@ class Folder:
             return ""
 
     def write_plan(self, plan: Plan) -> None:
-        """Stores which lanes form which batch, and the number of threads of the process that planned them."""
+        """Writes plan.json: the lanes of each batch, and the number of cores that this process may use.
+
+        The latter is stored so that a later process can use as many.
+        """
         write_text(self.plan, json.dumps({"threads": core_count(), "batches": as_json(plan)}) + "\n")
 
     def read_plan(self, grid: Grid) -> list[Batch]:
-        """Returns the batches of the run's grid; raises UserError if plan.json is damaged or of another grid."""
+        """Returns the batches that plan.json stores: which lanes of the grid are trained side by side.
+
+        Raises UserError if plan.json is missing or damaged, or if its lanes are not those of `grid`.
+        """
         try:
             return from_json(read_object(self.plan)["batches"], grid)
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:

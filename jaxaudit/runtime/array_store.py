@@ -109,7 +109,10 @@ def write_arrays(path: Path, arrays: Mapping[str, LabelledArray]) -> None:
 
 
 def consolidate(path: Path) -> None:
-    """Copies the metadata of a store's arrays to its root, so that they are read at once."""
+    """Copies the metadata of all of a store's arrays into the metadata of its root.
+
+    A reader then learns the arrays' names, shapes and types from one file. The values stay where they are.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zarr warns that consolidated metadata are not part of the format yet
         zarr.consolidate_metadata(path, zarr_format=FORMAT)

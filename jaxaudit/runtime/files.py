@@ -316,9 +316,9 @@ def check_path_encoding(path: Path) -> None:
 
 
 def check_contents(path: Path) -> None:
-    """Raises UserError if a folder contains links, pipes, sockets or devices, at any depth.
+    """Raises UserError if a folder contains symbolic links, pipes, sockets or devices, at any depth.
 
-    Reading from the folder and writing to it then never leaves it. The folder itself may be a link.
+    Without them, reading and writing files in the folder never leaves it. The folder itself may be a symbolic link.
     """
     for entry in _walk(path):
         if entry.is_symlink():

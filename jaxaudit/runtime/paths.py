@@ -67,7 +67,11 @@ def groups_of(value: Any) -> tuple[str, ...]:
 
 
 def squares_by_group(value: Any) -> jax.Array:
-    """Returns the sum of squares of each group's entries, float32 `[groups]`, in the order of `groups_of`."""
+    """Returns the sum of the squared entries of each group of a pytree's leaves, float32 `[groups]`.
+
+    A group is one layer of a `Stack`, or another entry of the outermost tree. `groups_of` returns the groups' names in
+    the same order.
+    """
     groups = groups_of(value)
     total = jnp.zeros(len(groups))
     for leaf, places in zip(jax.tree.leaves(value), places_of(value), strict=True):

@@ -399,7 +399,10 @@ def takes_task(kind: str) -> bool:
 
 
 def learner_settings(kind: str) -> type:
-    """Returns the settings dataclass of a registered learner. Raises ValueError if the name is unknown."""
+    """Returns the settings dataclass of a registered learner, or `NoSettings` if its factory has none.
+
+    Raises ValueError if no learner of this name is registered.
+    """
     return getattr(registry.learners[kind], "settings", NoSettings)
 
 

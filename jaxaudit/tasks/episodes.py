@@ -305,7 +305,18 @@ class Undisturbed:
         return CleanEnvs(dataclasses.replace(training, pool=None), jnp.zeros(self._num_envs, bool))
 
     def begin(self, copies: CleanEnvs, training: EpisodeState, taps: Taps) -> CleanEnvs:
-        """Returns the copies for an iteration, which replicate the training environments when a window opens."""
+        """Returns the copies with which an iteration of the learner begins.
+
+        If the lane is disturbed at an acting site in this iteration, and the copies are not in use yet, they are set to
+        the present state of the training environments. Otherwise their state is returned as it is. Whenever the lane is
+        disturbed, all N environments are marked as `awaited`, so that the copies are in use until every environment has
+        begun an undisturbed episode.
+
+        Args:
+          copies: the copies after the iteration before.
+          training: the state of the N training environments before the iteration.
+          taps: the step's taps.
+        """
         if not taps.disturbs(*ACTING_SITES):
             return copies
         opened = taps.disturbed(*ACTING_SITES)

@@ -72,7 +72,7 @@ SETTINGS = [
     ("ppo_lm", "kl_off_policy", 0.1, IN_LOSS, {"kl_coefficient": 0.1}),
     ("ppo_lm", "length_adaptive_lambda", None, {"adaptive_lambda": True}, {"gae_lambda_length": 0.05}),
     ("ppo_lm", "value_pretraining", 7, {}, {}),
-    ("grpo", "adaptive_entropy", None, {"entropy": True}, {"entropy_coefficient": 1e-30}),
+    ("grpo", "adaptive_entropy", None, {"entropy_bonus": True}, {"entropy_coefficient": 1e-30}),
 ]
 SLOW_TO_TRACE = ("adaptive_entropy",)
 

@@ -207,7 +207,7 @@ def test_sites_that_settings_leave_out_say_why(capsys):
     kinds = {
         "label_smoothing": "for the policy's tokens are no labels",
         "token_corruption": "for rows are written by the policy",
-        "adversarial_reward": "for the reward is a row's, not a transition's",
+        "adversarial_reward": "for the reward belongs to a row, not to a transition",
         "reward_model_noise": "for reward is 'gold'",
         "kl_failure": "for kl is 'none'",
         "lr_schedule_error": "for its rate is the same at every step",

@@ -268,7 +268,21 @@ class Collector:
         return lowest + progress * (numbers.difficulty - lowest)
 
     def _select_rows(self, reward: jax.Array, row_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the indices of the rows that are trained on, int `[rows]`, and whether each counts, bool `[rows]`."""
+        """Selects the rows that are trained on.
+
+        These are all rows of the first `prompts` rollout groups. With dynamic sampling, groups whose rewards differ are
+        taken before those whose rewards are equal. A preference objective takes the best and the worst row of each
+        group.
+
+        Args:
+          reward: the reward of each sampled row, float32 `[N]`.
+          row_mask: bool `[N]`, which of them may count in the loss.
+
+        Returns:
+          index: int `[rows]`, the indices of the selected rows among the N.
+          mask: bool `[rows]`, whether each counts in the loss. With dynamic sampling and with a preference objective,
+            rows of groups whose rewards are equal do not.
+        """
         settings = self.settings
         rewards, masks = (x.reshape(-1, settings.group_size) for x in (reward, row_mask))
         signal = advantages.has_signal(rewards, masks)
@@ -344,7 +358,14 @@ class Collector:
         return loss_inputs, TrainerOutputs(log_prob, entropy, hidden, ref_hidden, score, returns)
 
     def _kl_penalty(self, log_prob: jax.Array | None, ref_log_prob: jax.Array | None) -> jax.Array | None:
-        """Returns the KL estimate of each token that the reward is reduced by, `[N, T]`; None if there is none."""
+        """Returns the KL estimate of each token, `[N, T]`, by which its reward is reduced.
+
+        The estimate is not multiplied by the KL coefficient yet. None if the objective has no KL in the reward.
+
+        Args:
+          log_prob: the policy's log-probability of each token, `[N, T]`; may be None if there is no KL in the reward.
+          ref_log_prob: the reference's log-probability of each token, likewise.
+        """
         if not self.config.kl_in_reward:
             return None
         assert log_prob is not None, "it is computed with the reference's"

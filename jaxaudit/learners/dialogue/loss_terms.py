@@ -179,9 +179,10 @@ def k2(log_prob: jax.Array, ref_log_prob: jax.Array) -> jax.Array:
 
 
 def k3(log_prob: jax.Array, ref_log_prob: jax.Array) -> jax.Array:
-    """Returns Schulman's k3 estimate of the KL, `exp(d) - 1 - d` with `d = ref_log_prob - log_prob`.
+    """Returns Schulman's k3 estimate of KL(policy || reference): `exp(d) - 1 - d` with `d = ref_log_prob - log_prob`.
 
-    It is unbiased and never negative.
+    Both arguments are log-probabilities of the same tokens, `[N, T]`, as is the result. It is never negative, and it is
+    unbiased for tokens that were sampled from the policy.
     """
     return jnp.expm1(ref_log_prob - log_prob) - (ref_log_prob - log_prob)
 

@@ -73,7 +73,10 @@ class Rows:
 
     @property
     def response_lengths(self) -> jax.Array:
-        """The number of slots after each row's first prompt, whoever wrote them: float32 `[N]`."""
+        """The number of tokens after each row's first prompt: float32 `[N]`.
+
+        It counts those of the policy, of tools and of later prompts, and not the slots after the dialogue's end.
+        """
         return jnp.sum(self.role != END, axis=1, dtype=jnp.float32) - self.prompt_lengths
 
     @property

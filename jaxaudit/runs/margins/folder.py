@@ -339,7 +339,7 @@ class _SearchFolder:
             yield
 
     def write(self, margins: Margins) -> None:
-        """Writes the outcomes of all lanes trained so far to `outcomes.csv`."""
+        """Writes `outcomes.csv`, with one row for each lane that is trained or planned so far (`Margins.outcomes`)."""
         write_text(self.folder.path / OUTCOMES, margins.outcomes.to_csv(index=False))
 
 

@@ -133,7 +133,13 @@ class Margins:
 
     @property
     def notes(self) -> list[str]:
-        """The notes below the table: the definitions of its columns, and warnings about seeds."""
+        """The notes below the table, each one line of text.
+
+        The first two define the margin and its interval; the second also says if the seeds are too few for the
+        confidence level. Further notes name onsets in the second half of the run, where any collapse counts;
+        perturbations with seeds that survive a harsher magnitude than one at which they collapse; and those with seeds
+        whose collapse time is unknown.
+        """
         level = self.plan.level
         notes = [f"margin: the magnitude from which half of the seeds collapse; {self._criterion_note()}"]
         coverages = sorted({row["coverage"] for row in self._rows})
