@@ -11,6 +11,8 @@ import jaxaudit as ja
 from jaxaudit.analysis import metrics
 from jaxaudit.analysis.metrics import MetricSettings
 
+pytestmark = pytest.mark.exhaustive
+
 EVERY, STEPS, ONSET = 5, 400, 200
 SETTINGS = MetricSettings(window=50, hold=50)
 DUE = np.arange(EVERY - 1, STEPS, EVERY)

@@ -21,6 +21,8 @@ from jaxaudit.report import dialogue
 from jaxaudit.report.dialogue import earliest, first_signals
 from jaxaudit.runtime import registry
 
+pytestmark = pytest.mark.exhaustive
+
 WORDS = ["a", "b", "call", "<script>", "end"]
 ROLES = ["own", "prompt", "tool", "end"]
 EVERY, SEEDS, STEPS, SLOTS, ONSET = 5, 4, 400, 6, 120

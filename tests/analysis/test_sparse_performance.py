@@ -17,6 +17,8 @@ from jaxaudit.runs.margins.search import collapse_times
 from jaxaudit.runs.progress import performance_level
 from jaxaudit.runtime import registry
 
+pytestmark = pytest.mark.exhaustive
+
 WINDOW, HOLD = 20, 12
 SETTINGS = MetricSettings(window=WINDOW, hold=HOLD)
 

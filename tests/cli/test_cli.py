@@ -528,6 +528,7 @@ def test_a_wrong_spec_in_a_shell():
     assert [path for path in contents(Path.cwd()) if not path.startswith("cache")] == ["spec.toml"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("environment", "devices"),
     [
@@ -552,6 +553,7 @@ def test_one_device_for_each_core(environment, devices):
     assert done.stdout.split() == [str(devices), "/somewhere/jaxaudit"]
 
 
+@pytest.mark.exhaustive
 def test_a_command_keeps_no_programs_where_it_is_told_so():
     code = "import jax; from jaxaudit.cli.main import *; prepare_jax(); print(jax.config.jax_compilation_cache_dir)"
     own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}

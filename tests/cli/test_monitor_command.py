@@ -68,6 +68,7 @@ def monitored(request, logs, tmp_path_factory):
     return code, out, said.getvalue()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_went_wrong_is_told_from_one_that_did_not(monitored):
     code, out, _ = monitored
     assert code == 0

@@ -15,6 +15,8 @@ from jaxaudit.kernels.layers import layer_norm
 from jaxaudit.kernels.output_layer import cross_entropy, token_log_probability
 from jaxaudit.models import gpt2
 
+pytestmark = pytest.mark.exhaustive
+
 ALLOWED = 1e-2
 """Of a Frobenius norm; 24% is what a sum of frequent tokens' rows in bfloat16 was off."""
 

@@ -58,6 +58,7 @@ def test_an_audit_keeps_them_as_they_are_declared(audited):
     assert [audited[name].attrs for name in ("tries", "count", "words")] == [{"every": 2}, {}, {"monitored": 0}]
 
 
+@pytest.mark.exhaustive
 def test_a_runs_folder_keeps_them_too(audited, tmp_path, monkeypatch):
     monkeypatch.setitem(registry.learners._entries, "told", lambda task: LEARNER)
     spec = header(seeds=2, steps=10, learner='kind = "told"') + (

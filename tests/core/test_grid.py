@@ -357,6 +357,7 @@ def collapses(learner, *perturbations):
     return ja.audit(learner, perturbations, seeds=5, steps=100, settings=settings)
 
 
+@pytest.mark.exhaustive
 def test_the_critical_magnitude_is_looked_for_in_the_direction_of_harm():
     """Known thresholds: from 5 on, or from 5 down."""
     for up, neutral in ((True, 0.0), (False, 64.0)):
@@ -366,6 +367,7 @@ def test_the_critical_magnitude_is_looked_for_in_the_direction_of_harm():
         collapses(steady(5.0, False), told(64.0, 2.0, 4.0, 8.0, 128.0)).critical_magnitude("told")
 
 
+@pytest.mark.exhaustive
 def test_the_critical_magnitude_is_that_of_one_onset_and_one_target():
     late = told(0.0, 1.0, 2.0, 8.0, 16.0, onset=80)
     found = collapses(steady(5.0, True), told(0.0, 2.0, 4.0, 8.0, 16.0), late)
@@ -421,6 +423,7 @@ def test_a_registered_metric_is_measured_and_a_registered_task_is_made(monkeypat
     assert ja.tasks.make("mine") == "an environment"
 
 
+@pytest.mark.exhaustive
 def test_a_state_before_the_first_step_is_made_once_a_seed(monkeypatch):
     """Forks at step 0 begin as the baseline did, whose first states are kept."""
     begun = []
@@ -442,6 +445,7 @@ def test_a_state_before_the_first_step_is_made_once_a_seed(monkeypatch):
     assert (values[:, 1] != values[:, 0]).any()
 
 
+@pytest.mark.exhaustive
 def test_a_first_state_is_traced_once_for_its_shapes_and_once_to_begin():
     """An `init` that trains, as a warm start does, is long to trace."""
     traced = []

@@ -67,6 +67,7 @@ def noisy():
     return squared_norms(ja.audit(LEARNER, [ja.weight_noise(STD, onset=ONSET), flips], seeds=512, steps=60))
 
 
+@pytest.mark.exhaustive
 def test_weight_noise_adds_its_variance_to_the_squared_norm(noisy):
     added = noisy[:, 1] - noisy[:, 0]
     assert (added[:, :ONSET] == 0).all()

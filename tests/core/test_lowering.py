@@ -194,6 +194,7 @@ def test_adapters_of_gpt2_124m_lower_for_cuda_from_shapes_alone(checkpoint, tmp_
     assert_lowers(ja.plan(learner, [ja.lr_spike(10.0, onset=1, duration=1)], seeds=1, steps=3), ["cuda"])
 
 
+@pytest.mark.exhaustive
 def test_c_mujoco_is_what_calls_the_host():
     """Or the test above would see nothing."""
     task, learner, disturbance = CASES["ppo"]

@@ -141,6 +141,7 @@ def many(tmp_path_factory):
     return folder, written
 
 
+@pytest.mark.exhaustive
 def test_a_group_is_put_into_its_place_in_one_go(many):
     folder, written = many
     told = {path.name for path in (folder / "telemetry.zarr").iterdir()} & {"performance", "update_norm"}

@@ -29,7 +29,7 @@ from jaxaudit.runtime.errors import UserError
 from jaxaudit.runtime.sharding import device_mesh
 from jaxaudit.spec.document import parse
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 VOCABULARY = 37
 STEPS = 4

@@ -11,6 +11,8 @@ from places import EXPERIMENTS
 import jaxaudit as ja
 from jaxaudit.analysis.metrics import MetricSettings
 
+pytestmark = pytest.mark.exhaustive
+
 EXAMPLES = sorted((EXPERIMENTS / "learners").glob("*.py"))
 NAMES = [path.stem for path in EXAMPLES]
 SEEDS, STEPS = 3, 40

@@ -61,6 +61,7 @@ def test_other_shapes_are_another_program():
     assert large != small
 
 
+@pytest.mark.exhaustive
 def test_the_engine_gives_what_the_audit_gives_on_one_device_and_on_two():
     given = learner(numbers(0))
     baseline, forks = compiled(grid(given).program)(inputs(grid(given)))

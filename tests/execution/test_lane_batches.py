@@ -103,6 +103,7 @@ def test_lanes_that_fill_a_batch_up_are_controls():
     assert (lanes.disturbance.windows.stop.any(axis=1) == [True, True, False, False]).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lanes", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_batches_change_nothing_but_the_rounding(lanes, audited):
     for name, values in audited("auto").items():
@@ -144,6 +145,7 @@ def test_the_largest_batch_that_fits_is_chosen_and_is_compiled_already(monkeypat
     assert max(len(batch.seeds) for batch in memory.fit(grid(), 12, resident=True)[1]) == 12
 
 
+@pytest.mark.exhaustive
 def test_processes_beside_each_other_share_the_memory(monkeypatch):
     free = room_for(4)
     monkeypatch.setattr(memory, "available_memory", lambda devices: 3 * free)
@@ -234,6 +236,7 @@ def step_keyed(state, key, taps):
     return {"x": x, "target": x, "key": own}, {"performance": -jnp.sum(x**2)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("piece", [1, 100, 2**26])
 def test_states_go_through_pieces_unchanged(piece, monkeypatch):
     """Random keys, one array in two places, and the states of perturbations, on two devices."""

@@ -136,6 +136,7 @@ def test_scales_of_scores_are_those_of_the_reference_s_rows():
     )
 
 
+@pytest.mark.exhaustive
 def test_a_curriculum_goes_from_the_lowest_difficulty_to_the_dialogue_s():
     hop = Hop(difficulty=2.0, entities=3, hops=2, length=13)
     learner = ja.learners.grpo(hop, **FEW, curriculum=0.5)

@@ -238,6 +238,7 @@ def test_sampling_leaves_off_when_all_rows_of_all_lanes_are_over(monkeypatch):
     assert few < most, "or lanes would not differ"
 
 
+@pytest.mark.exhaustive
 def test_tokens_are_drawn_with_the_policys_probabilities():
     """The first own token over many rows, against the softmax of the full forward pass."""
     from scipy import stats
@@ -255,6 +256,7 @@ def test_tokens_are_drawn_with_the_policys_probabilities():
     assert stats.chisquare(counts, 4096 * wanted / wanted.sum()).pvalue > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_each_slot_of_each_row_has_a_draw_of_its_own():
     """Of a policy to which all tokens are alike: neither a row's next token nor the next row's tells anything."""
     from scipy import stats

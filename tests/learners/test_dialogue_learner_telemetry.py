@@ -24,7 +24,7 @@ from jaxaudit.learners.dialogue.collection import Models
 from jaxaudit.learners.dialogue.rollout import Rows
 from jaxaudit.learners.dialogue.telemetry import measurement, rewards, token_statistics
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 SMALL_HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
 FEW = {"prompts": 2, "performance_rows": 4, "warm_start": 0, "critic_warm_start": 0}

@@ -633,6 +633,7 @@ def follow(what, stage, updates, rate, loss_of, looked_at=(0, 1, 4), falls=False
     return params
 
 
+@pytest.mark.exhaustive
 def test_what_comes_before_the_first_iteration_is_the_references(monkeypatch):
     given = {
         "reward": "learned",

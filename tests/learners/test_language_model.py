@@ -69,6 +69,7 @@ def assert_is_mean(gradient, each):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.mean(b, axis=0), rtol=1e-3, atol=1e-6), gradient, each)
 
 
+@pytest.mark.exhaustive
 def test_the_gradient_is_the_whole_batchs_and_coherence_its_microbatches(made):
     model, params, tokens = made
     gradient, telemetry = model.gradient(params, tokens, Taps())
@@ -101,6 +102,7 @@ class Smoothing(Taps):
         return np.float32(0.2) if site == "label_smoothing" else value
 
 
+@pytest.mark.exhaustive
 def test_smoothing_moves_the_gradient_as_its_formula_says(made):
     model, params, tokens = made
     smooth, _ = model.gradient(params, tokens, Smoothing())
@@ -226,6 +228,7 @@ def test_stopped_and_resumed_it_reads_the_same_batches(trained):
     assert (whole["loss"][:, 0] != whole["loss"][:, 1]).all()
 
 
+@pytest.mark.exhaustive
 def test_it_begins_with_a_checkpoint(made, corpus, tmp_path):
     model, params, _ = made
     gpt2_checkpoint.save(tmp_path, params, model.model)
@@ -263,6 +266,7 @@ def test_nothing_of_its_program_runs_on_the_host_nor_is_a_constant(made, corpus,
     assert max((len(digits) // 8 for digits in constants), default=0) < 1_000
 
 
+@pytest.mark.exhaustive
 def test_learners_that_begin_with_checkpoints_share_a_program(made, corpus, tmp_path):
     model, params, _ = made
     for name, factor in (("one", 1.0), ("other", 1.5)):
@@ -336,6 +340,7 @@ def test_a_spec_with_a_text_is_written_with_its_defaults(corpus):
     assert 'tokenizer = "bytes"' in spec.to_toml()
 
 
+@pytest.mark.exhaustive
 def test_without_a_second_corpus_a_shift_is_refused(corpus):
     text = SPEC.format(kind="text", name=corpus.name, learner="language_model")
     text = text.replace("lr_spike", "distribution_shift").replace(
@@ -384,6 +389,7 @@ duration = 2
 """
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_gone_on_with_from_anywhere_on_the_same_text_alone(tmp_path, monkeypatch):
     """Up to what would be compiled."""
     begun = []

@@ -142,6 +142,7 @@ def collected(agent, iterations=1):
     return state, *agent.collect(state, jax.random.key(1), Taps(0, iterations))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("algorithm", "settings"), [(PPO, PPOSettings), (TRPO, TRPOSettings)])
 def test_log_probabilities_are_of_the_action_drawn_not_of_what_the_task_accepts(algorithm, settings):
     class Narrow(Standard):
@@ -216,6 +217,7 @@ def test_defaults_are_the_papers(settings):
         assert getattr(chosen, name) == value, name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("algorithm", "settings"), [(SAC, SACSettings), (TD3, TD3Settings)])
 def test_before_learning_starts_actions_are_uniform_and_then_the_policys(algorithm, settings):
     agent = algorithm(Standard(), LIMIT, settings(**OFF_POLICY | {"learning_starts": 512, "num_envs": 64}))

@@ -122,6 +122,7 @@ def test_outside_a_run_a_schedule_stands_at_its_beginning():
     assert float(done.learning_rate) == 0.5
 
 
+@pytest.mark.exhaustive
 def test_x_grad_is_that_of_the_first_epochs_minibatches_where_it_begins():
     """However far the updates go, and whatever the telemetry."""
     settings = SMALL | {"minibatch_size": 16, "learning_rate": 0.3}

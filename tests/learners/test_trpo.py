@@ -339,6 +339,7 @@ def scaled(key, value, magnitude):
     return value * magnitude
 
 
+@pytest.mark.exhaustive
 def test_a_neutral_lane_is_its_control(audited):
     for name, series in audited["control"].items():
         np.testing.assert_array_equal(series, audited["neutral"][name], err_msg=name)

@@ -80,6 +80,7 @@ def test_token_by_token_is_the_forward_pass(begun):
     np.testing.assert_allclose(small, plain, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_chunk_is_what_it_is_alone(params):
     tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 40)
     positions, first = chunked(2, 16)
@@ -93,6 +94,7 @@ def test_a_chunk_is_what_it_is_alone(params):
     assert np.abs(hidden - apply(params, tokens)[0])[0, 3:].max() > 0.1
 
 
+@pytest.mark.exhaustive
 def test_gradients_know_what_is_seen(params):
     """A loss on the second chunk moves nothing by the tokens of the first; defaults are positions in order."""
     tokens = jax.random.randint(jax.random.key(0), (1, 16), 0, 20).at[0, 3:].add(20)
@@ -118,6 +120,7 @@ def test_the_entropy_of_attention_counts_what_is_seen():
     assert float(entropy) == pytest.approx(np.mean(np.log([1, 2, 1, 2, 3, 1])), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_lanes_of_one_program_are_equal_to_the_last_bit(params):
     tokens = jax.random.randint(jax.random.key(1), (3, 16), 0, 40)
     positions, first = chunked(3, 16)
@@ -151,6 +154,7 @@ def test_a_write_under_lanes_stays_a_slice(params):
     assert scatters(np.arange(5), 0) > 0
 
 
+@pytest.mark.exhaustive
 def test_half_precision_is_near(params):
     tokens = jax.random.randint(jax.random.key(1), (3, 16), 0, 40)
     positions, first = chunked(3, 16)
@@ -205,6 +209,7 @@ def test_draws_have_the_models_chances(params):
     assert ((counts - expected)[left > 0] ** 2 / expected[left > 0]).sum() < 28.5
 
 
+@pytest.mark.exhaustive
 def test_rows_end_and_do_not_disturb_each_other(params):
     prompts = np.array([[7, 2, 9, 9], [5, -1, -1, -1], [1, 2, -1, -1]])
     free, _ = ja.generate(MODEL, params, prompts, jax.random.key(3), tokens=8)
@@ -222,6 +227,7 @@ def test_rows_end_and_do_not_disturb_each_other(params):
     assert (tokens[1] != -1).sum() <= 5
 
 
+@pytest.mark.exhaustive
 def test_no_token_is_computed_after_the_end_of_the_longest_row(params, monkeypatch):
     prompts, key = np.array([[7, 2, 9, 9], [5, -1, -1, -1]]), jax.random.key(3)
     free = np.asarray(ja.generate(MODEL, params, prompts, key, tokens=11))

@@ -56,6 +56,7 @@ def test_names_without_their_prefix_and_half_precision_can_be_read(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), half, whole)
 
 
+@pytest.mark.exhaustive
 def test_logits_of_shards_padded_rows_more_positions_and_the_other_name_of_gelu_are_transformers():
     reference = np.load(SHARDS / "reference.npz")
     for model in (MODEL, GPT2(40, 32, MODEL.size), GPT2(48, 32, MODEL.size)):
@@ -286,6 +287,7 @@ def test_the_papers_sizes(name, millions):
     ) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
+@pytest.mark.exhaustive
 def test_initial_weights_have_gpt2s_spread():
     model = GPT2(512, 64, gpt2.SIZES["nano"])
     params = jax.jit(lambda key: gpt2.init_params(model, key))(jax.random.key(0))
@@ -300,6 +302,7 @@ def test_initial_weights_have_gpt2s_spread():
     assert not np.array_equal(layers["mlp"]["c_fc"]["kernel"][0], layers["mlp"]["c_fc"]["kernel"][1])
 
 
+@pytest.mark.exhaustive
 def test_remat_and_half_precision_compute_the_same():
     params = gpt2_checkpoint.load(REFERENCE, MODEL)
     tokens = np.arange(256, dtype=np.int32).reshape(16, 16) % 40

@@ -12,6 +12,8 @@ from jaxaudit.models import gpt2, gpt2_checkpoint, sampling
 from jaxaudit.models.gpt2 import GPT2, Size
 from jaxaudit.runtime.paths import matches, paths_of
 
+pytestmark = pytest.mark.exhaustive
+
 MODEL = GPT2(40, 16, Size(16, 2, 2))
 TOKENS = np.arange(20, dtype=np.int32).reshape(2, 10)
 

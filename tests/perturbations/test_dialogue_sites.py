@@ -14,7 +14,7 @@ from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.hop import Hop
 from jaxaudit.models import gpt2
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 HOP = Hop(difficulty=1.0, entities=3, hops=2, length=13)
 

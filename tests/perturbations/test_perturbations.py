@@ -151,6 +151,7 @@ def test_a_loose_parameter_is_no_layer():
     assert float(alone["w"][0]) == 1.0
 
 
+@pytest.mark.exhaustive
 def test_a_constant_learning_rate_has_no_schedule_to_misread():
     from quadratic import quadratic
 

@@ -156,6 +156,7 @@ def lanes_of(result, position):
     return (result.telemetry[name].values[:, position] for name in ("performance", "acting_performance"))
 
 
+@pytest.mark.exhaustive
 def test_the_performance_of_a_policy_that_stays_is_its_worth(disturbed):
     clean = disturbed.telemetry["performance"].values[:, :, 2 * -(-LIMIT // TURNS) :]
     np.testing.assert_array_equal(clean, LIMIT)

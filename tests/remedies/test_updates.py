@@ -39,6 +39,7 @@ from jaxaudit.core.optimizer import linear_to_zero
 from jaxaudit.core.taps import ROOT, Taps
 
 
+@pytest.mark.exhaustive
 def test_the_learning_rate_is_scaled_and_warmed_up_at_every_step_of_a_run():
     plain = RATE * (1.0 - np.arange(STEPS) / STEPS)
     rising = np.minimum(1.0, (np.arange(STEPS) + 1) / (0.5 * STEPS))

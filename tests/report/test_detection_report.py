@@ -16,6 +16,8 @@ from synthetic_runs import outside_scripts, specs
 from jaxaudit.report import detection_page, score_figures
 from jaxaudit.report.detection_page import detector_table, verdict
 
+pytestmark = pytest.mark.exhaustive
+
 MINE = "meta-state (LRU)"
 CONDITIONS = ("lr_spike 30", "lr_spike 100", "observation_noise 0.1", "weight_noise 0.1", "weight_noise 0.3",
               "reward_noise 5", "gradient_sign_flip 0.3", "momentum_noise 0.1")  # fmt: skip

@@ -21,6 +21,8 @@ from jaxaudit.report import line_panels, outcomes
 from jaxaudit.report.outcomes import collapsed_controls
 from jaxaudit.report.verdict import verdict
 
+pytestmark = pytest.mark.exhaustive
+
 STEPS, ONSET = 200, 60
 KINDS = {"lr_spike": ("optimization", (3.0, 10.0), 14.0), "weight_noise": ("parametric", (0.1, 1.0, 2.0), 1.0)}
 

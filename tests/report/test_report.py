@@ -175,6 +175,7 @@ def test_late_collapses_are_called_late_where_most_are(tmp_path, page_alone):
     assert "T_max / 2" not in text
 
 
+@pytest.mark.exhaustive
 def test_a_critical_magnitude_that_is_not_there_is_bounded_on_the_right_side(tmp_path, page_alone):
     """All seeds fall at 3, none elsewhere: made monotone, fewer than half do anywhere."""
     _, page = verdict_of(tmp_path, *([[None] * 6, [150] * 6] + [[None] * 6] * 2))
@@ -182,6 +183,7 @@ def test_a_critical_magnitude_that_is_not_there_is_bounded_on_the_right_side(tmp
     assert said in page
 
 
+@pytest.mark.exhaustive
 def test_a_learner_that_improves_before_the_onset_hides_collapses_and_is_told(tmp_path, page_alone):
     conditions, performance = collapses([None] * 6)
     write(tmp_path / "steady", conditions, performance=performance)
@@ -192,6 +194,7 @@ def test_a_learner_that_improves_before_the_onset_hides_collapses_and_is_told(tm
     assert said in report.build(tmp_path / "rising").read_text()
 
 
+@pytest.mark.exhaustive
 def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path, page_alone):
     text, _ = verdict_of(tmp_path, [None] * 3)
     assert "3 seeds are too few for 95% intervals of performance, so differences in performance are not tested" in text
@@ -199,6 +202,7 @@ def test_few_seeds_are_not_judged_by_intervals_they_do_not_have(tmp_path, page_a
     assert "than its interval" not in text
 
 
+@pytest.mark.exhaustive
 def test_targets_of_a_perturbation_are_panels_of_their_own(tmp_path, page_alone):
     conditions = grid({"weight_noise": ("parametric", (1.0, 1.0), 9.0)})
     conditions["target"] = ["", "actor", "critic"]
@@ -209,6 +213,7 @@ def test_targets_of_a_perturbation_are_panels_of_their_own(tmp_path, page_alone)
     assert "weight_noise of critic" in page
 
 
+@pytest.mark.exhaustive
 def test_hostile_text_is_harmless(tmp_path):
     evil = '<script>alert("x")</script>'
     conditions = grid({f"{evil},\n'": ("data", (1.0, 2.0), 1.5)})
@@ -232,6 +237,7 @@ def test_one_condition_one_seed(tmp_path):
     assert "nan" not in outside_scripts(page).lower()
 
 
+@pytest.mark.exhaustive
 def test_control_alone(tmp_path):
     write(tmp_path, grid({}), seeds=3)
     page = report.build(tmp_path).read_text()
@@ -239,6 +245,7 @@ def test_control_alone(tmp_path):
     assert set(specs(page)) == {"spec-performance"}
 
 
+@pytest.mark.exhaustive
 def test_unusual_values(tmp_path):
     conditions = grid({"gradient_scale": ("optimization", (-0.2, 0.0, 0.2), 9.0), "a+b": ("signal", (np.nan,), 1.0)})
     performance = simulate(conditions, 3, 400, offset=-2000.0)
@@ -277,6 +284,7 @@ def test_several_onsets_partly_run(tmp_path):
     assert "P_div is 0 by definition for an onset at or after T_max / 2 (here: 240)" in page
 
 
+@pytest.mark.exhaustive
 def test_telemetry_alone_and_nothing_at_all(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"telemetry\.zarr"):
         report.build(tmp_path)
@@ -375,6 +383,7 @@ def test_of_many_magnitudes_some_are_drawn_and_both_ends(tmp_path):
     assert "lr_spike 2<" in page, "the tables have all"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("count", "side_by_side", "intervals"), [(3, 2, True), (8, 1, True), (20, 1, False)])
 def test_an_interval_is_in_a_cell_only_if_it_has_room_there(count, side_by_side, intervals, tmp_path):
     magnitudes = tuple(float(m) for m in range(1, count + 1))

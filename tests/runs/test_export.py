@@ -18,6 +18,8 @@ from jaxaudit.learners.dialogue.learner import Trained
 from jaxaudit.models import gpt2, gpt2_checkpoint
 from jaxaudit.spec.document import load as load_spec
 
+pytestmark = pytest.mark.exhaustive
+
 SPIKE = '[[perturbation]]\nkind = "lr_spike"\nmagnitude = 10\nonset = 1\nduration = 1\n'
 ADAPTED = f"""
 [audit]

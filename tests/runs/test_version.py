@@ -72,6 +72,7 @@ def test_what_goes_on_from_a_run_of_version_0_2_on_dialogues_is_refused(command,
     assert_refused(here, command, old_dialogue, "0.2.0")
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_version_0_2_on_dialogues_is_read_and_reported(old_dialogue):
     with xr.open_zarr(old_dialogue / "telemetry.zarr", chunks=None) as telemetry:
         assert dict(telemetry.sizes)["condition"] == 2

@@ -110,6 +110,7 @@ def run(tmp_path, reference, monkeypatch):
     return train
 
 
+@pytest.mark.exhaustive
 def test_the_baseline_is_first_and_forks_as_soon_as_they_can(run, reference):
     backend = Here()
     assert_same(run(backend), reference)

@@ -208,6 +208,7 @@ def test_monitors_are_fitted_and_score_in_float32(monkeypatch):
         assert products(call, y) == {FULL}
 
 
+@pytest.mark.exhaustive
 def test_the_precision_is_stored_and_part_of_what_replay_compares(tmp_path):
     durable.run(parse(SPEC), tmp_path / "run")
     path = tmp_path / "run" / "environment.json"

@@ -418,6 +418,7 @@ document = table(
 outcomes: list[str] = []
 
 
+@pytest.mark.exhaustive
 @given(document)
 @settings(
     max_examples=200,

@@ -27,6 +27,8 @@ from jaxaudit.spec.document import load, parse
 from jaxaudit.tasks import Mujoco, Registered
 from jaxaudit.text import Text
 
+pytestmark = pytest.mark.exhaustive
+
 NAMED = 'name = "InvertedPendulum-v5"'
 
 

@@ -181,6 +181,7 @@ class TestAgainstGymnasium:
         assert env.dt == reference.unwrapped.dt
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_c_follows_gymnasium_without_resynchronisation(name):
     """A hundred steps of 32-bit JAX lose nothing of the trajectory."""
@@ -202,6 +203,7 @@ def test_c_follows_gymnasium_without_resynchronisation(name):
     assert np.abs(np.asarray(state.pipeline_state.low)[0]).max() > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_reset_distribution(name):
     env, reference = env_of(name, "c"), gymnasium.make(name)
@@ -271,6 +273,7 @@ def every(**factors):
     return {"dynamics": {name: jnp.full(WIDTH, factors.get(name, 1.0), jnp.float32) for name in FACTORS}}
 
 
+@pytest.mark.exhaustive
 class TestDynamics:
     @on_both(QUICK)
     def test_a_shift_is_a_model_changed_by_hand(self, name, physics):
@@ -449,6 +452,7 @@ def in_a_process(code, cwd=None, **environment):
     )
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_printed_or_logged(tmp_path):
     """In a process of its own: MuJoCo would write to the working directory and to the console."""
     code = """

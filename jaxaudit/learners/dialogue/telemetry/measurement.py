@@ -20,7 +20,7 @@ from jaxaudit.core.optimizer import OptimizerStats
 from jaxaudit.core.taps import Taps
 from jaxaudit.dialogues.automaton import AutomatonState
 from jaxaudit.dialogues.protocol import GOLD, TOOL, Dialogue, has_changes, has_demonstrations
-from jaxaudit.kernels.ranks import effective_rank, linear_cka, singular_values, stable_rank
+from jaxaudit.kernels.linear_algebra import effective_rank, linear_cka, singular_values, stable_rank
 from jaxaudit.learners.dialogue import advantages, demonstrations, loss_terms, policy_loss
 from jaxaudit.learners.dialogue.collection import POLICY, Collector, Experience, Models, max_response_tokens
 from jaxaudit.learners.dialogue.loss_terms import denominators
