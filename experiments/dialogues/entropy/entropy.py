@@ -80,7 +80,7 @@ def iteration(made: DialogueLearner, data: Any, state: Any, turn: Any) -> tuple[
     taps, numbers = Taps(number, data=data), data.numbers
     models = Models(state.policy.params, reference=state.reference)
     experience = made.collector.collect(models, made.dialogue.bind(data.dialogue), numbers, collect_key, taps)
-    after, _ = made.improved(state, None, numbers, experience, order_key, taps)
+    after, _ = made.update_epochs(state, None, numbers, experience, order_key, taps)
     rows, loss_inputs = experience.batch.rows, experience.batch.loss_inputs
 
     def logits(params: Any) -> jax.Array:
