@@ -71,7 +71,7 @@ SPECS = {
     "a text that is not there": (task("text", 'file = "no.jsonl"'), "no.jsonl"),
     "a response that cannot fit": (
         task("text", 'file = "lines.jsonl"\nlength = 20'),
-        "line 2: a prompt of 4 tokens, what follows it of 40 and the end do not fit in rows of 20 slots",
+        "line 2: a prompt of 4 tokens, its demonstration of 40 and the end of text do not fit in rows of 20 slots",
     ),
     "a prompt that cannot fit": (
         task("text", 'file = "lines.jsonl"\nlength = 4'),
