@@ -229,7 +229,10 @@ class Case:
         States whose size depends on the grid's largest magnitude have that of the largest there is.
         """
         grid = plan(self.learner, chosen, seeds=2, steps=STEPS)
-        slots = [dataclasses.replace(s, max_magnitude=s.kind.limits[1]) if s.kind.sized else s for s in grid.program.slots]
+        slots = [
+            dataclasses.replace(slot, max_magnitude=slot.kind.limits[1]) if slot.kind.sized else slot
+            for slot in grid.program.slots
+        ]
         return telemetry(dataclasses.replace(grid, program=dataclasses.replace(grid.program, slots=tuple(slots))))
 
     @functools.cached_property
