@@ -16,7 +16,7 @@ MAX_STATES = 2**16
 """The largest number of states of all automata of a file together."""
 
 MAX_REPEATS = 255
-"""The largest bound of a repetition."""
+"""The largest number in a repetition such as `a{3,255}`, which bounds the size of the automaton."""
 
 MAX_NODES = 2**14
 """The largest number of nodes of one pattern's nondeterministic automaton."""

@@ -22,7 +22,7 @@ TOPICS = {
 """The words that belong to each topic."""
 
 FILLERS = ("and", "the", "very", "also")
-"""Words that belong to no topic."""
+"""Filler words, which belong to no topic and so are neither requested nor forbidden."""
 
 MARKER = "splendid"
 """The word that good demonstrations often end with; each repetition reduces gold."""

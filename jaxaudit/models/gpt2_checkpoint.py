@@ -31,7 +31,7 @@ FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The dtypes that can be read, with the number of bytes of an entry."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-"""Suffixes of PyTorch's own files."""
+"""Suffixes of PyTorch files, which are pickles and are not read."""
 
 PICKLED = (
     "is a pickle, which can run code when it is loaded, and is therefore not read: save the model as safetensors, as "

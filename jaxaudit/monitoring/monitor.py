@@ -30,7 +30,6 @@ MODELS = {
 """The module and class of each scorer by name. All but the first need JAX, so each is imported when it is used."""
 
 DEFAULT = "ensemble"
-"""The default among MODELS."""
 
 VERSION, READABLE_VERSIONS = 3, (2, 3)
 """The version of the file that `Monitor.save` writes, and those that `load` reads. Version 2 had no ensemble."""

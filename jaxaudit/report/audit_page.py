@@ -69,7 +69,6 @@ SOURCE = (
     "Metrics follow Table S5 of \u201cTraining instability in deep learning follows low-dimensional dynamical "
     "principles\u201d, with the windows of this run."
 )
-"""The source of the metrics."""
 
 
 def build(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from jaxaudit.runtime import machine
 from jaxaudit.runtime.files import MAX_FILE_BYTES, read_object
 
 TOKENIZERS = ("bytes", "bpe")
-"""The tokenizers that need no files."""
+"""The names of the tokenizers that are part of the package; another name is a folder with tokenizer files."""
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -94,6 +94,11 @@ def test_ten_times_as_many_lanes_take_no_more_python(monkeypatch):
 @pytest.mark.parametrize("lanes", [7, 4, 1000])
 def test_lanes_do_what_their_conditions_say(lanes):
     grid = parse(spec_of(3, 2, (100, 200), audit=f"lanes = {lanes}")).build()
+    disturbed = [batch for batch in layout(grid) if batch.disturbed]
+    trained = sorted(
+        (column, seed) for batch in disturbed for column, seed in zip(batch.columns, batch.seeds, strict=True)
+    )
+    assert trained == [(column, seed) for fork in grid.forks for column in fork.conditions for seed in range(3)]
     for batch in layout(grid):
         if batch.disturbed:
             stacked = batch.lanes(grid).disturbance

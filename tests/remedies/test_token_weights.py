@@ -29,7 +29,7 @@ from jaxaudit.learners.dialogue.policy_loss import LossInputs, Predictions, poli
 # Tokens that are treated apart for their covariance.
 
 
-def chosen(how, share, own, advantage, old, seed=0):
+def selected_tokens(how, share, own, advantage, old, seed=0):
     return np.asarray(
         loss_terms.select_covariance_tokens(how, share, *map(jnp.asarray, (advantage, old, own)), jax.random.key(seed))
     )
@@ -38,8 +38,8 @@ def chosen(how, share, own, advantage, old, seed=0):
 SHARES = (0.0, 0.01, 0.06, 0.2, 0.3, 1.0)
 
 
-def asked(share, own):
-    """How many tokens a share of the own ones is."""
+def token_count(share, own):
+    """The number of tokens that a share of the policy's tokens amounts to."""
     return max(math.floor(share * own.sum()), 1)
 
 
@@ -60,11 +60,11 @@ def test_clip_cov_takes_a_share_of_own_tokens_among_those_of_covariance_between_
     eligible = own & (values > 1) & (values < 5)
     assert own.sum() * 0.1 < eligible.sum() < own.sum() * 0.3, "so that there may be too few"
     assert (values[own] > 5).any()
-    found = chosen("clip", share, *given, seed=seed)
-    assert found.sum() == min(asked(share, own), eligible.sum())
+    found = selected_tokens("clip", share, *given, seed=seed)
+    assert found.sum() == min(token_count(share, own), eligible.sum())
     assert not (found & ~eligible).any()
     if share == 0.06:
-        assert asked(share, own) < share * own.sum() - 0.25, "rounded down"
+        assert token_count(share, own) < share * own.sum() - 0.25, "rounded down"
 
 
 @pytest.mark.usefixtures("float64")
@@ -73,9 +73,9 @@ def test_clip_cov_takes_a_share_of_own_tokens_among_those_of_covariance_between_
 def test_kl_cov_takes_the_own_tokens_of_highest_covariance(share, seed):
     given = random_rows(seed, poison=True)
     own, values = given[0], covariances_by_loop(*given)
-    found = chosen("kl", share, *given, seed=seed)
-    assert found.sum() == asked(share, own)
-    lowest = np.sort(values[own])[::-1][asked(share, own) - 1]
+    found = selected_tokens("kl", share, *given, seed=seed)
+    assert found.sum() == token_count(share, own)
+    lowest = np.sort(values[own])[::-1][token_count(share, own) - 1]
     np.testing.assert_array_equal(found, own & (np.nan_to_num(values, nan=-np.inf) >= lowest))
 
 
@@ -86,15 +86,15 @@ def test_a_covariance_of_exactly_one_or_five_is_not_between_them():
     for logs, expected in (([1.0, -1.0, 5.0, -5.0, 9.0], 0), ([1.25, -1.25, 4.75, -4.75, 9.0], 4)):
         old = np.array([logs])
         np.testing.assert_array_equal(np.abs(covariances_by_loop(own, advantage, old)[own]), np.abs(old[own]))
-        assert chosen("clip", 1.0, own, advantage, old).sum() == expected
+        assert selected_tokens("clip", 1.0, own, advantage, old).sum() == expected
 
 
 @pytest.mark.usefixtures("float64")
 def test_where_no_token_is_eligible_clip_cov_takes_none():
     own, advantage, old = random_rows()
-    assert not chosen("clip", 0.5, own, 0 * advantage, old).any()
-    assert not chosen("clip", 0.5, 0 * own > 0, advantage, old).any()
-    assert not chosen("kl", 0.5, 0 * own > 0, advantage, old).any()
+    assert not selected_tokens("clip", 0.5, own, 0 * advantage, old).any()
+    assert not selected_tokens("clip", 0.5, 0 * own > 0, advantage, old).any()
+    assert not selected_tokens("kl", 0.5, 0 * own > 0, advantage, old).any()
 
 
 @pytest.mark.usefixtures("float64")
@@ -112,9 +112,11 @@ def test_clip_cov_takes_any_of_the_eligible_tokens_as_often_as_another_and_kl_co
     )
     keys = jax.random.split(jax.random.key(9), draws)
     found = np.asarray(many("clip", keys))
-    assert len(np.unique(found.reshape(draws, -1), axis=0)) == math.comb(eligible.sum(), asked(share, np.asarray(own)))
+    assert len(np.unique(found.reshape(draws, -1), axis=0)) == math.comb(
+        eligible.sum(), token_count(share, np.asarray(own))
+    )
     np.testing.assert_array_equal(found, many("clip", keys))
-    expected = draws * asked(share, np.asarray(own)) / eligible.sum()
+    expected = draws * token_count(share, np.asarray(own)) / eligible.sum()
     often = found.sum(0)[eligible]
     assert np.abs(often - expected).max() < 5 * math.sqrt(expected)
     assert len(np.unique(np.asarray(many("kl", keys)).reshape(draws, -1), axis=0)) == 1
@@ -133,7 +135,7 @@ def test_tokens_treated_apart_have_no_gradient_or_that_of_their_log_ratio_and_no
     assert (parts.covariance, coefficients.covariance_share) == (how, 0.15)
     own, advantage, old = random_rows(poison=True)
     new = np.where(own, old + 0.8 * np.random.default_rng(7).normal(size=own.shape), np.nan)
-    apart = chosen(how, 0.15, own, advantage, old)
+    apart = selected_tokens(how, 0.15, own, advantage, old)
     rows = jax.tree.map(jnp.asarray, LossInputs(own, old, advantage, covariance_mask=apart))
     counts = denominators(rows.loss_mask, SLOTS)
 
@@ -173,7 +175,7 @@ def test_tokens_treated_apart_have_no_gradient_or_that_of_their_log_ratio_and_no
 def test_the_log_ratio_of_the_highest_covariances_has_no_gradient_before_the_first_update():
     settings = with_remedies(GROUPS, remedies.kl_cov(0.15))
     own, advantage, old = random_rows()
-    apart = chosen("kl", 0.15, own, advantage, old)
+    apart = selected_tokens("kl", 0.15, own, advantage, old)
     counts = denominators(jnp.asarray(own), SLOTS)
 
     def gradient(parts, apart):

@@ -20,7 +20,7 @@ from jaxaudit.runs.margins.directions import Direction
 DECADE = math.log(10.0)
 
 CONTROL = -1
-"""The direction of undisturbed lanes."""
+"""The index that `Probe.direction` has for undisturbed lanes."""
 
 END_TOLERANCE = 0.1
 """The tolerance of an end of the median's interval, as a share of its distance from the median."""
