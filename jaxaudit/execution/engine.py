@@ -36,12 +36,21 @@ from jaxaudit.core.program import (
 )
 from jaxaudit.execution import device_layout
 from jaxaudit.runtime import hosts
-from jaxaudit.runtime.machine import CACHE_VARIABLE, compilation_cache_folder, core_count, release_memory
+from jaxaudit.runtime.machine import (
+    CACHE_VARIABLE,
+    compilation_cache_folder,
+    core_count,
+    memory_map_share,
+    release_memory,
+)
 from jaxaudit.runtime.sharding import LANES, REPLICATED, ROWS, map_over_devices, named_sharding
 
 COMPUTATION = re.compile(r"^%?(\S+) \(.*\) -> .* \{$")
 CALL = re.compile(r'kind=kCustom, calls=%?([^\s,]+).*"kind":"__ynn_fusion"')
 INSTRUCTION = re.compile(r"^  (ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\((.*)$")
+
+MOST_MEMORY_MAPS = 0.6
+"""The share of the allowed memory maps above which compiled programs are dropped before another is compiled."""
 
 VIEWS = ("parameter", "bitcast", "broadcast", "constant", "iota", "reshape")
 """Instructions that allocate no array."""
@@ -109,13 +118,23 @@ MAX_COMPILING = 4
 """The largest number of programs that compile at the same time, each on one core."""
 
 
+def forget_programs() -> None:
+    """Drops compiled programs from the caches of this module and of JAX; those in use stay until they are not."""
+    for cache in (_compiled, _initial, _first_lanes, _blank, workspace_bytes):
+        cache.cache_clear()
+    jax.clear_caches()
+    release_memory()
+
+
 def compile_in_background(lowered: jax.stages.Lowered) -> Future[jax.stages.Compiled]:
     """Starts to compile a program, and returns its future at once.
 
     At most `MAX_COMPILING` programs compile at the same time, each in a thread of its own, with JAX's persistent cache
     of compilations. Ctrl-C interrupts the wait for the result, and not the compilation: the command line ends without
-    it.
+    it. Earlier programs are dropped first if they use most of the memory maps that the system allows the process.
     """
+    if memory_map_share() > MOST_MEMORY_MAPS:
+        forget_programs()
     _persistent_cache.enter()
 
     def compiled() -> jax.stages.Compiled:

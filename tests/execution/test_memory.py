@@ -7,6 +7,7 @@ import sys
 import head
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import ring
 
@@ -14,6 +15,7 @@ import jaxaudit as ja
 from jaxaudit.core.batches import layout
 from jaxaudit.execution import engine, memory
 from jaxaudit.execution.engine import Engine
+from jaxaudit.runtime.machine import memory_map_share
 
 pytestmark = pytest.mark.default_compilation
 
@@ -106,3 +108,24 @@ def test_the_plan_for_a_million_transitions(seeds, devices, lanes):
     found = measured(ring, 1_000_000, seeds, devices, lanes)
     assert found["peak"] == pytest.approx(found["expected"], rel=0.05)
     assert 4 * 168e6 < found["expected"] < 6.5 * 168e6
+
+
+def test_earlier_programs_are_dropped_where_memory_maps_run_short(monkeypatch):
+    """A process that trains many learners in turn would otherwise reach the system's limit, and fail to compile."""
+
+    def audit_one(scale):
+        def step(x, key, taps):
+            return x - taps("gradient", scale * x), {"performance": -jnp.sum(x**2)}
+
+        return ja.audit(ja.Learner(lambda key: jnp.ones(3), step), [], seeds=1, steps=4)
+
+    audit_one(0.1)
+    assert engine._compiled.cache_info().currsize > 0
+    maps_before = memory_map_share()
+    assert 0 < maps_before < 1 or not sys.platform.startswith("linux")
+    monkeypatch.setattr(engine, "memory_map_share", lambda: 1.0)
+    result = audit_one(0.2)
+    assert engine._compiled.cache_info().currsize == 1
+    assert memory_map_share() < maps_before or not sys.platform.startswith("linux")
+    performance = result.telemetry.performance.values.ravel()
+    np.testing.assert_allclose(performance, -3 * 0.8 ** (2 * np.arange(4)), rtol=1e-5)
