@@ -153,11 +153,11 @@ def compare(
         lane_seeds = screened if fresh_seeds is None else fresh_seeds
         return lane_table(audit(learners[name], applied, seeds=lane_seeds, **options).lanes)
 
-    def time_steps() -> Mapping[str, Sequence[float]] | None:
+    def time_steps() -> pd.DataFrame | None:
         if not turns:
             return None
         grids = {name: plan(one, [], seeds=screened, steps=steps, tail=steps, **how) for name, one in learners.items()}
-        return scoring.time_steps(grids, turns)
+        return scoring.time_steps(grids.pop(PLAIN), grids, turns)
 
     return compare_learners(
         learners, magnitude_ladders(perturbations, steps, margins), fresh, train, time_steps, level=level
@@ -190,7 +190,7 @@ def compare_learners(
     ladders: Sequence[Ladder],
     fresh: int,
     train: TrainLanes,
-    time_steps: Callable[[], Mapping[str, Any] | None],
+    time_steps: Callable[[], pd.DataFrame | None],
     *,
     level: float,
     store: Callable[[str, pd.DataFrame], None] = lambda name, table: None,
@@ -202,7 +202,7 @@ def compare_learners(
       ladders: the perturbations and magnitudes that are tried.
       fresh: the number of fresh seeds for confirmation.
       train: trains one of the learners.
-      time_steps: returns the seconds per step of each learner in several turns, or None if steps are not timed.
+      time_steps: returns the table of `scoring.time_steps`, or None if steps are not timed.
       level: the confidence level of the intervals.
       store: is called with each table when it is complete, and the name of its field in `Comparison`.
     """
@@ -215,7 +215,8 @@ def compare_learners(
     costs = scoring.cost_table(plain, variants, ladders, level)
     times = time_steps()
     if times is not None:
-        ratios = [scoring.relative_step_time(times[name], times[PLAIN], level) for name in variants]
+        turns = {name: times[times.variant == name] for name in variants}
+        ratios = [scoring.relative_step_time(rows.seconds, rows.plain_seconds, level) for rows in turns.values()]
         costs = costs.assign(**pd.DataFrame(ratios))
     store("paid", costs)
     activity = scoring.activity_table(variants, ladders)

@@ -331,22 +331,31 @@ def _nan_mean(values: np.ndarray) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
-def time_steps(grids: Mapping[str, Grid], turns: int = TURNS) -> dict[str, list[float]]:
-    """Times the undisturbed lanes of several grids, one grid after the other in each turn.
+def time_steps(plain: Grid, variants: Mapping[str, Grid], turns: int = TURNS) -> pd.DataFrame:
+    """Times the undisturbed lanes of each variant beside those of the plain learner, in turns.
+
+    The programs of all variants together may have more memory maps than the system allows a process, so that no more
+    than two are timed at once.
 
     Args:
-      grids: by name; all have the same number of seeds.
+      plain: the grid of the plain learner.
+      variants: the other grids, by name; all have the same number of seeds.
       turns: how many times each grid is timed.
 
     Returns:
-      for each name, the seconds per step of all its lanes together, one number for each turn.
+      a table with a row for each variant and turn: `variant`, `turn`, and the seconds per step of all lanes together,
+      `seconds` and `plain_seconds`.
     """
-    timers = {name: _StepTimer(grid) for name, grid in grids.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in grids}
-    for _ in range(turns):
-        for name, timer in timers.items():
-            seconds[name].append(timer.measure())
-    return seconds
+    rows = []
+    plain_timer = _StepTimer(plain)
+    for name, grid in variants.items():
+        timers = _StepTimer(grid), plain_timer
+        for timer in timers:
+            timer.measure()  # compiles the program again if it was dropped meanwhile
+        for turn in range(turns):
+            seconds, plain_seconds = (timer.measure() for timer in timers)
+            rows.append({"variant": name, "turn": turn, "seconds": seconds, "plain_seconds": plain_seconds})
+    return pd.DataFrame(rows)
 
 
 def relative_step_time(times: Sequence[float], plain: Sequence[float], level: float = 0.95) -> dict[str, float]:
