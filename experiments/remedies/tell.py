@@ -24,6 +24,8 @@ def interval(row: pd.Series, name: str, digits: int = 2) -> str:
     value, low, high = (row[name + end] for end in ("", "_low", "_high"))
     if math.isnan(value):
         return "-"
+    if math.isnan(low):
+        return f"{value:+.{digits}f} (too few seeds for an interval)"
     return f"{value:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
