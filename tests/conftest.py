@@ -37,9 +37,7 @@ def pytest_runtest_setup(item):
     quickly = not any(item.get_closest_marker(name) for name in AS_FOR_USERS)
     if quickly != LATEST["quickly"]:
         compile_in_a_hurry(quickly)
-        engine._compiled.cache_clear()
-        engine._initial.cache_clear()
-        jax.clear_caches()
+        engine.forget_programs()
     LATEST["quickly"] = quickly
 
 

@@ -301,6 +301,24 @@ def test_time_per_step_is_the_median_ratio_of_turns_with_its_order_statistics():
     assert (found["step_time_low"], found["step_time_high"]) == pytest.approx((1.1, 1.9))
 
 
+def test_each_variant_is_timed_in_turns_beside_the_plain_learner(monkeypatch):
+    class Timer:
+        """Measures 1, 2, 3, ... times its grid's number."""
+
+        def __init__(self, grid):
+            self.grid, self.calls = grid, 0
+
+        def measure(self):
+            self.calls += 1
+            return self.grid * self.calls
+
+    monkeypatch.setattr(scoring, "_StepTimer", Timer)
+    table = scoring.time_steps(10.0, {"a": 1.0, "b": 2.0}, turns=3)
+    assert list(table.variant) == ["a"] * 3 + ["b"] * 3
+    assert list(table.seconds) == [2, 3, 4, 4, 6, 8]  # the first measurement of each pair is a warm-up
+    assert list(table.plain_seconds) == [20, 30, 40, 60, 70, 80]
+
+
 # The whole of it.
 
 
