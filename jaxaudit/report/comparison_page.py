@@ -79,7 +79,7 @@ def _summary(gains: pd.DataFrame, fresh: pd.DataFrame, costs: pd.DataFrame, summ
         lead = Markup(
             "Of {} pairs of variant and perturbation, {} better than the plain learner, confirmed on fresh seeds."
         ).format(len(gains), "one is" if len(helps) == 1 else f"{len(helps)} are")
-    elif len(harms):
+    elif len(harms) or gains.verdict.str.contains("by its own level only").any():
         lead = Markup("No variant is shown to be better than the plain learner.")
     elif len(fresh):
         lead = Markup(
@@ -102,13 +102,15 @@ def _summary(gains: pd.DataFrame, fresh: pd.DataFrame, costs: pd.DataFrame, summ
     return page.Summary(lead, sentences, [str(note) for note in summary.get("cautions", [])], keys)
 
 
-def _score_columns() -> list[page.Column]:
+def _score_columns(rows: pd.DataFrame) -> list[page.Column]:
+    level = "difference by the plain learner's level"  # which tables of earlier versions lack
     return [
         page.text_column("variant"),
         page.text_column("perturbation"),
         page.number_column("score", "magnitudes survived", page.number),
         page.number_column("plain_score", "plain learner", page.number),
         page.number_column("difference", "difference", _with_sign),
+        *([page.number_column("level_difference", level, _with_sign)] if "level_difference" in rows else []),
     ]
 
 
@@ -123,7 +125,7 @@ def _gain_table(rows: pd.DataFrame) -> page.Table:
     return page.table(
         rows,
         [
-            *_score_columns(),
+            *_score_columns(rows),
             page.Column("ratio of thresholds", threshold_ratio),
             page.number_column("seeds", "seeds", page.number),
             page.Column("collapse undisturbed (plain learner)", collapsed_undisturbed),
@@ -137,7 +139,7 @@ def _confirmation_table(rows: pd.DataFrame) -> page.Table:
         page.number_column("p_holm", "p-value (Holm)", page.number),
         page.number_column("seeds", "seeds", page.number),
     ]
-    return page.table(rows, [*_score_columns(), *columns])
+    return page.table(rows, [*_score_columns(rows), *columns])
 
 
 def _cost_table(rows: pd.DataFrame) -> page.Table:

@@ -42,7 +42,10 @@ TrainLanes = Callable[[str, Sequence[Ladder], Sequence[int] | None], pd.DataFram
 Returns the table of its lanes, with the columns of a run's `metrics.csv`.
 """
 
-GAIN_HEADINGS = ("variant", "perturbation", "score", "plain", "difference", "ratio of thresholds", "verdict")
+GAIN_HEADINGS = (
+    *("variant", "perturbation", "score", "plain", "difference"),
+    *("by the plain learner's level", "ratio of thresholds", "verdict"),
+)
 COST_HEADINGS = ("variant", "performance", "plain", "difference", "time per step")
 ACTIVITY_HEADINGS = ("variant", "remedy", "perturbation", "acted", "undisturbed")
 
@@ -79,7 +82,7 @@ class Comparison:
         tables = {"bought": self.bought, "confirmed": self.confirmed, "paid": self.paid, "acted": self.acted}
         rows = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
         tried = [ladder.json() for ladder in self.ladders]
-        return rows | {"tried": tried, "cautions": _cautions(self.bought, self.structures)}
+        return rows | {"tried": tried, "cautions": _cautions(self.bought, self.confirmed, self.structures)}
 
     def __str__(self) -> str:
         gains, costs, activity = (table.to_dict("records") for table in (self.bought, self.paid, self.acted))
@@ -94,7 +97,7 @@ class Comparison:
                 "",
             ]
         lines += _explanations(self.bought, self.confirmed, self.level)
-        return "\n".join([*lines, *_cautions(self.bought, self.structures)])
+        return "\n".join([*lines, *_cautions(self.bought, self.confirmed, self.structures)])
 
 
 def compare(
@@ -255,14 +258,21 @@ def verdict(row: dict[str, Any], confirmed: pd.DataFrame, level: float) -> str:
         return "every seed collapses undisturbed, in the variant or in the plain learner"
     matches = confirmed[(confirmed.variant == row["variant"]) & (confirmed.perturbation == row["perturbation"])]
     if len(matches):
-        fresh = matches.iloc[0]
-        if fresh.confirmed and (fresh.difference > 0) == (row["difference"] > 0):
-            return f"{'helps' if fresh.difference > 0 else 'harms'} ({fresh.difference:+.2g} on fresh seeds)"
-        return f"not confirmed ({fresh.difference:+.2g} on fresh seeds)"
+        fresh = matches.iloc[0].to_dict()
+        if not (fresh["confirmed"] and (fresh["difference"] > 0) == (row["difference"] > 0)):
+            return f"not confirmed ({fresh['difference']:+.2g} on fresh seeds)"
+        direction = "helps" if fresh["difference"] > 0 else "harms"
+        if not scoring.holds_at_level(fresh):
+            return (
+                f"{direction} by its own level only ({fresh['difference']:+.2g} on fresh seeds, "
+                f"{fresh['level_difference']:+.2g} by the plain learner's)"
+            )
+        return f"{direction} ({fresh['difference']:+.2g} on fresh seeds)"
     if row["difference_low"] > 0 or row["difference_high"] < 0:
-        return f"{'helps' if row['difference'] > 0 else 'harms'}, on the seeds screened"
+        only = "" if scoring.holds_at_level(row) else " by its own level only"
+        return f"{'helps' if row['difference'] > 0 else 'harms'}{only}, on the seeds screened"
     if row["score"] == row["plain_score"] == row["magnitudes"]:
-        return "both survive every magnitude: too mild to tell"
+        return "both survive every magnitude: too mild to tell, or there is no performance to lose"
     if row["score"] == row["plain_score"] == 0:
         return "both survive no magnitude: too harsh to tell"
     if math.isnan(row["difference_low"]):
@@ -276,6 +286,10 @@ def _explanations(gains: pd.DataFrame, confirmed: pd.DataFrame, level: float) ->
         "difference: score of the variant minus the plain learner's, mean over the seeds whose undisturbed lanes "
         f"collapse in neither, with its exact {100 * level:g}% interval (a sign-flip permutation test)"
     ]
+    sentences.append(
+        "by the plain learner's level: the same difference where a lane survives if it ends at or above one level for "
+        "all variants, two standard deviations below the mean of the plain learner's undisturbed lane before the onset"
+    )
     if gains.detectable.notna().any():
         sentences.append(
             "(... would): the true difference that this comparison would have detected with a probability of 0.8"
@@ -290,9 +304,20 @@ def _explanations(gains: pd.DataFrame, confirmed: pd.DataFrame, level: float) ->
     return sentences
 
 
-def _cautions(gains: pd.DataFrame, structures: Collection[str]) -> list[str]:
+def _cautions(gains: pd.DataFrame, confirmed: pd.DataFrame, structures: Collection[str]) -> list[str]:
     """Returns sentences on what limits the comparison, such as seeds without a score."""
-    sentences = []
+    sentences = [
+        f"{row['variant']} under {row['perturbation']}: by a fall out of its own band before the onset the difference "
+        f"is {row['difference']:+.2g}, by one level for all variants, the plain learner's, "
+        f"{_with_interval(row, 'level_difference', '+.2g')}"
+        for row in _latest_significant(gains, confirmed)
+        if not scoring.holds_at_level(row)
+    ]
+    for row in gains[gains.below_level > gains.seeds / 2].drop_duplicates(["variant", "onset"]).to_dict("records"):
+        sentences.append(
+            f"{row['variant']}: {row['below_level']} of its undisturbed lanes end below the plain learner's level, so "
+            "that differences by that level show its lower performance rather than the perturbation's effect"
+        )
     with_collapses = gains[(gains.fallen > 0) | (gains.plain_fallen > 0)]
     for row in with_collapses.drop_duplicates(["variant", "onset"]).to_dict("records"):
         sentences.append(
@@ -310,6 +335,14 @@ def _cautions(gains: pd.DataFrame, structures: Collection[str]) -> list[str]:
     return sentences
 
 
+def _latest_significant(gains: pd.DataFrame, confirmed: pd.DataFrame) -> list[dict[str, Any]]:
+    """Returns the rows whose interval excludes zero, as measured on fresh seeds where that was done and confirmed."""
+    fresh = {(row["variant"], row["perturbation"]): row for row in confirmed.to_dict("records")}
+    significant = gains[(gains.difference_low > 0) | (gains.difference_high < 0)].to_dict("records")
+    latest = [fresh.get((row["variant"], row["perturbation"]), row) for row in significant]
+    return [row for row in latest if row.get("confirmed", True)]
+
+
 def magnitude_cells(ladder: Mapping[str, Any]) -> list[str]:
     """Returns the cells of a ladder, given as `Ladder.json`: perturbation, onset, magnitudes, and the central one."""
     magnitudes = ", ".join(f"{magnitude:.3g}" for magnitude in ladder["magnitudes"])
@@ -324,6 +357,7 @@ def _gain_cells(row: dict[str, Any], row_verdict: str) -> list[str]:
         _number(row["score"]),
         _number(row["plain_score"]),
         _with_interval(row, "difference", "+.2g"),
+        _with_interval(row, "level_difference", "+.2g"),
         _with_interval(row, "ratio", ".2g"),
         row_verdict,
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from jaxaudit.analysis.metrics import MetricSettings
+from jaxaudit.analysis.metrics import BAND, MetricSettings
 from jaxaudit.analysis.statistics import collapsed, ranks, seeds_for
 from jaxaudit.analysis.statistics.intervals import interval_columns
 from jaxaudit.analysis.statistics.paired import holm, sign_flips
@@ -181,14 +181,42 @@ def _scores(control: np.ndarray, outcomes: np.ndarray, magnitudes: np.ndarray) -
     return Scores(survived, control == 1, low, high)
 
 
+def scores_at_level(
+    lanes: pd.DataFrame, plain: pd.DataFrame, ladders: Sequence[Ladder]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns the scores of a run's lanes by one level of performance for all variants, seeds in ascending order.
+
+    The level is the lower end of the band of the plain learner's undisturbed lane of the same seed, two standard
+    deviations below its mean before the onset. A collapse, in contrast, is a fall out of a lane's own band, so that a
+    variant that performs worse or less steadily before the onset may survive more without ending any better.
+
+    Args: as for `gain_table`.
+
+    Returns:
+        for each ladder, the number of magnitudes at which the final performance is at or above the level, float
+        `[seeds]`, NaN where the plain learner has no band; and whether that of the undisturbed lane is below it, bool
+        `[seeds]`.
+    """
+    mean, std = (_by_seed_and_condition(plain, f"performance_{part}before") for part in ("", "std_"))
+    # A lane without a final performance has become non-finite: it is below every level.
+    final = _by_seed_and_condition(lanes, "final_performance").fillna(-math.inf)
+    results = []
+    for control, *disturbed in condition_indices(ladders):
+        level = (mean[control] - BAND * std[control]).to_numpy(float)
+        survived = (final[disturbed].to_numpy(float) >= level[:, None]).sum(axis=1)
+        results.append((np.where(np.isnan(level), np.nan, survived), final[control].to_numpy(float) < level))
+    return results
+
+
 def gain_table(
     plain: pd.DataFrame, variants: Mapping[str, pd.DataFrame], ladders: Sequence[Ladder], level: float = 0.95
 ) -> pd.DataFrame:
     """Returns how many more magnitudes each variant survives than the plain learner, for each perturbation.
 
     Args:
-        plain, variants: lanes of the plain learner and, by name, of variants on the same seeds: columns seed, condition
-            and collapse_time, the conditions in the order of `condition_indices`.
+        plain, variants: lanes of the plain learner and, by name, of variants on the same seeds: columns seed,
+            condition, collapse_time, performance_before, performance_std_before and final_performance, the conditions
+            in the order of `condition_indices`.
         ladders: the perturbations and magnitudes that were tried.
         level: the confidence level of the intervals.
 
@@ -197,21 +225,25 @@ def gain_table(
         lanes collapse in neither; `difference` with its exact interval `_low` and `_high`, `p`, and the number of these
         `seeds`; `detectable`, see `SignFlips`; `fallen` and `plain_fallen`, the number of seeds whose undisturbed lane
         collapses; `ratio` of thresholds with `_low`, `_high` and `ratio_seeds`; `magnitudes`, how many were tried, and
-        their `centre`.
+        their `centre`; and, by the level of `scores_at_level`, `level_score`, `plain_level_score`, `level_difference`
+        with `_low` and `_high`, and `below_level` and `plain_below_level`, the number of seeds whose undisturbed lane
+        ends below it.
     """
-    plain_scores = scores(plain, ladders)
-    return pd.DataFrame(
-        [
-            {
-                "variant": name,
-                "perturbation": ladder.name,
-                "onset": ladder.onset,
-                **_gain(plain_score, variant_score, ladder, level),
-            }
-            for name, lanes in variants.items()
-            for ladder, plain_score, variant_score in zip(ladders, plain_scores, scores(lanes, ladders), strict=True)
-        ]
-    )
+    plain_scores, plain_at_level = scores(plain, ladders), scores_at_level(plain, plain, ladders)
+    rows = []
+    for name, lanes in variants.items():
+        variant_scores, at_level = scores(lanes, ladders), scores_at_level(lanes, plain, ladders)
+        for i, ladder in enumerate(ladders):
+            rows.append(
+                {
+                    "variant": name,
+                    "perturbation": ladder.name,
+                    "onset": ladder.onset,
+                    **_gain(plain_scores[i], variant_scores[i], ladder, level),
+                    **_gain_at_level(*plain_at_level[i], *at_level[i], level),
+                }
+            )
+    return pd.DataFrame(rows)
 
 
 def _gain(plain: Scores, variant: Scores, ladder: Ladder, level: float) -> dict[str, Any]:
@@ -229,6 +261,20 @@ def _gain(plain: Scores, variant: Scores, ladder: Ladder, level: float) -> dict[
         "fallen": int(variant.collapsed_undisturbed.sum()),
         "plain_fallen": int(plain.collapsed_undisturbed.sum()),
         **_threshold_ratio(plain, variant, level),
+    }
+
+
+def _gain_at_level(
+    plain: np.ndarray, plain_below: np.ndarray, variant: np.ndarray, below: np.ndarray, level: float
+) -> dict[str, Any]:
+    difference = variant - plain
+    gain = sign_flips(difference[~np.isnan(difference)], level=level)
+    return {
+        "level_score": _nan_mean(variant),
+        "plain_level_score": _nan_mean(plain),
+        **interval_columns("level_difference", *gain[:3]),
+        "below_level": int(below.sum()),
+        "plain_below_level": int(plain_below.sum()),
     }
 
 
@@ -250,6 +296,15 @@ def _threshold_ratio(plain: Scores, variant: Scores, level: float) -> dict[str, 
     first, last, _ = ranks(n, level)
     ratio = np.exp([middle, lows[first - 1], highs[last - 1]]).tolist()
     return interval_columns("ratio", *ratio) | {"ratio_seeds": n}
+
+
+def holds_at_level(row: Mapping[str, Any]) -> bool:
+    """Returns whether a difference has the same sign by the level of `scores_at_level`, where its interval excludes 0.
+
+    A row of a table without these columns, made by an earlier version, is not contradicted.
+    """
+    low, high = row.get("level_difference_low", math.nan), row.get("level_difference_high", math.nan)
+    return math.isnan(low) or (low > 0 if row["difference"] > 0 else high < 0)
 
 
 def significant_gains(gains: pd.DataFrame) -> pd.DataFrame:
