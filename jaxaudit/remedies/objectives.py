@@ -50,6 +50,8 @@ def _no_coefficient(value: jax.Array) -> jax.Array:
 
 def _with_entropy_bonus(settings: Any, strength: float) -> dict[str, Any]:
     """Adds an entropy bonus with a negligible coefficient, which the remedy then replaces, if there is no bonus."""
+    if not hasattr(settings, "entropy_coefficient"):
+        raise ValueError("the learner has no entropy bonus")
     return {} if settings.entropy_coefficient > 0 else {"entropy_coefficient": 1e-30}
 
 
