@@ -382,7 +382,7 @@ def test_a_split_without_tasks_falls_back_to_the_other():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_held_out_split_is_a_dialogue_of_its_own_that_does_not_split(name):
+def test_the_held_out_split_is_another_dialogue_without_splits(name):
     dialogue = named(name).make()
     held_out = dialogue.held_out()
     assert dialogue.splits

@@ -231,12 +231,12 @@ def test_values_of_calls_equal_pythons(call):
 
 @functools.cache
 def programs(dialogue):
-    def shown(data, key, right):
+    def replay_demonstration(data, key, right):
         bound = dialogue.bind(data)
         row = bound.demonstration(key, 0.0, right)
         return row, automaton.replay(bound, key, 0.0, row)
 
-    return jax.jit(jax.vmap(shown, (None, 0, 0)))
+    return jax.jit(jax.vmap(replay_demonstration, (None, 0, 0)))
 
 
 @pytest.fixture

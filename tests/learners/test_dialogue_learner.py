@@ -168,8 +168,8 @@ def test_sampled_log_probabilities_save_a_forward_pass_of_the_trainer():
     recomputed, sampled = (learner(**settings, old_log_probability=name) for name in ("recomputed", "sampled"))
     state = jax.jit(recomputed.begin)(jax.random.key(0), recomputed.data)
 
-    def compile_and_step(learner_):
-        step = jax.jit(lambda state, key: learner_.step(state, key, Taps(0, 1, data=learner_.data)))
+    def compile_and_step(dialogue_learner):
+        step = jax.jit(lambda state, key: dialogue_learner.step(state, key, Taps(0, 1, data=dialogue_learner.data)))
         traced = step.trace(state, jax.random.key(1))
         return traced.lower().compile()(state, jax.random.key(1)), str(traced.jaxpr).count("dot_general")
 

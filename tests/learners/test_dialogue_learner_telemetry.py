@@ -40,8 +40,8 @@ class Echo(Dialogue):
     vocabulary, length, reply_length = 8, 3, 1
 
     def reset(self, key, difficulty):
-        wanted = jax.random.randint(key, (), 0, self.vocabulary)
-        return (wanted, jnp.int32(-1)), self.prompt(wanted[None])
+        target = jax.random.randint(key, (), 0, self.vocabulary)
+        return (target, jnp.int32(-1)), self.prompt(target[None])
 
     def respond(self, state, token):
         return (state[0], token), self.choose(state[1] >= 0, self.end(), self.own())

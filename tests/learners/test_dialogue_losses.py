@@ -176,7 +176,7 @@ def test_gae_across_tool_tokens_equals_verls(verl):
     np.testing.assert_array_equal(advantages.terminal_reward(verl["score"].reshape(-1), loss_mask), verl["reward"])
     advantage, target = jax.jit(advantages.gae)(verl["reward"], verl["value"], loss_mask, 0.97, 0.9)
     np.testing.assert_allclose(target[loss_mask], verl["returns"][loss_mask], **EXACT)
-    # verl divides by a count + 1e-8.
+    # verl adds 1e-8 to the count that it divides by.
     np.testing.assert_allclose(advantages.whiten(advantage, loss_mask)[loss_mask], verl["gae"][loss_mask], rtol=1e-8)
 
 

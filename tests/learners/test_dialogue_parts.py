@@ -158,7 +158,7 @@ def test_gae_skips_tokens_outside_the_loss_mask(float64):
     np.testing.assert_allclose(spread[0, loss_mask], dense[0], **EXACT)
     a, b, c = reward[0, loss_mask]
     first = a + 0.9 * b + 0.81 * c
-    np.testing.assert_allclose(target[0, loss_mask][0], first, **EXACT)  # the critic's lambda is 1
+    np.testing.assert_allclose(target[0, loss_mask][0], first, **EXACT)  # the lambda of value targets is 1
 
 
 def test_the_terminal_reward_is_at_the_last_response_token():

@@ -77,13 +77,13 @@ def token_metrics(r):
 
 
 @jax.jit
-def row_metrics(gold, proxy, response_mask, calls, truncated, kept):
+def row_metrics(gold, proxy, response_mask, calls, truncated, row_mask):
     grouped = gold.reshape(PROMPTS, MEMBERS)
-    prompts = kept.reshape(PROMPTS, MEMBERS)[:, 0]
-    statistics = rewards.reward_statistics(gold, proxy, {"b": gold / 2, "a": gold**2}, kept)
+    prompts = row_mask.reshape(PROMPTS, MEMBERS)[:, 0]
+    statistics = rewards.reward_statistics(gold, proxy, {"b": gold / 2, "a": gold**2}, row_mask)
     statistics |= rewards.success_statistics(grouped == 1, prompts)
     statistics |= rewards.group_statistics(proxy.reshape(PROMPTS, MEMBERS), prompts)
-    return statistics | rewards.length_statistics(response_mask, calls, truncated, kept)
+    return statistics | rewards.length_statistics(response_mask, calls, truncated, row_mask)
 
 
 def row_arguments(seed=0):
@@ -92,9 +92,9 @@ def row_arguments(seed=0):
     gold[:MEMBERS], gold[MEMBERS : 2 * MEMBERS] = 0.0, 1.0
     proxy = gold + rng.integers(0, 2, ROWS)
     proxy[2 * MEMBERS : 3 * MEMBERS] = 0.1
-    kept = np.repeat(np.arange(PROMPTS) != 3, MEMBERS)
+    row_mask = np.repeat(np.arange(PROMPTS) != 3, MEMBERS)
     response_mask = rows(seed)["response"]
-    return gold, proxy.astype(np.float32), response_mask, rng.integers(0, 3, ROWS), rng.random(ROWS) < 0.3, kept
+    return gold, proxy.astype(np.float32), response_mask, rng.integers(0, 3, ROWS), rng.random(ROWS) < 0.3, row_mask
 
 
 def stratum_masks(r, slots=2):
@@ -279,11 +279,12 @@ def choose(n, k):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_row_statistics_equal_numpy(seed):
-    gold, proxy, response_mask, calls, truncated, kept = row_arguments(seed)
+    gold, proxy, response_mask, calls, truncated, row_mask = row_arguments(seed)
     metrics = {
-        name: np.asarray(x.value) for name, x in row_metrics(gold, proxy, response_mask, calls, truncated, kept).items()
+        name: np.asarray(x.value)
+        for name, x in row_metrics(gold, proxy, response_mask, calls, truncated, row_mask).items()
     }
-    grouped = gold.reshape(PROMPTS, MEMBERS)[kept[::MEMBERS]]
+    grouped = gold.reshape(PROMPTS, MEMBERS)[row_mask[::MEMBERS]]
     pass_at = [
         np.mean([1 - choose(MEMBERS - int(c), k) / choose(MEMBERS, k) for c in grouped.sum(1)]) for k in (1, 2, 4)
     ]
@@ -291,21 +292,21 @@ def test_row_statistics_equal_numpy(seed):
         sum(response_mask[row, t] and not response_mask[row, t - 1] for t in range(1, SLOTS)) + response_mask[row, 0]
         for row in range(ROWS)
     ]
-    lengths = response_mask.sum(1)[kept]
-    rewards_by_group = proxy.reshape(PROMPTS, MEMBERS)[kept[::MEMBERS]]
+    lengths = response_mask.sum(1)[row_mask]
+    rewards_by_group = proxy.reshape(PROMPTS, MEMBERS)[row_mask[::MEMBERS]]
     expected = {
-        "acting_performance": gold[kept].mean(),
-        "proxy": proxy[kept].mean(),
-        "reward_gap": (proxy - gold)[kept].mean(),
-        "reward_part": [np.mean(gold[kept] ** 2), np.mean(gold[kept] / 2)],
-        "success": (gold[kept] == 1).mean(),
+        "acting_performance": gold[row_mask].mean(),
+        "proxy": proxy[row_mask].mean(),
+        "reward_gap": (proxy - gold)[row_mask].mean(),
+        "reward_part": [np.mean(gold[row_mask] ** 2), np.mean(gold[row_mask] / 2)],
+        "success": (gold[row_mask] == 1).mean(),
         "pass_at": pass_at,
         "no_signal": np.mean([len(set(group)) == 1 for group in rewards_by_group]),
         "group_std": rewards_by_group.std(axis=1, ddof=1).mean(),
         "row_tokens": lengths.mean(),
-        "turns": np.mean(np.array(turns)[kept]),
-        "calls": calls[kept].mean(),
-        "truncated": truncated[kept].mean(),
+        "turns": np.mean(np.array(turns)[row_mask]),
+        "calls": calls[row_mask].mean(),
+        "truncated": truncated[row_mask].mean(),
         "length_quantile": np.quantile(lengths, [0.1, 0.5, 0.9], method="inverted_cdf"),
     }
     assert metrics.keys() == expected.keys()
@@ -327,8 +328,10 @@ def test_statistics_without_tokens_or_rows_are_finite_with_count_zero():
     for name, statistic in token_metrics(empty).items():
         np.testing.assert_array_equal(statistic.count, 0, err_msg=name)
         np.testing.assert_array_equal(np.isfinite(statistic.value), True, err_msg=name)
-    gold, proxy, response_mask, calls, truncated, kept = row_arguments()
-    statistics = row_metrics(np.full_like(gold, np.nan), proxy, response_mask, calls, truncated, np.zeros_like(kept))
+    gold, proxy, response_mask, calls, truncated, row_mask = row_arguments()
+    statistics = row_metrics(
+        np.full_like(gold, np.nan), proxy, response_mask, calls, truncated, np.zeros_like(row_mask)
+    )
     for name, statistic in statistics.items():
         np.testing.assert_array_equal(statistic.count, 0, err_msg=name)
         np.testing.assert_array_equal(np.isfinite(statistic.value), True, err_msg=name)

@@ -118,8 +118,8 @@ def test_a_targeted_lr_spike_acts_on_the_critic_only(audit):
     spiked = 1 + neutral
     rates = {name: telemetry[f"{name}_learning_rate"][spiked, 1:] for name in ("actor", "critic")}
     np.testing.assert_allclose(rates["actor"], 3e-4, rtol=1e-5)
-    open_ = (np.arange(1, STEPS) >= OPEN) & (np.arange(1, STEPS) < CLOSE)
-    np.testing.assert_allclose(rates["critic"], np.where(open_, 3e-2, 3e-4), rtol=1e-5)
+    is_open = (np.arange(1, STEPS) >= OPEN) & (np.arange(1, STEPS) < CLOSE)
+    np.testing.assert_allclose(rates["critic"], np.where(is_open, 3e-2, 3e-4), rtol=1e-5)
 
 
 def test_a_perturbations_state_is_carried_through_the_updates(audit):

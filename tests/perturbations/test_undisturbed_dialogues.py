@@ -47,14 +47,14 @@ def learner(preset, **settings):
     return getattr(ja.learners, preset)(dialogue, correction="tis", telemetry="basic", **small | warm_start | settings)
 
 
-def tested_kinds(learner_):
+def fitting_kinds(dialogue_learner):
     """Returns the kinds that fit a learner and do not write its parameters, by name, with their sites."""
-    sites = find_sites(learner_, STEPS)
+    sites = find_sites(dialogue_learner, STEPS)
     kinds = {name: registry.perturbations[name] for name in registry.perturbations}
     return {n: k.site for n, k in kinds.items() if k.site not in LEARNER_SITES and site_misfit(k(), sites) is None}
 
 
-def assert_performance_unchanged(learner_, kinds):
+def assert_performance_unchanged(dialogue_learner, kinds):
     """Asserts that at rate zero the performance is constant under each kind, and that the acting performance differs
     from the undisturbed one exactly where rows are disturbed."""
     window = {"onset": ONSET, "duration": "end"}
@@ -62,7 +62,7 @@ def assert_performance_unchanged(learner_, kinds):
     disturbed = [ja.chain(registry.perturbations[name](MAGNITUDES.get(name), **window), freeze) for name in kinds]
     settings = ja.metrics.MetricSettings(window=2, hold=2)
     telemetry = ja.audit(
-        learner_, [freeze, *disturbed], seeds=2, steps=STEPS, settings=settings, execution="map"
+        dialogue_learner, [freeze, *disturbed], seeds=2, steps=STEPS, settings=settings, execution="map"
     ).telemetry
     performance, acting = (telemetry[name].values[..., ONSET:] for name in ("performance", "acting_performance"))
     assert (telemetry["update_norm"].values[:, 1:, ONSET:] == 0).all()
@@ -100,7 +100,7 @@ def test_a_frozen_policy_keeps_its_performance_under_every_kind():
     """A value model, a learned reward, a KL penalty and an entropy bonus give the learner every site of dialogues."""
     warm_starts = {"critic_warm_start": 1, "reward_model_warm_start": 1}
     ppo = learner("ppo_lm", reward="learned", entropy_coefficient=0.01, **warm_starts)
-    kinds = tested_kinds(ppo)
+    kinds = fitting_kinds(ppo)
     assert {"reference", "reward_model", "advantage", "gae_lambda", "gradient"} < set(kinds.values())
     assert set(MAGNITUDES) | WITHOUT_EFFECT < set(kinds)
     assert_performance_unchanged(ppo, kinds)

@@ -67,7 +67,7 @@ def test_stable_adamw_equals_the_published_algorithm_for_each_tensor():
         close(metrics.update_norm, RATE * np.linalg.norm(expected, axis=1))
         assert (roots[[20, 40], 0] > 2).all()
         assert (roots < threshold).any()
-    remedies_ = [remedies.stable_adamw(), remedies.equal_betas(0.9)]
-    params, *_ = driven(ja.Optimizer(ja.Adam(), RATE), remedies_, np.zeros(SIZE), gradients)
+    combined = [remedies.stable_adamw(), remedies.equal_betas(0.9)]
+    params, *_ = driven(ja.Optimizer(ja.Adam(), RATE), combined, np.zeros(SIZE), gradients)
     expected, _ = stable_reference(gradients, 1.0, AdamReference(SIZE, 0.9, 0.9))
     close(entries(params), -RATE * np.cumsum(expected, axis=0), atol=1e-5)

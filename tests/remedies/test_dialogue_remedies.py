@@ -45,10 +45,10 @@ def learner(preset, **settings):
     return getattr(ja.learners, preset)(Errand(), **small | settings)
 
 
-def algorithm_of(learner_):
+def algorithm_of(dialogue_learner):
     """Returns the dialogue learner inside a learner, with or without remedies."""
-    algorithm = learner_.step.__self__
-    return getattr(algorithm, "learner", learner_).step.__self__
+    algorithm = dialogue_learner.step.__self__
+    return getattr(algorithm, "learner", dialogue_learner).step.__self__
 
 
 TIS = {"correction": "tis", "correction_level": "token"}
@@ -200,10 +200,10 @@ def test_adaptive_entropy_adds_a_bonus_of_weight_zero(weight):
 STEPS = 3
 
 
-def train(learner_, steps=STEPS):
+def train(dialogue_learner, steps=STEPS):
     """Returns a function of data: the telemetry `[steps, ...]` and the last state of a lane; it is compiled once."""
-    begin = jax.jit(learner_.begin)
-    step = jax.jit(lambda state, key, t, data: learner_.step(state, key, Taps(t, steps, data=data)))
+    begin = jax.jit(dialogue_learner.begin)
+    step = jax.jit(lambda state, key, t, data: dialogue_learner.step(state, key, Taps(t, steps, data=data)))
 
     def run(data):
         state, telemetry = begin(jax.random.key(3), data), []
@@ -253,8 +253,8 @@ def test_the_neutral_adaptive_entropy_equals_the_plain_learner():
     for name, x in expected.items():
         np.testing.assert_allclose(telemetry[name], x, rtol=1e-6, atol=1e-7, err_msg=name)
     pairs = (jax.tree.leaves(s.policy.params) for s in (state.learner, expected_state))
-    for x_, y_ in zip(*pairs, strict=True):
-        np.testing.assert_allclose(x_, y_, atol=1e-6)
+    for actual, expected_leaf in zip(*pairs, strict=True):
+        np.testing.assert_allclose(actual, expected_leaf, atol=1e-6)
 
 
 # Values that a learner with remedies collects.
@@ -386,9 +386,9 @@ REFUSED_REMEDIES = [
 ]
 
 
-def assert_refused(learner_, remedy, message):
+def assert_refused(dialogue_learner, remedy, message):
     with pytest.raises(ValueError, match=message) as error:
-        ja.remedied(learner_, remedy)
+        ja.remedied(dialogue_learner, remedy)
     text = str(error.value)
     assert text.startswith("remedy '")
     assert "\n" not in text

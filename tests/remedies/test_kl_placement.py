@@ -192,11 +192,11 @@ def test_the_bias_of_an_on_policy_kl_gradient_depends_on_its_placement(name):
     gradients = sequence_gradients(settings)
     np.testing.assert_allclose(gradients, expected_sequence_gradients(settings), **EXACT)
     mean = np.einsum("n,npv->pv", sequence_probs(POLICY), gradients)
-    error_ = relative_error(mean / BETA, exact_kl_and_gradient()[1])
+    deviation = relative_error(mean / BETA, exact_kl_and_gradient()[1])
     if expected is None:
-        assert error_ > 0.1
+        assert deviation > 0.1
     else:
-        assert error_ == pytest.approx(expected, abs=1e-12)
+        assert deviation == pytest.approx(expected, abs=1e-12)
     if name == "k1 in the loss":
         assert np.abs(gradients).max() > 0.1 * BETA
         np.testing.assert_allclose(mean, 0.0, atol=1e-15)
@@ -241,8 +241,8 @@ def test_off_policy_kl_gradients_are_of_the_behaviours_prefixes(settings, exact)
     gradients = sequence_gradients(settings, BEHAVIOUR)
     np.testing.assert_allclose(gradients, expected_sequence_gradients(settings, BEHAVIOUR), **EXACT)
     mean = np.einsum("n,npv->pv", sequence_probs(BEHAVIOUR), gradients) / BETA
-    error_ = relative_error(mean, token_kl_gradient(BEHAVIOUR))
-    assert error_ < 1e-12 if exact else error_ > 0.1
+    deviation = relative_error(mean, token_kl_gradient(BEHAVIOUR))
+    assert deviation < 1e-12 if exact else deviation > 0.1
     if exact:
         assert relative_error(mean, token_kl_gradient(POLICY)) > 0.1, (
             "prefixes of the policy would give another gradient"

@@ -176,14 +176,14 @@ def test_a_skipped_update_changes_no_parameter_moment_count_or_decay(guard, tran
         gradients[3, 5] = math.nan
     else:
         kls[3] = 1.0
-    optimizer, others_ = ja.Optimizer(transform, 0.1), [0, 1, 2, 4, 5, 6, 7]
+    optimizer, unskipped = ja.Optimizer(transform, 0.1), [0, 1, 2, 4, 5, 6, 7]
     all_remedies = (*others, guard)
     params, state, metrics = driven(optimizer, all_remedies, np.ones(SIZE), gradients, approximate_kl=kls)
-    without = driven(optimizer, all_remedies, np.ones(SIZE), gradients[others_], approximate_kl=kls[others_])
+    without = driven(optimizer, all_remedies, np.ones(SIZE), gradients[unskipped], approximate_kl=kls[unskipped])
     for result, expected in zip(jax.tree.leaves((params, state)), jax.tree.leaves(without[:2]), strict=True):
         assert np.isfinite(result).all()
         np.testing.assert_array_equal(result[3], result[2])
-        np.testing.assert_array_equal(np.asarray(result)[others_], expected)
+        np.testing.assert_array_equal(np.asarray(result)[unskipped], expected)
     np.testing.assert_array_equal(state[0].count, [1, 2, 3, 3, 4, 5, 6, 7])
     np.testing.assert_array_equal(np.asarray(metrics.update_norm) == 0, np.arange(8) == 3)
 

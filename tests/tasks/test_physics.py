@@ -201,9 +201,9 @@ def test_a_fork_keeps_the_engine_of_its_run(copied_run, tmp_path):
     assert stored_physics(tmp_path / "fork") == "mjx"
     with pytest.raises(UserError, match=r"must keep the run's task \(physics 'mjx', not 'c'\)$"):
         durable.fork(copied_run, parse(spec_of("c")), tmp_path / "other")
-    other = parse(spec_of("c").replace("seeds = 3", "seeds = 2"))
+    changed_spec = parse(spec_of("c").replace("seeds = 3", "seeds = 2"))
     with pytest.raises(UserError, match=r"must keep the run's task \(physics 'mjx', not 'c'\) and seeds$"):
-        durable.fork(copied_run, other, tmp_path / "other")
+        durable.fork(copied_run, changed_spec, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 

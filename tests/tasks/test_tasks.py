@@ -151,15 +151,15 @@ def assert_close(result, observation, reward, tolerance):
 
 @parametrize_engines()
 class TestAgainstGymnasium:
-    def test_observation_and_reward(self, name, physics):
+    def test_observations_and_rewards_are_equal(self, name, physics):
         _, _, observation, reward, _, _ = gymnasium_steps(name)
         assert_close(stepped(name, physics), observation, reward, TOLERANCE[physics])
 
-    def test_termination(self, name, physics):
+    def test_terminations_are_equal(self, name, physics):
         terminated = gymnasium_steps(name)[4]
         np.testing.assert_array_equal(np.asarray(stepped(name, physics).done) > 0.5, terminated)
 
-    def test_parts_of_the_reward(self, name, physics):
+    def test_parts_of_the_reward_are_equal(self, name, physics):
         """Parts have the names in Gymnasium's info, except for a constant of HumanoidStandup that is not in it."""
         expected = gymnasium_steps(name)[5]
         metrics = stepped(name, physics).metrics
@@ -170,7 +170,7 @@ class TestAgainstGymnasium:
             error = np.abs(np.asarray(metrics[part], np.float64) - values) / np.maximum(1.0, np.abs(values))
             assert np.quantile(error, 0.99) < TOLERANCE[physics], part
 
-    def test_spaces(self, name, physics):
+    def test_spaces_are_equal(self, name, physics):
         env, reference = env_of(name, physics), gymnasium.make(name)
         assert env.observation_size == reference.observation_space.shape[0]
         assert env.action_size == reference.action_space.shape[0]
@@ -293,8 +293,8 @@ class TestDynamics:
         observations, rewards = [], []
         for columns, action in zip(before, actions, strict=True):
             mujoco.mj_resetData(model, data)
-            physics_ = env_of(name, "c").physics(columns)
-            data.qpos[:], data.qvel[:] = physics_.qpos, physics_.qvel
+            physics_state = env_of(name, "c").physics(columns)
+            data.qpos[:], data.qvel[:] = physics_state.qpos, physics_state.qvel
             mujoco.mj_forward(model, data)
             data.qacc_warmstart[:] = columns[model.nq + model.nv :][: model.nv]
             observation, reward, *_ = reference.step(action)
