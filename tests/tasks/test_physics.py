@@ -33,8 +33,8 @@ pytestmark = pytest.mark.exhaustive
 NAME_LINE = 'name = "InvertedPendulum-v5"'
 
 
-def spec_of(stored_physics):
-    return FEW.replace(NAME_LINE, f'{NAME_LINE}\nphysics = "{stored_physics}"')
+def spec_of(physics):
+    return FEW.replace(NAME_LINE, f'{NAME_LINE}\nphysics = "{physics}"')
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +82,10 @@ def stored_physics(folder):
     return load(folder / "spec.toml").task.physics
 
 
-def rewrite_stored_physics(folder, stored_physics, device="cpu"):
+def rewrite_stored_physics(folder, physics, device="cpu"):
     """Rewrites a run as if it had stored these physics and begun on a device of this kind."""
     path = folder / "spec.toml"
-    path.write_text(path.read_text().replace('physics = "c"', f'physics = "{stored_physics}"'))
+    path.write_text(path.read_text().replace('physics = "c"', f'physics = "{physics}"'))
     Folder(folder).update_environment(device_kind=device)
 
 
@@ -223,8 +223,8 @@ def test_a_run_like_another_keeps_its_engine(copied_run, tmp_path):
 
 
 def test_group_keys_of_runs_depend_on_the_resolved_engine():
-    def run(stored_physics, device, name="Ant-v5"):
-        task = {"kind": "mujoco", "name": name, "physics": stored_physics}
+    def run(physics, device, name="Ant-v5"):
+        task = {"kind": "mujoco", "name": name, "physics": physics}
         return SimpleNamespace(
             folder="run", spec={"task": task, "learner": {}}, environment={"device_kind": device}, steps=20
         )
