@@ -84,7 +84,7 @@ def test_reward_model_training_depends_on_its_own_settings_only():
         initial_state(**trained, reward_model_pairs=5),
         initial_state(**trained, reward_model_pairs=4, reward_model_learning_rate=0.5),
     ]
-    assert [equal(first.reward_model, other.reward_model) for other in others] == [True, False, False]
+    assert [equal(first.reward_model, state.reward_model) for state in others] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ DELAYED = {
 STUCK = {"observation_stuck": (0.5, 1.0), "action_stuck": (0.5, 1.0)}
 CASES = [
     (name, magnitude, when)
-    for name, some in (DELAYED | STUCK).items()
-    for magnitude, when in itertools.product(some, WINDOWS)
+    for name, magnitudes in (DELAYED | STUCK).items()
+    for magnitude, when in itertools.product(magnitudes, WINDOWS)
 ]
 TESTED_WITH_DIALOGUES = {"reward_model_drift", "stale_policy", "sync_interval"}
 """Kinds that test_dialogue_perturbations.py tests."""
@@ -279,16 +279,15 @@ def test_the_state_is_kept_while_a_branch_is_not_taken():
         def sense(taps, visits):
             return visits + 1, taps("observation", jnp.full((1, 1), 1.0 + taps.step), begins=no, valid=yes)
 
-        visits, records = taps.cond(taps.step % 2 == 0, sense, visits)
-        return visits, {"performance": jnp.sum(records), "visits": visits}
+        visits, observation = taps.cond(taps.step % 2 == 0, sense, visits)
+        return visits, {"performance": jnp.sum(observation), "visits": visits}
 
     learner = ja.Learner(lambda key: jnp.float32(0.0), step)
     result = ja.audit(learner, [ja.observation_delayed(1.0, onset=2)], seeds=1, steps=10)
-    control, delayed_entry = result.telemetry["performance"].values[0]
+    control, delayed = result.telemetry["performance"].values[0]
     np.testing.assert_array_equal(control, [1, 0, 3, 0, 5, 0, 7, 0, 9, 0])
-    np.testing.assert_array_equal(
-        delayed_entry[2:], [3, 0, 3, 0, 5, 0, 7, 0]
-    )  # the first value in the window has no predecessor
+    # The first value in the window has no predecessor.
+    np.testing.assert_array_equal(delayed[2:], [3, 0, 3, 0, 5, 0, 7, 0])
     np.testing.assert_array_equal(result.telemetry["visits"].values[0, 1], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5])
 
 

@@ -264,7 +264,8 @@ def test_the_neutral_adaptive_entropy_equals_the_plain_learner():
 def collect():
     """Returns a function of three strengths: an iteration of a learner with a critic and remedies of its objective.
 
-    Its parameters are random, and its entropy coefficient was 0.3 before."""
+    Its parameters are random, and its entropy coefficient was 0.3 before.
+    """
     base = learner("ppo_lm", whiten=False, gamma=0.9, gae_lambda=0.3, critic_lambda=0.6, mask_truncated=True, prompts=8)
     settings = (remedies.kl_in_both(0.3), remedies.length_adaptive_lambda(0.5), remedies.kl_cov(0.2))
     remedied = ja.remedied(base, *settings)
